@@ -1,0 +1,55 @@
+# Every target works on a fresh machine that has make and Python >= 3.10: each installs what it
+# needs into .venv first. `make PYTHON=python3.12 ...` picks another interpreter.
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+CONSTRAINTS := packaging/constraints.txt
+PIP := $(RUN) -m pip install --disable-pip-version-check -qq -c $(CONSTRAINTS)
+NOX := $(RUN) -m nox --stop-on-first-error
+BENCH_JSON ?= benchmarks.json
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types docs bench
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.demo ## Train on handwritten digits at every level; print the table, write report.html
+	$(RUN) examples/digits/compare.py
+
+test: $(VENV)/.dev ## The whole check: lint, types, docs, then every test on the installed wheel
+	@$(NOX) -s lint types docs
+	@$(NOX) -s tests
+
+lint: $(VENV)/.dev ## Formatting, ruff rules, import directions
+	@$(NOX) -s lint
+
+types: $(VENV)/.dev ## mypy --strict
+	@$(NOX) -s types
+
+docs: $(VENV)/.dev ## Build docs/_build/html; any warning is an error
+	@$(NOX) -s docs
+
+# The demo extra brings numpy, without which torch warns at import.
+bench: $(VENV)/.demo ## Measure against torch.autocast; print the table, write benchmarks.json
+	$(RUN) -m benchmarks --json $(BENCH_JSON)
+
+# Stamps: a step runs again when the file that decides its result is newer. torch comes first and
+# alone, by its pin, so that nothing after it can choose another build.
+$(VENV)/.torch: $(CONSTRAINTS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=python3.12 ...")'
+	@echo "Installing torch into $(VENV) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(RUN) -m pip install --disable-pip-version-check -qq -r $(CONSTRAINTS)
+	@touch $@
+
+$(VENV)/.package: $(VENV)/.torch pyproject.toml
+	@echo "Installing apex-amp into $(VENV) ..."
+	@$(PIP) -e .
+	@touch $@
+
+$(VENV)/.%: $(VENV)/.package
+	@echo "Installing apex-amp[$*] into $(VENV) ..."
+	@$(PIP) -e '.[$*]'
+	@touch $@

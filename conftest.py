@@ -1,0 +1,66 @@
+"""Rules for every test and doctest: one thread, one seed, no casts left on, GPU tests skipped."""
+
+import gc
+import random
+
+import hypothesis
+import pytest
+import torch
+
+import apex
+
+torch.set_num_threads(1)
+hypothesis.settings.register_profile("apex", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("apex")
+# torch's own objects never die: without them a collection takes a millisecond instead of a hundred.
+gc.freeze()
+
+DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps")
+
+
+def pytest_report_header():
+    return f"apex {apex.__version__} from {apex.__file__}, torch {torch.__version__}"
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    item.failed = getattr(item, "failed", False) or report.failed
+    return report
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    """The same random numbers in every test, whatever ran before it."""
+    random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_on(request):
+    """Fails a test that leaves casts on in this thread: the next tests would run under them.
+
+    amp's casts end with the models of their session, so the test's own fixtures are let go first.
+    """
+    yield
+    if not casts_on():
+        return
+    request.node.funcargs = {}
+    gc.collect()
+    left = casts_on()
+    for device_type in left:
+        torch.set_autocast_enabled(device_type, False)
+    if left and not request.node.failed:  # the traceback of a failed test keeps its models alive
+        pytest.fail(f"the test left casts on for {', '.join(left)}", pytrace=False)
+
+
+def casts_on():
+    return [device_type for device_type in DEVICE_TYPES if torch.is_autocast_enabled(device_type)]

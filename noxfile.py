@@ -1,0 +1,75 @@
+"""The checks that `make` and CI run: lint, types and docs here, tests on an installed wheel."""
+
+import logging
+import sys
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "venv"
+nox.options.reuse_existing_virtualenvs = True
+nox.options.sessions = ["lint", "types", "docs", "tests"]
+
+CONSTRAINTS = "packaging/constraints.txt"
+DIST = Path("dist")
+
+# Checks of the sources share the environment that runs nox (`make` fills .venv with the extra
+# `dev`): one torch instead of one per session.
+shared = nox.session(venv_backend="none")
+
+
+@shared
+def lint(session):
+    """Formatting, ruff rules, import directions."""
+    session.run(sys.executable, "-m", "ruff", "format", "--check", ".")
+    session.run(sys.executable, "-m", "ruff", "check", ".")
+    session.run(str(Path(sys.executable).with_name("lint-imports")), "--no-cache")
+
+
+@shared
+def types(session):
+    """mypy --strict on src."""
+    session.run(sys.executable, "-m", "mypy")
+
+
+@shared
+def docs(session):
+    """The documentation; a warning or an unresolved reference is an error."""
+    session.run(
+        sys.executable, "-m", "sphinx", "-n", "-W", "--keep-going", "-q", "-b", "html",
+        "docs", "docs/_build/html",
+    )  # fmt: skip
+
+
+@shared
+def wheel(session):
+    """Build the one wheel, py3-none-any, into dist/."""
+    build_wheel(session)
+
+
+@nox.session
+def tests(session):
+    """Every test and doctest, on the wheel as pip installs it; src/ is not importable here."""
+    wheel_path = build_wheel(session)
+    session.install("-qq", "-r", CONSTRAINTS)
+    session.install("-qq", "-c", CONSTRAINTS, f"{wheel_path}[test]")
+    session.install("-qq", "--no-deps", "--force-reinstall", str(wheel_path))
+    # CI reads the last line of the output as pytest's closing line: nox says nothing after it.
+    logging.getLogger("nox").setLevel(logging.CRITICAL)
+    session.run(
+        "python", "-m", "pytest", "-n", "2",
+        *(session.posargs or ["tests", "README.md", "docs", "--pyargs", "apex"]),
+        env={"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def build_wheel(session):
+    """Builds the wheel with the hatchling of the environment that runs nox; returns its path."""
+    for old in DIST.glob("apex_amp-*.whl"):
+        old.unlink()
+    session.run(
+        sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(DIST), external=True
+    )
+    (built,) = DIST.glob("apex_amp-*-py3-none-any.whl")
+    return built

@@ -1,0 +1,85 @@
+"""Refuses to run where another distribution put its files into this package's folder."""
+
+import os
+import sys
+
+# Files of other projects' package `apex` that this one never has. Metadata is looked at first;
+# these tell of an installation that left none (a copied folder, a broken uninstall).
+_FOREIGN_FILES = {
+    "_autocast_utils.py": "NVIDIA's apex",
+    os.path.join("_extensions", "__init__.py"): "NVIDIA's apex",
+    os.path.join("transformer", "__init__.py"): "NVIDIA's apex",
+    "forms.py": "the web toolkit apex of PyPI",
+    "views.py": "the web toolkit apex of PyPI",
+}
+
+
+def check(package: str) -> None:
+    """Raises where the package folder belongs to another distribution too.
+
+    pip lets two distributions write into one folder: the later overwrites files of the earlier, and
+    uninstalling either removes files of both. This runs at every import, so it costs one directory
+    listing and a few file tests, and asks ``importlib.metadata`` nothing.
+
+    Args:
+        package: Folder of the imported package ``apex``.
+
+    Raises:
+        ImportError: If a distribution other than ``apex-amp`` has modules in the folder. The
+            metadata-only distribution ``apex`` has none and is accepted.
+    """
+    owner = _owner_by_metadata(package) or _owner_by_files(package)
+    if owner is not None:
+        raise ImportError(
+            f"The package `apex` of apex-amp shares its folder with {owner}, so files of the two "
+            f"are mixed in {package}. Only one of them can be installed in an environment. "
+            "To keep apex-amp, run:\n"
+            f"    {sys.executable} -m pip uninstall -y apex apex-amp\n"
+            f"    {sys.executable} -m pip install apex-amp\n"
+            f"If this error stays, delete the folder {package} between the two commands.",
+            name="apex",
+            path=package,
+        )
+
+
+def _owner_by_metadata(package: str) -> str | None:
+    parent = os.path.dirname(package)
+    for entry in _listing(parent):
+        stem, extension = os.path.splitext(entry)
+        name, _, version = stem.partition("-")
+        if name.lower() != "apex" or extension not in (".dist-info", ".egg-info"):
+            continue
+        if _owns_modules(os.path.join(parent, entry)):
+            version = version.partition("-py")[0]  # an egg-info is named name-version-pyX.Y
+            return f"the distribution `{name}` {version} (its metadata: {entry})"
+    return None
+
+
+def _owns_modules(metadata: str) -> bool:
+    if os.path.isfile(metadata):  # by distutils: one file that lists nothing, always with modules
+        return True
+    lines = _lines(os.path.join(metadata, "RECORD"))
+    top_level = _lines(os.path.join(metadata, "top_level.txt")) if not lines else []
+    return "apex" in top_level or any(line.startswith("apex/") for line in lines)
+
+
+def _owner_by_files(package: str) -> str | None:
+    for file, owner in _FOREIGN_FILES.items():
+        if os.path.isfile(os.path.join(package, file)):
+            return f"{owner} (it left {file})"
+    return None
+
+
+def _listing(folder: str) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:  # imported from an archive: nothing else can have written there
+        return []
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read().splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,75 @@
+"""Pairs of a low-precision model parameter and its fp32 master; gradients in, values out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Pair(NamedTuple):
+    """A parameter of the model and the fp32 one that the optimizer steps in its place."""
+
+    model: nn.Parameter
+    master: nn.Parameter
+
+
+def make_master(param: nn.Parameter, exact: Tensor | None = None) -> nn.Parameter:
+    """Returns an fp32 parameter with the value of ``param``.
+
+    Args:
+        param: A low-precision parameter.
+        exact: Its value before rounding, where still known; taken over without a copy when fp32.
+    """
+    value = param.detach() if exact is None else exact.detach()
+    return nn.Parameter(value.to(torch.float32), requires_grad=True)
+
+
+def copy_to_model(pairs: Sequence[Pair]) -> None:
+    """Writes every master's value, rounded, into its model parameter."""
+    if pairs:
+        with torch.no_grad():
+            torch._foreach_copy_([pair.model for pair in pairs], [pair.master for pair in pairs])
+
+
+def fp32_grads(params: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Returns fp32 copies of the parameters' gradients (sparse ones stay sparse).
+
+    Every parameter must have a gradient.
+    """
+    copies: list[Tensor] = []
+    sources: list[Tensor] = []
+    result: list[Tensor] = []
+    for param in params:
+        grad = param.grad
+        if grad is None:
+            raise ValueError("fp32_grads got a parameter without a gradient.")
+        if grad.is_sparse:
+            # Rows are summed in fp32: in 16 bits the sum of duplicates could overflow.
+            result.append(grad.to(torch.float32).coalesce())
+            continue
+        copy = torch.empty_like(grad, dtype=torch.float32)
+        copies.append(copy)
+        sources.append(grad)
+        result.append(copy)
+    if copies:
+        torch._foreach_copy_(copies, sources)
+    return result
+
+
+def add_grads_(params: Sequence[nn.Parameter], fresh: Sequence[Tensor]) -> None:
+    """Adds ``fresh[i]`` to the gradient of ``params[i]``; sets it where there is none."""
+    targets: list[Tensor] = []
+    addends: list[Tensor] = []
+    for param, grad in zip(params, fresh, strict=True):
+        if param.grad is None:
+            param.grad = grad
+        elif param.grad.is_sparse or grad.is_sparse:
+            param.grad = param.grad + grad
+        else:
+            targets.append(param.grad)
+            addends.append(grad)
+    if targets:
+        torch._foreach_add_(targets, addends)

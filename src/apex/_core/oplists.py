@@ -1,0 +1,329 @@
+"""Which operations run in low precision, fp32 or their widest input: data for every device.
+
+The names are those of apex's lists (``amp.lists``), each mapped to the aten operators that it
+arrives as under ``torch.autocast``. Operators of the same families that came after apex are added.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import torch
+
+Category = Literal[
+    "low_precision", "fp32", "promote", "banned", "fp32_inplace", "recurrent", "to_cpu"
+]
+"""What a row asks for.
+
+``low_precision``: every floating argument goes to the region's dtype, float64 included.
+``fp32``: fp16 and bf16 arguments go to fp32; float64 stays, a ``dtype=`` is honoured.
+``promote``: floating arguments go to the widest floating dtype among them.
+``banned``: as ``fp32``, but fp16 raises NotImplementedError unless the spec allows it.
+``fp32_inplace``: cannot store an fp32 result, so a low-precision ``self`` raises the same.
+``recurrent``: input, state and weights of a whole RNN go to the region's dtype.
+``to_cpu``: ``Tensor.cpu()`` of a low-precision tensor gives fp32.
+"""
+
+Namespace = Literal["torch", "torch.nn.functional", "torch.Tensor"]
+"""Where apex's lists look a name up."""
+
+Names = Mapping[str, tuple[str, ...]]
+
+
+def _same(names: str) -> dict[str, tuple[str, ...]]:
+    """Returns the names as a map to the aten operator of the same name (default overload)."""
+    return {name: (name,) for name in names.split()}
+
+
+_UNARY = "acos asin cosh erfinv exp expm1 log log10 log1p log2 reciprocal rsqrt sinh tan"
+
+_CONVOLUTIONS: Names = {
+    "conv1d": ("conv1d", "conv1d.padding"),
+    "conv2d": ("conv2d", "conv2d.padding"),
+    "conv3d": ("conv3d", "conv3d.padding"),
+    "conv_transpose1d": ("conv_transpose1d",),
+    "conv_transpose2d": ("conv_transpose2d.input",),
+    "conv_transpose3d": ("conv_transpose3d.input",),
+    "conv_tbc": ("conv_tbc",),
+}
+
+_PRODUCTS: Names = _same("prelu addmm addmv addr matmul mm mv addbmm baddbmm bmm")
+
+_CELLS: Names = _same("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell")
+
+_RECURRENT: Names = {
+    name: (f"{name}.input", f"{name}.data") for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+}
+
+_POW: Names = {"pow": ("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar")}
+
+_NORM: Names = {
+    # torch.norm and Tensor.norm call torch.linalg's norms today; the rest serves saved programs.
+    "norm": (
+        *("linalg_vector_norm", "linalg_matrix_norm", "linalg_matrix_norm.str_ord"),
+        *("norm.Scalar", "norm.ScalarOpt_dim", "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim_dtype"),
+        *("nuclear_norm", "nuclear_norm.dim", "frobenius_norm.dim"),
+    )
+}
+
+_REDUCTIONS: Names = {
+    **_same("cumprod cumsum dist renorm logsumexp"),
+    **_NORM,
+    "prod": ("prod", "prod.dim_int"),
+    "std": ("std", "std.dim", "std.correction"),
+    "std_mean": ("std_mean", "std_mean.dim", "std_mean.correction"),
+    "sum": ("sum", "sum.dim_IntList"),
+    "var": ("var", "var.dim", "var.correction"),
+    "var_mean": ("var_mean", "var_mean.dim", "var_mean.correction"),
+}
+
+_RESIZES = (
+    *("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "trilinear3d", "bicubic2d"),
+    *("_nearest_exact1d", "_nearest_exact2d", "_nearest_exact3d"),
+    *("_bilinear2d_aa", "_bicubic2d_aa", "_lanczos2d_aa"),
+)
+
+
+def _resize(mode: str) -> tuple[str, str]:
+    name = f"_upsample{mode}" if mode.startswith("_") else f"upsample_{mode}"
+    return name, f"{name}.vec"
+
+
+_SOFTMAX: Names = {"softmax": ("softmax.int",), "log_softmax": ("log_softmax.int",)}
+
+_FUNCTIONAL_FP32: Names = {
+    **_same("softplus gelu layer_norm group_norm rms_norm cosine_similarity"),
+    **_same("poisson_nll_loss cosine_embedding_loss hinge_embedding_loss kl_div l1_loss mse_loss"),
+    **_same(
+        "margin_ranking_loss multilabel_margin_loss multi_margin_loss smooth_l1_loss huber_loss"
+    ),
+    **_same("soft_margin_loss triplet_margin_loss binary_cross_entropy_with_logits"),
+    **_SOFTMAX,
+    "softmin": ("softmax.int",),
+    "interpolate": tuple(op for mode in _RESIZES for op in _resize(mode)),
+    "grid_sample": ("grid_sampler",),
+    "cross_entropy": ("cross_entropy_loss",),
+    "nll_loss": ("nll_loss_nd", "nll_loss", "nll_loss2d"),
+    "ctc_loss": ("ctc_loss.IntList", "ctc_loss.Tensor"),
+    # Written in Python over rows of this table; their result has its dtype from those.
+    "local_response_norm": (),
+    "multilabel_soft_margin_loss": (),
+    "normalize": (),
+}
+
+_NATIVE_PROMOTION: Names = {
+    "add": ("add.Tensor", "add.Scalar"),
+    "sub": ("sub.Tensor", "sub.Scalar"),
+    "div": ("div.Tensor", "div.Scalar", "div.Tensor_mode", "div.Scalar_mode"),
+    "mul": ("mul.Tensor", "mul.Scalar"),
+    **{name: (f"{name}.Tensor", f"{name}.Scalar") for name in ("eq", "ge", "gt", "le", "lt", "ne")},
+    "cat": ("cat",),
+    "stack": ("stack",),
+}
+
+_PROMOTE: Names = _same("addcdiv addcmul atan2 cross bilinear dot vdot equal")
+
+_TORCH: Names = {
+    **_CONVOLUTIONS,
+    **_PRODUCTS,
+    **_same("einsum tensordot"),
+    **_CELLS,
+    **_RECURRENT,
+    **_same(_UNARY),
+    **_POW,
+    **_REDUCTIONS,
+    **_SOFTMAX,
+    **_PROMOTE,
+    **_NATIVE_PROMOTION,
+}
+
+_METHODS: Names = {
+    **_PRODUCTS,
+    "__matmul__": ("matmul",),
+    "__rmatmul__": ("matmul",),
+    **_same(_UNARY),
+    **_POW,
+    "__pow__": _POW["pow"],
+    "__rpow__": ("pow.Scalar", "pow.Tensor_Tensor"),
+    "__ipow__": ("pow_.Scalar", "pow_.Tensor"),
+    "cpu": ("to.dtype_layout",),
+    **{name: ops for name, ops in _REDUCTIONS.items() if not name.endswith("_mean")},
+    **_SOFTMAX,
+    **_same("addcdiv addcmul atan2 cross dot vdot equal"),
+    **{name: ops for name, ops in _NATIVE_PROMOTION.items() if name not in {"cat", "stack"}},
+    **{
+        f"__{kind}{name}__": (f"{aten}.Tensor",)
+        for name, aten in {
+            "add": "add",
+            "sub": "sub",
+            "mul": "mul",
+            "div": "div",
+            "truediv": "div",
+        }.items()
+        for kind in ("", "r")
+    },
+    **{
+        f"__{name}__": (f"{name}.Tensor", f"{name}.Scalar")
+        for name in ("eq", "ge", "gt", "le", "lt", "ne")
+    },
+    # In-place arithmetic keeps self's dtype by torch's own rule: no operator of ours.
+    **{f"__i{name}__": () for name in ("add", "sub", "mul", "div", "truediv")},
+}
+
+NAMES: Mapping[str, Names] = {
+    "torch": _TORCH,
+    "torch.nn.functional": {
+        **_CONVOLUTIONS,
+        **_same("linear scaled_dot_product_attention prelu"),
+        **_FUNCTIONAL_FP32,
+        **_same("bilinear binary_cross_entropy"),
+    },
+    "torch.Tensor": _METHODS,
+}
+"""For every namespace, each known name and the aten operators that it arrives as.
+
+The lists' arithmetic and comparisons, ``cat`` and ``stack`` promote by torch's own rule: known
+here so that a user's change of the lists can name them, but without a row in the default table.
+"""
+
+_INPLACE_FP32 = (
+    *(f"{name}_" for name in _UNARY.split()),
+    *("pow_.Scalar", "pow_.Tensor", "cumprod_", "cumsum_", "renorm_"),
+)
+
+COVERED_INSIDE: frozenset[str] = frozenset(
+    {"conv1d.padding", "conv2d.padding", "conv3d.padding", "cross_entropy_loss", "nll_loss_nd"}
+)
+"""Operators that torch writes over other rows of the table.
+
+Where a device lacks a kernel for one of them none is added: the inner rows give the same result
+dtype, and one kernel more would only cost time.
+"""
+
+
+def _ops(*groups: Names | Iterable[str]) -> list[str]:
+    """Returns the operators of the groups in order."""
+    found: list[str] = []
+    for group in groups:
+        if isinstance(group, Mapping):
+            found.extend(op for ops in group.values() for op in ops)
+        else:
+            found.extend(group)
+    return found
+
+
+@dataclass(frozen=True)
+class OpTable:
+    """Which aten operator is cast how; a value, the same on every device.
+
+    Without a row an operator follows torch: its inner operators may have rows, and mixed floating
+    arguments promote (``add``, ``mul``, comparisons, ``cat``, ``stack``) by torch's own rule, by
+    which a 0-d tensor does not widen the result. In ``promote`` rows a 0-d tensor counts like any
+    other, as in ``torch.autocast``. ``mean`` has no row and keeps low precision, as in apex.
+    Factories and ``out=`` variants have no rows.
+
+    What differs from the lists inside, or follows from another row:
+
+    - ``F.local_response_norm`` squares and averages in its input's dtype before the fp32 power,
+      ``F.multilabel_soft_margin_loss`` takes its log-sigmoids in it before the fp32 sum. Both
+      results, and that of ``F.normalize``, are fp32.
+    - ``1 / x`` is ``x.reciprocal()`` to torch, and so fp32.
+    - ``F.interpolate(mode="area")`` is ``F.adaptive_avg_pool`` to torch, and keeps its dtype.
+    - ``x.to("cpu")`` cannot be told from ``x.cpu()``: it gives fp32 as well. With ``non_blocking``
+      or ``copy`` it does not.
+
+    Attributes:
+        rows: Category by aten operator and overload, such as ``{"pow.Scalar": "fp32"}``.
+    """
+
+    rows: Mapping[str, Category] = field(hash=False)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self.rows.items()))
+
+    @classmethod
+    def default(cls) -> OpTable:
+        """Returns the table of apex's lists and today's operators; always the same object."""
+        return _default_table()
+
+    def without(self, namespace: str, name: str) -> OpTable:
+        """Returns the table after ``name`` left its list: its operators follow torch.
+
+        A function and the method of the same name are one operator to torch: the row goes for
+        both. A name that promotes by torch's own rule (``add``, ``cat``) has no row to lose.
+
+        Raises:
+            ValueError: If the name is in none of apex's lists.
+        """
+        gone = _known(namespace, name)
+        return OpTable({op: category for op, category in self.rows.items() if op not in gone})
+
+    def with_(self, namespace: str, name: str, category: Category) -> OpTable:
+        """Returns the table after ``name`` was added to the list of ``category`` in ``namespace``.
+
+        Raises:
+            ValueError: If the name or the category is unknown.
+        """
+        if category not in get_args(Category):
+            raise ValueError(
+                f"Unknown op category {category!r}: use one of {', '.join(get_args(Category))}."
+            )
+        return OpTable({**self.rows, **dict.fromkeys(_known(namespace, name), category)})
+
+
+def _known(namespace: str, name: str) -> tuple[str, ...]:
+    """Returns the operators of a name, or explains that it has none."""
+    if namespace not in NAMES:
+        raise ValueError(
+            f"Unknown namespace {namespace!r} of amp.lists: use one of {', '.join(NAMES)}."
+        )
+    if name not in NAMES[namespace]:
+        raise ValueError(
+            f"amp.lists cannot cast {namespace}.{name}: amp knows {len(NAMES[namespace])} names of "
+            f"{namespace}, and this is none of them. Before amp.initialize, register it instead: "
+            f"amp.register_half_function({namespace}, {name!r}), amp.register_float_function or "
+            "amp.register_promote_function."
+        )
+    return NAMES[namespace][name]
+
+
+@functools.cache
+def _default_table() -> OpTable:
+    functional = NAMES["torch.nn.functional"]
+    low = _ops(
+        _CONVOLUTIONS,
+        _PRODUCTS,
+        _CELLS,
+        ("linear", "einsum", "tensordot", "scaled_dot_product_attention"),
+    )
+    fp32 = _ops(_same(_UNARY), _POW, _REDUCTIONS, _FUNCTIONAL_FP32)
+    groups: dict[Category, Iterable[str]] = {
+        "low_precision": low,
+        "fp32": fp32,
+        "promote": _ops(_PROMOTE),
+        "banned": functional["binary_cross_entropy"],
+        "fp32_inplace": _INPLACE_FP32,
+        "recurrent": _ops(_RECURRENT),
+        "to_cpu": _METHODS["cpu"],
+    }
+    return OpTable({op: category for category, ops in groups.items() for op in ops})
+
+
+@dataclass(frozen=True)
+class CastSpec:
+    """What one session casts, and where.
+
+    Attributes:
+        dtype: The low precision, float16 (O1) or bfloat16 (O4).
+        device_types: Device types of the initialized models, such as ``("cpu",)``.
+        table: Rows by operator, with the user's changes.
+        allow_banned: Whether banned operations run in fp32 on fp16 input instead of raising.
+    """
+
+    dtype: torch.dtype
+    device_types: tuple[str, ...]
+    table: OpTable
+    allow_banned: bool = False

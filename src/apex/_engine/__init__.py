@@ -1,0 +1,1 @@
+"""Stateful objects, one owner each; no module globals."""

@@ -1,0 +1,51 @@
+"""Device flags read on the host once they have arrived, never waited for."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+Reading = tuple[float, ...]
+
+
+class Arrivals:
+    """A queue of small device tensors on their way to the host.
+
+    ``send`` starts a copy and returns at once; ``poll`` gives what has arrived, oldest first. A
+    tensor in host memory has arrived when it is sent.
+    """
+
+    def __init__(self) -> None:
+        """Starts empty."""
+        self._ready: list[Reading] = []
+        self._travelling: deque[tuple[Tensor, torch.Event]] = deque()
+
+    def send(self, values: Tensor) -> None:
+        """Queues the present content of ``values``, a 1-d tensor.
+
+        Nothing is queued while a CUDA graph is captured: a replay has no host side.
+        """
+        if values.device.type == "cpu":
+            # tolist() on host memory reads it in place: no kernel, nothing to wait for.
+            self._ready.append(tuple(values.tolist()))
+        elif not _capturing(values.device):
+            host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            host.copy_(values, non_blocking=True)
+            event = torch.Event(values.device)
+            event.record()
+            self._travelling.append((host, event))
+
+    def poll(self) -> list[Reading]:
+        """Returns what has arrived since the last call, oldest first."""
+        while self._travelling and self._travelling[0][1].query():
+            self._ready.append(tuple(self._travelling.popleft()[0].tolist()))
+        if not self._ready:
+            return []
+        arrived, self._ready = self._ready, []
+        return arrived
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,105 @@
+"""One ``scale_loss`` block: the scaled loss out, unscaled gradients in, the scale updated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from apex._engine.binding import Binding, CastsOff
+    from apex._engine.events import ScaleUpdate
+    from apex._engine.scaler import Scaler
+
+
+class BackwardPass:
+    """Context for one backward pass, entered with a loss and left with unscaled gradients.
+
+    Op casts are off inside: autograd works in the dtypes of the forward pass.
+    """
+
+    def __init__(
+        self,
+        loss: Tensor,
+        bindings: Sequence[Binding],
+        scaler: Scaler,
+        *,
+        casts_off: CastsOff,
+        report: Callable[[Sequence[ScaleUpdate]], None],
+        delay_unscale: bool = False,
+        delay_overflow_check: bool = False,
+    ) -> None:
+        """Prepares nothing yet.
+
+        Args:
+            loss: The unscaled loss.
+            bindings: The optimizers whose gradients this pass makes.
+            scaler: The loss's scale.
+            casts_off: Context without op casts.
+            report: Called with scale updates once they are readable on the host.
+            delay_unscale: Leave the gradients scaled, for a later pass to unscale.
+            delay_overflow_check: Do not move the scale by this pass; a later one does.
+        """
+        self._loss = loss
+        self._bindings = bindings
+        self._scaler = scaler
+        self._casts_off = casts_off
+        self._report = report
+        self._delay_unscale = delay_unscale
+        self._delay_overflow_check = delay_overflow_check
+        self._finished = False
+
+    def __enter__(self) -> Tensor:
+        """Sets earlier gradients aside and returns the scaled loss (fp32)."""
+        for binding in self._bindings:
+            binding.begin(identity=self._scaler.is_identity)
+            binding.open_pass = self
+        self._off: AbstractContextManager[None] = self._casts_off()
+        self._off.__enter__()
+        return self._scaler.scale(self._loss)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Unscales; after an exception puts the earlier gradients back."""
+        try:
+            if error is not None:
+                self._abort()
+            elif self._delay_unscale:
+                for binding in self._bindings:
+                    binding.scaled_gradients = True
+            else:
+                self.finish()
+        finally:
+            self._off.__exit__(None, None, None)
+
+    def finish(self) -> None:
+        """Unscales the gradients and moves the scale, once."""
+        if self._finished:
+            return
+        self._finished = True
+        scaler = self._scaler
+        scaler.begin_pass()
+        unscale_ = None if scaler.is_identity else scaler.unscale_
+        for binding in self._bindings:
+            binding.open_pass = None
+            if unscale_ is not None or binding.pairs:
+                binding.unscale(unscale_)
+        if scaler.dynamic:
+            for binding in self._bindings:
+                binding.raise_flag(scaler.found_inf)
+        if not self._delay_overflow_check:
+            scaler.update(len(self._bindings))
+            self._report(scaler.arrived())
+
+    def _abort(self) -> None:
+        if not self._finished:
+            self._finished = True
+            for binding in self._bindings:
+                binding.abort()

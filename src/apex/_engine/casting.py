@@ -1,0 +1,296 @@
+"""Cast regions: where op casts are on, in which thread, by which spec."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from apex._core.oplists import CastSpec, OpTable
+from apex._engine.fill import Registry
+from apex._engine.thread_casts import (
+    DEVICE_TYPES,
+    Ambient,
+    Threads,
+    backward_id,
+    get_dtype,
+    is_on,
+    set_on,
+)
+
+__all__ = [
+    "CastRegion",
+    "CastSpec",
+    "OpTable",
+    "UncastRegion",
+    "active_dtype",
+    "active_spec",
+    "casts_restored",
+    "no_casts",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_is_compiling = torch.compiler.is_compiling
+_threads = Threads()
+
+
+def _ruling(device: str) -> CastSpec | None:
+    """Returns the spec whose rows hold in this thread on a device type.
+
+    Note [Threads without a spec]
+        Two kinds of work arrive in threads that no region has entered, and belong to one all the
+        same: a recompute by ``torch.utils.checkpoint`` in autograd's device threads, and tracing
+        by ``torch.compile``, where a region's ``run`` is traced rather than run. Both find autocast
+        on with their region's dtype; they get the newest living region of that device type and
+        dtype. A user's own ``torch.autocast`` keeps torch's rules: it is traced with the weight
+        cache on, ours with the cache off.
+    """
+    spec = _threads.here.specs.get(device)
+    if spec is None and (backward_id() != -1 or _traces_region()):
+        return _registry.newest(device, get_dtype(device))
+    return spec
+
+
+def _traces_region() -> bool:
+    traced = torch._guards.TracingContext.try_get() is not None
+    return traced and not torch.is_autocast_cache_enabled()
+
+
+_registry = Registry(_ruling)
+
+
+class CastRegion:
+    """Runs functions with op casts on.
+
+    While a region lives, the kernels that its devices lack are registered. A pickled or copied
+    region is one of its own, with the same spec.
+
+    Raises:
+        ValueError: If a device type of the spec has no autocast.
+    """
+
+    def __init__(self, spec: CastSpec) -> None:
+        self.spec = spec
+        self._orders: list[Ambient] = []
+        self._doubles = False
+        self._lease = _registry.lease(spec)
+        weakref.finalize(self, _end, self._lease, self._orders).atexit = False
+
+    def __reduce__(self) -> tuple[type[CastRegion], tuple[CastSpec]]:
+        return CastRegion, (self.spec,)
+
+    def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Returns ``fn(*args, **kwargs)`` with casts on, in any thread, unless ``no_casts`` holds.
+
+        A weight that several operators use is cast once inside the outermost run; no cast outlives
+        it, for the weight may change then.
+        """
+        if _is_compiling():
+            return _traced(self.spec.device_types, self.spec.dtype, fn, *args, **kwargs)
+        here = _threads.here
+        if here.stale:
+            here.settle()
+        # In a backward that began inside no_casts, a checkpoint has set casts as in its forward.
+        if here.off and (here.ambient or backward_id() == here.off_task):
+            return fn(*args, **kwargs)
+        if not self._doubles:
+            self._watch_doubles(args, kwargs)
+        undo = here.turn_on(self.spec)
+        outermost = not here.runs
+        here.busy += 1
+        here.runs += 1
+        if outermost:
+            cached = torch.is_autocast_cache_enabled()
+            torch.set_autocast_cache_enabled(True)
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            if outermost:
+                torch.clear_autocast_cache()
+                torch.set_autocast_cache_enabled(cached)
+            here.busy -= 1
+            here.runs -= 1
+            if undo:
+                here.put_back(undo)
+            if here.stale:
+                here.settle()
+
+    def enter_ambient(self) -> None:
+        """Turns casts on in this thread until ``leave_ambient``.
+
+        Of several ambient regions the newest living one rules; without any, what stood before.
+        """
+        here = _threads.here
+        order = Ambient(self.spec, here)
+        self._orders.append(order)
+        here.ambient.append(order)
+        here.stale = True
+        here.settle()
+
+    def leave_ambient(self) -> None:
+        """Withdraws this region's ambient casts; may be called again, and from any thread.
+
+        The thread that entered acts on it now if it is this one, else when it next enters a region.
+        """
+        _withdraw(self._orders)
+
+    def handle_doubles(self) -> None:
+        """Makes low-precision operators cast float64 tensors too, for the life of the region.
+
+        torch's own rows leave float64 alone, and then fail on mixed float64 and low precision.
+        ``run`` calls this at the first float64 argument that it sees: always on, it would put
+        Python into every matmul.
+        """
+        if not self._doubles:
+            self._doubles = True
+            _registry.add_doubles(self._lease)
+
+    def _watch_doubles(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        for value in args:
+            if isinstance(value, Tensor) and value.dtype is torch.float64:
+                self.handle_doubles()
+        for value in kwargs.values() if kwargs else ():
+            if isinstance(value, Tensor) and value.dtype is torch.float64:
+                self.handle_doubles()
+
+
+class UncastRegion:
+    """Runs functions with the casts of every region off; free of cost where none is on."""
+
+    def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Returns ``fn(*args, **kwargs)`` with casts off; a cast region run inside casts again."""
+        if _is_compiling():
+            return _traced([d for d in DEVICE_TYPES if is_on(d)], None, fn, *args, **kwargs)
+        if not _threads.here.specs:
+            return fn(*args, **kwargs)
+        with _SwitchedOff():
+            return fn(*args, **kwargs)
+
+
+class _SwitchedOff(AbstractContextManager[None]):
+    """Turns the casts of every region off in this thread, until the block ends."""
+
+    __slots__ = ("_devices", "_here")
+
+    def __enter__(self) -> None:
+        here = self._here = _threads.here
+        if here.stale:
+            here.settle()
+        here.busy += 1
+        self._devices = [device for device in here.specs if is_on(device)]
+        for device in self._devices:
+            set_on(device, False)
+
+    def __exit__(self, *exc_info: object) -> None:
+        here = self._here
+        for device in self._devices:
+            set_on(device, True)
+        here.busy -= 1
+        if here.stale:
+            here.settle()
+
+
+class no_casts(_SwitchedOff):  # noqa: N801 - reads as a function, like torch.no_grad
+    """Turns the casts of every region off in this thread, also for regions that run inside.
+
+    May be nested, and is exception-safe; cheaper than ``torch.autocast(enabled=False)``.
+    """
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        here = self._here
+        if not here.off:
+            here.off_task = backward_id()
+        here.off += 1
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._here.off -= 1
+        super().__exit__(*exc_info)
+
+
+class casts_restored(AbstractContextManager[None]):  # noqa: N801 - as no_casts
+    """Lifts every ``no_casts`` around it until the block ends: for the closure of ``step``."""
+
+    __slots__ = ("_devices", "_here", "_off")
+
+    def __enter__(self) -> None:
+        here = self._here = _threads.here
+        self._off, here.off = here.off, 0
+        here.busy += 1
+        ambient = (d for order in here.ambient for d in order.spec.device_types)
+        self._devices = [d for d in dict.fromkeys(ambient) if not is_on(d)] if self._off else []
+        for device in self._devices:
+            set_on(device, True)
+
+    def __exit__(self, *exc_info: object) -> None:
+        here = self._here
+        for device in self._devices:
+            set_on(device, False)
+        here.busy -= 1
+        here.off = self._off
+
+
+def active_spec() -> CastSpec | None:
+    """Returns the spec by which this thread casts now; None where casts are off.
+
+    Where a thread casts by several specs (one a device type), the one that began first.
+    """
+    specs = _threads.here.specs
+    for device in specs or (DEVICE_TYPES if backward_id() != -1 else ()):
+        if is_on(device):
+            return _ruling(device)
+    return None
+
+
+def active_dtype() -> torch.dtype | None:
+    """Returns the low precision that this thread casts to now; None where casts are off.
+
+    Unlike :func:`active_spec` it traces under ``torch.compile``.
+    """
+    if _is_compiling():
+        # The weight cache is off in the casts of regions, and on in a user's own autocast.
+        on = [device for device in DEVICE_TYPES if is_on(device)]
+        return get_dtype(on[0]) if on and not torch.is_autocast_cache_enabled() else None
+    spec = active_spec()
+    return None if spec is None else spec.dtype
+
+
+def _traced(
+    devices: Sequence[str],
+    dtype: torch.dtype | None,
+    fn: Callable[P, R],
+    /,
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> R:
+    """Calls ``fn`` under autocast to ``dtype`` (None: off).
+
+    One ``with`` a device: the form of it that dynamo traces.
+    """
+    if not devices:
+        return fn(*args, **kwargs)
+    with torch.autocast(devices[0], dtype, enabled=dtype is not None, cache_enabled=False):
+        return _traced(devices[1:], dtype, fn, *args, **kwargs)
+
+
+def _withdraw(orders: list[Ambient]) -> None:
+    here = _threads.here
+    while orders:
+        order = orders.pop()
+        order.alive = False
+        order.thread.stale = True
+    if here.stale:
+        here.settle()
+
+
+def _end(lease: int, orders: list[Ambient]) -> None:
+    _withdraw(orders)
+    _registry.end(lease)

@@ -1,0 +1,78 @@
+"""Convert a model in place, and make it plain again."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from apex._core import dtypes
+from apex._engine.convert import tensors
+from apex._engine.convert.application import apply_plan, flatten_rnns, remove_hooks
+from apex._engine.convert.model_class import converted_class, plain_class, swap_class
+from apex._engine.convert.plan import MasterSource, ModelPlan, Region
+from apex._engine.convert.state import STATE, ModelState, stash_forward, state_of
+
+
+def convert(
+    model: nn.Module,
+    plan: ModelPlan,
+    region: Region,
+    masters: MasterSource | None = None,
+    owner: object = None,
+) -> None:
+    """Makes ``model`` cast as ``plan`` says, in place; on failure it is as it was.
+
+    Parameters and buffers stay the same objects, so optimizers and tied weights keep them. Call
+    ``check`` first: nothing is refused here.
+
+    Args:
+        model: A plain model.
+        plan: The conversion.
+        region: Runs the model's own forward.
+        masters: Source of exact values for ``state_dict`` and ``restore``; receives loaded ones.
+        owner: Kept alive as long as the model, and not copied with it.
+    """
+    state = ModelState(plan, region, masters, owner)
+    new_class = converted_class(type(model))
+    swap_class(model, new_class)
+    try:
+        apply_plan(model, state)
+    except BaseException:
+        swap_class(model, plain_class(new_class))
+        raise
+    stash_forward(model, state)
+    model.__dict__[STATE] = state
+
+
+def restore(model: nn.Module) -> None:
+    """Makes ``model`` plain and fp32 again, in place.
+
+    Parameters take their masters' exact values where those round to what the parameter holds.
+
+    Raises:
+        ValueError: If ``model`` is not converted.
+    """
+    state = state_of(model)
+    if state is None:
+        raise ValueError(
+            f"amp.restore got the model {type(model).__name__}, which amp has not prepared. Pass "
+            "a model that amp.initialize returned, once."
+        )
+    old_class = plain_class(type(model))
+    with tensors.all_or_nothing() as undo:
+        if state.plan.casts_down:
+            _to_fp32(model, state.masters, undo)
+        swap_class(model, old_class)
+    remove_hooks(state)
+    del model.__dict__[STATE]
+    if state.inner_forward is not None:
+        model.__dict__.setdefault("forward", state.inner_forward)
+    flatten_rnns(model)
+
+
+def _to_fp32(model: nn.Module, masters: MasterSource | None, undo: tensors.Undo) -> None:
+    exact = {} if masters is None else masters.exact()
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if dtypes.is_low_precision(tensor):
+            master = exact.get(id(tensor))
+            candidates: list[Tensor] = [] if master is None else [master]
+            undo.set(tensor, tensors.exact_value(tensor, candidates))

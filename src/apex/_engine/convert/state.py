@@ -1,0 +1,65 @@
+"""What a converted model carries, in one attribute of the object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from apex._engine.convert.plan import MasterSource, ModelPlan, Region
+
+STATE = "_apex_state"
+
+
+@dataclass(eq=False)
+class ModelState:
+    """What a converted model carries in its ``__dict__``.
+
+    Attributes:
+        plan: The dtypes.
+        region: Runs the model's own forward.
+        masters: Source of exact values; stays behind in copies.
+        owner: Kept alive with the model; stays behind in copies.
+        inner_forward: A ``forward`` that the user had set on the object, run inside.
+        handles: Hooks to remove at the end.
+        loading: The state dict being loaded and the model's prefix in it.
+    """
+
+    plan: ModelPlan
+    region: Region
+    masters: MasterSource | None = None
+    owner: object = None
+    inner_forward: Callable[..., Any] | None = None
+    handles: list[RemovableHandle] = field(default_factory=list)
+    loading: tuple[dict[str, Any], str] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out what belongs to the original alone: its optimizer, masters and session."""
+        return {**self.__dict__, "masters": None, "owner": None, "loading": None}
+
+
+def stash_forward(model: nn.Module, state: ModelState) -> None:
+    """Moves a ``forward`` set on the object out of the way of the class's."""
+    own = model.__dict__.pop("forward", None)
+    if own is not None:
+        state.inner_forward = own
+
+
+def state_of(model: nn.Module) -> ModelState | None:
+    """Returns the conversion state of ``model``; ``None`` for a plain one."""
+    state = model.__dict__.get(STATE)
+    return state if isinstance(state, ModelState) else None
+
+
+def is_converted(model: nn.Module) -> bool:
+    """Returns whether ``model`` is converted."""
+    return state_of(model) is not None
+
+
+def owner_of(model: nn.Module) -> object | None:
+    """Returns the owner that ``convert`` was given; ``None`` for a plain model and for copies."""
+    state = state_of(model)
+    return None if state is None else state.owner

@@ -1,0 +1,24 @@
+"""Records of what happened in a step, for reports and tools."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ScaleUpdate:
+    """One update of a loss scale, as read on the host.
+
+    Attributes:
+        loss_id: Which scaler of the session.
+        loss_scale: The scale after the update (multiplier).
+        overflow: Whether a gradient of this pass held inf or NaN.
+        optimizers: How many optimizers the pass was for; each skips its next step on overflow.
+        skipped_in_row: Overflows in a row, this one included; 0 when clean.
+    """
+
+    loss_id: int
+    loss_scale: float
+    overflow: bool
+    optimizers: int
+    skipped_in_row: int

@@ -1,0 +1,46 @@
+"""Automatic mixed precision: ``initialize``, ``scale_loss``, and the levels O0 to O5."""
+
+import os
+
+from apex import _conflict
+
+# Another distribution's apex/__init__.py may have replaced ours, so the check is made here too.
+_conflict.check(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from apex.amp import lists
+from apex.amp._amp_state import _amp_state
+from apex.amp.amp import (
+    bfloat16_function,
+    float_function,
+    half_function,
+    init,
+    promote_function,
+    register_bfloat16_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
+from apex.amp.frontend import initialize, load_state_dict, restore, state_dict
+from apex.amp.handle import disable_casts, scale_loss
+from apex.amp.optimizers import master_params
+
+__all__ = [
+    "_amp_state",
+    "bfloat16_function",
+    "disable_casts",
+    "float_function",
+    "half_function",
+    "init",
+    "initialize",
+    "lists",
+    "load_state_dict",
+    "master_params",
+    "promote_function",
+    "register_bfloat16_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+    "restore",
+    "scale_loss",
+    "state_dict",
+]

@@ -1,0 +1,134 @@
+"""The one place that knows the current session; also apex's ``_amp_state`` object."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from apex._engine.user_functions import UserRegistry
+
+if TYPE_CHECKING:
+    from apex._engine.session import Session
+    from apex.amp.handle import AmpHandle, NoOpHandle
+    from apex.amp.scaler import LossScaler
+
+
+class AmpState:
+    """What amp remembers between calls: the living sessions and the last options.
+
+    Scripts read and set some of it as ``amp._amp_state``.
+
+    Attributes:
+        verbosity: 0 for silence, 1 for the start-up and overflow reports.
+        hard_override: Warn about overrides that make no sense instead of refusing them.
+        allow_incoming_model_not_fp32: Accept models that are not fp32.
+        opt_properties: The options of the last ``initialize``; absent before the first.
+        functions: What the user registered for casting.
+    """
+
+    opt_properties: OptProperties
+
+    def __init__(self) -> None:
+        """Starts without a session."""
+        self.verbosity = 1
+        self.hard_override = False
+        self.allow_incoming_model_not_fp32 = False
+        self.functions = UserRegistry()
+        self._sessions: list[weakref.ref[Session]] = []
+        self._init_handle: AmpHandle | NoOpHandle | None = None
+        self._lock = threading.Lock()
+
+    # -- sessions ----------------------------------------------------------------------------
+
+    def add(self, session: Session) -> None:
+        """Makes ``session`` the current one."""
+        with self._lock:
+            self._sessions = [ref for ref in self._sessions if ref() is not None]
+            self._sessions.append(weakref.ref(session))
+
+    def discard(self, session: Session) -> None:
+        """Forgets ``session``."""
+        with self._lock:
+            self._sessions = [ref for ref in self._sessions if ref() not in (None, session)]
+
+    def sessions(self) -> list[Session]:
+        """Returns the living sessions, oldest first."""
+        return [session for ref in self._sessions if (session := ref()) is not None]
+
+    def current(self) -> Session | None:
+        """Returns the newest living session."""
+        sessions = self.sessions()
+        return sessions[-1] if sessions else None
+
+    @property
+    def initialized(self) -> bool:
+        """Whether ``amp.initialize`` or ``amp.init`` was ever called."""
+        return "opt_properties" in self.__dict__
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the last ``initialize`` left amp on; true before the first."""
+        return not self.initialized or bool(self.opt_properties.enabled)
+
+    def is_on(self, session: Session) -> bool:
+        """Whether ``session`` scales losses: until a script sets its ``enabled`` to False."""
+        options = session.options
+        return not isinstance(options, OptProperties) or bool(options.enabled)
+
+    def hold_handle(self, handle: AmpHandle | NoOpHandle) -> None:
+        """Keeps the handle of ``amp.init``, and with it its session."""
+        self._init_handle = handle
+
+    def release_handle(self) -> None:
+        """Ends the handle of an earlier ``amp.init``."""
+        if self._init_handle is not None:
+            self._init_handle._deactivate()
+            self._init_handle = None
+
+    # -- apex's view -------------------------------------------------------------------------
+
+    @property
+    def loss_scalers(self) -> list[LossScaler]:
+        """The scalers of the current session, as apex's objects; empty without one."""
+        from apex.amp.scaler import LossScaler
+
+        session = self.current()
+        return [] if session is None else [LossScaler.over(scaler) for scaler in session.scalers]
+
+    @property
+    def handle(self) -> AmpHandle | NoOpHandle:
+        """apex's handle: that of ``amp.init``, or one over the current session's casts."""
+        from apex.amp.handle import handle_of
+
+        return self._init_handle or handle_of(self.current())
+
+
+class OptProperties:
+    """The options of the last ``initialize``, readable and settable as attributes.
+
+    Attributes:
+        options: Name to value.
+    """
+
+    options: dict[str, Any]
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        """Holds ``options``."""
+        self.__dict__["options"] = options
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns the option ``name``."""
+        try:
+            return self.__dict__["options"][name]
+        except KeyError:
+            raise AttributeError(
+                f"amp's options have no {name!r}; they are {', '.join(self.options)}."
+            ) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets the option ``name``; of these only ``enabled`` has an effect afterwards."""
+        self.options[name] = value
+
+
+_amp_state = AmpState()

@@ -1,0 +1,281 @@
+"""``initialize``, ``restore`` and amp's own ``state_dict``."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from apex._core.scale import ScaleRule
+from apex._engine import session
+from apex._engine.casting import CastSpec
+from apex._engine.convert import ModelPlan
+from apex._engine.session import Session
+from apex.amp import inputs, lists, report
+from apex.amp._amp_state import OptProperties, _amp_state
+from apex.amp.devices import device_types, warn_if_emulated
+from apex.amp.optimizers import AmpStashOptimizer, unwrap
+from apex.amp.properties import Properties, level_defaults, resolve, to_policy
+
+
+def initialize(
+    models: Any,
+    optimizers: Any = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    cast_model_type: torch.dtype | bool | None = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | None = None,
+    cast_model_outputs: torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+    *,
+    patch_torch_functions_type: torch.dtype | None = None,
+    fp32_modules: Sequence[type[nn.Module] | str] = (),
+    growth_interval: int = 2000,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+) -> Any:
+    """Prepares models and optimizers for mixed precision and returns them.
+
+    The same objects come back, changed in place: models cast their inputs or their operators,
+    optimizers step fp32 masters where the level keeps them. Call it once the models are on their
+    device and the optimizers made, before the models are wrapped in DistributedDataParallel or
+    compiled. It may be called any number of times, for other models and optimizers; each call has
+    its own loss scales. Either all is prepared or, after an error, nothing is changed.
+
+    ===== ============ ============ ========== ======= ========== =======================
+    level parameters   ops          batch norm masters loss scale for
+    ===== ============ ============ ========== ======= ========== =======================
+    O0    fp32         fp32         fp32       no      1.0        a baseline
+    O1    fp32         fp16 by list input's    no      dynamic    fp16, nothing to choose
+    O2    fp16         fp16         fp32       fp32    dynamic    fp16, least time
+    O3    fp16         fp16         fp16       no      1.0        a speed limit
+    O4    fp32         bf16 by list input's    no      1.0        bf16, nothing to choose
+    O5    bf16         bf16         fp32       fp32    1.0        bf16, least time
+    ===== ============ ============ ========== ======= ========== =======================
+
+    Args:
+        models: An fp32 module, or a list or tuple of them.
+        optimizers: A ``torch.optim.Optimizer`` (or LARC around one), a list or tuple of them, or
+            ``None`` for inference.
+        enabled: With False nothing is prepared and every amp call passes through.
+        opt_level: ``"O0"`` to ``"O5"``. The arguments below change single properties of it;
+            ``None`` keeps the level's own.
+        cast_model_type: Type of parameters, buffers and inputs (O0, O2, O3, O5); False for none.
+        patch_torch_functions: Whether ops cast by the op table; False at O1 or O4 turns it off.
+        keep_batchnorm_fp32: Whether batch norm stays fp32 in a converted model (O2, O3, O5);
+            also the strings ``"True"`` and ``"False"``.
+        master_weights: Whether optimizers step fp32 masters (O0, O2, O3, O5).
+        loss_scale: A positive number, a string of one, or ``"dynamic"``. A static scale is never
+            checked and never skips a step.
+        cast_model_outputs: Type of the models' floating outputs. By default a converted model
+            gives fp32 and the others what their last op gives.
+        num_losses: How many losses have a scale of their own (``loss_id`` of ``scale_loss``).
+        verbosity: 0 for silence, 1 for the start-up report and a line for each overflow.
+        min_loss_scale: Least dynamic scale. It never reaches 0 in any case.
+        max_loss_scale: Greatest dynamic scale.
+        patch_torch_functions_type: fp16 or bf16 for the op casts of O1 and O4.
+        fp32_modules: Module types and name patterns (``"decoder.*.norm"``) that stay fp32 in a
+            converted model, beside batch norm (O2, O3, O5).
+        growth_interval: Clean steps before a dynamic scale grows.
+        growth_factor: Its multiplier then; above 1.
+        backoff_factor: Its multiplier after an overflow; between 0 and 1.
+
+    Returns:
+        The models as given (one, list or tuple), and the optimizers as given if there were any:
+        ``model``, or ``model, optimizer``.
+
+    Raises:
+        RuntimeError: For an unknown level; an override that the level cannot honour; a model that
+            is not fp32, is on the meta device, lazy, wrapped or already prepared; an optimizer
+            that is already prepared; cuDNN switched off.
+        TypeError: For models, optimizers or values of a wrong type.
+        ValueError: For numbers outside their range; a model or optimizer given twice; an
+            optimizer without parameters, or with none of the models' parameters.
+
+    Examples:
+        >>> import torch
+        >>> from apex import amp
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+        >>> model.weight.dtype, next(amp.master_params(optimizer)).dtype
+        (torch.bfloat16, torch.float32)
+        >>> loss = model(torch.randn(8, 4)).pow(2).mean()
+        >>> with amp.scale_loss(loss, optimizer) as scaled_loss:
+        ...     scaled_loss.backward()
+        >>> optimizer.step()
+
+        The level's properties can be changed one by one:
+
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+        >>> model = amp.initialize(
+        ...     model, opt_level="O5", fp32_modules=[torch.nn.LayerNorm], verbosity=0
+        ... )
+        >>> model[1].weight.dtype
+        torch.float32
+    """
+    _amp_state.verbosity = verbosity
+    if not enabled:
+        _amp_state.opt_properties = OptProperties({"enabled": False})
+        return models if optimizers is None else (models, optimizers)
+    _check_cudnn()
+    defaults = level_defaults(opt_level)
+    overrides = {
+        "cast_model_type": cast_model_type,
+        "patch_torch_functions": patch_torch_functions,
+        "patch_torch_functions_type": patch_torch_functions_type,
+        "keep_batchnorm_fp32": keep_batchnorm_fp32,
+        "master_weights": master_weights,
+        "loss_scale": loss_scale,
+        "cast_model_outputs": cast_model_outputs,
+    }
+    properties = resolve(defaults, overrides, hard_override=_amp_state.hard_override)
+    rule = ScaleRule(
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+        floor=min_loss_scale,
+        ceiling=max_loss_scale,
+    )
+    plan = _plan(properties, tuple(fp32_modules))
+    model_list = inputs.model_list(models)
+    inputs.check_models(model_list, plan)
+    optimizer_list = inputs.optimizer_list(optimizers)
+    inputs.check_optimizers(optimizer_list, model_list)
+    made = _session(properties, rule, model_list, inputs.checked_count(num_losses))
+    report.start_up(defaults, properties)
+    own = [unwrap(optimizer) for optimizer in optimizer_list]
+    made.prepare(model_list, own, plan, mixin=AmpStashOptimizer)
+    _amp_state.add(made)
+    _amp_state.opt_properties = made.options = OptProperties(asdict(properties))
+    return models if optimizers is None else (models, optimizers)
+
+
+def restore(models: Any, optimizers: Any = None) -> Any:
+    """Undoes :func:`initialize`: returns plain fp32 models and plain optimizers.
+
+    The same objects come back: parameters hold their masters' values in fp32, optimizers step the
+    models' own parameters and keep their state, classes and hooks are those from before.
+
+    Args:
+        models: A prepared model, or a list or tuple of them.
+        optimizers: Their optimizers, likewise; ``None`` if there are none.
+
+    Returns:
+        What was given, as :func:`initialize` does.
+
+    Raises:
+        ValueError: For a model or optimizer that is not prepared; nothing is changed then.
+
+    Example:
+        >>> import torch
+        >>> from apex import amp
+        >>> model = torch.nn.Linear(4, 2)
+        >>> model = amp.initialize(model, opt_level="O5", verbosity=0)
+        >>> amp.restore(model).weight.dtype
+        torch.float32
+    """
+    model_list = inputs.model_list(models)
+    own = [unwrap(optimizer) for optimizer in inputs.optimizer_list(optimizers)]
+    inputs.check_prepared(model_list, own)
+    session.restore(model_list, own)
+    return models if optimizers is None else (models, optimizers)
+
+
+def state_dict() -> OrderedDict[str, dict[str, float | int]]:
+    """Returns the loss scales of all living sessions, in apex's checkpoint format.
+
+    ``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``, one entry for each loss in
+    the order of the ``initialize`` calls; empty when amp is not enabled.
+    """
+    return OrderedDict(
+        (f"loss_scaler{index}", dict(scaler.state()))
+        for index, scaler in enumerate(_living_scalers())
+    )
+
+
+def load_state_dict(state_dict: Mapping[str, Any]) -> None:
+    """Sets the loss scales from what :func:`state_dict` returned, here or in apex.
+
+    Another number of scalers gives a warning, and what fits is loaded.
+
+    Args:
+        state_dict: ``loss_scaler0`` and so on, each with ``loss_scale`` and ``unskipped``.
+
+    Raises:
+        RuntimeError: For an unexpected key or a value that makes no sense, naming it; before
+            ``initialize``. Nothing is changed then.
+    """
+    scalers = _living_scalers()
+    if not scalers and not _amp_state.enabled:
+        return
+    if not _amp_state.initialized:
+        raise RuntimeError(
+            "amp.load_state_dict was called before amp.initialize, so there is no loss scaler to "
+            "load into. Call amp.initialize first."
+        )
+    states = inputs.parsed_scaler_states(state_dict)
+    if len(states) != len(scalers):
+        warnings.warn(
+            f"amp.load_state_dict got {len(states)} loss scalers, but amp has {len(scalers)}; "
+            f"the first {min(len(states), len(scalers))} are loaded. Pass the same num_losses to "
+            "amp.initialize to load all.",
+            UserWarning,
+            stacklevel=2,
+        )
+    for scaler, (loss_scale, unskipped) in zip(scalers, states, strict=False):
+        scaler.set_scale(loss_scale)
+        scaler.set_clean_steps(unskipped)
+
+
+def _living_scalers() -> list[Any]:
+    return [scaler for session in _amp_state.sessions() for scaler in session.scalers]
+
+
+def _session(
+    properties: Properties, rule: ScaleRule, models: Sequence[nn.Module], num_losses: int
+) -> Session:
+    policy = to_policy(properties)
+    types = device_types(models)
+    warn_if_emulated(policy.low_precision, types)
+    spec = None
+    if policy.compute_dtype is not None:
+        spec = CastSpec(policy.compute_dtype, types, lists.op_table())
+    return Session(
+        policy,
+        num_losses=num_losses,
+        rule=rule,
+        spec=spec,
+        functions=_amp_state.functions,
+        listeners=(report.scale_update,),
+    )
+
+
+def _plan(properties: Properties, fp32_modules: tuple[type[nn.Module] | str, ...]) -> ModelPlan:
+    policy = to_policy(properties)
+    return ModelPlan(
+        param_dtype=policy.param_dtype,
+        input_dtype=policy.param_dtype,
+        output_dtype=policy.output_dtype,
+        keep_batchnorm_fp32=policy.batchnorm_fp32,
+        fp32_modules=fp32_modules,
+    )
+
+
+def _check_cudnn() -> None:
+    if not torch.backends.cudnn.enabled:
+        raise RuntimeError(
+            "amp.initialize needs torch.backends.cudnn.enabled = True; it is False. Mixed "
+            "precision depends on cuDNN's low-precision kernels."
+        )

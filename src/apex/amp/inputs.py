@@ -1,0 +1,164 @@
+"""Checks of what the public calls are given, before anything changes."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from apex._engine import convert
+from apex._engine.convert import ModelPlan
+from apex._engine.optimizer_class import binding_of
+from apex.amp._amp_state import _amp_state
+from apex.amp.optimizers import unwrap
+
+
+def model_list(models: object) -> list[nn.Module]:
+    """Returns the models as a list.
+
+    Raises:
+        TypeError: For anything but a module, or a list or tuple of modules.
+    """
+    several: list[Any] = list(models) if isinstance(models, list | tuple) else [models]
+    for model in several:
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"amp got {type(model).__name__} where a model belongs. It accepts a "
+                "torch.nn.Module, or a list or tuple of them."
+            )
+    return several
+
+
+def optimizer_list(optimizers: object) -> list[Any]:
+    """Returns the optimizers as a list, wrappers as given; empty for None.
+
+    Raises:
+        TypeError: For anything but optimizers.
+    """
+    if optimizers is None:
+        return []
+    several = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
+    for optimizer in several:
+        unwrap(optimizer)
+    return several
+
+
+def check_models(models: Sequence[nn.Module], plan: ModelPlan) -> None:
+    """Raises what :func:`apex.amp.initialize` documents for models."""
+    if len({id(model) for model in models}) < len(models):
+        raise ValueError(
+            "amp.initialize got the same model twice. Pass each model once; it may have several "
+            "optimizers."
+        )
+    for model in models:
+        convert.check(
+            model,
+            plan,
+            allow_not_fp32=_amp_state.allow_incoming_model_not_fp32,
+            others=[other for other in models if other is not model],
+        )
+
+
+def check_optimizers(optimizers: Sequence[Any], models: Sequence[nn.Module]) -> None:
+    """Raises what :func:`apex.amp.initialize` documents for optimizers."""
+    own = [unwrap(optimizer) for optimizer in optimizers]
+    if len({id(optimizer) for optimizer in own}) < len(own):
+        raise ValueError("amp.initialize got the same optimizer twice. Pass each one once.")
+    known = {id(param) for model in models for param in model.parameters()}
+    for optimizer in own:
+        _check_optimizer(optimizer, known, bool(models))
+
+
+def _check_optimizer(optimizer: Optimizer, known: set[int], has_models: bool) -> None:
+    name = type(optimizer).__name__
+    if binding_of(optimizer) is not None:
+        raise RuntimeError(
+            f"amp.initialize got an optimizer ({name}) that it has already prepared. Pass each "
+            "optimizer once, or call amp.restore(model, optimizer) first."
+        )
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if not params:
+        raise ValueError(
+            f"amp.initialize got an optimizer ({name}) without parameters. Make it with the "
+            "model's parameters, or leave it out."
+        )
+    if has_models and not any(id(param) in known for param in params):
+        raise ValueError(
+            f"amp.initialize got an optimizer ({name}) that holds no parameter of the given "
+            "models. Pass the model that it trains; make the optimizer after the model is on its "
+            "device."
+        )
+
+
+def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+    """Raises ValueError unless all are prepared, and optimizers with masters with their models."""
+    for model in models:
+        if not convert.is_converted(model):
+            raise ValueError(
+                f"amp.restore got a model ({type(model).__name__}) that amp has not prepared. "
+                "Pass what amp.initialize returned, without a wrapper."
+            )
+    given = {id(param) for model in models for param in model.parameters()}
+    for optimizer in optimizers:
+        binding = binding_of(optimizer)
+        if binding is None:
+            raise ValueError(
+                f"amp.restore got an optimizer ({type(optimizer).__name__}) that amp has not "
+                "prepared. Pass what amp.initialize returned."
+            )
+        if any(id(pair.model) not in given for pair in binding.pairs):
+            raise ValueError(
+                "amp.restore got an optimizer whose masters belong to a model that was not given. "
+                "Restore model and optimizer together: amp.restore(model, optimizer)."
+            )
+
+
+def checked_count(num_losses: object) -> int:
+    """Returns ``num_losses``, or raises ValueError unless it is an integer of at least 1."""
+    if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
+        raise ValueError(f"num_losses is {num_losses!r}; it must be an integer of at least 1.")
+    return num_losses
+
+
+def parsed_scaler_states(state_dict: Mapping[Any, Any]) -> list[tuple[float, int]]:
+    """Returns scale and count of every scaler in a checkpoint, in order.
+
+    Raises:
+        RuntimeError: For a key or value that does not belong there, naming it.
+    """
+    indices: dict[int, tuple[float, int]] = {}
+    for key, value in state_dict.items():
+        match = re.fullmatch(r"loss_scaler(\d+)", key) if isinstance(key, str) else None
+        if match is None:
+            raise RuntimeError(
+                f"amp.load_state_dict got the unexpected key {key!r}. It takes what "
+                "amp.state_dict() returns: 'loss_scaler0', 'loss_scaler1' and so on."
+            )
+        indices[int(match[1])] = _parsed_scaler_state(key, value)
+    return [indices[index] for index in sorted(indices)]
+
+
+def _parsed_scaler_state(key: str, value: Any) -> tuple[float, int]:
+    if not isinstance(value, Mapping):
+        raise RuntimeError(f"amp.load_state_dict: {key!r} holds {value!r}; it must be a dict.")
+    for name in ("loss_scale", "unskipped"):
+        if isinstance(value.get(name), bool) or not isinstance(value.get(name), int | float):
+            raise RuntimeError(
+                f"amp.load_state_dict: {key}[{name!r}] is {value.get(name)!r}; it must be a "
+                "number. The checkpoint is cut short or of another kind."
+            )
+    loss_scale, unskipped = float(value["loss_scale"]), value["unskipped"]
+    if not (loss_scale > 0.0 and math.isfinite(loss_scale)):
+        raise RuntimeError(
+            f"amp.load_state_dict: {key}['loss_scale'] is {loss_scale}; it must be positive and "
+            "finite."
+        )
+    if unskipped < 0 or unskipped != int(unskipped):
+        raise RuntimeError(
+            f"amp.load_state_dict: {key}['unskipped'] is {unskipped}; it must be a count."
+        )
+    return loss_scale, int(unskipped)

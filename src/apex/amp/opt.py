@@ -1,0 +1,68 @@
+"""The optimizer that ``handle.wrap_optimizer`` returns, in apex's older API."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from apex._core.scale import ScaleRule
+from apex._engine.scaler import Scaler
+
+if TYPE_CHECKING:
+    from apex._engine.binding import Binding
+    from apex._engine.session import Session
+
+
+class OptimWrapper:
+    """An optimizer with ``scale_loss``; everything else is the optimizer's own.
+
+    With several losses each ``scale_loss`` block between two steps is the next loss, with its own
+    scale; an overflow in any of them skips the step.
+    """
+
+    def __init__(
+        self, optimizer: Any, session: Session | None, binding: Binding | None, num_loss: int
+    ) -> None:
+        """Wraps ``optimizer``; without a session the losses pass through."""
+        self._optimizer = optimizer
+        self._session = session
+        self._binding = binding
+        self._num_loss = num_loss
+        self._loss_index = 0
+        scale = "dynamic" if session is None else session.policy.loss_scale
+        self._loss_scaler = [
+            Scaler(scale, ScaleRule(ceiling=2.0**24), loss_id=index) for index in range(num_loss)
+        ]
+
+    def scale_loss(self, loss: Tensor) -> AbstractContextManager[Tensor]:
+        """Returns the context of the next loss's backward pass.
+
+        Raises:
+            RuntimeError: For more blocks between two steps than ``num_loss``.
+        """
+        if self._session is None or self._binding is None:
+            return nullcontext(loss)
+        if self._loss_index >= self._num_loss:
+            raise RuntimeError(
+                f"optimizer.scale_loss was called more than {self._num_loss} times without a "
+                "step. Pass num_loss=... to handle.wrap_optimizer, one for each loss."
+            )
+        scaler = self._loss_scaler[self._loss_index]
+        self._loss_index += 1
+        return self._session.backward_pass(loss, [self._binding], scaler)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Steps, unless a gradient of any loss overflowed."""
+        self._loss_index = 0
+        return self._optimizer.step() if closure is None else self._optimizer.step(closure)
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns the optimizer's attribute ``name``."""
+        return getattr(self.__dict__["_optimizer"], name)
+
+    def __repr__(self) -> str:
+        """Shows the optimizer."""
+        return repr(self._optimizer)

@@ -1,0 +1,130 @@
+"""What scripts call and read on an optimizer that amp prepared, in apex's names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from apex._core import master
+from apex._engine.binding import Binding
+from apex._engine.optimizer_class import AmpOptimizer, binding_of
+
+if TYPE_CHECKING:
+    from apex.amp.scaler import LossScaler
+
+
+def unwrap(optimizer: Any) -> Optimizer:
+    """Returns the optimizer itself, or the one inside a LARC-like wrapper (its ``optim``).
+
+    Raises:
+        TypeError: For anything else.
+    """
+    if isinstance(optimizer, Optimizer):
+        return optimizer
+    for attribute in ("optim", "_optimizer"):
+        inner = getattr(optimizer, attribute, None)
+        if isinstance(inner, Optimizer):
+            return inner
+    raise TypeError(
+        f"amp got {type(optimizer).__name__} where an optimizer belongs. It accepts a "
+        "torch.optim.Optimizer, apex.parallel.LARC around one, or a list of these."
+    )
+
+
+def master_params(optimizer: Any) -> Iterator[Tensor]:
+    """Yields the parameters that the optimizer steps: fp32 masters where there are any.
+
+    For clipping: ``torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)``. Works on
+    an optimizer that amp never saw, too.
+    """
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+class AmpStash:
+    """apex's ``optimizer._amp_stash``: the lists of an optimizer's parameters, made when read.
+
+    Attributes:
+        lazy_init_called: Kept for scripts that set it; the masters exist from ``initialize`` on.
+        already_patched: Kept for scripts that set it.
+    """
+
+    def __init__(self, binding: Binding) -> None:
+        """Views ``binding``."""
+        self._binding = binding
+        self.lazy_init_called = True
+        self.already_patched = True
+
+    @property
+    def all_fp16_params(self) -> list[Tensor]:
+        """Low-precision model parameters that have a master."""
+        return [pair.model for pair in self._binding.pairs]
+
+    @property
+    def all_fp32_from_fp16_params(self) -> list[Tensor]:
+        """The masters, in the order of ``all_fp16_params``."""
+        return [pair.master for pair in self._binding.pairs]
+
+    @property
+    def all_fp32_from_fp32_params(self) -> list[Tensor]:
+        """Parameters that are stepped themselves."""
+        return list(self._binding.direct())
+
+    @property
+    def all_fp32_params(self) -> list[Tensor]:
+        """Both kinds that are stepped."""
+        return [*self.all_fp32_from_fp16_params, *self.all_fp32_from_fp32_params]
+
+    @property
+    def params_have_scaled_gradients(self) -> bool:
+        """Whether ``delay_unscale`` left gradients scaled."""
+        return self._binding.scaled_gradients
+
+    @params_have_scaled_gradients.setter
+    def params_have_scaled_gradients(self, value: bool) -> None:
+        self._binding.scaled_gradients = value
+
+
+class AmpStashOptimizer(AmpOptimizer):
+    """The overrides of a prepared optimizer, with apex's private names that scripts use."""
+
+    @property
+    def _amp_stash(self) -> AmpStash:
+        binding = _required(self)
+        if not isinstance(binding.view, AmpStash):
+            binding.view = AmpStash(binding)
+        return binding.view
+
+    def _lazy_init_maybe_master_weights(self) -> None:
+        """Does nothing: masters exist from ``initialize`` on."""
+
+    def _amp_lazy_init(self) -> None:
+        """Does nothing: masters exist from ``initialize`` on."""
+        self._amp_stash.lazy_init_called = True
+
+    def _master_params_to_model_params(self) -> None:
+        """Rounds the masters' values into the model."""
+        master.copy_to_model(_required(self).pairs)
+
+    def _prepare_amp_backward(self) -> None:
+        """Sets unscaled gradients aside, before a backward pass."""
+        _required(self).begin(identity=False)
+
+    def _post_amp_backward(self, scaler: LossScaler) -> None:
+        """Unscales the gradients of the pass by ``scaler``."""
+        binding = _required(self)
+        binding.unscale(scaler._scaler.unscale_)
+        if scaler.dynamic:
+            binding.raise_flag(scaler._scaler.found_inf)
+
+
+def _required(optimizer: Optimizer) -> Binding:
+    binding = binding_of(optimizer)
+    if binding is None:
+        raise AttributeError(
+            f"This {type(optimizer).__name__} is not prepared by amp. Pass it to amp.initialize."
+        )
+    return binding

@@ -1,0 +1,259 @@
+"""The option table of the levels, in apex's words: defaults, overrides and their refusals."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from apex._core.dtypes import CASTABLE, LOW_PRECISION
+from apex._core.policy import LossScale, Policy
+
+
+@dataclass(frozen=True)
+class Properties:
+    """One row of the option table.
+
+    Attributes:
+        enabled: Whether amp does anything.
+        opt_level: ``"O0"`` to ``"O5"``.
+        cast_model_type: Type of parameters and inputs; ``None`` or ``False`` for no conversion.
+        patch_torch_functions: Whether ops cast their inputs by the op table.
+        patch_torch_functions_type: The low-precision type of these casts.
+        keep_batchnorm_fp32: Whether batch norm stays fp32 in a converted model.
+        master_weights: Whether optimizers step fp32 masters.
+        loss_scale: A number, or ``"dynamic"``.
+        cast_model_outputs: Type of the model's outputs; ``None`` for the level's own rule.
+    """
+
+    enabled: bool
+    opt_level: str
+    cast_model_type: torch.dtype | bool | None
+    patch_torch_functions: bool
+    patch_torch_functions_type: torch.dtype | None
+    keep_batchnorm_fp32: bool | None
+    master_weights: bool | None
+    loss_scale: LossScale
+    cast_model_outputs: torch.dtype | None = None
+
+    def lines(self) -> Iterator[tuple[str, object]]:
+        """Yields name and value of what the start-up report shows, in its order."""
+        for name in REPORTED:
+            yield name, getattr(self, name)
+
+
+REPORTED = (
+    "enabled",
+    "opt_level",
+    "cast_model_type",
+    "patch_torch_functions",
+    "patch_torch_functions_type",
+    "keep_batchnorm_fp32",
+    "master_weights",
+    "loss_scale",
+)
+
+_FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
+
+LEVELS: Mapping[str, Properties] = {
+    row.opt_level: row
+    for row in (
+        Properties(True, "O0", _FP32, False, None, None, False, 1.0),
+        Properties(True, "O1", None, True, _FP16, None, None, "dynamic"),
+        Properties(True, "O2", _FP16, False, None, True, True, "dynamic"),
+        Properties(True, "O3", _FP16, False, None, False, False, 1.0),
+        Properties(True, "O4", None, True, _BF16, None, None, 1.0),
+        Properties(True, "O5", _BF16, False, None, True, True, 1.0),
+    )
+}
+"""The defaults of every level."""
+
+DESCRIPTIONS: Mapping[str, str] = {
+    "O0": "the whole training in fp32.",
+    "O1": "fp16 casts around operators, fp32 parameters.",
+    "O2": "fp16 model, fp32 batch norm and fp32 master weights.",
+    "O3": "the whole training in fp16.",
+    "O4": "bf16 casts around operators, fp32 parameters.",
+    "O5": "bf16 model, fp32 batch norm and fp32 master weights.",
+}
+"""What each level does, for the start-up report."""
+
+
+class OverrideChecker:
+    """Refuses overrides that a level cannot honour; warns where apex's hard override is set."""
+
+    def __init__(self, *, hard_override: bool = False) -> None:
+        """Takes ``amp._amp_state.hard_override``."""
+        self._hard_override = hard_override
+
+    def refuse(self, message: str) -> None:
+        """Raises RuntimeError, or warns under the hard override."""
+        if not self._hard_override:
+            raise RuntimeError(message)
+        warnings.warn(message, UserWarning, stacklevel=4)
+
+
+def level_defaults(opt_level: object) -> Properties:
+    """Returns the defaults of a level.
+
+    Raises:
+        RuntimeError: If there is no such level; the message lists them and guesses what was meant.
+    """
+    if isinstance(opt_level, str) and opt_level in LEVELS:
+        return LEVELS[opt_level]
+    raise RuntimeError(
+        f"Unexpected optimization level {opt_level!r}.{_guess(opt_level)} The levels are "
+        f"{', '.join(repr(level) for level in LEVELS)}. "
+        'Note that the prefix O in "O0", "O1" and so on is the letter O, not the number zero.'
+    )
+
+
+def _guess(opt_level: object) -> str:
+    text = str(opt_level).strip().upper()
+    if text.isdigit():
+        text = "O" + str(int(text))
+    return f" Did you mean {text!r}?" if text in LEVELS else ""
+
+
+def resolve(
+    defaults: Properties, overrides: Mapping[str, Any], *, hard_override: bool = False
+) -> Properties:
+    """Returns the level's defaults with the caller's overrides, ``None`` meaning not given.
+
+    Raises:
+        RuntimeError: For an override that makes no sense at this level.
+        ValueError: For a loss scale that is no number, not positive or not finite.
+        TypeError: For a value of the wrong type.
+    """
+    given = {name: value for name, value in overrides.items() if value is not None}
+    values = {name: _PARSERS[name](name, value) for name, value in given.items()}
+    checker = OverrideChecker(hard_override=hard_override)
+    if defaults.patch_torch_functions:
+        _check_cast_level(checker, defaults, values)
+    elif values.get("patch_torch_functions"):
+        checker.refuse(_no_patching(defaults))
+        del values["patch_torch_functions"]
+    if not defaults.patch_torch_functions and "patch_torch_functions_type" in values:
+        checker.refuse(
+            f"patch_torch_functions_type has no meaning at {defaults.opt_level}, which does not "
+            "cast around operators. Use opt_level 'O1' or 'O4', or cast_model_type for a "
+            "converted model."
+        )
+        del values["patch_torch_functions_type"]
+    return replace(defaults, **values)
+
+
+def to_policy(properties: Properties) -> Policy:
+    """Translates the option row into today's terms."""
+    dtype = properties.cast_model_type
+    param_dtype = dtype if isinstance(dtype, torch.dtype) else None
+    if properties.patch_torch_functions:
+        param_dtype = None
+    output = properties.cast_model_outputs
+    if output is None and param_dtype is not None:
+        output = torch.float32
+    patched = properties.patch_torch_functions
+    return Policy(
+        opt_level=properties.opt_level,
+        param_dtype=param_dtype,
+        compute_dtype=properties.patch_torch_functions_type if patched else None,
+        output_dtype=output,
+        batchnorm_fp32=bool(properties.keep_batchnorm_fp32),
+        master_weights=bool(properties.master_weights),
+        loss_scale=properties.loss_scale,
+    )
+
+
+def _check_cast_level(
+    checker: OverrideChecker, defaults: Properties, values: dict[str, Any]
+) -> None:
+    level, full = defaults.opt_level, "O2" if defaults.opt_level == "O1" else "O5"
+    if "keep_batchnorm_fp32" in values:
+        checker.refuse(
+            f"keep_batchnorm_fp32={values['keep_batchnorm_fp32']} has no meaning at {level}: the "
+            "model keeps its fp32 parameters there and batch norm follows its input. "
+            f"Leave it None, or use opt_level {full!r}."
+        )
+    if "master_weights" in values:
+        checker.refuse(
+            f"master_weights={values['master_weights']} has no meaning at {level}: the model's own "
+            f"parameters are fp32 there. Leave it None, or use opt_level {full!r}."
+        )
+    model_type = values.get("cast_model_type")
+    if model_type not in (None, False, _FP32):
+        checker.refuse(
+            f"cast_model_type={model_type} has no meaning at {level}, which casts around operators "
+            f"and leaves the model in fp32. Leave it None, or use opt_level {full!r}."
+        )
+    for name in ("keep_batchnorm_fp32", "master_weights", "cast_model_type"):
+        values.pop(name, None)
+
+
+def _no_patching(defaults: Properties) -> str:
+    level = defaults.opt_level
+    return (
+        f"patch_torch_functions=True has no meaning at {level}, whose model runs as a whole in "
+        f"{defaults.cast_model_type}. Leave it None, or use opt_level 'O1' (fp16) or 'O4' (bf16) "
+        "for casts around operators."
+    )
+
+
+def _as_bool(name: str, value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    if value in ("True", "False"):
+        return value == "True"
+    raise TypeError(f"{name} is {value!r}; it must be a bool, or the string 'True' or 'False'.")
+
+
+def _as_dtype(name: str, value: object) -> torch.dtype | bool:
+    if value is False or (isinstance(value, torch.dtype) and value in CASTABLE):
+        return value
+    raise TypeError(
+        f"{name} is {value!r}; it must be torch.float16, torch.bfloat16, torch.float32 or "
+        "torch.float64, or False for no conversion."
+    )
+
+
+def _as_output_dtype(name: str, value: object) -> torch.dtype:
+    if isinstance(value, torch.dtype) and value in CASTABLE:
+        return value
+    raise TypeError(f"{name} is {value!r}; it must be a floating torch.dtype or None.")
+
+
+def _as_low_precision(name: str, value: object) -> torch.dtype:
+    if isinstance(value, torch.dtype) and value in LOW_PRECISION:
+        return value
+    raise TypeError(f"{name} is {value!r}; it must be torch.float16 or torch.bfloat16.")
+
+
+def as_loss_scale(name: str, value: object) -> LossScale:
+    """Returns ``"dynamic"`` or a positive finite number, from either or from a numeric string."""
+    if value == "dynamic":
+        return "dynamic"
+    try:
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise TypeError
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{name} is {value!r}; it must be a positive number, a string of one, or 'dynamic'."
+        ) from None
+    if not (number > 0.0 and math.isfinite(number)):
+        raise ValueError(f"{name} is {value!r}; a static scale must be positive and finite.")
+    return number
+
+
+_PARSERS: Mapping[str, Any] = {
+    "cast_model_type": _as_dtype,
+    "patch_torch_functions": _as_bool,
+    "patch_torch_functions_type": _as_low_precision,
+    "keep_batchnorm_fp32": _as_bool,
+    "master_weights": _as_bool,
+    "loss_scale": as_loss_scale,
+    "cast_model_outputs": _as_output_dtype,
+}

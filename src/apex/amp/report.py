@@ -1,0 +1,77 @@
+"""What amp tells on standard output: the start-up report and the overflow lines."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from apex._engine.events import ScaleUpdate
+from apex._engine.session import Session
+from apex.amp._amp_state import _amp_state
+from apex.amp.properties import DESCRIPTIONS, Properties
+
+SKIPS_BEFORE_WARNING = 50
+
+
+def say(message: str) -> None:
+    """Prints on standard output, unless ``verbosity`` is 0 or this is not rank 0."""
+    if _amp_state.verbosity > 0 and _is_rank_0():
+        print(message)  # noqa: T201 - the report of ``verbosity`` goes to stdout, as in apex
+
+
+def start_up(defaults: Properties, properties: Properties) -> None:
+    """Reports the level, its defaults, and the options after the caller's overrides."""
+    level = defaults.opt_level
+    say(f"Selected optimization level {level}: {DESCRIPTIONS[level]}\n")
+    say("Defaults for this optimization level are:")
+    _say_lines(defaults)
+    say("Processing user overrides (additional kwargs that are not None)...")
+    say("After processing overrides, optimization options are:")
+    _say_lines(properties)
+
+
+def scale_update(session: Session, update: ScaleUpdate) -> None:
+    """Reports an overflow, one line per optimizer, and warns once when skipping goes on."""
+    if not update.overflow:
+        return
+    for _ in range(update.optimizers):
+        say(
+            f"Gradient overflow.  Skipping step, loss scaler {update.loss_id} "
+            f"reducing loss scale to {update.loss_scale}"
+        )
+    if update.skipped_in_row == SKIPS_BEFORE_WARNING:
+        warnings.warn(_skipping(session, update), UserWarning, stacklevel=5)
+
+
+def _say_lines(properties: Properties) -> None:
+    for name, value in properties.lines():
+        say(f"{name:26} : {value}")
+
+
+def _skipping(session: Session, update: ScaleUpdate) -> str:
+    text = (
+        f"amp has skipped {update.skipped_in_row} steps in a row for loss {update.loss_id}; its "
+        f"scale is down to {update.loss_scale:g} and the model does not train. "
+    )
+    found = next(session.nonfinite_gradients(), None)
+    if found is None:
+        return text + "The gradients of this step are finite or cleared; look at the next one."
+    name, grad = found
+    if bool(torch.isnan(grad).any()):  # sync: a diagnosis after 50 skips
+        return text + (
+            f"The gradient of {name} holds NaN: no loss scale mends that. Look for NaN or inf in "
+            "the batch, the loss and the forward pass, and for a learning rate that is too high."
+        )
+    return text + (
+        f"The gradient of {name} holds inf: values exceed the range of "
+        f"{session.policy.low_precision or torch.float32} even at this scale. Use a bf16 level "
+        "('O4', 'O5'), keep the module in fp32, or lower the learning rate."
+    )
+
+
+def _is_rank_0() -> bool:
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return True
+    return distributed.get_rank() == 0

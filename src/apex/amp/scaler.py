@@ -1,0 +1,180 @@
+"""apex's ``LossScaler``: a thin view of one loss's scale, in apex's names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apex._core.scale import ScaleRule
+from apex._engine.scaler import INITIAL_SCALE, Scaler
+from apex.amp.properties import as_loss_scale
+
+
+class LossScaler:
+    """The scale of one loss, as apex's scripts read and set it.
+
+    Reading ``_loss_scale``, ``_unskipped`` or ``_has_overflow`` waits for the device; setting one
+    of the first two does not.
+
+    Attributes:
+        dynamic: Whether the scale follows the gradients.
+    """
+
+    def __init__(
+        self,
+        loss_scale: float | str,
+        init_scale: float = INITIAL_SCALE,
+        scale_factor: float = 2.0,
+        scale_window: int = 2000,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float = 2.0**24,
+    ) -> None:
+        """Makes a scaler of its own.
+
+        Args:
+            loss_scale: A number, or ``"dynamic"``.
+            init_scale: First value of a dynamic scale (multiplier).
+            scale_factor: Growth factor; its inverse is the backoff factor.
+            scale_window: Clean steps before growth.
+            min_loss_scale: Least dynamic scale.
+            max_loss_scale: Greatest dynamic scale.
+        """
+        rule = ScaleRule(
+            growth_factor=scale_factor,
+            backoff_factor=1.0 / scale_factor,
+            growth_interval=scale_window,
+            floor=min_loss_scale,
+            ceiling=max_loss_scale,
+        )
+        scale = as_loss_scale("loss_scale", loss_scale)
+        self._scaler = Scaler(scale, rule, initial=init_scale)
+
+    @classmethod
+    def over(cls, scaler: Scaler) -> LossScaler:
+        """Returns the view of a scaler that exists."""
+        view = cls.__new__(cls)
+        view._scaler = scaler
+        return view
+
+    def __eq__(self, other: object) -> bool:
+        """Views of the same scaler are equal."""
+        return isinstance(other, LossScaler) and other._scaler is self._scaler
+
+    def __hash__(self) -> int:
+        """Hashes the scaler that is viewed."""
+        return hash(self._scaler)
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the scale follows the gradients."""
+        return self._scaler.dynamic
+
+    def loss_scale(self) -> float:
+        """Returns the present scale."""
+        return self._scaler.read_scale()
+
+    @property
+    def _loss_scale(self) -> float:
+        return self._scaler.read_scale()
+
+    @_loss_scale.setter
+    def _loss_scale(self, value: float) -> None:
+        self._scaler.set_scale(value)
+
+    @property
+    def _unskipped(self) -> int:
+        return self._scaler.read_clean_steps()
+
+    @_unskipped.setter
+    def _unskipped(self, value: int) -> None:
+        self._scaler.set_clean_steps(value)
+
+    @property
+    def _has_overflow(self) -> bool:
+        return self._scaler.read_found_inf()
+
+    @property
+    def _overflow_buf(self) -> Tensor:
+        return self._scaler.found_inf.reshape(1)
+
+    @property
+    def _scale_seq_len(self) -> int:
+        return self._scaler.rule.growth_interval
+
+    @_scale_seq_len.setter
+    def _scale_seq_len(self, value: int) -> None:
+        self._change(growth_interval=value)
+
+    @property
+    def _min_loss_scale(self) -> float | None:
+        return self._scaler.rule.floor
+
+    @_min_loss_scale.setter
+    def _min_loss_scale(self, value: float | None) -> None:
+        self._change(floor=value)
+
+    @property
+    def _max_loss_scale(self) -> float | None:
+        return self._scaler.rule.ceiling
+
+    @_max_loss_scale.setter
+    def _max_loss_scale(self, value: float | None) -> None:
+        self._change(ceiling=value)
+
+    def _change(self, **changes: Any) -> None:
+        self._scaler.rule = replace(self._scaler.rule, **changes)
+
+    def clear_overflow_state(self) -> None:
+        """Forgets the overflow of the last pass."""
+        self._scaler.found_inf.zero_()
+
+    def unscale(
+        self,
+        model_grads: Sequence[Tensor],
+        master_grads: Sequence[Tensor],
+        unused_scale: float | None = None,
+        models_are_masters: bool = False,
+        scale_override: float | None = None,
+    ) -> None:
+        """Writes ``model_grads / scale`` into ``master_grads``; a dynamic scale checks them.
+
+        Args:
+            model_grads: Scaled gradients.
+            master_grads: Gradients to write, of any floating dtype; may be the same tensors.
+            unused_scale: Accepted for old callers, not used.
+            models_are_masters: Accepted for old callers, not used.
+            scale_override: Divide by this instead of the scale.
+        """
+        del unused_scale, models_are_masters
+        with torch.no_grad():
+            for master, model in zip(master_grads, model_grads, strict=True):
+                if master is not model:
+                    master.copy_(model)
+            self._scaler.unscale_(list(master_grads), override=scale_override)
+
+    def unscale_with_stashed(
+        self,
+        model_grads: Sequence[Tensor],
+        stashed_master_grads: Sequence[Tensor],
+        master_grads: Sequence[Tensor],
+        scale_override: float | None = None,
+    ) -> None:
+        """Writes ``model_grads / scale + stashed_master_grads`` into ``master_grads``."""
+        with torch.no_grad():
+            stashed = [grad.clone() for grad in stashed_master_grads]
+            self.unscale(model_grads, master_grads, scale_override=scale_override)
+            torch._foreach_add_(list(master_grads), stashed)
+
+    def update_scale(self) -> bool:
+        """Moves the scale by the flag of the last pass; returns whether the step is to be skipped.
+
+        Waits for the device.
+        """
+        overflow = self._scaler.dynamic and self._scaler.read_found_inf()
+        self._scaler.update(0)
+        self._scaler.arrived()
+        return overflow

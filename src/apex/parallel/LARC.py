@@ -1,0 +1,147 @@
+"""Layer-wise adaptive rate control: a learning rate for each layer, around any optimizer.
+
+Source: You et al., "Large Batch Training of Convolutional Networks", arXiv:1708.03888.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class LARC:
+    """Wraps an optimizer and scales every gradient by its layer's trust ratio before the step.
+
+    The local rate of a parameter ``w`` with gradient ``g`` is
+    ``trust_coefficient * |w| / (|g| + weight_decay * |w| + eps)``. With ``clip`` the step is taken
+    at the smaller of the local and the group's learning rate, without it at their product. Weight
+    decay enters the gradient before it is scaled. Without host sync.
+
+    Attributes:
+        optim: The optimizer inside.
+        trust_coefficient: Factor on the ratio of norms.
+        clip: Whether the group's learning rate bounds the local one.
+        eps: Added to the denominator.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        trust_coefficient: float = 0.02,
+        clip: bool = True,
+        eps: float = 1e-8,
+    ) -> None:
+        """Wraps ``optimizer``.
+
+        Raises:
+            TypeError: If it is not a ``torch.optim.Optimizer``.
+        """
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"LARC got {type(optimizer).__name__}; it wraps a torch.optim.Optimizer."
+            )
+        self.optim = optimizer
+        self.trust_coefficient = trust_coefficient
+        self.clip = clip
+        self.eps = eps
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Scales the gradients and steps the optimizer.
+
+        With a closure, which makes the gradients inside the step, each evaluation is scaled.
+        """
+        with self._own_weight_decay() as decays:
+            if closure is None:
+                self._scale_gradients(decays)
+                return self.optim.step()
+
+            def scaled() -> Any:
+                loss = closure()
+                self._scale_gradients(decays)
+                return loss
+
+            return self.optim.step(scaled)
+
+    @contextmanager
+    def _own_weight_decay(self) -> Iterator[list[float]]:
+        """Takes weight decay out of the groups for the step: it is in the gradients then."""
+        groups = self.optim.param_groups
+        decays = [group.get("weight_decay", 0.0) for group in groups]
+        try:
+            for group in groups:
+                group["weight_decay"] = 0.0
+            yield decays
+        finally:
+            for group, decay in zip(groups, decays, strict=True):
+                group["weight_decay"] = decay
+
+    @torch.no_grad()
+    def _scale_gradients(self, decays: list[float]) -> None:
+        for group, decay in zip(self.optim.param_groups, decays, strict=True):
+            params = [param for param in group["params"] if param.grad is not None]
+            if not params:
+                continue
+            param_norms = torch._foreach_norm(params)
+            grad_norms = torch._foreach_norm([param.grad for param in params])
+            for param, param_norm, grad_norm in zip(params, param_norms, grad_norms, strict=True):
+                self._scale_gradient(param, param_norm, grad_norm, decay, group["lr"])
+
+    def _scale_gradient(
+        self, param: Tensor, param_norm: Tensor, grad_norm: Tensor, decay: float, lr: float
+    ) -> None:
+        rate = self.trust_coefficient * param_norm / (grad_norm + decay * param_norm + self.eps)
+        if self.clip:
+            rate = (rate / lr).clamp(max=1.0)
+        grad = param.grad
+        if grad is None:
+            return
+        adapts = (param_norm != 0) & (grad_norm != 0)
+        # A layer with a zero norm steps by its gradient alone, as the optimizer got it.
+        grad.add_(param * torch.where(adapts, decay, 0.0)).mul_(torch.where(adapts, rate, 1.0))
+
+    # -- the optimizer's own -----------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups."""
+        return self.optim.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.optim.param_groups = value
+
+    @property
+    def state(self) -> Any:
+        """The optimizer's state."""
+        return self.optim.state
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Clears the gradients."""
+        self.optim.zero_grad(*args, **kwargs)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group to the optimizer."""
+        self.optim.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the optimizer's state dict."""
+        return self.optim.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the optimizer's state dict."""
+        self.optim.load_state_dict(state_dict)
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns the optimizer's attribute ``name``, such as ``_amp_stash``."""
+        if name == "optim":
+            raise AttributeError(name)
+        return getattr(self.optim, name)
+
+    def __repr__(self) -> str:
+        """Shows the optimizer."""
+        return repr(self.optim)

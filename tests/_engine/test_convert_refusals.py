@@ -1,0 +1,92 @@
+import pytest
+import torch
+from torch import nn
+from torch.distributed import HashStore, destroy_process_group, init_process_group
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from apex._engine.convert import check
+from tests._engine.conversion_cases import LOW, O0, O1, O5, Net, Tied, converted
+
+every_plan = pytest.mark.parametrize("plan", [O0, O1, O5], ids=["O0", "O1", "O5"])
+
+
+@every_plan
+@pytest.mark.parametrize("make", [Net, Tied, nn.Identity, lambda: Net().double()])
+def test_plain_models_pass_unchanged(plan, make):
+    model = make()
+    before = {name: (t, t.dtype) for name, t in model.state_dict(keep_vars=True).items()}
+    check(model, plan)
+    after = {name: (t, t.dtype) for name, t in model.state_dict(keep_vars=True).items()}
+    assert all(after[k][0] is before[k][0] and after[k][1] is before[k][1] for k in before)
+    assert type(model) is type(make())
+
+
+@every_plan
+@pytest.mark.parametrize("model", [None, "net", [nn.Linear(1, 1)], torch.ones(1), nn.Linear])
+def test_what_is_no_module_is_refused(plan, model):
+    with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module"):
+        check(model, plan)
+
+
+@every_plan
+def test_a_converted_model_is_refused(plan):
+    with pytest.raises(RuntimeError, match=r"Pass each model once.*amp\.restore"):
+        check(converted(Net()), plan)
+
+
+@every_plan
+def test_a_data_parallel_model_is_refused(plan):
+    with pytest.raises(RuntimeError, match=r"wrapped in DataParallel.*then wrap"):
+        check(DataParallel(Net()), plan)
+
+
+@every_plan
+def test_a_distributed_model_is_refused(plan):
+    init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(RuntimeError, match=r"wrapped in DistributedDataParallel.*then wrap"):
+            check(DistributedDataParallel(Net()), plan)
+    finally:
+        destroy_process_group()
+
+
+@every_plan
+def test_a_model_on_meta_is_refused(plan):
+    model = Net()
+    model.last.to("meta")
+    with pytest.raises(RuntimeError, match=r"parameter last\.weight is on the meta.*Materialize"):
+        check(model, plan)
+
+
+@every_plan
+def test_a_lazy_model_is_refused(plan):
+    with pytest.raises(RuntimeError, match=r"parameter 0\.weight is not initialized yet"):
+        check(nn.Sequential(nn.LazyLinear(2)), plan)
+
+
+@every_plan
+@pytest.mark.parametrize("dtype", [torch.float16, LOW])
+def test_a_low_precision_parameter_is_refused_by_name_and_dtype(plan, dtype):
+    model = Net()
+    model.last.to(dtype)
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(RuntimeError, match=rf"parameter last\.weight is {name}; amp expects fp32"):
+        check(model, plan)
+
+
+@every_plan
+def test_a_low_precision_buffer_is_refused(plan):
+    model = Net()
+    model.shift = model.shift.half()
+    with pytest.raises(RuntimeError, match="buffer shift is float16"):
+        check(model, plan)
+
+
+def test_low_precision_models_pass_where_allowed():
+    check(Net().to(LOW), O5, allow_not_fp32=True)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_scripted_model_is_refused():
+    with pytest.raises(RuntimeError, match=r"scripted model.*Pass the plain module"):
+        check(torch.jit.script(nn.Linear(1, 1)), O5)

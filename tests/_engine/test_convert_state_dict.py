@@ -1,0 +1,224 @@
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import HashStore, destroy_process_group, init_process_group
+from torch.nn.parallel import DistributedDataParallel
+
+from tests._engine.conversion_cases import LOW, O0, O1, Net, Tied, converted, with_masters, x
+
+
+def random_state(model):
+    """An fp32 state dict whose values no low-precision type holds exactly."""
+    torch.manual_seed(1)
+    return {
+        name: torch.rand_like(t) if t.is_floating_point() else t
+        for name, t in Net().state_dict().items()
+    }
+
+
+def exact_of(model, masters, name):
+    return masters.exact()[id(model.get_parameter(name))]
+
+
+def test_low_precision_entries_are_fp32_and_others_stay():
+    model = converted(Net())
+    state = model.state_dict()
+    assert list(state) == list(Net().state_dict())
+    assert {t.dtype for t in state.values()} == {torch.float32, torch.int64}
+    assert torch.equal(state["shift"], model.shift.float())
+    assert state["norm.weight"].data_ptr() == model.norm.weight.data_ptr()
+    assert state._metadata == Net().state_dict()._metadata
+
+
+@pytest.mark.parametrize("plan", [O0, O1])
+def test_plans_without_low_precision_leave_the_state_dict(plan):
+    model = converted(Net(), plan)
+    model.shift.data = model.shift.data.to(LOW)
+    assert model.state_dict()["shift"].dtype is LOW
+
+
+def test_entries_are_the_masters_exact_values():
+    model, masters = with_masters(Net())
+    entry = model.state_dict()["last.weight"]
+    exact = exact_of(model, masters, "last.weight")
+    assert torch.equal(entry, exact)
+    assert not torch.equal(entry, model.last.weight.float())
+
+
+def test_elements_that_the_user_changed_come_from_the_parameter():
+    model, masters = with_masters(Net())
+    with torch.no_grad():
+        model.last.weight[0, 0] = 7.0
+    entry = model.state_dict()["last.weight"]
+    exact = exact_of(model, masters, "last.weight")
+    assert entry[0, 0] == 7.0
+    assert torch.equal(entry[1], exact[1])
+
+
+def test_nan_parameters_are_told_as_nan():
+    model, _ = with_masters(Net())
+    with torch.no_grad():
+        model.last.bias.fill_(float("nan"))
+    assert model.state_dict()["last.bias"].isnan().all()
+
+
+def test_entries_share_no_memory_with_masters():
+    model, masters = with_masters(Net())
+    model.state_dict()["last.weight"].zero_()
+    assert exact_of(model, masters, "last.weight").count_nonzero() > 0
+
+
+def test_keep_vars_leaves_entries():
+    model = converted(Net())
+    assert model.state_dict(keep_vars=True)["last.weight"] is model.last.weight
+
+
+def test_destination_and_prefix_work_as_in_torch():
+    model = converted(Net())
+    other = torch.ones(1, dtype=LOW)
+    destination = OrderedDict(other=other)
+    destination["m.kept"] = other
+    result = model.state_dict(destination=destination, prefix="m.")
+    assert result is destination
+    assert destination["other"] is destination["m.kept"] is other
+    assert destination["m.last.weight"].dtype is torch.float32
+
+
+@pytest.mark.filterwarnings("ignore:Positional args are being deprecated:FutureWarning")
+def test_positional_arguments_work_as_in_torch():
+    model = converted(Net())
+    destination = OrderedDict()
+    assert model.state_dict(destination, "m.", True) is destination
+    assert destination["m.last.weight"] is model.last.weight
+    assert model.state_dict(OrderedDict(), "m.")["m.last.weight"].dtype is torch.float32
+
+
+def test_a_plain_parents_own_entries_stay():
+    inner, masters = with_masters(Net())
+    parent = nn.ModuleDict({"inner": inner, "other": nn.Linear(1, 1).to(LOW)})
+    state = parent.state_dict()
+    assert torch.equal(state["inner.last.weight"], exact_of(inner, masters, "last.weight"))
+    assert state["other.weight"].dtype is LOW
+
+
+def test_tied_entries_share_memory_as_in_torch():
+    model, _ = with_masters(Tied())
+    state = model.state_dict()
+    assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
+
+
+def test_own_state_dict_of_the_model_is_honoured():
+    class Own(nn.Linear):
+        def state_dict(self, *args, **kwargs):
+            return {"w": super().state_dict(*args, **kwargs)["weight"], "n": 3}
+
+    state = converted(Own(2, 2)).state_dict()
+    assert state["w"].dtype is torch.float32
+    assert state["n"] == 3
+
+
+def test_distributed_wrapper_gives_and_takes_fp32():
+    init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        model, masters = with_masters(Net())
+        wrapped = DistributedDataParallel(model)
+        wrapped(x()).sum().backward()
+        state = wrapped.state_dict()
+        assert state["module.last.weight"].dtype is torch.float32
+        new = {f"module.{k}": v for k, v in random_state(model).items()}
+        wrapped.load_state_dict(new)
+        assert torch.equal(exact_of(model, masters, "last.weight"), new["module.last.weight"])
+    finally:
+        destroy_process_group()
+
+
+def test_loading_sets_parameters_rounded_and_masters_exactly():
+    model, masters = with_masters(Net())
+    state = random_state(model)
+    model.load_state_dict(state)
+    assert torch.equal(model.first.weight, state["first.weight"].to(LOW))
+    assert torch.equal(exact_of(model, masters, "first.weight"), state["first.weight"])
+    assert torch.equal(model.norm.weight, state["norm.weight"])
+
+
+def test_saved_and_loaded_state_is_the_same_bit_for_bit():
+    model, _ = with_masters(Net())
+    twin, _ = with_masters(Net())
+    twin.load_state_dict(model.state_dict())
+    for name, entry in model.state_dict().items():
+        assert torch.equal(twin.state_dict()[name], entry)
+
+
+def test_loading_by_a_parent_reaches_the_masters():
+    inner, masters = with_masters(Net())
+    parent = nn.Sequential(nn.Linear(1, 1), inner)
+    state = random_state(inner)
+    own = {f"0.{k}": v for k, v in parent[0].state_dict().items()}
+    parent.load_state_dict({**own, **{f"1.{k}": v for k, v in state.items()}})
+    assert torch.equal(exact_of(inner, masters, "last.bias"), state["last.bias"])
+
+
+def test_loading_tied_parameters_sets_the_one_master():
+    model, masters = with_masters(Tied())
+    value = torch.rand(5, 3)
+    model.load_state_dict({"embed.weight": torch.zeros(5, 3), "head.weight": value})
+    assert torch.equal(exact_of(model, masters, "embed.weight"), value)
+
+
+def test_entries_that_a_child_renames_reach_the_masters_rounded():
+    model, masters = with_masters(Net())
+    state = random_state(model)
+    state["last.old"] = state.pop("last.weight")
+
+    def rename(module, entries, prefix, *rest):
+        entries[prefix + "weight"] = entries.pop(prefix + "old")
+
+    model.last.register_load_state_dict_pre_hook(rename)
+    model.load_state_dict(state, strict=False)
+    assert torch.equal(exact_of(model, masters, "last.weight"), model.last.weight.float())
+    assert torch.equal(model.last.weight, state["last.old"].to(LOW))
+
+
+def test_masters_of_parameters_that_were_not_loaded_stay():
+    model, masters = with_masters(Net())
+    before = exact_of(model, masters, "last.weight").clone()
+    model.load_state_dict({"first.bias": torch.zeros(4)}, strict=False)
+    assert torch.equal(exact_of(model, masters, "last.weight"), before)
+
+
+def test_an_entry_of_shape_one_reaches_a_scalar_master():
+    model = nn.Module()
+    model.w = nn.Parameter(torch.tensor(0.5))
+    model, masters = with_masters(model)
+    model.load_state_dict({"w": torch.tensor([1 / 3])})
+    assert torch.equal(exact_of(model, masters, "w"), torch.tensor(1 / 3))
+
+
+def test_loading_holds_no_state_dict_afterwards():
+    model, _ = with_masters(Net())
+    model.load_state_dict(random_state(model))
+    assert model._apex_state.loading is None
+
+
+def test_loading_without_masters_rounds():
+    model = converted(Net())
+    state = random_state(model)
+    model.load_state_dict(state)
+    assert torch.equal(model.first.weight, state["first.weight"].to(LOW))
+
+
+def test_assign_is_refused_before_anything_changes():
+    model, _ = with_masters(Net())
+    before = model.first.weight
+    with pytest.raises(RuntimeError, match="assign=True"):
+        model.load_state_dict(random_state(model), assign=True)
+    assert model.first.weight is before
+
+
+def test_assign_works_where_parameters_are_not_cast():
+    model = converted(Net(), O1)
+    state = random_state(model)
+    model.load_state_dict(state, assign=True)
+    assert model.first.weight.data_ptr() == state["first.weight"].data_ptr()

@@ -1,0 +1,135 @@
+"""What pip installs: names, versions, dependencies, typing marker, cost of the import."""
+
+import ast
+import importlib.metadata
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+import apex
+
+ROOT = Path(__file__).parents[1]
+
+
+def project_field(pyproject, field):
+    """A quoted field of [project]; tomllib is newer than our oldest Python."""
+    return re.search(rf'^{field} = "([^"]+)"', pyproject.read_text("utf-8"), re.MULTILINE)[1]
+
+
+def run_python(code):
+    """Runs code in a fresh interpreter, away from this folder; returns the literal it prints."""
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return ast.literal_eval(done.stdout)
+
+
+def test_version_is_that_of_pyproject():
+    assert apex.__version__ == project_field(ROOT / "pyproject.toml", "version")
+
+
+def test_version_is_that_of_the_installed_distribution():
+    assert apex.__version__ == importlib.metadata.version("apex-amp")
+
+
+def test_metadata_distribution_has_the_same_version_and_requires_it():
+    pyproject = ROOT / "packaging/apex-metadata/pyproject.toml"
+    assert project_field(pyproject, "name") == "apex"
+    assert project_field(pyproject, "version") == apex.__version__
+    assert f'dependencies = ["apex-amp=={apex.__version__}"]' in pyproject.read_text("utf-8")
+
+
+def test_public_names_of_the_package_are_these():
+    assert sorted(apex.__all__) == ["__version__", "amp", "parallel"]
+
+
+def test_torch_is_the_only_dependency_outside_extras():
+    required = importlib.metadata.requires("apex-amp")
+    assert [line for line in required if "extra ==" not in line] == ["torch>=2.11"]
+
+
+def test_package_is_marked_as_typed():
+    assert resources.files("apex").joinpath("py.typed").is_file()
+
+
+def test_wheel_is_pure_python():
+    wheel = importlib.metadata.distribution("apex-amp").read_text("WHEEL")
+    assert "Root-Is-Purelib: true" in wheel
+    assert "Tag: py3-none-any" in wheel
+
+
+def test_installed_files_stay_in_the_package_and_its_metadata():
+    tops = {Path(file).parts[0] for file in importlib.metadata.files("apex-amp")}
+    editable = {"_editable_impl_apex_amp.pth"}  # in place of the package, in a developer's .venv
+    assert tops - editable - {"apex"} == {f"apex_amp-{apex.__version__}.dist-info"}
+
+
+def test_license_is_installed():
+    text = importlib.metadata.distribution("apex-amp").read_text("licenses/LICENSE")
+    assert "the apex-amp authors" in text
+
+
+@pytest.mark.parametrize("name", ["amp", "parallel"])
+def test_import_apex_reaches_its_parts_as_attributes(name):
+    code = f"import apex, types; print(isinstance(apex.{name}, types.ModuleType))"
+    assert run_python(code) is True
+
+
+def test_import_after_torch_loads_only_apex_and_the_standard_library():
+    loaded = run_python(
+        "import sys, torch; before = set(sys.modules); import apex.amp; "
+        "print(sorted(set(sys.modules) - before))"
+    )
+    assert "apex.amp" in loaded
+    standard = {"apex", *sys.stdlib_module_names}
+    assert [name for name in loaded if name.partition(".")[0] not in standard] == []
+
+
+def test_import_asks_importlib_metadata_nothing():
+    code = (
+        "import sys, torch, importlib.metadata as m; asked = []; "
+        "m.Distribution.from_name = asked.append; m.distributions = asked.append; "
+        "import apex; print(asked)"
+    )
+    assert run_python(code) == []
+
+
+def test_import_prints_nothing_and_warns_of_nothing():
+    code = "import torch, warnings; warnings.simplefilter('error'); import apex.amp; print(None)"
+    assert run_python(code) is None
+
+
+@pytest.fixture(scope="module")
+def metadata_wheel(tmp_path_factory):
+    """The wheel of the metadata-only distribution, built from a copy."""
+    source = tmp_path_factory.mktemp("apex-metadata") / "source"
+    shutil.copytree(ROOT / "packaging/apex-metadata", source)
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel"],
+        cwd=source, check=True, capture_output=True,
+    )  # fmt: skip
+    (wheel,) = (source / "dist").iterdir()
+    return wheel
+
+
+def test_metadata_wheel_is_named_apex(metadata_wheel):
+    assert metadata_wheel.name == f"apex-{apex.__version__}-py3-none-any.whl"
+
+
+def test_metadata_wheel_holds_no_module(metadata_wheel):
+    names = zipfile.ZipFile(metadata_wheel).namelist()
+    assert names
+    assert {name.split("/")[0] for name in names} == {f"apex-{apex.__version__}.dist-info"}
+
+
+def test_metadata_wheel_requires_apex_amp(metadata_wheel):
+    info = f"apex-{apex.__version__}.dist-info/METADATA"
+    metadata = zipfile.ZipFile(metadata_wheel).read(info).decode()
+    assert f"Requires-Dist: apex-amp=={apex.__version__}" in metadata
