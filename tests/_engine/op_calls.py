@@ -60,13 +60,29 @@ _products = {
     "__matmul__": (floats(2, 4), floats(4, 3)),
     "linear": (floats(2, 4), floats(3, 4), floats(3)),
 }
-_binary = "atan2 add div mul sub eq equal ge gt le lt ne dist".split()
-_dunder = "add radd iadd div rdiv idiv truediv rtruediv itruediv mul rmul imul sub rsub isub".split()
+_binary = ["atan2", "add", "div", "mul", "sub", "eq", "equal", "ge", "gt", "le", "lt", "ne", "dist"]
+_dunder = [
+    "add",
+    "radd",
+    "iadd",
+    "div",
+    "rdiv",
+    "idiv",
+    "truediv",
+    "rtruediv",
+    "itruediv",
+    "mul",
+    "rmul",
+    "imul",
+    "sub",
+    "rsub",
+    "isub",
+]
 _special: dict[str, tuple[Any, ...]] = {
-    **{name: (_x, _y) for name in _binary},
-    **{f"__{name}__": (_x, _y) for name in [*_dunder, *"eq ge gt le lt ne".split()]},
-    **{name: (_x, _y, _z) for name in ("addcmul", "addcdiv")},
-    **{name: (_x, 1) for name in ("cumsum", "cumprod")},
+    **dict.fromkeys(_binary, (_x, _y)),
+    **{f"__{name}__": (_x, _y) for name in [*_dunder, *["eq", "ge", "gt", "le", "lt", "ne"]]},
+    **dict.fromkeys(("addcmul", "addcdiv"), (_x, _y, _z)),
+    **dict.fromkeys(("cumsum", "cumprod"), (_x, 1)),
     "pow": (_z, _x),
     "__pow__": (_z, 2.5),
     "__rpow__": (_z, 2.5),
@@ -96,19 +112,20 @@ _special: dict[str, tuple[Any, ...]] = {
     "multi_margin_loss": (_x, _classes),
     "soft_margin_loss": (_x, signs(2, 3)),
     "triplet_margin_loss": (_x, _y, _z),
+    "kl_div": (_x, _y, None, None, "batchmean"),
     "ctc_loss": (
         F.log_softmax(floats(4, 2, 3), 2),
         torch.tensor([[1, 2], [2, 1]]),
         torch.tensor([4, 4]),
         torch.tensor([2, 2]),
     ),
-    **{
-        name: (_x, _y)
-        for name in (
-            *("poisson_nll_loss", "kl_div", "l1_loss", "mse_loss", "smooth_l1_loss"),
+    **dict.fromkeys(
+        (
+            *("poisson_nll_loss", "l1_loss", "mse_loss", "smooth_l1_loss"),
             *("binary_cross_entropy_with_logits", "binary_cross_entropy"),
-        )
-    },
+        ),
+        (_x, _y),
+    ),
 }
 
 
@@ -128,7 +145,7 @@ def _arguments(name: str) -> tuple[Any, ...]:
 
 
 def convert(value: Any, *dtypes: torch.dtype, device: str = "cpu") -> Any:
-    """Returns ``value`` with its floating tensors in the given dtypes, in turn, the last for the rest."""
+    """Returns ``value`` with its floating tensors in the dtypes in turn, the last repeated."""
     left = list(dtypes)
 
     def visit(item: Any) -> Any:

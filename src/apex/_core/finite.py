@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,9 +26,8 @@ def group(grads: list[Tensor]) -> Iterator[list[Tensor]]:
 
     Complex ones come as their real view, so that one kernel serves all.
     """
-    groups = Optimizer._group_tensors_by_device_and_dtype([grads])
-    for (_, dtype), (lists, _) in groups.items():
-        same = lists[0]
+    groups: Any = Optimizer._group_tensors_by_device_and_dtype([[*grads]])
+    for (_, dtype), ((same,), _) in groups.items():
         yield [torch.view_as_real(grad) for grad in same] if dtype.is_complex else same
 
 

@@ -66,7 +66,9 @@ def add_grads_(params: Sequence[nn.Parameter], fresh: Sequence[Tensor]) -> None:
     for param, grad in zip(params, fresh, strict=True):
         if param.grad is None:
             param.grad = grad
-        elif param.grad.is_sparse or grad.is_sparse:
+        elif param.grad.is_sparse:
+            param.grad = grad + param.grad  # torch adds sparse to dense, not dense to sparse
+        elif grad.is_sparse:
             param.grad = param.grad + grad
         else:
             targets.append(param.grad)

@@ -114,15 +114,18 @@ _FUNCTIONAL_FP32: Names = {
     "normalize": (),
 }
 
-_NATIVE_PROMOTION: Names = {
-    "add": ("add.Tensor", "add.Scalar"),
-    "sub": ("sub.Tensor", "sub.Scalar"),
-    "div": ("div.Tensor", "div.Scalar", "div.Tensor_mode", "div.Scalar_mode"),
-    "mul": ("mul.Tensor", "mul.Scalar"),
-    **{name: (f"{name}.Tensor", f"{name}.Scalar") for name in ("eq", "ge", "gt", "le", "lt", "ne")},
-    "cat": ("cat",),
-    "stack": ("stack",),
-}
+# Without operators of ours: torch promotes these itself, in-place ones to self's dtype.
+_COMPARISONS = "eq ge gt le lt ne"
+_ARITHMETIC = "add sub mul div"
+_NATIVE_PROMOTION: Names = dict.fromkeys(f"{_ARITHMETIC} {_COMPARISONS}".split(), ())
+_SEQUENCES: Names = dict.fromkeys(("cat", "stack"), ())
+_PROMOTING_OPERATORS: Names = dict.fromkeys(
+    [
+        *(f"__{name}__" for name in _COMPARISONS.split()),
+        *(f"__{i}{name}__" for name in [*_ARITHMETIC.split(), "truediv"] for i in ("", "r", "i")),
+    ],
+    (),
+)
 
 _PROMOTE: Names = _same("addcdiv addcmul atan2 cross bilinear dot vdot equal")
 
@@ -138,6 +141,7 @@ _TORCH: Names = {
     **_SOFTMAX,
     **_PROMOTE,
     **_NATIVE_PROMOTION,
+    **_SEQUENCES,
 }
 
 _METHODS: Names = {
@@ -153,24 +157,8 @@ _METHODS: Names = {
     **{name: ops for name, ops in _REDUCTIONS.items() if not name.endswith("_mean")},
     **_SOFTMAX,
     **_same("addcdiv addcmul atan2 cross dot vdot equal"),
-    **{name: ops for name, ops in _NATIVE_PROMOTION.items() if name not in {"cat", "stack"}},
-    **{
-        f"__{kind}{name}__": (f"{aten}.Tensor",)
-        for name, aten in {
-            "add": "add",
-            "sub": "sub",
-            "mul": "mul",
-            "div": "div",
-            "truediv": "div",
-        }.items()
-        for kind in ("", "r")
-    },
-    **{
-        f"__{name}__": (f"{name}.Tensor", f"{name}.Scalar")
-        for name in ("eq", "ge", "gt", "le", "lt", "ne")
-    },
-    # In-place arithmetic keeps self's dtype by torch's own rule: no operator of ours.
-    **{f"__i{name}__": () for name in ("add", "sub", "mul", "div", "truediv")},
+    **_NATIVE_PROMOTION,
+    **_PROMOTING_OPERATORS,
 }
 
 NAMES: Mapping[str, Names] = {
@@ -185,8 +173,8 @@ NAMES: Mapping[str, Names] = {
 }
 """For every namespace, each known name and the aten operators that it arrives as.
 
-The lists' arithmetic and comparisons, ``cat`` and ``stack`` promote by torch's own rule: known
-here so that a user's change of the lists can name them, but without a row in the default table.
+A name without operators has its result dtype from torch's own promotion (arithmetic, comparisons,
+``cat``, ``stack``) or, written in Python, from other rows: no row of its own can change it.
 """
 
 _INPLACE_FP32 = (
@@ -265,13 +253,20 @@ class OpTable:
         """Returns the table after ``name`` was added to the list of ``category`` in ``namespace``.
 
         Raises:
-            ValueError: If the name or the category is unknown.
+            ValueError: If the name or the category is unknown, or no row can cast the name so.
         """
         if category not in get_args(Category):
             raise ValueError(
                 f"Unknown op category {category!r}: use one of {', '.join(get_args(Category))}."
             )
-        return OpTable({**self.rows, **dict.fromkeys(_known(namespace, name), category)})
+        ops = _known(namespace, name)
+        if not ops and category != _followed(name):
+            raise ValueError(
+                f"amp.lists cannot make {namespace}.{name} {category}: torch or its inner "
+                f"operators decide its dtype ({_followed(name)}). "
+                f"{_register_instead(namespace, name)}"
+            )
+        return OpTable({**self.rows, **dict.fromkeys(ops, category)})
 
 
 def _known(namespace: str, name: str) -> tuple[str, ...]:
@@ -283,11 +278,21 @@ def _known(namespace: str, name: str) -> tuple[str, ...]:
     if name not in NAMES[namespace]:
         raise ValueError(
             f"amp.lists cannot cast {namespace}.{name}: amp knows {len(NAMES[namespace])} names of "
-            f"{namespace}, and this is none of them. Before amp.initialize, register it instead: "
-            f"amp.register_half_function({namespace}, {name!r}), amp.register_float_function or "
-            "amp.register_promote_function."
+            f"{namespace}, and this is none of them. {_register_instead(namespace, name)}"
         )
     return NAMES[namespace][name]
+
+
+def _followed(name: str) -> Category:
+    """Returns what a name without operators of its own does anyway."""
+    return "fp32" if name in _FUNCTIONAL_FP32 else "promote"
+
+
+def _register_instead(namespace: str, name: str) -> str:
+    return (
+        "Before amp.initialize, register it instead: amp.register_half_function"
+        f"({namespace}, {name!r}), amp.register_float_function or amp.register_promote_function."
+    )
 
 
 @functools.cache

@@ -6,6 +6,7 @@ Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2.
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,6 +15,11 @@ from torch import Tensor
 
 SMALLEST_SCALE: float = torch.finfo(torch.float32).tiny
 """The floor under every dynamic scale: its inverse is finite in fp32, so no step divides by 0."""
+
+
+_PUBLIC = {"floor": "min_loss_scale", "ceiling": "max_loss_scale"}
+
+_LARGEST_SCALE = torch.finfo(torch.float32).max
 
 
 class ScaleState(NamedTuple):
@@ -35,6 +41,7 @@ class ScaleRule:
         ceiling: Greatest scale; ``None`` means the greatest finite fp32.
 
     Raises:
+        TypeError: For a value that is no number, or an interval that is no integer.
         ValueError: For a factor, interval or bound outside its range, naming it.
     """
 
@@ -45,7 +52,13 @@ class ScaleRule:
     ceiling: float | None = None
 
     def __post_init__(self) -> None:
-        """Checks every value against its range."""
+        """Checks every value's type, then its range."""
+        for name, value in vars(self).items():
+            optional = value is None and name in ("floor", "ceiling")
+            kind: type = numbers.Integral if name == "growth_interval" else numbers.Real
+            if not optional and (isinstance(value, bool) or not isinstance(value, kind)):
+                wanted = "an integer" if kind is numbers.Integral else "a number"
+                raise TypeError(f"{_PUBLIC.get(name, name)} is {value!r}; it must be {wanted}.")
         _require(self.growth_factor > 1.0, "growth_factor", self.growth_factor, "above 1")
         _require(
             0.0 < self.backoff_factor < 1.0, "backoff_factor", self.backoff_factor, "in (0, 1)"
@@ -65,8 +78,7 @@ class ScaleRule:
     @property
     def greatest(self) -> float:
         """The greatest scale, always finite in fp32."""
-        largest = torch.finfo(torch.float32).max
-        return largest if self.ceiling is None else min(largest, self.ceiling)
+        return _LARGEST_SCALE if self.ceiling is None else min(_LARGEST_SCALE, self.ceiling)
 
 
 def next_scale(state: ScaleState, rule: ScaleRule, *, overflow: bool) -> ScaleState:
@@ -84,7 +96,9 @@ def next_scale(state: ScaleState, rule: ScaleRule, *, overflow: bool) -> ScaleSt
     if overflow:
         scale, clean_steps = scale * rule.backoff_factor, 0
     elif clean_steps >= rule.growth_interval:
-        scale, clean_steps = scale * rule.growth_factor, 0
+        grown = scale * rule.growth_factor
+        # The device form takes no step that fp32 cannot hold.
+        scale, clean_steps = grown if grown <= _LARGEST_SCALE else scale, 0
     return ScaleState(min(max(scale, rule.least), rule.greatest), clean_steps)
 
 

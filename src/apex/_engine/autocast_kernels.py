@@ -98,7 +98,7 @@ def build_kernel(op: str, device: str, ruling: Ruling, native: Any) -> Callable[
         if spec is None or category is None:
             # Only this call goes below autocast: the inner operators of a composite meet it still.
             return target.redispatch(keyset & below, *args, **kwargs)
-        cast = rules[category](op, spec, torch.get_autocast_dtype(device), args, kwargs)
+        cast = rules[category](op, spec, device, args, kwargs)
         exclude(key, True)
         try:
             return call(*cast[0], **cast[1])

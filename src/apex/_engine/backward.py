@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -59,7 +60,14 @@ class BackwardPass:
             binding.open_pass = self
         self._off: AbstractContextManager[None] = self._casts_off()
         self._off.__enter__()
-        return self._scaler.scale(self._loss)
+        self._scaler.open_blocks += 1
+        try:
+            scaled_loss = self._scaler.scale(self._loss)
+            self._scaled_by = self._scaler.loss_scale
+            return scaled_loss
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
 
     def __exit__(
         self,
@@ -68,14 +76,15 @@ class BackwardPass:
         traceback: TracebackType | None,
     ) -> None:
         """Unscales; after an exception puts the earlier gradients back."""
+        self._scaler.open_blocks -= 1
         try:
             if error is not None:
                 self._abort()
-            elif self._delay_unscale:
+            elif not self._delay_unscale:
+                self.finish()
+            elif not self._finished:  # a step inside the block has unscaled them already
                 for binding in self._bindings:
                     binding.scaled_gradients = True
-            else:
-                self.finish()
         finally:
             self._off.__exit__(None, None, None)
 
@@ -85,10 +94,17 @@ class BackwardPass:
             return
         self._finished = True
         scaler = self._scaler
+        if scaler.open_blocks:
+            scaler.renew()
         scaler.begin_pass()
-        unscale_ = None if scaler.is_identity else scaler.unscale_
+        unscale_ = (
+            None
+            if scaler.is_identity
+            else functools.partial(scaler.unscale_, scaled_by=self._scaled_by)
+        )
         for binding in self._bindings:
             binding.open_pass = None
+            binding.scaled_gradients = False
             if unscale_ is not None or binding.pairs:
                 binding.unscale(unscale_)
         if scaler.dynamic:

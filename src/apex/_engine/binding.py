@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -133,7 +133,7 @@ class Binding:
 
     def adopt_unfrozen(self) -> None:
         """Gives a master to every parameter that was frozen and no longer is."""
-        if self._frozen and any(param.requires_grad for param in self._frozen):
+        if any(param.requires_grad for param in self._frozen):
             self._frozen = []
             known = {id(pair.model) for pair in self.pairs}
             for group in self.optimizer.param_groups:
@@ -183,7 +183,8 @@ class Binding:
             identity: Whether the loss scale is exactly 1 and unchecked: then the parameters
                 without a master accumulate in place.
         """
-        self.adopt_unfrozen()
+        if self._frozen:
+            self.adopt_unfrozen()
         self._in_place = identity or self.scaled_gradients
         if self.scaled_gradients:
             return
@@ -256,14 +257,23 @@ class Binding:
     def _gather_left_over(self) -> None:
         """Takes gradients of a plain ``loss.backward()``, which nobody scaled, to the masters."""
         if not self.gathered:
-            self._gather_raw(self.pairs)
-        self.gathered = True
+            self.gathered = self._gather_raw(self.pairs)
 
-    def _gather_raw(self, pairs: Iterable[Pair]) -> None:
+    def _gather_raw(self, pairs: Iterable[Pair]) -> bool:
         raw = [pair for pair in pairs if pair.model.grad is not None]
         if raw:
             fresh = master.fp32_grads([pair.model for pair in raw])
             master.add_grads_([pair.master for pair in raw], fresh)
+        return bool(raw)
+
+    def settle(self) -> None:
+        """Brings every gradient to where the optimizer finds it: unscaled, on the masters."""
+        if self.open_pass is not None:
+            self.open_pass.finish()
+        if self._frozen:
+            self.adopt_unfrozen()
+        if self.pairs:
+            self._gather_left_over()
 
     # -- the step ----------------------------------------------------------------------------
 
@@ -276,19 +286,15 @@ class Binding:
         """
         if closure is not None:
             return self._step_with_closure(run, closure)
-        if self.open_pass is not None:
-            self.open_pass.finish()
-        self.adopt_unfrozen()
-        self._gather_left_over()
+        self.settle()
         with self.casts_off():
-            result = self._run_unless_overflow(run)
-            master.copy_to_model(self.pairs)
+            result = self._run_unless_overflow(run) if self.checked else run()
+            if self.pairs:
+                master.copy_to_model(self.pairs)
         self._end_step()
         return result
 
     def _run_unless_overflow(self, run: Callable[..., Any]) -> Any:
-        if not self.checked or self.found_inf is None:
-            return run()
         if not skips_in_kernel(self.optimizer):
             return None if self._overflowed() else run()
         optimizer: Any = self.optimizer
@@ -316,20 +322,21 @@ class Binding:
         params = [param.detach().clone() for param in self.params()]
         state = {param: copy.deepcopy(kept) for param, kept in self.optimizer.state.items()}
         losses: list[Any] = []
+        off = self.casts_off()
 
         def evaluate() -> Any:
             master.copy_to_model(self.pairs)
-            loss = closure()
+            with _left(off):
+                loss = closure()
             losses.append(loss)
-            if self.open_pass is not None:
-                self.open_pass.finish()
-            self._gather_left_over()
+            self.settle()
             if self._overflowed():
                 raise SkipStep
             return loss
 
         try:
-            result = run(evaluate)
+            with off:
+                result = run(evaluate)
         except SkipStep:
             self._put_back(params, state)
             result = losses[0]
@@ -403,7 +410,29 @@ def skips_in_kernel(optimizer: Optimizer) -> bool:
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
-    return all(group.get("fused", True) for group in optimizer.param_groups)
+    return all(
+        group.get("fused", True) and not _starts_momentum(optimizer, group)
+        for group in optimizer.param_groups
+    )
+
+
+def _starts_momentum(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    # A skip in torch's fused SGD kernel leaves the momentum of a first step uninitialized, and the
+    # next step uses it (torch 2.13), so a group's first step is decided on the host.
+    if not isinstance(optimizer, torch.optim.SGD) or group["momentum"] == 0:
+        return False
+    state = optimizer.state
+    return not any("momentum_buffer" in state[p] for p in group["params"] if p in state)
+
+
+@contextmanager
+def _left(block: AbstractContextManager[None]) -> Iterator[None]:
+    """Leaves ``block``, which is entered, and enters it again at the end."""
+    block.__exit__(None, None, None)
+    try:
+        yield
+    finally:
+        block.__enter__()
 
 
 def _clear(param: nn.Parameter, *, set_to_none: bool) -> None:

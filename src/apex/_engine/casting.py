@@ -16,6 +16,7 @@ from apex._engine.thread_casts import (
     DEVICE_TYPES,
     Ambient,
     Threads,
+    autocast_depth,
     backward_id,
     get_dtype,
     is_on,
@@ -29,7 +30,6 @@ __all__ = [
     "UncastRegion",
     "active_dtype",
     "active_spec",
-    "casts_restored",
     "no_casts",
 ]
 
@@ -45,22 +45,29 @@ def _ruling(device: str) -> CastSpec | None:
 
     Note [Threads without a spec]
         Two kinds of work arrive in threads that no region has entered, and belong to one all the
-        same: a recompute by ``torch.utils.checkpoint`` in autograd's device threads, and tracing
-        by ``torch.compile``, where a region's ``run`` is traced rather than run. Both find autocast
-        on with their region's dtype; they get the newest living region of that device type and
-        dtype. A user's own ``torch.autocast`` keeps torch's rules: it is traced with the weight
-        cache on, ours with the cache off.
+        same: a recompute by ``torch.utils.checkpoint`` in autograd's device threads, and code from
+        ``torch.compile``, where a region's ``run`` is traced rather than run. Both find autocast on
+        with their region's dtype; they get the newest living region of that device type and dtype.
+        A user's own ``torch.autocast`` keeps torch's rules when it is compiled: a traced ``run``
+        turns on the autocast of one device type more, which nobody has, as a mark that dynamo
+        carries into the graph. (The weight cache cannot be the mark: AOTAutograd turns it off.)
     """
-    spec = _threads.here.specs.get(device)
-    if spec is None and (backward_id() != -1 or _traces_region()):
-        return _registry.newest(device, get_dtype(device))
-    return spec
+    here = _threads.here
+    spec = here.specs.get(device)
+    if backward_id() == -1:
+        return spec if spec is not None or not is_on(_TRACED_RUN) else _newest(device)
+    if here.runs:
+        return spec
+    # Ambient casts alone do not reach into a plain ``loss.backward()``: autograd's formulas work in
+    # the dtypes of the forward. A checkpoint that recomputes has entered torch.autocast.
+    return (spec or _newest(device)) if autocast_depth() else None
 
 
-def _traces_region() -> bool:
-    traced = torch._guards.TracingContext.try_get() is not None
-    return traced and not torch.is_autocast_cache_enabled()
+def _newest(device: str) -> CastSpec | None:
+    return _registry.newest(device, get_dtype(device))
 
+
+_TRACED_RUN = "ipu"
 
 _registry = Registry(_ruling)
 
@@ -92,7 +99,8 @@ class CastRegion:
         it, for the weight may change then.
         """
         if _is_compiling():
-            return _traced(self.spec.device_types, self.spec.dtype, fn, *args, **kwargs)
+            devices = (*self.spec.device_types, _TRACED_RUN)
+            return _traced(devices, self.spec.dtype, fn, *args, **kwargs)
         here = _threads.here
         if here.stale:
             here.settle()
@@ -214,28 +222,6 @@ class no_casts(_SwitchedOff):  # noqa: N801 - reads as a function, like torch.no
     def __exit__(self, *exc_info: object) -> None:
         self._here.off -= 1
         super().__exit__(*exc_info)
-
-
-class casts_restored(AbstractContextManager[None]):  # noqa: N801 - as no_casts
-    """Lifts every ``no_casts`` around it until the block ends: for the closure of ``step``."""
-
-    __slots__ = ("_devices", "_here", "_off")
-
-    def __enter__(self) -> None:
-        here = self._here = _threads.here
-        self._off, here.off = here.off, 0
-        here.busy += 1
-        ambient = (d for order in here.ambient for d in order.spec.device_types)
-        self._devices = [d for d in dict.fromkeys(ambient) if not is_on(d)] if self._off else []
-        for device in self._devices:
-            set_on(device, True)
-
-    def __exit__(self, *exc_info: object) -> None:
-        here = self._here
-        for device in self._devices:
-            set_on(device, False)
-        here.busy -= 1
-        here.off = self._off
 
 
 def active_spec() -> CastSpec | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import sys
 import threading
 import warnings
@@ -38,7 +39,7 @@ class Registry:
         self._leases: dict[int, _Lease] = {}
         self._kernels: dict[Group, _Kernels] = {}
         self._coverage: dict[str, Coverage] = {}
-        self._taken = 0
+        self._numbers = itertools.count()
         self._tag_before: str | None = None
 
     def lease(self, spec: CastSpec) -> int:
@@ -53,14 +54,17 @@ class Registry:
                 f"Op casts (O1, O4) got a model on {', '.join(unknown)}; they work on "
                 f"{', '.join(KEYS)}. Use a level without op casts (O0, O2, O3, O5) there."
             )
-        with self._lock:
-            number = self._taken
-            self._taken += 1
-            self._leases[number] = _Lease(spec)
-            for device in spec.device_types:
-                for group in self._coverage_of(device).groups(spec.table):
-                    self._hold(number, group)
-            self._mark_compile_caches()
+        number = next(self._numbers)
+        try:
+            with self._lock:
+                self._leases[number] = _Lease(spec)
+                for device in spec.device_types:
+                    for group in self._coverage_of(device).groups(spec.table):
+                        self._hold(number, group)
+                self._mark_compile_caches()
+        except BaseException:
+            self.end(number)
+            raise
         self._settle()
         return number
 

@@ -23,6 +23,9 @@ class AmpOptimizer(Optimizer):
 
     _apex_binding: Binding | None
 
+    def __init_subclass__(cls) -> None:
+        """Keeps the generated class out of registries that the optimizer's class fills by this."""
+
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Steps unless a gradient overflowed, then rounds the masters into the model."""
         binding = binding_of(self)
@@ -95,8 +98,9 @@ def bind_class(optimizer: Optimizer, binding: Binding, mixin: type[AmpOptimizer]
     A ``step`` set on the instance (by an LR scheduler made earlier) becomes the inner step.
     """
     inner = optimizer.__dict__.get("step")
-    optimizer.__dict__[ATTRIBUTE] = binding
+    # First what may fail: a class that takes no subclass, or one with a layout of its own.
     optimizer.__class__ = generated_class(mixin, type(optimizer))
+    optimizer.__dict__[ATTRIBUTE] = binding
     if inner is not None:
         binding.inner_step = inner
         optimizer.__dict__["step"] = _step_through(optimizer, inner)
@@ -133,6 +137,8 @@ def _mixin_of(generated: type[Optimizer]) -> type[AmpOptimizer]:
 
 def _rebuild(mixin: type[AmpOptimizer], function: Callable[..., Any], arguments: Any) -> Any:
     optimizer = function(*arguments)
+    # In a fresh process nothing has given the own class's step its hooks yet.
+    optimizer._patch_step_function()
     optimizer.__class__ = generated_class(mixin, type(optimizer))
     return optimizer
 

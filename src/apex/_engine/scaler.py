@@ -22,6 +22,10 @@ class Scaler:
     The scale, the count of clean steps and the overflow flag of the present pass live on the
     device of the first loss that is scaled (until then on the CPU) and are read on the host only
     when somebody asks.
+
+    Attributes:
+        open_blocks: How many ``scale_loss`` blocks are inside now: their scaled losses may still
+            be used.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class Scaler:
         self._passes_sent: list[int] = []
         self._skipped_in_row = 0
         self._updated = True
+        self.open_blocks = 0
 
     # -- one backward pass -------------------------------------------------------------------
 
@@ -78,17 +83,34 @@ class Scaler:
             self.found_inf.zero_()
             self._updated = False
 
-    def unscale_(self, values: list[Tensor], *, override: float | None = None) -> None:
+    def renew(self) -> None:
+        """Goes on with copies of scale and flag, and leaves the present ones as they are.
+
+        For autograd graphs that are still to be used: they hold the scale that they were made
+        with, and refuse to run when it has moved in place.
+        """
+        if self.dynamic:
+            self._bind(self._values.clone(), self.clean_steps)
+
+    def unscale_(
+        self,
+        values: list[Tensor],
+        *,
+        override: float | None = None,
+        scaled_by: Tensor | None = None,
+    ) -> None:
         """Divides gradients by the scale in place; a dynamic scale also checks them.
 
         Args:
             values: Dense gradients, see :func:`apex._core.finite.dense_values`.
             override: Divide by this instead of the scale.
+            scaled_by: The dynamic scale (0-d) of the pass; ``None`` means the present one.
         """
         if not values:
             return
         if self.dynamic:
-            unscale_and_check_(values, self._inverse(override), self.found_inf)
+            inverse = self._inverse(override) if scaled_by is None else scaled_by.reciprocal()
+            unscale_and_check_(values, inverse, self.found_inf)
         elif (override or self._static) != 1.0:
             unscale_(values, 1.0 / (override or self._static))
 

@@ -104,8 +104,8 @@ class Session:
         """
         if self.policy.master_weights:
             self._before = {id(p): p.detach() for model in models for p in model.parameters()}
+        before = _Before(models)
         converted: list[nn.Module] = []
-        bound: list[Optimizer] = []
         dtypes = _dtypes(optimizers)
         try:
             for model in models:
@@ -113,11 +113,13 @@ class Session:
                 converted.append(model)
             for optimizer in optimizers:
                 self._bind(optimizer, mixin)
-                bound.append(optimizer)
-                _match_state(optimizer, dtypes)
             self.start()
+            for optimizer in optimizers:
+                _match_state(optimizer, dtypes)
         except BaseException:
-            restore(converted, bound)
+            self.stop()
+            restore(converted, optimizers)
+            before.put_back()
             raise
         finally:
             self._before = {}
@@ -133,9 +135,11 @@ class Session:
             self._end.atexit = False
 
     def stop(self) -> None:
-        """Turns op casts off again; idempotent."""
-        if self._end is not None:
+        """Turns op casts off again, here and in the models' forward passes; idempotent."""
+        if self._end is not None and self._end.alive:
             self._end()
+            for model in self._models:
+                convert.set_region(model, UncastRegion())
 
     @property
     def casting(self) -> bool:
@@ -150,7 +154,11 @@ class Session:
             owner=self,
             exact=self._before,
         )
-        optimizer_class.bind_class(optimizer, binding, mixin)
+        try:
+            optimizer_class.bind_class(optimizer, binding, mixin)
+        except BaseException:
+            binding.release()
+            raise
         self.register(binding)
 
     def bind(self, optimizer: Optimizer, *, mixin: type[AmpOptimizer] = AmpOptimizer) -> None:
@@ -221,6 +229,27 @@ class Session:
                 if not bool(torch.isfinite(values).all()):  # sync: a diagnosis after 50 skips
                     own = models.get(id(param), param)
                     yield names.get(id(own), "(a parameter of no initialized model)"), values
+
+
+class _Before:
+    """What models hold before they are converted, to the last bit."""
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        """Keeps the storages of parameters, buffers and gradients; copies nothing."""
+        self._held = [
+            (tensor, tensor.data, tensor.grad if tensor.is_leaf else None)
+            for model in models
+            for tensor in (*model.parameters(), *model.buffers())
+        ]
+
+    def put_back(self) -> None:
+        """Gives every tensor its own again."""
+        for tensor, data, grad in self._held:
+            if tensor.is_leaf:
+                tensor.grad = None  # a gradient of another dtype than its tensor is refused
+            tensor.data = data
+            if grad is not None:
+                tensor.grad = grad
 
 
 def restore(models: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> None:

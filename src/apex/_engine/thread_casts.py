@@ -19,6 +19,12 @@ get_dtype, set_dtype = torch.get_autocast_dtype, torch.set_autocast_dtype
 backward_id = torch._C._current_graph_task_id
 
 
+def autocast_depth() -> int:
+    """Returns how many ``torch.autocast`` blocks this thread is in."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
 class Ambient:
     """A standing order to cast in one thread; ``alive`` may be cleared from any thread."""
 

@@ -55,10 +55,13 @@ def cast_function(fn: Callable[P, R], kind: Kind) -> Callable[P, R]:
         dtype = active_dtype()
         if dtype is None:
             return plain(*args, **kwargs)
-        cast_args, cast_kwargs = _cast_arguments(kind, dtype, (args, kwargs))
+        rule = _rule(kind, dtype, args, kwargs)
+        # One by one: a walk over both would compare tuples that dynamo has built, which it cannot.
+        cast_args = [map_tensors(rule, value) for value in args]
+        cast_kwargs = {name: map_tensors(rule, value) for name, value in kwargs.items()}
         if kind == "float":
-            return _uncast.run(plain, *cast_args, **cast_kwargs)
-        return plain(*cast_args, **cast_kwargs)
+            return _uncast.run(plain, *cast_args, **cast_kwargs)  # type: ignore[arg-type]
+        return plain(*cast_args, **cast_kwargs)  # type: ignore[arg-type]
 
     setattr(wrapper, _MARK, kind)
     return wrapper
@@ -165,23 +168,18 @@ def _is_cast(fn: object) -> bool:
     return getattr(fn, _MARK, None) is not None
 
 
-def _cast_arguments(kind: Kind, dtype: torch.dtype, arguments: Any) -> Any:
-    """Returns the (args, kwargs) of one call, cast."""
-    if kind == "low_precision":
-        return map_tensors(lambda tensor: cast(tensor, dtype), arguments)
-    if kind == "bfloat16":
-        return map_tensors(lambda tensor: cast(tensor, torch.bfloat16), arguments)
+def _rule(kind: Kind, dtype: torch.dtype, args: Any, kwargs: Any) -> Callable[[Tensor], Tensor]:
+    """Returns the cast of one tensor for a call with these arguments."""
     if kind == "float":
-        return map_tensors(_raised, arguments)
-    wide = _widest(arguments)
-    return arguments if wide is None else map_tensors(lambda tensor: cast(tensor, wide), arguments)
+        return lambda tensor: tensor.float() if tensor.dtype in LOW_PRECISION else tensor
+    if kind == "bfloat16":
+        dtype = torch.bfloat16
+    elif kind == "promote":
+        dtype = _widest([*args, *kwargs.values()]) or dtype
+    return lambda tensor: cast(tensor, dtype)
 
 
-def _raised(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in LOW_PRECISION else tensor
-
-
-def _widest(arguments: Any) -> torch.dtype | None:
+def _widest(values: list[Any]) -> torch.dtype | None:
     found: list[torch.dtype] = []
 
     def note(tensor: Tensor) -> Tensor:
@@ -189,5 +187,6 @@ def _widest(arguments: Any) -> torch.dtype | None:
             found.append(tensor.dtype)
         return tensor
 
-    map_tensors(note, arguments)
+    for value in values:
+        map_tensors(note, value)
     return functools.reduce(torch.promote_types, found) if found else None

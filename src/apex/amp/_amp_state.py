@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from apex._engine.user_functions import UserRegistry
@@ -36,6 +37,7 @@ class AmpState:
         self.allow_incoming_model_not_fp32 = False
         self.functions = UserRegistry()
         self._sessions: list[weakref.ref[Session]] = []
+        self._passed_over: weakref.WeakSet[Any] = weakref.WeakSet()
         self._init_handle: AmpHandle | NoOpHandle | None = None
         self._lock = threading.Lock()
 
@@ -61,6 +63,18 @@ class AmpState:
         sessions = self.sessions()
         return sessions[-1] if sessions else None
 
+    def pass_over(self, given: Iterable[object]) -> None:
+        """Remembers models and optimizers that ``initialize(enabled=False)`` left alone."""
+        self._passed_over.update(given)
+
+    def take_up(self, given: Iterable[object]) -> None:
+        """Forgets that of those which are prepared after all."""
+        self._passed_over.difference_update(given)
+
+    def passes_over(self, given: object) -> bool:
+        """Returns whether every amp call is to leave ``given`` alone."""
+        return given in self._passed_over
+
     @property
     def initialized(self) -> bool:
         """Whether ``amp.initialize`` or ``amp.init`` was ever called."""
@@ -74,7 +88,7 @@ class AmpState:
     def is_on(self, session: Session) -> bool:
         """Whether ``session`` scales losses: until a script sets its ``enabled`` to False."""
         options = session.options
-        return not isinstance(options, OptProperties) or bool(options.enabled)
+        return not isinstance(options, OptProperties) or bool(options.options["enabled"])
 
     def hold_handle(self, handle: AmpHandle | NoOpHandle) -> None:
         """Keeps the handle of ``amp.init``, and with it its session."""
@@ -119,12 +133,11 @@ class OptProperties:
 
     def __getattr__(self, name: str) -> Any:
         """Returns the option ``name``."""
-        try:
-            return self.__dict__["options"][name]
-        except KeyError:
-            raise AttributeError(
-                f"amp's options have no {name!r}; they are {', '.join(self.options)}."
-            ) from None
+        # Asked while a copy is made, too: before it has its options.
+        options = self.__dict__.get("options", {})
+        if name not in options:
+            raise AttributeError(f"amp's options have no {name!r}; they are {', '.join(options)}.")
+        return options[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets the option ``name``; of these only ``enabled`` has an effect afterwards."""

@@ -16,7 +16,7 @@ from apex._engine import session
 from apex._engine.casting import CastSpec
 from apex._engine.convert import ModelPlan
 from apex._engine.session import Session
-from apex.amp import inputs, lists, report
+from apex.amp import _initialize, inputs, lists, report
 from apex.amp._amp_state import OptProperties, _amp_state
 from apex.amp.devices import device_types, warn_if_emulated
 from apex.amp.optimizers import AmpStashOptimizer, unwrap
@@ -128,6 +128,7 @@ def initialize(
     _amp_state.verbosity = verbosity
     if not enabled:
         _amp_state.opt_properties = OptProperties({"enabled": False})
+        _amp_state.pass_over(inputs.prepared_when_enabled(models, optimizers))
         return models if optimizers is None else (models, optimizers)
     _check_cudnn()
     defaults = level_defaults(opt_level)
@@ -148,7 +149,7 @@ def initialize(
         floor=min_loss_scale,
         ceiling=max_loss_scale,
     )
-    plan = _plan(properties, tuple(fp32_modules))
+    plan = _plan(properties, inputs.fp32_rules(fp32_modules))
     model_list = inputs.model_list(models)
     inputs.check_models(model_list, plan)
     optimizer_list = inputs.optimizer_list(optimizers)
@@ -158,6 +159,7 @@ def initialize(
     own = [unwrap(optimizer) for optimizer in optimizer_list]
     made.prepare(model_list, own, plan, mixin=AmpStashOptimizer)
     _amp_state.add(made)
+    _amp_state.take_up([*model_list, *own])
     _amp_state.opt_properties = made.options = OptProperties(asdict(properties))
     return models if optimizers is None else (models, optimizers)
 
@@ -173,7 +175,8 @@ def restore(models: Any, optimizers: Any = None) -> Any:
         optimizers: Their optimizers, likewise; ``None`` if there are none.
 
     Returns:
-        What was given, as :func:`initialize` does.
+        What was given, as :func:`initialize` does; untouched if that was called with
+        ``enabled=False``.
 
     Raises:
         ValueError: For a model or optimizer that is not prepared; nothing is changed then.
@@ -186,8 +189,10 @@ def restore(models: Any, optimizers: Any = None) -> Any:
         >>> amp.restore(model).weight.dtype
         torch.float32
     """
-    model_list = inputs.model_list(models)
-    own = [unwrap(optimizer) for optimizer in inputs.optimizer_list(optimizers)]
+    skip = _amp_state.passes_over
+    model_list = [model for model in inputs.model_list(models) if not skip(model)]
+    given = map(unwrap, inputs.optimizer_list(optimizers))
+    own = [optimizer for optimizer in given if not skip(optimizer)]
     inputs.check_prepared(model_list, own)
     session.restore(model_list, own)
     return models if optimizers is None else (models, optimizers)
@@ -270,6 +275,7 @@ def _plan(properties: Properties, fp32_modules: tuple[type[nn.Module] | str, ...
         output_dtype=policy.output_dtype,
         keep_batchnorm_fp32=policy.batchnorm_fp32,
         fp32_modules=fp32_modules,
+        cast=_initialize.replaced_cast(),
     )
 
 

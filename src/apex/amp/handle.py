@@ -69,8 +69,9 @@ def scale_loss(
         >>> optimizer.step()
     """
     del model
-    bindings = _bindings(optimizers)
-    session = _session_of(bindings)
+    own = _own(optimizers)
+    bindings = [binding_of(optimizer) for optimizer in own]
+    session = _session_of(own, bindings)
     if session is None:
         return nullcontext(loss)
     _check_loss(loss)
@@ -191,18 +192,23 @@ def handle_of(session: Session | None) -> AmpHandle | NoOpHandle:
     return AmpHandle(session)
 
 
-def _bindings(optimizers: Optimizers) -> list[Binding | None]:
+def _own(optimizers: Optimizers) -> list[Optimizer]:
     several: Sequence[Any] = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
-    return [binding_of(unwrap(optimizer)) for optimizer in several]
+    return [unwrap(optimizer) for optimizer in several]
 
 
-def _session_of(bindings: Sequence[Binding | None]) -> Session | None:
-    """Returns the one session of these optimizers; None when amp is switched off."""
+def _session_of(
+    optimizers: Sequence[Optimizer], bindings: Sequence[Binding | None]
+) -> Session | None:
+    """Returns the one session of these optimizers; None when amp is switched off for them."""
+    if len(bindings) == 1 and bindings[0] is not None and bindings[0].owner is not None:
+        session = cast(Session, bindings[0].owner)
+        return session if _amp_state.is_on(session) else None
     if not bindings and (current := _amp_state.current()) is not None:
         return current if _amp_state.is_on(current) else None
     owners = {binding and binding.owner for binding in bindings}
     if None in owners or not owners:
-        if not _amp_state.enabled and not any(bindings):
+        if not any(bindings) and (not _amp_state.enabled or _passed_over(optimizers)):
             return None
         raise RuntimeError(_not_prepared(bindings))
     if len(owners) > 1:
@@ -213,6 +219,10 @@ def _session_of(bindings: Sequence[Binding | None]) -> Session | None:
         )
     session = cast(Session, owners.pop())
     return session if _amp_state.is_on(session) else None
+
+
+def _passed_over(optimizers: Sequence[Optimizer]) -> bool:
+    return bool(optimizers) and all(map(_amp_state.passes_over, optimizers))
 
 
 def _not_prepared(bindings: Sequence[Binding | None]) -> str:

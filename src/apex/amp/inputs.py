@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import numbers
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -45,6 +46,30 @@ def optimizer_list(optimizers: object) -> list[Any]:
     for optimizer in several:
         unwrap(optimizer)
     return several
+
+
+def fp32_rules(given: object) -> tuple[Any, ...]:
+    """Returns ``fp32_modules`` as a tuple; the conversion's plan checks what it holds.
+
+    Raises:
+        TypeError: For a string or a single type, which would be taken apart or fail obscurely.
+    """
+    if isinstance(given, Iterable) and not isinstance(given, str | type):
+        return tuple(given)
+    shown = given.__name__ if isinstance(given, type) else repr(given)
+    raise TypeError(
+        f"fp32_modules is {shown}; it takes a sequence of module types and name patterns. Write "
+        f"fp32_modules=[{shown}]."
+    )
+
+
+def prepared_when_enabled(*given: object) -> Iterator[nn.Module | Optimizer]:
+    """Yields models and optimizers from what a disabled ``initialize`` got, leaving the rest."""
+    for each in given:
+        for item in each if isinstance(each, list | tuple) else [each]:
+            inner = item if isinstance(item, nn.Module) else getattr(item, "optim", item)
+            if isinstance(inner, nn.Module | Optimizer):
+                yield inner
 
 
 def check_models(models: Sequence[nn.Module], plan: ModelPlan) -> None:
@@ -119,9 +144,11 @@ def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer])
 
 def checked_count(num_losses: object) -> int:
     """Returns ``num_losses``, or raises ValueError unless it is an integer of at least 1."""
-    if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
+    is_bool = isinstance(num_losses, bool)
+    count = int(num_losses) if isinstance(num_losses, numbers.Integral) and not is_bool else 0
+    if count < 1:
         raise ValueError(f"num_losses is {num_losses!r}; it must be an integer of at least 1.")
-    return num_losses
+    return count
 
 
 def parsed_scaler_states(state_dict: Mapping[Any, Any]) -> list[tuple[float, int]]:

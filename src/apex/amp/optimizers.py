@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -54,9 +55,17 @@ class AmpStash:
 
     def __init__(self, binding: Binding) -> None:
         """Views ``binding``."""
-        self._binding = binding
+        # The binding holds this view: a strong reference would keep both until a collection.
+        self._reference = weakref.ref(binding)
         self.lazy_init_called = True
         self.already_patched = True
+
+    @property
+    def _binding(self) -> Binding:
+        binding = self._reference()
+        if binding is None:
+            raise RuntimeError("The optimizer of this _amp_stash has been deleted or restored.")
+        return binding
 
     @property
     def all_fp16_params(self) -> list[Tensor]:

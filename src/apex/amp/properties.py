@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -236,7 +237,7 @@ def as_loss_scale(name: str, value: object) -> LossScale:
     if value == "dynamic":
         return "dynamic"
     try:
-        if isinstance(value, bool) or not isinstance(value, str | int | float):
+        if isinstance(value, bool) or not isinstance(value, str | numbers.Real):
             raise TypeError
         number = float(value)
     except (TypeError, ValueError):

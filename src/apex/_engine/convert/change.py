@@ -43,6 +43,13 @@ def convert(
     model.__dict__[STATE] = state
 
 
+def set_region(model: nn.Module, region: Region) -> None:
+    """Makes a converted model run its forward in another region from now on."""
+    state = state_of(model)
+    if state is not None:
+        state.region = region
+
+
 def restore(model: nn.Module) -> None:
     """Makes ``model`` plain and fp32 again, in place.
 

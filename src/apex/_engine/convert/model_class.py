@@ -158,13 +158,16 @@ def _casting_forward(base: type[nn.Module]) -> Callable[..., Any]:
             return base.forward(self, *args, **kwargs)
         plan = state.plan
         if plan.input_dtype is not None:
-            args, kwargs = nested.cast_arguments(args, kwargs, plan.input_dtype)
+            if plan.cast is None:
+                args, kwargs = nested.cast_arguments(args, kwargs, plan.input_dtype)
+            else:
+                args, kwargs = (plan.cast(part, plan.input_dtype) for part in (args, kwargs))
         if state.inner_forward is None:
             output = state.region.run(base.forward, self, *args, **kwargs)
         else:
             output = state.region.run(state.inner_forward, *args, **kwargs)
         if plan.output_dtype is not None:
-            output = nested.cast_tensors(output, plan.output_dtype)
+            output = (plan.cast or nested.cast_tensors)(output, plan.output_dtype)
         return output
 
     return forward

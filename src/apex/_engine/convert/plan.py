@@ -12,6 +12,10 @@ from torch import Tensor, nn
 from apex._core import dtypes
 
 
+Cast = Callable[[Any, torch.dtype], Any]
+"""Returns a value with the floating tensors in it in a dtype."""
+
+
 class Region(Protocol):
     """Runs a model's own forward with op casts on or off; picklable and deep-copyable."""
 
@@ -42,6 +46,7 @@ class ModelPlan:
         fp32_modules: Module types and ``fnmatch`` patterns over qualified names. Matching modules
             and all below them stay in fp32, and compute in fp32: their inputs are cast up, their
             outputs back to ``param_dtype``.
+        cast: Casts inputs and outputs in place of the project's own walk; ``None`` for that.
 
     Raises:
         TypeError: If ``fp32_modules`` holds something else than module types and strings.
@@ -53,6 +58,7 @@ class ModelPlan:
     output_dtype: torch.dtype | None
     keep_batchnorm_fp32: bool = False
     fp32_modules: tuple[type[nn.Module] | str, ...] = ()
+    cast: Cast | None = None
 
     def __post_init__(self) -> None:
         """Checks ``fp32_modules``, as far as that takes no model."""

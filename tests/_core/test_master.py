@@ -1,0 +1,92 @@
+"""Pairs of parameter and master: values out, gradients in."""
+
+import pytest
+import torch
+from torch import nn
+
+from apex._core import master
+from apex._core.master import Pair
+
+LOW = [torch.float16, torch.bfloat16]
+
+
+def param(values, dtype=torch.float32, grad=None):
+    own = nn.Parameter(torch.tensor(values, dtype=dtype))
+    if grad is not None:
+        own.grad = torch.tensor(grad, dtype=dtype)
+    return own
+
+
+def sparse(rows, values, dtype=torch.float32):
+    values = torch.tensor(values, dtype=dtype)
+    return torch.sparse_coo_tensor([rows], values, (3,), check_invariants=True)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_a_master_has_the_parameters_value_in_fp32(dtype):
+    made = master.make_master(param([1 / 3], dtype))
+    assert made.dtype is torch.float32
+    assert torch.equal(made, param([1 / 3], dtype).float())
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_a_master_takes_the_exact_value_without_a_copy(dtype):
+    exact = torch.tensor([1 / 3])
+    made = master.make_master(param([1 / 3], dtype), exact)
+    assert torch.equal(made, exact)
+    assert made.data_ptr() == exact.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_copying_rounds_every_master_into_its_parameter(dtype):
+    pairs = [Pair(param([0.0, 0.0], dtype), param([1 / 3, 2.0])), Pair(param([0.0]), param([3.0]))]
+    master.copy_to_model(pairs)
+    assert all(torch.equal(pair.model, pair.master.to(pair.model.dtype)) for pair in pairs)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_gradients_come_as_fp32_copies(dtype):
+    own = param([0.0, 0.0], dtype, grad=[1.5, -2.0])
+    (grad,) = master.fp32_grads([own])
+    grad.mul_(2)
+    assert torch.equal(grad, torch.tensor([3.0, -4.0]))
+    assert torch.equal(own.grad, torch.tensor([1.5, -2.0], dtype=dtype))
+
+
+def test_duplicate_sparse_rows_are_summed_in_fp32():
+    own = param([0.0, 0.0, 0.0], torch.float16)
+    own.grad = sparse([1, 1], [60000.0, 60000.0], torch.float16)
+    (grad,) = master.fp32_grads([own])
+    assert grad.is_coalesced()
+    assert torch.equal(grad.to_dense(), torch.tensor([0.0, 120000.0, 0.0]))
+
+
+def test_a_parameter_without_a_gradient_is_refused():
+    with pytest.raises(ValueError, match="a parameter without a gradient"):
+        master.fp32_grads([param([0.0])])
+
+
+def test_a_first_gradient_is_taken_as_it_is():
+    own, grad = param([0.0]), torch.tensor([2.0])
+    master.add_grads_([own], [grad])
+    assert own.grad is grad
+
+
+def test_a_further_gradient_is_added_in_place():
+    own = param([0.0], grad=[1.0])
+    before = own.grad
+    master.add_grads_([own], [torch.tensor([2.0])])
+    assert own.grad is before
+    assert own.grad == 3.0
+
+
+@pytest.mark.parametrize("first_sparse", [True, False])
+@pytest.mark.parametrize("second_sparse", [True, False])
+def test_sparse_and_dense_gradients_add_up_in_any_order(first_sparse, second_sparse):
+    dense, own = torch.tensor([1.0, 0.0, 1.0]), param([0.0, 0.0, 0.0])
+    first = sparse([0, 1], [2.0, 2.0]) if first_sparse else dense.clone()
+    second = sparse([0, 1], [2.0, 2.0]) if second_sparse else dense.clone()
+    expected = first.to_dense() + second.to_dense()
+    own.grad = first
+    master.add_grads_([own], [second])
+    assert torch.equal(own.grad.to_dense(), expected)

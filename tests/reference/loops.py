@@ -1,0 +1,144 @@
+"""Mixed-precision training written out by hand: explicit casts, masters and loss scale; no apex.
+
+A loop trains ``linear, relu, linear`` on a mean squared error. Nothing in it is fast.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+
+
+@dataclass(frozen=True)
+class Level:
+    """What a level of mixed precision does.
+
+    Attributes:
+        compute: Type of the linear layers.
+        stored: Type of the model's parameters.
+        masters: Whether the optimizer steps fp32 copies of them.
+        scale: Loss scale; "dynamic" follows the gradients.
+    """
+
+    compute: torch.dtype
+    stored: torch.dtype
+    masters: bool
+    scale: float | str
+
+
+_FP32, _FP16, _BF16 = torch.float32, torch.float16, torch.bfloat16
+
+LEVELS = {
+    "O0": Level(_FP32, _FP32, masters=False, scale=1.0),
+    "O1": Level(_FP16, _FP32, masters=False, scale="dynamic"),
+    "O2": Level(_FP16, _FP16, masters=True, scale="dynamic"),
+    "O3": Level(_FP16, _FP16, masters=False, scale=1.0),
+    "O4": Level(_BF16, _FP32, masters=False, scale=1.0),
+    "O5": Level(_BF16, _BF16, masters=True, scale=1.0),
+}
+
+
+def next_scale(scale, clean_steps, *, overflow, interval=2000, least=0.0, greatest=2.0**24):
+    """Halves on overflow, doubles after ``interval`` clean steps, within the bounds."""
+    if overflow:
+        scale, clean_steps = scale / 2, 0
+    else:
+        clean_steps += 1
+        if clean_steps == interval:
+            scale, clean_steps = scale * 2, 0
+    return min(max(scale, least, SMALLEST_SCALE), greatest), clean_steps
+
+
+class Overflow(Exception):
+    """Leaves the optimizer's step when an evaluation of its closure overflowed."""
+
+
+class Loop:
+    """One training by hand.
+
+    Attributes:
+        model: The four parameters that the forward pass uses.
+        stepped: The four that the optimizer steps; the same ones without masters.
+        scales: The loss scale after every backward pass.
+    """
+
+    def __init__(self, level, weights, make_optimizer, *, scale=None, interval=2000):
+        self.level = LEVELS[level]
+        self.interval = interval
+        weights = list(weights)
+        self.model = [
+            torch.nn.Parameter(weight.detach().clone().to(self.level.stored)) for weight in weights
+        ]
+        self.stepped = self.model
+        if self.level.masters:
+            self.stepped = [torch.nn.Parameter(weight.detach().clone()) for weight in weights]
+        self.optimizer = make_optimizer(self.stepped)
+        scale = self.level.scale if scale is None else scale
+        self.dynamic = scale == "dynamic"
+        self.scale = 2.0**16 if self.dynamic else scale
+        self.clean_steps = 0
+        self.scales = []
+
+    def forward(self, x):
+        compute = self.level.compute
+        w1, b1, w2, b2 = (param.to(compute) for param in self.model)
+        hidden = F.relu(F.linear(x.to(compute), w1, b1))
+        return F.linear(hidden, w2, b2)
+
+    def evaluate(self, x, y):
+        """Returns the loss and whether it overflowed; leaves true gradients in ``stepped``."""
+        for param in (*self.model, *self.stepped):
+            param.grad = None
+        loss = F.mse_loss(self.forward(x).float(), y)
+        (loss * self.scale).backward()
+        overflow = False
+        for param, stepped in zip(self.model, self.stepped, strict=True):
+            grad = param.grad.float() / self.scale
+            overflow |= not bool(torch.isfinite(grad).all())
+            stepped.grad = grad.to(stepped.dtype)
+        overflow = overflow and self.dynamic
+        self.end_pass(overflow)
+        return loss.detach(), overflow
+
+    def end_pass(self, overflow):
+        if self.dynamic:
+            self.scale, self.clean_steps = next_scale(
+                self.scale, self.clean_steps, overflow=overflow, interval=self.interval
+            )
+        else:
+            self.clean_steps += 1
+        self.scales.append(self.scale)
+
+    def train_step(self, x, y):
+        loss, overflow = self.evaluate(x, y)
+        if not overflow:
+            self.optimizer.step()
+            self.round_to_model()
+        return loss
+
+    def train_step_with_closure(self, x, y):
+        losses = []
+
+        def closure():
+            self.round_to_model()
+            loss, overflow = self.evaluate(x, y)
+            losses.append(loss)
+            if overflow:
+                raise Overflow
+            return loss
+
+        try:
+            self.optimizer.step(closure)
+        except Overflow:
+            # An overflow in the first evaluation, before the optimizer has changed anything.
+            assert len(losses) == 1
+        self.round_to_model()
+        return losses[0]
+
+    def round_to_model(self):
+        if self.level.masters:
+            with torch.no_grad():
+                for param, master in zip(self.model, self.stepped, strict=True):
+                    param.copy_(master)
