@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from apex._engine.binding import Binding, CastsOff
+    from apex._engine.binding import Binding, CastsOff, OpenPass
     from apex._engine.events import ScaleUpdate
     from apex._engine.scaler import Scaler
 
@@ -52,11 +52,23 @@ class BackwardPass:
         self._delay_unscale = delay_unscale
         self._delay_overflow_check = delay_overflow_check
         self._finished = False
+        self._earlier: list[OpenPass | None] = []
 
     def __enter__(self) -> Tensor:
-        """Sets earlier gradients aside and returns the scaled loss (fp32)."""
+        """Sets earlier gradients aside and returns the scaled loss (fp32).
+
+        Raises:
+            RuntimeError: Inside another block for one of the same optimizers: the gradients of the
+                two would mix before either is unscaled.
+        """
+        if any(b.open_pass is not None and not b.scaled_gradients for b in self._bindings):
+            raise RuntimeError(
+                "amp.scale_loss was entered inside another amp.scale_loss block of the same "
+                "optimizer. Close the first block before the second, or add the losses up in one."
+            )
         for binding in self._bindings:
             binding.begin(identity=self._scaler.is_identity)
+            self._earlier.append(binding.open_pass)
             binding.open_pass = self
         self._off: AbstractContextManager[None] = self._casts_off()
         self._off.__enter__()
@@ -117,5 +129,5 @@ class BackwardPass:
     def _abort(self) -> None:
         if not self._finished:
             self._finished = True
-            for binding in self._bindings:
-                binding.abort()
+            for binding, earlier in zip(self._bindings, self._earlier, strict=True):
+                binding.abort(earlier)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Container, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -33,10 +33,6 @@ class Owner(Protocol):
 
     def forget(self, binding: Binding) -> None:
         """Lets go of a binding that was released."""
-
-
-class SkipStep(Exception):  # noqa: N818 - a signal between our own frames, not an error
-    """Leaves ``optimizer.step(closure)`` when the closure's gradients overflowed."""
 
 
 class Binding:
@@ -85,6 +81,7 @@ class Binding:
         self._frozen: list[nn.Parameter] = []
         self._stash: list[tuple[nn.Parameter, Tensor]] = []
         self._in_place = True
+        self._model_scaled = False
         for group in optimizer.param_groups:
             self.adopt(group, exact or {})
 
@@ -102,18 +99,14 @@ class Binding:
         """Makes ``optimizer`` the one that this binding serves."""
         self._optimizer = weakref.ref(optimizer)
 
-    def params(self) -> Iterator[nn.Parameter]:
-        """Yields every parameter that the optimizer steps, masters included."""
-        for group in self.optimizer.param_groups:
-            yield from group["params"]
+    def params(self) -> list[nn.Parameter]:
+        """Returns every parameter that the optimizer steps, masters included."""
+        return [param for group in self.optimizer.param_groups for param in group["params"]]
 
     def direct(self) -> list[nn.Parameter]:
         """Returns the parameters that are stepped themselves, without a master."""
-        groups = self.optimizer.param_groups
-        if not self.pairs:
-            return [param for group in groups for param in group["params"]]
         masters = {id(pair.master) for pair in self.pairs}
-        return [p for group in groups for p in group["params"] if id(p) not in masters]
+        return [param for param in self.params() if id(param) not in masters]
 
     def adopt(self, group: dict[str, Any], exact: Mapping[int, Tensor]) -> None:
         """Replaces the low-precision parameters of ``group`` by fp32 masters, in its own list.
@@ -186,6 +179,7 @@ class Binding:
         if self._frozen:
             self.adopt_unfrozen()
         self._in_place = identity or self.scaled_gradients
+        self._model_scaled = not identity
         if self.scaled_gradients:
             return
         if self.pairs:
@@ -193,7 +187,8 @@ class Binding:
             for pair in self.pairs:
                 pair.model.grad = None
         if not identity:
-            for param in self.direct():
+            # Masters too: a loss may use them directly, and then they get scaled gradients.
+            for param in self.params():
                 grad = param.grad
                 if grad is not None:
                     self._stash.append((param, grad))
@@ -209,7 +204,7 @@ class Binding:
         fresh_pairs = [pair for pair in self.pairs if pair.model.grad is not None]
         fresh = master.fp32_grads([pair.model for pair in fresh_pairs])
         if unscale_ is not None:
-            unscale_(finite.dense_values(fresh + _grads(self.direct())))
+            unscale_(finite.dense_values(fresh + _grads(self.params())))
         master.add_grads_([pair.master for pair in fresh_pairs], fresh)
         self._merge_stash()
         self.gathered = True
@@ -226,18 +221,21 @@ class Binding:
             self.found_inf.copy_(found_inf)
         self.checked = True
 
-    def abort(self) -> None:
+    def abort(self, earlier: OpenPass | None = None) -> None:
         """Forgets the pass: the gradients are those from before it, where they were set aside.
 
         A pass that accumulated in place (scale 1, or gradients still scaled) leaves what it added,
         as plain autograd does.
+
+        Args:
+            earlier: The pass before it that delayed, still to be finished.
         """
-        self.open_pass = None
+        self.open_pass = earlier
         if not self.scaled_gradients:
             for pair in self.pairs:
                 pair.model.grad = None
         if not self._in_place:
-            for param in self.direct():
+            for param in self.params():
                 param.grad = None
             for param, grad in self._stash:
                 param.grad = grad
@@ -275,82 +273,18 @@ class Binding:
         if self.pairs:
             self._gather_left_over()
 
-    # -- the step ----------------------------------------------------------------------------
+    # -- after the step ----------------------------------------------------------------------
 
-    def step(self, run: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
-        """Runs the optimizer's own step unless a gradient overflowed; then updates the model.
-
-        Args:
-            run: The optimizer's step; takes the closure or nothing.
-            closure: Recomputes the loss, or ``None``.
-        """
-        if closure is not None:
-            return self._step_with_closure(run, closure)
-        self.settle()
-        with self.casts_off():
-            result = self._run_unless_overflow(run) if self.checked else run()
-            if self.pairs:
-                master.copy_to_model(self.pairs)
-        self._end_step()
-        return result
-
-    def _run_unless_overflow(self, run: Callable[..., Any]) -> Any:
-        if not skips_in_kernel(self.optimizer):
-            return None if self._overflowed() else run()
-        optimizer: Any = self.optimizer
-        optimizer.found_inf = self.found_inf
-        try:
-            return run()
-        finally:
-            del optimizer.found_inf
-
-    def _overflowed(self) -> bool:
-        if not self.checked or self.found_inf is None:
-            return False
-        return bool(self.found_inf.tolist())  # sync: an optimizer in Python needs the answer
-
-    def _end_step(self) -> None:
+    def end_step(self) -> None:
+        """Clears what the step has used up."""
         # Nobody else clears the masters' gradients when the model's own are zeroed by
         # ``model.zero_grad()`` under a wrapper, so they go once they are used.
         for pair in self.pairs:
             pair.master.grad = None
+        # The model's gradients stay; a plain backward after them is to be found, unless they are
+        # scaled: those must not be taken for unscaled ones.
+        self.gathered = self._model_scaled
         self.checked = False
-
-    def _step_with_closure(self, run: Callable[..., Any], closure: Callable[[], Any]) -> Any:
-        # An optimizer that evaluates again in mid-step (LBFGS) must find its own values and
-        # state back when a later evaluation overflows, so both are kept until it is through.
-        params = [param.detach().clone() for param in self.params()]
-        state = {param: copy.deepcopy(kept) for param, kept in self.optimizer.state.items()}
-        losses: list[Any] = []
-        off = self.casts_off()
-
-        def evaluate() -> Any:
-            master.copy_to_model(self.pairs)
-            with _left(off):
-                loss = closure()
-            losses.append(loss)
-            self.settle()
-            if self._overflowed():
-                raise SkipStep
-            return loss
-
-        try:
-            with off:
-                result = run(evaluate)
-        except SkipStep:
-            self._put_back(params, state)
-            result = losses[0]
-        finally:
-            master.copy_to_model(self.pairs)
-            self._end_step()
-        return result
-
-    @torch.no_grad()
-    def _put_back(self, values: list[Tensor], state: dict[Any, Any]) -> None:
-        for param, value in zip(self.params(), values, strict=True):
-            param.copy_(value)
-        self.optimizer.state.clear()
-        self.optimizer.state.update(state)
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Clears the gradients of all pairs, model and master, and forgets any overflow."""
@@ -400,39 +334,6 @@ class Binding:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes over everything but the optimizer, which attaches itself."""
         self.__dict__.update(state)
-
-
-def skips_in_kernel(optimizer: Optimizer) -> bool:
-    """Returns whether the optimizer's step takes ``found_inf`` on the device and skips by itself.
-
-    torch's fused optimizers do, when every group is fused; so do others that declare it as
-    ``_step_supports_amp_scaling``.
-    """
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
-        return False
-    return all(
-        group.get("fused", True) and not _starts_momentum(optimizer, group)
-        for group in optimizer.param_groups
-    )
-
-
-def _starts_momentum(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    # A skip in torch's fused SGD kernel leaves the momentum of a first step uninitialized, and the
-    # next step uses it (torch 2.13), so a group's first step is decided on the host.
-    if not isinstance(optimizer, torch.optim.SGD) or group["momentum"] == 0:
-        return False
-    state = optimizer.state
-    return not any("momentum_buffer" in state[p] for p in group["params"] if p in state)
-
-
-@contextmanager
-def _left(block: AbstractContextManager[None]) -> Iterator[None]:
-    """Leaves ``block``, which is entered, and enters it again at the end."""
-    block.__exit__(None, None, None)
-    try:
-        yield
-    finally:
-        block.__enter__()
 
 
 def _clear(param: nn.Parameter, *, set_to_none: bool) -> None:

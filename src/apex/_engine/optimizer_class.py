@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch.optim import Optimizer
 
+from apex._engine import stepping
 from apex._engine.binding import Binding
 
 ATTRIBUTE = "_apex_binding"
@@ -38,7 +39,7 @@ class AmpOptimizer(Optimizer):
         run = binding.inner_step or super().step
         if kwargs:
             run = functools.partial(run, **kwargs)
-        return binding.step(run, closure)
+        return stepping.step(binding, run, closure)
 
     # torch wraps a class's step with hooks unless it is marked so; the own step runs them.
     step.hooked = True  # type: ignore[attr-defined]

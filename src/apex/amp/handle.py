@@ -39,7 +39,8 @@ def scale_loss(
     true values, and a dynamic scale has moved. If a gradient held inf or NaN the next
     ``optimizer.step()`` does nothing. Without host sync; op casts are off inside.
 
-    An exception inside leaves the gradients from before, and the next block works.
+    After an exception inside the gradients are those from before (at a scale of exactly 1 what
+    autograd had added stays, as without amp), and the next block works.
 
     Args:
         loss: A floating loss (0-d, or any shape that you call backward on). Fp16 and bf16 losses
@@ -53,7 +54,8 @@ def scale_loss(
 
     Raises:
         RuntimeError: Before ``amp.initialize``; for an optimizer that it has not prepared; for
-            optimizers of different ``initialize`` calls.
+            optimizers of different ``initialize`` calls; inside another block of the same
+            optimizer.
         TypeError: For a loss that is not a floating tensor.
         IndexError: For a ``loss_id`` that has no scaler.
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from apex._engine.optimizer_class import binding_of
+
 
 class LARC:
     """Wraps an optimizer and scales every gradient by its layer's trust ratio before the step.
@@ -82,6 +84,9 @@ class LARC:
 
     @torch.no_grad()
     def _scale_gradients(self, decays: list[float]) -> None:
+        binding = binding_of(self.optim)
+        if binding is not None:
+            binding.settle()
         for group, decay in zip(self.optim.param_groups, decays, strict=True):
             params = [param for param in group["params"] if param.grad is not None]
             if not params:

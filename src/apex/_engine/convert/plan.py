@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from apex._core import dtypes
 
-
 Cast = Callable[[Any, torch.dtype], Any]
 """Returns a value with the floating tensors in it in a dtype."""
 

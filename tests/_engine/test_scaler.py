@@ -1,0 +1,153 @@
+"""One loss's scale on the device."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from apex._core.scale import ScaleRule, ScaleState, next_scale
+from apex._engine.events import ScaleUpdate
+from apex._engine.scaler import Scaler
+
+
+def dynamic(**options):
+    return Scaler("dynamic", ScaleRule(**options))
+
+
+def run_pass(scaler, grad, optimizers=1):
+    """One pass whose only gradient is the number ``grad``, scaled; returns it unscaled."""
+    values = torch.tensor([grad])
+    scaler.begin_pass()
+    scaler.unscale_([values])
+    scaler.update(optimizers)
+    return float(values)
+
+
+def test_a_dynamic_scale_starts_at_2_to_the_16():
+    assert dynamic().read_scale() == 2.0**16
+
+
+def test_a_dynamic_scale_starts_within_its_bounds():
+    assert dynamic(ceiling=4.0).read_scale() == 4.0
+    assert dynamic(floor=2.0**20).read_scale() == 2.0**20
+
+
+@given(st.lists(st.booleans(), max_size=30), st.integers(1, 4))
+def test_passes_move_a_dynamic_scale_by_the_plain_rule(overflows, interval):
+    rule = ScaleRule(growth_interval=interval, floor=2.0**10, ceiling=2.0**20)
+    scaler, state = Scaler("dynamic", rule), ScaleState(2.0**16, 0)
+    for overflow in overflows:
+        run_pass(scaler, math.inf if overflow else 1.0)
+        state = next_scale(state, rule, overflow=overflow)
+        assert ScaleState(scaler.read_scale(), scaler.read_clean_steps()) == state
+        assert scaler.read_found_inf() is overflow
+
+
+@pytest.mark.parametrize("loss_scale", ["dynamic", 1.0, 3.0])
+def test_unscaling_undoes_scaling(loss_scale):
+    scaler = Scaler(loss_scale, ScaleRule())
+    scaled = float(scaler.scale(torch.tensor(0.75)))
+    assert run_pass(scaler, scaled) == 0.75
+
+
+def test_a_static_scale_counts_steps_and_neither_checks_nor_moves():
+    scaler = Scaler(8.0, ScaleRule(growth_interval=1))
+    for _ in range(3):
+        run_pass(scaler, math.inf)
+    assert scaler.state() == {"loss_scale": 8.0, "unskipped": 3}
+    assert not scaler.read_found_inf()
+    assert scaler.arrived() == []
+
+
+@pytest.mark.parametrize(
+    ("loss_scale", "expected"), [(1.0, True), (2.0, False), ("dynamic", False)]
+)
+def test_only_a_static_one_is_the_identity(loss_scale, expected):
+    assert Scaler(loss_scale, ScaleRule()).is_identity is expected
+
+
+def test_a_dynamic_scale_of_one_is_not_the_identity():
+    assert not Scaler("dynamic", ScaleRule(), initial=1.0).is_identity
+
+
+def test_the_identity_returns_an_fp32_loss_itself():
+    loss = torch.tensor(1.0)
+    assert Scaler(1.0, ScaleRule()).scale(loss) is loss
+
+
+@pytest.mark.parametrize("loss_scale", [0.0, -2.0, math.inf, math.nan])
+def test_a_static_scale_that_is_not_positive_and_finite_is_refused(loss_scale):
+    with pytest.raises(ValueError, match="positive, finite"):
+        Scaler(loss_scale, ScaleRule())
+
+
+@pytest.mark.parametrize("loss_scale", [0.0, -2.0, math.inf, math.nan])
+def test_setting_a_scale_that_is_not_positive_and_finite_is_refused(loss_scale):
+    scaler = dynamic()
+    with pytest.raises(ValueError, match="positive, finite"):
+        scaler.set_scale(loss_scale)
+    assert scaler.read_scale() == 2.0**16
+
+
+@pytest.mark.parametrize("loss_scale", ["dynamic", 1.0])
+def test_set_scale_and_count_are_read_back_and_used(loss_scale):
+    scaler = Scaler(loss_scale, ScaleRule())
+    scaler.set_scale(32.0)
+    scaler.set_clean_steps(7)
+    assert scaler.state() == {"loss_scale": 32.0, "unskipped": 7}
+    assert scaler.scale(torch.tensor(2.0)) == 64.0
+
+
+def test_updates_arrive_once_with_scale_overflow_and_skips_in_a_row():
+    scaler = Scaler("dynamic", ScaleRule(), loss_id=3)
+    for grad in (math.inf, math.inf, 1.0, math.nan):
+        run_pass(scaler, grad, optimizers=2)
+    assert scaler.arrived() == [
+        ScaleUpdate(3, 2.0**15, True, 2, 1),
+        ScaleUpdate(3, 2.0**14, True, 2, 2),
+        ScaleUpdate(3, 2.0**14, False, 2, 0),
+        ScaleUpdate(3, 2.0**13, True, 2, 1),
+    ]
+    assert scaler.arrived() == []
+
+
+def test_a_pass_whose_update_was_left_out_keeps_its_flag_for_the_next():
+    scaler = dynamic()
+    scaler.begin_pass()
+    scaler.unscale_([torch.tensor([math.inf])])
+    run_pass(scaler, 1.0)
+    assert scaler.read_scale() == 2.0**15
+
+
+def test_an_overridden_scale_divides_instead_of_the_own():
+    values = torch.tensor([6.0])
+    dynamic().unscale_([values], override=2.0)
+    assert values == 3.0
+
+
+def test_after_renewal_earlier_tensors_stay_and_the_state_goes_on():
+    scaler = dynamic()
+    earlier = scaler.loss_scale
+    scaler.renew()
+    run_pass(scaler, math.inf)
+    assert earlier == 2.0**16
+    assert scaler.read_scale() == 2.0**15
+
+
+def test_a_loss_on_the_meta_device_leaves_the_scale_where_it_is():
+    scaler = dynamic()
+    scaler.scale(torch.zeros((), device="meta"))
+    assert scaler.loss_scale.device.type == "cpu"
+
+
+@pytest.mark.gpu
+def test_the_state_moves_to_the_device_of_the_loss():
+    scaler = dynamic()
+    run_pass(scaler, math.inf)
+    scaler.scale(torch.zeros((), device="cuda"))
+    tensors = (scaler.loss_scale, scaler.found_inf, scaler.clean_steps)
+    assert [tensor.device.type for tensor in tensors] == ["cuda"] * 3
+    assert scaler.state() == {"loss_scale": 2.0**15, "unskipped": 0}
+    assert scaler.read_found_inf()

@@ -1,0 +1,103 @@
+"""``amp.lists``, which scripts change before ``amp.initialize``."""
+
+import importlib
+
+import pytest
+import torch
+from torch import nn
+
+import apex.amp as amp
+from tests.amp.cases import (
+    prepared,
+)
+
+NAMESPACES = {
+    "functional_overrides": nn.functional,
+    "torch_overrides": torch,
+    "tensor_overrides": torch.Tensor,
+}
+LISTS = ("FP16_FUNCS", "FP32_FUNCS", "CASTS", "SEQUENCE_CASTS", "BANNED_FUNCS")
+
+
+@pytest.fixture
+def lists():
+    """``amp.lists``, put back afterwards."""
+    kept = {(n, k): list(getattr(getattr(amp.lists, n), k)) for n in NAMESPACES for k in LISTS}
+    yield amp.lists
+    for (namespace, kind), value in kept.items():
+        setattr(getattr(amp.lists, namespace), kind, value)
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_lists_are_mutable_lists_with_their_module(lists, namespace):
+    module = importlib.import_module(f"apex.amp.lists.{namespace}")
+    assert module is getattr(lists, namespace)
+    assert module.MODULE is NAMESPACES[namespace]
+    assert all(type(getattr(module, kind)) is list for kind in LISTS)
+
+
+def test_the_lists_hold_apex_s_names(lists):
+    assert "linear" in lists.functional_overrides.FP16_FUNCS
+    assert "softmax" in lists.functional_overrides.FP32_FUNCS
+    assert "mm" in lists.torch_overrides.FP16_FUNCS
+    assert lists.torch_overrides.SEQUENCE_CASTS == ["cat", "stack"]
+    assert "__matmul__" in lists.tensor_overrides.FP16_FUNCS
+    assert [name for name, _ in lists.functional_overrides.BANNED_FUNCS] == ["binary_cross_entropy"]
+
+
+def dtype_of(function, *shape):
+    low = torch.ones(*shape, dtype=torch.bfloat16)
+    return function(low).dtype
+
+
+def test_a_name_removed_before_initialize_is_not_cast(lists):
+    lists.functional_overrides.FP32_FUNCS.remove("softmax")
+    keep = prepared("O4")
+    assert dtype_of(lambda x: nn.functional.softmax(x, -1), 3) is torch.bfloat16
+    assert dtype_of(lambda x: nn.functional.log_softmax(x, -1), 3) is torch.float32
+    del keep
+
+
+def test_a_list_may_be_replaced_as_a_whole(lists):
+    lists.torch_overrides.FP32_FUNCS = ["exp"]
+    keep = prepared("O4")
+    assert (dtype_of(torch.exp, 1), dtype_of(torch.log, 1)) == (torch.float32, torch.bfloat16)
+    del keep
+
+
+def test_a_name_may_move_to_another_list(lists):
+    lists.torch_overrides.FP32_FUNCS.remove("exp")
+    lists.torch_overrides.FP16_FUNCS.append("exp")
+    keep = prepared("O4")
+    assert torch.exp(torch.ones(1)).dtype is torch.bfloat16
+    del keep
+
+
+def test_a_name_that_no_operator_is_known_for_is_refused_with_the_remedy(lists):
+    lists.torch_overrides.FP32_FUNCS.append("frobnicate")
+    with pytest.raises(ValueError, match=r"torch\.frobnicate.*amp\.register_float_function"):
+        prepared("O4")
+
+
+def test_lists_changed_after_initialize_change_nothing(lists):
+    keep = prepared("O4")
+    lists.functional_overrides.FP32_FUNCS.remove("softmax")
+    assert dtype_of(lambda x: nn.functional.softmax(x, -1), 3) is torch.float32
+    del keep
+
+
+def test_lists_as_apex_ships_them_come_back_with_the_next_initialize(lists):
+    lists.functional_overrides.FP32_FUNCS.remove("softmax")
+    keep = prepared("O4")
+    lists.functional_overrides.FP32_FUNCS.append("softmax")
+    keep = prepared("O4")
+    assert dtype_of(lambda x: nn.functional.softmax(x, -1), 3) is torch.float32
+    del keep
+
+
+def test_an_emptied_banned_list_bans_nothing(lists):
+    lists.functional_overrides.BANNED_FUNCS.clear()
+    keep = prepared("O1")
+    half = torch.full((2,), 0.5, dtype=torch.float16)
+    assert torch.isfinite(nn.functional.binary_cross_entropy(half, half))
+    del keep

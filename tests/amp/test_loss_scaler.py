@@ -1,0 +1,232 @@
+"""apex's ``LossScaler``: the views in ``_amp_state.loss_scalers``, and one made by a script."""
+
+import pytest
+import torch
+
+import apex.amp as amp
+from apex.amp.scaler import LossScaler
+from tests.amp.cases import (
+    backward,
+    loss_of,
+    one_weight,
+    overflow,
+    prepared,
+    scale,
+    slope,
+    train,
+    unskipped,
+)
+
+# -- scalers ---------------------------------------------------------------------------------
+
+
+def scaler():
+    return amp._amp_state.loss_scalers[0]
+
+
+def test_loss_scale_reads_as_a_plain_float():
+    model, optimizer = prepared("O2")
+    overflow(model, optimizer)
+    assert type(scaler()._loss_scale) is type(scaler().loss_scale()) is float
+    assert scaler()._loss_scale == scaler().loss_scale() == 2.0**15
+
+
+@pytest.mark.parametrize("value", [2**20, 2.0**20])
+def test_loss_scale_is_writable_and_the_next_pass_uses_it(value):
+    model, optimizer = one_weight("O1")
+    amp._amp_state.loss_scalers[0]._loss_scale = value
+    loss = slope(model, 1.0)
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        assert scaled_loss == 2.0**20
+        scaled_loss.backward()
+    assert model.weight.grad == 1.0
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**20
+
+
+def test_a_static_loss_scale_is_writable_too():
+    model, optimizer = one_weight("O1", loss_scale=1.0)
+    scaler()._loss_scale = 8
+    with amp.scale_loss(slope(model, 1.0), optimizer) as scaled_loss:
+        assert scaled_loss == 8.0
+        scaled_loss.backward()
+    assert model.weight.grad == 1.0
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf")])
+def test_a_loss_scale_that_makes_no_sense_cannot_be_written(value):
+    keep = prepared("O2")
+    with pytest.raises(ValueError, match="positive, finite"):
+        scaler()._loss_scale = value
+    assert scale() == 2.0**16
+    del keep
+
+
+def test_unskipped_reads_as_an_int_and_restarts_on_overflow():
+    model, optimizer = prepared("O2")
+    train(model, optimizer, steps=2)
+    assert (type(scaler()._unskipped), scaler()._unskipped) == (int, 2)
+    overflow(model, optimizer)
+    assert scaler()._unskipped == 0
+
+
+def test_unskipped_is_writable():
+    keep = prepared("O2")
+    scaler()._unskipped = 7
+    assert unskipped() == 7
+    del keep
+
+
+def test_has_overflow_tells_of_the_last_pass():
+    model, optimizer = prepared("O2")
+    found = [scaler()._has_overflow]
+    overflow(model, optimizer)
+    found.append(scaler()._has_overflow)
+    optimizer.zero_grad()
+    backward(loss_of(model), optimizer)
+    found.append(scaler()._has_overflow)
+    assert found == [False, True, False]
+    assert type(found[1]) is bool
+
+
+def test_overflow_buf_is_one_number_that_is_not_0_after_an_overflow():
+    model, optimizer = prepared("O2")
+    assert scaler()._overflow_buf.shape == (1,)
+    assert scaler()._overflow_buf.item() == 0
+    overflow(model, optimizer)
+    assert scaler()._overflow_buf.item() == 1
+
+
+def test_bounds_and_window_read_and_write():
+    model, optimizer = prepared("O2", min_loss_scale=2.0, max_loss_scale=2.0**20)
+    assert (scaler()._min_loss_scale, scaler()._max_loss_scale) == (2.0, 2.0**20)
+    assert scaler()._scale_seq_len == 2000
+    scaler()._scale_seq_len = 1
+    scaler()._max_loss_scale = 2.0**17
+    train(model, optimizer, steps=3)
+    assert scale() == 2.0**17
+    scaler()._min_loss_scale = 2.0**17
+    overflow(model, optimizer)
+    assert scale() == 2.0**17
+
+
+@pytest.mark.parametrize(("given", "dynamic"), [("dynamic", True), (1.0, False), ("128", False)])
+def test_dynamic_tells_the_kind(given, dynamic):
+    keep = prepared("O2", loss_scale=given)
+    assert scaler().dynamic is dynamic
+    del keep
+
+
+def test_clear_overflow_state_forgets_the_overflow():
+    model, optimizer = prepared("O2")
+    overflow(model, optimizer)
+    scaler().clear_overflow_state()
+    assert (scaler()._has_overflow, scale()) == (False, 2.0**15)
+
+
+def test_views_of_one_scaler_are_equal_and_hash_alike():
+    keep = prepared("O2", num_losses=2)
+    one, two = amp._amp_state.loss_scalers
+    assert one == scaler()
+    assert hash(one) == hash(scaler())
+    assert one != two
+    del keep
+
+
+# -- a LossScaler of one's own ---------------------------------------------------------------
+
+
+def test_a_static_scaler_can_be_made():
+    made = LossScaler(128.0)
+    assert (made.loss_scale(), made.dynamic, made._unskipped) == (128.0, False, 0)
+
+
+def test_a_dynamic_scaler_can_be_made_with_apex_s_arguments():
+    made = LossScaler(
+        "dynamic",
+        init_scale=2.0**10,
+        scale_factor=4.0,
+        scale_window=3,
+        min_loss_scale=2.0,
+        max_loss_scale=2.0**12,
+    )
+    assert (made.loss_scale(), made.dynamic, made._scale_seq_len) == (2.0**10, True, 3)
+    assert (made._min_loss_scale, made._max_loss_scale) == (2.0, 2.0**12)
+    for _ in range(3):
+        made.update_scale()
+    assert made.loss_scale() == 2.0**12
+
+
+def test_a_dynamic_scaler_starts_at_2_to_the_16_with_a_window_of_2000():
+    made = LossScaler("dynamic")
+    assert (made.loss_scale(), made._scale_seq_len) == (2.0**16, 2000)
+    assert (made._min_loss_scale, made._max_loss_scale) == (None, 2.0**24)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_unscale_writes_divided_gradients(dtype):
+    made = LossScaler(8.0)
+    model_grads = [torch.full((3,), 16.0, dtype=dtype)]
+    master_grads = [torch.empty(3)]
+    made.unscale(model_grads, master_grads, 8.0)
+    assert master_grads[0].tolist() == [2.0, 2.0, 2.0]
+    assert model_grads[0].tolist() == [16.0, 16.0, 16.0]
+
+
+def test_unscale_works_in_place():
+    grads = [torch.full((2,), 16.0)]
+    LossScaler(8.0).unscale(grads, grads, models_are_masters=True)
+    assert grads[0].tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("given", [8.0, "dynamic"])
+def test_unscale_takes_another_scale(given):
+    grads = [torch.full((2,), 16.0)]
+    LossScaler(given).unscale(grads, grads, scale_override=4.0)
+    assert grads[0].tolist() == [4.0, 4.0]
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_a_dynamic_unscale_finds_the_overflow_and_update_scale_tells_to_skip(bad):
+    made = LossScaler("dynamic")
+    made.clear_overflow_state()
+    made.unscale([torch.tensor([1.0, bad])], [torch.empty(2)])
+    assert made._has_overflow is True
+    assert made.update_scale() is True
+    assert (made.loss_scale(), made._unskipped) == (2.0**15, 0)
+    made.clear_overflow_state()
+    made.unscale([torch.ones(2)], [torch.empty(2)])
+    assert made.update_scale() is False
+    assert (made.loss_scale(), made._unskipped) == (2.0**15, 1)
+
+
+def test_a_static_unscale_finds_nothing():
+    made = LossScaler(8.0)
+    made.unscale([torch.tensor([torch.inf])], [torch.empty(1)])
+    assert (made._has_overflow, made.update_scale(), made._unskipped) == (False, False, 1)
+
+
+def test_unscale_with_stashed_adds_earlier_gradients():
+    made = LossScaler(8.0)
+    master = [torch.empty(2)]
+    made.unscale_with_stashed([torch.full((2,), 16.0).half()], [torch.full((2,), 3.0)], master)
+    assert master[0].tolist() == [5.0, 5.0]
+
+
+def test_unscale_with_stashed_may_write_into_the_stash():
+    made = LossScaler("dynamic", init_scale=8.0)
+    stash = [torch.full((2,), 3.0)]
+    made.unscale_with_stashed([torch.full((2,), 16.0)], stash, stash)
+    assert stash[0].tolist() == [5.0, 5.0]
+
+
+@pytest.mark.parametrize("given", ["abc", None, True])
+def test_what_is_no_loss_scale_is_refused(given):
+    with pytest.raises(ValueError, match="positive number, a string of one, or 'dynamic'"):
+        LossScaler(given)
+
+
+def test_unscale_with_stashed_takes_another_scale():
+    master = [torch.empty(2)]
+    stash = [torch.full((2,), 3.0)]
+    LossScaler(8.0).unscale_with_stashed([torch.full((2,), 16.0)], stash, master, 4.0)
+    assert master[0].tolist() == [7.0, 7.0]

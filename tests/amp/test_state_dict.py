@@ -1,0 +1,202 @@
+import copy
+import io
+from collections import OrderedDict
+
+import pytest
+import torch
+
+import apex.amp as amp
+from tests.amp.cases import (
+    DYNAMIC,
+    LEVELS,
+    Net,
+    backward,
+    overflow,
+    prepared,
+    scale,
+    sgd,
+    train,
+    unskipped,
+)
+
+
+def entry(loss_scale, unskipped):
+    return {"loss_scale": loss_scale, "unskipped": unskipped}
+
+
+# -- saving ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_it_is_an_ordered_dict_of_plain_numbers(level):
+    model, optimizer = prepared(level)
+    train(model, optimizer, steps=2)
+    state = amp.state_dict()
+    assert type(state) is OrderedDict
+    assert state == {"loss_scaler0": entry(2.0**16 if level in ("O1", "O2") else 1.0, 2)}
+    assert [type(value) for value in state["loss_scaler0"].values()] == [float, int]
+
+
+def test_it_has_an_entry_for_each_loss_in_order():
+    model, optimizer = prepared("O2", num_losses=12)
+    overflow(model, optimizer, loss_id=10)
+    state = amp.state_dict()
+    assert list(state) == [f"loss_scaler{index}" for index in range(12)]
+    assert [value["loss_scale"] for value in state.values()].index(2.0**15) == 10
+
+
+def test_it_has_the_scalers_of_all_living_sessions_in_order():
+    first, second = prepared("O2", loss_scale=2.0), prepared("O2", loss_scale=4.0, num_losses=2)
+    assert [value["loss_scale"] for value in amp.state_dict().values()] == [2.0, 4.0, 4.0]
+    del first
+    assert [value["loss_scale"] for value in amp.state_dict().values()] == [4.0, 4.0]
+    del second
+    assert amp.state_dict() == {}
+
+
+def test_it_is_empty_before_initialize():
+    assert amp.state_dict() == OrderedDict()
+
+
+def test_it_does_not_follow_later_steps():
+    model, optimizer = prepared("O2")
+    state = amp.state_dict()
+    overflow(model, optimizer)
+    assert state == {"loss_scaler0": entry(2.0**16, 0)}
+
+
+def test_it_survives_torch_save():
+    keep = prepared("O2")
+    file = io.BytesIO()
+    torch.save(amp.state_dict(), file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True) == amp.state_dict()
+    del keep
+
+
+# -- loading ---------------------------------------------------------------------------------
+
+
+def test_loading_sets_scale_and_count():
+    keep = prepared("O2", num_losses=2)
+    amp.load_state_dict({"loss_scaler0": entry(512.0, 7), "loss_scaler1": entry(2.0**20, 1999)})
+    assert [(scale(i), unskipped(i)) for i in range(2)] == [(512.0, 7), (2.0**20, 1999)]
+    del keep
+
+
+def test_loading_goes_by_number_not_by_order():
+    keep = prepared("O2", num_losses=11)
+    state = amp.state_dict()
+    state["loss_scaler10"]["loss_scale"] = 2.0
+    amp.load_state_dict(dict(sorted(state.items(), reverse=True)))
+    assert (scale(10), scale(1)) == (2.0, 2.0**16)
+    del keep
+
+
+def test_loading_sets_a_static_scale_too():
+    model, optimizer = prepared("O2", loss_scale=128.0)
+    amp.load_state_dict({"loss_scaler0": entry(64.0, 3)})
+    loss = model.last.weight.float().sum()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        assert scaled_loss == 64.0 * loss
+        scaled_loss.backward()
+    assert next(p for p in amp.master_params(optimizer) if p.shape == (2, 6)).grad.eq(1.0).all()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_saved_loaded_and_continued_training_equals_uninterrupted(level):
+    model, optimizer = prepared(level, growth_interval=3, optimizer=momentum)
+    train(model, optimizer, steps=2)
+    if level in DYNAMIC:
+        overflow(model, optimizer)
+        optimizer.step()
+    train(model, optimizer, steps=2)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), amp.state_dict()))
+    masters = [p.detach().clone() for p in amp.master_params(optimizer)]
+    expected = train(model, optimizer, steps=5), amp.state_dict()
+    del model, optimizer
+
+    model, optimizer = prepared(level, growth_interval=3, optimizer=momentum)
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    amp.load_state_dict(saved[2])
+    assert all(map(torch.equal, masters, amp.master_params(optimizer)))
+    assert (train(model, optimizer, steps=5), amp.state_dict()) == expected
+
+
+def momentum(model):
+    return sgd(model, momentum=0.5)
+
+
+@pytest.mark.parametrize(("saved", "present"), [(3, 1), (1, 3)])
+def test_another_number_of_scalers_warns_and_loads_what_fits(saved, present):
+    keep = prepared("O2", num_losses=present)
+    state = {f"loss_scaler{i}": entry(2.0**i, i) for i in range(saved)}
+    words = f"got {saved} loss scalers, but amp has {present}.*same num_losses"
+    with pytest.warns(UserWarning, match=words):
+        amp.load_state_dict(state)
+    fits = min(saved, present)
+    found = [(scale(i), unskipped(i)) for i in range(present)]
+    assert found == [(2.0**i, i) for i in range(fits)] + [(2.0**16, 0)] * (present - fits)
+    del keep
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ({"model": {}}, "unexpected key 'model'"),
+        ({"loss_scaler": entry(1.0, 0)}, "unexpected key 'loss_scaler'"),
+        ({"loss_scaler1x": entry(1.0, 0)}, "unexpected key 'loss_scaler1x'"),
+        ({3: entry(1.0, 0)}, "unexpected key 3"),
+        ({"loss_scaler1": 3.0}, r"'loss_scaler1' holds 3\.0; it must be a dict"),
+        ({"loss_scaler1": {"unskipped": 0}}, r"loss_scaler1\['loss_scale'\] is None"),
+        ({"loss_scaler1": {"loss_scale": 1.0}}, r"loss_scaler1\['unskipped'\] is None"),
+        ({"loss_scaler1": entry("8", 0)}, r"loss_scaler1\['loss_scale'\] is '8'; it must be a num"),
+        ({"loss_scaler1": entry(0.0, 0)}, "must be positive and finite"),
+        ({"loss_scaler1": entry(float("nan"), 0)}, "must be positive and finite"),
+        ({"loss_scaler1": entry(1.0, -1)}, "must be a count"),
+        ({"loss_scaler1": entry(1.0, 0.5)}, "must be a count"),
+    ],
+)
+def test_a_bad_key_or_value_is_refused_by_name_and_changes_nothing(bad, words):
+    keep = prepared("O2", num_losses=2)
+    before = amp.state_dict()
+    with pytest.raises(RuntimeError, match=words):
+        amp.load_state_dict({"loss_scaler0": entry(8.0, 1), **bad})
+    assert amp.state_dict() == before
+    del keep
+
+
+def test_loading_before_initialize_is_refused():
+    with pytest.raises(RuntimeError, match=r"before amp\.initialize.*Call amp\.initialize first"):
+        amp.load_state_dict({"loss_scaler0": entry(8.0, 1)})
+
+
+# -- the model's -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_model_s_state_dict_is_fp32(level):
+    model, optimizer = prepared(level)
+    train(model, optimizer)
+    dtypes = {value.dtype for value in model.state_dict().values() if value.is_floating_point()}
+    assert dtypes == {torch.float32}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_plain_model_loads_it(level):
+    model, optimizer = prepared(level)
+    train(model, optimizer)
+    plain = Net()
+    plain.load_state_dict(model.state_dict())
+    low = {name: p.to(model.get_parameter(name).dtype) for name, p in plain.named_parameters()}
+    assert all(torch.equal(low[name], p) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_it_holds_the_masters_values(level):
+    model, optimizer = prepared(level)
+    backward(model.last.weight.float().pow(2).sum(), optimizer)
+    optimizer.step()
+    master = next(p for p in amp.master_params(optimizer) if p.shape == (2, 6))
+    assert torch.equal(model.state_dict()["last.weight"], master)

@@ -1,0 +1,237 @@
+"""Parameter groups: added, frozen, unfrozen, scheduled; their dicts keep identity."""
+
+import pytest
+import torch
+from torch import nn
+
+from apex import amp
+from tests.training import cases
+
+
+def initialized(level, model, optimizer):
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+
+
+def train(model, optimizer, steps=2):
+    for x, y in cases.batches(steps):
+        cases.train_step(model, optimizer, x, y)
+
+
+@pytest.mark.parametrize("level", cases.LEVELS)
+def test_groups_keep_their_identity_and_options(level):
+    model = cases.net()
+    optimizer = torch.optim.SGD(
+        [{"params": model[0].parameters(), "name": "first"}, {"params": model[2].parameters()}],
+        lr=0.1,
+    )
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    groups, lists = optimizer.param_groups, [group["params"] for group in optimizer.param_groups]
+    dicts = list(groups)
+    initialized(level, model, optimizer)
+    train(model, optimizer, 1)
+    assert optimizer.param_groups is groups
+    assert all(now is then for now, then in zip(groups, dicts, strict=True))
+    assert all(g["params"] is then for g, then in zip(groups, lists, strict=True))
+    assert [group["initial_lr"] for group in groups] == [0.1, 0.1]
+    assert groups[0]["name"] == "first"
+
+
+@pytest.mark.parametrize("after_backward", [False, True])
+@pytest.mark.parametrize("level", cases.LEVELS)
+def test_a_group_added_later_trains_like_one_from_the_start(level, after_backward):
+    together = cases.prepared(level, lambda p: torch.optim.Adam(p, lr=0.01))
+    model = cases.net()
+    optimizer = torch.optim.Adam(model[0].parameters(), lr=0.01)
+    initialized(level, model, optimizer)
+    if after_backward:
+        cases.backward(model, optimizer, *cases.batch(9))
+        optimizer.zero_grad()
+        model.zero_grad()
+    # What is added are 16-bit parameters: their masters start from the rounded values.
+    optimizer.add_param_group({"params": list(model[2].parameters())})
+    with torch.no_grad():
+        for param, master in zip(
+            optimizer.param_groups[1]["params"], cases.net()[2].parameters(), strict=True
+        ):
+            param.copy_(master)
+    train(model, optimizer)
+    train(*together)
+    assert cases.same(cases.masters(optimizer), cases.masters(together[1]))
+
+
+@pytest.mark.parametrize("level", cases.WITH_MASTERS)
+def test_a_group_added_later_gets_fp32_masters(level):
+    model = cases.net()
+    optimizer = cases.sgd(model[0].parameters())
+    initialized(level, model, optimizer)
+    optimizer.add_param_group({"params": model[2].weight})
+    (master,) = optimizer.param_groups[1]["params"]
+    assert master.dtype is torch.float32
+    assert torch.equal(master, model[2].weight.float())
+
+
+@pytest.mark.parametrize("level", cases.LEVELS)
+def test_a_plain_module_added_later_is_trained(level):
+    model, optimizer = cases.prepared(level)
+    head = nn.Linear(2, 2)
+    optimizer.add_param_group({"params": head.parameters(), "lr": 0.5})
+    before = cases.values(head.parameters())
+    x, y = cases.batch()
+    with amp.scale_loss((head(model(x).float()).float() - y).square().mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert not cases.same(before, cases.values(head.parameters()))
+
+
+@pytest.mark.parametrize("level", cases.LEVELS)
+def test_a_parameter_that_is_already_stepped_is_refused(level):
+    model, optimizer = cases.prepared(level)
+    with pytest.raises(ValueError, match="parameter"):
+        optimizer.add_param_group({"params": [model[0].weight]})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("level", cases.WITH_MASTERS)
+def test_a_named_parameter_that_is_already_stepped_is_refused(level):
+    model = cases.net()
+    optimizer = cases.sgd(model.named_parameters())
+    initialized(level, model, optimizer)
+    with pytest.raises(ValueError, match="parameter"):
+        optimizer.add_param_group({"params": [("again", model[0].weight)]})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("level", cases.LEVELS)
+def test_a_frozen_parameter_stays_as_it_is(level):
+    model = cases.net()
+    model[0].requires_grad_(False)
+    optimizer = cases.OPTIMIZERS["Adam"](model.parameters())
+    initialized(level, model, optimizer)
+    before = cases.values(model[0].parameters())
+    train(model, optimizer)
+    assert cases.same(before, cases.values(model[0].parameters()))
+
+
+@pytest.mark.parametrize("level", cases.WITH_MASTERS)
+def test_a_frozen_parameter_gets_its_master_when_it_is_unfrozen(level):
+    model = cases.net()
+    model[0].requires_grad_(False)
+    optimizer = cases.sgd(model.parameters())
+    initialized(level, model, optimizer)
+    train(model, optimizer)
+    assert optimizer.param_groups[0]["params"][0] is model[0].weight
+    model[0].requires_grad_(True)
+    train(model, optimizer)
+    assert optimizer.param_groups[0]["params"][0].dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", cases.LEVELS)
+def test_an_unfrozen_parameter_trains(level):
+    model = cases.net()
+    model[0].requires_grad_(False)
+    optimizer = cases.OPTIMIZERS["Adam"](model.parameters())
+    initialized(level, model, optimizer)
+    train(model, optimizer)
+    before = cases.values(model[0].parameters())
+    model[0].requires_grad_(True)
+    train(model, optimizer)
+    assert not cases.same(before, cases.values(model[0].parameters()))
+
+
+@pytest.mark.parametrize("level", cases.MIXED)
+def test_a_parameter_frozen_in_training_stops_there_and_goes_on_when_unfrozen(level):
+    model, optimizer = cases.prepared(level, cases.OPTIMIZERS["Adam"])
+    train(model, optimizer)
+    model[0].requires_grad_(False)
+    before = cases.values(model[0].parameters())
+    train(model, optimizer)
+    assert cases.same(before, cases.values(model[0].parameters()))
+    model[0].requires_grad_(True)
+    train(model, optimizer)
+    assert not cases.same(before, cases.values(model[0].parameters()))
+
+
+@pytest.mark.parametrize("level", cases.LEVELS)
+def test_a_parameter_without_gradient_stays_as_it_is(level):
+    model, optimizer = cases.prepared(level, cases.OPTIMIZERS["fused AdamW"])
+    unused = nn.Linear(4, 8)
+    optimizer.add_param_group({"params": unused.parameters()})
+    before = cases.values(unused.parameters())
+    train(model, optimizer)
+    assert cases.same(before, cases.values(unused.parameters()))
+
+
+@pytest.mark.parametrize("level", cases.LEVELS)
+def test_a_scheduler_sets_the_rate_of_the_groups_that_are_stepped(level):
+    def moved_by(rate_factor):
+        model, optimizer = cases.prepared(level)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: rate_factor)
+        before = cases.masters(optimizer)
+        train(model, optimizer, 1)
+        scheduler.step()
+        return cases.same(before, cases.masters(optimizer))
+
+    assert moved_by(0.0)
+    assert not moved_by(1.0)
+
+
+@pytest.mark.parametrize("level", cases.WITH_MASTERS)
+def test_masters_hold_the_fp32_values_from_before_rounding(level):
+    exact = cases.values(cases.net().parameters())
+    _, optimizer = cases.prepared(level)
+    assert cases.same(exact, cases.masters(optimizer))
+
+
+@pytest.mark.parametrize("level", cases.WITH_MASTERS)
+def test_fp32_batch_norm_parameters_are_their_own_masters(level):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    optimizer = cases.sgd(model.parameters())
+    initialized(level, model, optimizer)
+    stepped = optimizer.param_groups[0]["params"]
+    assert stepped[2] is model[1].weight
+    assert stepped[3] is model[1].bias
+
+
+@pytest.mark.parametrize("level", cases.WITH_MASTERS)
+def test_batch_norm_trains_beside_masters_like_by_hand(level):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    weights = cases.values(model.parameters())
+    optimizer = cases.sgd(model.parameters())
+    initialized(level, model, optimizer)
+    x, _ = cases.batch()
+    with amp.scale_loss(model(x).square().mean() + model[1].weight.sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    low = cases.LEVELS[level].stored
+    w, b = (value.to(low).requires_grad_() for value in weights[:2])
+    gamma, beta = (value.clone().requires_grad_() for value in weights[2:])
+    out = nn.functional.batch_norm(
+        nn.functional.linear(x.to(low), w, b), None, None, gamma, beta, training=True
+    )
+    scale = cases.loss_scale()
+    ((out.float().square().mean() + gamma.sum()) * scale).backward()
+    expected = [
+        value.add(param.grad.float() / scale, alpha=-0.1)
+        for value, param in zip(weights, (w, b, gamma, beta), strict=True)
+    ]
+    assert cases.same(expected, cases.masters(optimizer))
+
+
+@pytest.mark.parametrize("level", cases.MIXED)
+def test_a_step_before_any_scale_loss_changes_nothing(level):
+    model, optimizer = cases.prepared(level, cases.OPTIMIZERS["fused AdamW"])
+    before = cases.values(model.parameters()), cases.masters(optimizer)
+    optimizer.step()
+    assert cases.same(before, (cases.values(model.parameters()), cases.masters(optimizer)))
+
+
+@pytest.mark.parametrize("level", ["O0", "O4", "O5"])
+def test_a_plain_backward_without_scale_loss_trains_the_same(level):
+    plain, scaled = (cases.prepared(level, cases.OPTIMIZERS["Adam"]) for _ in range(2))
+    for x, y in cases.batches(3):
+        model, optimizer = plain
+        optimizer.zero_grad()
+        cases.loss_of(model, x, y).backward()
+        optimizer.step()
+        cases.train_step(*scaled, x, y)
+    assert cases.same(cases.masters(plain[1]), cases.masters(scaled[1]))

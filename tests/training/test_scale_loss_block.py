@@ -1,0 +1,277 @@
+"""What may happen inside and after one ``scale_loss`` block."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from apex import amp
+from tests.reference.loops import Loop
+from tests.training import cases
+
+
+@pytest.mark.parametrize("level", cases.LEVELS)
+def test_clipping_master_params_after_the_block_equals_the_plain_loop(level):
+    model, optimizer = cases.prepared(level)
+    loop = Loop(level, cases.net().parameters(), cases.sgd)
+    x, y = cases.batch()
+    cases.backward(model, optimizer, x, y)
+    norm = nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.1)
+    optimizer.step()
+    loop.evaluate(x, y)
+    norm_by_hand = nn.utils.clip_grad_norm_(loop.stepped, 0.1)
+    loop.optimizer.step()
+    assert norm > 0.1
+    assert cases.same(norm, norm_by_hand)
+    assert cases.same(cases.masters(optimizer), loop.stepped)
+
+
+@pytest.mark.parametrize("level", cases.MIXED)
+def test_retain_graph_lets_a_second_block_go_through_the_same_graph(level):
+    model, optimizer = cases.prepared(level)
+    loss = cases.loss_of(model, *cases.batch())
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward(retain_graph=True)
+    once = cases.grads(amp.master_params(optimizer))
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    assert cases.same([2 * grad for grad in once], cases.grads(amp.master_params(optimizer)))
+
+
+@pytest.mark.parametrize("name", ["fused AdamW", "SGD"])
+@pytest.mark.parametrize("level", cases.LEVELS)
+def test_a_step_inside_the_block_equals_one_after_it(level, name):
+    inside, after = (cases.prepared(level, cases.OPTIMIZERS[name]) for _ in range(2))
+    for x, y in cases.batches(2):
+        cases.train_step(*after, x, y)
+        model, optimizer = inside
+        optimizer.zero_grad()
+        with amp.scale_loss(cases.loss_of(model, x, y), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            optimizer.step()
+    assert cases.same(list(inside[0].parameters()), list(after[0].parameters()))
+    assert cases.same(cases.masters(inside[1]), cases.masters(after[1]))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_step_inside_the_block_is_skipped_on_overflow(level):
+    model, optimizer = cases.prepared(level)
+    before = cases.values(model.parameters())
+    with amp.scale_loss(cases.loss_of(model, *cases.overflowing()), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        optimizer.step()
+    assert cases.same(before, cases.values(model.parameters()))
+    assert cases.loss_scale() == 2.0**15
+
+
+@pytest.mark.parametrize("level", cases.LEVELS)
+def test_a_gradient_penalty_trains_through_double_backward(level):
+    model, optimizer = cases.prepared(level, loss_scale=128.0)
+    x, _ = cases.batch()
+    x.requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).float().sum(), x, create_graph=True)
+    penalty = (slope.norm() - 1).square()
+    with amp.scale_loss(penalty, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    expected = _penalty_gradient(x)
+    weight = next(iter(amp.master_params(optimizer)))
+    eps = torch.finfo(cases.LEVELS[level].compute).eps
+    torch.testing.assert_close(weight.grad.float(), expected, rtol=16 * eps, atol=16 * eps)
+
+
+def _penalty_gradient(x):
+    model = cases.net()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return torch.autograd.grad((slope.norm() - 1).square(), model[0].weight)[0]
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("level", cases.LEVELS)
+def test_checkpointed_layers_give_the_gradients_of_plain_ones(level, use_reentrant):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = cases.net()
+
+        def forward(self, x):
+            return checkpoint(self.net, x, use_reentrant=use_reentrant)
+
+    x, y = cases.batch()
+    x.requires_grad_()
+    plain, plain_optimizer = cases.prepared(level)
+    cases.backward(plain, plain_optimizer, x, y)
+    model, optimizer = cases.prepared(level, model=Checkpointed())
+    cases.backward(model, optimizer, x, y)
+    assert cases.same(
+        cases.grads(amp.master_params(plain_optimizer)), cases.grads(amp.master_params(optimizer))
+    )
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupted_block(model, optimizer, **options):
+    def block():
+        loss = cases.loss_of(model, *cases.batch(7))
+        with amp.scale_loss(loss, optimizer, **options) as scaled_loss:
+            scaled_loss.backward()
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        block()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_an_exception_inside_leaves_the_gradients_from_before(level):
+    model, optimizer = cases.prepared(level)
+    cases.backward(model, optimizer, *cases.batch())
+    before = cases.grads(amp.master_params(optimizer))
+    interrupted_block(model, optimizer)
+    assert cases.same(before, cases.grads(amp.master_params(optimizer)))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_after_an_exception_inside_training_goes_on_as_if_nothing_had_happened(level):
+    model, optimizer = cases.prepared(level, cases.OPTIMIZERS["Adam"])
+    loop = Loop(level, cases.net().parameters(), cases.OPTIMIZERS["Adam"])
+    for x, y in cases.batches(3):
+        cases.train_step(model, optimizer, x, y)
+        loop.train_step(x, y)
+        interrupted_block(model, optimizer)
+    assert cases.same(cases.masters(optimizer), loop.stepped)
+    assert cases.loss_scale() == loop.scale
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_after_an_exception_inside_ops_are_cast_again(level):
+    model, optimizer = cases.prepared(level)
+    interrupted_block(model, optimizer)
+    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is cases.LEVELS[level].compute
+
+
+class BrokenLoss(torch.Tensor):
+    """A loss that cannot be multiplied: scaling it fails when the block is entered."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if "mul" in func.__name__:
+            raise Interrupted
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_block_that_cannot_be_entered_leaves_casts_and_gradients():
+    model, optimizer = cases.prepared("O1")
+    cases.backward(model, optimizer, *cases.batch())
+    before = cases.grads(model.parameters())
+    loss = cases.loss_of(model, *cases.batch()).as_subclass(BrokenLoss)
+    with pytest.raises(Interrupted), amp.scale_loss(loss, optimizer):
+        pass
+    assert cases.same(before, cases.grads(model.parameters()))
+    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float16
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_ops_inside_the_block_are_not_cast(level):
+    model, optimizer = cases.prepared(level)
+    with amp.scale_loss(cases.loss_of(model, *cases.batch()), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_low_precision_loss_is_scaled_in_fp32(dtype):
+    model, optimizer = cases.prepared("O1")
+    loss = cases.loss_of(model, *cases.batch()).to(dtype)
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        assert scaled_loss.dtype is torch.float32
+        assert torch.equal(scaled_loss, loss.float() * 2.0**16)
+
+
+def test_a_double_loss_stays_double():
+    model, optimizer = cases.prepared("O1")
+    with amp.scale_loss(cases.loss_of(model, *cases.batch()).double(), optimizer) as scaled_loss:
+        assert scaled_loss.dtype is torch.float64
+
+
+@pytest.mark.parametrize("level", cases.MIXED)
+def test_a_loss_of_one_element_trains_like_a_0d_one(level):
+    trained = []
+    for shape in ((), (1,)):
+        model, optimizer = cases.prepared(level)
+        loss = cases.loss_of(model, *cases.batch()).reshape(shape)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        trained.append(cases.masters(optimizer))
+    assert cases.same(*trained)
+
+
+def test_an_empty_list_of_optimizers_only_scales():
+    model, optimizer = cases.prepared("O1")
+    loss = cases.loss_of(model, *cases.batch())
+    with amp.scale_loss(loss, []) as scaled_loss:
+        scaled_loss.backward()
+    scaled = cases.grads(model.parameters())
+    optimizer.zero_grad()
+    cases.backward(model, optimizer, *cases.batch())
+    assert cases.same([grad / 2.0**16 for grad in scaled], cases.grads(model.parameters()))
+
+
+@pytest.mark.parametrize("level", ["O0", "O4"])
+def test_scale_one_without_masters_leaves_the_gradient_tensors_alone(level):
+    model, optimizer = cases.prepared(level)
+    cases.backward(model, optimizer, *cases.batch())
+    before = [param.grad for param in model.parameters()]
+    cases.backward(model, optimizer, *cases.batch(2))
+    assert all(p.grad is grad for p, grad in zip(model.parameters(), before, strict=True))
+    with amp.scale_loss(cases.loss_of(model, *cases.batch()), optimizer):
+        assert all(p.grad is grad for p, grad in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("level", cases.WITH_MASTERS)
+def test_model_gradients_stay_low_precision_and_scaled_after_the_block(level):
+    model, optimizer = cases.prepared(level, loss_scale=64.0)
+    cases.backward(model, optimizer, *cases.batch())
+    pairs = zip(model.parameters(), amp.master_params(optimizer), strict=True)
+    assert all(
+        p.grad.dtype is p.dtype and torch.equal(p.grad.float(), 64 * m.grad) for p, m in pairs
+    )
+
+
+@pytest.mark.parametrize("level", cases.LEVELS)
+def test_a_block_inside_another_of_the_same_optimizer_is_refused(level):
+    model, optimizer = cases.prepared(level)
+    loss = cases.loss_of(model, *cases.batch())
+    inner = amp.scale_loss(loss, optimizer)
+    with (
+        amp.scale_loss(loss, optimizer) as scaled_loss,
+        pytest.raises(RuntimeError, match="entered inside another"),
+    ):
+        inner.__enter__()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_loss_on_the_masters_themselves_gives_unscaled_gradients(level):
+    _, optimizer = cases.prepared(level, loss_scale=8.0)
+    master = next(amp.master_params(optimizer))
+    with amp.scale_loss(0.5 * master.pow(2).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    assert torch.equal(master.grad, master.detach())
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_exception_in_the_second_of_two_delayed_passes_leaves_the_first_to_the_step(level):
+    stopped, alone = (cases.prepared(level, loss_scale=8.0) for _ in range(2))
+    x, y = cases.batch()
+    for model, optimizer in (stopped, alone):
+        cases.backward(model, optimizer, x, y, delay_unscale=True)
+    loss = cases.loss_of(stopped[0], x, y)
+    with pytest.raises(KeyError), amp.scale_loss(loss, stopped[1], delay_unscale=True):
+        raise KeyError
+    for _, optimizer in (stopped, alone):
+        optimizer.step()
+    assert cases.same(list(stopped[0].parameters()), list(alone[0].parameters()))

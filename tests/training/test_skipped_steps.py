@@ -1,0 +1,125 @@
+"""An overflow skips the step: weights and optimizer state stay as they were."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+
+from apex import amp
+from tests.training import cases
+
+
+@pytest.mark.parametrize("name", cases.OPTIMIZERS)
+@pytest.mark.parametrize("level", cases.MIXED)
+def test_a_skipped_step_leaves_weights_and_optimizer_state(level, name):
+    model, optimizer = cases.prepared(level, cases.OPTIMIZERS[name], loss_scale="dynamic")
+    train = cases.stepper(cases, name)
+    for x, y in cases.batches(2):
+        train(model, optimizer, x, y)
+    before = cases.values(model.parameters()), cases.masters(optimizer)
+    state = copy.deepcopy(optimizer.state_dict()["state"])
+    train(model, optimizer, *cases.overflowing())
+    assert cases.same(before, (cases.values(model.parameters()), cases.masters(optimizer)))
+    assert cases.same(state, optimizer.state_dict()["state"])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_later_evaluation_of_lbfgs_that_overflows_puts_everything_back(level):
+    model, optimizer = cases.prepared(level, cases.OPTIMIZERS["LBFGS closure"])
+    cases.train_step_with_closure(model, optimizer, *cases.batch())
+    before = cases.values(model.parameters()), cases.masters(optimizer)
+    evaluations = []
+
+    def closure():
+        optimizer.zero_grad()
+        evaluations.append(cases.batch() if not evaluations else cases.overflowing())
+        return cases.backward(model, optimizer, *evaluations[-1])
+
+    optimizer.step(closure)
+    assert len(evaluations) == 2
+    assert cases.same(before, (cases.values(model.parameters()), cases.masters(optimizer)))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_step_after_a_skipped_one_is_taken(level):
+    model, optimizer = cases.prepared(level)
+    cases.train_step(model, optimizer, *cases.overflowing())
+    before = cases.values(model.parameters())
+    cases.train_step(model, optimizer, *cases.batch())
+    assert not cases.same(before, cases.values(model.parameters()))
+
+
+@pytest.mark.parametrize("name", ["fused AdamW", "SGD"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_in_any_accumulated_pass_skips_the_step(level, name):
+    model, optimizer = cases.prepared(level, cases.OPTIMIZERS[name])
+    before = cases.values(model.parameters())
+    cases.backward(model, optimizer, *cases.overflowing())
+    cases.backward(model, optimizer, *cases.batch())
+    optimizer.step()
+    assert cases.same(before, cases.values(model.parameters()))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_zero_grad_forgets_an_overflow(level):
+    model, optimizer = cases.prepared(level)
+    before = cases.values(model.parameters())
+    cases.backward(model, optimizer, *cases.overflowing())
+    optimizer.zero_grad()
+    cases.backward(model, optimizer, *cases.batch())
+    optimizer.step()
+    assert not cases.same(before, cases.values(model.parameters()))
+
+
+def test_delay_overflow_check_moves_the_scale_once_for_two_passes():
+    model, optimizer = cases.prepared("O1")
+    cases.backward(model, optimizer, *cases.overflowing(), delay_overflow_check=True)
+    assert cases.loss_scale() == 2.0**16
+    cases.backward(model, optimizer, *cases.batch())
+    assert cases.loss_scale() == 2.0**15
+
+
+@pytest.mark.parametrize("scheduler_first", [True, False])
+@pytest.mark.parametrize("name", ["fused AdamW", "Adam", "SGD"])
+@pytest.mark.parametrize("level", cases.LEVELS)
+def test_a_scheduler_warns_of_nothing_when_the_first_step_overflows(level, name, scheduler_first):
+    model = cases.net()
+    optimizer = cases.OPTIMIZERS[name](model.parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "fp16 is emulated")
+        if scheduler_first:
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        model, optimizer = amp.initialize(
+            model, optimizer, opt_level=level, verbosity=0, loss_scale="dynamic"
+        )
+        if not scheduler_first:
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        lr = optimizer.param_groups[0]["lr"]
+        for x, y in cases.batches(3, overflow_at={0}):
+            cases.train_step(model, optimizer, x, y)
+            scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == lr / 8
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_scheduler_made_before_initialize_does_not_bypass_the_skip(level):
+    model = cases.net()
+    optimizer = cases.sgd(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    before = cases.values(model.parameters())
+    cases.train_step(model, optimizer, *cases.overflowing())
+    scheduler.step()
+    assert cases.same(before, cases.values(model.parameters()))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_step_hooks_run_for_taken_steps(level):
+    model, optimizer = cases.prepared(level)
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    cases.train_step(model, optimizer, *cases.batch())
+    assert calls == ["before", "after"]
