@@ -142,9 +142,9 @@ def _grid(chart: Chart, frame: Frame) -> list[str]:
     parts = []
     right, bottom = frame.width - frame.right, frame.height - frame.bottom
     for value in value_ticks(*frame.values, chart.base):
-        y = f"{frame.y(value):.1f}"
+        y, label = f"{frame.y(value):.1f}", _label(value, chart)
         parts.append(f'<line class="grid" x1="{frame.left}" x2="{right}" y1="{y}" y2="{y}"/>')
-        parts.append(f'<text class="tick y" x="{frame.left - 8}" y="{y}">{_label(value, chart)}</text>')
+        parts.append(f'<text class="tick y" x="{frame.left - 8}" y="{y}">{label}</text>')
     for step in step_ticks(*frame.steps, most=max(frame.width // 90, 3)):
         x = f"{frame.x(step):.1f}"
         parts.append(f'<line class="grid" x1="{x}" x2="{x}" y1="{bottom}" y2="{bottom + 4}"/>')

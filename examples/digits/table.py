@@ -72,7 +72,8 @@ def text_table(runs: Sequence[Run], times: Mapping[str, float]) -> str:
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     body = [_align(line, widths) for line in lines]
     rule = "-" * len(body[0])
-    return "\n".join([body[0], rule, *body[1:], *([rule, note] if (note := footnote(runs)) else [])])
+    note = footnote(runs)
+    return "\n".join([body[0], rule, *body[1:], *([rule, note] if note else [])])
 
 
 def _align(cells: Sequence[str], widths: Sequence[int]) -> str:

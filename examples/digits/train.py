@@ -70,9 +70,9 @@ def accuracy(model: nn.Module, data: Examples) -> float:
     """Returns the fraction of ``data`` that ``model`` names right."""
     images, labels = data
     model.eval()
-    right = (model(images).argmax(dim=1) == labels).float().mean().item()
+    right = model(images).argmax(dim=1) == labels
     model.train()
-    return right
+    return float(right.float().mean())
 
 
 def count(text: str) -> int:

@@ -4,7 +4,8 @@ for (const figure of document.querySelectorAll("figure")) {
   const show = (step, first) => {
     figure.querySelector("[data-step]").value = step;
     for (const output of figure.querySelectorAll("[data-level]")) {
-      output.value = values[output.dataset.level][step - first] ?? "-";
+      const value = values[output.dataset.level][step - first] ?? "-";
+      output.value = typeof value === "string" || Number.isInteger(value) ? value : value.toFixed(4);
     }
   };
   for (const svg of figure.querySelectorAll("svg")) {

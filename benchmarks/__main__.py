@@ -1,0 +1,55 @@
+"""Runs the benchmarks, prints their table and writes it as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from pathlib import Path
+
+from benchmarks import casts, import_time, machinery, memory, models, syncs
+from benchmarks.loops import device
+from benchmarks.machine import machine
+from benchmarks.measurement import table, verdict
+
+BENCHMARKS = {b.NAME: b for b in (syncs, memory, import_time, casts, machinery, models)}
+RESULTS = Path(__file__).parent / "results"
+
+
+def parse_args() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--only", action="append", choices=list(BENCHMARKS), help="repeatable")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, wider spread")
+    parser.add_argument("--json", type=Path, help="default: benchmarks/results/DEVICE.json")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measures, prints, writes."""
+    args = parse_args()
+    warnings.filterwarnings("ignore", message="fp16 is emulated")
+
+    about = machine()
+    start = time.perf_counter()
+    measurements = []
+    for name in args.only or BENCHMARKS:
+        print(f"{name} ...", end=" ", flush=True, file=sys.stderr)
+        measurements += BENCHMARKS[name].run(quick=args.quick)
+        print(f"{time.perf_counter() - start:.0f} s", file=sys.stderr)
+
+    print(table(measurements))
+    print()
+    print(verdict(measurements))
+    path = args.json or RESULTS / f"{device()}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = {"machine": about, "quick": args.quick, "figures": [m.as_json() for m in measurements]}
+    path.write_text(json.dumps(data, indent=2) + "\n")
+    print(f"{', '.join(f'{key} {value}' for key, value in about.items())}")
+    print(f"Written to {path}")
+
+
+if __name__ == "__main__":
+    main()

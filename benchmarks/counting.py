@@ -1,0 +1,116 @@
+"""Counts what makes the host wait for the device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+SYNC_OPS = frozenset(
+    {
+        "aten::_local_scalar_dense",  # item(), bool(tensor), float(tensor)
+        "aten::_unique2",
+        "aten::equal",
+        "aten::is_nonzero",
+        "aten::masked_select",
+        "aten::nonzero",
+        "aten::unique_dim",
+    }
+)
+"""Operators whose result, or its shape, the host must know before it goes on."""
+
+MASKS = (torch.bool, torch.uint8)
+
+
+class _OperatorCounter(TorchDispatchMode):
+    def __init__(self, counts: Counter[str]) -> None:
+        super().__init__()
+        self._counts = counts
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        name = func.name().split(".")[0]
+        result = func(*args, **(kwargs or {}))
+        if _waits(name, args, kwargs or {}, result):
+            self._counts[name] += 1
+        return result
+
+
+class _ListCounter(TorchFunctionMode):
+    """Counts ``tolist()`` of one number on the CPU: ``item()`` by a name that is no operator.
+
+    Of a longer tensor there it reads host memory, as it does of a copy that has arrived.
+    """
+
+    def __init__(self, counts: Counter[str]) -> None:
+        super().__init__()
+        self._counts = counts
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is Tensor.tolist and args[0].dim() == 0 and args[0].device.type == "cpu":
+            self._counts["tolist"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted_syncs() -> Iterator[Counter[str]]:
+    """Gives the reads by the host that happen within the block, per operator.
+
+    On the CPU nothing waits, and the count says what would wait on a device.
+    """
+    counts: Counter[str] = Counter()
+    with _OperatorCounter(counts), _ListCounter(counts):
+        yield counts
+
+
+@contextmanager
+def refused_syncs() -> Iterator[None]:
+    """Makes CUDA raise at any host sync within the block; does nothing without CUDA."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def _waits(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> bool:
+    return (
+        name in SYNC_OPS or _is_masked_index(name, args) or _is_copy_to_host(args, kwargs, result)
+    )
+
+
+def _is_masked_index(name: str, args: tuple[Any, ...]) -> bool:
+    """Indexing by a mask looks for its non-zero places inside the kernel."""
+    return name == "aten::index" and any(
+        index is not None and index.dtype in MASKS for index in args[1]
+    )
+
+
+def _is_copy_to_host(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> bool:
+    """A copy from a device to host memory waits, unless asked not to."""
+    if not isinstance(result, Tensor) or result.device.type != "cpu":
+        return False
+    if kwargs.get("non_blocking") or any(arg is True for arg in args):
+        return False
+    return any(isinstance(arg, Tensor) and arg.device.type not in ("cpu", "meta") for arg in args)

@@ -1,0 +1,45 @@
+"""What amp itself costs: an iteration of many layers too small to matter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.loops import Task, fused_adamw, native, with_amp
+from benchmarks.measurement import Goal, Measurement, sampled
+from benchmarks.race import race
+
+NAME = "machinery"
+LAYERS = 150
+
+
+def run(*, quick: bool) -> Iterator[Measurement]:
+    """Yields O1 against autocast and GradScaler in fp16, O4 against autocast in bf16."""
+    task = Task(_model, _batch, fused_adamw)
+    pairs = {"O1": torch.float16, "O4": torch.bfloat16}
+    for level, dtype in pairs.items():
+        times = race(
+            {"amp": partial(with_amp, task, level), "native": partial(native, task, dtype)},
+            rounds=20 if quick else 30,
+            heats=1 if quick else 3,
+            calls=8,
+            warmup=5,
+            threads=1,
+        )
+        peer = "autocast + GradScaler" if dtype is torch.float16 else "autocast"
+        ratios = times.ratios("amp", "native")
+        yield sampled(NAME, f"{level} / {peer}", ratios, "x", goal=Goal("<=", 1.0))
+        yield sampled(NAME, f"{level}", times.milliseconds("amp"), "ms")
+        yield sampled(NAME, peer, times.milliseconds("native"), "ms")
+
+
+def _model() -> nn.Module:
+    layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(8, 8), nn.ReLU())]
+    return nn.Sequential(*layers)
+
+
+def _batch() -> tuple[Tensor, Tensor]:
+    return torch.randn(8, 8), torch.randint(0, 8, (8,))

@@ -1,0 +1,86 @@
+"""A conv net and a small transformer in bf16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.loops import Batch, Task, fused_adamw, native, with_amp
+from benchmarks.measurement import Goal, Measurement, sampled
+from benchmarks.race import race
+
+NAME = "models"
+
+
+def run(*, quick: bool) -> Iterator[Measurement]:
+    """Yields O4 and O5 against native autocast, and the gain of both over O0.
+
+    Autocast against itself says how far from 1 chance alone takes a ratio.
+    """
+    for name, task in TASKS.items():
+        times = race(
+            {
+                "native": partial(native, task, torch.bfloat16),
+                "twin": partial(native, task, torch.bfloat16),
+                **{level: partial(with_amp, task, level) for level in ("O0", "O4", "O5")},
+            },
+            rounds=3 if quick else 8,
+            heats=1 if quick else 3,
+            calls=1 if quick else 2,
+            warmup=2,
+        )
+        figures = (
+            ("O4 / autocast", times.ratios("O4", "native"), Goal("<=", 1.0)),
+            ("O5 / autocast", times.ratios("O5", "native"), Goal("<", 1.0)),
+            ("autocast / autocast", times.ratios("twin", "native"), None),
+            ("O0 / O4", times.ratios("O0", "O4"), Goal(">=", 1.5)),
+            ("O0 / O5", times.ratios("O0", "O5"), Goal(">=", 1.5)),
+        )
+        for case, ratios, goal in figures:
+            yield sampled(NAME, f"{name}, {case}", ratios, "x", goal=goal)
+        for racer in ("O0", "native", "O4", "O5"):
+            yield sampled(NAME, f"{name}, {racer}", times.milliseconds(racer), "ms", digits=1)
+
+
+class Transformer(nn.Module):
+    """An encoder over sequences of features, and a classifier of their mean."""
+
+    def __init__(self, width: int = 512, layers: int = 2) -> None:
+        """Makes ``layers`` layers of ``width`` features."""
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, layers)
+        self.classifier = nn.Linear(width, 10)
+
+    def forward(self, sequences: Tensor) -> Tensor:
+        """Returns logits [N, 10] of ``sequences`` [N, length, width]."""
+        logits: Tensor = self.classifier(self.encoder(sequences).mean(dim=1))
+        return logits
+
+
+def conv_net(width: int = 64) -> nn.Module:
+    """Returns six convolutions with batch norm, and a classifier."""
+    widths = [3, width, width, 2 * width, 2 * width, 4 * width, 4 * width]
+    layers: list[nn.Module] = []
+    for place in range(6):
+        stride = 2 if place in (2, 4) else 1
+        layers += [
+            nn.Conv2d(widths[place], widths[place + 1], 3, stride, padding=1, bias=False),
+            nn.BatchNorm2d(widths[place + 1]),
+            nn.ReLU(),
+        ]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, 10))
+
+
+def _batch(*shape: int) -> Batch:
+    return torch.randn(shape), torch.randint(0, 10, shape[:1])
+
+
+def _task(model: Callable[[], nn.Module], *shape: int) -> Task:
+    return Task(model, partial(_batch, *shape), fused_adamw)
+
+
+TASKS = {"conv net": _task(conv_net, 16, 3, 32, 32), "transformer": _task(Transformer, 16, 64, 512)}
