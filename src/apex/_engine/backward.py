@@ -124,7 +124,8 @@ class BackwardPass:
                 binding.raise_flag(scaler.found_inf)
         if not self._delay_overflow_check:
             scaler.update(len(self._bindings))
-            self._report(scaler.arrived())
+            if scaler.dynamic:
+                self._report(scaler.arrived())
 
     def _abort(self) -> None:
         if not self._finished:
