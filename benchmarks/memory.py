@@ -64,15 +64,24 @@ def allocated_bytes(task: Task, level: str) -> int:
 
 
 def storages() -> dict[int, int]:
-    """Returns the size in bytes of each storage in use by a tensor, by its address."""
+    """Returns the size in bytes of each storage in use by a tensor, by its address.
+
+    Subclasses of Tensor (those that compiling leaves behind) have no storage of their own.
+    """
     found: dict[int, int] = {}
     for thing in gc.get_objects():
-        if issubclass(type(thing), Tensor):
+        if type(thing) in (Tensor, nn.Parameter, nn.Buffer):
             for tensor in (thing, thing.grad if thing.is_leaf else None):
-                if tensor is not None and tensor.layout is torch.strided and not tensor.is_meta:
+                if tensor is not None and _has_storage(tensor):
                     storage = tensor.untyped_storage()
                     found[storage.data_ptr()] = storage.nbytes()
     return found
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return False
+    return not torch._is_functional_tensor(tensor)
 
 
 def _trained(task: Task, level: str) -> Work:

@@ -90,3 +90,11 @@ def test_sparse_and_dense_gradients_add_up_in_any_order(first_sparse, second_spa
     own.grad = first
     master.add_grads_([own], [second])
     assert torch.equal(own.grad.to_dense(), expected)
+
+
+def test_fp32_gradients_have_the_layout_of_their_parameter():
+    param = torch.nn.Parameter(torch.zeros(2, 3, dtype=torch.bfloat16))
+    param.grad = torch.arange(6.0, dtype=torch.bfloat16).view(3, 2).t()
+    (grad,) = master.fp32_grads([param])
+    assert grad.stride() == param.stride()
+    assert torch.equal(grad, param.grad.float())

@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex import amp
+from benchmarks.memory import storages
 from tests.training import cases
 
 FUSED = {
@@ -87,12 +88,7 @@ def test_an_iteration_with_a_fused_optimizer_never_waits_for_the_gpu(level, name
 def live_bytes():
     """Bytes of all tensors that Python can reach, each storage once."""
     gc.collect()
-    storages = {}
-    for item in gc.get_objects():
-        if issubclass(type(item), torch.Tensor):
-            storage = item.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+    return sum(storages().values())
 
 
 @pytest.mark.parametrize("clear", ["optimizer", "model"])

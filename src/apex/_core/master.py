@@ -23,8 +23,27 @@ def make_master(param: nn.Parameter, exact: Tensor | None = None) -> nn.Paramete
         param: A low-precision parameter.
         exact: Its value before rounding, where still known; taken over without a copy when fp32.
     """
-    value = param.detach() if exact is None else exact.detach()
+    # Not detach(): that shares autograd's version counter, and a write into the master would count
+    # as one into the model's parameter.
+    value = param.data if exact is None else exact.data
     return nn.Parameter(value.to(torch.float32), requires_grad=True)
+
+
+@torch.no_grad()
+def follow_model(pair: Pair, before: Tensor) -> None:
+    """Takes those model values into the master that were written since ``before``.
+
+    A changed value that the master rounds to leaves the master's own. On the device, without a
+    host sync.
+
+    Args:
+        pair: Parameter and master.
+        before: The parameter's values when the master was made.
+    """
+    model, master = pair
+    known = (model == before) | (master.to(model.dtype) == model)
+    # By .data: a loss that uses masters directly may already hold them for its backward pass.
+    master.data.copy_(torch.where(known, master, model.to(master.dtype)))
 
 
 def copy_to_model(pairs: Sequence[Pair]) -> None:
@@ -50,7 +69,8 @@ def fp32_grads(params: Sequence[nn.Parameter]) -> list[Tensor]:
             # Rows are summed in fp32: in 16 bits the sum of duplicates could overflow.
             result.append(grad.to(torch.float32).coalesce())
             continue
-        copy = torch.empty_like(grad, dtype=torch.float32)
+        # In the parameter's layout: torch's fused CPU kernels take the gradient's for granted.
+        copy = torch.empty_like(param, dtype=torch.float32)
         copies.append(copy)
         sources.append(grad)
         result.append(copy)

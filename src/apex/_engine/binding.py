@@ -82,6 +82,7 @@ class Binding:
         self._stash: list[tuple[nn.Parameter, Tensor]] = []
         self._in_place = True
         self._model_scaled = False
+        self._untried: list[tuple[Pair, Tensor]] = []
         for group in optimizer.param_groups:
             self.adopt(group, exact or {})
 
@@ -133,13 +134,26 @@ class Binding:
                 self.adopt(group, {})
             self._gather_raw(pair for pair in self.pairs if id(pair.model) not in known)
 
+    def take_over_changes(self) -> None:
+        """Brings what was written into the model before its first pass to the masters.
+
+        DistributedDataParallel's broadcast, and weights that a script initializes late: from the
+        first pass on it is the masters that are written into the model. Until then a copy of each
+        low-precision parameter tells what has changed; what a script wrote into a master stays.
+        """
+        untried, self._untried = self._untried, []
+        for pair, before in untried:
+            master.follow_model(pair, before)
+
     def owns(self, param: Tensor) -> bool:
         """Returns whether ``param`` is a model parameter that already has its master here."""
         return any(pair.model is param for pair in self.pairs)
 
     def _pair(self, param: nn.Parameter, exact: Tensor | None) -> nn.Parameter:
         new = master.make_master(param, exact)
-        self.pairs.append(Pair(param, new))
+        pair = Pair(param, new)
+        self.pairs.append(pair)
+        self._untried.append((pair, param.detach().clone()))
         state = self.optimizer.state
         if param in state:
             state[new] = state.pop(param)
@@ -147,9 +161,7 @@ class Binding:
 
     def release(self) -> None:
         """Puts the model's own parameters back into the groups, with the optimizer's state."""
-        if self.open_pass is not None:
-            self.open_pass.finish()
-        self._gather_left_over()
+        self.settle()
         originals = {id(pair.master): pair for pair in self.pairs}
         optimizer = self.optimizer
         for group in optimizer.param_groups:
@@ -176,6 +188,8 @@ class Binding:
             identity: Whether the loss scale is exactly 1 and unchecked: then the parameters
                 without a master accumulate in place.
         """
+        if self._untried:
+            self.take_over_changes()
         if self._frozen:
             self.adopt_unfrozen()
         self._in_place = identity or self.scaled_gradients
@@ -268,6 +282,8 @@ class Binding:
         """Brings every gradient to where the optimizer finds it: unscaled, on the masters."""
         if self.open_pass is not None:
             self.open_pass.finish()
+        if self._untried:
+            self.take_over_changes()
         if self._frozen:
             self.adopt_unfrozen()
         if self.pairs:

@@ -102,7 +102,9 @@ class Session:
             plan: The conversion.
             mixin: The overrides that the optimizers get.
         """
-        if self.policy.master_weights:
+        # Among several ranks only the rounded weights are sent round by DistributedDataParallel, so
+        # bits beyond them would differ from rank to rank.
+        if self.policy.master_weights and not _several_ranks():
             self._before = {id(p): p.detach() for model in models for p in model.parameters()}
         before = _Before(models)
         converted: list[nn.Module] = []
@@ -291,6 +293,13 @@ def _match_state(optimizer: Optimizer, before: Mapping[int, torch.dtype]) -> Non
 
         for name, value in state.items():
             state[name] = nested.map_tensors(follow, value)
+
+
+def _several_ranks() -> bool:
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return False
+    return distributed.get_world_size() > 1
 
 
 def _end(region: CastRegion, functions: Functions | None) -> None:

@@ -91,6 +91,7 @@ def _overflowed(binding: Binding) -> bool:
 
 
 def _step_with_closure(binding: Binding, run: Run, closure: Closure) -> Any:
+    binding.take_over_changes()
     # An optimizer that evaluates again in mid-step (LBFGS) must find its own values and state back
     # when a later evaluation overflows, so both are kept until it is through.
     params = [param.detach().clone() for param in binding.params()]

@@ -100,6 +100,11 @@ class AmpState:
             self._init_handle._deactivate()
             self._init_handle = None
 
+    def retire(self, handle: AmpHandle, session: Session) -> None:
+        """Leaves the session of a deactivated ``amp.init`` out of ``state_dict``."""
+        if handle is self._init_handle:
+            self.discard(session)
+
     # -- apex's view -------------------------------------------------------------------------
 
     @property

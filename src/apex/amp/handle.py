@@ -151,6 +151,7 @@ class AmpHandle:
 
     def _deactivate(self) -> None:
         self._session.stop()
+        _amp_state.retire(self, self._session)
 
     def _disable_casts(self) -> AbstractContextManager[None]:
         return no_casts()

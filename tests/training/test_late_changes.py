@@ -1,0 +1,59 @@
+"""What is written into a model between ``initialize`` and its first backward pass."""
+
+import pytest
+import torch
+
+from apex import amp
+from tests.training import cases
+
+MASTERS = ["O2", "O5"]
+
+
+def written(level, write, **options):
+    """Returns model and optimizer after a write into the model and one step that moves nothing."""
+    model, optimizer = cases.prepared(level, lambda params: cases.sgd(params, lr=0.0), **options)
+    write(model[0].weight)
+    cases.train_step(model, optimizer, *cases.batch())
+    return model, optimizer
+
+
+@pytest.mark.parametrize("level", MASTERS)
+@pytest.mark.parametrize(
+    "write",
+    [lambda w: w.data.fill_(2.0), lambda w: torch.nn.init.constant_(w, 2.0)],
+    ids=["data", "init"],
+)
+def test_a_write_before_the_first_pass_reaches_the_masters(level, write):
+    model, optimizer = written(level, write)
+    assert torch.equal(model[0].weight.float(), torch.full((8, 4), 2.0))
+    assert torch.equal(next(amp.master_params(optimizer)), torch.full((8, 4), 2.0))
+
+
+@pytest.mark.parametrize("level", MASTERS)
+def test_a_write_before_the_first_closure_reaches_the_masters(level):
+    model, optimizer = cases.prepared(level, lambda params: cases.sgd(params, lr=0.0))
+    model[0].weight.data.fill_(2.0)
+    cases.train_step_with_closure(model, optimizer, *cases.batch())
+    assert torch.equal(model[0].weight.float(), torch.full((8, 4), 2.0))
+
+
+@pytest.mark.parametrize("level", MASTERS)
+def test_unwritten_masters_keep_their_exact_values(level):
+    exact = cases.values(cases.net().parameters())
+    _, optimizer = written(level, lambda weight: None)
+    assert cases.same(cases.masters(optimizer), exact)
+
+
+@pytest.mark.parametrize("level", MASTERS)
+def test_masters_written_before_the_first_pass_stay(level):
+    model, optimizer = cases.prepared(level, lambda params: cases.sgd(params, lr=0.0))
+    next(amp.master_params(optimizer)).data.fill_(1 / 3)
+    cases.train_step(model, optimizer, *cases.batch())
+    assert torch.equal(next(amp.master_params(optimizer)), torch.full((8, 4), 1 / 3))
+    assert torch.equal(model[0].weight, torch.full((8, 4), 1 / 3).to(model[0].weight.dtype))
+
+
+@pytest.mark.parametrize("level", MASTERS)
+def test_after_the_first_pass_no_copy_of_the_model_is_kept(level):
+    _, optimizer = written(level, lambda weight: None)
+    assert optimizer._apex_binding._untried == []
