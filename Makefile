@@ -10,7 +10,7 @@ NOX := $(RUN) -m nox --stop-on-first-error
 BENCH_JSON ?= benchmarks.json
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types docs bench
+.PHONY: help demo test lint types docs clients bench
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,6 +30,9 @@ types: $(VENV)/.dev ## mypy --strict
 
 docs: $(VENV)/.dev ## Build docs/_build/html; any warning is an error
 	@$(NOX) -s docs
+
+clients: $(VENV)/.dev ## Train through MMEngine, Ignite, timm, transformers (old and new)
+	@$(NOX) -s clients
 
 # The demo extra brings numpy, without which torch warns at import.
 bench: $(VENV)/.demo ## Measure against torch.autocast; print the table, write benchmarks.json

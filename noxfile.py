@@ -64,6 +64,25 @@ def tests(session):
     )  # fmt: skip
 
 
+@nox.session
+@nox.parametrize("transformers", ["==4.57.*", "==5.5.*", ">=5.6"], ids=["4.57", "5.5", "newest"])
+def clients(session, transformers):
+    """Other libraries on this apex: the last Trainer that knew it, T5 on our norm, and today's."""
+    wheel_path = build_wheel(session)
+    session.install("-qq", "-r", CONSTRAINTS)
+    session.install(
+        "-qq", "-c", CONSTRAINTS, f"{wheel_path}[test]",
+        f"transformers{transformers}", "accelerate", "timm",
+    )  # fmt: skip
+    session.install("-qq", "--no-deps", "--force-reinstall", str(wheel_path))
+    session.install("-qq", "--no-deps", "--no-build-isolation", "packaging/apex-metadata")
+    session.run(
+        "python", "-m", "pytest", "-m", "clients",
+        *(session.posargs or ["tests/clients", "tests/integrations"]),
+        env={"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
 def build_wheel(session):
     """Builds the wheel with the hatchling of the environment that runs nox; returns its path."""
     for old in DIST.glob("apex_amp-*.whl"):

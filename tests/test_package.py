@@ -47,7 +47,25 @@ def test_metadata_distribution_has_the_same_version_and_requires_it():
 
 
 def test_public_names_of_the_package_are_these():
-    assert sorted(apex.__all__) == ["__version__", "amp", "parallel"]
+    assert apex.__all__ == [
+        "RNN",
+        "__version__",
+        "amp",
+        "contrib",
+        "fp16_utils",
+        "mlp",
+        "multi_tensor_apply",
+        "normalization",
+        "optimizers",
+        "parallel",
+        "reparameterization",
+    ]
+
+
+@pytest.mark.parametrize("name", apex.__all__)
+def test_every_public_name_is_reached_as_an_attribute(name):
+    code = f"import apex; print(repr(getattr(apex, {name!r}) is not None))"
+    assert run_python(code)
 
 
 def test_torch_is_the_only_dependency_outside_extras():
@@ -68,7 +86,9 @@ def test_wheel_is_pure_python():
 def test_installed_files_stay_in_the_package_and_its_metadata():
     tops = {Path(file).parts[0] for file in importlib.metadata.files("apex-amp")}
     editable = {"_editable_impl_apex_amp.pth"}  # in place of the package, in a developer's .venv
-    assert tops - editable - {"apex"} == {f"apex_amp-{apex.__version__}.dist-info"}
+    assert tops - editable - {"amp_C", "apex", "apex_C"} == {
+        f"apex_amp-{apex.__version__}.dist-info"
+    }
 
 
 def test_license_is_installed():

@@ -1,5 +1,26 @@
-"""Training tools around the optimizer and the model: LARC."""
+"""Training over several processes: data parallel, synchronized batch norm, LARC.
 
+Importing it starts no communication, and works where torch was built without it.
+"""
+
+import torch
+
+from apex.parallel.convert_syncbn import convert_syncbn_model
+from apex.parallel.distributed import DistributedDataParallel, Reducer
 from apex.parallel.LARC import LARC
+from apex.parallel.optimized_sync_batchnorm import SyncBatchNorm
+from apex.parallel.process_groups import create_syncbn_process_group
 
-__all__ = ["LARC"]
+__all__ = [
+    "LARC",
+    "DistributedDataParallel",
+    "Reducer",
+    "SyncBatchNorm",
+    "convert_syncbn_model",
+    "create_syncbn_process_group",
+]
+
+if torch.distributed.is_available():
+    from torch.distributed import ReduceOp
+
+    __all__ += ["ReduceOp"]

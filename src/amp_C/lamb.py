@@ -1,0 +1,260 @@
+"""LAMB steps, whole and in two stages."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from amp_C.lists import TensorLists, checked
+from apex._core.multi_tensor import lamb as rules
+from apex._core.multi_tensor.adam import AdamRule, directions_
+from apex._core.multi_tensor.gate import Gate, as_scalar, as_tensor
+from apex._core.multi_tensor.working import store, working
+
+
+@torch.no_grad()
+def multi_tensor_lamb(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int,
+    bias_correction: int,
+    weight_decay: float,
+    grad_averaging: int,
+    mode: int,
+    global_grad_norm: Tensor,
+    max_grad_norm: float,
+    use_nvlamb: bool | None = False,
+) -> None:
+    """Takes one step in place, whatever the flag says (as apex: inf and NaN go through).
+
+    Unlike apex it leaves the gradients as they are.
+
+    Args:
+        chunk_size: Not used.
+        noop_flag: Neither read nor written.
+        tensor_lists: ``[grads, params, exp_avgs, exp_avg_sqs]``.
+        lr: Learning rate.
+        beta1: Decay of the average of gradients.
+        beta2: Decay of the average of their squares.
+        epsilon: Added to the denominator.
+        step: Count of this step, from 1.
+        bias_correction: 1 to correct the bias of the averages.
+        weight_decay: Decay rate.
+        grad_averaging: 1 if the gradient enters its average by ``1 - beta1``, 0 if by 1.
+        mode: 0 for weight decay in the gradient, 1 for decoupled decay.
+        global_grad_norm: Norm over all gradients, one element.
+        max_grad_norm: The norm to which gradients are clipped.
+        use_nvlamb: Whether tensors without weight decay get a trust ratio, too.
+    """
+    del chunk_size
+    grads, params, firsts, seconds = checked("multi_tensor_lamb", noop_flag, tensor_lists, 4)
+    rule = AdamRule(
+        lr=as_scalar(lr, noop_flag.device),
+        beta1=beta1,
+        beta2=beta2,
+        eps=epsilon,
+        weight_decay=weight_decay,
+        decoupled=mode == 1,
+        bias_correction=bool(bias_correction),
+        averaged=bool(grad_averaging),
+    )
+    rules.lamb_(
+        params,
+        grads,
+        firsts,
+        seconds,
+        rule=rule,
+        step=step,
+        divisor=_divisor(noop_flag, global_grad_norm, max_grad_norm),
+        adaptive=bool(use_nvlamb) or weight_decay != 0.0,
+        gate=Gate(),
+    )
+
+
+@torch.no_grad()
+def multi_tensor_lamb_mp(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int | Tensor,
+    bias_correction: int,
+    weight_decay: float,
+    grad_averaging: int,
+    mode: int,
+    global_grad_norm: Tensor,
+    max_grad_norm: float | Tensor,
+    use_nvlamb: bool | None,
+    found_inf: Tensor,
+    inv_scale: float | Tensor,
+) -> None:
+    """Takes one step on scaled gradients; nothing happens where the flag is set.
+
+    Unlike apex it leaves the gradients as they are.
+
+    Args:
+        chunk_size: Not used.
+        noop_flag: One int32 element; read on the device.
+        tensor_lists: ``[grads, params, exp_avgs, exp_avg_sqs]``, or with the parameters' 16-bit
+            copies as a fifth list, which are written, too.
+        lr: Learning rate, one element.
+        beta1: Decay of the average of gradients.
+        beta2: Decay of the average of their squares.
+        epsilon: Added to the denominator.
+        step: Count of this step, from 1, one element.
+        bias_correction: 1 to correct the bias of the averages.
+        weight_decay: Decay rate.
+        grad_averaging: 1 if the gradient enters its average by ``1 - beta1``, 0 if by 1.
+        mode: 0 for weight decay in the gradient, 1 for decoupled decay.
+        global_grad_norm: Norm over all scaled gradients, one element.
+        max_grad_norm: The norm to which the scaled gradients are clipped, one element.
+        use_nvlamb: Whether tensors without weight decay get a trust ratio, too.
+        found_inf: Not used, as in apex: ``noop_flag`` decides.
+        inv_scale: One over the loss scale, one element.
+    """
+    del chunk_size, found_inf
+    lists = checked("multi_tensor_lamb_mp", noop_flag, tensor_lists, 4, 5)
+    grads, params, firsts, seconds = lists[:4]
+    if not params:
+        return
+    device = noop_flag.device
+    gate = Gate.of(noop_flag, device)
+    rule = AdamRule(
+        lr=as_scalar(lr, device),
+        beta1=beta1,
+        beta2=beta2,
+        eps=epsilon,
+        weight_decay=weight_decay,
+        decoupled=mode == 1,
+        bias_correction=bool(bias_correction),
+        averaged=bool(grad_averaging),
+    )
+    rules.lamb_(
+        params,
+        grads,
+        firsts,
+        seconds,
+        rule=rule,
+        step=as_scalar(step, device),
+        divisor=_divisor(noop_flag, global_grad_norm, max_grad_norm) / as_scalar(inv_scale, device),
+        adaptive=bool(use_nvlamb) or weight_decay != 0.0,
+        gate=gate,
+    )
+    if len(lists) == 5:
+        copies = lists[4]
+        rounded = [param.to(copy.dtype) for param, copy in zip(params, copies, strict=True)]
+        store(copies, gate.select(copies, rounded))
+
+
+@torch.no_grad()
+def multi_tensor_lamb_stage1_cuda(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    per_tensor_decay: Tensor,
+    step: int,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    global_grad_norm: float | Tensor,
+    max_global_grad_norm: float,
+) -> None:
+    """Moves the averages and writes the update that the second stage applies.
+
+    Args:
+        chunk_size: Not used.
+        noop_flag: Neither read nor written.
+        tensor_lists: ``[grads, params, exp_avgs, exp_avg_sqs, updates]``.
+        per_tensor_decay: Decoupled weight decay of each tensor, ``[N]``.
+        step: Steps before this one, from 0.
+        beta1: Decay of the average of gradients.
+        beta2: Decay of the average of their squares.
+        epsilon: Added to the denominator.
+        global_grad_norm: Norm over all gradients.
+        max_global_grad_norm: The norm to which gradients are clipped.
+    """
+    del chunk_size
+    name = "multi_tensor_lamb_stage1_cuda"
+    grads, params, firsts, seconds, updates = checked(name, noop_flag, tensor_lists, 5)
+    decays = _one_each(name, "per_tensor_decay", per_tensor_decay, params)
+    if not params:
+        return
+    rule = AdamRule(1.0, beta1, beta2, epsilon, weight_decay=0.0, decoupled=True)
+    weights, gradients, averages, squares = working(params, grads, firsts, seconds)
+    divisor = _divisor(noop_flag, global_grad_norm, max_global_grad_norm)
+    directions = directions_(
+        weights,
+        list(torch._foreach_div(gradients, divisor)),
+        averages,
+        squares,
+        rule=rule,
+        step=step + 1,
+        gate=Gate(),
+    )
+    torch._foreach_add_(directions, torch._foreach_mul(weights, list(decays.unbind())))
+    for targets, values in ((firsts, averages), (seconds, squares), (updates, directions)):
+        store(targets, values)
+
+
+@torch.no_grad()
+def multi_tensor_lamb_stage2_cuda(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    per_tensor_param_norm: Tensor,
+    per_tensor_update_norm: Tensor,
+    lr: float | Tensor,
+    weight_decay: float | None = None,
+    use_nvlamb: bool | None = False,
+) -> None:
+    """Subtracts each update from its parameter, at the tensor's own rate.
+
+    Args:
+        chunk_size: Not used.
+        noop_flag: Neither read nor written.
+        tensor_lists: ``[params, updates]``.
+        per_tensor_param_norm: Norm of each parameter, ``[N]``.
+        per_tensor_update_norm: Norm of each update, ``[N]``.
+        lr: Learning rate.
+        weight_decay: Without weight decay (0) there is no trust ratio. ``None``, as apex's first
+            version had no such argument, means a trust ratio for all.
+        use_nvlamb: Whether tensors without weight decay get a trust ratio, too.
+    """
+    del chunk_size
+    name = "multi_tensor_lamb_stage2_cuda"
+    params, updates = checked(name, noop_flag, tensor_lists, 2)
+    param_norms = _one_each(name, "per_tensor_param_norm", per_tensor_param_norm, params)
+    update_norms = _one_each(name, "per_tensor_update_norm", per_tensor_update_norm, params)
+    if not params:
+        return
+    rate = as_scalar(lr, noop_flag.device)
+    if use_nvlamb or weight_decay != 0.0:
+        rate = rules.trust_rates(param_norms, update_norms, rate)
+    weights, directions = working(params, updates)
+    rules.apply_(weights, directions, rate)
+    store(params, weights)
+
+
+def _divisor(
+    noop_flag: Tensor, global_grad_norm: float | Tensor, max_grad_norm: float | Tensor
+) -> Tensor:
+    device = noop_flag.device
+    norm = as_tensor(global_grad_norm, device)
+    return rules.clip_divisor(norm, as_scalar(max_grad_norm, device))
+
+
+def _one_each(name: str, argument: str, values: Tensor, params: list[Tensor]) -> Tensor:
+    if values.numel() != len(params):
+        raise ValueError(
+            f"{name} got {values.numel()} values as {argument} for {len(params)} tensors; it "
+            "takes one for each."
+        )
+    return values.reshape(-1).to(torch.float32)

@@ -1,0 +1,100 @@
+"""The checks that every multi-tensor function makes before it touches anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+TensorLists = Sequence[Sequence[Tensor]]
+
+
+def checked(
+    name: str, noop_flag: Tensor, tensor_lists: TensorLists, *counts: int
+) -> list[list[Tensor]]:
+    """Returns the lists, ready for use; nothing has been changed when it raises.
+
+    Tensors of one position that differ in shape but not in the number of elements come as flat
+    views.
+
+    Args:
+        name: The function that is called, for errors.
+        noop_flag: Its flag.
+        tensor_lists: Its lists.
+        counts: How many lists it takes.
+
+    Raises:
+        TypeError: If something is no tensor, or no dense floating one.
+        ValueError: If lists, sizes or devices do not fit.
+    """
+    _check_flag(name, noop_flag)
+    lists = [list(tensors) for tensors in tensor_lists]
+    if len(lists) not in counts:
+        accepted = " or ".join(str(count) for count in counts)
+        raise ValueError(f"{name} got {len(lists)} tensor lists; it takes {accepted}.")
+    lengths = [len(tensors) for tensors in lists]
+    if len(set(lengths)) > 1:
+        raise ValueError(
+            f"{name} got tensor lists of {lengths} tensors; they must be equally long, "
+            "one position for each parameter."
+        )
+    for tensors in lists:
+        for tensor in tensors:
+            _check_tensor(name, noop_flag, tensor)
+    positions = [_fitted(name, position) for position in zip(*lists, strict=True)]
+    return [list(column) for column in zip(*positions, strict=True)] if positions else lists
+
+
+def raise_noop_(noop_flag: Tensor, found: Tensor) -> None:
+    """Sets the flag to 1 where ``found`` (0-d) is set, on the device."""
+    found = (found != 0).to(noop_flag.dtype).reshape(noop_flag.shape)
+    torch.maximum(noop_flag, found, out=noop_flag)
+
+
+def _check_flag(name: str, noop_flag: object) -> None:
+    if not isinstance(noop_flag, Tensor):
+        raise TypeError(
+            f"{name} got a {type(noop_flag).__name__} as its overflow flag; it takes a tensor: "
+            "torch.zeros(1, dtype=torch.int32, device=...)."
+        )
+    if noop_flag.numel() != 1:
+        raise ValueError(
+            f"{name} got an overflow flag of {noop_flag.numel()} elements; it takes one: "
+            "torch.zeros(1, dtype=torch.int32, device=...)."
+        )
+
+
+def _check_tensor(name: str, noop_flag: Tensor, tensor: object) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(
+            f"{name} got a {type(tensor).__name__} in a tensor list. Leave parameters without "
+            "a gradient out of every list."
+        )
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name} takes dense tensors; it got one of layout {tensor.layout}.")
+    if not tensor.is_floating_point():
+        raise TypeError(f"{name} takes floating tensors; it got one of {tensor.dtype}.")
+    if tensor.device != noop_flag.device:
+        raise ValueError(
+            f"{name} got a tensor on {tensor.device} and its overflow flag on "
+            f"{noop_flag.device}. Call it once for each device, with a flag there."
+        )
+
+
+def _fitted(name: str, position: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    first = position[0]
+    if all(tensor.shape == first.shape for tensor in position):
+        return position
+    shapes = [tuple(tensor.shape) for tensor in position]
+    if any(tensor.numel() != first.numel() for tensor in position):
+        raise ValueError(
+            f"{name} got tensors of shapes {shapes} in one position; they must have the same "
+            "number of elements."
+        )
+    if not all(tensor.is_contiguous() for tensor in position):
+        raise ValueError(
+            f"{name} got tensors of shapes {shapes} in one position; where shapes differ all "
+            "must be contiguous."
+        )
+    return tuple(tensor.view(-1) for tensor in position)

@@ -1,0 +1,157 @@
+"""SGD, Adagrad and NovoGrad steps."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from amp_C.lists import TensorLists, checked
+from apex._core.multi_tensor.adagrad import AdagradRule, adagrad_
+from apex._core.multi_tensor.gate import Gate, as_scalar
+from apex._core.multi_tensor.novograd import NovoGradRule, blended, norms_of, novograd_
+from apex._core.multi_tensor.sgd import SGDRule, sgd_
+from apex._core.multi_tensor.working import store, working
+
+
+@torch.no_grad()
+def multi_tensor_sgd(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    wd: float,
+    momentum: float,
+    dampening: float,
+    lr: float | Tensor,
+    nesterov: bool,
+    first_run: bool,
+    wd_after_momentum: bool,
+    scale: float = 1.0,
+) -> None:
+    """Takes one step in place; nothing happens where the flag is set.
+
+    Args:
+        chunk_size: Not used.
+        noop_flag: One int32 element; read on the device.
+        tensor_lists: ``[grads, params, momenta]``, or with the parameters' 16-bit copies as a
+            fourth list, which are written, too.
+        wd: Weight decay.
+        momentum: Decay of the momentum, 0 for none.
+        dampening: Part of the gradient that is kept out of the momentum.
+        lr: Learning rate.
+        nesterov: Whether to look ahead by Nesterov's rule.
+        first_run: Whether the momentum starts as the gradient.
+        wd_after_momentum: Whether weight decay joins behind the momentum.
+        scale: What gradients are multiplied by: one over the loss scale.
+    """
+    del chunk_size
+    lists = checked("multi_tensor_sgd", noop_flag, tensor_lists, 3, 4)
+    grads, params, momenta = lists[:3]
+    if not params:
+        return
+    gate = Gate.of(noop_flag, noop_flag.device)
+    rule = SGDRule(
+        lr=as_scalar(lr, noop_flag.device),
+        momentum=momentum,
+        dampening=dampening,
+        weight_decay=wd,
+        nesterov=bool(nesterov),
+        decay_after_momentum=bool(wd_after_momentum),
+    )
+    if scale != 1.0:
+        (wide,) = working(grads)
+        grads = list(torch._foreach_mul(wide, scale))
+    sgd_(params, grads, momenta, rule=rule, first_run=bool(first_run), gate=gate)
+    if len(lists) == 4:
+        copies = lists[3]
+        rounded = [param.to(copy.dtype) for param, copy in zip(params, copies, strict=True)]
+        store(copies, gate.select(copies, rounded))
+
+
+@torch.no_grad()
+def multi_tensor_adagrad(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    lr: float | Tensor,
+    epsilon: float,
+    mode: int,
+    weight_decay: float,
+) -> None:
+    """Takes one step in place, whatever the flag says (as apex: inf and NaN go through).
+
+    Args:
+        chunk_size: Not used.
+        noop_flag: Neither read nor written.
+        tensor_lists: ``[grads, params, sums]``.
+        lr: Learning rate.
+        epsilon: Added to the denominator.
+        mode: 0 for weight decay in the gradient, 1 for decoupled decay.
+        weight_decay: Decay rate.
+    """
+    del chunk_size
+    grads, params, sums = checked("multi_tensor_adagrad", noop_flag, tensor_lists, 3)
+    rule = AdagradRule(as_scalar(lr, noop_flag.device), epsilon, weight_decay, decoupled=mode == 1)
+    adagrad_(params, grads, sums, rule=rule, gate=Gate())
+
+
+@torch.no_grad()
+def multi_tensor_novograd(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    grad_norms: Tensor,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int,
+    bias_correction: int,
+    weight_decay: float,
+    grad_averaging: int,
+    mode: int,
+    norm_type: int,
+) -> None:
+    """Takes one step in place, whatever the flag says (as apex: inf and NaN go through).
+
+    Args:
+        chunk_size: Not used.
+        noop_flag: Neither read nor written.
+        tensor_lists: ``[grads, params, exp_avgs]``.
+        grad_norms: Running norm of each gradient, ``[N]`` fp32; this step's is blended in.
+        lr: Learning rate.
+        beta1: Decay of the average of gradients.
+        beta2: Decay of the average of norms.
+        epsilon: Added to the denominator.
+        step: Count of this step, from 1.
+        bias_correction: 1 to correct the bias of the averages.
+        weight_decay: Decay rate.
+        grad_averaging: 1 if the gradient enters its average by ``1 - beta1``, 0 if by 1.
+        mode: 0 to normalize and decay before the average is taken, 1 behind it.
+        norm_type: 2 for the 2-norm, 0 for the greatest absolute value.
+    """
+    del chunk_size
+    grads, params, averages = checked("multi_tensor_novograd", noop_flag, tensor_lists, 3)
+    if norm_type not in (0, 2):
+        raise ValueError(
+            f"multi_tensor_novograd got norm_type={norm_type!r}; it must be 2 (2-norm) or "
+            "0 (greatest absolute value)."
+        )
+    if grad_norms.numel() != len(params):
+        raise ValueError(
+            f"multi_tensor_novograd got {grad_norms.numel()} running norms for {len(params)} "
+            "gradients; it takes one for each."
+        )
+    rule = NovoGradRule(
+        lr=as_scalar(lr, noop_flag.device),
+        beta1=beta1,
+        beta2=beta2,
+        eps=epsilon,
+        weight_decay=weight_decay,
+        bias_correction=bool(bias_correction),
+        averaged=bool(grad_averaging),
+        inside_moment=mode == 0,
+        norm_type=norm_type,
+    )
+    norms = blended(grad_norms, norms_of(grads, norm_type, noop_flag.device), rule)
+    grad_norms.copy_(norms)
+    novograd_(params, grads, averages, norms, rule=rule, step=step, gate=Gate())

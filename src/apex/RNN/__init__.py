@@ -1,0 +1,5 @@
+"""Recurrent networks of cells that keep their hidden state between calls."""
+
+from apex.RNN.models import GRU, LSTM, ReLU, Tanh, mLSTM
+
+__all__ = ["GRU", "LSTM", "ReLU", "Tanh", "mLSTM"]

@@ -1,0 +1,70 @@
+"""Two stacks that read in opposite directions."""
+
+# ruff: noqa: A002, N801, N803 - apex's names
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from apex.RNN._cell import RNNCell
+from apex.RNN._stacked import Hiddens, stackedRNN
+
+
+class bidirectionalRNN(nn.Module):
+    """Two stacks, one from the first step on, one from the last; outputs are concatenated.
+
+    Arguments as `stackedRNN`; a cell only. The state dict has every parameter twice, as in apex:
+    under ``fwd`` or ``bckwrd``, and under ``rnns``.
+    """
+
+    def __init__(
+        self,
+        inputRNN: RNNCell,
+        num_layers: int = 1,
+        dropout: float = 0,
+        *,
+        batch_first: bool = False,
+    ) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.fwd = stackedRNN(inputRNN, num_layers, dropout, batch_first=batch_first)
+        back = inputRNN.new_like()
+        self.bckwrd = stackedRNN(back, num_layers, dropout, batch_first=batch_first)
+        self.rnns = nn.ModuleList([self.fwd, self.bckwrd])
+
+    def forward(self, input: Tensor, collect_hidden: bool = False) -> tuple[Tensor, Hiddens]:
+        """Runs both stacks; arguments as `stackedRNN`, features of both side by side."""
+        ahead, ahead_states = self.fwd(input, collect_hidden=collect_hidden)
+        back, back_states = self.bckwrd(input, collect_hidden=collect_hidden, reverse=True)
+        pairs = zip(ahead_states, back_states, strict=True)
+        return torch.cat([ahead, back], -1), tuple(itertools.starmap(_side_by_side, pairs))
+
+    def reset_parameters(self) -> None:
+        """Draws all parameters anew."""
+        self.fwd.reset_parameters()
+        self.bckwrd.reset_parameters()
+
+    def init_hidden(self, bsz: int) -> None:
+        """Makes states for a batch of ``bsz`` where there are none for that size."""
+        self.fwd.init_hidden(bsz)
+        self.bckwrd.init_hidden(bsz)
+
+    def reset_hidden(self, bsz: int) -> None:
+        """Sets all states to zeros for a batch of ``bsz``."""
+        self.fwd.reset_hidden(bsz)
+        self.bckwrd.reset_hidden(bsz)
+
+    def detach_hidden(self) -> None:
+        """Cuts all states from their graph."""
+        self.fwd.detach_hidden()
+        self.bckwrd.detach_hidden()
+
+
+def _side_by_side(ahead: Any, back: Any) -> Any:
+    if isinstance(ahead, Tensor):
+        return torch.cat([ahead, back], -1)
+    return [torch.cat(pair, -1) for pair in zip(ahead, back, strict=True)]

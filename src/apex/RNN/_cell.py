@@ -1,0 +1,122 @@
+"""One layer that keeps its hidden state between calls."""
+
+# ruff: noqa: A002 - apex's names
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class RNNCell(nn.Module):
+    """One layer: weights, hidden states and a cell function.
+
+    Args:
+        gate_multiplier: Rows of the weights over the hidden size: 4 for LSTM, 3 for GRU, else 1.
+        input_size: Features of the input.
+        hidden_size: Features of the cell.
+        cell: Function of one step, such as those of `apex.RNN.cells`.
+        n_hidden_states: States of the cell; the first is its output.
+        bias: Whether there are biases.
+        output_size: Features of the output, by a projection; None means ``hidden_size``.
+    """
+
+    def __init__(
+        self,
+        gate_multiplier: int,
+        input_size: int,
+        hidden_size: int,
+        cell: Callable[..., Any],
+        n_hidden_states: int = 2,
+        bias: bool = False,
+        output_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.gate_multiplier = gate_multiplier
+        self.input_size = input_size
+        self.hidden_size = hidden_size
+        self.cell = cell
+        self.bias = bias
+        self.output_size = hidden_size if output_size is None else output_size
+        self.gate_size = gate_multiplier * hidden_size
+        self.n_hidden_states = n_hidden_states
+        self.w_ih = nn.Parameter(torch.empty(self.gate_size, input_size))
+        self.w_hh = nn.Parameter(torch.empty(self.gate_size, self.output_size))
+        self._projects = self.output_size != hidden_size
+        if self._projects:
+            self.w_ho = nn.Parameter(torch.empty(self.output_size, hidden_size))
+        self.b_ih = nn.Parameter(torch.empty(self.gate_size)) if bias else None
+        self.b_hh = nn.Parameter(torch.empty(self.gate_size)) if bias else None
+        self.hidden: list[Tensor | None] = [None] * n_hidden_states
+        self.reset_parameters()
+
+    def new_like(self, new_input_size: int | None = None) -> RNNCell:
+        """Returns a cell with the same options and new parameters."""
+        return type(self)(
+            self.gate_multiplier,
+            new_input_size or self.input_size,
+            self.hidden_size,
+            self.cell,
+            self.n_hidden_states,
+            self.bias,
+            self.output_size,
+        )
+
+    def reset_parameters(self) -> None:
+        """Draws all parameters uniformly from +-1/sqrt(hidden_size)."""
+        bound = 1.0 / math.sqrt(self.hidden_size)
+        for param in self.parameters():
+            nn.init.uniform_(param, -bound, bound)
+
+    def init_hidden(self, bsz: int) -> None:
+        """Makes states for a batch of ``bsz``: zeros where there are none for that size.
+
+        Kept states follow the parameters to their device and dtype.
+        """
+        for index, state in enumerate(self.hidden):
+            if state is None or state.shape[0] != bsz:
+                size = self.hidden_size if index else self.output_size
+                self.hidden[index] = self.w_ih.new_zeros(bsz, size)
+            else:
+                self.hidden[index] = state.to(self.w_ih)
+
+    def reset_hidden(self, bsz: int) -> None:
+        """Sets the states to zeros for a batch of ``bsz``."""
+        self.hidden = [None] * self.n_hidden_states
+        self.init_hidden(bsz)
+
+    def detach_hidden(self) -> None:
+        """Cuts the states from their graph.
+
+        Raises:
+            RuntimeError: If there are none yet.
+        """
+        if any(state is None for state in self.hidden):
+            raise RuntimeError(
+                "detach_hidden was called before there are hidden states; call the network or "
+                "init_hidden(batch_size) first."
+            )
+        self.hidden = [state if state is None else state.detach() for state in self.hidden]
+
+    def forward(self, input: Tensor) -> tuple[Tensor, ...]:
+        """Returns the new states, the output first, for one step's input ``[batch, features]``."""
+        self.init_hidden(input.shape[0])
+        before = self.hidden[0] if self.n_hidden_states == 1 else self.hidden
+        new = self.cell(input, before, *self._weights(), b_ih=self.b_ih, b_hh=self.b_hh)
+        states = [new] if self.n_hidden_states == 1 else list(new)
+        if self._projects:
+            states[0] = F.linear(states[0], self.w_ho)
+        self.hidden = list(states)
+        return tuple(states)
+
+    def _weights(self) -> tuple[Tensor, ...]:
+        return self.w_ih, self.w_hh
+
+    def extra_repr(self) -> str:
+        """Shows sizes and cell."""
+        return f"{self.input_size}, {self.hidden_size}, cell={self.cell.__name__}, bias={self.bias}"

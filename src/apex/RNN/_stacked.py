@@ -1,0 +1,139 @@
+"""Cells on top of each other, run step by step."""
+
+# ruff: noqa: A001, A002, N801, N803 - apex's names
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from apex.RNN._cell import RNNCell
+
+Hiddens = Sequence[Any]
+"""Tensors ``[layers, batch, features]`` by hidden state; with ``collect_hidden`` lists by step."""
+
+
+class stackedRNN(nn.Module):
+    """Cells on top of each other, run step by step.
+
+    Args:
+        inputRNN: The first cell, others are made like it; or a list of all cells.
+        num_layers: Number of cells.
+        dropout: Probability of a zero between layers in training.
+        batch_first: Whether inputs and outputs are ``[batch, steps, features]``.
+
+    Raises:
+        TypeError: If ``inputRNN`` is neither a cell nor a list of cells.
+        ValueError: If the list has another length, or the probability is none.
+    """
+
+    def __init__(
+        self,
+        inputRNN: RNNCell | list[RNNCell],
+        num_layers: int = 1,
+        dropout: float = 0,
+        *,
+        batch_first: bool = False,
+    ) -> None:
+        super().__init__()
+        if not 0 <= dropout <= 1:
+            raise ValueError(f"RNN got dropout={dropout!r}; it is a probability from 0 to 1.")
+        self.dropout = dropout
+        self.batch_first = batch_first
+        self.rnns = nn.ModuleList(_layers(inputRNN, num_layers))
+        self.nLayers = len(self.rnns)
+
+    def forward(
+        self, input: Tensor, collect_hidden: bool = False, reverse: bool = False
+    ) -> tuple[Tensor, Hiddens]:
+        """Runs the cells over all steps.
+
+        Args:
+            input: ``[steps, batch, features]``.
+            collect_hidden: Whether to return the states of every step instead of the last.
+            reverse: Whether to read from the last step to the first.
+
+        Returns:
+            Outputs ``[steps, batch, output_size]`` in the input's order, and the states.
+
+        Raises:
+            ValueError: If the input has another shape or no step.
+        """
+        self._check(input)
+        steps = list(input.unbind(1 if self.batch_first else 0))
+        if reverse:
+            steps.reverse()
+        by_step = [self._step(step) for step in steps]
+        outputs = [layers[-1][0] for layers in by_step]
+        if reverse:
+            outputs.reverse()
+        output = torch.stack(outputs, dim=1 if self.batch_first else 0)
+        if not collect_hidden:
+            return output, _by_state(by_step[-1])
+        if reverse:
+            by_step.reverse()
+        return output, [list(states) for states in zip(*map(_by_state, by_step), strict=True)]
+
+    def _step(self, input: Tensor) -> list[tuple[Tensor, ...]]:
+        """Returns the states of every layer after one step."""
+        states: list[tuple[Tensor, ...]] = []
+        for layer, cell in enumerate(self.rnns):
+            if layer and self.dropout:
+                input = F.dropout(input, self.dropout, self.training)
+            states.append(cell(input))
+            input = states[-1][0]
+        return states
+
+    def _check(self, input: Tensor) -> None:
+        features = self._cells()[0].input_size
+        steps_dim = 1 if self.batch_first else 0
+        if input.dim() != 3 or input.shape[-1] != features or not input.shape[steps_dim]:
+            order = "batch, steps" if self.batch_first else "steps, batch"
+            raise ValueError(
+                f"RNN got an input of shape {list(input.shape)}; it takes [{order}, {features}] "
+                "with at least one step."
+            )
+
+    def _cells(self) -> list[RNNCell]:
+        return [cell for cell in self.rnns if isinstance(cell, RNNCell)]
+
+    def reset_parameters(self) -> None:
+        """Draws all parameters anew."""
+        for cell in self._cells():
+            cell.reset_parameters()
+
+    def init_hidden(self, bsz: int) -> None:
+        """Makes states for a batch of ``bsz`` where there are none for that size."""
+        for cell in self._cells():
+            cell.init_hidden(bsz)
+
+    def reset_hidden(self, bsz: int) -> None:
+        """Sets all states to zeros for a batch of ``bsz``."""
+        for cell in self._cells():
+            cell.reset_hidden(bsz)
+
+    def detach_hidden(self) -> None:
+        """Cuts all states from their graph."""
+        for cell in self._cells():
+            cell.detach_hidden()
+
+
+def _layers(first: RNNCell | list[RNNCell], num_layers: int) -> list[RNNCell]:
+    if isinstance(first, RNNCell):
+        return [first, *(first.new_like(first.output_size) for _ in range(num_layers - 1))]
+    if not isinstance(first, list):
+        raise TypeError(
+            f"stackedRNN got {type(first).__name__}; it takes an RNNCell or a list of them."
+        )
+    if len(first) != num_layers:
+        raise ValueError(f"stackedRNN got {len(first)} cells for num_layers={num_layers}.")
+    return first
+
+
+def _by_state(layers: Iterable[tuple[Tensor, ...]]) -> list[Tensor]:
+    """Returns by hidden state ``[layers, batch, features]``, of the states of every layer."""
+    return [torch.stack(states) for states in zip(*layers, strict=True)]

@@ -1,0 +1,118 @@
+"""One step of each kind of cell: ``(input, hidden, weights, biases)`` to new hidden states.
+
+``hidden`` is a tensor for cells with one state, else a list. The output state may be smaller or
+larger than the cell's: its size is that of ``w_hh``'s columns.
+"""
+
+# ruff: noqa: A002, N802 - apex's names
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from apex.RNN.RNNBackend import RNNCell
+
+__all__ = ["GRUCell", "LSTMCell", "ReLUCell", "TanhCell", "mLSTMCell", "mLSTMRNNCell"]
+
+
+def LSTMCell(
+    input: Tensor,
+    hidden: Sequence[Tensor],
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns output and cell state of a long short-term memory cell, ``[batch, hidden]`` each."""
+    output, state = hidden
+    if output.shape[-1] == state.shape[-1]:
+        return torch.lstm_cell(input, [output, state], w_ih, w_hh, b_ih, b_hh)
+    # torch's cell has no output projection.
+    gates = F.linear(input, w_ih, b_ih) + F.linear(output, w_hh, b_hh)
+    enter, forget, candidate, leave = gates.chunk(4, dim=-1)
+    state = forget.sigmoid() * state + enter.sigmoid() * candidate.tanh()
+    return leave.sigmoid() * state.tanh(), state
+
+
+def GRUCell(
+    input: Tensor,
+    hidden: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> Tensor:
+    """Returns the state of a gated recurrent unit, ``[batch, hidden]``."""
+    return torch.gru_cell(input, hidden, w_ih, w_hh, b_ih, b_hh)
+
+
+def ReLUCell(
+    input: Tensor,
+    hidden: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> Tensor:
+    """Returns the state of an Elman cell with ReLU, ``[batch, hidden]``."""
+    return F.relu(F.linear(input, w_ih, b_ih) + F.linear(hidden, w_hh, b_hh))
+
+
+def TanhCell(
+    input: Tensor,
+    hidden: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> Tensor:
+    """Returns the state of an Elman cell with tanh, ``[batch, hidden]``."""
+    return torch.tanh(F.linear(input, w_ih, b_ih) + F.linear(hidden, w_hh, b_hh))
+
+
+def mLSTMCell(
+    input: Tensor,
+    hidden: Sequence[Tensor],
+    w_ih: Tensor,
+    w_hh: Tensor,
+    w_mih: Tensor,
+    w_mhh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns output and cell state of a multiplicative LSTM cell.
+
+    The LSTM sees ``(w_mih x) * (w_mhh h)`` in place of the output ``h``.
+    """
+    output, state = hidden
+    mixed = F.linear(input, w_mih) * F.linear(output, w_mhh)
+    return LSTMCell(input, [mixed, state.to(mixed.dtype)], w_ih, w_hh, b_ih, b_hh)
+
+
+class mLSTMRNNCell(RNNCell):  # noqa: N801
+    """A multiplicative LSTM cell that keeps its states; arguments as `RNNCell`."""
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        bias: bool = False,
+        output_size: int | None = None,
+    ) -> None:
+        super().__init__(4, input_size, hidden_size, mLSTMCell, 2, bias, output_size)
+        self.w_mih = nn.Parameter(torch.empty(self.output_size, self.input_size))
+        self.w_mhh = nn.Parameter(torch.empty(self.output_size, self.output_size))
+        self.reset_parameters()
+
+    def new_like(self, new_input_size: int | None = None) -> mLSTMRNNCell:
+        """Returns a cell with the same options and new parameters."""
+        return type(self)(
+            new_input_size or self.input_size, self.hidden_size, self.bias, self.output_size
+        )
+
+    def _weights(self) -> tuple[Tensor, ...]:
+        return self.w_ih, self.w_hh, self.w_mih, self.w_mhh

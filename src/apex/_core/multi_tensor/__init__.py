@@ -1,0 +1,1 @@
+"""Optimizer rules and norms over lists of tensors, on torch's fused and foreach kernels."""

@@ -1,0 +1,45 @@
+"""Norms of lists of tensors, accumulated in fp32 or wider."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def l2_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the 2-norm of every tensor: 0-d, fp32 (fp64 of fp64 tensors)."""
+    if not any(tensor.dtype is torch.float64 for tensor in tensors):
+        return list(torch._foreach_norm(list(tensors), 2, dtype=torch.float32)) if tensors else []
+    # One call takes one dtype, and refuses one narrower than a tensor's own.
+    wide = torch.float64
+    return [
+        torch.linalg.vector_norm(t, dtype=wide if t.dtype is wide else torch.float32)
+        for t in tensors
+    ]
+
+
+def max_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the greatest absolute value of every tensor, 0 of an empty one: 0-d, own dtype."""
+    full = [tensor for tensor in tensors if tensor.numel()]
+    found = iter(torch._foreach_norm(full, float("inf")) if full else ())
+    return [next(found) if t.numel() else t.new_zeros(()) for t in tensors]
+
+
+def stacked(norms: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Returns 0-d norms as one fp32 tensor of shape ``[N]`` on ``device``."""
+    if not norms:
+        return torch.zeros(0, device=device)
+    return torch.stack([n.to(device, torch.float32, non_blocking=True) for n in norms])
+
+
+def total(norms: Tensor) -> Tensor:
+    """Returns the 2-norm over all tensors (0-d) from their norms (``[N]``); 0 for none."""
+    norm: Tensor = torch.linalg.vector_norm(norms)
+    return norm
+
+
+def any_non_finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Returns a 0-d bool: whether any value is inf or NaN. Reads only; no host sync."""
+    return ~torch.isfinite(stacked(max_norms(tensors), device)).all()

@@ -1,0 +1,87 @@
+"""Tensors in the precision that a rule computes in, and the way back.
+
+Note [Precision of the rules]
+Every rule is computed in fp32 (fp64 where a tensor of the position is fp64), whatever its tensors
+are stored in: 16-bit ones are copied up first and rounded once at the end, as apex's kernels do in
+registers. It also makes a skipped step exact, for a 16-bit value survives the way up and back.
+
+Note [Strides]
+torch's fused CPU kernels walk through memory and ignore strides: a transposed gradient would be
+applied to the wrong elements without a word (measured on torch 2.13). So all tensors of one
+position get one layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def math_dtype(*tensors: Tensor) -> torch.dtype:
+    """Returns the dtype that a rule over ``tensors`` computes in: fp32, or fp64 if one is that."""
+    wide = any(tensor.dtype is torch.float64 for tensor in tensors)
+    return torch.float64 if wide else torch.float32
+
+
+def working(*lists: Sequence[Tensor]) -> tuple[list[Tensor], ...]:
+    """Returns the lists with every tensor in its position's dtype and layout.
+
+    Tensors that are right already come back themselves, others as copies; :func:`store` writes
+    results back.
+    """
+    results = tuple(list(tensors) for tensors in lists)
+    copies: list[Tensor] = []
+    sources: list[Tensor] = []
+    for index, position in enumerate(zip(*lists, strict=True)):
+        if _is_ready(position):
+            continue
+        dtype, layout = math_dtype(*position), _shared_layout(position)
+        for tensor, result in zip(position, results, strict=True):
+            if layout is not None and tensor.dtype is dtype:
+                continue
+            memory = layout or torch.contiguous_format
+            result[index] = torch.empty_like(tensor, dtype=dtype, memory_format=memory)
+            copies.append(result[index])
+            sources.append(tensor)
+    if copies:
+        torch._foreach_copy_(copies, sources)
+    return results
+
+
+def store(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Writes ``values``, rounded, into ``targets`` where they are not the same tensors."""
+    pairs = [(t, v) for t, v in zip(targets, values, strict=True) if t is not v]
+    if pairs:
+        torch._foreach_copy_([target for target, _ in pairs], [value for _, value in pairs])
+
+
+def fresh(tensors: Sequence[Tensor], originals: Sequence[Tensor]) -> list[Tensor]:
+    """Returns ``tensors``, cloned where they are the originals: free to be changed in place."""
+    return [t.clone() if t is o else t for t, o in zip(tensors, originals, strict=True)]
+
+
+def _is_ready(position: tuple[Tensor, ...]) -> bool:
+    """Returns whether all are contiguous in one dtype to compute in: the case that must be fast."""
+    dtype = position[0].dtype
+    if dtype is not torch.float32 and dtype is not torch.float64:
+        return False
+    for tensor in position:  # noqa: SIM110 - a generator would cost more than the check
+        if tensor.dtype is not dtype or not tensor.is_contiguous():
+            return False
+    return True
+
+
+def _shared_layout(position: tuple[Tensor, ...]) -> torch.memory_format | None:
+    """Returns the layout that all have, ``None`` where they differ or are not dense."""
+    for layout in (torch.contiguous_format, torch.channels_last):
+        if all(_has_layout(tensor, layout) for tensor in position):
+            return layout
+    return None
+
+
+def _has_layout(tensor: Tensor, layout: torch.memory_format) -> bool:
+    if layout is torch.channels_last and tensor.dim() != 4:
+        return False
+    return tensor.is_contiguous(memory_format=layout)

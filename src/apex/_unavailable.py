@@ -1,0 +1,75 @@
+"""Names of apex that this package does not have: importing one says what to use instead.
+
+`install` puts a finder at the end of ``sys.meta_path``, so it is asked only for modules that
+nothing else provides. Libraries that try such an import and go on without it catch ImportError or
+ModuleNotFoundError: the error is both.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import MappingProxyType, ModuleType
+
+_SDPA = "torch.nn.functional.scaled_dot_product_attention"
+_SHARDED = (
+    "torch.distributed.fsdp.fully_shard or torch.distributed.optim.ZeroRedundancyOptimizer with "
+    "an optimizer of apex.optimizers"
+)
+_BATCH_NORM = "apex.parallel.SyncBatchNorm on channels_last tensors"
+
+INSTEAD: Mapping[str, str] = MappingProxyType(
+    {
+        "apex.transformer": "Megatron-LM's megatron.core, which took these modules over",
+        "apex.pyprof": "torch.profiler, or torch.autograd.profiler.emit_nvtx with Nsight",
+        "apex.fused_dense": "torch.nn.Linear and torch.nn.GELU, which torch.compile fuses",
+        "apex.contrib.bottleneck": "torchvision's resnet.Bottleneck in channels_last",
+        "apex.contrib.conv_bias_relu": "torch.nn.Conv2d and ReLU, which torch.compile fuses",
+        "apex.contrib.cudnn_gbn": _BATCH_NORM,
+        "apex.contrib.fmha": f"{_SDPA}, or torch.nn.attention.varlen for packed sequences",
+        "apex.contrib.focal_loss": "torchvision.ops.sigmoid_focal_loss",
+        "apex.contrib.gpu_direct_storage": "torch.cuda.gds.GdsFile",
+        "apex.contrib.group_norm": "torch.nn.GroupNorm",
+        "apex.contrib.groupbn": _BATCH_NORM,
+        "apex.contrib.index_mul_2d": "a[index] * b, which torch.compile fuses",
+        "apex.contrib.multihead_attn": f"torch.nn.MultiheadAttention, or {_SDPA}",
+        "apex.contrib.nccl_allocator": "torch.cuda.MemPool with the NCCL backend's mem_allocator",
+        "apex.contrib.nccl_p2p": "torch.distributed.batch_isend_irecv",
+        "apex.contrib.openfold_triton": f"torch.nn.LayerNorm and {_SDPA}",
+        "apex.contrib.optimizers.distributed_fused_adam": _SHARDED,
+        "apex.contrib.optimizers.distributed_fused_adam_v2": _SHARDED,
+        "apex.contrib.optimizers.distributed_fused_adam_v3": _SHARDED,
+        "apex.contrib.optimizers.distributed_fused_lamb": _SHARDED,
+        "apex.contrib.peer_memory": "torch.distributed.batch_isend_irecv",
+        "apex.contrib.sparsity": "torch.sparse.to_sparse_semi_structured, or torchao's sparsity",
+        "apex.contrib.torchsched": "torch.compile",
+        "apex.contrib.transducer": "torchaudio.functional.rnnt_loss",
+    }
+)
+"""Use this instead, by module name."""
+
+
+class UnavailableFinder(MetaPathFinder):
+    """Finds nothing: raises for the modules of `INSTEAD`."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Returns None for any other module.
+
+        Raises:
+            ModuleNotFoundError: If ``fullname`` is a module of apex that is not here.
+        """
+        instead = INSTEAD.get(fullname)
+        if instead is None:
+            return None
+        # Without `name`: `from apex import x` would replace an error that names x by its own.
+        raise ModuleNotFoundError(f"{fullname} is not part of this apex: use {instead}.")
+
+
+def install() -> None:
+    """Registers the finder once."""
+    if not any(isinstance(finder, UnavailableFinder) for finder in sys.meta_path):
+        sys.meta_path.append(UnavailableFinder())

@@ -1,0 +1,69 @@
+"""Clipping by the global norm, which is taken in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from apex._core.finite import group
+from apex._core.multi_tensor.norms import l2_norms, max_norms, stacked, total
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scales gradients in place so that their global norm is at most ``max_norm``.
+
+    As ``torch.nn.utils.clip_grad_norm_``, with one difference: the norm of 16-bit gradients is
+    taken in fp32, so that it does not overflow where they do not.
+
+    Args:
+        parameters: Parameters; those without gradient are passed over.
+        max_norm: The greatest norm.
+        norm_type: The p of the p-norm; ``inf`` for the greatest absolute value.
+        error_if_nonfinite: Whether a norm of inf or NaN raises; waits for the device.
+        foreach: Accepted as in torch; foreach kernels run in any case.
+
+    Returns:
+        The norm before clipping, 0-d; 0 without gradients.
+
+    Raises:
+        RuntimeError: For a norm that is not finite, if asked to.
+        TypeError: For a sparse gradient.
+    """
+    del foreach
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    grads = [param.grad.detach() for param in parameters if param.grad is not None]
+    if not grads:
+        return torch.tensor(0.0)
+    if any(grad.layout is not torch.strided for grad in grads):
+        raise TypeError("clip_grad_norm_ takes dense gradients; it got a sparse one.")
+    norm = _global_norm(grads, float(norm_type))
+    # sync: the caller asks for an error, which the host must raise
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise RuntimeError(
+            f"The norm of order {norm_type} of the gradients is not finite, so they cannot be "
+            "clipped. Pass error_if_nonfinite=False to scale them by it anyway."
+        )
+    factor = (float(max_norm) / (norm + 1e-6)).clamp(max=1.0)
+    for same in group(grads):
+        torch._foreach_mul_(same, factor.to(same[0].device, same[0].dtype, non_blocking=True))
+    return norm
+
+
+def _global_norm(grads: list[Tensor], norm_type: float) -> Tensor:
+    device = grads[0].device
+    if norm_type == float("inf"):
+        return stacked(max_norms(grads), device).max()
+    if norm_type == 2.0:
+        return total(stacked(l2_norms(grads), device))
+    norms = [torch.linalg.vector_norm(grad.float(), norm_type) for grad in grads]
+    norm: Tensor = torch.linalg.vector_norm(stacked(norms, device), norm_type)
+    return norm

@@ -1,0 +1,89 @@
+"""Steps on gradients that are passed in, with the results passed out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apex._core.multi_tensor.working import store
+from apex.optimizers.fused_optimizer import FusedOptimizer
+
+GivenTensors = Iterable[Tensor] | list[list[Tensor]]
+
+
+class ExplicitOptimizer(FusedOptimizer):
+    """An optimizer whose ``step`` takes gradients, 16-bit copies to write, and their scale."""
+
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        grads: GivenTensors | None = None,
+        output_params: GivenTensors | None = None,
+        scale: float = 1.0,
+        grad_norms: Any = None,
+        **scaling: Any,
+    ) -> Any:
+        """Takes one step.
+
+        Args:
+            closure: Recomputes the loss; called once, before the step.
+            grads: Gradients in place of the parameters' own, for one group or a list per group.
+            output_params: Tensors to write the rounded parameters to, likewise.
+            scale: What gradients are divided by.
+            grad_norms: The 2-norm of each group's scaled gradients, where known.
+            scaling: ``grad_scaler``, a ``torch.amp.GradScaler`` whose scaled gradients these are.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            ValueError: If the lists do not fit the groups.
+        """
+        groups = self.param_groups
+        given = _per_group("grads", grads, groups)
+        outputs = _per_group("output_params", output_params, groups)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        params = [param for group in groups for param in group["params"]]
+        own = [param.grad for param in params]
+        self._norms = None if grad_norms is None else [norm / scale for norm in grad_norms]
+        try:
+            for param, grad in zip(params, own if given is None else given, strict=True):
+                if grad is not None and (given is not None or scale != 1.0):
+                    param.grad = grad.detach().to(param.dtype).div(scale)
+            super().step(**scaling)
+        finally:
+            self._norms = None
+            for param, grad in zip(params, own, strict=True):
+                param.grad = grad
+        if outputs is not None:
+            pairs = [(o, p) for o, p in zip(outputs, params, strict=True) if o is not None]
+            with torch.no_grad():
+                store([output for output, _ in pairs], [param for _, param in pairs])
+        return loss
+
+    _norms: list[Any] | None = None
+
+
+def _per_group(
+    name: str, given: GivenTensors | None, groups: list[dict[str, Any]]
+) -> list[Tensor | None] | None:
+    """Returns one tensor for each parameter, in the order of the groups."""
+    if given is None:
+        return None
+    lists = list(given)
+    nested = bool(lists) and isinstance(lists[0], list)
+    per_group: list[Any] = lists if nested else [lists]
+    sizes = [len(group["params"]) for group in groups]
+    found = [len(tensors) for tensors in per_group]
+    if found != sizes:
+        raise ValueError(
+            f"step got {name} of {found} tensors per group; the groups hold {sizes} parameters. "
+            "Pass a list for each group with one tensor (or None) for each parameter."
+        )
+    return [tensor for tensors in per_group for tensor in tensors]

@@ -1,0 +1,139 @@
+"""apex's first FusedAdam: clipping inside, gradients and outputs as arguments of ``step``."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from apex._core.multi_tensor.gate import Gate, Scalar, add_, as_tensor, bias_correction
+from apex._core.multi_tensor.norms import l2_norms, stacked, total
+from apex._core.multi_tensor.working import store, working
+from apex.contrib.optimizers.explicit import ExplicitOptimizer
+from apex.optimizers.fused_optimizer import (
+    Batch,
+    check_adam_options,
+    check_range,
+    refuse_amsgrad,
+)
+
+
+class FusedAdam(ExplicitOptimizer):
+    """Adam with decoupled weight decay, in the form of apex's first version.
+
+    The bias is corrected in the step size, ``lr * sqrt(1 - beta2**t) / (1 - beta1**t)``, which
+    multiplies weight decay, too.
+
+    Attributes:
+        eps_mode: 0 if ``eps`` is added under the square root, 1 if outside.
+    """
+
+    settings: ClassVar[tuple[str, ...]] = ("eps_mode",)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        amsgrad: bool = False,
+        use_mt: bool = False,
+        amp_scale_adjustment: float = 1.0,
+    ) -> None:
+        """Makes the optimizer.
+
+        Args:
+            params: Parameters or groups.
+            lr: Learning rate.
+            bias_correction: Whether the step size corrects the bias of the averages.
+            betas: Decay of the averages of gradients and of their squares, per step.
+            eps: Added to the denominator.
+            eps_inside_sqrt: Whether it is added under the square root.
+            weight_decay: Decay rate.
+            max_grad_norm: Greatest norm of a group's gradients; 0 for no clipping.
+            amsgrad: Refused.
+            use_mt: Changes nothing: all parameters are stepped together.
+            amp_scale_adjustment: Must be 1: amp unscales gradients before the step.
+
+        Raises:
+            RuntimeError: For ``amsgrad``.
+            ValueError: For a value outside its range.
+        """
+        del use_mt
+        refuse_amsgrad("FusedAdam", amsgrad)
+        check_adam_options(lr, betas, eps, weight_decay)
+        check_range("max_grad_norm", max_grad_norm)
+        if amp_scale_adjustment != 1.0:
+            raise ValueError(
+                f"amp_scale_adjustment is {amp_scale_adjustment!r}; only 1 has a meaning: amp "
+                "unscales gradients before the step."
+            )
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "max_grad_norm": max_grad_norm,
+        }
+        super().__init__(params, defaults)
+        self.eps_mode = 0 if eps_inside_sqrt else 1
+
+    def prepare(self, batches: list[Batch]) -> None:
+        """Takes each group's norm and clips its gradients."""
+        for index, group in enumerate(self.param_groups):
+            own = [batch for batch in batches if batch.group is group]
+            if own and group["max_grad_norm"] > 0:
+                known = None if self._norms is None else self._norms[index]
+                _clip(own, group["max_grad_norm"], known)
+
+    def update(self, batch: Batch, step: Scalar, gate: Gate) -> None:
+        """Takes one step for a batch."""
+        group = batch.group
+        averages = self.buffers(batch, "exp_avg"), self.buffers(batch, "exp_avg_sq")
+        params, grads, firsts, seconds = working(batch.params, batch.grads, *averages)
+        beta1, beta2 = group["betas"]
+        grads = gate.gradients(grads)
+        torch._foreach_mul_(firsts, gate.coefficient(beta1, 1.0))
+        torch._foreach_add_(firsts, grads, alpha=1.0 - beta1)
+        torch._foreach_mul_(seconds, gate.coefficient(beta2, 1.0))
+        torch._foreach_addcmul_(seconds, grads, grads, value=1.0 - beta2)
+        updates = list(torch._foreach_div(firsts, self._denominators(seconds, group["eps"], gate)))
+        if group["weight_decay"]:
+            torch._foreach_add_(updates, params, alpha=group["weight_decay"])
+        size = batch.option("lr")
+        if group["bias_correction"]:
+            size = size * bias_correction(beta2, step) ** 0.5 / bias_correction(beta1, step)
+        torch._foreach_mul_(updates, gate.coefficient(size, 0.0))
+        torch._foreach_sub_(params, updates)
+        for targets, values in zip(
+            (batch.params, *averages), (params, firsts, seconds), strict=True
+        ):
+            store(targets, values)
+
+    def _denominators(self, squares: list[Tensor], eps: float, gate: Gate) -> list[Tensor]:
+        added = gate.coefficient(eps, 1.0)
+        inside = self.eps_mode == 0
+        result = list(torch._foreach_clone(squares) if inside else torch._foreach_sqrt(squares))
+        add_(result, added)
+        if inside:
+            torch._foreach_sqrt_(result)
+        return result
+
+
+def _clip(batches: list[Batch], max_norm: float, known: float | Tensor | None) -> None:
+    device = batches[0].device
+    if known is None:
+        norm = total(torch.cat([stacked(l2_norms(batch.grads), device) for batch in batches]))
+    else:
+        norm = as_tensor(known, device)
+    divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0)
+    for batch in batches:
+        (wide,) = working(batch.grads)
+        batch.grads = list(torch._foreach_div(wide, divisor.to(batch.device, non_blocking=True)))

@@ -1,0 +1,5 @@
+"""Cross entropy of each row, with label smoothing and a padding label."""
+
+from apex.contrib.xentropy.softmax_xentropy import SoftmaxCrossEntropyLoss
+
+__all__ = ["SoftmaxCrossEntropyLoss"]

@@ -1,0 +1,105 @@
+"""Softmax cross entropy by apex's name: an autograd function's ``apply``, and a module.
+
+Source: Szegedy et al., "Rethinking the Inception Architecture", arXiv:1512.00567 (smoothing).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from apex._core.dtypes import CASTABLE, LOW_PRECISION
+
+
+class _WithApply(type):
+    """Gives a class autograd's ``apply``, and leaves objects nn.Module's of the same name."""
+
+    @property
+    def apply(cls) -> Callable[..., Tensor]:
+        """Returns the loss as apex's autograd function gives it."""
+        return _row_losses
+
+
+class SoftmaxCrossEntropyLoss(nn.Module, metaclass=_WithApply):
+    """Cross entropy of each row of logits: ``-(1 - s) * log p[label] - s * mean(log p)``.
+
+    The softmax is fp32 or wider for any logits. Both ways of calling give losses of shape ``[N]``:
+
+    - ``SoftmaxCrossEntropyLoss.apply(logits, labels, smoothing, padding_idx, half_to_float)``
+    - ``SoftmaxCrossEntropyLoss(smoothing, padding_idx, half_to_float)(logits, labels)``
+
+    Args:
+        smoothing: Share ``s`` of the target that all classes get alike, from 0 to 1.
+        padding_idx: Label of rows with loss and gradient zero; it may be out of range.
+        half_to_float: Whether losses of fp16 and bf16 logits are fp32; else of the logits' dtype.
+    """
+
+    def __init__(
+        self, smoothing: float = 0.0, padding_idx: int = 0, half_to_float: bool = False
+    ) -> None:
+        super().__init__()
+        _check_smoothing(smoothing)
+        self.smoothing = smoothing
+        self.padding_idx = padding_idx
+        self.half_to_float = half_to_float
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Returns the losses, ``[N]``, of logits ``[N, classes]`` and integer labels ``[N]``."""
+        return _row_losses(logits, labels, self.smoothing, self.padding_idx, self.half_to_float)
+
+    def extra_repr(self) -> str:
+        """Shows the options."""
+        return (
+            f"smoothing={self.smoothing}, padding_idx={self.padding_idx}, "
+            f"half_to_float={self.half_to_float}"
+        )
+
+
+def _row_losses(
+    logits: Tensor,
+    labels: Tensor,
+    smoothing: float = 0.0,
+    padding_idx: int = 0,
+    half_to_float: bool = False,
+) -> Tensor:
+    """Returns the losses; arguments as `SoftmaxCrossEntropyLoss`."""
+    _check_smoothing(smoothing)
+    _check_tensors(logits, labels)
+    given = logits.dtype
+    wide = torch.float32 if given in LOW_PRECISION else given
+    log_probs = F.log_softmax(logits, dim=-1, dtype=wide)
+    losses = F.nll_loss(log_probs, labels.long(), ignore_index=padding_idx, reduction="none")
+    if smoothing:
+        padding = labels == padding_idx
+        spread = log_probs.mean(dim=-1).neg().masked_fill(padding, 0.0)
+        losses = losses * (1.0 - smoothing) + spread * smoothing
+    return losses if half_to_float else losses.to(given)
+
+
+def _check_smoothing(smoothing: float) -> None:
+    if not 0.0 <= smoothing <= 1.0:
+        raise ValueError(
+            f"SoftmaxCrossEntropyLoss got smoothing={smoothing}; it is a share from 0 to 1."
+        )
+
+
+def _check_tensors(logits: Tensor, labels: Tensor) -> None:
+    if logits.dim() != 2 or labels.shape != logits.shape[:1]:
+        raise ValueError(
+            f"SoftmaxCrossEntropyLoss got logits of shape {list(logits.shape)} and labels of shape "
+            f"{list(labels.shape)}; it takes [N, classes] and [N]. Flatten the others first: "
+            "logits.view(-1, classes), labels.view(-1)."
+        )
+    if logits.dtype not in CASTABLE or labels.is_floating_point() or labels.is_complex():
+        raise TypeError(
+            f"SoftmaxCrossEntropyLoss got logits of {logits.dtype} and labels of {labels.dtype}; "
+            "logits are float16, bfloat16, float32 or float64, labels are class indices."
+        )
+    if logits.device != labels.device:
+        raise ValueError(
+            f"SoftmaxCrossEntropyLoss got logits on {logits.device} and labels on {labels.device}; "
+            "move both to one device."
+        )

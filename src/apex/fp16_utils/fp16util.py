@@ -1,0 +1,204 @@
+"""Half-precision models and fp32 master parameters, for hand-written training loops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from apex._core import dtypes, master, nested
+from apex._core.master import Pair
+
+clip_grad_norm = nn.utils.clip_grad_norm_
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class tofp16(nn.Module):  # noqa: N801 - apex's name
+    """Casts its input to fp16."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - apex's name
+        """Returns ``input`` in fp16."""
+        return input.half()
+
+
+def BN_convert_float(module: Module) -> Module:  # noqa: N802 - apex's name
+    """Puts every batch norm with a weight and a bias back into fp32, in place; returns ``module``.
+
+    Statistics and weights that were rounded to fp16 before stay rounded.
+    """
+    for part in module.modules():
+        if _keeps_fp32(part):
+            part.float()
+    return module
+
+
+def network_to_half(network: nn.Module) -> nn.Sequential:
+    """Returns the network in fp16, batch norm in fp32, behind a cast of the input.
+
+    The network itself is changed. :class:`FP16Model` keeps its names in the ``state_dict``.
+    """
+    return nn.Sequential(tofp16(), BN_convert_float(convert_network(network, torch.float16)))
+
+
+def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
+    """Casts the floating parameters, gradients and buffers of one module, not of its children.
+
+    Raises:
+        TypeError: If ``dtype`` is not a floating dtype.
+    """
+    given: object = dtype
+    if not isinstance(given, torch.dtype) or not given.is_floating_point:
+        raise TypeError(f"dtype is {dtype!r}; it must be a floating dtype, such as torch.float16.")
+    for param in module.parameters(recurse=False):
+        if dtypes.is_castable(param):
+            param.data = param.data.to(dtype)
+            if param.grad is not None:
+                param.grad.data = param.grad.data.to(dtype)
+    for buffer in module.buffers(recurse=False):
+        if dtypes.is_castable(buffer):
+            buffer.data = buffer.data.to(dtype)
+
+
+def convert_network(network: Module, dtype: torch.dtype) -> Module:
+    """Casts a whole network in place, except batch norm with a weight and a bias; returns it.
+
+    Raises:
+        TypeError: If ``dtype`` is not a floating dtype.
+    """
+    for module in network.modules():
+        if _keeps_fp32(module):
+            continue
+        convert_module(module, dtype)
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+    return network
+
+
+class FP16Model(nn.Module):
+    """A network in fp16, batch norm in fp32, that casts its inputs.
+
+    Attributes:
+        network: The network, changed in place.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        """Casts ``network``."""
+        super().__init__()
+        self.network = convert_network(network, torch.float16)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Runs the network on the inputs with every floating tensor in fp16."""
+        args, kwargs = nested.cast_arguments(inputs, kwargs, torch.float16)
+        return self.network(*args, **kwargs)
+
+
+def prep_param_lists(
+    model: nn.Module, flat_master: bool = False
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Returns the model's parameters that want gradients, and fp32 masters for the optimizer.
+
+    Args:
+        model: Any model.
+        flat_master: One master that holds all parameters one after another, with a gradient.
+
+    Raises:
+        ValueError: If ``flat_master`` is to join parameters of several dtypes or devices.
+    """
+    params = [param for param in model.parameters() if param.requires_grad]
+    if not flat_master:
+        return params, [_master_of(param) for param in params]
+    kinds = {(param.dtype, param.device) for param in params}
+    if len(kinds) != 1:
+        shown = sorted(f"{dtypes.name(dtype)} on {device}" for dtype, device in kinds)
+        raise ValueError(
+            f"prep_param_lists(flat_master=True) got a model with parameters of {shown}; one flat "
+            "master takes parameters of one dtype on one device. Use flat_master=False."
+        )
+    flat = nn.Parameter(_flat([param.detach() for param in params]).to(torch.float32, copy=True))
+    flat.grad = torch.zeros_like(flat)
+    return params, [flat]
+
+
+def model_grads_to_master_grads(
+    model_params: Sequence[nn.Parameter],
+    master_params: Sequence[nn.Parameter],
+    flat_master: bool = False,
+) -> None:
+    """Copies the model's gradients into the masters', in fp32.
+
+    A master whose parameter has no gradient has none afterwards; in a flat master it is zero there.
+
+    Raises:
+        ValueError: If the lists do not fit together.
+    """
+    _require_fit(model_params, master_params, flat_master)
+    if flat_master:
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]
+        master_params[0].grad = _flat(grads).to(torch.float32, copy=True)
+        return
+    received = [i for i, param in enumerate(model_params) if param.grad is not None]
+    for param in master_params:
+        param.grad = None
+    for i, grad in zip(
+        received, master.fp32_grads([model_params[i] for i in received]), strict=True
+    ):
+        master_params[i].grad = grad
+
+
+def master_params_to_model_params(
+    model_params: Sequence[nn.Parameter],
+    master_params: Sequence[nn.Parameter],
+    flat_master: bool = False,
+) -> None:
+    """Copies the masters into the model, rounded to its dtype.
+
+    Raises:
+        ValueError: If the lists do not fit together.
+    """
+    _require_fit(model_params, master_params, flat_master)
+    if not flat_master:
+        master.copy_to_model(
+            [Pair(*pair) for pair in zip(model_params, master_params, strict=True)]
+        )
+        return
+    values = _unflatten_dense_tensors(master_params[0].detach(), tuple(model_params))  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        torch._foreach_copy_(list(model_params), list(values))
+
+
+def to_python_float(t: Any) -> Any:
+    """Returns the number in a tensor, or the first item of anything else. Waits for the device."""
+    return t.item() if isinstance(t, Tensor) else t[0]  # sync: the caller asks for a host number
+
+
+def _keeps_fp32(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) and module.affine
+
+
+def _master_of(param: nn.Parameter) -> nn.Parameter:
+    if dtypes.is_low_precision(param):
+        return master.make_master(param)
+    return nn.Parameter(param.detach().to(torch.float32, copy=True))
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    flat: Tensor = _flatten_dense_tensors(tuple(tensors))  # type: ignore[no-untyped-call]
+    return flat
+
+
+def _require_fit(
+    model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool
+) -> None:
+    masters = [param.numel() for param in master_params]
+    wanted = [param.numel() for param in model_params]
+    if masters != ([sum(wanted)] if flat_master else wanted):
+        raise ValueError(
+            f"The masters hold {masters} elements, the model's parameters {wanted} "
+            f"(flat_master={flat_master}). Pass the two lists that one prep_param_lists call "
+            "returned, and the same flat_master."
+        )

@@ -1,0 +1,1 @@
+"""apex inside other libraries; each module here needs the library that it is named for."""

@@ -1,0 +1,229 @@
+"""MMEngine's ``ApexOptimWrapper`` on this apex; needs the extra ``apex-amp[mmengine]``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from apex import amp
+from apex._engine import convert
+from apex.integrations import scales
+
+try:
+    # First of all mmengine: its optim and its model package import each other.
+    from mmengine.model import is_model_wrapper
+    from mmengine.optim import OptimWrapper
+    from mmengine.registry import OPTIM_WRAPPERS, Registry
+except ImportError as error:
+    raise ImportError(
+        "apex.integrations.mmengine needs MMEngine, which could not be imported: "
+        f"{error}. Install it: pip install 'apex-amp[mmengine]'."
+    ) from error
+
+__all__ = ["APEX_OPTIM_WRAPPERS", "ApexOptimWrapper"]
+
+SCOPE = "apex"
+
+
+class _ScopedRegistry(Registry):
+    """A registry that also finds classes by their full path, which begins with its own scope.
+
+    MMEngine cuts the scope off ``apex.integrations.mmengine.ApexOptimWrapper`` (what it writes for
+    a class in a dumped config) before it asks the registry of that scope.
+    """
+
+    def get(self, key: str) -> Any:
+        """Returns the class registered as, or importable by, ``key``."""
+        return super().get(key if key in self.module_dict else f"{self.scope}.{key}")
+
+
+# MMEngine has its own class of the name in the root; a child registry keeps both reachable.
+APEX_OPTIM_WRAPPERS = _ScopedRegistry("optim_wrapper", parent=OPTIM_WRAPPERS, scope=SCOPE)
+
+
+@APEX_OPTIM_WRAPPERS.register_module()
+class ApexOptimWrapper(OptimWrapper):
+    """Trains with ``apex.amp`` inside MMEngine: configs, Runner, checkpoints and resume.
+
+    The class of this name in MMEngine, argument for argument, with the levels O4 and O5 beside O0
+    to O3. Configs reach it as ``type="apex.ApexOptimWrapper"`` once this module is imported
+    (``custom_imports = dict(imports=["apex.integrations.mmengine"])``), or by its full path
+    without that. ``ApexOptimWrapper`` alone stays MMEngine's own.
+
+    The model is prepared in the first :meth:`optim_context`. What it differs in:
+
+    - Several wrappers (``OptimWrapperDict``) each keep their own loss scales in a checkpoint.
+    - ``load_state_dict`` leaves the given dictionary as it was, checks it before anything changes,
+      and keeps the base learning rate of optimizers with several parameter groups.
+    - ``DistributedDataParallel`` works at O2, O3 and O5 too, and synchronizes all gradients of
+      ``accumulative_counts`` iterations.
+
+    Args:
+        opt_level: ``"O0"`` to ``"O5"``; this and the next are as in :func:`apex.amp.initialize`.
+        loss_scale: A number, a string of one, ``"dynamic"``, or None for the level's own. The
+            default is MMEngine's: dynamic also at levels whose own is 1.0.
+        enabled: With False the wrapper trains as a plain ``OptimWrapper``.
+        cast_model_type: Type of parameters and inputs.
+        patch_torch_functions: Whether ops cast by the op table.
+        keep_batchnorm_fp32: Whether batch norm stays fp32 in a converted model.
+        master_weights: Whether the optimizer steps fp32 masters.
+        cast_model_outputs: Type of the model's floating outputs.
+        num_losses: How many loss scales there are; :meth:`backward` uses the first.
+        verbosity: 0 for silence, 1 for the start-up report and a line for each overflow.
+        min_loss_scale: Least dynamic scale.
+        max_loss_scale: Greatest dynamic scale.
+        **kwargs: Those of ``OptimWrapper``: ``optimizer``, ``accumulative_counts``, ``clip_grad``.
+    """
+
+    optimizer: Any
+
+    def __init__(
+        self,
+        opt_level: str = "O1",
+        loss_scale: float | str | None = "dynamic",
+        enabled: bool = True,
+        cast_model_type: torch.dtype | None = None,
+        patch_torch_functions: bool | None = None,
+        keep_batchnorm_fp32: bool | str | None = None,
+        master_weights: bool | None = None,
+        cast_model_outputs: torch.dtype | None = None,
+        num_losses: int = 1,
+        verbosity: int = 1,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float = 2.0**24,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.opt_level = opt_level
+        self.loss_scale = loss_scale
+        self.enabled = enabled
+        self.cast_model_type = cast_model_type
+        self.patch_torch_functions = patch_torch_functions
+        self.keep_batchnorm_fp32 = keep_batchnorm_fp32
+        self.master_weights = master_weights
+        self.cast_model_outputs = cast_model_outputs
+        self.num_losses = num_losses
+        self.verbosity = verbosity
+        self.min_loss_scale = min_loss_scale
+        self.max_loss_scale = max_loss_scale
+        # Scales of a checkpoint that was loaded before there was a scaler to take them.
+        self._loaded_scales: Mapping[str, Any] | None = None
+        # Whether this iteration's gradients are left for a later one to synchronize. That one
+        # sends what is in `.grad`, so they must be there, scaled as its own are.
+        self._stays_local = False
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Backpropagates the scaled loss and counts the iteration.
+
+        Afterwards the gradients are unscaled, unless they still wait to be synchronized with those
+        of later iterations.
+
+        Args:
+            loss: Of this iteration, 0-d.
+            **kwargs: Those of ``torch.Tensor.backward``.
+
+        Raises:
+            RuntimeError: Before the first :meth:`optim_context`.
+        """
+        delay = self._stays_local
+        with amp.scale_loss(loss, self.optimizer, delay_unscale=delay) as scaled_loss:
+            scaled_loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+        self._inner_count += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the optimizer's state, with this wrapper's loss scales under ``apex_amp``."""
+        state: dict[str, Any] = super().state_dict()
+        if self._loaded_scales is None:
+            state["apex_amp"] = scales.state_dict(self.optimizer)
+        else:
+            state["apex_amp"] = dict(self._loaded_scales)
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads what :meth:`state_dict` returned, here or in MMEngine's wrapper.
+
+        Before the first :meth:`optim_context` the scales wait for it, as there is no scaler yet. A
+        checkpoint without ``apex_amp`` leaves the scales as they are.
+
+        Raises:
+            RuntimeError: For scales that make no sense; nothing is changed then.
+        """
+        state = dict(state_dict)
+        loaded = state.pop("apex_amp", None)
+        if loaded is not None:
+            scales.check_state_dict(loaded)
+        super().load_state_dict(state)
+        if loaded is None:
+            return
+        if scales.is_prepared(self.optimizer):
+            scales.load_state_dict(self.optimizer, loaded)
+        else:
+            self._loaded_scales = loaded
+
+    @contextmanager
+    def optim_context(self, model: nn.Module) -> Iterator[None]:
+        """Prepares model and optimizer the first time; suspends gradient synchronization.
+
+        The forward pass belongs inside. Gradients are not synchronized in iterations that only
+        accumulate (a model with ``no_sync``).
+
+        Args:
+            model: What this wrapper's optimizer trains, also inside MMEngine's model wrappers.
+
+        Raises:
+            RuntimeError: If another wrapper has prepared the model.
+        """
+        self._stays_local = not self.should_sync() and "no_sync" in dir(model)
+        with super().optim_context(model):
+            if not scales.is_prepared(self.optimizer):
+                dtypes = [param.dtype for param in model.parameters()]
+                self._initialize(model)
+                if dtypes != [param.dtype for param in model.parameters()]:
+                    _follow_dtypes(model)
+            yield
+
+    def _initialize(self, model: Any) -> None:
+        if is_model_wrapper(model):
+            model = model.module
+        if convert.is_converted(model):
+            raise RuntimeError(
+                f"ApexOptimWrapper.optim_context got a model ({type(model).__name__}) that amp has "
+                "already prepared for another optimizer. Give each wrapper the part that its "
+                "optimizer trains, as in optim_wrapper['generator'].optim_context(self.generator)."
+            )
+        _, self.optimizer = amp.initialize(
+            model,
+            self.optimizer,
+            enabled=self.enabled,
+            opt_level=self.opt_level,
+            cast_model_type=self.cast_model_type,
+            patch_torch_functions=self.patch_torch_functions,
+            keep_batchnorm_fp32=self.keep_batchnorm_fp32,
+            master_weights=self.master_weights,
+            loss_scale=self.loss_scale,
+            cast_model_outputs=self.cast_model_outputs,
+            num_losses=self.num_losses,
+            verbosity=self.verbosity,
+            min_loss_scale=self.min_loss_scale,
+            max_loss_scale=self.max_loss_scale,
+        )
+        if self._loaded_scales is not None:
+            scales.load_state_dict(self.optimizer, self._loaded_scales)
+            self._loaded_scales = None
+
+
+def _follow_dtypes(model: nn.Module) -> None:
+    """Makes DDP's reducer anew after parameters changed their dtype.
+
+    The Runner wraps the model before the first iteration prepares it; the reducer from then has
+    buckets of the old dtype, and autograd dropped its hooks with the change. Restoring the state
+    of a pickled DDP is the way that torch has to make one.
+    """
+    if isinstance(model, DistributedDataParallel) and "reducer" in vars(model):
+        ddp: Any = model  # these two are not annotated in torch
+        ddp.__setstate__(ddp.__getstate__())

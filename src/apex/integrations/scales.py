@@ -1,0 +1,77 @@
+"""The loss scales of one optimizer, where apex's own functions speak of all that live."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any, cast
+
+from apex._engine.optimizer_class import binding_of
+from apex._engine.scaler import Scaler
+from apex._engine.session import Session
+from apex.amp._amp_state import _amp_state
+from apex.amp.inputs import parsed_scaler_states
+from apex.amp.optimizers import unwrap
+
+
+def is_prepared(optimizer: Any) -> bool:
+    """Returns whether ``amp.initialize`` has had this optimizer, enabled or not."""
+    own = unwrap(optimizer)
+    return binding_of(own) is not None or _amp_state.passes_over(own)
+
+
+def state_dict(optimizer: Any) -> dict[str, dict[str, float | int]]:
+    """Returns the scales of the ``initialize`` call that prepared ``optimizer``.
+
+    In apex's checkpoint format, as from ``amp.state_dict()`` when that call was the only one;
+    empty for an optimizer that amp has not prepared.
+
+    Example:
+        >>> import torch
+        >>> from apex import amp
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
+        >>> state_dict(optimizer)
+        {'loss_scaler0': {'loss_scale': 1.0, 'unskipped': 0}}
+    """
+    return {
+        f"loss_scaler{index}": {**scaler.state()}
+        for index, scaler in enumerate(_scalers(optimizer))
+    }
+
+
+def check_state_dict(state_dict: Mapping[str, Any]) -> None:
+    """Raises RuntimeError, naming the key, unless ``state_dict`` holds scales."""
+    parsed_scaler_states(state_dict)
+
+
+def load_state_dict(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
+    """Sets the scales of a prepared optimizer from :func:`state_dict`'s result.
+
+    A state without scales (saved with amp off, or before the first iteration) changes nothing, and
+    so does any where amp is off now. Another number of scales gives a warning, and what fits is
+    loaded.
+
+    Raises:
+        RuntimeError: For an unexpected key or a value that makes no sense; nothing is changed.
+    """
+    scalers, states = _scalers(optimizer), parsed_scaler_states(state_dict)
+    if scalers and states and len(states) != len(scalers):
+        warnings.warn(
+            f"The checkpoint has {len(states)} loss scales, but this optimizer has "
+            f"{len(scalers)}; the first {min(len(states), len(scalers))} are loaded. Set the same "
+            "num_losses to load all.",
+            UserWarning,
+            stacklevel=2,
+        )
+    for scaler, (loss_scale, unskipped) in zip(scalers, states, strict=False):
+        scaler.set_scale(loss_scale)
+        scaler.set_clean_steps(unskipped)
+
+
+def _scalers(optimizer: Any) -> list[Scaler]:
+    binding = binding_of(unwrap(optimizer))
+    if binding is None or binding.owner is None:
+        return []
+    return cast(Session, binding.owner).scalers

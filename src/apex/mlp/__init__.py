@@ -1,0 +1,5 @@
+"""A stack of linear layers with one activation, as one module."""
+
+from apex.mlp.mlp import MLP, MlpFunction, mlp_function
+
+__all__ = ["MLP", "MlpFunction", "mlp_function"]

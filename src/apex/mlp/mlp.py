@@ -1,0 +1,140 @@
+"""MLP: linear layers, each followed by the same activation, also the last one."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Activation = Literal["none", "relu", "sigmoid"]
+
+_CODES: dict[str, int] = {"none": 0, "relu": 1, "sigmoid": 2}
+_ACTIVATIONS: dict[int, Callable[[Tensor], Tensor] | None] = {
+    0: None,
+    1: torch.relu,
+    2: torch.sigmoid,
+}
+
+
+class MlpFunction:
+    """apex's autograd function by name; ``apply`` runs torch's operators and follows autocast."""
+
+    @staticmethod
+    def forward(ctx: object, bias: int, activation: int, *args: Tensor) -> Tensor:
+        """Returns what `mlp_function` does; ``ctx`` is not used."""
+        return mlp_function(bias, activation, *args)
+
+    @classmethod
+    def apply(cls, bias: int, activation: int, *args: Tensor) -> Tensor:
+        """Returns what `mlp_function` does."""
+        return cls.forward(None, bias, activation, *args)
+
+
+def mlp_function(bias: int, activation: int, *args: Tensor) -> Tensor:
+    """Returns the output of a stack of linear layers, ``[*, last size]``.
+
+    Args:
+        bias: 1 with biases, 0 without.
+        activation: 0 for none, 1 for ReLU, 2 for sigmoid, after every layer.
+        *args: The input, the weights ``[out, in]`` of all layers, then the biases ``[out]``.
+
+    Raises:
+        ValueError: If the tensors are not one input and as many biases as weights, or the
+            activation is another.
+    """
+    if activation not in _ACTIVATIONS:
+        raise ValueError(
+            f"mlp_function got activation={activation!r}; it takes 0 (none), 1 (relu), 2 (sigmoid)."
+        )
+    layers, left = divmod(len(args) - 1, 2 if bias else 1)
+    if layers < 1 or left:
+        raise ValueError(
+            f"mlp_function got {len(args)} tensors with bias={bias}; it takes the input, all "
+            "weights, then (with bias=1) as many biases."
+        )
+    act = _ACTIVATIONS[activation]
+    hidden, weights = args[0], args[1 : 1 + layers]
+    biases = args[1 + layers :] if bias else (None,) * layers
+    for weight, bias_or_none in zip(weights, biases, strict=True):
+        hidden = F.linear(hidden, weight, bias_or_none)
+        if act is not None:
+            hidden = act(hidden)
+    return hidden
+
+
+class MLP(nn.Module):
+    """Linear layers, each followed by the activation.
+
+    Parameters are ``weight_0`` (``[sizes[1], sizes[0]]``), ``bias_0``, ``weight_1``, ...; weights
+    start normal with variance ``2 / (in + out)``, biases with ``1 / out``.
+
+    Args:
+        mlp_sizes: Sizes from the input's last dimension to the output's; at least two.
+        bias: Whether the layers have biases.
+        activation: ``"none"``, ``"relu"`` or ``"sigmoid"``; after every layer, the last included.
+
+    Raises:
+        TypeError: If the activation is another.
+        ValueError: If there are fewer than two sizes.
+    """
+
+    def __init__(
+        self, mlp_sizes: Sequence[int], bias: bool = True, activation: Activation = "relu"
+    ) -> None:
+        super().__init__()
+        if activation not in _CODES:
+            raise TypeError(
+                f"MLP got activation={activation!r}; it takes 'none', 'relu' or 'sigmoid'."
+            )
+        if len(mlp_sizes) < 2:
+            raise ValueError(
+                f"MLP got mlp_sizes={mlp_sizes!r}; it takes at least two: input and output size."
+            )
+        self.mlp_sizes = list(mlp_sizes)
+        self.num_layers = len(self.mlp_sizes) - 1
+        self.bias = 1 if bias else 0
+        self.activation = _CODES[activation]
+        for layer, (before, after) in enumerate(itertools.pairwise(mlp_sizes)):
+            self.register_parameter(f"weight_{layer}", nn.Parameter(torch.empty(after, before)))
+            if bias:
+                self.register_parameter(f"bias_{layer}", nn.Parameter(torch.empty(after)))
+        self.reset_parameters()
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The weights, first layer first."""
+        return [getattr(self, f"weight_{layer}") for layer in range(self.num_layers)]
+
+    @property
+    def biases(self) -> list[Tensor]:
+        """The biases, first layer first; empty without biases."""
+        return [getattr(self, f"bias_{layer}") for layer in range(self.num_layers * self.bias)]
+
+    def reset_parameters(self) -> None:
+        """Draws weights and biases anew."""
+        for weight in self.weights:
+            nn.init.normal_(weight, 0.0, math.sqrt(2.0 / sum(weight.shape)))
+        for bias in self.biases:
+            nn.init.normal_(bias, 0.0, math.sqrt(1.0 / bias.numel()))
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - apex's and torch's name
+        """Returns ``[*, mlp_sizes[-1]]`` for an input ``[*, mlp_sizes[0]]``.
+
+        Raises:
+            ValueError: If the input's last dimension has another size.
+        """
+        if input.shape[-1:] != (self.mlp_sizes[0],):
+            raise ValueError(
+                f"MLP got an input of shape {list(input.shape)}; its last dimension must have size "
+                f"{self.mlp_sizes[0]}, the first of mlp_sizes."
+            )
+        return mlp_function(self.bias, self.activation, input, *self.weights, *self.biases)
+
+    def extra_repr(self) -> str:
+        """Shows sizes, bias and activation."""
+        return f"MLP sizes: {self.mlp_sizes}, Bias={self.bias}, activation={self.activation}"

@@ -1,0 +1,150 @@
+"""apex's autograd functions by name: ``X.apply(...)`` in its argument order, on torch's kernels.
+
+They are plain classes: autograd, double backward and ``torch.compile`` see torch's own operators.
+``memory_efficient`` is accepted and changes nothing: torch keeps the input for the backward.
+``apply`` does not follow autocast, as in apex: the result has the input's (mixed: the weight's)
+dtype; the functions of `fused_layer_norm` follow it.
+"""
+
+# ruff: noqa: A002 - `input` is apex's and torch's name for it
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from apex.normalization._compute import Shape, layer_norm, rms_norm
+
+
+class FusedLayerNormAffineFunction:
+    """Layer norm with weight and bias; the result has the input's dtype."""
+
+    @staticmethod
+    def forward(
+        ctx: object,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        normalized_shape: Shape,
+        eps: float,
+        memory_efficient: bool = False,
+    ) -> Tensor:
+        """Returns the normalized input; ``ctx`` is not used."""
+        return layer_norm(input, normalized_shape, weight, bias, eps, out=input.dtype)
+
+    @classmethod
+    def apply(
+        cls,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        normalized_shape: Shape,
+        eps: float,
+        memory_efficient: bool = False,
+    ) -> Tensor:
+        """Returns the normalized input."""
+        return cls.forward(None, input, weight, bias, normalized_shape, eps, memory_efficient)
+
+
+class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
+    """Layer norm with weight and bias; the result has the weight's dtype."""
+
+    @staticmethod
+    def forward(
+        ctx: object,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        normalized_shape: Shape,
+        eps: float,
+        memory_efficient: bool = False,
+    ) -> Tensor:
+        """Returns the normalized input; ``ctx`` is not used."""
+        return layer_norm(input, normalized_shape, weight, bias, eps, out=weight.dtype)
+
+
+class FusedLayerNormFunction:
+    """Layer norm without parameters; the result has the input's dtype."""
+
+    @staticmethod
+    def forward(
+        ctx: object,
+        input: Tensor,
+        normalized_shape: Shape,
+        eps: float,
+        memory_efficient: bool = False,
+    ) -> Tensor:
+        """Returns the normalized input; ``ctx`` is not used."""
+        return layer_norm(input, normalized_shape, None, None, eps, out=input.dtype)
+
+    @classmethod
+    def apply(
+        cls, input: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False
+    ) -> Tensor:
+        """Returns the normalized input."""
+        return cls.forward(None, input, normalized_shape, eps, memory_efficient)
+
+
+class FusedRMSNormAffineFunction:
+    """RMS norm with a weight; the result has the input's dtype."""
+
+    @staticmethod
+    def forward(
+        ctx: object,
+        input: Tensor,
+        weight: Tensor,
+        normalized_shape: Shape,
+        eps: float,
+        memory_efficient: bool = False,
+    ) -> Tensor:
+        """Returns the normalized input; ``ctx`` is not used."""
+        return rms_norm(input, normalized_shape, weight, eps, out=input.dtype)
+
+    @classmethod
+    def apply(
+        cls,
+        input: Tensor,
+        weight: Tensor,
+        normalized_shape: Shape,
+        eps: float,
+        memory_efficient: bool = False,
+    ) -> Tensor:
+        """Returns the normalized input."""
+        return cls.forward(None, input, weight, normalized_shape, eps, memory_efficient)
+
+
+class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
+    """RMS norm with a weight; the result has the weight's dtype."""
+
+    @staticmethod
+    def forward(
+        ctx: object,
+        input: Tensor,
+        weight: Tensor,
+        normalized_shape: Shape,
+        eps: float,
+        memory_efficient: bool = False,
+    ) -> Tensor:
+        """Returns the normalized input; ``ctx`` is not used."""
+        return rms_norm(input, normalized_shape, weight, eps, out=weight.dtype)
+
+
+class FusedRMSNormFunction:
+    """RMS norm without a weight; the result has the input's dtype."""
+
+    @staticmethod
+    def forward(
+        ctx: object,
+        input: Tensor,
+        normalized_shape: Shape,
+        eps: float,
+        memory_efficient: bool = False,
+    ) -> Tensor:
+        """Returns the normalized input; ``ctx`` is not used."""
+        return rms_norm(input, normalized_shape, None, eps, out=input.dtype)
+
+    @classmethod
+    def apply(
+        cls, input: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False
+    ) -> Tensor:
+        """Returns the normalized input."""
+        return cls.forward(None, input, normalized_shape, eps, memory_efficient)

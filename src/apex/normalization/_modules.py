@@ -1,0 +1,210 @@
+"""The fused norms as modules, with the parameters and state dict of ``nn.LayerNorm``."""
+
+# ruff: noqa: A002 - `input` is apex's and torch's name for it
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.jit import is_scripting  # type: ignore[attr-defined]
+
+from apex._core.dtypes import LOW_PRECISION
+from apex.normalization._compute import Shape, layer_norm, rms_norm
+
+
+class _FusedNorm(nn.Module):
+    """Shape, eps and the weight that all fused norms have."""
+
+    # What torch.jit.script reads; it knows no annotations in new syntax in the class body.
+    __constants__ = ("eps", "normalized_shape")
+
+    def __init__(
+        self, normalized_shape: Shape, eps: float, elementwise_affine: bool, memory_efficient: bool
+    ) -> None:
+        super().__init__()
+        self.normalized_shape = _size(type(self).__name__, normalized_shape)
+        self.eps = eps
+        self.elementwise_affine = elementwise_affine
+        self.memory_efficient = memory_efficient
+        self.weight: nn.Parameter | None
+        self.register_parameter("weight", self._new_parameter())
+
+    def _new_parameter(self) -> nn.Parameter | None:
+        return nn.Parameter(torch.empty(self.normalized_shape)) if self.elementwise_affine else None
+
+    def _out_dtype(self, input: Tensor) -> torch.dtype:
+        """Returns the result's dtype where autocast is off."""
+        return input.dtype
+
+    def extra_repr(self) -> str:
+        """Shows shape, eps and whether there are parameters."""
+        return (
+            f"{tuple(self.normalized_shape)}, eps={self.eps}, "
+            f"elementwise_affine={self.elementwise_affine}"
+        )
+
+
+class FusedLayerNorm(_FusedNorm):
+    """Layer norm whose result has the input's dtype, autocast's where that is on.
+
+    Args:
+        normalized_shape: Trailing dimensions to normalize over; an integer means the last one.
+        eps: Added to the variance.
+        elementwise_affine: Whether there are a weight (ones) and a bias (zeros) to learn.
+        memory_efficient: Changes nothing: torch keeps the input for the backward.
+
+    Raises:
+        TypeError: If ``normalized_shape`` is neither an integer nor a sequence of them.
+        ValueError: If it is empty.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, memory_efficient)
+        self.bias: nn.Parameter | None
+        self.register_parameter("bias", self._new_parameter())
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets the weight to ones and the bias to zeros."""
+        if self.weight is not None and self.bias is not None:
+            nn.init.ones_(self.weight)
+            nn.init.zeros_(self.bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns the normalized input, ``[*, normalized_shape]``."""
+        shape, weight, eps = self.normalized_shape, self.weight, self.eps
+        if is_scripting():
+            return F.layer_norm(input, shape, weight, self.bias, eps)
+        out = self._out_dtype(input)
+        return layer_norm(input, shape, weight, self.bias, eps, out=out, autocasts=True)
+
+
+class FusedRMSNorm(_FusedNorm):
+    """RMS norm whose result has the input's dtype, autocast's where that is on.
+
+    Note [Low-precision weight]
+        With a low-precision weight the result has the weight's dtype, also for fp32 input: T5 in
+        fp16 keeps an fp32 residual, and its next layer takes fp16 only. apex's kernel refused that
+        mix, its CPU path did the same as this.
+
+    Args:
+        normalized_shape: Trailing dimensions to normalize over; an integer means the last one.
+        eps: Added to the mean square.
+        elementwise_affine: Whether there is a weight (ones) to learn.
+        memory_efficient: Changes nothing: torch keeps the input for the backward.
+
+    Raises:
+        TypeError: If ``normalized_shape`` is neither an integer nor a sequence of them.
+        ValueError: If it is empty.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, memory_efficient)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets the weight to ones."""
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns the normalized input, ``[*, normalized_shape]``."""
+        shape, weight, eps = self.normalized_shape, self.weight, self.eps
+        if is_scripting():
+            return F.rms_norm(input, shape, weight, eps)
+        out = self._out_dtype(input)
+        return rms_norm(input, shape, weight, eps, out=out, autocasts=True)
+
+    def _out_dtype(self, input: Tensor) -> torch.dtype:
+        weight = self.weight
+        if weight is not None and weight.dtype in LOW_PRECISION:
+            return weight.dtype
+        return input.dtype
+
+
+class MixedFusedLayerNorm(FusedLayerNorm):
+    """Layer norm whose result has the weight's dtype, autocast's where that is on.
+
+    Args:
+        normalized_shape: Trailing dimensions to normalize over; an integer means the last one.
+        eps: Added to the variance.
+        memory_efficient: Changes nothing.
+        elementwise_affine: Accepted if True.
+
+    Raises:
+        RuntimeError: If ``elementwise_affine`` is False.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        *,
+        memory_efficient: bool = False,
+        elementwise_affine: bool = True,
+    ) -> None:
+        _check_affine("MixedFusedLayerNorm", "FusedLayerNorm", elementwise_affine)
+        super().__init__(normalized_shape, eps, True, memory_efficient)
+
+    def _out_dtype(self, input: Tensor) -> torch.dtype:
+        return input.dtype if self.weight is None else self.weight.dtype
+
+
+class MixedFusedRMSNorm(FusedRMSNorm):
+    """RMS norm whose result has the weight's dtype, autocast's where that is on.
+
+    Arguments and errors as `MixedFusedLayerNorm`.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        *,
+        memory_efficient: bool = False,
+        elementwise_affine: bool = True,
+    ) -> None:
+        _check_affine("MixedFusedRMSNorm", "FusedRMSNorm", elementwise_affine)
+        super().__init__(normalized_shape, eps, True, memory_efficient)
+
+    def _out_dtype(self, input: Tensor) -> torch.dtype:
+        return input.dtype if self.weight is None else self.weight.dtype
+
+
+def _size(module: str, shape: Shape) -> torch.Size:
+    if isinstance(shape, numbers.Integral):
+        return torch.Size((int(shape),))
+    if not isinstance(shape, Sequence) or not all(isinstance(n, numbers.Integral) for n in shape):
+        raise TypeError(
+            f"{module} got normalized_shape={shape!r}; it takes an integer or a sequence of "
+            "integers: the sizes of the last dimensions of the input."
+        )
+    if not shape:
+        raise ValueError(
+            f"{module} got an empty normalized_shape; name at least the input's last dimension."
+        )
+    return torch.Size(shape)
+
+
+def _check_affine(module: str, other: str, elementwise_affine: bool) -> None:
+    if not elementwise_affine:
+        raise RuntimeError(
+            f"{module} got elementwise_affine=False; its result has the weight's dtype, so it "
+            f"needs a weight. Use {other}(..., elementwise_affine=False)."
+        )

@@ -1,0 +1,64 @@
+"""Adagrad on torch's fused kernel."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+import amp_C
+from apex._core.multi_tensor.adagrad import AdagradRule, adagrad_
+from apex._core.multi_tensor.gate import Gate, Scalar
+from apex.optimizers.fused_optimizer import Batch, FusedOptimizer, check_range
+
+
+class FusedAdagrad(FusedOptimizer):
+    """Adagrad, with weight decay in the gradient or decoupled.
+
+    Attributes:
+        adagrad_w_mode: 1 for decoupled weight decay, else 0.
+    """
+
+    settings: ClassVar[tuple[str, ...]] = ("adagrad_w_mode",)
+
+    multi_tensor_adagrad = staticmethod(amp_C.multi_tensor_adagrad)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+        adagrad_w_mode: bool = False,
+    ) -> None:
+        """Makes the optimizer.
+
+        Args:
+            params: Parameters or groups.
+            lr: Learning rate.
+            eps: Added to the denominator.
+            weight_decay: Decay rate.
+            set_grad_none: Whether ``zero_grad`` drops gradients.
+            adagrad_w_mode: Whether weight decay is decoupled.
+
+        Raises:
+            ValueError: For a value outside its range.
+        """
+        check_range("lr", lr)
+        check_range("eps", eps)
+        check_range("weight_decay", weight_decay)
+        super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
+        self.adagrad_w_mode = 1 if adagrad_w_mode else 0
+        self.set_grad_none = set_grad_none
+
+    def update(self, batch: Batch, step: Scalar, gate: Gate) -> None:
+        """Takes one step for a batch."""
+        rule = AdagradRule(
+            lr=batch.option("lr"),
+            eps=batch.group["eps"],
+            weight_decay=batch.group["weight_decay"],
+            decoupled=bool(self.adagrad_w_mode),
+        )
+        adagrad_(batch.params, batch.grads, self.buffers(batch, "sum"), rule=rule, gate=gate)

@@ -1,0 +1,135 @@
+"""LAMB on foreach kernels."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+import amp_C
+from apex._core.multi_tensor.adam import AdamRule
+from apex._core.multi_tensor.gate import Gate, Scalar
+from apex._core.multi_tensor.lamb import clip_divisor, lamb_
+from apex._core.multi_tensor.norms import l2_norms, stacked, total
+from apex.optimizers.fused_optimizer import (
+    Batch,
+    FusedOptimizer,
+    check_adam_options,
+    check_range,
+    refuse_amsgrad,
+    write_back,
+)
+
+
+class FusedLAMB(FusedOptimizer):
+    """LAMB: gradients clipped to one global norm, and a learning rate of its own per tensor.
+
+    Attributes:
+        adam_w_mode: 1 for decoupled weight decay, else 0.
+        use_nvlamb: Whether tensors without weight decay get a trust ratio, too.
+    """
+
+    settings: ClassVar[tuple[str, ...]] = ("adam_w_mode", "use_nvlamb")
+
+    multi_tensor_l2norm = staticmethod(amp_C.multi_tensor_l2norm)
+    multi_tensor_lamb = staticmethod(amp_C.multi_tensor_lamb)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        set_grad_none: bool = True,
+        max_grad_norm: float = 1.0,
+        use_nvlamb: bool = False,
+    ) -> None:
+        """Makes the optimizer.
+
+        Args:
+            params: Parameters or groups.
+            lr: Learning rate.
+            bias_correction: Whether averages are divided by their bias.
+            betas: Decay of the averages of gradients and of their squares, per step.
+            eps: Added to the denominator.
+            weight_decay: Decay rate.
+            amsgrad: Refused.
+            adam_w_mode: Whether weight decay is decoupled.
+            grad_averaging: Whether the gradient enters its average by ``1 - betas[0]`` or by 1.
+            set_grad_none: Whether ``zero_grad`` drops gradients.
+            max_grad_norm: Greatest global gradient norm; 0 for no clipping.
+            use_nvlamb: Whether tensors without weight decay get a trust ratio, too.
+
+        Raises:
+            RuntimeError: For ``amsgrad``.
+            ValueError: For a value outside its range.
+        """
+        refuse_amsgrad(type(self).__name__, amsgrad)
+        check_adam_options(lr, betas, eps, weight_decay)
+        check_range("max_grad_norm", max_grad_norm)
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+            "max_grad_norm": max_grad_norm,
+        }
+        super().__init__(params, defaults)
+        self.adam_w_mode = 1 if adam_w_mode else 0
+        self.set_grad_none = set_grad_none
+        self.use_nvlamb = use_nvlamb
+
+    def prepare(self, batches: list[Batch]) -> None:
+        """Takes the global norm of all gradients."""
+        self._divisor = None
+        largest = self.defaults["max_grad_norm"]
+        if batches and largest:
+            device = batches[0].device
+            norms = [stacked(l2_norms(batch.grads), device) for batch in batches]
+            self._divisor = clip_divisor(total(torch.cat(norms)), largest)
+
+    def update(self, batch: Batch, step: Scalar, gate: Gate) -> None:
+        """Takes one step for a batch."""
+        group = batch.group
+        divisor = torch.ones((), device=batch.device)
+        if self._divisor is not None:
+            divisor = self._divisor.to(batch.device, non_blocking=True)
+        beta1, beta2 = group["betas"]
+        rule = AdamRule(
+            lr=batch.option("lr"),
+            beta1=beta1,
+            beta2=beta2,
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            decoupled=bool(self.adam_w_mode),
+            bias_correction=bool(group["bias_correction"]),
+            averaged=bool(group["grad_averaging"]),
+        )
+        targets = self.masters(batch, self._reduced())
+        averages = self.buffers(batch, "exp_avg"), self.buffers(batch, "exp_avg_sq")
+        lamb_(
+            targets,
+            batch.grads,
+            *averages,
+            rule=rule,
+            step=step,
+            divisor=divisor,
+            adaptive=self.use_nvlamb or group["weight_decay"] != 0.0,
+            gate=gate,
+        )
+        write_back(batch.params, targets)
+
+    def _reduced(self) -> tuple[torch.dtype, ...]:
+        """Returns the dtypes of parameters that get fp32 masters."""
+        return ()
+
+    _divisor: Tensor | None = None

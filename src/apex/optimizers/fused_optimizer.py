@@ -1,0 +1,267 @@
+"""What all fused optimizers share: the step around the rule, the skip, checkpoints."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from apex._core.dtypes import is_low_precision
+from apex._core.multi_tensor.gate import Gate, Scalar, as_scalar
+from apex._core.multi_tensor.working import math_dtype, store, working
+
+MASTER = "master_param"
+"""The state key of an fp32 master that the optimizer keeps of a 16-bit parameter."""
+
+
+@dataclass
+class Batch:
+    """The parameters of one group on one device that have gradients.
+
+    Attributes:
+        group: Their group.
+        device: Their device.
+        params: The parameters.
+        grads: Their gradients; unscaled once the step begins.
+    """
+
+    group: dict[str, Any]
+    device: torch.device
+    params: list[Tensor]
+    grads: list[Tensor]
+
+    def option(self, name: str) -> Any:
+        """Returns a hyperparameter of the group, a tensor as 0-d on the batch's device."""
+        value = self.group[name]
+        return as_scalar(value, self.device) if isinstance(value, Tensor) else value
+
+
+class FusedOptimizer(Optimizer):
+    """A torch optimizer that skips a step by a device flag, without a host sync.
+
+    As torch's own fused ones it reads ``self.found_inf`` (any non-zero value leaves parameters,
+    state and step counts as they are) and ``self.grad_scale`` (gradients are divided by it), which
+    ``amp`` and ``torch.amp.GradScaler`` set for the length of a step.
+
+    Attributes:
+        set_grad_none: Whether ``zero_grad`` drops gradients instead of filling them with zeros.
+    """
+
+    _step_supports_amp_scaling = True
+    settings: ClassVar[tuple[str, ...]] = ()
+    """Attributes beside torch's own that copies and pickles keep."""
+
+    set_grad_none = True
+
+    @abstractmethod
+    def update(self, batch: Batch, step: Scalar, gate: Gate) -> None:
+        """Takes one step for a batch.
+
+        Args:
+            batch: Parameters and unscaled gradients.
+            step: Count of this step, from 1.
+            gate: Whether to leave everything as it is.
+        """
+
+    def prepare(self, batches: list[Batch]) -> None:
+        """Looks at all unscaled gradients before the first update."""
+
+    @property
+    def _dummy_overflow_buf(self) -> Tensor:
+        # Subclasses (fairseq's) call the multi-tensor functions by themselves, with this flag.
+        device = self.param_groups[0]["params"][0].device
+        return torch.zeros(1, dtype=torch.int32, device=device)
+
+    # -- the step ----------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears gradients; drops them only if ``set_grad_none`` says so, too."""
+        super().zero_grad(set_to_none=set_to_none and self.set_grad_none)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, **scaling: Any) -> Any:
+        """Takes one step.
+
+        Args:
+            closure: Recomputes the loss; called once, before the step.
+            scaling: ``grad_scaler``, a ``torch.amp.GradScaler`` whose scaled gradients these are.
+                Not named in the signature: ``GradScaler.step`` would take that for the old
+                protocol, and warn.
+
+        Returns:
+            What the closure returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        grad_scale, found_inf = self._signals(**scaling)
+        batches = [batch for group in self.param_groups for batch in self._batches(group)]
+        for batch in batches:
+            _unscale(batch, grad_scale)
+        self.prepare(batches)
+        steps: dict[int, Scalar] = {}
+        for batch in batches:
+            if id(batch.group) not in steps:
+                steps[id(batch.group)] = self._advance(batch, found_inf)
+            step = steps[id(batch.group)]
+            count = as_scalar(step, batch.device)
+            self.update(batch, count, Gate.of(found_inf, batch.device))
+        return loss
+
+    def _signals(self, grad_scaler: Any = None) -> tuple[Tensor | None, Tensor | None]:
+        """Returns what gradients are to be divided by, and the flag that skips the step."""
+        if grad_scaler is None:
+            return getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if not grad_scaler.is_enabled():
+            return None, None
+        # What GradScaler itself does for an optimizer that takes no grad_scaler argument.
+        state = grad_scaler._per_optimizer_states[id(self)]
+        unscaled = state["stage"] is OptState.UNSCALED
+        flags = grad_scaler._check_inf_per_device(self) if not unscaled else None
+        found = list((flags or state["found_inf_per_device"]).values())
+        total = torch.stack([flag.reshape(()).to(found[0].device) for flag in found]).sum()
+        return None if unscaled else grad_scaler._get_scale_async(), total
+
+    def _batches(self, group: dict[str, Any]) -> Iterator[Batch]:
+        batches: dict[torch.device, Batch] = {}
+        for param in group["params"]:
+            grad = param.grad
+            if grad is None:
+                continue
+            if grad.layout is not torch.strided or not param.is_floating_point():
+                self._refuse(param)
+            batch = batches.get(param.device)
+            if batch is None:
+                batch = batches[param.device] = Batch(group, param.device, [], [])
+            batch.params.append(param)
+            batch.grads.append(grad)
+        yield from batches.values()
+
+    def _refuse(self, param: Tensor) -> None:
+        name = type(self).__name__
+        if not param.is_floating_point():
+            raise RuntimeError(
+                f"{name} got a parameter of {param.dtype}; it steps real floating ones (fp16, "
+                "bf16, fp32, fp64). Use an optimizer of torch.optim for the others."
+            )
+        raise RuntimeError(
+            f"{name} does not support sparse gradients. Use torch.optim.SparseAdam for the "
+            "parameters that have them, or sparse=False in their embedding."
+        )
+
+    def _advance(self, batch: Batch, found_inf: Tensor | None) -> Scalar:
+        """Counts one step of the group, unless it is skipped; returns the count.
+
+        The count is a plain number until a flag decides on the device whether a step counts.
+        """
+        group = batch.group
+        step: Scalar = group.get("step", 0)
+        if found_inf is None and not isinstance(step, Tensor):
+            group["step"] = step + 1
+            return step + 1
+        if not isinstance(step, Tensor):
+            step = torch.full((), int(step), dtype=torch.int32, device=batch.device)
+        group["step"] = step = step.to(batch.device, non_blocking=True)
+        if found_inf is None:
+            step.add_(1)
+        else:
+            taken = found_inf.to(batch.device, non_blocking=True).reshape(step.shape) == 0
+            step.add_(taken.to(step.dtype))
+        return step
+
+    def buffers(self, batch: Batch, name: str) -> list[Tensor]:
+        """Returns a state tensor of every parameter, made as zeros in at least fp32."""
+        return [self._buffer(param, name) for param in batch.params]
+
+    def _buffer(self, param: Tensor, name: str) -> Tensor:
+        state = self.state[param]
+        if name not in state:
+            state[name] = torch.zeros_like(param, dtype=math_dtype(param))
+        buffer: Tensor = state[name]
+        return buffer
+
+    def masters(self, batch: Batch, dtypes: tuple[torch.dtype, ...]) -> list[Tensor]:
+        """Returns fp32 masters of the parameters of these dtypes, others themselves.
+
+        They are made at the first step: until then the model's values may still change (a
+        checkpoint that is loaded, a broadcast).
+        """
+        return [self._master(param) if param.dtype in dtypes else param for param in batch.params]
+
+    def _master(self, param: Tensor) -> Tensor:
+        state = self.state[param]
+        if MASTER not in state:
+            state[MASTER] = param.detach().clone().float()
+        master: Tensor = state[MASTER]
+        return master
+
+    # -- copies and checkpoints --------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns torch's state and this class's own settings, which torch leaves out."""
+        own = {name: getattr(self, name) for name in ("set_grad_none", *self.settings)}
+        return {**super().__getstate__(), **own}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state dict; fp32 state of 16-bit parameters stays fp32.
+
+        torch casts state to the dtype of its parameter.
+        """
+        super().load_state_dict(state_dict)
+        saved_ids = [key for group in state_dict["param_groups"] for key in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for key, param in zip(saved_ids, params, strict=True):
+            for name, saved in state_dict["state"].get(key, {}).items():
+                wide = isinstance(saved, Tensor) and saved.dtype in (torch.float32, torch.float64)
+                if wide and is_low_precision(param):
+                    self.state[param][name] = saved.detach().to(param.device, copy=True)
+
+
+def check_range(name: str, value: float | Tensor, *, below: float | None = None) -> None:
+    """Raises ValueError unless ``value`` is at least 0, and less than ``below``.
+
+    Tensors are taken as they are: to look at one could wait for the device.
+    """
+    if isinstance(value, Tensor):
+        return
+    if not (value >= 0.0 and (below is None or value < below)):
+        accepted = "at least 0" if below is None else f"at least 0 and less than {below:g}"
+        raise ValueError(f"{name} is {value!r}; it must be {accepted}.")
+
+
+def check_adam_options(lr: Any, betas: tuple[float, float], eps: float, decay: float) -> None:
+    """Raises ValueError for a hyperparameter outside its range."""
+    check_range("lr", lr)
+    check_range("betas[0]", betas[0], below=1.0)
+    check_range("betas[1]", betas[1], below=1.0)
+    check_range("eps", eps)
+    check_range("weight_decay", decay)
+
+
+def refuse_amsgrad(name: str, amsgrad: bool) -> None:
+    """Raises RuntimeError for ``amsgrad=True``, as apex does."""
+    if amsgrad:
+        raise RuntimeError(
+            f"{name} does not support the AMSGrad variant. "
+            "Use torch.optim.AdamW(params, amsgrad=True, fused=True)."
+        )
+
+
+def write_back(params: list[Tensor], masters: list[Tensor]) -> None:
+    """Rounds masters into their parameters."""
+    store(params, masters)
+
+
+def _unscale(batch: Batch, grad_scale: Tensor | None) -> None:
+    if grad_scale is None:
+        return
+    (wide,) = working(batch.grads)
+    inverse = as_scalar(grad_scale, batch.device)
+    batch.grads = list(torch._foreach_div(wide, inverse))

@@ -1,0 +1,122 @@
+"""SGD with momentum on torch's fused kernel."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT, required
+
+import amp_C
+from apex._core.multi_tensor.gate import Gate, Scalar
+from apex._core.multi_tensor.sgd import SGDRule, sgd_
+from apex.optimizers.fused_optimizer import Batch, FusedOptimizer, check_range
+
+BUFFER = "momentum_buffer"
+
+
+class FusedSGD(FusedOptimizer):
+    """Stochastic gradient descent, by torch's rules of momentum and Nesterov's look-ahead.
+
+    Attributes:
+        wd_after_momentum: Whether weight decay joins behind the momentum.
+        materialize_master_grads: Kept for scripts; amp always makes fp32 gradients.
+    """
+
+    settings: ClassVar[tuple[str, ...]] = ("wd_after_momentum", "materialize_master_grads")
+
+    multi_tensor_sgd = staticmethod(amp_C.multi_tensor_sgd)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = required,  # type: ignore[assignment]
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float = 0,
+        nesterov: bool = False,
+        wd_after_momentum: bool = False,
+        materialize_master_grads: bool = True,
+        set_grad_none: bool = False,
+    ) -> None:
+        """Makes the optimizer.
+
+        Args:
+            params: Parameters or groups.
+            lr: Learning rate; required, here or in every group.
+            momentum: Decay of the momentum per step; 0 for none.
+            dampening: Part of the gradient that is kept out of the momentum.
+            weight_decay: Decay rate.
+            nesterov: Whether to look ahead by Nesterov's rule.
+            wd_after_momentum: Whether weight decay joins behind the momentum.
+            materialize_master_grads: Changes nothing.
+            set_grad_none: Whether ``zero_grad`` drops gradients.
+
+        Raises:
+            ValueError: For a value outside its range, or Nesterov's rule without momentum.
+        """
+        if isinstance(lr, int | float):
+            check_range("lr", lr)
+        check_range("momentum", momentum)
+        check_range("weight_decay", weight_decay)
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise ValueError(
+                f"nesterov=True got momentum={momentum} and dampening={dampening}; it needs a "
+                "momentum above 0 and no dampening."
+            )
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+        }
+        super().__init__(params, defaults)
+        self.wd_after_momentum = wd_after_momentum
+        self.materialize_master_grads = materialize_master_grads
+        self.set_grad_none = set_grad_none
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restores a copy or pickle."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("nesterov", False)
+
+    def update(self, batch: Batch, step: Scalar, gate: Gate) -> None:
+        """Takes one step for a batch."""
+        group = batch.group
+        rule = SGDRule(
+            lr=batch.option("lr"),
+            momentum=group["momentum"],
+            dampening=group["dampening"],
+            weight_decay=group["weight_decay"],
+            nesterov=group["nesterov"],
+            decay_after_momentum=self.wd_after_momentum,
+        )
+        if not rule.momentum:
+            sgd_(batch.params, batch.grads, (), rule=rule, first_run=False, gate=gate)
+            return
+        new = [BUFFER not in self.state[param] for param in batch.params]
+        if any(new) and rule.dampening and _skips(gate):
+            return
+        buffers = self.buffers(batch, BUFFER)
+        if not any(new):
+            sgd_(batch.params, batch.grads, buffers, rule=rule, first_run=False, gate=gate)
+            return
+        for first_run in (True, False):
+            # A gated start leaves the buffer 0, from which the usual rule starts just as well;
+            # only dampening tells the two apart, and then no start is gated.
+            chosen = [index for index, is_new in enumerate(new) if is_new is first_run]
+            sgd_(
+                [batch.params[index] for index in chosen],
+                [batch.grads[index] for index in chosen],
+                [buffers[index] for index in chosen],
+                rule=rule,
+                first_run=first_run,
+                gate=gate,
+            )
+
+
+def _skips(gate: Gate) -> bool:
+    # sync: dampening must know whether a buffer has started; asked only until all have.
+    return gate.skip is not None and bool(gate.skip)

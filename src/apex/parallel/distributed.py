@@ -1,0 +1,245 @@
+"""apex's ``DistributedDataParallel``: torch's own, with apex's options on the all-reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import parallel
+
+from apex.parallel.delayed_reduction import DelayedReduction
+from apex.parallel.flat_calls import (
+    apply_flat_dist_call,
+    extract_tensors,
+    flat_dist_call,
+    flatten,
+    split_by_type,
+    split_half_float_double,
+    unflatten,
+)
+from apex.parallel.gradient_reduction import GradientReduction
+from apex.parallel.process_groups import require_running, require_same_parameters
+from apex.parallel.reducer import Reducer
+
+__all__ = [
+    "DistributedDataParallel",
+    "Reducer",
+    "apply_flat_dist_call",
+    "extract_tensors",
+    "flat_dist_call",
+    "flatten",
+    "split_by_type",
+    "split_half_float_double",
+    "unflatten",
+]
+
+_MESSAGE_SIZE = 10_000_000
+_LATE = "_apex_late"
+_HOOKS = "_comm_hooks"
+
+
+class DistributedDataParallel(parallel.DistributedDataParallel):
+    """Averages gradients over processes while the backward pass runs.
+
+    A thin class on ``torch.nn.parallel.DistributedDataParallel``: with default options the
+    communication is torch's own. As in apex, buffers (batch norm's statistics) are not sent
+    between iterations; torch's ``broadcast_buffers=True`` turns that on.
+
+    Args:
+        module: The module, on its device. CPU with gloo works too.
+        message_size: Gradient elements in one message, rounded to MiB; the default leaves the
+            choice to torch.
+        delay_allreduce: Communicate once, at the end of the backward pass. Parameters may then
+            stay unused in any iteration; otherwise ``find_unused_parameters=True`` is needed.
+        shared_param: Refused, as in apex.
+        allreduce_trigger_params: Accepted and not used: torch decides when a message is sent.
+        retain_allreduce_buffers: Accepted and not used.
+        allreduce_always_fp32: Send and sum 16-bit gradients in fp32.
+        num_allreduce_streams: Accepted and not used: torch overlaps messages by itself.
+        allreduce_communicators: Accepted and not used.
+        gradient_average: Divide the sum by the number of processes.
+        gradient_predivide_factor: Divide by it before the sum, and by the rest after it; without
+            ``gradient_average`` only before it.
+        gradient_average_split_factor: Accepted and not used, as in apex.
+        prof: Accepted and not used: ``torch.profiler`` shows these calls.
+        **torch_options: Keywords of torch's own class.
+
+    Raises:
+        ValueError: For ``shared_param``, for options that exclude each other, and for numbers out
+            of range.
+        TypeError: If ``module`` is no module, or a keyword is unknown.
+        RuntimeError: If torch.distributed is not initialized, or the processes hold modules with
+            different parameters.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        message_size: int = _MESSAGE_SIZE,
+        delay_allreduce: bool = False,
+        shared_param: bool | None = None,
+        allreduce_trigger_params: Iterable[nn.Parameter] | None = None,
+        retain_allreduce_buffers: bool = False,
+        allreduce_always_fp32: bool = False,
+        num_allreduce_streams: int = 1,
+        allreduce_communicators: Sequence[Any] | None = None,
+        gradient_average: bool = True,
+        gradient_predivide_factor: float = 1.0,
+        gradient_average_split_factor: float | None = None,
+        prof: bool = False,
+        **torch_options: Any,
+    ) -> None:
+        """Sets the parameters of every process to those of rank 0 and watches for gradients."""
+        del retain_allreduce_buffers, allreduce_communicators, gradient_average_split_factor, prof
+        _check(module, message_size, shared_param)
+        if delay_allreduce:
+            _check_delay(num_allreduce_streams, allreduce_trigger_params, torch_options)
+        # Without the group yet: a bad factor is refused before anything is sent.
+        reduction = GradientReduction(
+            always_fp32=allreduce_always_fp32,
+            average=gradient_average,
+            predivide_factor=gradient_predivide_factor,
+        )
+        if message_size != _MESSAGE_SIZE:
+            torch_options.setdefault("bucket_cap_mb", _mebibytes(module, message_size))
+        _check_processes(module, torch_options)
+        super().__init__(module, **torch_options)
+        if not {"broadcast_buffers", "forward_sync_buffers"} & torch_options.keys():
+            self.broadcast_buffers = False  # past the constructor, which warns of the keyword
+        self.delay_allreduce = delay_allreduce
+        self._apex_options = (reduction.always_fp32, reduction.average, reduction.predivide_factor)
+        self._start_reduction()
+
+    def _start_reduction(self) -> None:
+        late: DelayedReduction | None = None
+        reduction = GradientReduction(self.process_group, *self._apex_options)
+        if self.delay_allreduce:
+            ignored = self.parameters_to_ignore
+            named = self.module.named_parameters()
+            late = DelayedReduction([p for name, p in named if name not in ignored], reduction)
+        elif not reduction.is_plain:
+            # torch reads annotations of hooks, and refuses those that are strings: a lambda has
+            # none.
+            super().register_comm_hook(reduction, lambda state, bucket: state.in_background(bucket))
+        self.__dict__[_LATE] = late
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Runs the module."""
+        late: DelayedReduction | None = self.__dict__[_LATE]
+        if late is None:
+            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        wanted = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False  # torch's reducer stays out of it
+        try:
+            output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        finally:
+            self.require_backward_grad_sync = wanted
+        self.require_forward_param_sync = wanted
+        if torch.is_grad_enabled():
+            late.arm(output, on=wanted)
+        return output
+
+    def disable_allreduce(self) -> None:
+        """Lets gradients accumulate without communication, from the next forward pass on."""
+        self.require_backward_grad_sync = False
+
+    def enable_allreduce(self) -> None:
+        """Ends ``disable_allreduce``: gradients are reduced, the accumulated ones with them."""
+        self.require_backward_grad_sync = True
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        """Serves torch's ``join``, for processes with different numbers of batches.
+
+        Raises:
+            ValueError: With ``delay_allreduce=True``.
+        """
+        self._refuse_delay("join()")
+        return super().join_hook(**kwargs)  # type: ignore[no-untyped-call]
+
+    def register_comm_hook(self, state: object, hook: Any) -> None:
+        """Registers a communication hook of the caller's; only one can be registered.
+
+        Raises:
+            ValueError: With ``delay_allreduce=True``.
+        """
+        self._refuse_delay("register_comm_hook()")
+        super().register_comm_hook(state, hook)
+
+    def _refuse_delay(self, what: str) -> None:
+        if self.delay_allreduce:
+            raise ValueError(
+                f"{what} needs the communication of torch's DistributedDataParallel, which "
+                "delay_allreduce=True replaces. Build the wrapper with delay_allreduce=False."
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out what belongs to this process."""
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        state.pop(_LATE)
+        if _HOOKS in state:  # torch's record of hooks, ours among them
+            hooks = state[_HOOKS]
+            state[_HOOKS] = [hook for hook in hooks if not isinstance(hook[1], GradientReduction)]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restores the wrapper and its communication."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._start_reduction()
+
+
+def _check(module: object, message_size: object, shared_param: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"apex.parallel.DistributedDataParallel got {type(module).__name__}; it wraps a "
+            "torch.nn.Module."
+        )
+    if isinstance(message_size, bool) or not isinstance(message_size, (int, float)):
+        raise TypeError(
+            f"message_size is {message_size!r}; it is a number of gradient elements. Pass torch's "
+            "arguments by keyword: DistributedDataParallel(module, device_ids=[...])."
+        )
+    if message_size <= 0:
+        raise ValueError(f"message_size is {message_size}; it must be at least 1 element.")
+    if shared_param is not None:
+        raise ValueError(
+            "shared_param is no longer an option: shared parameters need none. To communicate "
+            "once, at the end of the backward pass, pass delay_allreduce=True."
+        )
+
+
+def _check_processes(module: nn.Module, torch_options: dict[str, Any]) -> None:
+    """Refuses to go on alone, or with processes that hold other parameters."""
+    group = torch_options.get("process_group")
+    if torch_options.get("device_mesh") is not None or not torch_options.get("init_sync", True):
+        return  # left to torch
+    if group is None:
+        require_running("apex.parallel.DistributedDataParallel")
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    params = [param for name, param in module.named_parameters() if name not in ignored]
+    require_same_parameters("apex.parallel.DistributedDataParallel", params, group)
+
+
+def _check_delay(streams: int, triggers: object, torch_options: dict[str, Any]) -> None:
+    if streams > 1:
+        raise ValueError(
+            f"num_allreduce_streams is {streams}; more than one takes delay_allreduce=False: at "
+            "the end of the backward pass there is one message."
+        )
+    if triggers is not None:
+        raise ValueError(
+            "allreduce_trigger_params takes delay_allreduce=False: the end of the backward pass "
+            "is the only trigger otherwise."
+        )
+    for name in ("find_unused_parameters", "static_graph"):
+        if torch_options.get(name):
+            raise ValueError(
+                f"{name}=True is for the communication during the backward pass; "
+                f"delay_allreduce=True takes any graph. Leave {name} out."
+            )
+
+
+def _mebibytes(module: nn.Module, elements: float) -> int:
+    largest = max((param.element_size() for param in module.parameters()), default=4)
+    return max(1, round(elements * largest / 2**20))

@@ -1,0 +1,109 @@
+"""One collective call for many tensors: flattened by type, called, copied back."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from apex.parallel.process_groups import require_running
+
+Call = Callable[..., Any]
+
+_SPLIT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def flatten(bucket: Sequence[Tensor]) -> Tensor:
+    """Returns one 1-d tensor with the elements of dense tensors of one dtype and device."""
+    flat: Tensor = _flatten_dense_tensors(tuple(bucket))  # type: ignore[no-untyped-call]
+    return flat
+
+
+def unflatten(coalesced: Tensor, bucket: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Returns views of ``coalesced`` in the shapes of ``bucket``, which it was flattened from."""
+    views: tuple[Tensor, ...] = _unflatten_dense_tensors(coalesced, tuple(bucket))  # type: ignore[no-untyped-call]
+    return views
+
+
+def split_half_float_double(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Returns the fp16, bf16, fp32 and fp64 tensors in a list each, without empty lists."""
+    given = list(tensors)
+    buckets = [[t for t in given if t.dtype is dtype] for dtype in _SPLIT_DTYPES]
+    return [bucket for bucket in buckets if bucket]
+
+
+def split_by_type(tensors: Iterable[Tensor]) -> OrderedDict[str, list[Tensor]]:
+    """Returns the tensors by ``tensor.type()``: device type and dtype."""
+    buckets: OrderedDict[str, list[Tensor]] = OrderedDict()
+    for tensor in tensors:
+        buckets.setdefault(tensor.type(), []).append(tensor)
+    return buckets
+
+
+def apply_flat_dist_call(
+    bucket: Sequence[Tensor], call: Call, extra_args: Sequence[Any] | None = None
+) -> None:
+    """Calls a collective once on the elements of ``bucket`` and writes the result into them.
+
+    ``torch.distributed.all_reduce`` averages: its sum is divided by the number of processes.
+
+    Args:
+        bucket: Tensors of one dtype and device.
+        call: A function of torch.distributed that works in place on its first argument.
+        extra_args: Its further arguments.
+
+    Raises:
+        TypeError: If integers are to be averaged.
+        RuntimeError: If torch.distributed is not initialized.
+    """
+    require_running("flat_dist_call")
+    args = tuple(extra_args or ())
+    divisor = _divisor(call, args)
+    if divisor != 1 and not (bucket[0].is_floating_point() or bucket[0].is_complex()):
+        raise TypeError(
+            f"flat_dist_call got tensors of {bucket[0].dtype} to average over processes; it "
+            "averages floating and complex ones. Call torch.distributed.all_reduce for a sum."
+        )
+    with torch.no_grad():
+        coalesced = flatten(bucket)
+        call(coalesced, *args)
+        if divisor != 1:
+            coalesced /= divisor
+        for tensor, synced in zip(bucket, unflatten(coalesced, bucket), strict=True):
+            tensor.copy_(synced)
+
+
+def flat_dist_call(
+    tensors: Iterable[Tensor], call: Call, extra_args: Sequence[Any] | None = None
+) -> None:
+    """Calls a collective once for each type among ``tensors``, as ``apply_flat_dist_call`` does.
+
+    Raises:
+        TypeError: If integers are to be averaged.
+        RuntimeError: If torch.distributed is not initialized.
+    """
+    for bucket in split_by_type(tensors).values():
+        apply_flat_dist_call(bucket, call, extra_args)
+
+
+def extract_tensors(maybe_tensor: Any, tensor_list: list[Tensor]) -> None:
+    """Appends the tensors in any nesting of iterables to ``tensor_list``; skips anything else."""
+    if isinstance(maybe_tensor, Tensor):
+        tensor_list.append(maybe_tensor)
+    elif isinstance(maybe_tensor, Iterable) and not isinstance(maybe_tensor, (str, bytes)):
+        for item in maybe_tensor:
+            extract_tensors(item, tensor_list)
+
+
+def _divisor(call: Call, args: tuple[Any, ...]) -> int:
+    """What a sum is divided by; 1 for everything that is no sum."""
+    distributed = torch.distributed
+    if call is not distributed.all_reduce:
+        return 1
+    if args and args[0] != distributed.ReduceOp.SUM:
+        return 1
+    return distributed.get_world_size(*args[1:2])

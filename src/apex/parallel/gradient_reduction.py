@@ -1,0 +1,131 @@
+"""How gradients are summed over processes: in which dtype, and divided by what."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class GradientReduction:
+    """The all-reduce of one flat buffer of gradients.
+
+    Attributes:
+        group: The processes; ``None`` for all.
+        always_fp32: Whether 16-bit gradients travel and are summed in fp32.
+        average: Whether the sum is divided by the number of processes.
+        predivide_factor: Divides before the sum, multiplies after it (``average`` only).
+
+    Raises:
+        ValueError: If the predivide factor is not positive.
+    """
+
+    group: ProcessGroup | None = None
+    always_fp32: bool = False
+    average: bool = True
+    predivide_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Checks the factor."""
+        if not self.predivide_factor > 0.0:
+            raise ValueError(
+                f"gradient_predivide_factor is {self.predivide_factor!r}; it must be a positive "
+                "number, such as the square root of the number of processes."
+            )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is the average that torch's own data parallel takes."""
+        return self.average and not self.always_fp32 and self.predivide_factor == 1.0
+
+    def blocking(self, buffer: Tensor) -> Tensor:
+        """Reduces ``buffer`` in place and returns it."""
+        sent = self._prepared(buffer)
+        torch.distributed.all_reduce(sent, group=self.group)
+        return _finished(sent, buffer, self._factor_after)
+
+    def in_background(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        """Reduces a ``GradBucket`` of torch's data parallel: a communication hook."""
+        buffer: Tensor = bucket.buffer()
+        sent = self._prepared(buffer)
+        work: Any = torch.distributed.all_reduce(sent, group=self.group, async_op=True)
+        future: torch.futures.Future[Any] = work.get_future()
+        # The callback must not hold the group: it is let go in the group's own thread, which
+        # cannot end the group.
+        after = self._factor_after
+        return future.then(lambda done: _finished(done.value()[0], buffer, after))
+
+    def _prepared(self, buffer: Tensor) -> Tensor:
+        sent = buffer.float() if self.always_fp32 and buffer.element_size() < 4 else buffer
+        before = self._world_size if self.is_plain else self.predivide_factor
+        return sent if before == 1.0 else sent.mul_(1.0 / before)
+
+    @property
+    def _factor_after(self) -> float:
+        if self.is_plain or not self.average:
+            return 1.0
+        return self.predivide_factor / self._world_size
+
+    @property
+    def _world_size(self) -> int:
+        return torch.distributed.get_world_size(self.group)
+
+
+def _finished(reduced: Tensor, buffer: Tensor, factor: float) -> Tensor:
+    if factor != 1.0:
+        reduced.mul_(factor)
+    return reduced if reduced.dtype is buffer.dtype else buffer.copy_(reduced)
+
+
+@torch.no_grad()
+def reduce_gradients(
+    params: Sequence[nn.Parameter], received: Collection[int], reduction: GradientReduction
+) -> None:
+    """Reduces the gradients of ``params`` over processes in one call per dtype and device.
+
+    A parameter that got a gradient in some processes only counts as zero in the others; one that
+    got none anywhere keeps its gradient, or stays without.
+
+    Args:
+        params: The same parameters, in the same order, in every process.
+        received: Indices of those that got a gradient in this process.
+        reduction: How to sum.
+
+    Raises:
+        RuntimeError: If a gradient is sparse.
+    """
+    parts: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, param in enumerate(params):
+        if param.grad is not None and param.grad.is_sparse:
+            raise RuntimeError(
+                f"A parameter of shape {tuple(param.shape)} has a sparse gradient, which cannot "
+                "be reduced at the end of the backward pass. Use DistributedDataParallel with "
+                "delay_allreduce=False, or an embedding with sparse=False."
+            )
+        parts.setdefault((param.device, param.dtype), []).append(index)
+    for part in parts.values():
+        _reduce_part([params[i] for i in part], [i in received for i in part], reduction)
+
+
+def _reduce_part(
+    params: list[nn.Parameter], received: list[bool], reduction: GradientReduction
+) -> None:
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+    marks = torch.tensor(received, dtype=params[0].dtype).to(params[0].device, non_blocking=True)
+    # The marks travel with the gradients: who got some is known without another call.
+    flat = torch.cat([*(grad.reshape(-1) for grad in grads), marks])
+    reduced = reduction.blocking(flat)
+    *values, marks = torch.split(reduced, [*(grad.numel() for grad in grads), len(params)])
+    anywhere = received
+    if not all(received):
+        anywhere = marks.ne(0).tolist()  # sync: only where a parameter got no gradient here
+    for param, grad, value, wanted in zip(params, grads, values, anywhere, strict=True):
+        if wanted:
+            param.grad = grad.copy_(value.view_as(grad))

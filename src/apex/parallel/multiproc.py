@@ -1,0 +1,115 @@
+"""Starts a script in several processes of this machine: ``python -m apex.parallel.multiproc``.
+
+torchrun is today's way: ``torchrun --nproc-per-node=N script.py``. This one is for old command
+lines. Every process gets ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
+``MASTER_PORT``; a script that names the old flags ``--rank`` and ``--world-size`` gets them too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+_SECONDS_BETWEEN_LOOKS = 0.1
+_SECONDS_TO_END = 10.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the script in every process and returns the first exit status that is not 0.
+
+    When one process fails, the others are ended.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m apex.parallel.multiproc",
+        description="Run a script in one process per GPU, or in WORLD_SIZE processes.",
+        epilog="torchrun does the same and more: torchrun --nproc-per-node=N script.py ...",
+    )
+    parser.add_argument("script", help="the Python script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    given = parser.parse_args(arguments)
+    world_size = _world_size(parser)
+    logging.getLogger("apex").warning(
+        "apex.parallel.multiproc starts %d processes. torchrun is today's way: "
+        "torchrun --nproc-per-node=%d %s ...", world_size, world_size, given.script
+    )  # fmt: skip
+    port = os.environ.get("MASTER_PORT") or str(_free_port())
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(world_size):
+            command = [sys.executable, given.script]
+            command += _arguments(given.script, given.arguments, rank, world_size)
+            processes.append(subprocess.Popen(command, env=_environment(rank, world_size, port)))
+        return _wait(processes)
+    finally:
+        _end(processes)
+
+
+def _world_size(parser: argparse.ArgumentParser) -> int:
+    wanted = os.environ.get("WORLD_SIZE")
+    if wanted is None:
+        return max(1, torch.accelerator.device_count())
+    if not wanted.isdecimal() or int(wanted) < 1:
+        parser.error(f"WORLD_SIZE is {wanted!r}; it must be a number of processes, at least 1.")
+    return int(wanted)
+
+
+def _environment(rank: int, world_size: int, port: str) -> dict[str, str]:
+    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    return {"MASTER_ADDR": "127.0.0.1", **os.environ, **own, "MASTER_PORT": port}
+
+
+def _arguments(script: str, given: list[str], rank: int, world_size: int) -> list[str]:
+    """Returns the script's arguments, with the old flags where it has them."""
+    result = list(given)
+    text = Path(script).read_text(errors="replace") if Path(script).is_file() else ""
+    for flag, value in (("--world-size", world_size), ("--rank", rank)):
+        if flag in result[:-1]:
+            result[result.index(flag) + 1] = str(value)
+        elif f'"{flag}"' in text or f"'{flag}'" in text:
+            result += [flag, str(value)]
+    return result
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
+    while True:
+        states = [process.poll() for process in processes]
+        failed = [state for state in states if state]
+        if failed:
+            return failed[0]
+        if None not in states:
+            return 0
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    running = [process for process in processes if process.poll() is None]
+    for process in running:
+        process.terminate()
+    for process in running:
+        _await_end(process)
+
+
+def _await_end(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(_SECONDS_TO_END)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

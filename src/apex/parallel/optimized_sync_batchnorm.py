@@ -1,0 +1,174 @@
+"""Batch norm by the statistics of all processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from apex._core import dtypes
+from apex.parallel.process_groups import checked_group, syncing_group
+from apex.parallel.sync_batch_norm_function import Running, sync_batch_norm
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True, eq=False)
+class _SharedGroup:
+    """Holds a process group: copies of a layer share it, as it cannot be copied."""
+
+    group: ProcessGroup | None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _SharedGroup:
+        return self
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch norm that, in training, normalizes by the joined batch of several processes.
+
+    Works on any device, in any floating dtype (16-bit inputs with fp32 parameters too) and for
+    any input of rank 2 or more. Batch sizes may differ over processes. In evaluation, without a
+    process group, or alone in it, it is plain batch norm and communicates nothing. Every process
+    must run it equally often in training.
+
+    Args:
+        num_features: Channels, ``C``.
+        eps: Added to the variance.
+        momentum: Weight of a new batch in the running statistics; ``None`` for a plain average.
+        affine: Whether there are a weight and a bias.
+        track_running_stats: Whether there are running statistics; without, evaluation goes by
+            the statistics of the batch in this process.
+        process_group: The processes; ``None`` for all.
+        channel_last: Whether the last dimension of the input is the channels, else the second.
+        fuse_relu: Whether the output goes through a ReLU.
+
+    Raises:
+        TypeError: If ``process_group`` is no process group.
+        ValueError: If this process is not in it.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: ProcessGroup | None = None,
+        channel_last: bool = False,
+        fuse_relu: bool = False,
+    ) -> None:
+        """Makes the layer."""
+        group = checked_group(process_group)
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        self._group = _SharedGroup(group)
+        self.channel_last = channel_last
+        self.fuse_relu = fuse_relu
+
+    @property
+    def process_group(self) -> ProcessGroup | None:
+        """The processes to join statistics with; ``None`` for all."""
+        return self._group.group
+
+    @process_group.setter
+    def process_group(self, value: ProcessGroup | None) -> None:
+        self._group = _SharedGroup(checked_group(value))
+
+    def _specify_process_group(self, process_group: ProcessGroup | None) -> None:
+        self.process_group = process_group
+
+    def _specify_channel_last(self, channel_last: bool) -> None:
+        self.channel_last = channel_last
+
+    def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:  # noqa: A002 - apex's
+        """Returns the normalized input.
+
+        Args:
+            input: ``[N, C]``, ``[N, C, ...]``, or ``[N, ..., C]`` with ``channel_last``.
+            z: Added before the ReLU (a residual connection).
+
+        Raises:
+            TypeError: If the input is not floating.
+            ValueError: If its shape does not fit, or holds one value per channel in training.
+        """
+        self._check(input)
+        if self.channel_last and input.dim() > 2:
+            output = self._normalized(input.movedim(-1, 1)).movedim(1, -1)
+        else:
+            output = self._normalized(input)
+        if z is not None:
+            output = output + z
+        return torch.relu(output) if self.fuse_relu else output
+
+    def _normalized(self, x: Tensor) -> Tensor:
+        by_batch = self.training or self.running_mean is None or self.running_var is None
+        if not by_batch:
+            return self._normalized_by_running(x)
+        group = syncing_group(self.process_group) if self.training else None
+        if group is None and x.numel() == x.size(1):
+            raise ValueError(
+                f"SyncBatchNorm got an input of {tuple(x.shape)}: one value per channel, which "
+                "has no variance. Use larger batches, or call eval() on the layer."
+            )
+        running = self._running()
+        if group is None and self._fits_torch(x):
+            mean, var, momentum = running or (None, None, 0.0)
+            args = (mean, var, self.weight, self.bias, True, momentum, self.eps)
+            output = F.batch_norm(x, *args)
+        else:
+            output = sync_batch_norm(x, self.weight, self.bias, running, self.eps, group)
+        if running is not None and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        return output
+
+    def _normalized_by_running(self, x: Tensor) -> Tensor:
+        tensors = [self.running_mean, self.running_var, self.weight, self.bias]
+        if not self._fits_torch(x):
+            exact = torch.promote_types(x.dtype, torch.float32)
+            tensors = [None if t is None else t.to(exact) for t in tensors]
+        mean, var, weight, bias = tensors
+        return F.batch_norm(x, mean, var, weight, bias, False, 0.0, self.eps)
+
+    def _running(self) -> Running | None:
+        """The statistics that this batch moves, and how far."""
+        if not (self.training and self.track_running_stats):
+            return None
+        if self.running_mean is None or self.running_var is None:
+            return None
+        if self.momentum is not None:
+            return Running(self.running_mean, self.running_var, self.momentum)
+        if self.num_batches_tracked is None:
+            return None
+        seen = int(self.num_batches_tracked)  # sync: torch's batch_norm takes a host number
+        return Running(self.running_mean, self.running_var, 1.0 / (seen + 1))
+
+    def _fits_torch(self, x: Tensor) -> bool:
+        """Whether torch's kernels take these dtypes together: one for all, or fp32 parameters."""
+        tensors = (self.weight, self.bias, self.running_mean, self.running_var)
+        own = {tensor.dtype for tensor in tensors if tensor is not None}
+        return own <= {x.dtype} or (dtypes.is_low_precision(x) and own == {torch.float32})
+
+    def _check(self, x: Tensor) -> None:
+        if not dtypes.is_castable(x):
+            raise TypeError(
+                f"SyncBatchNorm got an input of {x.dtype}; it takes float16, bfloat16, float32 "
+                "and float64."
+            )
+        dim = -1 if self.channel_last else 1
+        if x.dim() < 2 or x.size(dim) != self.num_features:
+            place = "last" if self.channel_last else "second"
+            raise ValueError(
+                f"SyncBatchNorm got an input of shape {tuple(x.shape)}; it takes rank 2 or more "
+                f"with {self.num_features} channels as the {place} dimension "
+                f"(channel_last={self.channel_last})."
+            )
+
+    def extra_repr(self) -> str:
+        """Shows the options."""
+        shown: str = super().extra_repr()  # type: ignore[no-untyped-call]
+        return f"{shown}, channel_last={self.channel_last}, fuse_relu={self.fuse_relu}"

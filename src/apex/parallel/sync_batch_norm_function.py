@@ -1,0 +1,228 @@
+"""Batch norm by the statistics of several processes, differentiable, on any device.
+
+Counts, means and variances of the processes are joined by the formula of Chan, Golub and LeVeque,
+"Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979: exact for any
+batch sizes, and without the cancellation of E[x^2] - E[x]^2.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Running(NamedTuple):
+    """Running statistics, moved in place by ``momentum``."""
+
+    mean: Tensor
+    var: Tensor
+    momentum: float
+
+
+class Moments(NamedTuple):
+    """Mean and biased variance per channel ``[C]``, and the number of values of each (0-d)."""
+
+    mean: Tensor
+    var: Tensor
+    total: Tensor
+
+
+def sync_batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running: Running | None,
+    eps: float,
+    group: ProcessGroup | None,
+) -> Tensor:
+    """Returns ``x`` normalized by the statistics of the batches of all processes in ``group``.
+
+    Statistics and arithmetic are fp32 (fp64 for fp64); the result has the dtype of ``x``. Batch
+    sizes may differ over processes, and be 0. Gradients of ``weight`` and ``bias`` are those of
+    this process: data-parallel training averages them.
+
+    Args:
+        x: ``[N, C, ...]``.
+        weight: ``[C]``, of any floating dtype.
+        bias: ``[C]``, of any floating dtype.
+        running: Moved towards the statistics of the joined batch.
+        eps: Added to the variance.
+        group: ``None`` for this process alone.
+
+    Raises:
+        ValueError: If there is just one value per channel (not told on GPUs, where asking for the
+            count would stop the host).
+    """
+    # Casts of the parameters are outside: autograd takes their gradients back.
+    dtype = _exact_dtype(x)
+    weight = None if weight is None else weight.to(dtype)
+    bias = None if bias is None else bias.to(dtype)
+    result: Tensor = _SyncBatchNorm.apply(x, weight, bias, running, eps, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _SyncBatchNorm(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running: Running | None,
+        eps: float,
+        group: ProcessGroup | None,
+    ) -> Tensor:
+        x = _dense(x)
+        moments = _joined(_packed(_local_moments(x, eps)), group)
+        _require_two_values(moments, x)
+        if running is not None:
+            _move(running, moments)
+        ctx.save_for_backward(x, weight, *moments)
+        ctx.eps, ctx.group = eps, group
+        return _normalized(x, moments, weight, bias, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, *saved = ctx.saved_tensors
+        moments = Moments(*saved)
+        invstd = torch.rsqrt(moments.var + ctx.eps)
+        grad = _dense(grad)
+        grad_sum, grad_dot = _local_sums(x, grad, moments, invstd)
+        # What data-parallel training averages later is this process's share.
+        grad_weight = grad_dot * invstd if ctx.needs_input_grad[1] else None
+        grad_bias = grad_sum.clone() if ctx.needs_input_grad[2] else None
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            sums = torch.stack([grad_sum, grad_dot])
+            if ctx.group is not None:
+                torch.distributed.all_reduce(sums, group=ctx.group)
+            grad_x = _input_grad(x, grad, moments, invstd, weight, sums)
+        return grad_x, grad_weight, grad_bias, None, None, None
+
+
+# -- over processes --------------------------------------------------------------------------
+
+
+def _packed(local: Moments) -> Tensor:
+    return torch.cat([local.mean, local.var, local.total.reshape(1)])
+
+
+def _joined(own: Tensor, group: ProcessGroup | None) -> Moments:
+    """Returns the moments of the joined batch, from the packed ones of every process."""
+    every = own.unsqueeze(0)
+    if group is not None:
+        every = own.new_empty(torch.distributed.get_world_size(group), own.numel())
+        torch.distributed.all_gather(list(every.unbind(0)), own, group=group)
+    channels = own.numel() // 2
+    means, variances, counts = torch.split(every, [channels, channels, 1], dim=1)
+    count = counts.sum()
+    divisor = count.clamp(min=1.0)
+    mean = (means * counts).sum(0) / divisor
+    var = ((variances + (means - mean).square()) * counts).sum(0) / divisor
+    return Moments(mean, var, count)
+
+
+def _require_two_values(moments: Moments, x: Tensor) -> None:
+    if moments.total.device.type == "cpu" and moments.total == 1:
+        raise ValueError(
+            f"SyncBatchNorm got one value per channel over all processes (input "
+            f"{tuple(x.shape)} here) in training, which has no variance. Use larger batches, or "
+            "call eval() on the layer."
+        )
+
+
+def _move(running: Running, moments: Moments) -> None:
+    unbiased = moments.var * (moments.total / (moments.total - 1.0).clamp(min=1.0))
+    # Empty batches in all processes move nothing.
+    share = (moments.total > 0).to(moments.mean.dtype) * running.momentum
+    for buffer, fresh in ((running.mean, moments.mean), (running.var, unbiased)):
+        buffer.copy_(torch.lerp(buffer.to(fresh.dtype), fresh, share))
+
+
+# -- in this process -------------------------------------------------------------------------
+# CUDA has kernels for the four steps, which read 16-bit inputs without an fp32 copy; they exist
+# for no other device.
+
+
+def _local_moments(x: Tensor, eps: float) -> Moments:
+    count = torch.full((), x.numel() // x.size(1), dtype=_exact_dtype(x), device=x.device)
+    if x.numel() == 0:
+        none = count.new_zeros(x.size(1))
+        return Moments(none, none, count)
+    if x.is_cuda:
+        mean, invstd = torch.batch_norm_stats(x, eps)
+        return Moments(mean, invstd.pow(-2).sub_(eps).clamp_(min=0.0), count)
+    var, mean = torch.var_mean(x.to(_exact_dtype(x)), _other_dims(x), correction=0)
+    return Moments(mean, var, count)
+
+
+def _normalized(
+    x: Tensor, moments: Moments, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    if x.numel() == 0:
+        return torch.empty_like(x)
+    if x.is_cuda:
+        invstd = torch.rsqrt(moments.var + eps)
+        return torch.batch_norm_elemt(x, weight, bias, moments.mean, invstd, eps)
+    return F.batch_norm(x, moments.mean, moments.var, weight, bias, False, 0.0, eps)
+
+
+def _local_sums(x: Tensor, grad: Tensor, moments: Moments, invstd: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the sums of ``grad`` and of ``grad * (x - mean)`` per channel."""
+    if x.is_cuda and x.numel() > 0:
+        grad_sum, grad_dot, _, _ = torch.batch_norm_backward_reduce(
+            grad, x, moments.mean, invstd, None, True, False, False
+        )
+        return grad_sum, grad_dot
+    exact, dims = _exact_dtype(x), _other_dims(x)
+    grad = grad.to(exact)
+    centered = x.to(exact) - _spread(moments.mean, x)
+    return grad.sum(dims), (grad * centered).sum(dims)
+
+
+def _input_grad(
+    x: Tensor, grad: Tensor, moments: Moments, invstd: Tensor, weight: Tensor | None, sums: Tensor
+) -> Tensor:
+    if x.numel() == 0:
+        return torch.zeros_like(x)
+    if x.is_cuda:
+        count = moments.total.to(torch.int32).reshape(1)
+        return torch.batch_norm_backward_elemt(
+            grad, x, moments.mean, invstd, weight, sums[0], sums[1], count
+        )
+    exact = _exact_dtype(x)
+    grad_mean, dot_mean = sums / moments.total
+    slope = dot_mean * invstd.square()
+    centered = x.to(exact) - _spread(moments.mean, x)
+    factor = invstd if weight is None else invstd * weight
+    result = grad.to(exact) - _spread(grad_mean, x) - centered * _spread(slope, x)
+    return (result * _spread(factor, x)).to(x.dtype)
+
+
+def _exact_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype is torch.float64 else torch.float32
+
+
+def _other_dims(x: Tensor) -> list[int]:
+    return [dim for dim in range(x.dim()) if dim != 1]
+
+
+def _spread(per_channel: Tensor, x: Tensor) -> Tensor:
+    return per_channel.view(-1, *([1] * (x.dim() - 2)))
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Returns ``x`` in a layout that the kernels read: channels first or last."""
+    for layout in (torch.channels_last, torch.channels_last_3d):
+        if x.is_contiguous(memory_format=layout):
+            return x
+    return x.contiguous()

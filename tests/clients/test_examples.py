@@ -1,0 +1,59 @@
+"""The examples of other libraries, run as their READMEs say, on a few images."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+pytestmark = [pytest.mark.clients, pytest.mark.slow]
+
+
+def run(script, folder, *arguments):
+    """Returns what the example prints; MMEngine logs to stdout too."""
+    command = [sys.executable, str(EXAMPLES / script), *arguments, "--work-dir", "runs"]
+    done = subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, text=True, cwd=folder, timeout=120
+    )
+    return done.stdout
+
+
+def need_installed(*names):
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed")
+
+
+def test_mmengine_trains_and_resumes(tmp_path):
+    need_installed("mmengine", "sklearn")
+    if importlib.util.find_spec("torchvision") and not torch.version.cuda:
+        pytest.skip("MMEngine imports torchvision, and PyPI's does not import on a CPU torch")
+    few = ["train_dataloader.dataset.limit=96", "val_dataloader.dataset.limit=32"]
+    level = "optim_wrapper.opt_level=O5"
+    run("mmengine/train.py", tmp_path, "--cfg-options", *few, level, "train_cfg.max_epochs=2")
+    assert {path.name for path in (tmp_path / "runs").glob("*.pth")} == {
+        "epoch_1.pth",
+        "epoch_2.pth",
+    }
+    text = run(
+        "mmengine/train.py", tmp_path, "--resume", "--cfg-options", *few, level,
+        "train_cfg.max_epochs=3",
+    )  # fmt: skip
+    assert "resumed epoch: 2, iter: 4" in text
+    assert re.findall(r"\(val\) \[(\d)\].*accuracy: 0\.\d+", text) == ["3"]
+
+
+def test_ignite_trains_and_resumes(tmp_path):
+    need_installed("ignite", "sklearn")
+    few = ["--limit", "96", "--opt-level", "O5", "--accumulate", "2"]
+    text = run("ignite/train.py", tmp_path, *few, "--epochs", "2")
+    assert re.findall(r"epoch (\d): test loss \d", text) == ["1", "2"]
+    text = run(
+        "ignite/train.py", tmp_path, *few, "--epochs", "3", "--resume", "runs/checkpoint_4.pt"
+    )
+    assert re.findall(r"epoch (\d): test loss \d", text) == ["3"]

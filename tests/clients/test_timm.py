@@ -1,0 +1,99 @@
+"""timm's ``ApexScaler``, and a step of one of its models."""
+
+import pytest
+import torch
+from torch.nn.utils import get_total_norm
+from torch.testing import assert_close
+
+from apex import amp
+from tests.clients.libraries import need
+
+timm = need("timm")
+cuda = need("timm.utils.cuda")
+
+pytestmark = pytest.mark.clients
+
+LEVELS = ("O1", "O2", "O4", "O5")
+
+
+def prepared(level, **options):
+    torch.manual_seed(0)
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=16, patch_size=8, embed_dim=12, depth=1, num_classes=2
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+
+
+def loss_of(model):
+    images = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    return model(images).float().pow(2).mean()
+
+
+def values(optimizer):
+    return [param.detach().clone() for param in amp.master_params(optimizer)]
+
+
+def test_timm_finds_apex():
+    from timm.layers import fast_norm
+
+    assert cuda.has_apex
+    assert fast_norm.has_apex
+    assert fast_norm.has_apex_rmsnorm
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_scaler_trains_as_the_three_lines_do(level):
+    model, optimizer = prepared(level, loss_scale=2.0**8)
+    cuda.ApexScaler()(loss_of(model), optimizer)
+    by_timm = values(optimizer)
+
+    model, optimizer = prepared(level, loss_scale=2.0**8)
+    with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert_close(by_timm, values(optimizer), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_scaler_clips_the_unscaled_gradients_of_the_masters(level):
+    model, optimizer = prepared(level, loss_scale=2.0**8)
+    before = values(optimizer)
+    cuda.ApexScaler()(loss_of(model), optimizer, clip_grad=2.0**-10)
+    moved = [new - old for new, old in zip(values(optimizer), before, strict=True)]
+    assert_close(get_total_norm(moved).item(), 2.0**-10, rtol=1e-3, atol=0)
+
+
+def test_the_scaler_saves_and_loads_the_loss_scale():
+    scaler = cuda.ApexScaler()
+    kept = prepared("O5", loss_scale="dynamic")
+    state = {"loss_scaler0": {"loss_scale": 128.0, "unskipped": 7}}
+    scaler.load_state_dict(state)
+    assert scaler.state_dict() == state
+    del kept
+
+
+@pytest.fixture
+def fast_norm():
+    from timm.layers import set_fast_norm
+
+    set_fast_norm(True)
+    yield
+    set_fast_norm(False)
+
+
+def on_a_row(kind):
+    generator = torch.Generator().manual_seed(2)
+    module = kind(8)
+    torch.nn.init.uniform_(module.weight, generator=generator)
+    return module(torch.randn(3, 8, generator=generator))
+
+
+@pytest.mark.parametrize("name", ["RmsNorm", "LayerNorm"])
+def test_timms_fast_norms_run_on_ours_and_give_what_its_own_give(name, request):
+    from timm.layers import norm
+
+    own = on_a_row(getattr(norm, name))
+    request.getfixturevalue("fast_norm")
+    fast = on_a_row(getattr(norm, name))
+    assert_close(fast, own)

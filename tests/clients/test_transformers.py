@@ -1,0 +1,157 @@
+"""transformers: T5 on our norm, a step today, and the Trainer's apex backend of 4.57."""
+
+import importlib.metadata
+import importlib.util
+import sys
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from apex import amp, normalization
+from tests.clients.libraries import need
+
+need("transformers")
+need("transformers.models.t5.modeling_t5")
+
+from transformers import T5Config  # noqa: E402 - after the checks
+from transformers.models.t5 import modeling_t5  # noqa: E402
+
+pytestmark = pytest.mark.clients
+
+VERSION = tuple(int(part) for part in importlib.metadata.version("transformers").split(".")[:2])
+LEVELS = ("O0", "O1", "O2", "O4", "O5")
+
+takes_our_norm = pytest.mark.skipif(VERSION > (5, 5), reason="T5 took apex's norm up to 5.5")
+
+
+@pytest.fixture
+def own_t5(monkeypatch):
+    """transformers' T5 as it is where apex is not installed."""
+    monkeypatch.setitem(sys.modules, "apex.normalization", None)
+    spec = importlib.util.spec_from_file_location(
+        "transformers.models.t5.own_modeling_t5", modeling_t5.__file__
+    )
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def tiny_t5(module=modeling_t5):
+    config = T5Config(
+        vocab_size=32, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4,
+        dropout_rate=0.0, decoder_start_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return module.T5ForConditionalGeneration(config)
+
+
+def tokens():
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "input_ids": torch.randint(1, 32, (3, 7), generator=generator),
+        "labels": torch.randint(1, 32, (3, 5), generator=generator),
+    }
+
+
+# -- T5 --------------------------------------------------------------------------------------
+
+
+@takes_our_norm
+def test_t5_takes_our_norm(own_t5):
+    assert modeling_t5.T5LayerNorm is normalization.FusedRMSNorm
+    assert own_t5.T5LayerNorm is not normalization.FusedRMSNorm
+
+
+@takes_our_norm
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_t5_on_our_norm_computes_what_it_does_on_its_own(own_t5, dtype):
+    ours, own = tiny_t5().to(dtype), tiny_t5(own_t5).to(dtype)
+    own.load_state_dict(ours.state_dict())
+    # Each rounds in its own places: 2 layers of 5 norms, a few eps each.
+    tolerance = 32 * torch.finfo(dtype).eps
+    results = [model(**tokens()) for model in (ours, own)]
+    assert_close(results[0].logits, results[1].logits, rtol=tolerance, atol=tolerance)
+    for result in results:
+        result.loss.backward()
+    for param, expected in zip(ours.parameters(), own.parameters(), strict=True):
+        assert_close(param.grad, expected.grad, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_t5_trains_at_every_level(level):
+    model = tiny_t5()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=level, loss_scale=2.0**7, verbosity=0
+    )
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(**tokens()).loss
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+# -- Trainer ---------------------------------------------------------------------------------
+
+
+class Sentences(torch.utils.data.Dataset):
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        row = torch.randint(1, 32, (6,), generator=generator)
+        return {"input_ids": row, "labels": row}
+
+
+@pytest.fixture
+def train(tmp_path):
+    """Trains a tiny T5 with the Trainer; returns it and the loss of every step."""
+    if VERSION >= (5, 0):
+        pytest.skip("transformers 5 has no apex backend")
+    try:
+        importlib.metadata.version("apex")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("the distribution packaging/apex-metadata is not installed")
+    trainer_module = need("transformers.trainer")
+    need("accelerate")
+
+    def run(level, **options):
+        arguments = trainer_module.TrainingArguments(
+            output_dir=str(tmp_path), fp16=True, half_precision_backend="apex",
+            fp16_opt_level=level, use_cpu=True, max_steps=4, per_device_train_batch_size=3,
+            learning_rate=1e-2, logging_steps=1, report_to=[], save_strategy="no",
+            disable_tqdm=True, dataloader_pin_memory=False, **options,
+        )  # fmt: skip
+        trainer = trainer_module.Trainer(tiny_t5(), arguments, train_dataset=Sentences())
+        trainer.train()
+        return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    return run
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_trainer_trains_on_its_apex_backend(train, level):
+    trainer, losses = train(level)
+    assert trainer.use_apex
+    assert amp._amp_state.opt_properties.options["opt_level"] == level
+    assert losses[-1] < losses[0]
+
+
+def test_the_trainer_clips_and_accumulates_on_its_apex_backend(train):
+    _, losses = train("O1", max_grad_norm=0.1, gradient_accumulation_steps=2)
+    assert losses[-1] < losses[0]
+
+
+def test_the_trainer_takes_our_fused_adam(train):
+    from apex.optimizers import FusedAdam
+
+    trainer, losses = train("O1", optim="adamw_apex_fused")
+    assert isinstance(trainer.optimizer, FusedAdam)
+    assert losses[-1] < losses[0]

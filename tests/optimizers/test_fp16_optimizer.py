@@ -1,0 +1,228 @@
+"""The FP16_Optimizer of 2019, and its sibling in contrib."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from apex import optimizers
+from apex.contrib import optimizers as contrib
+
+both = pytest.mark.parametrize("wrapper", [optimizers.FP16_Optimizer, contrib.FP16_Optimizer])
+INPUTS = torch.randn(8, 4, generator=torch.Generator().manual_seed(3))
+
+
+def setup(wrapper, make=None, **options):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2).bfloat16()
+    make = make or (lambda p: optimizers.FusedAdam(p, lr=0.05))
+    return model, wrapper(make(list(model.parameters())), **options)
+
+
+def backward(model, optimizer, factor=1.0):
+    optimizer.zero_grad()
+    optimizer.backward(model(INPUTS.bfloat16()).float().square().mean() * factor)
+
+
+def fp32_run(steps, max_norm=None):
+    """The same training with masters kept by hand and no loss scale."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2).bfloat16()
+    masters = [nn.Parameter(p.detach().float()) for p in model.parameters()]
+    optimizer = optimizers.FusedAdam(masters, lr=0.05)
+    for _ in range(steps):
+        model.zero_grad()
+        model(INPUTS.bfloat16()).float().square().mean().backward()
+        for param, master in zip(model.parameters(), masters, strict=True):
+            master.grad = param.grad.float()
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(masters, max_norm)
+        optimizer.step()
+        for param, master in zip(model.parameters(), masters, strict=True):
+            param.data.copy_(master)
+    return masters
+
+
+def masters_of(optimizer):
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+@both
+@pytest.mark.parametrize("options", [{"static_loss_scale": 128.0}, {"dynamic_loss_scale": True}])
+def test_steps_masters_as_by_hand(wrapper, options):
+    model, optimizer = setup(wrapper, **options)
+    for _ in range(3):
+        backward(model, optimizer)
+        optimizer.step()
+    for ours, theirs in zip(masters_of(optimizer), fp32_run(3), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@both
+def test_model_holds_the_rounded_masters(wrapper):
+    model, optimizer = setup(wrapper)
+    backward(model, optimizer)
+    optimizer.step()
+    for param, master in zip(model.parameters(), masters_of(optimizer), strict=True):
+        assert master.dtype is torch.float32
+        assert torch.equal(param, master.bfloat16())
+
+
+@both
+def test_overflow_skips_and_halves_the_scale(wrapper):
+    model, optimizer = setup(wrapper, dynamic_loss_scale=True)
+    before = [m.detach().clone() for m in masters_of(optimizer)]
+    backward(model, optimizer, factor=float("inf"))
+    optimizer.step()
+    assert optimizer.overflow
+    assert optimizer.cur_scale == 2.0**15
+    for old, new in zip(before, masters_of(optimizer), strict=True):
+        assert torch.equal(old, new)
+
+
+@both
+def test_static_scale_skips_too_and_stays(wrapper):
+    model, optimizer = setup(wrapper, static_loss_scale=8.0)
+    backward(model, optimizer, factor=float("nan"))
+    optimizer.step()
+    assert (optimizer.overflow, optimizer.loss_scale) == (True, 8.0)
+
+
+@both
+def test_scale_grows_after_the_window(wrapper):
+    arguments = {"init_scale": 4.0, "scale_factor": 2.0, "scale_window": 2}
+    model, optimizer = setup(wrapper, dynamic_loss_scale=True, dynamic_loss_args=arguments)
+    scales = []
+    for _ in range(4):
+        backward(model, optimizer)
+        optimizer.step()
+        scales.append(optimizer.cur_scale)
+    assert scales == [4.0, 8.0, 8.0, 16.0]
+
+
+def test_scale_stops_at_1():
+    arguments = {"init_scale": 1.5}
+    model, optimizer = setup(
+        optimizers.FP16_Optimizer, dynamic_loss_scale=True, dynamic_loss_args=arguments
+    )
+    backward(model, optimizer, factor=float("inf"))
+    optimizer.step()
+    assert optimizer.cur_scale == 1.0
+
+
+def test_clip_master_grads_clips_what_is_stepped():
+    model, optimizer = setup(optimizers.FP16_Optimizer, static_loss_scale=64.0)
+    for _ in range(2):
+        backward(model, optimizer)
+        optimizer.clip_master_grads(0.01)
+        optimizer.step()
+    for ours, theirs in zip(masters_of(optimizer), fp32_run(2, max_norm=0.01), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_clip_master_grads_returns_minus_1_on_overflow():
+    model, optimizer = setup(optimizers.FP16_Optimizer)
+    backward(model, optimizer, factor=float("inf"))
+    assert optimizer.clip_master_grads(1.0) == -1
+
+
+def test_backward_after_clip_is_refused():
+    model, optimizer = setup(optimizers.FP16_Optimizer)
+    backward(model, optimizer)
+    optimizer.clip_master_grads(1.0)
+    with pytest.raises(RuntimeError, match="between clip_master_grads and step"):
+        optimizer.backward(model(INPUTS.bfloat16()).float().sum())
+
+
+def test_backward_accumulates():
+    model, optimizer = setup(optimizers.FP16_Optimizer, static_loss_scale=16.0)
+    loss = model(INPUTS.bfloat16()).float().square().mean()
+    optimizer.backward(loss / 2)
+    optimizer.backward(model(INPUTS.bfloat16()).float().square().mean() / 2)
+    optimizer.step()
+    for ours, theirs in zip(masters_of(optimizer), fp32_run(1), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@both
+def test_save_load_continue_is_the_uninterrupted_run(wrapper):
+    model, optimizer = setup(wrapper, dynamic_loss_scale=True)
+    for factor in (1.0, float("inf"), 1.0):
+        backward(model, optimizer, factor)
+        optimizer.step()
+    resumed, other = setup(wrapper, dynamic_loss_scale=True)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for these, optim in ((model, optimizer), (resumed, other)):
+        for _ in range(2):
+            backward(these, optim)
+            optim.step()
+    assert (optimizer.cur_scale, optimizer.cur_iter) == (other.cur_scale, other.cur_iter)
+    for a, b in zip(masters_of(optimizer), masters_of(other), strict=True):
+        assert torch.equal(a, b)
+
+
+@both
+def test_masters_of_another_model_are_refused(wrapper):
+    _, optimizer = setup(wrapper)
+    state = nn.Linear(5, 2).bfloat16()
+    other = wrapper(optimizers.FusedAdam(list(state.parameters()), lr=0.05))
+    with pytest.raises(ValueError, match="as they were when it was saved"):
+        optimizer.load_state_dict(other.state_dict())
+
+
+def test_checkpoints_use_apexs_keys():
+    _, flat = setup(optimizers.FP16_Optimizer)
+    _, listed = setup(contrib.FP16_Optimizer)
+    assert [t.shape for t in flat.state_dict()["fp32_groups_flat"]] == [(10,)]
+    assert [[t.shape for t in g] for g in listed.state_dict()["fp32_groups"]] == [[(2, 4), (2,)]]
+
+
+def test_overflow_is_logged_unless_silenced(caplog):
+    caplog.set_level(logging.INFO, logger="apex")
+    for verbose in (True, False):
+        model, optimizer = setup(optimizers.FP16_Optimizer, verbose=verbose)
+        backward(model, optimizer, factor=float("inf"))
+        optimizer.step()
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "arguments"),
+    [
+        (ValueError, {"dynamic_loss_scale": True, "dynamic_loss_args": {"window": 3}}),
+        (ValueError, {"static_loss_scale": 0.0}),
+    ],
+)
+def test_bad_arguments_are_refused(error, arguments):
+    with pytest.raises(error):
+        setup(optimizers.FP16_Optimizer, **arguments)
+
+
+def test_only_optimizers_are_wrapped():
+    with pytest.raises(TypeError, match=r"wraps a torch\.optim\.Optimizer"):
+        optimizers.FP16_Optimizer(nn.Linear(1, 1))
+
+
+def test_closure_is_refused():
+    _, optimizer = setup(optimizers.FP16_Optimizer)
+    with pytest.raises(RuntimeError, match="takes no closure"):
+        optimizer.step(lambda: None)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: contrib.FusedAdam(p, lr=0.05, max_grad_norm=1.0),
+        lambda p: contrib.FusedSGD(p, lr=0.05),
+        lambda p: optimizers.FusedLAMB(p, lr=0.05),
+        lambda p: torch.optim.SGD(p, lr=0.05),
+    ],
+)
+def test_wraps_any_optimizer(make):
+    model, optimizer = setup(contrib.FP16_Optimizer, make, dynamic_loss_scale=True)
+    before = [p.detach().clone() for p in model.parameters()]
+    backward(model, optimizer)
+    optimizer.step()
+    assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
