@@ -50,6 +50,7 @@ def scale_loss(
         model: Accepted for old scripts, not used.
         delay_unscale: Leave gradients scaled, to accumulate further backward passes of the same
             loss; the last pass must not delay. (Passes without it accumulate too: unscaled.)
+            Delay under DistributedDataParallel's ``no_sync``, so that the last pass sends all.
         delay_overflow_check: Leave the scale where it is; the next pass moves it for both.
 
     Raises:
