@@ -7,7 +7,7 @@ from apex import _conflict
 # Another distribution's apex/__init__.py may have replaced ours, so the check is made here too.
 _conflict.check(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from apex.amp import lists
+from apex.amp import compat, lists, opt, rnn_compat, scaler, utils, wrap  # noqa: F401 - reached as attributes
 from apex.amp._amp_state import _amp_state
 from apex.amp.amp import (
     bfloat16_function,
