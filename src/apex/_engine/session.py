@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from apex._core import nested
+from apex._core import nested, ranks
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine import convert, optimizer_class
@@ -104,7 +104,7 @@ class Session:
         """
         # Among several ranks only the rounded weights are sent round by DistributedDataParallel, so
         # bits beyond them would differ from rank to rank.
-        if self.policy.master_weights and not _several_ranks():
+        if self.policy.master_weights and ranks.world_size() == 1:
             self._before = {id(p): p.detach() for model in models for p in model.parameters()}
         before = _Before(models)
         converted: list[nn.Module] = []
@@ -293,13 +293,6 @@ def _match_state(optimizer: Optimizer, before: Mapping[int, torch.dtype]) -> Non
 
         for name, value in state.items():
             state[name] = nested.map_tensors(follow, value)
-
-
-def _several_ranks() -> bool:
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return False
-    return distributed.get_world_size() > 1
 
 
 def _end(region: CastRegion, functions: Functions | None) -> None:

@@ -6,6 +6,7 @@ import warnings
 
 import torch
 
+from apex._core import ranks
 from apex._engine.events import ScaleUpdate
 from apex._engine.session import Session
 from apex.amp._amp_state import _amp_state
@@ -16,7 +17,7 @@ SKIPS_BEFORE_WARNING = 50
 
 def say(message: str) -> None:
     """Prints on standard output, unless ``verbosity`` is 0 or this is not rank 0."""
-    if _amp_state.verbosity > 0 and _is_rank_0():
+    if _amp_state.verbosity > 0 and ranks.rank() == 0:
         print(message)  # noqa: T201 - the report of ``verbosity`` goes to stdout, as in apex
 
 
@@ -68,10 +69,3 @@ def _skipping(session: Session, update: ScaleUpdate) -> str:
         f"{session.policy.low_precision or torch.float32} even at this scale. Use a bf16 level "
         "('O4', 'O5'), keep the module in fp32, or lower the learning rate."
     )
-
-
-def _is_rank_0() -> bool:
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return True
-    return distributed.get_rank() == 0

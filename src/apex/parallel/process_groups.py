@@ -9,14 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from apex._core import ranks
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-
-def is_running() -> bool:
-    """Returns whether the default process group exists."""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized()
 
 
 def require_running(name: str) -> None:
@@ -28,7 +24,7 @@ def require_running(name: str) -> None:
     Raises:
         RuntimeError: If torch.distributed is not initialized.
     """
-    if not is_running():
+    if not ranks.is_running():
         raise RuntimeError(
             f"{name} needs a process group, and this process is in none. Start the script with "
             "torchrun and call torch.distributed.init_process_group(backend) first ('nccl' on "
@@ -65,7 +61,7 @@ def checked_group(group: Any) -> ProcessGroup | None:
 
 def syncing_group(group: ProcessGroup | None) -> ProcessGroup | None:
     """Returns the group to communicate in; ``None`` where this process is alone."""
-    if not is_running():
+    if not ranks.is_running():
         return None
     chosen = torch.distributed.group.WORLD if group is None else group
     if chosen is None or torch.distributed.get_world_size(chosen) == 1:
