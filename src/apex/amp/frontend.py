@@ -11,16 +11,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine import session
 from apex._engine.casting import CastSpec
 from apex._engine.convert import ModelPlan
+from apex._engine.scaler import Scaler
 from apex._engine.session import Session
-from apex.amp import _initialize, inputs, lists, report
+from apex.amp import _initialize, inputs, lists, report, scaler_states
 from apex.amp._amp_state import OptProperties, _amp_state
 from apex.amp.devices import device_types, warn_if_emulated
 from apex.amp.optimizers import AmpStashOptimizer, unwrap
-from apex.amp.properties import Properties, level_defaults, resolve, to_policy
+from apex.amp.properties import level_defaults, resolve, to_policy
 
 
 def initialize(
@@ -149,12 +151,13 @@ def initialize(
         floor=min_loss_scale,
         ceiling=max_loss_scale,
     )
-    plan = _plan(properties, inputs.fp32_rules(fp32_modules))
+    policy = to_policy(properties)
+    plan = _plan(policy, inputs.fp32_rules(fp32_modules))
     model_list = inputs.model_list(models)
     inputs.check_models(model_list, plan)
     optimizer_list = inputs.optimizer_list(optimizers)
     inputs.check_optimizers(optimizer_list, model_list)
-    made = _session(properties, rule, model_list, inputs.checked_count(num_losses))
+    made = _session(policy, rule, model_list, inputs.checked_count(num_losses))
     report.start_up(defaults, properties)
     own = [unwrap(optimizer) for optimizer in optimizer_list]
     made.prepare(model_list, own, plan, mixin=AmpStashOptimizer)
@@ -204,10 +207,7 @@ def state_dict() -> OrderedDict[str, dict[str, float | int]]:
     ``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``, one entry for each loss in
     the order of the ``initialize`` calls; empty when amp is not enabled.
     """
-    return OrderedDict(
-        (f"loss_scaler{index}", dict(scaler.state()))
-        for index, scaler in enumerate(_living_scalers())
-    )
+    return OrderedDict(scaler_states.entries(_living_scalers()))
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
@@ -230,7 +230,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
             "amp.load_state_dict was called before amp.initialize, so there is no loss scaler to "
             "load into. Call amp.initialize first."
         )
-    states = inputs.parsed_scaler_states(state_dict)
+    states = scaler_states.parsed(state_dict)
     if len(states) != len(scalers):
         warnings.warn(
             f"amp.load_state_dict got {len(states)} loss scalers, but amp has {len(scalers)}; "
@@ -239,19 +239,16 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
             UserWarning,
             stacklevel=2,
         )
-    for scaler, (loss_scale, unskipped) in zip(scalers, states, strict=False):
-        scaler.set_scale(loss_scale)
-        scaler.set_clean_steps(unskipped)
+    scaler_states.put(scalers, states)
 
 
-def _living_scalers() -> list[Any]:
+def _living_scalers() -> list[Scaler]:
     return [scaler for session in _amp_state.sessions() for scaler in session.scalers]
 
 
 def _session(
-    properties: Properties, rule: ScaleRule, models: Sequence[nn.Module], num_losses: int
+    policy: Policy, rule: ScaleRule, models: Sequence[nn.Module], num_losses: int
 ) -> Session:
-    policy = to_policy(properties)
     types = device_types(models)
     warn_if_emulated(policy.low_precision, types)
     spec = None
@@ -267,8 +264,7 @@ def _session(
     )
 
 
-def _plan(properties: Properties, fp32_modules: tuple[type[nn.Module] | str, ...]) -> ModelPlan:
-    policy = to_policy(properties)
+def _plan(policy: Policy, fp32_modules: tuple[type[nn.Module] | str, ...]) -> ModelPlan:
     return ModelPlan(
         param_dtype=policy.param_dtype,
         input_dtype=policy.param_dtype,

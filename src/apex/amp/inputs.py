@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import numbers
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -149,43 +147,3 @@ def checked_count(num_losses: object) -> int:
     if count < 1:
         raise ValueError(f"num_losses is {num_losses!r}; it must be an integer of at least 1.")
     return count
-
-
-def parsed_scaler_states(state_dict: Mapping[Any, Any]) -> list[tuple[float, int]]:
-    """Returns scale and count of every scaler in a checkpoint, in order.
-
-    Raises:
-        RuntimeError: For a key or value that does not belong there, naming it.
-    """
-    indices: dict[int, tuple[float, int]] = {}
-    for key, value in state_dict.items():
-        match = re.fullmatch(r"loss_scaler(\d+)", key) if isinstance(key, str) else None
-        if match is None:
-            raise RuntimeError(
-                f"amp.load_state_dict got the unexpected key {key!r}. It takes what "
-                "amp.state_dict() returns: 'loss_scaler0', 'loss_scaler1' and so on."
-            )
-        indices[int(match[1])] = _parsed_scaler_state(key, value)
-    return [indices[index] for index in sorted(indices)]
-
-
-def _parsed_scaler_state(key: str, value: Any) -> tuple[float, int]:
-    if not isinstance(value, Mapping):
-        raise RuntimeError(f"amp.load_state_dict: {key!r} holds {value!r}; it must be a dict.")
-    for name in ("loss_scale", "unskipped"):
-        if isinstance(value.get(name), bool) or not isinstance(value.get(name), int | float):
-            raise RuntimeError(
-                f"amp.load_state_dict: {key}[{name!r}] is {value.get(name)!r}; it must be a "
-                "number. The checkpoint is cut short or of another kind."
-            )
-    loss_scale, unskipped = float(value["loss_scale"]), value["unskipped"]
-    if not (loss_scale > 0.0 and math.isfinite(loss_scale)):
-        raise RuntimeError(
-            f"amp.load_state_dict: {key}['loss_scale'] is {loss_scale}; it must be positive and "
-            "finite."
-        )
-    if unskipped < 0 or unskipped != int(unskipped):
-        raise RuntimeError(
-            f"amp.load_state_dict: {key}['unskipped'] is {unskipped}; it must be a count."
-        )
-    return loss_scale, int(unskipped)

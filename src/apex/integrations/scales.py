@@ -9,8 +9,8 @@ from typing import Any, cast
 from apex._engine.optimizer_class import binding_of
 from apex._engine.scaler import Scaler
 from apex._engine.session import Session
+from apex.amp import scaler_states
 from apex.amp._amp_state import _amp_state
-from apex.amp.inputs import parsed_scaler_states
 from apex.amp.optimizers import unwrap
 
 
@@ -35,15 +35,12 @@ def state_dict(optimizer: Any) -> dict[str, dict[str, float | int]]:
         >>> state_dict(optimizer)
         {'loss_scaler0': {'loss_scale': 1.0, 'unskipped': 0}}
     """
-    return {
-        f"loss_scaler{index}": {**scaler.state()}
-        for index, scaler in enumerate(_scalers(optimizer))
-    }
+    return dict(scaler_states.entries(_scalers(optimizer)))
 
 
 def check_state_dict(state_dict: Mapping[str, Any]) -> None:
     """Raises RuntimeError, naming the key, unless ``state_dict`` holds scales."""
-    parsed_scaler_states(state_dict)
+    scaler_states.parsed(state_dict)
 
 
 def load_state_dict(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
@@ -56,7 +53,7 @@ def load_state_dict(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
     Raises:
         RuntimeError: For an unexpected key or a value that makes no sense; nothing is changed.
     """
-    scalers, states = _scalers(optimizer), parsed_scaler_states(state_dict)
+    scalers, states = _scalers(optimizer), scaler_states.parsed(state_dict)
     if scalers and states and len(states) != len(scalers):
         warnings.warn(
             f"The checkpoint has {len(states)} loss scales, but this optimizer has "
@@ -65,9 +62,7 @@ def load_state_dict(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
             UserWarning,
             stacklevel=2,
         )
-    for scaler, (loss_scale, unskipped) in zip(scalers, states, strict=False):
-        scaler.set_scale(loss_scale)
-        scaler.set_clean_steps(unskipped)
+    scaler_states.put(scalers, states)
 
 
 def _scalers(optimizer: Any) -> list[Scaler]:
