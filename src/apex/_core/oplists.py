@@ -27,9 +27,6 @@ Category = Literal[
 ``to_cpu``: ``Tensor.cpu()`` of a low-precision tensor gives fp32.
 """
 
-Namespace = Literal["torch", "torch.nn.functional", "torch.Tensor"]
-"""Where apex's lists look a name up."""
-
 Names = Mapping[str, tuple[str, ...]]
 
 
