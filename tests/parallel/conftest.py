@@ -1,23 +1,6 @@
-import functools
-
 import pytest
 import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
-
-from tests.parallel.ranks import Ranks
-
-
-@pytest.fixture(scope="session")
-def two_processes():
-    ranks = Ranks()
-    yield ranks
-    ranks.stop()
-
-
-@pytest.fixture
-def on_two_ranks(two_processes, tmp_path):
-    """Calls ``fn(rank, *args)`` in two processes joined by gloo; returns both results."""
-    return functools.partial(two_processes.run, tmp_path / "store")
 
 
 @pytest.fixture

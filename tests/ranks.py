@@ -1,12 +1,12 @@
-"""Two processes that run functions of the tests, each time in a process group of their own."""
+"""Processes that run functions of the tests, each time in a process group of their own."""
 
+import gc
 import multiprocessing
 import pickle
 import traceback
 import warnings
 from datetime import timedelta
 
-WORLD_SIZE = 2
 # Far above what a loaded machine takes: only a hang reaches them.
 SECONDS_FOR_START = 300
 SECONDS_FOR_COLLECTIVES = 60
@@ -16,7 +16,8 @@ SECONDS_FOR_ANSWER = 150
 class Ranks:
     """Starts the processes at the first call and keeps them: importing torch costs seconds."""
 
-    def __init__(self):
+    def __init__(self, world_size=2):
+        self.world_size = world_size
         self.processes = []
         self.pipes = []
 
@@ -26,7 +27,7 @@ class Ranks:
             self.start()
         for pipe in self.pipes:
             pipe.send_bytes(pickle.dumps((str(store), fn, args)))
-        answers = [self.answer_of(rank, SECONDS_FOR_ANSWER) for rank in range(WORLD_SIZE)]
+        answers = [self.answer_of(rank, SECONDS_FOR_ANSWER) for rank in range(self.world_size)]
         errors = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
         if errors:
             self.stop()  # a failed collective may leave a process in any state
@@ -35,14 +36,15 @@ class Ranks:
 
     def start(self):
         context = multiprocessing.get_context("spawn")
-        for rank in range(WORLD_SIZE):
+        for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(rank, theirs), daemon=True)
+            arguments = (rank, self.world_size, theirs)
+            process = context.Process(target=serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self.processes.append(process)
             self.pipes.append(ours)
-        for rank in range(WORLD_SIZE):
+        for rank in range(self.world_size):
             self.answer_of(rank, SECONDS_FOR_START)
 
     def answer_of(self, rank, seconds):
@@ -63,7 +65,7 @@ class Ranks:
         self.processes, self.pipes = [], []
 
 
-def serve(rank, pipe):
+def serve(rank, world_size, pipe):
     import torch
 
     torch.set_num_threads(1)
@@ -75,23 +77,30 @@ def serve(rank, pipe):
             store, fn, args = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
-        pipe.send_bytes(pickle.dumps(answer(rank, store, fn, args)))
+        pipe.send_bytes(pickle.dumps(answer(rank, world_size, store, fn, args)))
 
 
-def answer(rank, store, fn, args):
+def answer(rank, world_size, store, fn, args):
     import torch
 
     torch.manual_seed(0)
-    torch.distributed.init_process_group(
-        "gloo",
-        store=torch.distributed.FileStore(store, WORLD_SIZE),
-        rank=rank,
-        world_size=WORLD_SIZE,
-        timeout=timedelta(seconds=SECONDS_FOR_COLLECTIVES),
-    )
     try:
-        return True, fn(rank, *args)
+        torch.distributed.init_process_group(
+            "gloo",
+            store=torch.distributed.FileStore(store, world_size),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=SECONDS_FOR_COLLECTIVES),
+        )
+        # A rank that is through while another still connects would close the connection on it.
+        torch.distributed.barrier()
+        result = fn(rank, *args)
+        torch.distributed.barrier()
     except BaseException:  # noqa: BLE001 - the test gets it
         return False, traceback.format_exc()
+    else:
+        return True, result
     finally:
-        torch.distributed.destroy_process_group()
+        gc.collect()  # wrappers that live on hold their group, which must not outlive this call
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
