@@ -20,13 +20,15 @@ class Ranks:
         self.world_size = world_size
         self.processes = []
         self.pipes = []
+        self.calls = 0
 
     def run(self, store, fn, *args):
         """Returns what ``fn(rank, *args)`` returned in each process; ``fn`` is a module's own."""
         if not self.processes:
             self.start()
+        self.calls += 1  # a file that an earlier call has used would join the two
         for pipe in self.pipes:
-            pipe.send_bytes(pickle.dumps((str(store), fn, args)))
+            pipe.send_bytes(pickle.dumps((f"{store}{self.calls}", fn, args)))
         answers = [self.answer_of(rank, SECONDS_FOR_ANSWER) for rank in range(self.world_size)]
         errors = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
         if errors:

@@ -9,6 +9,7 @@ import torch
 from apex._core.scale import ScaleRule
 from apex._engine.backward import BackwardPass
 from apex._engine.binding import Binding
+from apex._engine.distributed import Communication
 from apex._engine.scaler import Scaler
 
 
@@ -24,13 +25,18 @@ class Block:
         self.scaler = Scaler(loss_scale, ScaleRule())
         self.reported = []
 
+    def ended(self, updates, failed):
+        if not failed and self.scaler.dynamic:
+            self.reported.append(updates)
+
     def open(self, factor=1.0, **options):
         return BackwardPass(
             self.param.sum() * factor,
             [self.binding],
             self.scaler,
             casts_off=contextlib.nullcontext,
-            report=self.reported.append,
+            communication=lambda binding: Communication(),
+            ended=self.ended,
             **options,
         )
 
@@ -111,7 +117,12 @@ def test_casts_are_off_inside_and_on_again_after_it(fails):
     with (
         contextlib.suppress(KeyError),
         BackwardPass(
-            block.param.sum(), [], block.scaler, casts_off=casts_off, report=block.reported.append
+            block.param.sum(),
+            [],
+            block.scaler,
+            casts_off=casts_off,
+            communication=lambda binding: Communication(),
+            ended=block.ended,
         ),
     ):
         entered.append("inside")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import subprocess
 import sys
 import threading
@@ -148,38 +147,6 @@ def test_active_dtype_compiles(model):
     assert run(torch.ones(2)).dtype is torch.float64
     model.region.enter_ambient()
     assert run(torch.ones(2)).dtype is torch.bfloat16
-
-
-CACHE = """
-import sys, torch
-torch.set_num_threads(1)
-def fn(x):
-    return torch.softmax(x, 0)
-x = torch.ones(4, dtype=torch.bfloat16)
-if sys.argv[1] == "ours":
-    from apex._core.oplists import CastSpec, OpTable
-    from apex._engine.casting import CastRegion
-    region = CastRegion(CastSpec(torch.bfloat16, ("cpu",), OpTable.default()))
-    region.enter_ambient()
-    out = torch.compile(fn)(x)
-else:
-    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-        out = torch.compile(fn)(x)
-sys.stdout.write(str(out.dtype))
-"""
-
-
-@pytest.mark.slow
-def test_caches_on_disk_are_not_shared_with_programs_without_regions(tmp_path):
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-
-    def run(whose):
-        command = [sys.executable, "-c", CACHE, whose]
-        return subprocess.run(
-            command, env=environment, check=True, capture_output=True, text=True
-        ).stdout
-
-    assert [run("ours"), run("torch")] == ["torch.float32", "torch.bfloat16"]
 
 
 def test_regions_do_not_load_dynamo():

@@ -1,5 +1,6 @@
 import copy
 import io
+import re
 from collections import OrderedDict
 
 import pytest
@@ -24,6 +25,10 @@ def entry(loss_scale, unskipped):
     return {"loss_scale": loss_scale, "unskipped": unskipped}
 
 
+def static(loss_scale, unskipped):
+    return {**entry(loss_scale, unskipped), "apex_amp_v1": {"dynamic": False}}
+
+
 # -- saving ----------------------------------------------------------------------------------
 
 
@@ -33,8 +38,20 @@ def test_it_is_an_ordered_dict_of_plain_numbers(level):
     train(model, optimizer, steps=2)
     state = amp.state_dict()
     assert type(state) is OrderedDict
-    assert state == {"loss_scaler0": entry(2.0**16 if level in ("O1", "O2") else 1.0, 2)}
-    assert [type(value) for value in state["loss_scaler0"].values()] == [float, int]
+    found = {name: value for name, value in state["loss_scaler0"].items() if name != "apex_amp_v1"}
+    assert [*state] == ["loss_scaler0"]
+    assert found == entry(2.0**16 if level in DYNAMIC else 1.0, 2)
+    assert [type(value) for value in found.values()] == [float, int]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_dynamic_entry_has_apex_s_names_alone_and_a_static_one_says_so(level):
+    keep = prepared(level)
+    added = {} if level in DYNAMIC else {"apex_amp_v1": {"dynamic": False}}
+    assert amp.state_dict() == {
+        "loss_scaler0": {**entry(2.0**16 if level in DYNAMIC else 1.0, 0), **added}
+    }
+    del keep
 
 
 def test_it_has_an_entry_for_each_loss_in_order():
@@ -95,12 +112,172 @@ def test_loading_goes_by_number_not_by_order():
 
 def test_loading_sets_a_static_scale_too():
     model, optimizer = prepared("O2", loss_scale=128.0)
-    amp.load_state_dict({"loss_scaler0": entry(64.0, 3)})
+    amp.load_state_dict({"loss_scaler0": static(64.0, 3)})
     loss = model.last.weight.float().sum()
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         assert scaled_loss == 64.0 * loss
         scaled_loss.backward()
     assert next(p for p in amp.master_params(optimizer) if p.shape == (2, 6)).grad.eq(1.0).all()
+
+
+@pytest.mark.parametrize("loss_scale", [0.1, 1 / 3, 2.0**-20, 1e30])
+def test_a_static_scale_is_saved_and_loaded_to_the_last_bit(loss_scale):
+    keep = prepared("O0", loss_scale=loss_scale)
+    assert scale() == loss_scale
+    state = amp.state_dict()
+    del keep
+    keep = prepared("O0", loss_scale=2.0)
+    amp.load_state_dict(state)
+    assert scale() == loss_scale
+    del keep
+
+
+def test_a_count_beyond_the_growth_interval_grows_the_scale_at_the_next_clean_step():
+    model, optimizer = prepared("O5", loss_scale="dynamic", growth_interval=5)
+    amp.load_state_dict({"loss_scaler0": entry(8.0, 1000)})
+    train(model, optimizer, steps=1)
+    assert (scale(), unskipped()) == (16.0, 0)
+
+
+@pytest.mark.parametrize("present", ["O2", "O5"])
+def test_names_of_later_versions_are_ignored_in_an_entry(present):
+    keep = prepared(present, loss_scale="dynamic")
+    state = {"loss_scaler0": {**entry(8.0, 1), "apex_amp_v2": [1], "apex_amp_v1": {"new": 1}}}
+    amp.load_state_dict(state)
+    assert (scale(), unskipped()) == (8.0, 1)
+    del keep
+
+
+# -- what has no meaning here ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("present", "saved", "words"),
+    [
+        ("dynamic", static(1.0, 9), r"scale \(1\) is static.*gradients, now at 65536"),
+        (1.0, entry(512.0, 9), r"scale is static \(1\).*go on with 512"),
+        (1.0, {**entry(1.0, 9), "apex_amp_v1": {"dynamic": True}}, r"scale is static \(1\)"),
+    ],
+)
+def test_a_dynamic_scale_says_nothing_to_a_static_one_nor_the_other_way(
+    present, saved, words, caplog
+):
+    keep = prepared("O5", loss_scale=present)
+    before = amp.state_dict()
+    amp.load_state_dict({"loss_scaler0": saved})
+    assert amp.state_dict() == before
+    assert re.search(f"amp left loss_scaler0.*{words}", caplog.text)
+    assert {record.name for record in caplog.records} == {"apex"}
+    del keep
+
+
+@pytest.mark.parametrize(("present", "count"), [("dynamic", 3), (64.0, 3)])
+def test_apex_s_file_fits_a_dynamic_scale_and_a_static_one_of_the_same_value(
+    present, count, caplog
+):
+    keep = prepared("O2", loss_scale=present)
+    amp.load_state_dict({"loss_scaler0": entry(64.0, count)})
+    assert (scale(), unskipped()) == (64.0, count)
+    assert not caplog.records
+    del keep
+
+
+# -- loading before initialize ---------------------------------------------------------------
+
+
+def test_a_state_loaded_before_initialize_is_taken_by_it():
+    amp.load_state_dict({"loss_scaler0": entry(512.0, 7), "loss_scaler1": entry(256.0, 0)})
+    assert amp.state_dict() == {}
+    keep = prepared("O2", num_losses=2)
+    assert [(scale(i), unskipped(i)) for i in range(2)] == [(512.0, 7), (256.0, 0)]
+    del keep
+
+
+def test_it_is_taken_by_the_old_handle_too():
+    amp.load_state_dict({"loss_scaler0": entry(512.0, 7)})
+    keep = amp.init()
+    assert (scale(), unskipped()) == (512.0, 7)
+    del keep
+
+
+def test_it_is_taken_once():
+    amp.load_state_dict({"loss_scaler0": entry(512.0, 7)})
+    keep = prepared("O2"), prepared("O2")
+    assert [(scale(i), unskipped(i)) for i in range(2)] == [(512.0, 7), (2.0**16, 0)]
+    del keep
+
+
+def test_several_sessions_take_it_in_order(caplog):
+    amp.load_state_dict({f"loss_scaler{i}": entry(2.0**i, i) for i in range(1, -1, -1)})
+    first = prepared("O2")
+    assert "loss_scaler1 of the checkpoint wait for the next amp.initialize" in caplog.text
+    second = prepared("O2")
+    assert [(scale(i), unskipped(i)) for i in range(2)] == [(1.0, 0), (2.0, 1)]
+    del first, second
+
+
+def test_a_loss_without_a_waiting_scale_starts_anew_and_is_named(caplog):
+    amp.load_state_dict({"loss_scaler0": entry(512.0, 7)})
+    keep = prepared("O2", num_losses=3)
+    assert [scale(i) for i in range(3)] == [512.0, 2.0**16, 2.0**16]
+    assert "no scale for loss 1, 2, which starts anew" in caplog.text
+    del keep
+
+
+def test_a_second_load_replaces_what_waits():
+    amp.load_state_dict({"loss_scaler0": entry(512.0, 7), "loss_scaler1": entry(4.0, 0)})
+    amp.load_state_dict({"loss_scaler0": entry(8.0, 1)})
+    keep = prepared("O2"), prepared("O2")
+    assert [scale(i) for i in range(2)] == [8.0, 2.0**16]
+    del keep
+
+
+def test_a_load_into_living_sessions_drops_what_waits():
+    amp.load_state_dict({"loss_scaler0": entry(512.0, 7), "loss_scaler1": entry(4.0, 0)})
+    first = prepared("O2")
+    amp.load_state_dict({"loss_scaler0": entry(8.0, 1)})
+    second = prepared("O2")
+    assert [scale(i) for i in range(2)] == [8.0, 2.0**16]
+    del first, second
+
+
+def test_a_bad_state_is_refused_at_once_and_leaves_what_waits():
+    amp.load_state_dict({"loss_scaler0": entry(512.0, 7)})
+    with pytest.raises(RuntimeError, match="must be positive and finite"):
+        amp.load_state_dict({"loss_scaler0": entry(0.0, 7)})
+    keep = prepared("O2")
+    assert scale() == 512.0
+    del keep
+
+
+def test_a_failed_initialize_takes_nothing():
+    amp.load_state_dict({"loss_scaler0": entry(512.0, 7)})
+    with pytest.raises(RuntimeError, match="amp expects fp32 models"):
+        amp.initialize(Net().half(), opt_level="O2", verbosity=0)
+    keep = prepared("O2")
+    assert scale() == 512.0
+    del keep
+
+
+def test_a_disabled_initialize_takes_nothing_and_says_nothing(caplog, capsys):
+    amp.load_state_dict({"loss_scaler0": entry(512.0, 7)})
+    model = Net()
+    amp.initialize(model, sgd(model), enabled=False)
+    amp.load_state_dict({"loss_scaler0": entry(2.0, 7)})
+    assert not caplog.records
+    assert capsys.readouterr() == ("", "")
+    keep = prepared("O2")
+    assert scale() == 512.0
+    del keep
+
+
+def test_a_state_loaded_when_all_sessions_have_ended_waits_too():
+    keep = prepared("O2")
+    del keep
+    amp.load_state_dict({"loss_scaler0": entry(512.0, 7)})
+    keep = prepared("O2")
+    assert scale() == 512.0
+    del keep
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -156,6 +333,21 @@ def test_another_number_of_scalers_warns_and_loads_what_fits(saved, present):
         ({"loss_scaler1": entry(float("nan"), 0)}, "must be positive and finite"),
         ({"loss_scaler1": entry(1.0, -1)}, "must be a count"),
         ({"loss_scaler1": entry(1.0, 0.5)}, "must be a count"),
+        ({"loss_scaler1": entry(1.0, float("nan"))}, "must be a count"),
+        ({"loss_scaler1": entry(1.0, float("inf"))}, "must be a count"),
+        ({"loss_scaler1": entry(1.0, 2**31)}, "must be a count"),
+        ({"loss_scaler1": entry(-8.0, 0)}, "must be positive and finite"),
+        ({"loss_scaler1": entry(float("inf"), 0)}, "must be positive and finite"),
+        ({"loss_scaler1": entry(1e39, 0)}, "must be positive and finite in fp32"),
+        ({"loss_scaler1": entry(10**400, 0)}, "must be positive and finite in fp32"),
+        ({"loss_scaler1": entry(1e-46, 0)}, "must be positive and finite in fp32"),
+        ({"loss_scaler1": entry(True, 0)}, r"loss_scaler1\['loss_scale'\] is True"),
+        ({"loss_scaler1": entry(1.0, False)}, r"loss_scaler1\['unskipped'\] is False"),
+        ({"loss_scaler1": entry(torch.ones(1), 0)}, r"loss_scaler1\['loss_scale'\] is tensor"),
+        ({"loss_scaler1": {**static(1.0, 0), "apex_amp_v1": {"dynamic": 1}}}, "'apex_amp_v1'"),
+        ({"loss_scaler1": {**static(1.0, 0), "apex_amp_v1": 3}}, "'apex_amp_v1'"),
+        ({"loss_scaler2": entry(1.0, 0)}, "'loss_scaler1' is missing beside loss_scaler0"),
+        ({"loss_scaler01": entry(1.0, 0)}, "unexpected key 'loss_scaler01'"),
     ],
 )
 def test_a_bad_key_or_value_is_refused_by_name_and_changes_nothing(bad, words):
@@ -167,9 +359,12 @@ def test_a_bad_key_or_value_is_refused_by_name_and_changes_nothing(bad, words):
     del keep
 
 
-def test_loading_before_initialize_is_refused():
-    with pytest.raises(RuntimeError, match=r"before amp\.initialize.*Call amp\.initialize first"):
-        amp.load_state_dict({"loss_scaler0": entry(8.0, 1)})
+@pytest.mark.parametrize("bad", [None, [1.0], "loss_scaler0", 3])
+def test_what_is_no_dict_is_refused(bad):
+    keep = prepared("O2")
+    with pytest.raises(RuntimeError, match=r"takes what amp\.state_dict"):
+        amp.load_state_dict(bad)
+    del keep
 
 
 # -- the model's -----------------------------------------------------------------------------

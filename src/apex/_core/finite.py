@@ -7,15 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+
+from apex._core import shards, torch_private
 
 
 def dense_values(grads: list[Tensor]) -> list[Tensor]:
-    """Returns dense tensors that share memory with ``grads``: the values of sparse ones.
+    """Returns dense tensors that share memory with ``grads``: values of sparse ones, local parts.
 
-    Sparse gradients must be coalesced: rows that are finite one by one may overflow in their sum,
-    so the check must see the sum.
+    Sparse gradients must be coalesced, and those of DTensors summed over their ranks: what is
+    finite one by one may overflow in its sum, so the check must see the sum.
     """
+    grads = shards.locals_of(grads)
     if all(grad.layout is torch.strided for grad in grads):
         return grads
     return [grad._values() if grad.is_sparse else grad for grad in grads]
@@ -26,7 +28,7 @@ def group(grads: list[Tensor]) -> Iterator[list[Tensor]]:
 
     Complex ones come as their real view, so that one kernel serves all.
     """
-    groups: Any = Optimizer._group_tensors_by_device_and_dtype([[*grads]])
+    groups: Any = torch_private.group([[*grads]])
     for (_, dtype), ((same,), _) in groups.items():
         yield [torch.view_as_real(grad) for grad in same] if dtype.is_complex else same
 
@@ -44,12 +46,14 @@ def unscale_and_check_(values: list[Tensor], inverse_scale: Tensor, found_inf: T
     for grads in group(values):
         device = grads[0].device
         if device == found_inf.device:
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse_scale)
+            torch_private.check_and_unscale_(grads, found_inf, inverse_scale)
             continue
         found_here = torch.zeros((), device=device)
-        inverse_here = inverse_scale.to(device, non_blocking=True)
-        torch._amp_foreach_non_finite_check_and_unscale_(grads, found_here, inverse_here)
-        raise_flag_(found_inf, found_here.to(found_inf.device, non_blocking=True))
+        # A copy to the CPU that nobody waits for is read before it has arrived.
+        inverse_here = inverse_scale.to(device, non_blocking=device.type != "cpu")
+        torch_private.check_and_unscale_(grads, found_here, inverse_here)
+        there = found_inf.device
+        raise_flag_(found_inf, found_here.to(there, non_blocking=there.type != "cpu"))
 
 
 def unscale_(values: list[Tensor], inverse_scale: float) -> None:

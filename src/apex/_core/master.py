@@ -8,6 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from apex._core import shards
+from apex._core.tracing import untraced
+
 
 class Pair(NamedTuple):
     """A parameter of the model and the fp32 one that the optimizer steps in its place."""
@@ -30,6 +33,22 @@ def make_master(param: nn.Parameter, exact: Tensor | None = None) -> nn.Paramete
 
 
 @torch.no_grad()
+def take_exact(pair: Pair, before: Tensor, exact: Tensor) -> None:
+    """Gives a master that began with the rounded values the exact ones.
+
+    Where parameter or master was written since, both are left.
+
+    Args:
+        pair: Parameter and master.
+        before: The parameter's values when the master was made from them.
+        exact: The values that were rounded to ``before``.
+    """
+    model, master, before, exact = shards.locals_of([*pair, before, exact])
+    untouched = (model == before) & (master == before)
+    master.data.copy_(torch.where(untouched, exact.to(master.dtype), master))
+
+
+@torch.no_grad()
 def follow_model(pair: Pair, before: Tensor) -> None:
     """Takes those model values into the master that were written since ``before``.
 
@@ -40,17 +59,19 @@ def follow_model(pair: Pair, before: Tensor) -> None:
         pair: Parameter and master.
         before: The parameter's values when the master was made.
     """
-    model, master = pair
+    model, master, before = shards.locals_of([*pair, before])
     known = (model == before) | (master.to(model.dtype) == model)
     # By .data: a loss that uses masters directly may already hold them for its backward pass.
     master.data.copy_(torch.where(known, master, model.to(master.dtype)))
 
 
+@untraced
 def copy_to_model(pairs: Sequence[Pair]) -> None:
     """Writes every master's value, rounded, into its model parameter."""
     if pairs:
+        models = shards.locals_of([pair.model for pair in pairs])
         with torch.no_grad():
-            torch._foreach_copy_([pair.model for pair in pairs], [pair.master for pair in pairs])
+            torch._foreach_copy_(models, shards.locals_of([pair.master for pair in pairs]))
 
 
 def fp32_grads(params: Sequence[nn.Parameter]) -> list[Tensor]:
@@ -69,13 +90,40 @@ def fp32_grads(params: Sequence[nn.Parameter]) -> list[Tensor]:
             # Rows are summed in fp32: in 16 bits the sum of duplicates could overflow.
             result.append(grad.to(torch.float32).coalesce())
             continue
+        if not shards.same_layout(param, grad):
+            # Summed over ranks in fp32, too.
+            result.append(shards.laid_out_as(param, grad.to(torch.float32)))
+            continue
         # In the parameter's layout: torch's fused CPU kernels take the gradient's for granted.
-        copy = torch.empty_like(param, dtype=torch.float32)
+        copy = torch.empty_like(shards.local(param), dtype=torch.float32)
         copies.append(copy)
-        sources.append(grad)
-        result.append(copy)
+        sources.append(shards.local(grad))
+        result.append(shards.with_local(param, copy))
     if copies:
         torch._foreach_copy_(copies, sources)
+    return result
+
+
+def sums(values: Sequence[Tensor], addends: Sequence[Tensor | None]) -> list[Tensor]:
+    """Returns ``values[i] + addends[i]``, in the memory of ``values`` where both are dense.
+
+    ``None`` adds nothing; the addends do not change.
+    """
+    result = list(values)
+    targets: list[Tensor] = []
+    dense: list[Tensor] = []
+    for index, (value, addend) in enumerate(zip(values, addends, strict=True)):
+        if addend is None:
+            continue
+        if value.is_sparse:
+            result[index] = addend + value  # torch adds sparse to dense, not dense to sparse
+        elif addend.is_sparse:
+            result[index] = value + addend
+        else:
+            targets.append(value)
+            dense.append(addend)
+    if targets:
+        torch._foreach_add_(shards.locals_of(targets), shards.locals_of(dense))
     return result
 
 
@@ -94,4 +142,4 @@ def add_grads_(params: Sequence[nn.Parameter], fresh: Sequence[Tensor]) -> None:
             targets.append(param.grad)
             addends.append(grad)
     if targets:
-        torch._foreach_add_(targets, addends)
+        torch._foreach_add_(shards.locals_of(targets), shards.locals_of(addends))

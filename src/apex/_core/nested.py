@@ -68,19 +68,23 @@ def _converted(obj: Any, dtype: torch.dtype) -> Any:
 
 
 class _Walk:
-    """One traversal: the functions to apply and the objects on the path to the current one."""
+    """One traversal: the functions to apply and the objects on the path to the current one.
+
+    Changes are counted rather than found by comparing containers, which dynamo cannot trace.
+    """
 
     def __init__(self, fn: TensorFunction, convert: ObjectFunction | None) -> None:
         self.fn = fn
         self.convert = convert
         self.path: list[Any] = []
+        self.changes = 0
 
     def visit(self, obj: Any) -> Any:
         kind = type(obj)
         if kind in _LEAVES:
             return obj
         if isinstance(obj, Tensor):
-            return self.fn(obj)
+            return self._changed(obj, self.fn(obj))
         if kind is list or kind is tuple:
             return self._sequence(obj)
         if kind is dict:
@@ -90,9 +94,15 @@ class _Walk:
             return obj
         return self._special(obj)
 
+    def _changed(self, old: Any, new: Any) -> Any:
+        if new is not old:
+            self.changes += 1
+        return new
+
     def _sequence(self, obj: Any) -> Any:
+        before = self.changes
         items = [self.visit(item) for item in obj]
-        if all(new is old for new, old in zip(items, obj, strict=True)):
+        if self.changes == before:
             return obj
         return items if type(obj) is list else tuple(items)
 
@@ -101,7 +111,7 @@ class _Walk:
         # (a packed sequence is a named tuple, a tokenizer's batch a dict).
         # Asked of the class: instances of attribute-style dicts answer to any name.
         if callable(getattr(type(obj), "to", None)):
-            return obj if self.convert is None else self.convert(obj)
+            return obj if self.convert is None else self._changed(obj, self.convert(obj))
         # Objects refer to each other in cycles (a tree whose nodes know their parent).
         if any(obj is parent for parent in self.path):
             return obj
@@ -124,8 +134,9 @@ class _Walk:
         return result
 
     def _tuple(self, obj: tuple[Any, ...]) -> tuple[Any, ...]:
+        before = self.changes
         items = [self.visit(item) for item in obj]
-        if all(new is old for new, old in zip(items, obj, strict=True)):
+        if self.changes == before:
             return obj
         kind = type(obj)
         try:
@@ -150,8 +161,13 @@ class _Walk:
         return result
 
     def _changes(self, items: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
-        visited = [(key, old, self.visit(old)) for key, old in items]
-        return {key: new for key, old, new in visited if new is not old}
+        changes = {}
+        for key, old in items:
+            before = self.changes
+            new = self.visit(old)
+            if self.changes != before:
+                changes[key] = new
+        return changes
 
 
 def _with_items(obj: Any, changes: dict[Any, Any]) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from apex._core.dtypes import CASTABLE, LOW_PRECISION
 from apex._core.oplists import CastSpec, Category
+from apex._core.torch_private import backward_id
 
 Args = Sequence[Any]
 Kwargs = dict[str, Any]
@@ -140,7 +141,7 @@ def _in_place(
     op: str, spec: CastSpec, device: str, args: Args, kwargs: Kwargs
 ) -> tuple[Args, Kwargs]:
     # In a backward pass autograd's own formulas may use the operator: there is nobody to tell.
-    if args[0].dtype in LOW_PRECISION and torch._C._current_graph_task_id() == -1:
+    if args[0].dtype in LOW_PRECISION and backward_id() == -1:
         name = op.partition(".")[0]
         raise NotImplementedError(
             f"In-place {name} got a {args[0].dtype} tensor under amp: this operation runs in fp32, "

@@ -37,9 +37,11 @@ class Arrivals:
             event.record()
             self._travelling.append((host, event))
 
-    def poll(self) -> list[Reading]:
-        """Returns what has arrived since the last call, oldest first."""
-        while self._travelling and self._travelling[0][1].query():
+    def poll(self, *, wait: bool = False) -> list[Reading]:
+        """Returns what has arrived since the last call, oldest first; all with ``wait``."""
+        while self._travelling and (wait or self._travelling[0][1].query()):
+            if wait:
+                self._travelling[0][1].synchronize()  # sync: the caller asked to wait
             self._ready.append(tuple(self._travelling.popleft()[0].tolist()))
         if not self._ready:
             return []

@@ -9,6 +9,8 @@ import torch
 
 from apex._core.op_casts import has_double, rules_for
 from apex._core.oplists import COVERED_INSIDE, CastSpec, Category, OpTable
+from apex._core.torch_private import has_kernel, has_operator
+from apex._core.tracing import untraced
 
 KEYS = {
     "cpu": "AutocastCPU",
@@ -41,9 +43,9 @@ class Coverage:
         self._device = device
         filled: list[str] = []
         for op, category in OpTable.default().rows.items():
-            if not torch._C._dispatch_has_kernel(f"aten::{op}"):
+            if not has_operator(f"aten::{op}"):
                 continue  # an operator of another torch release
-            if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", KEYS[device]):
+            if has_kernel(f"aten::{op}", KEYS[device]):
                 self.native[op] = torch.library.get_kernel(f"aten::{op}", KEYS[device])
             if _needs_kernel(op, category, device, op in self.native):
                 filled.append(op)
@@ -88,6 +90,7 @@ def build_kernel(op: str, device: str, ruling: Ruling, native: Any) -> Callable[
     # so clearing the flag is putting it back.
     exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
 
+    @untraced
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         spec = ruling(device)
         category = None if spec is None else spec.table.rows.get(op)

@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from apex._core.tracing import untraced
+
 if TYPE_CHECKING:
     from apex._engine.binding import Binding, CastsOff, OpenPass
+    from apex._engine.distributed import Communication
     from apex._engine.events import ScaleUpdate
     from apex._engine.scaler import Scaler
 
@@ -29,7 +32,8 @@ class BackwardPass:
         scaler: Scaler,
         *,
         casts_off: CastsOff,
-        report: Callable[[Sequence[ScaleUpdate]], None],
+        communication: Callable[[Binding], Communication],
+        ended: Callable[[Sequence[ScaleUpdate], bool], None],
         delay_unscale: bool = False,
         delay_overflow_check: bool = False,
     ) -> None:
@@ -40,7 +44,9 @@ class BackwardPass:
             bindings: The optimizers whose gradients this pass makes.
             scaler: The loss's scale.
             casts_off: Context without op casts.
-            report: Called with scale updates once they are readable on the host.
+            communication: What becomes of a binding's gradients.
+            ended: Called with the scale updates that are readable on the host by now, and whether
+                an exception ended the pass; not after a pass that leaves the scale to a later one.
             delay_unscale: Leave the gradients scaled, for a later pass to unscale.
             delay_overflow_check: Do not move the scale by this pass; a later one does.
         """
@@ -48,12 +54,15 @@ class BackwardPass:
         self._bindings = bindings
         self._scaler = scaler
         self._casts_off = casts_off
-        self._report = report
+        self._communication = communication
+        self._ended = ended
         self._delay_unscale = delay_unscale
         self._delay_overflow_check = delay_overflow_check
         self._finished = False
         self._earlier: list[OpenPass | None] = []
+        self._sends: list[bool] = []
 
+    @untraced
     def __enter__(self) -> Tensor:
         """Sets earlier gradients aside and returns the scaled loss (fp32).
 
@@ -66,10 +75,12 @@ class BackwardPass:
                 "amp.scale_loss was entered inside another amp.scale_loss block of the same "
                 "optimizer. Close the first block before the second, or add the losses up in one."
             )
-        for binding in self._bindings:
-            binding.begin(identity=self._scaler.is_identity)
-            self._earlier.append(binding.open_pass)
-            binding.open_pass = self
+        try:
+            for binding in self._bindings:
+                self._begin(binding)
+        except BaseException:
+            self._abort()
+            raise
         self._off: AbstractContextManager[None] = self._casts_off()
         self._off.__enter__()
         self._scaler.open_blocks += 1
@@ -81,6 +92,18 @@ class BackwardPass:
             self.__exit__(type(error), error, error.__traceback__)
             raise
 
+    def _begin(self, binding: Binding) -> None:
+        communication = self._communication(binding)
+        binding.begin(
+            identity=self._scaler.is_identity,
+            sent_with=self._sent_with(communication),
+            keeps=not communication.in_buckets,
+        )
+        self._sends.append(communication.sends)
+        self._earlier.append(binding.open_pass)
+        binding.open_pass = self
+
+    @untraced
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -100,35 +123,63 @@ class BackwardPass:
         finally:
             self._off.__exit__(None, None, None)
 
+    def _sent_with(self, communication: Communication) -> Tensor | float | None:
+        # Delayed ones stay in place until they are sent.
+        return self._scaler.factor() if communication.sends or self._delay_unscale else None
+
     def finish(self) -> None:
-        """Unscales the gradients and moves the scale, once."""
+        """Unscales the gradients and moves the scale, once; all or, on failure, nothing."""
         if self._finished:
             return
         self._finished = True
+        before = self._scaler.pass_state, [binding.checked for binding in self._bindings]
+        try:
+            self._unscale()
+        except BaseException:
+            self._scaler.pass_state = before[0]
+            for binding, checked in zip(self._bindings, before[1], strict=True):
+                binding.checked = checked
+                binding.drop()
+            raise
+        for binding, sends in zip(self._bindings, self._sends, strict=True):
+            binding.open_pass = None
+            binding.unsent = not sends
+            binding.keep()
+        if self._moves_scale:
+            self._ended(self._scaler.arrived(), False)
+
+    @property
+    def _moves_scale(self) -> bool:
+        # Ranks that know their own overflows only would move their scales apart.
+        return all(self._sends) and not self._delay_overflow_check
+
+    def _unscale(self) -> None:
+        """Does all that may fail, and nothing that ``Binding.drop`` could not take back."""
         scaler = self._scaler
         if scaler.open_blocks:
             scaler.renew()
-        scaler.begin_pass()
+        scaler.begin_pass(continues=any(binding.unsent for binding in self._bindings))
         unscale_ = (
             None
             if scaler.is_identity
             else functools.partial(scaler.unscale_, scaled_by=self._scaled_by)
         )
+        done: set[int] = set()
         for binding in self._bindings:
-            binding.open_pass = None
-            binding.scaled_gradients = False
             if unscale_ is not None or binding.pairs:
-                binding.unscale(unscale_)
+                binding.add_up(unscale_, done)
         if scaler.dynamic:
+            scaler.share_overflow(param for b in self._bindings for param in b.trained())
             for binding in self._bindings:
                 binding.raise_flag(scaler.found_inf)
-        if not self._delay_overflow_check:
+        if not all(self._sends):
+            scaler.hold()
+        elif self._moves_scale:
             scaler.update(len(self._bindings))
-            if scaler.dynamic:
-                self._report(scaler.arrived())
 
     def _abort(self) -> None:
         if not self._finished:
             self._finished = True
-            for binding, earlier in zip(self._bindings, self._earlier, strict=True):
+            for binding, earlier in zip(self._bindings, self._earlier, strict=False):
                 binding.abort(earlier)
+            self._ended((), True)

@@ -12,10 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from apex._core import dtypes, finite, master
+from apex._core import dtypes, finite, master, shards
 from apex._core.master import Pair
+from apex._core.tracing import untraced
+from apex._engine.thread_casts import backward_id
 
 CastsOff = Callable[[], AbstractContextManager[None]]
+
+_Untried = tuple[Pair, Tensor, Tensor | None]
+"""A pair, the parameter's values when its master was made, and the exact ones it waits for."""
+
+_Grads = list[tuple[nn.Parameter, Tensor]]
 
 
 class OpenPass(Protocol):
@@ -34,6 +41,9 @@ class Owner(Protocol):
     def forget(self, binding: Binding) -> None:
         """Lets go of a binding that was released."""
 
+    def convert_late(self, params: Iterable[Tensor]) -> Mapping[int, Tensor]:
+        """Casts what was added to a model, and returns the values of ``params`` before, by id."""
+
 
 class Binding:
     """What amp adds to one optimizer.
@@ -44,6 +54,7 @@ class Binding:
             a checked backward pass.
         owner: The session, kept alive; ``None`` in an optimizer that was unpickled.
         open_pass: The backward pass still to be finished, if any.
+        unsent: Whether gradients accumulated under ``no_sync`` wait to be sent to other ranks.
         inner_step: The ``step`` that the instance had before (an LR scheduler's wrapper).
         view: Space for the compatibility view of this binding.
     """
@@ -56,6 +67,7 @@ class Binding:
         casts_off: CastsOff,
         owner: Owner | None = None,
         exact: Mapping[int, Tensor] | None = None,
+        exact_later: bool = False,
     ) -> None:
         """Puts masters into the optimizer's groups, with its state.
 
@@ -65,6 +77,8 @@ class Binding:
             casts_off: Context without op casts, for the step.
             owner: The session.
             exact: Fp32 values that parameters had before they were rounded, by ``id``.
+            exact_later: Masters begin with the rounded values, and get the exact ones only where
+                the first pass shares them with the other ranks.
         """
         self.attach(optimizer)
         self.master_weights = master_weights
@@ -82,9 +96,13 @@ class Binding:
         self._stash: list[tuple[nn.Parameter, Tensor]] = []
         self._in_place = True
         self._model_scaled = False
-        self._untried: list[tuple[Pair, Tensor]] = []
-        for group in optimizer.param_groups:
-            self.adopt(group, exact or {})
+        self.unsent = False
+        self._returned = False
+        self._untried: list[_Untried] = []
+        self._exact_later = exact_later
+        self._versions: list[int] | None = None
+        self._fresh: list[tuple[nn.Parameter, Tensor]] = []
+        self.adopt(optimizer.param_groups, exact or {})
 
     # -- parameters --------------------------------------------------------------------------
 
@@ -104,64 +122,143 @@ class Binding:
         """Returns every parameter that the optimizer steps, masters included."""
         return [param for group in self.optimizer.param_groups for param in group["params"]]
 
+    def trained(self) -> list[nn.Parameter]:
+        """Returns the models' parameters that the optimizer trains, by a master or themselves."""
+        return [*(pair.model for pair in self.pairs), *self.direct()]
+
     def direct(self) -> list[nn.Parameter]:
         """Returns the parameters that are stepped themselves, without a master."""
         masters = {id(pair.master) for pair in self.pairs}
         return [param for param in self.params() if id(param) not in masters]
 
-    def adopt(self, group: dict[str, Any], exact: Mapping[int, Tensor]) -> None:
-        """Replaces the low-precision parameters of ``group`` by fp32 masters, in its own list.
+    def adopt(self, groups: Iterable[dict[str, Any]], exact: Mapping[int, Tensor]) -> None:
+        """Replaces the groups' low-precision parameters by fp32 masters; all of them or none.
 
-        A frozen parameter stays, and gets its master when it is unfrozen.
+        Each in its group's own list. A frozen one stays, and gets its master when it is unfrozen.
         """
         if not self.master_weights:
             return
-        params = group["params"]
-        for index, param in enumerate(params):
-            if not dtypes.is_low_precision(param):
-                continue
-            if param.requires_grad:
-                params[index] = self._pair(param, exact.get(id(param)))
-            else:
-                self._frozen.append(param)
+        masters = {id(pair.model): pair.master for pair in self.pairs}
+        made: list[_Untried] = []
+        replaced: list[tuple[list[nn.Parameter], int, nn.Parameter]] = []
+        frozen: list[nn.Parameter] = []
+        for group in groups:
+            for index, param in enumerate(group["params"]):
+                if not dtypes.is_low_precision(param):
+                    continue
+                known = id(param) in masters  # a tied weight that is listed twice
+                if not known and not param.requires_grad:
+                    frozen.append(param)
+                    continue
+                if not known:
+                    made.append(self._pair(param, exact.get(id(param))))
+                    masters[id(param)] = made[-1][0].master
+                replaced.append((group["params"], index, masters[id(param)]))
+        self._take_up(made)  # from here on nothing allocates, so nothing fails
+        for params, index, new in replaced:
+            params[index] = new
+        self._frozen += frozen
 
     def adopt_unfrozen(self) -> None:
-        """Gives a master to every parameter that was frozen and no longer is."""
-        if any(param.requires_grad for param in self._frozen):
-            self._frozen = []
-            known = {id(pair.model) for pair in self.pairs}
-            for group in self.optimizer.param_groups:
-                self.adopt(group, {})
-            self._gather_raw(pair for pair in self.pairs if id(pair.model) not in known)
+        """Gives a master to every parameter that was frozen and no longer is; all or none."""
+        late = [p for p in self._frozen if p.requires_grad and p.grad is not None]
+        if not any(param.requires_grad for param in self._frozen):
+            return
+        grads = dict(zip(map(id, late), master.fp32_grads(late), strict=True))
+        known = len(self.pairs)
+        self.adopt(self.optimizer.param_groups, {})
+        still = {id(param): param for param in self._frozen if not param.requires_grad}
+        self._frozen = list(still.values())
+        for pair in self.pairs[known:]:
+            pair.master.grad = grads.get(id(pair.model))
 
-    def take_over_changes(self) -> None:
+    def waits(self, param: Tensor) -> bool:
+        """Returns whether ``param`` is frozen, and gets its master when it is unfrozen."""
+        return any(each is param for each in self._frozen)
+
+    @property
+    def untried(self) -> bool:
+        """Whether masters wait for the first pass, to take over what was written until then."""
+        return bool(self._untried)
+
+    @untraced
+    def take_over_changes(self, shared: Container[int] = ()) -> None:
         """Brings what was written into the model before its first pass to the masters.
 
         DistributedDataParallel's broadcast, and weights that a script initializes late: from the
         first pass on it is the masters that are written into the model. Until then a copy of each
         low-precision parameter tells what has changed; what a script wrote into a master stays.
+
+        Args:
+            shared: Ids of model parameters whose masters the caller sends to all ranks next: these
+                masters get their exact values, where they wait for them.
         """
-        untried, self._untried = self._untried, []
-        for pair, before in untried:
+        while self._untried:
+            pair, before, exact = self._untried[0]
+            if exact is not None and id(pair.model) in shared:
+                master.take_exact(pair, before, exact)
             master.follow_model(pair, before)
+            del self._untried[0]  # after a failure above the rest still waits
+
+    def exact(self) -> dict[int, Tensor]:
+        """Returns the fp32 value behind each low-precision parameter, by ``id`` of that."""
+        values: dict[int, Tensor] = {id(pair.model): pair.master for pair in self.pairs}
+        for pair, before, exact in self._untried:
+            if exact is not None:
+                values[id(pair.model)] = torch.where(pair.master == before, exact, pair.master)
+        return values
+
+    def forget_exact(self, params: Container[int]) -> None:
+        """Drops the values that masters of these parameters wait for: others were loaded."""
+        self._untried = [
+            (pair, before, None if id(pair.model) in params else exact)
+            for pair, before, exact in self._untried
+        ]
+
+    def follow_writes(self) -> None:
+        """Starts the masters anew where something else than the step has written into the model.
+
+        For the end of a ``join``, where torch sends the last rank's weights to all: low bits that
+        ranks do not share would let them drift apart. The first call begins to watch.
+        """
+        versions = [pair.model._version for pair in self.pairs]
+        if self._versions is not None and self._versions != versions:
+            for pair in self.pairs:
+                pair.master.data.copy_(pair.model.data)
+        self._versions = versions
 
     def owns(self, param: Tensor) -> bool:
         """Returns whether ``param`` is a model parameter that already has its master here."""
         return any(pair.model is param for pair in self.pairs)
 
-    def _pair(self, param: nn.Parameter, exact: Tensor | None) -> nn.Parameter:
-        new = master.make_master(param, exact)
-        pair = Pair(param, new)
-        self.pairs.append(pair)
-        self._untried.append((pair, param.detach().clone()))
+    def _pair(self, param: nn.Parameter, exact: Tensor | None) -> _Untried:
+        # Each rank has its own part of a DTensor, which nobody sends round.
+        waits = self._exact_later and not shards.is_dtensor(param)
+        later = exact if waits else None
+        new = master.make_master(param, None if waits else exact)
+        return Pair(param, new), param.detach().clone(), later
+
+    def _take_up(self, made: list[_Untried]) -> None:
         state = self.optimizer.state
-        if param in state:
-            state[new] = state.pop(param)
-        return new
+        for pair, _, _ in made:
+            self.pairs.append(pair)
+            if pair.model in state:
+                state[pair.master] = state.pop(pair.model)
+        self._untried += made
 
     def release(self) -> None:
-        """Puts the model's own parameters back into the groups, with the optimizer's state."""
+        """Puts the model's own parameters back into the groups, with state and gradients."""
         self.settle()
+        grads = [(pair.model, _grad_for(pair)) for pair in self.pairs]
+        self.withdraw()
+        for param, grad in grads:
+            param.grad = grad
+
+    def withdraw(self) -> None:
+        """Puts the model's own parameters back into the groups, with the optimizer's state.
+
+        Allocates nothing: it works when memory has run out.
+        """
         originals = {id(pair.master): pair for pair in self.pairs}
         optimizer = self.optimizer
         for group in optimizer.param_groups:
@@ -171,58 +268,138 @@ class Binding:
                 if pair is None:
                     continue
                 params[index] = pair.model
-                pair.model.grad = _grad_for(pair)
                 if param in optimizer.state:
                     optimizer.state[pair.model] = optimizer.state.pop(param)
         self.pairs = []
 
     # -- one backward pass -------------------------------------------------------------------
 
-    def begin(self, *, identity: bool) -> None:
+    def begin(
+        self, *, identity: bool, sent_with: Tensor | float | None = 1.0, keeps: bool = True
+    ) -> None:
         """Makes room for the gradients of one backward pass.
 
         Gradients that are already unscaled are set aside, so that the pass starts from none; ones
-        that are still scaled (``delay_unscale``) stay and accumulate.
+        that are still scaled (``delay_unscale``) stay and accumulate. Ones that other ranks still
+        miss go back to where the pass accumulates, so that they are sent with its own.
 
         Args:
             identity: Whether the loss scale is exactly 1 and unchecked: then the parameters
                 without a master accumulate in place.
+            sent_with: The scale of the gradients that this pass sends to other ranks; ``None``
+                where it sends none.
+            keeps: Whether a gradient that is set aside keeps its values; False where its memory is
+                a bucket of messages.
         """
         if self._untried:
             self.take_over_changes()
         if self._frozen:
             self.adopt_unfrozen()
+        aside: list[tuple[nn.Parameter, Tensor]] = []
+        back: list[tuple[nn.Parameter, Tensor]] = []
+        returned = self.unsent and sent_with is not None
+        if not self.scaled_gradients:
+            if self.pairs:
+                self._gather_left_over()
+            if returned:
+                aside, back = self._unsent(1.0 if sent_with is None else sent_with, identity)
+            elif not identity:
+                # Masters too: a loss may use them directly, and then they get scaled gradients.
+                params = {id(param): param for param in self.params()}
+                aside = [
+                    (param, grad if keeps else grad.clone())
+                    for param in params.values()
+                    if (grad := param.grad) is not None
+                ]
+        # Nothing below fails: a pass that does not begin leaves no trace.
         self._in_place = identity or self.scaled_gradients
         self._model_scaled = not identity
         if self.scaled_gradients:
             return
-        if self.pairs:
-            self._gather_left_over()
-            for pair in self.pairs:
-                pair.model.grad = None
-        if not identity:
-            # Masters too: a loss may use them directly, and then they get scaled gradients.
-            for param in self.params():
-                grad = param.grad
-                if grad is not None:
-                    self._stash.append((param, grad))
-                    param.grad = None
+        self._returned = returned
+        for pair in self.pairs:
+            pair.model.grad = None
+        for param, _ in aside:
+            param.grad = None
+        for param, grad in back:
+            param.grad = grad
+        self._stash += aside
 
-    def unscale(self, unscale_: Callable[[list[Tensor]], None] | None) -> None:
+    def _unsent(self, scale: Tensor | float, identity: bool) -> tuple[_Grads, _Grads]:
+        """Returns gradients that other ranks miss, and them scaled where the pass accumulates."""
+        places = {id(pair.master): (pair.master, pair.model) for pair in self.pairs}
+        if not identity:
+            places.update((id(param), (param, param)) for param in self.direct())
+        aside = [(own, grad) for own, _ in places.values() if (grad := own.grad) is not None]
+        back = [
+            (target, (grad * scale).to(target.dtype))
+            for own, target in places.values()
+            if (grad := own.grad) is not None
+        ]
+        return aside, back
+
+    def unscale(
+        self, unscale_: Callable[[list[Tensor]], None] | None, done: set[int] | None = None
+    ) -> None:
         """Turns the scaled gradients of the pass into unscaled fp32 ones, added to earlier ones.
 
         Args:
             unscale_: Divides dense gradients by the loss scale in place; ``None`` for a
                 scale of exactly 1.
+            done: Ids of parameters that another optimizer of the pass has unscaled; those of this
+                one are added.
         """
-        fresh_pairs = [pair for pair in self.pairs if pair.model.grad is not None]
-        fresh = master.fp32_grads([pair.model for pair in fresh_pairs])
+        self.add_up(unscale_, done)
+        self.keep()
+
+    def add_up(
+        self, unscale_: Callable[[list[Tensor]], None] | None, done: set[int] | None = None
+    ) -> None:
+        """Does the work of :meth:`unscale`; until :meth:`keep`, :meth:`drop` takes it back.
+
+        The sums are made in the memory of the fresh gradients: those set aside are as they were.
+        """
+        pairs = [pair for pair in self.pairs if pair.model.grad is not None]
+        fresh = master.fp32_grads([pair.model for pair in pairs])
         if unscale_ is not None:
-            unscale_(finite.dense_values(fresh + _grads(self.params())))
-        master.add_grads_([pair.master for pair in fresh_pairs], fresh)
-        self._merge_stash()
+            done = set() if done is None else done
+            own = {id(param): param for param in self.params() if id(param) not in done}
+            done.update(own)
+            unscale_(finite.dense_values(fresh + _grads(list(own.values()))))
+        # A loss may use masters directly, too.
+        fresh = master.sums(fresh, [pair.master.grad for pair in pairs])
+        self._fresh = [(pair.master, grad) for pair, grad in zip(pairs, fresh, strict=True)]
+        if self._stash and not self._returned:
+            self._add_stash()
+
+    def _add_stash(self) -> None:
+        known = {id(param) for param, _ in self._fresh}
+        params = [param for param, _ in self._stash if id(param) not in known]
+        self._fresh += [(param, grad) for param in params if (grad := param.grad) is not None]
+        earlier = {id(param): grad for param, grad in self._stash}
+        added = [earlier.get(id(param)) for param, _ in self._fresh]
+        total = master.sums([grad for _, grad in self._fresh], added)
+        self._fresh = [(param, grad) for (param, _), grad in zip(self._fresh, total, strict=True)]
+
+    def keep(self) -> None:
+        """Makes what :meth:`add_up` computed the gradients. Cannot fail."""
+        earlier = [] if self._returned else self._stash  # the pass has added to returned ones
+        for param, grad in (*earlier, *self._fresh):
+            param.grad = grad
+        self._stash, self._fresh = [], []
         self.gathered = True
         self.scaled_gradients = False
+
+    def drop(self) -> None:
+        """Forgets a pass that could not be unscaled, and those that it was to close.
+
+        The gradients are those from before the first of them; at a scale of exactly 1 as
+        :meth:`abort` says.
+        """
+        self._fresh = []
+        self.scaled_gradients = False
+        self._in_place = not self._model_scaled
+        self.abort()
 
     def raise_flag(self, found_inf: Tensor) -> None:
         """Makes the next step skip where ``found_inf`` (0-d) is set."""
@@ -245,26 +422,16 @@ class Binding:
             earlier: The pass before it that delayed, still to be finished.
         """
         self.open_pass = earlier
-        if not self.scaled_gradients:
-            for pair in self.pairs:
-                pair.model.grad = None
+        if self.scaled_gradients:
+            return
+        for pair in self.pairs:
+            pair.model.grad = None
         if not self._in_place:
             for param in self.params():
                 param.grad = None
-            for param, grad in self._stash:
-                param.grad = grad
-            self._stash = []
-
-    def _merge_stash(self) -> None:
-        stash, self._stash = self._stash, []
-        if not stash:
-            return
-        fresh = [param.grad for param, _ in stash]
-        for param, grad in stash:
+        for param, grad in self._stash:
             param.grad = grad
-        kept = [(param, grad) for (param, _), grad in zip(stash, fresh, strict=True)]
-        with_fresh = [(param, grad) for param, grad in kept if grad is not None]
-        master.add_grads_([p for p, _ in with_fresh], [g for _, g in with_fresh])
+        self._stash = []
 
     def _gather_left_over(self) -> None:
         """Takes gradients of a plain ``loss.backward()``, which nobody scaled, to the masters."""
@@ -278,10 +445,14 @@ class Binding:
             master.add_grads_([pair.master for pair in raw], fresh)
         return bool(raw)
 
+    @untraced
     def settle(self) -> None:
         """Brings every gradient to where the optimizer finds it: unscaled, on the masters."""
         if self.open_pass is not None:
-            self.open_pass.finish()
+            if backward_id() == -1:
+                self.open_pass.finish()
+            else:
+                self._begin_step_in_backward()
         if self._untried:
             self.take_over_changes()
         if self._frozen:
@@ -289,8 +460,18 @@ class Binding:
         if self.pairs:
             self._gather_left_over()
 
+    def _begin_step_in_backward(self) -> None:
+        if self._model_scaled:
+            raise RuntimeError(
+                "optimizer.step() was called during the backward pass of amp.scale_loss (by a "
+                "hook), where the gradients are still scaled. Step after the pass, or use a loss "
+                "scale of 1 (loss_scale=1.0; the default of O0, O3, O4 and O5)."
+            )
+        self.gathered = False  # what the pass has brought so far goes into the step
+
     # -- after the step ----------------------------------------------------------------------
 
+    @untraced
     def end_step(self) -> None:
         """Clears what the step has used up."""
         # Nobody else clears the masters' gradients when the model's own are zeroed by
@@ -301,6 +482,8 @@ class Binding:
         # scaled: those must not be taken for unscaled ones.
         self.gathered = self._model_scaled
         self.checked = False
+        if self._versions is not None:
+            self._versions = [pair.model._version for pair in self.pairs]
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Clears the gradients of all pairs, model and master, and forgets any overflow."""
@@ -323,7 +506,7 @@ class Binding:
     def _forget(self) -> None:
         self._stash = []
         self.open_pass = None
-        self.checked = self.gathered = self.scaled_gradients = False
+        self.checked = self.gathered = self.scaled_gradients = self.unsent = False
 
     # -- copies ------------------------------------------------------------------------------
 
@@ -360,7 +543,13 @@ def _clear(param: nn.Parameter, *, set_to_none: bool) -> None:
 
 
 def _grads(params: list[nn.Parameter]) -> list[Tensor]:
-    """Returns the gradients that there are, sparse ones with their duplicate rows summed."""
+    """Returns the gradients that there are, made whole.
+
+    Duplicate rows of sparse ones are summed, and DTensors that are parts of a sum over ranks.
+    """
+    for param in params:
+        if param.grad is not None and shards.is_dtensor(param):
+            param.grad = shards.laid_out_as(param, param.grad)
     grads = [grad for param in params if (grad := param.grad) is not None]
     if all(grad.layout is torch.strided for grad in grads):
         return grads

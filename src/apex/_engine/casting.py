@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from apex._core.oplists import CastSpec, OpTable
+from apex._core.tracing import at_tracing, untraced
 from apex._engine.fill import Registry
 from apex._engine.thread_casts import (
     DEVICE_TYPES,
@@ -30,6 +33,7 @@ __all__ = [
     "UncastRegion",
     "active_dtype",
     "active_spec",
+    "casts_off",
     "no_casts",
 ]
 
@@ -67,9 +71,28 @@ def _newest(device: str) -> CastSpec | None:
     return _registry.newest(device, get_dtype(device))
 
 
+# Device types whose autocast nobody has.
 _TRACED_RUN = "ipu"
+_TRACED_OFF = "maia"
 
 _registry = Registry(_ruling)
+
+
+def _leave_parent() -> None:
+    """Withdraws the ambient casts of a forked process's thread.
+
+    It is a copy of the thread that called ``initialize``, and another one all the same: what a
+    data loader's workers compute does not depend on how they are started.
+    """
+    here = _threads.here
+    for order in here.ambient:
+        order.alive = False
+    here.stale = True
+    here.settle()
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_leave_parent)
 
 
 class CastRegion:
@@ -99,6 +122,9 @@ class CastRegion:
         it, for the weight may change then.
         """
         if _is_compiling():
+            if is_on(_TRACED_OFF):
+                return fn(*args, **kwargs)
+            self._watch_doubles(args, kwargs)
             devices = (*self.spec.device_types, _TRACED_RUN)
             return _traced(devices, self.spec.dtype, fn, *args, **kwargs)
         here = _threads.here
@@ -148,6 +174,7 @@ class CastRegion:
         """
         _withdraw(self._orders)
 
+    @at_tracing
     def handle_doubles(self) -> None:
         """Makes low-precision operators cast float64 tensors too, for the life of the region.
 
@@ -212,6 +239,7 @@ class no_casts(_SwitchedOff):  # noqa: N801 - reads as a function, like torch.no
 
     __slots__ = ()
 
+    @untraced
     def __enter__(self) -> None:
         super().__enter__()
         here = self._here
@@ -219,9 +247,17 @@ class no_casts(_SwitchedOff):  # noqa: N801 - reads as a function, like torch.no
             here.off_task = backward_id()
         here.off += 1
 
+    @untraced
     def __exit__(self, *exc_info: object) -> None:
         self._here.off -= 1
         super().__exit__(*exc_info)
+
+
+def casts_off() -> AbstractContextManager[None]:
+    """Returns ``no_casts()``, in code that is compiled a form of it that traces."""
+    if _is_compiling():
+        return _traced_off([device for device in DEVICE_TYPES if is_on(device)])
+    return no_casts()
 
 
 def active_spec() -> CastSpec | None:
@@ -265,6 +301,18 @@ def _traced(
         return fn(*args, **kwargs)
     with torch.autocast(devices[0], dtype, enabled=dtype is not None, cache_enabled=False):
         return _traced(devices[1:], dtype, fn, *args, **kwargs)
+
+
+@contextmanager
+def _traced_off(devices: Sequence[str]) -> Iterator[None]:
+    device = devices[0] if devices else _TRACED_OFF
+    off = device != _TRACED_OFF
+    with torch.autocast(device, torch.bfloat16, enabled=not off, cache_enabled=False):
+        if not off:
+            yield
+            return
+        with _traced_off(devices[1:]):
+            yield
 
 
 def _withdraw(orders: list[Ambient]) -> None:

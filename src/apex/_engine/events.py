@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -22,3 +24,19 @@ class ScaleUpdate:
     overflow: bool
     optimizers: int
     skipped_in_row: int
+
+
+class PassEnd(NamedTuple):
+    """The end of one ``scale_loss`` block, as the host knows it then.
+
+    Attributes:
+        loss_id: Which scaler of the session.
+        updates: Scale updates that have arrived by now; on a device those of earlier passes.
+        bindings: The optimizers that the pass was for.
+        failed: Whether an exception ended it.
+    """
+
+    loss_id: int
+    updates: Sequence[ScaleUpdate]
+    bindings: Sequence[object]
+    failed: bool

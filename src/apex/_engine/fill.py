@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from apex._core.oplists import CastSpec
+from apex._core.tracing import is_compiling_here
 from apex._engine.autocast_kernels import KEYS, Coverage, Group, Ruling, build_kernel
 
 
@@ -26,7 +27,7 @@ class Registry:
         Code from ``torch.compile`` holds the casts of these kernels, and neither dynamo's guards
         nor the caches on disk know of them: a second process without apex was seen to take code
         from the cache that computes fp32 where its own rules give bf16. So the cache tag is one of
-        ours while kernels are registered, and dynamo forgets its code when they come and go.
+        ours while kernels are registered, and dynamo forgets its code when the rules change.
 
     Args:
         ruling: Finds the spec of the calling thread, for the kernels.
@@ -133,17 +134,19 @@ class Registry:
     def _mark_compile_caches(self) -> None:
         """Sets or gives back the cache tag; see Note [Compiled code outlives the kernels]."""
         config = torch.compiler.config
-        tables = {repr(sorted(lease.spec.table.rows.items())) for lease in self._leases.values()}
-        if not tables:
-            if self._tag_before is not None:
-                config.cache_key_tag, self._tag_before = self._tag_before, None
-                _forget_compiled()
-            return
+        specs = [lease.spec for lease in self._leases.values()]
+        rules = {repr((sorted(s.table.rows.items()), s.allow_banned)) for s in specs}
         if self._tag_before is None:
             self._tag_before = config.cache_key_tag
+        tag = self._tag_before
+        if rules:
+            digest = hashlib.sha256("\n".join(sorted(rules)).encode()).hexdigest()
+            tag = f"{tag}apex-amp-{digest[:16]}"
+        else:
+            self._tag_before = None
+        if config.cache_key_tag != tag:
+            config.cache_key_tag = tag
             _forget_compiled()
-        digest = hashlib.sha256("\n".join(sorted(tables)).encode()).hexdigest()
-        config.cache_key_tag = f"{self._tag_before}apex-amp-{digest[:16]}"
 
 
 @dataclass
@@ -165,5 +168,5 @@ def _forget_compiled() -> None:
     goes before the next kernels come.
     """
     dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is not None and torch._guards.TracingContext.try_get() is None:
+    if dynamo is not None and not is_compiling_here():
         dynamo.reset()

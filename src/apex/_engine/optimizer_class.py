@@ -8,8 +8,10 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from apex._core.tracing import untraced, untraced_frame
 from apex._engine import stepping
 from apex._engine.binding import Binding
 
@@ -27,6 +29,7 @@ class AmpOptimizer(Optimizer):
     def __init_subclass__(cls) -> None:
         """Keeps the generated class out of registries that the optimizer's class fills by this."""
 
+    @untraced_frame
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Steps unless a gradient overflowed, then rounds the masters into the model."""
         binding = binding_of(self)
@@ -44,6 +47,7 @@ class AmpOptimizer(Optimizer):
     # torch wraps a class's step with hooks unless it is marked so; the own step runs them.
     step.hooked = True  # type: ignore[attr-defined]
 
+    @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of masters and model alike."""
         own = super().zero_grad
@@ -58,15 +62,23 @@ class AmpOptimizer(Optimizer):
         if binding is not None:
             binding.zero_grad(set_to_none=set_to_none)
 
+    @untraced
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, with fp32 masters where the level keeps them."""
         binding = binding_of(self)
         if binding is None:
             super().add_param_group(param_group)
             return
-        _refuse_known(binding, param_group)
+        _refuse_unfit(binding, param_group)
         super().add_param_group(param_group)
-        binding.adopt(self.param_groups[-1], {})
+        group = self.param_groups[-1]
+        owner = binding.owner
+        try:
+            exact = {} if owner is None else owner.convert_late(group["params"])
+            binding.adopt([group], exact)
+        except BaseException:
+            del self.param_groups[-1]
+            raise
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles and copies by the optimizer's own class, so that no generated name is stored."""
@@ -157,7 +169,7 @@ def _step_through(optimizer: Optimizer, inner: Callable[..., Any]) -> Callable[.
     return step
 
 
-def _refuse_known(binding: Binding, param_group: dict[str, Any]) -> None:
+def _refuse_unfit(binding: Binding, param_group: dict[str, Any]) -> None:
     params = param_group.get("params", ())
     if isinstance(params, torch.Tensor):
         params = param_group["params"] = [params]
@@ -165,6 +177,11 @@ def _refuse_known(binding: Binding, param_group: dict[str, Any]) -> None:
         params = param_group["params"] = list(params)
     for item in params:
         param = item[1] if isinstance(item, tuple) else item
+        if is_lazy(param):
+            raise ValueError(
+                "add_param_group got a parameter that is not initialized yet (a lazy module). Run "
+                "one batch through the module first, so that its shapes are known."
+            )
         if isinstance(param, torch.Tensor) and binding.owns(param):
             raise ValueError(
                 "add_param_group got a parameter that the optimizer already steps, by its fp32 "

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
+from apex._core import shards
 from apex._core.finite import unscale_, unscale_and_check_
 from apex._core.policy import LossScale
 from apex._core.scale import ScaleRule, checked_static, update_scale_
@@ -26,6 +27,8 @@ class Scaler:
     Attributes:
         open_blocks: How many ``scale_loss`` blocks are inside now: their scaled losses may still
             be used.
+        patient: Whether ``arrived`` waits for the device, so that a report still finds the
+            gradients that it speaks of.
     """
 
     def __init__(
@@ -56,7 +59,9 @@ class Scaler:
         self._passes_sent: list[int] = []
         self._skipped_in_row = 0
         self._updated = True
+        self._held = False
         self.open_blocks = 0
+        self.patient = False
 
     # -- one backward pass -------------------------------------------------------------------
 
@@ -74,14 +79,34 @@ class Scaler:
             return loss if self._static == 1.0 else loss * self._static
         return loss * self.loss_scale
 
-    def begin_pass(self) -> None:
+    def factor(self) -> Tensor | float:
+        """Returns what losses are multiplied by, without waiting: 0-d where it is dynamic."""
+        return self.loss_scale if self.dynamic else self._static
+
+    def begin_pass(self, *, continues: bool = False) -> None:
         """Clears the overflow flag of the last pass, before gradients are unscaled.
 
         After a pass whose update was left out the flag stays up: it has not moved the scale yet.
+
+        Args:
+            continues: Whether gradients of a held pass are still there to be sent.
         """
-        if self.dynamic and self._updated:
+        if self.dynamic and (self._updated or (self._held and not continues)):
             self.found_inf.zero_()
-            self._updated = False
+        self._updated = self._held = False
+
+    @property
+    def pass_state(self) -> tuple[bool, bool]:
+        """What :meth:`begin_pass` goes by; set back where a pass failed."""
+        return self._updated, self._held
+
+    @pass_state.setter
+    def pass_state(self, state: tuple[bool, bool]) -> None:
+        self._updated, self._held = state
+
+    def hold(self) -> None:
+        """Ends a pass whose gradients stay in this process; the scale moves when they are sent."""
+        self._held = True
 
     def renew(self) -> None:
         """Goes on with copies of scale and flag, and leaves the present ones as they are.
@@ -114,6 +139,15 @@ class Scaler:
         elif (override or self._static) != 1.0:
             unscale_(values, 1.0 / (override or self._static))
 
+    def share_overflow(self, params: Iterable[Tensor]) -> None:
+        """Raises the flag where a rank that holds other parts of ``params`` has raised its own.
+
+        Every rank of a sharded model has to call it in every pass: they step or skip together, and
+        their scales stay equal.
+        """
+        if over := shards.groups(params):
+            shards.greatest_(self.found_inf, over)
+
     def update(self, optimizers: int) -> None:
         """Ends the pass: moves a dynamic scale by its flag, and counts a clean step.
 
@@ -131,7 +165,7 @@ class Scaler:
     def arrived(self) -> list[ScaleUpdate]:
         """Returns the updates that have reached the host since the last call, oldest first."""
         updates = []
-        for loss_scale, found_inf in self._arrivals.poll():
+        for loss_scale, found_inf in self._arrivals.poll(wait=self.patient):
             overflow = found_inf != 0.0
             self._skipped_in_row = self._skipped_in_row + 1 if overflow else 0
             optimizers = self._passes_sent.pop(0)
@@ -148,7 +182,9 @@ class Scaler:
     # -- state -------------------------------------------------------------------------------
 
     def read_scale(self) -> float:
-        """Returns the scale as a number. Waits for the device."""
+        """Returns the scale as a number. Waits for the device where it is dynamic."""
+        if not self.dynamic:
+            return self._static  # to the last bit, which fp32 need not hold
         return float(self.loss_scale)  # sync: the caller asks for a host number
 
     def read_clean_steps(self) -> int:

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.nn.parallel import DistributedDataParallel as Wrapper
+from torch.optim import LBFGS, Optimizer
 
-from apex._core import nested, ranks
+from apex._core import dtypes, nested, ranks, shards
+from apex._core.master import copy_to_model
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
-from apex._engine import convert, optimizer_class
+from apex._engine import convert, distributed, optimizer_class, sharding
 from apex._engine.backward import BackwardPass
 from apex._engine.binding import Binding
 from apex._engine.casting import CastRegion, CastSpec, UncastRegion, no_casts
 from apex._engine.convert import ModelPlan
-from apex._engine.events import ScaleUpdate
+from apex._engine.distributed import Communication, Wrappers
+from apex._engine.events import PassEnd, ScaleUpdate
 from apex._engine.optimizer_class import AmpOptimizer
 from apex._engine.scaler import Scaler
 
 Listener = Callable[["Session", ScaleUpdate], None]
+
+PassListener = Callable[["Session", PassEnd], None]
 
 
 class Functions(Protocol):
@@ -78,8 +84,12 @@ class Session:
         )
         self._functions = functions if spec is not None else None
         self._listeners = tuple(listeners)
+        self._pass_listeners: list[PassListener] = []
         self._bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._wrappers = Wrappers()
+        self._shards: weakref.WeakSet[object] = weakref.WeakSet()
+        self._order_checked = False
         self._before: dict[int, Tensor] = {}
         self._end: weakref.finalize[..., Session] | None = None
         self.options: object = None
@@ -102,13 +112,11 @@ class Session:
             plan: The conversion.
             mixin: The overrides that the optimizers get.
         """
-        # Among several ranks only the rounded weights are sent round by DistributedDataParallel, so
-        # bits beyond them would differ from rank to rank.
-        if self.policy.master_weights and ranks.world_size() == 1:
+        if self.policy.master_weights:
             self._before = {id(p): p.detach() for model in models for p in model.parameters()}
         before = _Before(models)
         converted: list[nn.Module] = []
-        dtypes = _dtypes(optimizers)
+        old_dtypes = _dtypes(optimizers)
         try:
             for model in models:
                 convert.convert(model, plan, self.region, masters=self, owner=self)
@@ -116,16 +124,27 @@ class Session:
             for optimizer in optimizers:
                 self._bind(optimizer, mixin)
             self.start()
-            for optimizer in optimizers:
-                _match_state(optimizer, dtypes)
+            _match_states(optimizers, old_dtypes)
         except BaseException:
-            self.stop()
-            restore(converted, optimizers)
+            self._withdraw(converted, optimizers)
             before.put_back()
             raise
         finally:
             self._before = {}
         self._models.update(models)
+        self._shards.update(group for model in models for group in sharding.param_groups(model))
+
+    def _withdraw(self, models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
+        """Takes back all but the tensors' values; allocates nothing, for memory may be full."""
+        self.stop()
+        for model in models:
+            convert.withdraw(model)
+        for optimizer in optimizers:
+            binding = optimizer_class.binding_of(optimizer)
+            if binding is not None:
+                binding.withdraw()
+                optimizer_class.unbind_class(optimizer)
+                self.forget(binding)
 
     def start(self) -> None:
         """Turns op casts on in this thread, until the session ends."""
@@ -155,11 +174,14 @@ class Session:
             casts_off=no_casts,
             owner=self,
             exact=self._before,
+            # Only rounded weights are sent round by DistributedDataParallel, so bits beyond them
+            # might differ from rank to rank.
+            exact_later=ranks.world_size() > 1,
         )
         try:
             optimizer_class.bind_class(optimizer, binding, mixin)
         except BaseException:
-            binding.release()
+            binding.withdraw()
             raise
         self.register(binding)
 
@@ -186,28 +208,113 @@ class Session:
         delay_unscale: bool = False,
         delay_overflow_check: bool = False,
     ) -> BackwardPass:
-        """Returns the context of one ``scale_loss`` block."""
+        """Returns the context of one ``scale_loss`` block.
+
+        Raises:
+            RuntimeError: If ``fully_shard`` has replaced parameters of the optimizers.
+        """
+        if not self._order_checked:
+            sharding.check_order(self._models, [p for b in bindings for p in b.trained()])
+            self._order_checked = True
         return BackwardPass(
             loss,
             bindings,
             scaler,
             casts_off=no_casts,
-            report=self._report,
-            delay_unscale=delay_unscale,
+            communication=self._communication,
+            ended=functools.partial(self._end_pass, scaler.loss_id, bindings),
+            # Gradients that fully_shard keeps back are scaled, and so is what a later pass adds.
+            delay_unscale=delay_unscale or sharding.keeps_back(self._shards),
             delay_overflow_check=delay_overflow_check,
         )
 
-    def _report(self, updates: Sequence[ScaleUpdate]) -> None:
+    def _communication(self, binding: Binding) -> Communication:
+        if not self._wrappers:
+            return Communication()
+        wrappers = self._wrappers.of(binding, binding.trained)
+        if binding.untried:
+            _share_masters(binding, wrappers)
+        return self._wrappers.communication(wrappers)
+
+    def _end_pass(
+        self,
+        loss_id: int,
+        bindings: Sequence[Binding],
+        updates: Sequence[ScaleUpdate],
+        failed: bool = False,
+    ) -> None:
         for update in updates:
             for listener in self._listeners:
                 listener(self, update)
+        for pass_listener in tuple(self._pass_listeners):
+            pass_listener(self, PassEnd(loss_id, updates, bindings, failed))
+
+    def add_listener(self, listener: PassListener) -> None:
+        """Calls ``listener`` at the end of every pass that moves a scale, and after an exception.
+
+        A static scale counts as moved.
+        """
+        self._pass_listeners.append(listener)
+
+    def remove_listener(self, listener: PassListener) -> None:
+        """Ends that; nothing happens if it has ended."""
+        if listener in self._pass_listeners:
+            self._pass_listeners.remove(listener)
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The models that live and are still prepared."""
+        return [model for model in self._models if convert.is_converted(model)]
 
     # -- what the models ask -----------------------------------------------------------------
 
     def exact(self) -> Mapping[int, Tensor]:
         """Returns the fp32 values behind low-precision parameters, by ``id`` of the parameter."""
-        masters = {id(pair.model): pair.master for b in self._bindings for pair in b.pairs}
-        return {**self._before, **masters}
+        exact = dict(self._before)
+        for binding in self._bindings:
+            exact.update(binding.exact())
+        return exact
+
+    @torch.no_grad()
+    def set_exact(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Sets the masters of parameters, in every optimizer that has one, to fp32 values."""
+        written: set[int] = set()
+        masters: dict[int, list[Tensor]] = {}
+        for binding in self._bindings:
+            for pair in binding.pairs:
+                masters.setdefault(id(pair.model), []).append(pair.master)
+        try:
+            for param, value in values:
+                for master in masters.get(id(param), ()):
+                    master.copy_(value)
+                written.add(id(param))
+        except BaseException:
+            # Half loaded: the parameters go back to their masters, so that both agree again.
+            for binding in self._bindings:
+                if not binding.untried:
+                    copy_to_model(binding.pairs)
+            raise
+        for binding in self._bindings:
+            binding.forget_exact(written)
+
+    def runs_under(self, wrapper: Wrapper) -> None:
+        """Takes note that a model's forward pass begins under DistributedDataParallel."""
+        self._wrappers.note(wrapper)
+        if distributed.joins(wrapper):
+            for binding in self._bindings:
+                binding.follow_writes()
+
+    def convert_late(self, params: Iterable[Tensor]) -> Mapping[int, Tensor]:
+        """Casts what was added to a model since, where ``params`` are among its parameters.
+
+        Returns:
+            The values that ``params`` had before, by ``id`` of the parameter.
+        """
+        before = {id(param): param.detach() for param in params}
+        for model in self._models:
+            if any(id(param) in before for param in model.parameters()):
+                convert.convert_late(model)
+        return before
 
     def clear_grads(self, params: Iterable[Tensor], *, set_to_none: bool) -> None:
         """Clears the gradients of the masters of ``params``, when a model's are cleared."""
@@ -215,22 +322,34 @@ class Session:
         for binding in self._bindings:
             binding.clear(cleared, set_to_none=set_to_none)
 
-    def nonfinite_gradients(self) -> Iterator[tuple[str, Tensor]]:
+    def nonfinite_gradients(self, only: Binding | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yields name and gradient of every parameter whose gradient holds inf or NaN.
 
         Waits for the device: for a diagnosis, never in a normal step.
+
+        Args:
+            only: The optimizer whose parameters to look at; ``None`` for all.
         """
         names = {id(p): name for model in self._models for name, p in model.named_parameters()}
-        for binding in self._bindings:
+        for binding in self._bindings if only is None else (only,):
             models = {id(pair.master): pair.model for pair in binding.pairs}
             for param in binding.params():
-                grad = param.grad
+                # The step has cleared a master's; the model's own is left, still scaled.
+                grad = models.get(id(param), param).grad if param.grad is None else param.grad
                 if grad is None:
                     continue
-                values = grad.coalesce().values() if grad.is_sparse else grad
+                values = grad.coalesce().values() if grad.is_sparse else shards.local(grad)
                 if not bool(torch.isfinite(values).all()):  # sync: a diagnosis after 50 skips
                     own = models.get(id(param), param)
                     yield names.get(id(own), "(a parameter of no initialized model)"), values
+
+
+def _share_masters(binding: Binding, wrappers: Iterable[Wrapper]) -> None:
+    sent = {w: distributed.sent_params(w) for w in wrappers if not distributed.joins(w)}
+    binding.take_over_changes(shared=set().union(*sent.values()))
+    for wrapper, params in sent.items():
+        masters = [pair.master for pair in binding.pairs if id(pair.model) in params]
+        distributed.share(masters, wrapper)
 
 
 class _Before:
@@ -247,11 +366,7 @@ class _Before:
     def put_back(self) -> None:
         """Gives every tensor its own again."""
         for tensor, data, grad in self._held:
-            if tensor.is_leaf:
-                tensor.grad = None  # a gradient of another dtype than its tensor is refused
-            tensor.data = data
-            if grad is not None:
-                tensor.grad = grad
+            convert.assign(tensor, data, grad)
 
 
 def restore(models: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> None:
@@ -260,18 +375,26 @@ def restore(models: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> Non
     The optimizers step the models' own parameters, which have the masters' values, and keep their
     state.
     """
-    dtypes = _dtypes(optimizers)
+    models = list(models)
     for model in models:
-        convert.restore(model)
+        convert.check_restorable(model)
+    before = _dtypes(optimizers)
+    bindings = [b for opt in optimizers if (b := optimizer_class.binding_of(opt)) is not None]
+    masters = {key: value for b in bindings for key, value in b.exact().items()}
+    for model in models:
+        convert.restore(model, masters)
     for optimizer in optimizers:
         binding = optimizer_class.binding_of(optimizer)
         if binding is None:
             continue
+        for pair in binding.pairs:
+            if dtypes.is_low_precision(pair.model):  # of a module that was taken out since
+                pair.model.grad, pair.model.data = None, pair.master.data
         binding.release()
         optimizer_class.unbind_class(optimizer)
         if binding.owner is not None:
             binding.owner.forget(binding)
-        _match_state(optimizer, dtypes)
+    _match_states(optimizers, before)
 
 
 def _dtypes(optimizers: Iterable[Optimizer]) -> dict[int, torch.dtype]:
@@ -280,19 +403,36 @@ def _dtypes(optimizers: Iterable[Optimizer]) -> dict[int, torch.dtype]:
     }
 
 
-def _match_state(optimizer: Optimizer, before: Mapping[int, torch.dtype]) -> None:
-    """Casts the state of parameters that were converted in place (O3), as torch's kernels want."""
+def _match_states(optimizers: Iterable[Optimizer], before: Mapping[int, torch.dtype]) -> None:
+    """Casts the state of parameters that were converted in place (O3), as torch's kernels want.
+
+    All of it or, on failure, nothing.
+    """
+    matched = [entry for optimizer in optimizers for entry in _matched(optimizer, before)]
+    for state, name, value in matched:
+        state[name] = value
+
+
+def _matched(
+    optimizer: Optimizer, before: Mapping[int, torch.dtype]
+) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    # apex.optimizers step 16-bit parameters with fp32 state, and say so.
+    if getattr(optimizer, "state_stays_fp32", False):
+        return
+    binding = optimizer_class.binding_of(optimizer)
+    # 0-d tensors are step counts, which stay exact, but for LBFGS: those are its parameters' dots.
+    least_dim = 0 if isinstance(optimizer, LBFGS) else 1
     for param, state in optimizer.state.items():
         old = before.get(id(param), param.dtype)
-        if old is param.dtype:
+        # A frozen parameter's is for the fp32 master that it gets when it is unfrozen.
+        if old is param.dtype or (binding is not None and binding.waits(param)):
             continue
 
         def follow(value: Tensor, old: torch.dtype = old, new: torch.dtype = param.dtype) -> Tensor:
-            # 0-d tensors are step counts, which stay exact.
-            return value.to(new) if value.dtype is old and value.dim() > 0 else value
+            return value.to(new) if value.dtype is old and value.dim() >= least_dim else value
 
         for name, value in state.items():
-            state[name] = nested.map_tensors(follow, value)
+            yield state, name, nested.map_tensors(follow, value)
 
 
 def _end(region: CastRegion, functions: Functions | None) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 from apex._core import master
+from apex._core.tracing import untraced, untraced_frame
 
 if TYPE_CHECKING:
     from apex._engine.binding import Binding
@@ -26,6 +27,7 @@ class _SkipStep(Exception):  # noqa: N818 - a signal between our own frames, not
     """Leaves ``optimizer.step(closure)`` when the closure's gradients overflowed."""
 
 
+@untraced_frame
 def step(binding: Binding, run: Run, closure: Closure | None) -> Any:
     """Runs the optimizer's own step unless a gradient overflowed; then updates the model.
 
@@ -41,9 +43,11 @@ def step(binding: Binding, run: Run, closure: Closure | None) -> Any:
         return _step_with_closure(binding, run, closure)
     binding.settle()
     with binding.casts_off():
-        result = _run_unless_overflow(binding, run) if binding.checked else run()
-        if binding.pairs:
-            master.copy_to_model(binding.pairs)
+        try:
+            result = _run_unless_overflow(binding, run) if binding.checked else run()
+        finally:  # also where the step failed half way: masters and model agree
+            if binding.pairs:
+                master.copy_to_model(binding.pairs)
     binding.end_step()
     return result
 
@@ -73,6 +77,7 @@ def _starts_momentum(optimizer: SGD) -> bool:
     )
 
 
+@untraced_frame
 def _run_unless_overflow(binding: Binding, run: Run) -> Any:
     optimizer: Any = binding.optimizer
     if not skips_in_kernel(optimizer):
@@ -84,21 +89,21 @@ def _run_unless_overflow(binding: Binding, run: Run) -> Any:
         del optimizer.found_inf
 
 
+@untraced
 def _overflowed(binding: Binding) -> bool:
     if not binding.checked or binding.found_inf is None:
         return False
     return bool(binding.found_inf.tolist())  # sync: an optimizer in Python needs the answer
 
 
+@untraced_frame
 def _step_with_closure(binding: Binding, run: Run, closure: Closure) -> Any:
     binding.take_over_changes()
-    # An optimizer that evaluates again in mid-step (LBFGS) must find its own values and state back
-    # when a later evaluation overflows, so both are kept until it is through.
-    params = [param.detach().clone() for param in binding.params()]
-    state = {param: copy.deepcopy(kept) for param, kept in binding.optimizer.state.items()}
+    params, state = _copies(binding)
     losses: list[Any] = []
     off = binding.casts_off()
 
+    @untraced_frame
     def evaluate() -> Any:
         master.copy_to_model(binding.pairs)
         with _left(off):
@@ -112,8 +117,10 @@ def _step_with_closure(binding: Binding, run: Run, closure: Closure) -> Any:
     try:
         with off:
             result = run(evaluate)
-    except _SkipStep:
+    except BaseException as error:
         _put_back(binding, params, state)
+        if not isinstance(error, _SkipStep):
+            raise
         result = losses[0]
     finally:
         master.copy_to_model(binding.pairs)
@@ -121,6 +128,15 @@ def _step_with_closure(binding: Binding, run: Run, closure: Closure) -> Any:
     return result
 
 
+@untraced
+def _copies(binding: Binding) -> tuple[list[Tensor], dict[Any, Any]]:
+    # An optimizer that evaluates again in mid-step (LBFGS) must find its own values and state back
+    # when a later evaluation overflows, so both are kept until it is through.
+    params = [param.detach().clone() for param in binding.params()]
+    return params, {param: copy.deepcopy(kept) for param, kept in binding.optimizer.state.items()}
+
+
+@untraced
 @torch.no_grad()
 def _put_back(binding: Binding, values: list[Tensor], state: dict[Any, Any]) -> None:
     for param, value in zip(binding.params(), values, strict=True):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
+from collections.abc import Callable
 
 import torch
 
 from apex._core.oplists import CastSpec
+from apex._core.torch_private import backward_id as backward_id
+from apex._core.tracing import is_compiling_here
 
 DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps")
 """Device types that have an autocast of their own."""
@@ -16,7 +21,6 @@ Switch = tuple[str, bool, torch.dtype, "CastSpec | None"]
 
 is_on, set_on = torch.is_autocast_enabled, torch.set_autocast_enabled
 get_dtype, set_dtype = torch.get_autocast_dtype, torch.set_autocast_dtype
-backward_id = torch._C._current_graph_task_id
 
 
 def autocast_depth() -> int:
@@ -28,12 +32,13 @@ def autocast_depth() -> int:
 class Ambient:
     """A standing order to cast in one thread; ``alive`` may be cleared from any thread."""
 
-    __slots__ = ("alive", "spec", "thread")
+    __slots__ = ("alive", "depth", "spec", "thread")
 
     def __init__(self, spec: CastSpec, thread: ThreadCasts) -> None:
         self.spec = spec
         self.thread = thread
         self.alive = True
+        self.depth = autocast_depth()
 
 
 class ThreadCasts:
@@ -58,7 +63,7 @@ class ThreadCasts:
 
     __slots__ = (
         *("ambient", "busy", "off", "off_task", "runs", "specs", "stale"),
-        *("_cache_before", "_switch_before"),
+        *("__weakref__", "_cache_before", "_retry", "_switch_before"),
     )
 
     def __init__(self) -> None:
@@ -71,16 +76,38 @@ class ThreadCasts:
         self.stale = False
         self._switch_before: dict[str, tuple[bool, torch.dtype]] = {}
         self._cache_before = True
+        self._retry: Callable[[str, dict[str, int]], None] | None = None
 
     def settle(self) -> None:
         """Makes the newest living ambient order of each device type rule.
 
         Inside a block that will put the switch back it waits for the end of that block. With no
         order left, what stood before the first one comes back.
+
+        Note [Sessions that end inside another's block]
+            A session may end in a garbage collection, and so at any point. A ``torch.autocast``
+            block and a call of compiled code put the switch back, at their end, to what they
+            found: nothing can be withdrawn inside. It is when the thread next enters a region or
+            a ``no_casts``, or collects garbage, after that.
         """
         if self.busy:
             return
+        ended = [order for order in self.ambient if not order.alive]
+        if ended and (is_compiling_here() or autocast_depth() > min(o.depth for o in ended)):
+            self._settle_later()
+        else:
+            self._settle()
+
+    def _settle_later(self) -> None:
+        if self._retry is None:
+            self._retry = _retry(weakref.ref(self), threading.get_ident())
+            gc.callbacks.append(self._retry)
+
+    def _settle(self) -> None:
         self.stale = False
+        if self._retry is not None:
+            gc.callbacks.remove(self._retry)
+            self._retry = None
         self.ambient = [order for order in self.ambient if order.alive]
         specs = {device: order.spec for order in self.ambient for device in order.spec.device_types}
         if specs and not self._switch_before:
@@ -120,6 +147,19 @@ class ThreadCasts:
                 del self.specs[device]
             else:
                 self.specs[device] = before
+
+
+def _retry(
+    reference: weakref.ref[ThreadCasts], thread: int
+) -> Callable[[str, dict[str, int]], None]:
+    def retry(phase: str, info: dict[str, int]) -> None:
+        here = reference()
+        if here is None:
+            gc.callbacks.remove(retry)  # the thread is gone
+        elif phase == "stop" and threading.get_ident() == thread:
+            here.settle()
+
+    return retry
 
 
 class Threads(threading.local):

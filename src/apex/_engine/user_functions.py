@@ -93,6 +93,10 @@ class UserRegistry:
             )
         self._entries[id(module), name] = _Entry(module, name, kind)
 
+    def kinds(self) -> dict[str, Kind]:
+        """Returns the kind of every registered function, by its name in its module."""
+        return {entry.name: entry.kind for entry in self._entries.values()}
+
     def apply(self) -> None:
         """Replaces every registered function that is not replaced yet; pairs with one ``undo``."""
         before = len(self._applied)

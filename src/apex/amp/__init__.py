@@ -7,7 +7,17 @@ from apex import _conflict
 # Another distribution's apex/__init__.py may have replaced ours, so the check is made here too.
 _conflict.check(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from apex.amp import compat, lists, opt, rnn_compat, scaler, utils, wrap  # noqa: F401 - reached as attributes
+from apex.amp import (  # noqa: F401 - reached as attributes
+    checkpoint,
+    compat,
+    debug,
+    lists,
+    opt,
+    rnn_compat,
+    scaler,
+    utils,
+    wrap,
+)
 from apex.amp._amp_state import _amp_state
 from apex.amp.amp import (
     bfloat16_function,
@@ -27,6 +37,7 @@ from apex.amp.optimizers import master_params
 __all__ = [
     "_amp_state",
     "bfloat16_function",
+    "debug",
     "disable_casts",
     "float_function",
     "half_function",

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from apex._engine.user_functions import UserRegistry
+from apex.amp import scaler_states
 
 if TYPE_CHECKING:
     from apex._engine.session import Session
@@ -26,6 +27,7 @@ class AmpState:
         allow_incoming_model_not_fp32: Accept models that are not fp32.
         opt_properties: The options of the last ``initialize``; absent before the first.
         functions: What the user registered for casting.
+        waiting: Loss scales of a checkpoint that was loaded before there was a session.
     """
 
     opt_properties: OptProperties
@@ -36,6 +38,7 @@ class AmpState:
         self.hard_override = False
         self.allow_incoming_model_not_fp32 = False
         self.functions = UserRegistry()
+        self.waiting: list[scaler_states.State] = []
         self._sessions: list[weakref.ref[Session]] = []
         self._passed_over: weakref.WeakSet[Any] = weakref.WeakSet()
         self._init_handle: AmpHandle | NoOpHandle | None = None
@@ -44,10 +47,11 @@ class AmpState:
     # -- sessions ----------------------------------------------------------------------------
 
     def add(self, session: Session) -> None:
-        """Makes ``session`` the current one."""
+        """Makes ``session`` the current one, and gives it the loss scales that wait for it."""
         with self._lock:
             self._sessions = [ref for ref in self._sessions if ref() is not None]
             self._sessions.append(weakref.ref(session))
+            self.waiting = scaler_states.hand_over(session.scalers, self.waiting)
 
     def discard(self, session: Session) -> None:
         """Forgets ``session``."""

@@ -8,16 +8,19 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from apex._core import shards
+
 EMULATED = "fp16 is emulated on this CPU"
 
 
 def device_types(models: Iterable[nn.Module]) -> tuple[str, ...]:
-    """Returns the device types that the models' parameters and buffers live on.
+    """Returns the device types that the models' parameters and buffers live on and compute on.
 
-    Models without any count as on the accelerator, where there is one, and on the CPU.
+    The two differ where ``fully_shard`` offloads parameters to the CPU. Models without any count as
+    on the accelerator, where there is one, and on the CPU.
     """
     tensors = (t for model in models for t in (*model.parameters(), *model.buffers()))
-    found = dict.fromkeys(tensor.device.type for tensor in tensors)
+    found = dict.fromkeys(kind for tensor in tensors for kind in shards.device_types(tensor))
     return tuple(found) or all_device_types()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -83,7 +84,8 @@ def initialize(
         cast_model_outputs: Type of the models' floating outputs. By default a converted model
             gives fp32 and the others what their last op gives.
         num_losses: How many losses have a scale of their own (``loss_id`` of ``scale_loss``).
-        verbosity: 0 for silence, 1 for the start-up report and a line for each overflow.
+        verbosity: 0 for silence, 1 for the start-up report and a line for each overflow, 2 also
+            for which gradients were not finite (waits for the device after each backward pass).
         min_loss_scale: Least dynamic scale. It never reaches 0 in any case.
         max_loss_scale: Greatest dynamic scale.
         patch_torch_functions_type: fp16 or bf16 for the op casts of O1 and O4.
@@ -156,7 +158,7 @@ def initialize(
     model_list = inputs.model_list(models)
     inputs.check_models(model_list, plan)
     optimizer_list = inputs.optimizer_list(optimizers)
-    inputs.check_optimizers(optimizer_list, model_list)
+    inputs.check_optimizers(optimizer_list, model_list, master_weights=policy.master_weights)
     made = _session(policy, rule, model_list, inputs.checked_count(num_losses))
     report.start_up(defaults, properties)
     own = [unwrap(optimizer) for optimizer in optimizer_list]
@@ -201,11 +203,12 @@ def restore(models: Any, optimizers: Any = None) -> Any:
     return models if optimizers is None else (models, optimizers)
 
 
-def state_dict() -> OrderedDict[str, dict[str, float | int]]:
+def state_dict() -> OrderedDict[str, dict[str, Any]]:
     """Returns the loss scales of all living sessions, in apex's checkpoint format.
 
     ``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``, one entry for each loss in
-    the order of the ``initialize`` calls; empty when amp is not enabled.
+    the order of the ``initialize`` calls; empty when amp is not enabled. A static scale's entry
+    says so under ``apex_amp_v1``, where apex does not look.
     """
     return OrderedDict(scaler_states.entries(_living_scalers()))
 
@@ -213,24 +216,30 @@ def state_dict() -> OrderedDict[str, dict[str, float | int]]:
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     """Sets the loss scales from what :func:`state_dict` returned, here or in apex.
 
-    Another number of scalers gives a warning, and what fits is loaded.
+    May come before ``initialize``, as model and optimizer states may: the scales are checked at
+    once and wait. The ``initialize`` calls that follow take them in order, each as many as it has
+    losses, and a second load before them replaces what waits. Calls with ``enabled=False`` take
+    none; after one, with nothing else prepared, this does nothing.
+
+    What has no meaning here is left, with a line in the log (``apex``): a dynamic scale where it
+    is static, or a static one where it is dynamic. Another number of scalers gives a warning, and
+    what fits is loaded.
 
     Args:
         state_dict: ``loss_scaler0`` and so on, each with ``loss_scale`` and ``unskipped``.
 
     Raises:
-        RuntimeError: For an unexpected key or a value that makes no sense, naming it; before
-            ``initialize``. Nothing is changed then.
+        RuntimeError: For an unexpected or missing key or a value that makes no sense, naming it.
+            Nothing is changed then.
     """
     scalers = _living_scalers()
     if not scalers and not _amp_state.enabled:
+        scaler_states.tell("amp.load_state_dict: amp is off, the state is left.", logging.INFO)
         return
-    if not _amp_state.initialized:
-        raise RuntimeError(
-            "amp.load_state_dict was called before amp.initialize, so there is no loss scaler to "
-            "load into. Call amp.initialize first."
-        )
     states = scaler_states.parsed(state_dict)
+    _amp_state.waiting = [] if scalers else states
+    if not scalers:
+        return
     if len(states) != len(scalers):
         warnings.warn(
             f"amp.load_state_dict got {len(states)} loss scalers, but amp has {len(scalers)}; "
@@ -254,7 +263,7 @@ def _session(
     spec = None
     if policy.compute_dtype is not None:
         spec = CastSpec(policy.compute_dtype, types, lists.op_table())
-    return Session(
+    made = Session(
         policy,
         num_losses=num_losses,
         rule=rule,
@@ -262,6 +271,9 @@ def _session(
         functions=_amp_state.functions,
         listeners=(report.scale_update,),
     )
+    for scaler in made.scalers:
+        scaler.patient = report.tells_why()
+    return made
 
 
 def _plan(policy: Policy, fp32_modules: tuple[type[nn.Module] | str, ...]) -> ModelPlan:

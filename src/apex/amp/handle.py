@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from apex._engine.casting import no_casts
+from apex._core.tracing import untraced
+from apex._engine.casting import casts_off
 from apex._engine.optimizer_class import binding_of
 from apex._engine.session import Session
 from apex.amp._amp_state import _amp_state
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 Optimizers = Optimizer | Iterable[Any] | Any
 
 
+@untraced
 def scale_loss(
     loss: Tensor,
     optimizers: Optimizers,
@@ -93,7 +95,7 @@ def disable_casts() -> AbstractContextManager[None]:
     Nestable, and over at its end also after an exception. Models that were converted (O2, O3, O5)
     stay in their dtype.
     """
-    return no_casts()
+    return casts_off()
 
 
 class AmpHandle:
@@ -115,6 +117,7 @@ class AmpHandle:
         """As given to ``amp.init``."""
         return self._verbose
 
+    @untraced
     def scale_loss(self, loss: Tensor, optimizer: Any) -> AbstractContextManager[Tensor]:
         """Returns the context of one backward pass; see :func:`apex.amp.scale_loss`.
 
@@ -155,7 +158,7 @@ class AmpHandle:
         _amp_state.retire(self, self._session)
 
     def _disable_casts(self) -> AbstractContextManager[None]:
-        return no_casts()
+        return casts_off()
 
 
 class NoOpHandle:
@@ -186,7 +189,7 @@ class NoOpHandle:
         """Does nothing."""
 
     def _disable_casts(self) -> AbstractContextManager[None]:
-        return no_casts()
+        return casts_off()
 
 
 def handle_of(session: Session | None) -> AmpHandle | NoOpHandle:
@@ -231,13 +234,13 @@ def _passed_over(optimizers: Sequence[Optimizer]) -> bool:
 
 def _not_prepared(bindings: Sequence[Binding | None]) -> str:
     call = "    model, optimizer = amp.initialize(model, optimizer, opt_level='O1')"
-    if not _amp_state.initialized:
-        return f"amp.scale_loss was called before amp.initialize. First call\n{call}"
     if any(binding is not None and binding.owner is None for binding in bindings):
         return (
-            "amp.scale_loss got an optimizer that was unpickled: its session stayed behind. Make "
-            f"a plain optimizer, load its state_dict, and call\n{call}"
+            "amp.scale_loss got an optimizer that was unpickled: its session stayed behind. Call "
+            f"amp.restore(model, optimizer) with the model that came with it, and then\n{call}"
         )
+    if not _amp_state.initialized:
+        return f"amp.scale_loss was called before amp.initialize. First call\n{call}"
     if not bindings:
         return f"amp.scale_loss got no optimizer, and no amp session is alive. Call\n{call}"
     return (

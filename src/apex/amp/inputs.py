@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from apex._engine import convert
+from apex._engine import convert, sharding
 from apex._engine.convert import ModelPlan
 from apex._engine.optimizer_class import binding_of
 from apex.amp._amp_state import _amp_state
@@ -86,7 +86,9 @@ def check_models(models: Sequence[nn.Module], plan: ModelPlan) -> None:
         )
 
 
-def check_optimizers(optimizers: Sequence[Any], models: Sequence[nn.Module]) -> None:
+def check_optimizers(
+    optimizers: Sequence[Any], models: Sequence[nn.Module], *, master_weights: bool
+) -> None:
     """Raises what :func:`apex.amp.initialize` documents for optimizers."""
     own = [unwrap(optimizer) for optimizer in optimizers]
     if len({id(optimizer) for optimizer in own}) < len(own):
@@ -94,6 +96,8 @@ def check_optimizers(optimizers: Sequence[Any], models: Sequence[nn.Module]) -> 
     known = {id(param) for model in models for param in model.parameters()}
     for optimizer in own:
         _check_optimizer(optimizer, known, bool(models))
+        if master_weights:
+            _check_takes_masters(optimizer)
 
 
 def _check_optimizer(optimizer: Optimizer, known: set[int], has_models: bool) -> None:
@@ -115,6 +119,19 @@ def _check_optimizer(optimizer: Optimizer, known: set[int], has_models: bool) ->
             "models. Pass the model that it trains; make the optimizer after the model is on its "
             "device."
         )
+    sharding.check_optimizer(optimizer)
+
+
+def _check_takes_masters(optimizer: Optimizer) -> None:
+    kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(optimizer).__mro__}
+    # By name: importing it takes long, and only a script that uses it has done so.
+    if "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer" in kinds:
+        raise RuntimeError(
+            "amp.initialize got a ZeroRedundancyOptimizer, which steps the model's own parameters "
+            "by an optimizer inside it and would never see fp32 masters. Use opt_level 'O1' or "
+            "'O4', or shard the masters with the model: fully_shard(model), then any optimizer "
+            "of torch.optim."
+        )
 
 
 def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
@@ -125,7 +142,9 @@ def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer])
                 f"amp.restore got a model ({type(model).__name__}) that amp has not prepared. "
                 "Pass what amp.initialize returned, without a wrapper."
             )
-    given = {id(param) for model in models for param in model.parameters()}
+    given = _params(models)
+    prepared = {model for session in _amp_state.sessions() for model in session.models}
+    others = _params(prepared.difference(models))
     for optimizer in optimizers:
         binding = binding_of(optimizer)
         if binding is None:
@@ -133,11 +152,17 @@ def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer])
                 f"amp.restore got an optimizer ({type(optimizer).__name__}) that amp has not "
                 "prepared. Pass what amp.initialize returned."
             )
-        if any(id(pair.model) not in given for pair in binding.pairs):
+        stepped = {id(pair.model) for pair in binding.pairs}
+        # What is in no model any more (an old head) is nobody else's.
+        if stepped and (not stepped & given or stepped & (others - given)):
             raise ValueError(
                 "amp.restore got an optimizer whose masters belong to a model that was not given. "
                 "Restore model and optimizer together: amp.restore(model, optimizer)."
             )
+
+
+def _params(models: Iterable[nn.Module]) -> set[int]:
+    return {id(param) for model in models for param in model.parameters()}
 
 
 def checked_count(num_losses: object) -> int:

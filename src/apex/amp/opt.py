@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from apex._core.scale import ScaleRule
+from apex._core.tracing import untraced, untraced_frame
 from apex._engine.scaler import Scaler
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class OptimWrapper:
             Scaler(scale, ScaleRule(ceiling=2.0**24), loss_id=index) for index in range(num_loss)
         ]
 
+    @untraced
     def scale_loss(self, loss: Tensor) -> AbstractContextManager[Tensor]:
         """Returns the context of the next loss's backward pass.
 
@@ -54,6 +56,7 @@ class OptimWrapper:
         self._loss_index += 1
         return self._session.backward_pass(loss, [self._binding], scaler)
 
+    @untraced_frame
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps, unless a gradient of any loss overflowed."""
         self._loss_index = 0

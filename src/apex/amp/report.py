@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 
 import torch
@@ -15,10 +16,23 @@ from apex.amp.properties import DESCRIPTIONS, Properties
 SKIPS_BEFORE_WARNING = 50
 
 
+def _is_on_rank_zero(record: logging.LogRecord) -> bool:
+    return ranks.rank() == 0
+
+
+# What every rank would say alike is said once.
+logging.getLogger("apex").addFilter(_is_on_rank_zero)
+
+
 def say(message: str) -> None:
     """Prints on standard output, unless ``verbosity`` is 0 or this is not rank 0."""
     if _amp_state.verbosity > 0 and ranks.rank() == 0:
         print(message)  # noqa: T201 - the report of ``verbosity`` goes to stdout, as in apex
+
+
+def tells_why() -> bool:
+    """Returns whether an overflow line is to be followed by the gradients that were not finite."""
+    return _amp_state.verbosity > 1
 
 
 def start_up(defaults: Properties, properties: Properties) -> None:
@@ -33,7 +47,10 @@ def start_up(defaults: Properties, properties: Properties) -> None:
 
 
 def scale_update(session: Session, update: ScaleUpdate) -> None:
-    """Reports an overflow, one line per optimizer, and warns once when skipping goes on."""
+    """Reports an overflow, one line per optimizer, and warns once when skipping goes on.
+
+    With ``verbosity=2`` a line more names the gradients that were not finite.
+    """
     if not update.overflow:
         return
     for _ in range(update.optimizers):
@@ -41,6 +58,10 @@ def scale_update(session: Session, update: ScaleUpdate) -> None:
             f"Gradient overflow.  Skipping step, loss scaler {update.loss_id} "
             f"reducing loss scale to {update.loss_scale}"
         )
+    if tells_why() and ranks.rank() == 0:
+        from apex.amp.debug.skips import found_in, sentence
+
+        say(sentence(found_in(session.nonfinite_gradients())))
     if update.skipped_in_row == SKIPS_BEFORE_WARNING:
         warnings.warn(_skipping(session, update), UserWarning, stacklevel=5)
 

@@ -1,66 +1,198 @@
-"""Loss scales in apex's checkpoint format: written, read and checked, and set."""
+"""Loss scales in apex's checkpoint format: written, read and checked, and set.
+
+Note [Versioned key]: an entry holds apex's two names, ``loss_scale`` and ``unskipped``. What this
+project adds is under ``apex_amp_v1`` beside them, where apex does not look; a later version writes
+under a number of its own, and every name that is not known here is ignored. So far it tells one
+thing, and only where it holds: ``{"dynamic": False}`` for a scale that is static. Without that a
+checkpoint of O4 (static, 1.0) would start the dynamic scale of O2 at 1.0, and fp16 gradients would
+underflow until it has grown.
+"""
 
 from __future__ import annotations
 
-import math
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from apex._core import ranks
+from apex._core.scale import SMALLEST_SCALE, ScaleRule
 from apex._engine.scaler import Scaler
 
-State = tuple[float, int]
-"""Loss scale (multiplier) and clean steps since it last changed."""
+VERSIONED = "apex_amp_v1"
+"""What this project adds to apex's entry, see Note [Versioned key]."""
+
+_LEAST, _GREATEST = SMALLEST_SCALE, ScaleRule().greatest
+_MOST_STEPS = 2**31 - 1
+_ENTRY = re.compile(r"loss_scaler(0|[1-9][0-9]*)")
+_log = logging.getLogger("apex")
 
 
-def entries(scalers: Iterable[Scaler]) -> Iterator[tuple[str, dict[str, float | int]]]:
+class State(NamedTuple):
+    """One scaler's entry in a checkpoint.
+
+    Attributes:
+        key: ``"loss_scaler0"`` and so on.
+        loss_scale: The multiplier of the loss.
+        unskipped: Clean steps since it last changed.
+        static: Whether it stays as it is; ``None`` where the file does not tell.
+    """
+
+    key: str
+    loss_scale: float
+    unskipped: int
+    static: bool | None = None
+
+
+def entries(scalers: Iterable[Scaler]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields key and state of every scaler: ``"loss_scaler0"`` and so on."""
     for index, scaler in enumerate(scalers):
-        yield f"loss_scaler{index}", dict(scaler.state())
+        key, state = f"loss_scaler{index}", scaler.state()
+        yield entry(key, state["loss_scale"], int(state["unskipped"]), static=not scaler.dynamic)
+
+
+def entry(
+    key: str, loss_scale: float, unskipped: int, *, static: bool
+) -> tuple[str, dict[str, Any]]:
+    """Returns key and value of one scaler in a checkpoint."""
+    value: dict[str, Any] = {"loss_scale": loss_scale, "unskipped": unskipped}
+    return key, {**value, VERSIONED: {"dynamic": False}} if static else value
 
 
 def put(scalers: Sequence[Scaler], states: Sequence[State]) -> None:
-    """Sets the scalers from the states, as far as both go."""
-    for scaler, (loss_scale, unskipped) in zip(scalers, states, strict=False):
-        scaler.set_scale(loss_scale)
-        scaler.set_clean_steps(unskipped)
+    """Sets the scalers from the states, as far as both go.
+
+    A dynamic scale says nothing to a scaler that is static, nor the other way: such a state is
+    left, with a line in the log. One of which the file does not tell (apex's own) is for a dynamic
+    scaler, or a static one of the same scale.
+    """
+    for scaler, state in zip(scalers, states, strict=False):
+        if _belongs(state, scaler):
+            scaler.set_scale(state.loss_scale)
+            # A count beyond the interval (another one at the time) would never meet it again.
+            most = scaler.rule.growth_interval - 1 if scaler.dynamic else _MOST_STEPS
+            scaler.set_clean_steps(min(state.unskipped, most))
+        else:
+            _tell_left(state, scaler)
 
 
-def parsed(state_dict: Mapping[Any, Any]) -> list[State]:
-    """Returns scale and count of every scaler in a checkpoint, in order.
+def hand_over(scalers: Sequence[Scaler], waiting: Sequence[State]) -> list[State]:
+    """Sets the scalers of a new session from the states that wait, and returns the rest."""
+    rest = list(waiting[len(scalers) :])
+    put(scalers, waiting)
+    if waiting and len(waiting) < len(scalers):
+        fresh = ", ".join(map(str, range(len(waiting), len(scalers))))
+        tell(f"amp.initialize: the checkpoint has no scale for loss {fresh}, which starts anew.")
+    if rest:
+        left = ", ".join(state.key for state in rest)
+        tell(f"amp.initialize: {left} of the checkpoint wait for the next amp.initialize.")
+    return rest
+
+
+def tell(message: str, level: int = logging.WARNING) -> None:
+    """Logs ``message`` as ``apex``, on rank 0."""
+    if ranks.rank() == 0:
+        _log.log(level, message)
+
+
+def is_key(key: object) -> bool:
+    """Returns whether a checkpoint's key is that of a scaler."""
+    return isinstance(key, str) and _ENTRY.fullmatch(key) is not None
+
+
+def parsed(state_dict: Any) -> list[State]:
+    """Returns every scaler's state in a checkpoint, in order.
 
     Raises:
         RuntimeError: For a key or value that does not belong there, naming it.
     """
+    if not isinstance(state_dict, Mapping):
+        raise RuntimeError(
+            f"amp.load_state_dict got {_shown(state_dict)}; it takes what amp.state_dict() "
+            "returns, a dict."
+        )
     indices: dict[int, State] = {}
     for key, value in state_dict.items():
-        match = re.fullmatch(r"loss_scaler(\d+)", key) if isinstance(key, str) else None
+        match = _ENTRY.fullmatch(key) if isinstance(key, str) else None
         if match is None:
             raise RuntimeError(
                 f"amp.load_state_dict got the unexpected key {key!r}. It takes what "
                 "amp.state_dict() returns: 'loss_scaler0', 'loss_scaler1' and so on."
             )
         indices[int(match[1])] = _parsed(key, value)
+    for index in range(len(indices)):
+        if index not in indices:
+            raise RuntimeError(
+                f"amp.load_state_dict: 'loss_scaler{index}' is missing beside "
+                f"{', '.join(state_dict)}. The checkpoint is cut short."
+            )
     return [indices[index] for index in sorted(indices)]
+
+
+def checked(
+    place: str, values: Mapping[str, Any], names: tuple[str, str] = ("loss_scale", "unskipped")
+) -> tuple[float, int]:
+    """Returns the scale and the count that ``values`` holds under ``names``.
+
+    Raises:
+        RuntimeError: Where one is missing or makes no sense, naming ``place`` and it.
+    """
+    for name in names:
+        if isinstance(values.get(name), bool) or not isinstance(values.get(name), int | float):
+            raise RuntimeError(
+                f"{place}[{name!r}] is {_shown(values.get(name))}; it must be a number. The "
+                "checkpoint is cut short or of another kind."
+            )
+    loss_scale, unskipped = values[names[0]], values[names[1]]
+    if not _LEAST <= loss_scale <= _GREATEST:
+        raise RuntimeError(
+            f"{place}[{names[0]!r}] is {_shown(loss_scale)}; it must be positive and finite in "
+            "fp32."
+        )
+    if not (0 <= unskipped <= _MOST_STEPS and unskipped == int(unskipped)):
+        raise RuntimeError(f"{place}[{names[1]!r}] is {_shown(unskipped)}; it must be a count.")
+    return float(loss_scale), int(unskipped)
 
 
 def _parsed(key: str, value: Any) -> State:
     if not isinstance(value, Mapping):
-        raise RuntimeError(f"amp.load_state_dict: {key!r} holds {value!r}; it must be a dict.")
-    for name in ("loss_scale", "unskipped"):
-        if isinstance(value.get(name), bool) or not isinstance(value.get(name), int | float):
-            raise RuntimeError(
-                f"amp.load_state_dict: {key}[{name!r}] is {value.get(name)!r}; it must be a "
-                "number. The checkpoint is cut short or of another kind."
-            )
-    loss_scale, unskipped = float(value["loss_scale"]), value["unskipped"]
-    if not (loss_scale > 0.0 and math.isfinite(loss_scale)):
         raise RuntimeError(
-            f"amp.load_state_dict: {key}['loss_scale'] is {loss_scale}; it must be positive and "
-            "finite."
+            f"amp.load_state_dict: {key!r} holds {_shown(value)}; it must be a dict."
         )
-    if unskipped < 0 or unskipped != int(unskipped):
-        raise RuntimeError(
-            f"amp.load_state_dict: {key}['unskipped'] is {unskipped}; it must be a count."
+    loss_scale, unskipped = checked(f"amp.load_state_dict: {key}", value)
+    return State(key, loss_scale, unskipped, _static(key, value.get(VERSIONED, {})))
+
+
+def _static(key: str, added: Any) -> bool | None:
+    dynamic = added.get("dynamic") if isinstance(added, Mapping) else added
+    if dynamic is None or isinstance(dynamic, bool):
+        return None if dynamic is None else not dynamic
+    raise RuntimeError(
+        f"amp.load_state_dict: {key}[{VERSIONED!r}] is {_shown(added)}; it must be a dict whose "
+        "'dynamic' is True or False."
+    )
+
+
+def _belongs(state: State, scaler: Scaler) -> bool:
+    if state.static is not None:
+        return state.static is not scaler.dynamic
+    return scaler.dynamic or state.loss_scale == scaler.read_scale()
+
+
+def _tell_left(state: State, scaler: Scaler) -> None:
+    if scaler.dynamic:
+        tell(
+            f"amp left {state.key} of the checkpoint: its scale ({state.loss_scale:g}) is static, "
+            f"and here it follows the gradients, now at {scaler.read_scale():g}."
         )
-    return loss_scale, int(unskipped)
+    else:
+        tell(
+            f"amp left {state.key} of the checkpoint: here the scale is static "
+            f"({scaler.read_scale():g}). To go on with {state.loss_scale:g}, pass it or "
+            "'dynamic' as loss_scale to amp.initialize."
+        )
+
+
+def _shown(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 80 else f"a {type(value).__name__}"

@@ -20,7 +20,7 @@ def is_prepared(optimizer: Any) -> bool:
     return binding_of(own) is not None or _amp_state.passes_over(own)
 
 
-def state_dict(optimizer: Any) -> dict[str, dict[str, float | int]]:
+def state_dict(optimizer: Any) -> dict[str, dict[str, Any]]:
     """Returns the scales of the ``initialize`` call that prepared ``optimizer``.
 
     In apex's checkpoint format, as from ``amp.state_dict()`` when that call was the only one;
@@ -31,9 +31,9 @@ def state_dict(optimizer: Any) -> dict[str, dict[str, float | int]]:
         >>> from apex import amp
         >>> model = torch.nn.Linear(4, 2)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
         >>> state_dict(optimizer)
-        {'loss_scaler0': {'loss_scale': 1.0, 'unskipped': 0}}
+        {'loss_scaler0': {'loss_scale': 65536.0, 'unskipped': 0}}
     """
     return dict(scaler_states.entries(_scalers(optimizer)))
 
@@ -47,8 +47,9 @@ def load_state_dict(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
     """Sets the scales of a prepared optimizer from :func:`state_dict`'s result.
 
     A state without scales (saved with amp off, or before the first iteration) changes nothing, and
-    so does any where amp is off now. Another number of scales gives a warning, and what fits is
-    loaded.
+    so does any where amp is off now. What has no meaning here (a dynamic scale where it is static,
+    or the other way) is left, with a line in the log. Another number of scales gives a warning,
+    and what fits is loaded.
 
     Raises:
         RuntimeError: For an unexpected key or a value that makes no sense; nothing is changed.

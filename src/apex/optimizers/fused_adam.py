@@ -44,6 +44,7 @@ class FusedAdam(FusedOptimizer):
         master_weights: Whether 16-bit parameters get fp32 masters, kept in the state.
     """
 
+    steps_dtensors = True
     settings: ClassVar[tuple[str, ...]] = ("adam_w_mode", "capturable", "master_weights")
 
     multi_tensor_adam = staticmethod(amp_C.multi_tensor_adam)

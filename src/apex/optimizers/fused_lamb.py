@@ -31,6 +31,7 @@ class FusedLAMB(FusedOptimizer):
         use_nvlamb: Whether tensors without weight decay get a trust ratio, too.
     """
 
+    steps_dtensors = True
     settings: ClassVar[tuple[str, ...]] = ("adam_w_mode", "use_nvlamb")
 
     multi_tensor_l2norm = staticmethod(amp_C.multi_tensor_l2norm)

@@ -57,7 +57,13 @@ class FusedOptimizer(Optimizer):
     settings: ClassVar[tuple[str, ...]] = ()
     """Attributes beside torch's own that copies and pickles keep."""
 
+    state_stays_fp32 = True
+    """What amp reads: the state of 16-bit parameters is fp32, also where they were converted."""
+
     set_grad_none = True
+
+    steps_dtensors: ClassVar[bool] = False
+    """Whether the rule is right for DTensors: norms over all ranks, and nothing plain beside."""
 
     @abstractmethod
     def update(self, batch: Batch, step: Scalar, gate: Gate) -> None:

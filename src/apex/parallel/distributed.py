@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import parallel
 
+from apex._engine.distributed import SENDS_LATER
 from apex.parallel.delayed_reduction import DelayedReduction
 from apex.parallel.flat_calls import (
     apply_flat_dist_call,
@@ -132,9 +133,11 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         wanted = self.require_backward_grad_sync
         self.require_backward_grad_sync = False  # torch's reducer stays out of it
+        self.__dict__[SENDS_LATER] = wanted
         try:
             output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         finally:
+            del self.__dict__[SENDS_LATER]
             self.require_backward_grad_sync = wanted
         self.require_forward_param_sync = wanted
         if torch.is_grad_enabled():

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+
+from apex._core import torch_private
 
 _KEYS = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "mps": "MPS"}
 
@@ -15,7 +16,7 @@ _KEYS = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "mps": "MPS"}
 def has_fused(name: str, device: torch.device) -> bool:
     """Returns whether ``torch.<name>`` (such as ``_fused_adam_``) has a kernel for ``device``."""
     key = _KEYS.get(device.type)
-    return key is not None and torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
+    return key is not None and torch_private.has_kernel(f"aten::{name}", key)
 
 
 def same_dtype(*lists: list[Tensor]) -> Iterator[list[list[Tensor]]]:
@@ -28,6 +29,6 @@ def same_dtype(*lists: list[Tensor]) -> Iterator[list[list[Tensor]]]:
         yield list(lists)
         return
     nested: Any = list(lists)
-    groups: Any = Optimizer._group_tensors_by_device_and_dtype(nested)
+    groups: Any = torch_private.group(nested)
     for parts, _ in groups.values():
         yield parts

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from apex._core import torch_private
 from apex._core.finite import group
 from apex._core.multi_tensor.gate import Scalar, as_tensor
 from apex._core.multi_tensor.norms import any_non_finite
@@ -26,7 +27,7 @@ def scale_(sources: Sequence[Tensor], targets: Sequence[Tensor], scale: Scalar) 
     values = [_product(s, t) for s, t in zip(sources, targets, strict=True)]
     store(values, sources)
     for same in group(values):
-        torch._amp_foreach_non_finite_check_and_unscale_(same, found_inf, factor)
+        torch_private.check_and_unscale_(same, found_inf, factor)
     store(targets, values)
     return found_inf
 

@@ -1,18 +1,23 @@
 """Model conversion: dtypes of parameters, inputs and outputs, fp32 ``state_dict``, and the undo."""
 
-from apex._engine.convert.change import convert, restore, set_region
-from apex._engine.convert.checks import check
+from apex._engine.convert.change import convert, convert_late, restore, set_region, withdraw
+from apex._engine.convert.checks import check, check_restorable
 from apex._engine.convert.plan import MasterSource, ModelPlan, Region
 from apex._engine.convert.state import is_converted, owner_of
+from apex._engine.convert.tensors import assign
 
 __all__ = [
     "MasterSource",
     "ModelPlan",
     "Region",
+    "assign",
     "check",
+    "check_restorable",
     "convert",
+    "convert_late",
     "is_converted",
     "owner_of",
     "restore",
     "set_region",
+    "withdraw",
 ]

@@ -51,5 +51,6 @@ def after_loading(model: nn.Module, incompatible_keys: Any) -> None:
         return
     loaded, prefix = state.loading
     state.loading = None
-    if state.masters is not None:
-        state_values.finish_loading(model, loaded, prefix, state.masters)
+    source = state.source
+    if source is not None:
+        state_values.finish_loading(model, loaded, prefix, source)

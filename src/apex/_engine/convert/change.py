@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor, nn
 
 from apex._core import dtypes
@@ -37,10 +39,18 @@ def convert(
     try:
         apply_plan(model, state)
     except BaseException:
+        remove_hooks(state)
         swap_class(model, plain_class(new_class))
         raise
     stash_forward(model, state)
     model.__dict__[STATE] = state
+
+
+def convert_late(model: nn.Module) -> None:
+    """Casts what a converted model was given since, such as a new head; all or nothing."""
+    state = state_of(model)
+    if state is not None:
+        apply_plan(model, state)
 
 
 def set_region(model: nn.Module, region: Region) -> None:
@@ -50,10 +60,15 @@ def set_region(model: nn.Module, region: Region) -> None:
         state.region = region
 
 
-def restore(model: nn.Module) -> None:
+def restore(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> None:
     """Makes ``model`` plain and fp32 again, in place.
 
     Parameters take their masters' exact values where those round to what the parameter holds.
+
+    Args:
+        model: A converted model.
+        masters: Fp32 masters by ``id`` of their parameter, beside those that the model knows of
+            (an unpickled one knows of none).
 
     Raises:
         ValueError: If ``model`` is not converted.
@@ -67,17 +82,32 @@ def restore(model: nn.Module) -> None:
     old_class = plain_class(type(model))
     with tensors.all_or_nothing() as undo:
         if state.plan.casts_down:
-            _to_fp32(model, state.masters, undo)
+            known = {} if state.source is None else state.source.exact()
+            _to_fp32(model, {**known, **(masters or {})}, undo)
         swap_class(model, old_class)
+    _forget(model, state)
+    flatten_rnns(model)
+
+
+def withdraw(model: nn.Module) -> None:
+    """Makes a converted model plain again, but for the dtypes of its tensors.
+
+    Allocates nothing: it works when memory has run out.
+    """
+    state = state_of(model)
+    if state is not None:
+        swap_class(model, plain_class(type(model)))
+        _forget(model, state)
+
+
+def _forget(model: nn.Module, state: ModelState) -> None:
     remove_hooks(state)
     del model.__dict__[STATE]
     if state.inner_forward is not None:
         model.__dict__.setdefault("forward", state.inner_forward)
-    flatten_rnns(model)
 
 
-def _to_fp32(model: nn.Module, masters: MasterSource | None, undo: tensors.Undo) -> None:
-    exact = {} if masters is None else masters.exact()
+def _to_fp32(model: nn.Module, exact: Mapping[int, Tensor], undo: tensors.Undo) -> None:
     for tensor in [*model.parameters(), *model.buffers()]:
         if dtypes.is_low_precision(tensor):
             master = exact.get(id(tensor))

@@ -9,9 +9,10 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from apex._core import dtypes
+from apex._engine import sharding
 from apex._engine.convert import selection
 from apex._engine.convert.plan import ModelPlan
-from apex._engine.convert.state import is_converted
+from apex._engine.convert.state import is_converted, state_of
 
 
 def check(
@@ -33,15 +34,29 @@ def check(
     Raises:
         TypeError: If ``model`` is no ``torch.nn.Module``.
         RuntimeError: If it is converted, wrapped for parallel training, scripted, not
-            materialized, or not in fp32.
+            materialized, not in fp32, or sharded in a way that does not take the plan's dtypes.
         ValueError: If ``plan.fp32_modules`` does not fit the model.
     """
     _check_kind(model)
+    sharding.reshard(model)
     for name, tensor in _tensors(model):
         _check_materialized(name, tensor)
         if not allow_not_fp32:
             _check_precision(name, tensor)
     _check_fp32_modules(model, plan, others)
+    if plan.param_dtype is not None:
+        sharding.check(model, selection.castable_tensors(model, plan), _remedy(plan))
+
+
+def check_restorable(model: nn.Module) -> None:
+    """Raises RuntimeError where a converted model's parameters cannot go back to fp32."""
+    state = state_of(model)
+    if state is not None and state.plan.casts_down:
+        sharding.check_restorable(model)
+
+
+def _remedy(plan: ModelPlan) -> str:
+    return "drop entries of fp32_modules" if plan.fp32_modules else "keep_batchnorm_fp32=False"
 
 
 def _check_kind(model: object) -> None:
@@ -60,6 +75,17 @@ def _check_kind(model: object) -> None:
         raise RuntimeError(
             f"amp.initialize got a model that is wrapped in {kind}. It takes the model itself: "
             f"call amp.initialize first, then wrap what it returns in {kind}."
+        )
+    if any(sharding.is_wrapped(module) for module in model.modules()):
+        raise RuntimeError(
+            f"amp.initialize got a model ({kind}) with FullyShardedDataParallel in it, which keeps "
+            "parameters in flat pieces that amp cannot tell apart. Use fully_shard of "
+            f"torch.distributed.fsdp, which shards each parameter:\n{sharding.ORDER}"
+        )
+    if type(model).__module__.partition(".")[0] == "deepspeed":
+        raise RuntimeError(
+            f"amp.initialize got a model that is wrapped in DeepSpeed's {kind}, which casts and "
+            "scales by itself. Switch on its own fp16 or bf16 section, or leave DeepSpeed out."
         )
     if isinstance(model, jit.ScriptModule):
         raise RuntimeError(

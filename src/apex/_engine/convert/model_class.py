@@ -15,12 +15,17 @@ from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from apex._core import nested
-from apex._engine.convert import state_values
+from apex._core.tracing import untraced
+from apex._engine.convert import mismatch, state_values
 from apex._engine.convert.application import apply_plan
 from apex._engine.convert.state import STATE, ModelState, stash_forward
+from apex._engine.distributed import active_wrapper
+
+_is_compiling = torch.compiler.is_compiling
 
 
 class ConvertedModule(nn.Module):
@@ -42,7 +47,7 @@ class ConvertedModule(nn.Module):
         call = state_values.StateDictCall.parse(args, kwargs)
         result = super().state_dict(*args, **kwargs)
         if not call.keep_vars and isinstance(result, MutableMapping):
-            call.give_fp32(self, result, state.masters)
+            call.give_fp32(self, result, state.source)
         return result
 
     def _load_from_state_dict(
@@ -54,12 +59,36 @@ class ConvertedModule(nn.Module):
             state.loading = (state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Does what ``to``, ``cuda``, ``float`` and the like ask, apart from another dtype.
+
+        Raises:
+            RuntimeError: If the model is one that amp trains in 16 bits, and its dtypes would
+                change.
+        """
+        state = self._apex_state
+        if state is None or state.owner is None or not state.plan.casts_down:
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+        def keeping_dtype(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            if moved.dtype is not tensor.dtype:
+                raise RuntimeError(
+                    f"The model {type(self).__name__} was asked to become {moved.dtype}, but amp "
+                    "has prepared it and holds its dtypes. Call amp.restore first; the model is "
+                    "plain and fp32 then."
+                )
+            return moved
+
+        return super()._apply(keeping_dtype, recurse)  # type: ignore[no-untyped-call]
+
+    @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the parameters and of their masters."""
         super().zero_grad(set_to_none)
-        state = self._apex_state
-        if state is not None and state.masters is not None:
-            state.masters.clear_grads(self.parameters(), set_to_none=set_to_none)
+        source = None if self._apex_state is None else self._apex_state.source
+        if source is not None:
+            source.clear_grads(self.parameters(), set_to_none=set_to_none)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Names the model's own class, which a fresh process can import."""
@@ -157,17 +186,32 @@ def _casting_forward(base: type[nn.Module]) -> Callable[..., Any]:
         if state is None:  # restored since, or made by type(model)(...)
             return base.forward(self, *args, **kwargs)
         plan = state.plan
+        wrapper = None if _is_compiling() else active_wrapper()
+        if wrapper is not None and state.masters is not None:
+            state.masters.runs_under(wrapper)
         if plan.input_dtype is not None:
             if plan.cast is None:
                 args, kwargs = nested.cast_arguments(args, kwargs, plan.input_dtype)
             else:
                 args, kwargs = (plan.cast(part, plan.input_dtype) for part in (args, kwargs))
         if state.inner_forward is None:
-            output = state.region.run(base.forward, self, *args, **kwargs)
+            output = _run_inside(self, state, base.forward, self, *args, **kwargs)
         else:
-            output = state.region.run(state.inner_forward, *args, **kwargs)
+            output = _run_inside(self, state, state.inner_forward, *args, **kwargs)
         if plan.output_dtype is not None:
             output = (plan.cast or nested.cast_tensors)(output, plan.output_dtype)
         return output
 
     return forward
+
+
+def _run_inside(
+    model: nn.Module, state: ModelState, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    if _is_compiling():  # a graph cannot break and go on inside a try block
+        return state.region.run(forward, *args, **kwargs)
+    try:
+        return state.region.run(forward, *args, **kwargs)
+    except RuntimeError as error:
+        mismatch.explain(model, state.plan, error)
+        raise

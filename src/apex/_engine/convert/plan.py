@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from apex._core import dtypes
 
@@ -26,10 +27,16 @@ class MasterSource(Protocol):
     """Knows the fp32 masters of a model's low-precision parameters."""
 
     def exact(self) -> Mapping[int, Tensor]:
-        """Returns the fp32 master of each parameter that has one, by ``id(parameter)``."""
+        """Returns the fp32 value of each parameter with a master, by ``id(parameter)``."""
+
+    def set_exact(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Sets masters: pairs of a low-precision parameter and the fp32 value behind it."""
 
     def clear_grads(self, params: Iterable[Tensor], *, set_to_none: bool) -> None:
         """Clears the gradients of the masters of ``params``."""
+
+    def runs_under(self, wrapper: DistributedDataParallel) -> None:
+        """Takes note that the model's forward pass begins under ``wrapper``."""
 
 
 @dataclass(frozen=True)

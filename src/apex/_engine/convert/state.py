@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +28,8 @@ class ModelState:
         inner_forward: A ``forward`` that the user had set on the object, run inside.
         handles: Hooks to remove at the end.
         loading: The state dict being loaded and the model's prefix in it.
+        origin: In a deep copy, the original's source of exact values: it knows the copy's masters,
+            too, where an optimizer was copied along.
     """
 
     plan: ModelPlan
@@ -35,10 +39,26 @@ class ModelState:
     inner_forward: Callable[..., Any] | None = None
     handles: list[RemovableHandle] = field(default_factory=list)
     loading: tuple[dict[str, Any], str] | None = None
+    origin: weakref.ref[MasterSource] | None = None
+
+    @property
+    def source(self) -> MasterSource | None:
+        """Who knows the masters of this model's parameters, if there are any."""
+        return self.masters if self.origin is None else self.origin()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelState:
+        """Copies what pickles, and keeps in touch with the source of the masters."""
+        new = object.__new__(type(self))
+        memo[id(self)] = new
+        new.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        source = self.source
+        new.origin = None if source is None else weakref.ref(source)
+        return new
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out what belongs to the original alone: its optimizer, masters and session."""
-        return {**self.__dict__, "masters": None, "owner": None, "loading": None}
+        left = ("masters", "owner", "loading", "origin")
+        return {**self.__dict__, **dict.fromkeys(left)}
 
 
 def stash_forward(model: nn.Module, state: ModelState) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from apex._core import dtypes
@@ -78,17 +77,21 @@ def finish_loading(
     An element whose loaded value is not known here (a child renamed its entries) takes the value
     of its parameter, unless its master rounds to that already.
     """
-    exact = masters.exact()
+    masters.set_exact(_loaded_values(model, loaded, prefix, masters.exact()))
+
+
+def _loaded_values(
+    model: nn.Module, loaded: Mapping[str, Any], prefix: str, exact: Mapping[int, Tensor]
+) -> Iterator[tuple[Tensor, Tensor]]:
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(prefix=prefix[:-1], remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
-    with torch.no_grad():
-        for param in model.parameters():
-            master = exact.get(id(param))
-            if master is not None and dtypes.is_low_precision(param):
-                entries = [loaded.get(name) for name in names[id(param)]]
-                tensors = [_shaped(e, param) for e in entries if isinstance(e, Tensor)]
-                master.copy_(exact_value(param, [master, *tensors]))
+    for param in model.parameters():
+        master = exact.get(id(param))
+        if master is not None and dtypes.is_low_precision(param):
+            entries = [loaded.get(name) for name in names[id(param)]]
+            tensors = [_shaped(e, param) for e in entries if isinstance(e, Tensor)]
+            yield param, exact_value(param, [master, *tensors])
 
 
 def _shaped(entry: Tensor, param: Tensor) -> Tensor:

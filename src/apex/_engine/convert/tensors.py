@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from apex._core import dtypes
+from apex._core import dtypes, shards
 
 
 class Undo:
@@ -29,12 +29,12 @@ class Undo:
         grad = tensor.grad if tensor.is_leaf else None
         new_grad = None if grad is None else dtypes.cast(grad.detach(), value.dtype)
         self._before.append((tensor, tensor.data, grad))
-        _assign(tensor, value, new_grad)
+        assign(tensor, value, new_grad)
 
     def all(self) -> None:
         """Puts back everything, the last first."""
         while self._before:
-            _assign(*self._before.pop())
+            assign(*self._before.pop())
 
 
 @contextmanager
@@ -61,18 +61,33 @@ def exact_value(param: Tensor, candidates: Iterable[Tensor]) -> Tensor:
         param: A low-precision tensor.
         candidates: Unrounded values of it, such as its master; those of another shape are left out.
     """
-    value = param.detach()
+    value = shards.local(param.detach())
     result = value.to(torch.float32)
     for candidate in candidates:
-        if candidate.shape == value.shape:
-            exact = candidate.detach().to(device=value.device, dtype=torch.float32)
+        if candidate.shape == param.shape:
+            known = shards.local(shards.laid_out_as(param, candidate.detach()))
+            exact = known.to(device=value.device, dtype=torch.float32)
             result = torch.where(exact.to(value.dtype) == value, exact, result)
-    return result
+    return shards.with_local(param, result)
 
 
-def _assign(tensor: Tensor, data: Tensor, grad: Tensor | None) -> None:
+def assign(tensor: Tensor, data: Tensor, grad: Tensor | None) -> None:
+    """Gives ``tensor`` the storage and dtype of ``data`` and the gradient ``grad``."""
     if tensor.is_leaf:
         tensor.grad = None  # a gradient of another dtype than its tensor is refused
-    tensor.data = data
+    if not shards.is_dtensor(tensor):
+        tensor.data = data
+    elif tensor.dtype is not data.dtype:
+        _swap(tensor, data)
     if grad is not None:
         tensor.grad = grad
+
+
+def _swap(tensor: Tensor, data: Tensor) -> None:
+    """Does what setting ``tensor.data`` does for plain tensors; a DTensor keeps its local part."""
+    other = data.detach().requires_grad_(tensor.requires_grad)
+    if isinstance(tensor, nn.Parameter):
+        other = nn.Parameter(other, requires_grad=tensor.requires_grad)
+    attributes = dict(tensor.__dict__)
+    torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
+    tensor.__dict__.update(attributes)

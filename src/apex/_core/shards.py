@@ -1,0 +1,134 @@
+"""DTensors (sharded or replicated over a device mesh) seen by this rank: the part it holds."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor, distributed
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
+
+_MODULE = "torch.distributed.tensor"
+"""Looked up where a script has imported it: it takes a second to load."""
+
+
+def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Returns whether ``tensor`` lies on a device mesh."""
+    module = sys.modules.get(_MODULE)
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Returns this rank's part of a DTensor, sharing memory, and any other tensor as it is.
+
+    Element-wise work on the parts is that on the whole, without DTensor's dispatch: that costs tens
+    of microseconds an operator, and has no ``_foreach_copy_``.
+    """
+    if not is_dtensor(tensor):
+        return tensor
+    with torch.no_grad():
+        part: Tensor = tensor.to_local()
+    return part
+
+
+def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Returns :func:`local` of each."""
+    if _MODULE not in sys.modules:
+        return list(tensors)
+    return [local(tensor) for tensor in tensors]
+
+
+def with_local(like: Tensor, part: Tensor) -> Tensor:
+    """Returns a tensor laid out as ``like``, of which this rank holds ``part``.
+
+    The inverse of :func:`local`.
+    """
+    if not is_dtensor(like):
+        return part
+    with torch.no_grad():
+        whole: Tensor = type(like).from_local(
+            part,
+            like.device_mesh,
+            like.placements,
+            run_check=False,
+            shape=like.shape,
+            stride=like.stride(),
+        )
+    return whole
+
+
+def same_layout(first: Tensor, second: Tensor) -> bool:
+    """Returns whether both lie on the same mesh in the same way; plain tensors do."""
+    if not (is_dtensor(first) and is_dtensor(second)):
+        return is_dtensor(first) is is_dtensor(second)
+    return first.placements == second.placements and first.device_mesh == second.device_mesh
+
+
+def laid_out_as(like: Tensor, tensor: Tensor) -> Tensor:
+    """Returns ``tensor`` with the placements of ``like``: sums not yet taken are, shards move.
+
+    Communicates where the placements differ. Tensors that are not both DTensors come back as they
+    are.
+    """
+    if not (is_dtensor(like) and is_dtensor(tensor)) or same_layout(like, tensor):
+        return tensor
+    moved: Tensor = tensor.redistribute(like.device_mesh, like.placements)
+    return moved
+
+
+def device_types(tensor: Tensor) -> tuple[str, ...]:
+    """Returns the device types that ``tensor`` is on, and that its mesh computes on."""
+    here = tensor.device.type
+    return (tensor.device_mesh.device_type, here) if is_dtensor(tensor) else (here,)
+
+
+class Group(NamedTuple):
+    """The ranks along one dimension of a device mesh.
+
+    Attributes:
+        device_type: Of the mesh: where its ranks communicate from.
+        ranks: A ``torch.distributed`` process group.
+    """
+
+    device_type: str
+    ranks: Any
+
+
+def groups(params: Iterable[Tensor]) -> list[Group]:
+    """Returns the groups of ranks that hold different parts of ``params``, each once.
+
+    One for every dimension of every mesh over which a parameter is sharded, in the order of the
+    parameters, which is that of every rank.
+    """
+    if _MODULE not in sys.modules:
+        return []
+    found: dict[int, Group] = {}
+    seen: set[tuple[DeviceMesh, tuple[Placement, ...]]] = set()
+    for param in params:
+        if not is_dtensor(param) or (layout := (param.device_mesh, param.placements)) in seen:
+            continue
+        seen.add(layout)
+        mesh = param.device_mesh
+        for dimension, placement in enumerate(param.placements):
+            if not placement.is_replicate() and mesh.size(dimension) > 1:
+                ranks = mesh.get_group(dimension)
+                found.setdefault(id(ranks), Group(mesh.device_type, ranks))
+    return list(found.values())
+
+
+@torch.no_grad()
+def greatest_(flag: Tensor, over: Iterable[Group]) -> None:
+    """Sets 0-d ``flag`` to its greatest value on all ranks of ``over``.
+
+    Every one of these ranks has to call it. Waits for the device only where their backend does.
+    """
+    for device_type, ranks in over:
+        # A loss on the CPU with parameters on the device, or the other way round.
+        shared = flag.clone() if flag.device.type == device_type else flag.to(device_type)
+        distributed.all_reduce(shared, op=distributed.ReduceOp.MAX, group=ranks)
+        flag.copy_(shared)

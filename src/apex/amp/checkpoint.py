@@ -1,0 +1,157 @@
+"""Checkpoints of other tools and of older apex: read, and written in the form that is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from apex._core.scale import ScaleRule
+from apex._engine import checkpoint as tensors
+from apex.amp import scaler_states
+from apex.amp.checkpoint_kinds import Contents
+
+__all__ = ["Converted", "Target", "convert"]
+
+Target = Literal["amp", "grad_scaler", "optimizer", "weights"]
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What :func:`convert` returns.
+
+    Attributes:
+        state: The state, in the form that was asked for.
+        lost: What the checkpoint held of it and this form cannot hold, a sentence each; empty for
+            a conversion without loss.
+    """
+
+    state: dict[str, Any]
+    lost: tuple[str, ...] = ()
+
+
+def convert(checkpoint: Mapping[str, Any], *, to: Target) -> Converted:
+    """Returns one part of a checkpoint in the form that ``to`` names, and what is lost by that.
+
+    It knows, by their keys: ``amp.state_dict()`` of apex and of this package; the state of a
+    ``torch.amp.GradScaler``; both ``FP16_Optimizer`` of apex (2018, of ``apex.fp16_utils``, and
+    2019, of ``apex.optimizers`` and ``apex.contrib.optimizers``); optimizers of MMEngine's
+    ``ApexOptimWrapper`` (``apex_amp``) and of torch; state dicts of models; and whole checkpoints
+    with these among their values, as in ``{"model": ..., "optimizer": ..., "epoch": 3}``. Changes
+    nothing in what it is given, whose tensors it may return.
+
+    ================= ==========================================================================
+    ``to``            what comes out
+    ================= ==========================================================================
+    ``"amp"``         loss scales, for ``amp.load_state_dict``
+    ``"grad_scaler"`` the first loss scale, for ``torch.amp.GradScaler.load_state_dict``
+    ``"optimizer"``   the optimizer's own state, for a plain or a prepared torch optimizer
+    ``"weights"``     a state dict in fp32, with the masters' values where the checkpoint has them
+    ================= ==========================================================================
+
+    Args:
+        checkpoint: What ``torch.load`` gave, or a part of it.
+        to: The form.
+
+    Raises:
+        TypeError: If ``checkpoint`` is no dict.
+        ValueError: If nothing in it is known, it lacks what is asked for, or it holds two of it;
+            names the keys.
+        RuntimeError: For a loss scale that makes no sense, naming its key.
+
+    Example:
+        >>> import torch
+        >>> from apex import amp
+        >>> saved = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=500).state_dict()
+        >>> scale = amp.checkpoint.convert(saved, to="amp")
+        >>> scale.state
+        {'loss_scaler0': {'loss_scale': 1024.0, 'unskipped': 0}}
+        >>> scale.lost
+        ('growth_interval is 500: pass it to amp.initialize.',)
+
+        16-bit weights of an old checkpoint with the masters of its optimizer:
+
+        >>> weight = torch.tensor([1 / 3])
+        >>> old = {
+        ...     "model": {"weight": weight.half()},
+        ...     "optimizer": {
+        ...         "cur_scale": 8.0, "dynamic_loss_scale": False, "fp32_groups_flat": [weight],
+        ...         "optimizer_state_dict": {"state": {}, "param_groups": [{"params": [0]}]},
+        ...     },
+        ... }
+        >>> amp.checkpoint.convert(old, to="weights")
+        Converted(state={'weight': tensor([0.3333])}, lost=())
+        >>> amp.checkpoint.convert(old, to="amp").state["loss_scaler0"]["loss_scale"]
+        8.0
+    """
+    if to not in _FORMS:
+        names = ", ".join(map(repr, _FORMS))
+        raise ValueError(f"amp.checkpoint.convert got to={to!r}; it takes {names}.")
+    if not isinstance(checkpoint, Mapping):
+        raise TypeError(
+            f"amp.checkpoint.convert got {type(checkpoint).__name__}; it takes the dict that "
+            "torch.load returned, or one inside it."
+        )
+    return _FORMS[to](Contents(checkpoint))
+
+
+def _to_amp(found: Contents) -> Converted:
+    scales = found.scales()
+    usual = ScaleRule()
+    lost = [
+        f"{name} is {getattr(scales.rule, name):g}: pass it to amp.initialize."
+        for name in ("growth_factor", "backoff_factor", "growth_interval")
+        if getattr(scales.rule, name) != getattr(usual, name)
+    ]
+    entries = [
+        scaler_states.entry(state.key, state.loss_scale, state.unskipped, static=bool(state.static))
+        for state in scales.states
+    ]
+    return Converted(dict(entries), tuple(lost))
+
+
+def _to_grad_scaler(found: Contents) -> Converted:
+    scales = found.scales()
+    if not scales.states:  # amp was off, and so is a GradScaler with an empty state
+        return Converted({})
+    first, *others = scales.states
+    lost = [f"{state.key}: a GradScaler has one scale." for state in others]
+    if first.static:
+        lost.append(f"{first.key} is static: a GradScaler moves its scale.")
+    state = {
+        "scale": first.loss_scale,
+        "growth_factor": scales.rule.growth_factor,
+        "backoff_factor": scales.rule.backoff_factor,
+        "growth_interval": scales.rule.growth_interval,
+        "_growth_tracker": first.unskipped,
+    }
+    return Converted(state, tuple(lost))
+
+
+def _to_optimizer(found: Contents) -> Converted:
+    part = found.optimizer()
+    state = dict(part.optimizer or {})
+    lost = tuple(f"{name} is no part of an optimizer's state." for name in part.left)
+    if tensors.is_flat(state, part.flats):
+        state = tensors.cut(state, part.flats, _matched(found).shapes)
+    return Converted(state, lost)
+
+
+def _to_weights(found: Contents) -> Converted:
+    matched = _matched(found)
+    lost = [f"{name} is in 16 bits, without a master." for name in matched.rounded]
+    if matched.unused:
+        lost.append(f"{matched.unused} of the masters round to no entry of the model.")
+    return Converted(matched.weights, tuple(lost))
+
+
+def _matched(found: Contents) -> tensors.Matched:
+    return tensors.fp32_weights(found.model(), *found.masters())
+
+
+_FORMS: dict[str, Callable[[Contents], Converted]] = {
+    "amp": _to_amp,
+    "grad_scaler": _to_grad_scaler,
+    "optimizer": _to_optimizer,
+    "weights": _to_weights,
+}

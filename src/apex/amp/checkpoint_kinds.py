@@ -1,0 +1,223 @@
+"""What a checkpoint holds: the kinds of state that amp knows, told by their keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from apex._core.scale import ScaleRule
+from apex.amp import scaler_states
+
+Dict = Mapping[str, Any]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Loss scales and how the dynamic ones move, as far as the file has that."""
+
+    states: Sequence[scaler_states.State]
+    rule: ScaleRule = field(default_factory=ScaleRule)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one dict of a checkpoint has to say.
+
+    Attributes:
+        path: Keys that lead to it.
+        kind: What it is, in words.
+        scales: Loss scales.
+        optimizer: An optimizer's own state.
+        masters: Its fp32 masters of single parameters.
+        flats: Its fp32 masters of groups, each in one flat tensor.
+        model: A model's state dict.
+        left: Keys of an optimizer's dict that are none of these.
+    """
+
+    path: tuple[str, ...]
+    kind: str
+    scales: Scales | None = None
+    optimizer: Dict | None = None
+    masters: Sequence[Tensor] = ()
+    flats: Sequence[Tensor] = ()
+    model: Mapping[str, Tensor] | None = None
+    left: tuple[str, ...] = ()
+
+
+class Contents:
+    """Everything that is known in a checkpoint: itself, or dicts up to two levels below it."""
+
+    def __init__(self, checkpoint: Dict) -> None:
+        """Reads ``checkpoint``.
+
+        Raises:
+            ValueError: If nothing in it is known, naming its keys.
+            RuntimeError: For a loss scale that makes no sense, naming its key.
+        """
+        self._checkpoint = checkpoint
+        self._parts = list(_parts(checkpoint))
+        if not self._parts:
+            raise ValueError(
+                f"amp.checkpoint.convert knows nothing in this checkpoint, whose keys are "
+                f"{_keys(checkpoint)}. It knows the states of amp, of a model, of "
+                f"{', '.join(kind for kind, _, _ in KINDS)}, and dicts of these."
+            )
+
+    def scales(self) -> Scales:
+        """Returns the loss scales; ValueError if there are none, or in two places."""
+        part = self._one("scales")
+        return self._present(None if part is None else part.scales, "a loss scale")
+
+    def optimizer(self) -> Part:
+        """Returns the part with an optimizer's state; ValueError as for ``scales``."""
+        return self._present(self._one("optimizer"), "an optimizer's state")
+
+    def model(self) -> Mapping[str, Tensor]:
+        """Returns the model's state dict; ValueError as for ``scales``."""
+        part = self._one("model")
+        state = None if part is None else part.model
+        return self._present(state, "a model's state dict, which tells names and shapes")
+
+    def masters(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Returns the optimizer's fp32 masters, single and flat; none without an optimizer."""
+        part = self._one("optimizer")
+        return ((), ()) if part is None else (part.masters, part.flats)
+
+    def _one(self, name: str) -> Part | None:
+        having = [part for part in self._parts if getattr(part, name) is not None]
+        if len(having) > 1:
+            places = " and ".join(repr(".".join(part.path)) for part in having)
+            raise ValueError(
+                f"amp.checkpoint.convert found two or more states of one kind: {places}. Pass a "
+                "dict of the parts that belong together."
+            )
+        return having[0] if having else None
+
+    def _present(self, found: T | None, words: str) -> T:
+        if found is None:
+            raise ValueError(
+                f"amp.checkpoint.convert needs {words} for this; the checkpoint, with the keys "
+                f"{_keys(self._checkpoint)}, holds {' and '.join(p.kind for p in self._parts)}. "
+                "Pass a dict with all the parts."
+            )
+        return found
+
+
+def _keys(checkpoint: Dict) -> str:
+    shown = ", ".join(map(repr, list(checkpoint)[:8]))
+    return shown + (f" and {len(checkpoint) - 8} more" if len(checkpoint) > 8 else "")
+
+
+def _parts(checkpoint: Mapping[Any, Any], path: tuple[str, ...] = ()) -> Iterator[Part]:
+    for kind, needed, reader in KINDS:
+        if needed <= checkpoint.keys():
+            yield reader(checkpoint, Part(path, kind))
+            return
+    if all(scaler_states.is_key(key) for key in checkpoint):
+        yield Part(path, "amp", scales=Scales(scaler_states.parsed(checkpoint)))
+    elif all(isinstance(value, Tensor) for value in checkpoint.values()):
+        yield Part(path, "a model", model=checkpoint)
+    elif len(path) < 2:
+        for key, value in checkpoint.items():
+            if isinstance(value, Mapping) and value:
+                yield from _parts(value, (*path, str(key)))
+
+
+# -- one reader for each kind ----------------------------------------------------------------
+
+
+def _grad_scaler(given: Dict, part: Part) -> Part:
+    names = ("scale", "_growth_tracker")
+    scale, steps = scaler_states.checked(_place(part, "the GradScaler"), given, names)
+    rule = ScaleRule(given["growth_factor"], given["backoff_factor"], given["growth_interval"])
+    state = scaler_states.State("loss_scaler0", scale, steps, static=False)
+    return replace(part, scales=Scales([state], rule))
+
+
+def _optimizer(given: Dict, part: Part) -> Part:
+    state = given["state"]
+    order = [index for group in given["param_groups"] for index in group["params"]]
+    states = [state[index] for index in order if index in state]
+    # Kept by this package's fused optimizers of 16-bit parameters.
+    masters = [each["master_param"] for each in states if "master_param" in each]
+    return replace(part, optimizer=given, masters=masters)
+
+
+def _mmengine(given: Dict, part: Part) -> Part:
+    own = {key: given[key] for key in ("state", "param_groups")}
+    left = tuple(key for key in given if key not in (*own, "apex_amp"))
+    scales = Scales(scaler_states.parsed(given["apex_amp"]))
+    return replace(_optimizer(own, part), scales=scales, left=left)
+
+
+def _fp16_utils(given: Dict, part: Part) -> Part:
+    scaler = given["loss_scaler"]
+    # Here a dict of numbers, in apex's files an object with them.
+    values = scaler if isinstance(scaler, Mapping) else getattr(scaler, "__dict__", {})
+    return replace(
+        part,
+        scales=_host_scale(values, given["dynamic_loss_scale"], _place(part, "loss_scaler")),
+        optimizer=given["optimizer_state_dict"],
+        masters=[master for group in given["fp32_from_fp16"] for master in group],
+    )
+
+
+def _fp16_optimizer(given: Dict, part: Part) -> Part:
+    return replace(
+        part,
+        scales=_host_scale(given, given["dynamic_loss_scale"], _place(part, "FP16_Optimizer")),
+        optimizer=given["optimizer_state_dict"],
+        masters=[master for group in given.get("fp32_groups", ()) for master in group],
+        flats=given.get("fp32_groups_flat", ()),
+    )
+
+
+def _host_scale(values: Dict, dynamic: bool, place: str) -> Scales:
+    """Reads the scale of an ``FP16_Optimizer``, of apex's three classes of scalers."""
+    usual = ScaleRule()
+    interval = values.get("scale_window", values.get("_scale_seq_len", usual.growth_interval))
+    rule = ScaleRule(values.get("scale_factor", usual.growth_factor), growth_interval=interval)
+    names = (
+        "_loss_scale" if "_loss_scale" in values else "cur_scale",
+        "cur_iter" if dynamic and "cur_iter" in values else "_unskipped",
+    )
+    scale, steps = scaler_states.checked(place, {"_unskipped": 0, **values}, names)
+    if names[1] == "cur_iter":
+        steps = (steps - values.get("last_overflow_iter", -1) - 1) % interval
+    state = scaler_states.State("loss_scaler0", scale, steps, static=not dynamic)
+    return Scales([state], replace(rule, backoff_factor=1.0 / rule.growth_factor))
+
+
+def _place(part: Part, name: str) -> str:
+    return f"amp.checkpoint.convert: {'.'.join((*part.path, name))}"
+
+
+KINDS: tuple[tuple[str, set[str], Callable[[Dict, Part], Part]], ...] = (
+    (
+        "a torch.amp.GradScaler",
+        {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"},
+        _grad_scaler,
+    ),
+    (
+        "apex.fp16_utils.FP16_Optimizer",
+        {"loss_scaler", "dynamic_loss_scale", "optimizer_state_dict", "fp32_from_fp16"},
+        _fp16_utils,
+    ),
+    (
+        "apex.optimizers.FP16_Optimizer",
+        {"cur_scale", "dynamic_loss_scale", "optimizer_state_dict", "fp32_groups_flat"},
+        _fp16_optimizer,
+    ),
+    (
+        "apex.contrib.optimizers.FP16_Optimizer",
+        {"cur_scale", "dynamic_loss_scale", "optimizer_state_dict", "fp32_groups"},
+        _fp16_optimizer,
+    ),
+    ("MMEngine's ApexOptimWrapper", {"state", "param_groups", "apex_amp"}, _mmengine),
+    ("an optimizer", {"state", "param_groups"}, _optimizer),
+)
+"""What a kind is, the keys that it is known by, and its reader; the first that fits is taken."""

@@ -1,0 +1,1 @@
+from tests.amp.conftest import fresh_amp  # noqa: F401 - an autouse fixture

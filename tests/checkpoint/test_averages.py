@@ -1,0 +1,133 @@
+"""Averages of a prepared model's weights (``torch.optim.swa_utils``): the supported way.
+
+An average in 16 bits stands still where updates are small, so at O2, O3 and O5 it is made of a
+plain fp32 twin that takes the model's ``state_dict``, which holds the masters' values.
+"""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+
+from apex import amp
+from tests.training import cases
+
+DECAY = 0.75
+CAST = ("O2", "O3", "O5")
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def train_step(model, optimizer, x, y):
+    optimizer.zero_grad()
+    with amp.scale_loss(F.mse_loss(model(x).float(), y), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+
+
+def exact(model, optimizer):
+    """Parameters and buffers in fp32, parameters by their masters where there are any."""
+    stepped = [param.detach().float().clone() for param in amp.master_params(optimizer)]
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    return stepped + [b.float() if b.is_floating_point() else b for b in buffers]
+
+
+def twin_before(model, optimizer, level):
+    twin = copy.deepcopy(model)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    return twin
+
+
+def twin_after(model, optimizer, level):
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    return amp.restore(copy.deepcopy(model))
+
+
+def averaged_run(level, make_twin=twin_before, decay=DECAY, lr=0.1, steps=4):
+    """Trains and averages; returns the average and what it was made of, step by step."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    twin = make_twin(model, optimizer, level)
+    average = AveragedModel(twin, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
+    history = []
+    for x, y in cases.batches(steps):
+        train_step(model, optimizer, x, y)
+        twin.load_state_dict(model.state_dict())
+        average.update_parameters(twin)
+        history.append(exact(model, optimizer))
+    return average, history, (model, optimizer)
+
+
+@pytest.mark.parametrize("make_twin", [twin_before, twin_after])
+@pytest.mark.parametrize("level", cases.LEVELS)
+def test_the_average_of_a_twin_is_the_fp32_average_of_the_masters(level, make_twin):
+    average, history, _ = averaged_run(level, make_twin)
+    expected, average_step = history[0], get_ema_multi_avg_fn(DECAY)
+    for values in history[1:]:
+        for old, new in zip(expected, values, strict=True):
+            average_step([old], [new], None)
+    found = [*average.module.parameters(), *average.module.buffers()]
+    assert cases.same(expected, [tensor.detach() for tensor in found])
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_the_average_moves_by_less_than_16_bits_hold(level):
+    average, history, (model, _) = averaged_run(level, decay=0.999, lr=1e-3)
+    first = average.module[0].weight
+    assert not torch.equal(first, history[0][0])
+    dtype = model[0].weight.dtype
+    assert torch.equal(first.to(dtype), history[0][0].to(dtype))
+
+
+@pytest.mark.parametrize("level", cases.LEVELS)
+def test_batch_norm_is_updated_for_the_average(level):
+    average, _, keep = averaged_run(level)
+    data = [x for x, _ in cases.batches(3, seed=4)]
+    update_bn(data, average)
+    layer, norm = average.module[0], average.module[1]
+    assert norm.num_batches_tracked == 3
+    with amp.disable_casts():
+        inputs = [F.linear(x, layer.weight, layer.bias).mean(0) for x in data]
+    # Under O1 and O4 this thread casts the average's operators, too.
+    tolerance = (
+        4 * torch.finfo({"O1": torch.float16, "O4": torch.bfloat16}.get(level, torch.float32)).eps
+    )
+    torch.testing.assert_close(
+        norm.running_mean, torch.stack(inputs).mean(0), rtol=tolerance, atol=tolerance
+    )
+    del keep
+
+
+@pytest.mark.parametrize("level", cases.LEVELS)
+def test_an_average_of_the_prepared_model_itself_is_in_the_dtypes_of_its_parameters(level):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY), use_buffers=True)
+    for x, y in cases.batches(2):
+        train_step(model, optimizer, x, y)
+        average.update_parameters(model)
+    dtypes = [param.dtype for param in average.module.parameters()]
+    assert dtypes == [param.dtype for param in model.parameters()]
+    assert (torch.float32 in dtypes) is (level != "O3")
+    average.eval()
+    assert average(cases.batch()[0]).isfinite().all()
+
+
+@pytest.mark.parametrize("level", cases.LEVELS)
+def test_an_average_is_saved_and_goes_on(level):
+    average, history, keep = averaged_run(level)
+    resumed = AveragedModel(net(), multi_avg_fn=get_ema_multi_avg_fn(DECAY), use_buffers=True)
+    resumed.load_state_dict(average.state_dict())
+    source = net()
+    source.load_state_dict(keep[0].state_dict())
+    for each in (average, resumed):
+        each.update_parameters(source)
+    assert cases.same(dict(average.state_dict()), dict(resumed.state_dict()))
+    assert resumed.n_averaged == len(history) + 1

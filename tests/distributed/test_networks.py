@@ -1,0 +1,183 @@
+"""Networks that need more of DistributedDataParallel: branches, batch norm, sharded optimizers."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from apex import amp
+from apex.parallel import Reducer, SyncBatchNorm, convert_syncbn_model
+from tests.distributed.test_data_parallel import EPS, backward, batch, initialized, state
+from tests.training.cases import LEVELS, WITH_MASTERS, masters
+
+pytestmark = pytest.mark.distributed
+
+
+# -- unused parameters -----------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """Uses one of two layers, by the step."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.second = nn.Linear(4, 2), nn.Linear(4, 2)
+        self.step = 0
+
+    def forward(self, x):
+        return (self.first if self.step % 2 else self.second)(x)
+
+
+def train_branches(rank, level):
+    model, optimizer = initialized(level, Branches())
+    parallel = DistributedDataParallel(model, find_unused_parameters=True)
+    for step in range(4):
+        model.step = step
+        optimizer.zero_grad()
+        backward(parallel, optimizer, *batch(rank, step))
+        optimizer.step()
+    return state(parallel, optimizer)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_unused_parameters_are_found(on_two_ranks, level):
+    first, second = on_two_ranks(train_branches, level)
+    assert first == second
+    model, optimizer = initialized(level, Branches())
+    for step in range(4):
+        model.step = step
+        optimizer.zero_grad()
+        x, y = (torch.cat(part) for part in zip(batch(0, step), batch(1, step), strict=True))
+        backward(model, optimizer, x, y)
+        optimizer.step()
+    for ours, alone in zip(first["masters"], masters(optimizer), strict=True):
+        torch.testing.assert_close(
+            torch.tensor(ours), alone.float(), rtol=4 * EPS[level], atol=4 * EPS[level]
+        )
+
+
+# -- synchronized batch norm -----------------------------------------------------------------
+
+
+def normed(seed=5):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
+
+
+def train_normed(rank, level, converted):
+    model = normed(seed=5 + rank)
+    if converted == "before":
+        model = convert_syncbn_model(model)
+    model, optimizer = initialized(level, model)
+    if converted == "after":
+        model = convert_syncbn_model(model)
+    kind = type(model[1])
+    parallel = DistributedDataParallel(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(parallel, optimizer, *batch(rank, step))
+        optimizer.step()
+    return issubclass(kind, SyncBatchNorm), state(parallel, optimizer), model[1].running_mean
+
+
+@pytest.mark.parametrize("converted", ["before", "after"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_batch_norm_over_ranks_is_batch_norm_over_the_joined_batch(on_two_ranks, level, converted):
+    (synced, first, mean), (_, second, other_mean) = on_two_ranks(train_normed, level, converted)
+    assert synced
+    assert first == second
+    assert torch.equal(mean, other_mean)
+    model, optimizer = initialized(level, normed())
+    for step in range(3):
+        optimizer.zero_grad()
+        x, y = (torch.cat(part) for part in zip(batch(0, step), batch(1, step), strict=True))
+        backward(model, optimizer, x, y)
+        optimizer.step()
+    tolerance = 32 * EPS[level]
+    torch.testing.assert_close(mean, model[1].running_mean, rtol=tolerance, atol=tolerance)
+    for ours, alone in zip(first["masters"], masters(optimizer), strict=True):
+        torch.testing.assert_close(
+            torch.tensor(ours), alone.float(), rtol=tolerance, atol=tolerance
+        )
+
+
+# -- gradients averaged by hand --------------------------------------------------------------
+
+
+def train_with_reducer(rank, level):
+    torch.manual_seed(3 + rank)
+    model, optimizer = initialized(level, nn.Linear(4, 2))
+    reducer = Reducer(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(batch(rank, step)[0]).float(), batch(rank, step)[1])
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+            reducer.reduce()
+        optimizer.step()
+    return state(model, optimizer)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_reducer_inside_the_block_keeps_ranks_alike(on_two_ranks, level):
+    first, second = on_two_ranks(train_with_reducer, level)
+    assert first == second
+
+
+# -- optimizers that shard their state -------------------------------------------------------
+
+
+def sharded_adam(params):
+    with warnings.catch_warnings():  # the import runs torch.jit.script
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(params, torch.optim.Adam, lr=1e-2)
+
+
+def train_with_sharded_state(rank, level):
+    torch.manual_seed(3 + rank)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    optimizer = sharded_adam(model.parameters())
+    try:
+        model, optimizer = initialized(level, model, optimizer)
+    except RuntimeError as error:
+        return str(error), {p.dtype for p in model.parameters()}
+    parallel = DistributedDataParallel(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(parallel, optimizer, *batch(rank, step))
+        optimizer.step()
+    return state(parallel, optimizer)
+
+
+@pytest.mark.parametrize("level", [level for level in LEVELS if level not in (*WITH_MASTERS, "O3")])
+def test_zero_redundancy_optimizer_trains_where_there_are_no_masters(on_two_ranks, level):
+    first, second = on_two_ranks(train_with_sharded_state, level)
+    assert first == second
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    model, optimizer = initialized(level, model, torch.optim.Adam(model.parameters(), lr=1e-2))
+    for step in range(3):
+        optimizer.zero_grad()
+        x, y = (torch.cat(part) for part in zip(batch(0, step), batch(1, step), strict=True))
+        backward(model, optimizer, x, y)
+        optimizer.step()
+    for ours, alone in zip(first["masters"], masters(optimizer), strict=True):
+        torch.testing.assert_close(
+            torch.tensor(ours), alone.float(), rtol=32 * EPS[level], atol=1e-2 * EPS[level] * 32
+        )
+
+
+@pytest.mark.parametrize("level", WITH_MASTERS)
+def test_zero_redundancy_optimizer_is_refused_with_masters_before_anything_changes(
+    on_two_ranks, level
+):
+    for message, dtypes in on_two_ranks(train_with_sharded_state, level):
+        assert "ZeroRedundancyOptimizer" in message
+        assert "fully_shard" in message
+        assert dtypes == {torch.float32}

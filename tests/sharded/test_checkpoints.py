@@ -1,0 +1,138 @@
+"""Sharded runs saved by ``torch.distributed.checkpoint`` go on where they were, on any ranks."""
+
+import gc
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+
+from apex import amp
+from apex.amp.distributed_checkpoint import with_masters
+from tests.sharded.cases import close, net, outcome, prepared, run, sharded, whole, wholes
+from tests.training.cases import MIXED, batches, same
+
+DATA = list(batches(6, overflow_at={1}))
+BEFORE, AFTER = DATA[:3], DATA[3:]
+
+
+def states(model, optimizer):
+    model_state, optimizer_state = get_state_dict(with_masters(model, optimizer), optimizer)
+    return {"model": model_state, "optimizer": optimizer_state, "amp": amp.state_dict()}
+
+
+def load(model, optimizer, folder):
+    loaded = states(model, optimizer)
+    dcp.load(loaded, checkpoint_id=folder)
+    set_state_dict(
+        with_masters(model, optimizer),
+        optimizer,
+        model_state_dict=loaded["model"],
+        optim_state_dict=loaded["optimizer"],
+    )
+    amp.load_state_dict(loaded["amp"])
+
+
+def saved(rank, folder, level, world_size):
+    gc.collect()  # sessions of earlier tests would be in amp.state_dict, too
+    model, optimizer = sharded(level, world_size)
+    run(model, optimizer, BEFORE)
+    dcp.save(states(model, optimizer), checkpoint_id=f"{folder}/{level}")
+    return outcome(model, optimizer), run(model, optimizer, AFTER)
+
+
+def resumed(rank, folder, level, world_size):
+    gc.collect()
+    model = net(seed=5)
+    model, optimizer = (
+        sharded(level, world_size, model=model) if world_size else prepared(level, model)
+    )
+    load(model, optimizer, f"{folder}/{level}")
+    return outcome(model, optimizer), run(model, optimizer, AFTER)
+
+
+def at_levels(rank, fn, folder, *args):
+    return {level: fn(rank, folder, level, *args) for level in MIXED}
+
+
+def agree(first, second, *, bits):
+    """Whether runs are the same at the checkpoint, and then; without ``bits`` within rounding."""
+    return same(first[0], second[0]) and (same if bits else close)(first[1], second[1])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_run_of_two_ranks_resumes_on_two_bit_for_bit_and_on_one(on_two_ranks, tmp_path):
+    before = on_two_ranks(at_levels, saved, str(tmp_path), 2)
+    after = on_two_ranks(at_levels, resumed, str(tmp_path), 2)
+    for level in MIXED:
+        assert agree(before[0][level], after[0][level], bits=True), level
+        assert agree(before[1][level], after[1][level], bits=True), level
+        alone = resumed(0, str(tmp_path), level, None)
+        assert agree(before[0][level], alone, bits=False), level
+
+
+def test_a_run_of_two_ranks_resumes_on_four(on_two_ranks, on_four_ranks, tmp_path):
+    before = on_two_ranks(saved, str(tmp_path), "O5", 2)[0]
+    for after in on_four_ranks(resumed, str(tmp_path), "O5", 4):
+        assert agree(before, after, bits=False)
+
+
+def full_states(rank):
+    options = StateDictOptions(full_state_dict=True)
+    model, optimizer = sharded("O5", 2)
+    run(model, optimizer, BEFORE)
+    full = get_state_dict(with_masters(model, optimizer), optimizer, options=options)
+    other, other_optimizer = sharded("O5", 2, model=net(seed=5))
+    set_state_dict(
+        with_masters(other, other_optimizer),
+        other_optimizer,
+        model_state_dict=full[0],
+        optim_state_dict=full[1],
+        options=options,
+    )
+    return outcome(model, optimizer), outcome(other, other_optimizer)
+
+
+def test_full_state_dicts_come_from_all_ranks_and_go_to_all(on_two_ranks):
+    for before, after in on_two_ranks(full_states):
+        for part in ("weights", "masters", "optimizer"):
+            assert same(before[part], after[part]), part
+
+
+def model_states(rank, level):
+    model, optimizer = sharded(level, 2)
+    first = {name: whole(value) for name, value in model.state_dict().items()}
+    run(model, optimizer, BEFORE)
+    state = model.state_dict()
+    saved = {name: whole(value) for name, value in state.items()}
+    masters = wholes(amp.master_params(optimizer))
+    other, other_optimizer = sharded(level, 2, model=net(seed=5))
+    other.load_state_dict(state)
+    loaded = wholes(amp.master_params(other_optimizer))
+    weights = wholes(other.parameters()), wholes(model.parameters())
+    return first, list(saved.values()), masters, loaded, weights
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_the_state_dict_is_exact_in_fp32_and_loading_sets_masters(level, on_two_ranks):
+    exact = net().state_dict()
+    for first, saved, masters, loaded, (weights, of_origin) in on_two_ranks(model_states, level):
+        assert same(dict(first), dict(exact))
+        assert same(saved, masters)
+        assert same(loaded, masters)
+        assert same(weights, of_origin)
+
+
+def test_the_view_names_the_masters_and_leaves_the_model_alone():
+    model, optimizer = prepared("O5", net())
+    run(model, optimizer, BEFORE)
+    named = dict(with_masters(model, optimizer).named_parameters())
+    assert [*map(id, named.values())] == [*map(id, amp.master_params(optimizer))]
+    assert all(param.dtype is torch.bfloat16 for param in model.parameters())
+    names = get_optimizer_state_dict(with_masters(model, optimizer), optimizer)["state"]
+    assert [*names] == [name for name, _ in model.named_parameters()]

@@ -1,0 +1,115 @@
+"""Parts of DTensors, and the groups of ranks that hold others."""
+
+import subprocess
+import sys
+
+import torch
+from torch import distributed, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from apex._core import shards
+from apex._engine.convert import tensors
+from tests.sharded.cases import mesh
+
+
+def placed(over, *placements, rows=4):
+    return nn.Parameter(distribute_tensor(torch.arange(2.0 * rows).view(rows, 2), over, placements))
+
+
+def ranks_of(params):
+    return [
+        (kind, distributed.get_process_group_ranks(ranks)) for kind, ranks in shards.groups(params)
+    ]
+
+
+def groups_of_a_plane(rank):
+    plane = mesh(2, 2)
+    line = plane  # the same object: a mesh makes its groups once
+    return (
+        ranks_of([placed(plane, Replicate(), Shard(0)), nn.Parameter(torch.ones(1))]),
+        ranks_of([placed(plane, Replicate(), Replicate())]),
+        ranks_of([placed(plane, Shard(0), Shard(1)), placed(line, Replicate(), Shard(1))]),
+    )
+
+
+def test_groups_are_the_sharded_dimensions_of_the_meshes_each_once(on_four_ranks):
+    for rank, (one, none, both) in enumerate(on_four_ranks(groups_of_a_plane)):
+        row, column = divmod(rank, 2)
+        in_row, in_column = [2 * row, 2 * row + 1], [column, column + 2]
+        assert one == [("cpu", in_row)]
+        assert none == []
+        assert both == [("cpu", in_column), ("cpu", in_row)]
+
+
+def greatest(rank):
+    flag = torch.tensor(float(rank == 2))
+    shards.greatest_(flag, shards.groups([placed(mesh(2, 2), Shard(0), Shard(0))]))
+    return flag.item()
+
+
+def test_a_flag_reaches_every_rank_of_a_plane(on_four_ranks):
+    assert on_four_ranks(greatest) == [1.0] * 4
+
+
+def parts(rank):
+    tensor = placed(mesh(2), Shard(0), rows=3)
+    part = shards.local(tensor)
+    part.add_(1.0)
+    again = shards.with_local(tensor, part * 2)
+    summed = shards.laid_out_as(
+        tensor, DTensor.from_local(torch.ones(3, 2), tensor.device_mesh, [Partial()])
+    )
+    return (
+        tensor.full_tensor().tolist(),
+        again.full_tensor().tolist(),
+        again.stride() == tensor.stride(),
+        (summed.placements == tensor.placements, summed.full_tensor().tolist()),
+    )
+
+
+def test_a_part_shares_memory_and_goes_back_to_its_place(on_two_ranks):
+    for seen, again, same_strides, summed in on_two_ranks(parts):
+        assert seen == [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]
+        assert again == [[2.0, 4.0], [6.0, 8.0], [10.0, 12.0]]
+        assert same_strides
+        assert summed == (True, [[2.0, 2.0]] * 3)
+
+
+def undone(rank):
+    tensor = placed(mesh(2), Shard(0), rows=3)
+    tensor.note = "mine"
+    (tensor * 3.0).sum().backward()
+    seen = []
+    try:
+        with tensors.all_or_nothing() as undo:
+            undo.cast(tensor, torch.bfloat16)
+            seen.append((tensor.dtype, tensor.to_local().dtype, tensor.grad.dtype, tensor.note))
+            raise KeyError
+    except KeyError:
+        seen.append((tensor.dtype, tensor.to_local().dtype, tensor.grad.dtype, tensor.note))
+    return seen, tensor.full_tensor().tolist(), tensor.grad.full_tensor().tolist()
+
+
+def test_casts_of_dtensors_are_undone_with_their_gradients_and_notes(on_two_ranks):
+    low, full = torch.bfloat16, torch.float32
+    for seen, values, grads in on_two_ranks(undone):
+        assert seen == [(low, low, low, "mine"), (full, full, full, "mine")]
+        assert values == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
+        assert grads == [[3.0, 3.0]] * 3
+
+
+def test_plain_tensors_are_their_own_part():
+    tensor = torch.ones(2)
+    assert shards.local(tensor) is tensor
+    assert shards.with_local(torch.zeros(2), tensor) is tensor
+    assert shards.laid_out_as(torch.zeros(2), tensor) is tensor
+    assert shards.groups([tensor]) == []
+
+
+def test_amp_does_not_load_dtensors_or_fsdp():
+    code = (
+        "import sys, torch; before = set(sys.modules); import apex.amp\n"
+        "new = set(sys.modules) - before\n"
+        "sys.exit(any(n.startswith('torch.distributed') for n in new))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

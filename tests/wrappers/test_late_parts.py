@@ -1,0 +1,226 @@
+"""What a prepared model is given or told later: heads, buffers, devices, dtypes, compilation."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from apex import amp
+from tests.training import cases
+from tests.wrappers.cases import (
+    CASTS_DOWN,
+    EPS,
+    LEVELS,
+    close,
+    dtype_of,
+    prepared,
+    train,
+    train_plain,
+)
+
+every_level = pytest.mark.parametrize("level", LEVELS)
+casting_levels = pytest.mark.parametrize("level", CASTS_DOWN)
+
+
+def new_head(seed=7):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Linear(8, 2)
+
+
+def replace_head(model, optimizer):
+    """Fine-tuning as scripts do it: another last layer, stepped by a group of its own."""
+    model[2] = new_head()
+    optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.05})
+
+
+@every_level
+def test_a_head_put_on_later_trains_with_its_group(level):
+    plain = cases.net()
+    reference = cases.sgd(plain.parameters())
+    train_plain(plain, reference, 1)
+    replace_head(plain, reference)
+    train_plain(plain, reference, seed=2)
+    model, optimizer = prepared(level)
+    train(model, optimizer, 1)
+    replace_head(model, optimizer)
+    assert model[2].weight.dtype is dtype_of(level)
+    train(model, optimizer, seed=2)
+    assert close(amp.master_params(optimizer), amp.master_params(reference), eps=4 * EPS[level])
+
+
+@pytest.mark.parametrize("level", cases.WITH_MASTERS)
+def test_masters_of_a_late_head_start_from_its_exact_values(level):
+    model, optimizer = prepared(level)
+    replace_head(model, optimizer)
+    exact = list(new_head().parameters())
+    assert cases.same(list(optimizer.param_groups[1]["params"]), exact)
+    assert cases.same([model.state_dict()[f"2.{k}"] for k in ("weight", "bias")], exact)
+
+
+@every_level
+def test_restore_gives_a_late_head_back_in_fp32(level):
+    model, optimizer = prepared(level)
+    replace_head(model, optimizer)
+    amp.restore(model, optimizer)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert optimizer.param_groups[1]["params"][0] is model[2].weight
+
+
+@casting_levels
+def test_a_late_batch_norm_and_late_buffers_are_as_the_level_says(level):
+    model, optimizer = prepared(level)
+    model.append(nn.BatchNorm1d(2))
+    model.register_buffer("late", torch.ones(2))
+    optimizer.add_param_group({"params": list(model[3].parameters())})
+    kept = dtype_of(level) if level == "O3" else torch.float32
+    assert model[3].weight.dtype is model[3].running_mean.dtype is kept
+    assert model.late.dtype is dtype_of(level)
+    train(model, optimizer)
+
+
+@casting_levels
+def test_a_late_module_of_an_fp32_type_computes_in_fp32(level):
+    model, optimizer = prepared(
+        level, nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 2)), fp32_modules=[nn.LayerNorm]
+    )
+    model.append(nn.LayerNorm(2))
+    optimizer.add_param_group({"params": list(model[2].parameters())})
+    seen = []
+    model[2].register_forward_hook(lambda m, args, out: seen.append(out.dtype))
+    train(model, optimizer, 1)
+    assert model[2].weight.dtype is torch.float32
+    assert len(seen) == 1
+
+
+@casting_levels
+@pytest.mark.parametrize("change", ["head", "buffer"])
+def test_what_is_late_and_uncast_is_named_with_the_remedy(level, change):
+    class Shifted(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x + self.shift if hasattr(self, "shift") else x)
+
+    model = Shifted(nn.Linear(4, 2))
+    amp.initialize(model, opt_level=level, verbosity=0)
+    if change == "head":
+        model[0] = nn.Linear(4, 2)
+    else:
+        model.register_buffer("shift", torch.ones(4))
+    name = "0.weight" if change == "head" else "shift"
+    with pytest.raises(RuntimeError, match=rf"{name} \(float32\)(.|\n)*add_param_group"):
+        model(cases.batch()[0])
+    model.get_submodule("0").to(dtype_of(level))
+    if change == "buffer":
+        model.shift = model.shift.to(dtype_of(level))
+    assert model(cases.batch()[0]).dtype is torch.float32
+
+
+@casting_levels
+def test_errors_of_the_users_own_pass_as_they_are(level):
+    class Failing(nn.Linear):
+        def forward(self, x):
+            raise error
+
+    model = amp.initialize(Failing(4, 2), opt_level=level, verbosity=0)
+    for error in (RuntimeError("no such type"), ValueError("type"), torch.OutOfMemoryError("type")):
+        with pytest.raises(type(error)) as raised:
+            model(cases.batch()[0])
+        assert raised.value is error
+
+
+@every_level
+def test_a_head_of_its_own_session_trains_in_a_prepared_model(level):
+    plain = cases.net()
+    plain[2] = new_head()
+    reference = cases.sgd(plain[2].parameters())
+    train_plain(plain, reference)
+    model = amp.initialize(cases.net(), opt_level=level, verbosity=0)
+    model[2] = new_head()
+    _, optimizer = prepared(level, model[2])
+    train(model, optimizer)
+    assert close(amp.master_params(optimizer), reference.param_groups[0]["params"], eps=EPS[level])
+
+
+@casting_levels
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.to(torch.float64),
+        lambda model: model.float(),
+        lambda model: model.type(torch.float32),
+        lambda model: model.to("cpu", torch.float32),
+    ],
+)
+def test_a_prepared_16_bit_model_refuses_another_dtype_and_trains_on(level, change):
+    model, optimizer = prepared(level)
+    expected = prepared(level)
+    with pytest.raises(RuntimeError, match=r"Call amp\.restore first"):
+        change(model)
+    train(model, optimizer)
+    train(*expected)
+    assert cases.same(cases.masters(optimizer), cases.masters(expected[1]))
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_batch_norm_of_a_prepared_model_is_not_made_16_bit(level):
+    model, _ = prepared(level, nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)))
+    with pytest.raises(RuntimeError, match=r"Call amp\.restore first"):
+        model.to(dtype_of(level))
+    assert model[1].weight.dtype is torch.float32
+
+
+@casting_levels
+def test_a_deep_copy_becomes_fp32_by_restore(level):
+    model, optimizer = prepared(level)
+    train(model, optimizer, 1)
+    with pytest.raises(RuntimeError, match=r"(.|\n)*amp\.restore\(copy\)"):
+        copy.deepcopy(model).float()(cases.batch()[0])
+    plain = amp.restore(copy.deepcopy(model))
+    assert {p.dtype for p in plain.parameters()} == {torch.float32}
+    assert close([plain(cases.batch()[0])], [model(cases.batch()[0])], eps=4 * EPS[level])
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_a_copy_of_a_model_with_fp32_parameters_goes_to_half_and_back(level):
+    model, _ = prepared(level)
+    twin = copy.deepcopy(model).half()
+    assert {p.dtype for p in twin.parameters()} == {torch.float16}
+    x = cases.batch()[0]
+    assert close([twin.float()(x)], [model(x)], eps=torch.finfo(torch.float16).eps + EPS[level])
+
+
+@pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "trained"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.to("cpu"),
+        lambda model: model.to(memory_format=torch.channels_last),
+        lambda model: model.share_memory(),
+        lambda model: model.apply(lambda module: None),
+        lambda model: model.requires_grad_(False).requires_grad_(True),
+        lambda model: model.register_module("extra", nn.Identity()),
+        lambda model: model.train(False).train(True),
+    ],
+    ids=["to", "memory_format", "share_memory", "apply", "requires_grad_", "module", "train"],
+)
+@every_level
+def test_changes_that_keep_the_values_change_no_step(level, change, fresh):
+    pairs = [prepared(level) for _ in range(2)]
+    for model, optimizer in pairs:
+        train(model, optimizer, 0 if fresh else 2)
+    change(pairs[0][0])
+    for model, optimizer in pairs:
+        train(model, optimizer, seed=2)
+    assert cases.same(*(cases.masters(optimizer) for _, optimizer in pairs))
+
+
+@every_level
+def test_a_model_compiled_in_place_after_initialize_trains_equally(level):
+    model, optimizer = prepared(level)
+    model.compile(backend="eager")
+    expected = prepared(level)
+    train(model, optimizer)
+    train(*expected)
+    assert close(cases.masters(optimizer), cases.masters(expected[1]), eps=EPS[level])
+    torch._dynamo.reset()
