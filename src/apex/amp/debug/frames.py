@@ -1,0 +1,70 @@
+"""The line of user code that is running: the innermost frame that is not a library's."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import sysconfig
+from types import FrameType
+from typing import Literal
+
+import torch
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_APEX = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+_STANDARD = sysconfig.get_path("stdlib") + os.sep
+_ENGINE = {_TORCH + os.path.join("autograd", name) for name in ("graph.py", "__init__.py")}
+_CHECKPOINT = _TORCH + os.path.join("utils", "checkpoint.py")
+
+
+def innermost_line() -> str:
+    """Returns ``"file:line"`` of the innermost user frame, ``""`` if there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if _is_user(frame):
+            return _line(frame)
+        frame = frame.f_back
+    return ""
+
+
+def within_backward() -> tuple[str, bool]:
+    """Returns the innermost user line inside the running backward, and if a checkpoint recomputes.
+
+    The frames of autograd's own entry point bound it from below; in a thread of the engine there
+    are none.
+    """
+    line = ""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        kind = _kind(frame.f_code.co_filename)
+        if kind == "engine":
+            break
+        if kind == "checkpoint":
+            return line, True
+        if not line and _is_user(frame):
+            line = _line(frame)
+        frame = frame.f_back
+    return line, False
+
+
+def _line(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _is_user(frame: FrameType) -> bool:
+    code = frame.f_code
+    # A dispatch mode watches the operator; it is not where the operator is called.
+    return _kind(code.co_filename) == "user" and code.co_name != "__torch_dispatch__"
+
+
+@functools.cache
+def _kind(filename: str) -> Literal["engine", "checkpoint", "library", "user"]:
+    if filename in _ENGINE:
+        return "engine"
+    if filename == _CHECKPOINT:
+        return "checkpoint"
+    if filename.startswith((_TORCH, _APEX, "<frozen")):
+        return "library"
+    standard = filename.startswith(_STANDARD) and "site-packages" not in filename
+    return "library" if standard else "user"

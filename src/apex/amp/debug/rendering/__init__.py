@@ -1,0 +1,1 @@
+"""Explanations for people: a terminal's tables, Markdown, a page."""

@@ -1,0 +1,268 @@
+"""``amp.debug.arm``: the step after some skipped ones is watched by itself, and no other."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+from apex import amp
+from apex.amp.debug.armed import arm
+from tests.amp.cases import Net, backward, loss_of, overflow, prepared, sgd
+from tests.training import cases
+from tests.training.test_cost import HostReads
+
+
+@pytest.fixture
+def log(caplog):
+    caplog.set_level(logging.INFO, logger="apex")
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+def bad_step(model, optimizer, **options):
+    """A whole iteration with an overflow in fp16 (the input times the weights of ``first``)."""
+    optimizer.zero_grad()
+    x = torch.full((3, 4), 6e4)
+    backward(model(x).float().square().mean(), optimizer, **options)
+    optimizer.step()
+
+
+def good_step(model, optimizer, **options):
+    optimizer.zero_grad()
+    backward(loss_of(model) * 2.0**-16, optimizer, **options)
+    optimizer.step()
+
+
+def watched():
+    return _get_current_dispatch_mode() is not None
+
+
+def pair(level="O1", **options):
+    model, optimizer = prepared(level, **options)
+    nn.init.constant_(model.first.weight, 100.0)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("after_skips", [1, 3])
+def test_after_so_many_skips_in_a_row_the_next_step_is_watched_and_told_once(
+    log, level, after_skips
+):
+    model, optimizer = pair(level)
+    handle = arm(optimizer, after_skips)
+    for _ in range(after_skips):
+        assert not watched()
+        bad_step(model, optimizer)
+    assert watched()
+    assert log() == []
+    for _ in range(after_skips + 2):
+        bad_step(model, optimizer)
+        assert not watched()
+    assert handle.trace.first.module == "first"
+    (message,) = log()
+    assert message.startswith(f"{after_skips} or more steps in a row were skipped. First overflow:")
+    assert "in first, forward" in message
+
+
+def test_skips_that_are_not_in_a_row_do_not_count(log):
+    model, optimizer = prepared("O1")
+    handle = arm(optimizer, after_skips=2)
+    for _ in range(3):
+        overflow(model, optimizer)
+        assert not watched()
+        good_step(model, optimizer)
+    assert handle.trace is None
+    assert log() == []
+
+
+def test_a_clean_watched_step_tells_nothing_and_it_stays_armed(log):
+    model, optimizer = pair()
+    handle = arm(optimizer, after_skips=1)
+    overflow(model, optimizer)
+    assert watched()
+    nn.init.constant_(model.first.weight, 0.1)
+    good_step(model, optimizer)
+    assert not watched()
+    assert handle.trace.first is None
+    assert log() == []
+    overflow(model, optimizer)
+    assert watched()
+    handle.disarm()
+    assert not watched()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_disarm_ends_it_at_any_time(log, begun):
+    model, optimizer = pair()
+    handle = arm(optimizer, after_skips=2)
+    for _ in range(2 if begun else 1):
+        bad_step(model, optimizer)
+    assert watched() == begun
+    handle.disarm()
+    handle.disarm()
+    for _ in range(3):
+        bad_step(model, optimizer)
+        assert not watched()
+    assert log() == []
+
+
+def test_as_a_context_manager_it_disarms_at_the_end():
+    model, optimizer = pair()
+    with arm(optimizer, after_skips=1):
+        bad_step(model, optimizer)
+        assert watched()
+    assert not watched()
+
+
+def own_hooks(model):
+    return [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+
+
+def test_an_exception_in_the_model_ends_the_watch():
+    model, optimizer = pair()
+    before = own_hooks(model)
+    handle = arm(optimizer, after_skips=1)
+    bad_step(model, optimizer)
+    assert watched()
+    with pytest.raises(RuntimeError, match="shapes"):
+        model(torch.ones(3, 5))
+    assert not watched()
+    handle.disarm()
+    assert own_hooks(model) == before
+
+
+def test_an_exception_in_the_backward_pass_ends_the_watch():
+    model, optimizer = pair()
+    arm(optimizer, after_skips=1)
+    bad_step(model, optimizer)
+    assert watched()
+    with pytest.raises(ZeroDivisionError), amp.scale_loss(loss_of(model), optimizer):
+        raise ZeroDivisionError
+    assert not watched()
+
+
+@pytest.mark.parametrize("how", ["eval", "no_grad"])
+def test_validation_ends_the_watch(how):
+    model, optimizer = pair()
+    arm(optimizer, after_skips=1)
+    bad_step(model, optimizer)
+    assert watched()
+    model.train(how != "eval")
+    with torch.set_grad_enabled(how != "no_grad"):
+        model(torch.ones(3, 4))
+    assert not watched()
+
+
+def test_a_handled_exception_outside_of_the_model_does_not_end_the_watch():
+    model, optimizer = pair()
+    handle = arm(optimizer, after_skips=1)
+    bad_step(model, optimizer)
+    try:
+        raise ZeroDivisionError
+    except ZeroDivisionError:
+        model(torch.ones(3, 4))
+        assert watched()
+    handle.disarm()
+
+
+def test_the_next_pass_of_the_same_loss_is_watched():
+    model, optimizer = pair(num_losses=2)
+    arm(optimizer, after_skips=2)
+    bad_step(model, optimizer, loss_id=1)
+    bad_step(model, optimizer, loss_id=0)
+    bad_step(model, optimizer, loss_id=1)
+    assert watched()
+    good_step(model, optimizer, loss_id=0)
+    assert watched()
+    bad_step(model, optimizer, loss_id=1)
+    assert not watched()
+
+
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_of_the_user_s_own_around_each_step_is_left_to_him(log):
+    model, optimizer = pair()
+    arm(optimizer, after_skips=2)
+    for _ in range(4):
+        mine = Mode()
+        with mine:
+            bad_step(model, optimizer)
+            assert _get_current_dispatch_mode() is mine
+    assert not watched()
+    assert len(log()) == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_rank_0_logs(log, rank):
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+    try:
+        model, optimizer = pair()
+        handle = arm(optimizer, after_skips=1)
+        bad_step(model, optimizer)
+        bad_step(model, optimizer)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert handle.trace.first is not None
+    assert len(log()) == (rank == 0)
+
+
+@pytest.mark.parametrize("level", ["O0", "O4", "O5"])
+def test_static_scales_are_refused_with_the_remedy(level):
+    _, optimizer = prepared(level)
+    with pytest.raises(ValueError, match=r"static.*trace_overflow"):
+        arm(optimizer)
+
+
+def test_bad_arguments_are_refused():
+    _, optimizer = prepared("O1")
+    with pytest.raises(ValueError, match="after_skips=0"):
+        arm(optimizer, 0)
+    with pytest.raises(RuntimeError, match="not prepared"):
+        arm(sgd(Net()))
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_step_that_is_not_watched_has_the_same_operators_and_host_reads(level):
+    def cost(armed):
+        model, optimizer = cases.prepared(level, lambda p: torch.optim.Adam(p, fused=True))
+        if armed:
+            arm(optimizer, after_skips=3)
+        data = list(cases.batches(5, overflow_at={3}))
+        for x, y in data[:2]:
+            cases.train_step(model, optimizer, x, y)
+        with Operators() as operators, HostReads() as reads:
+            for x, y in data[2:]:
+                cases.train_step(model, optimizer, x, y)
+        return operators.names, reads.count
+
+    assert cost(armed=True) == cost(armed=False)
+
+
+def test_it_keeps_neither_model_nor_optimizer_alive():
+    import gc
+    import weakref
+
+    model, optimizer = pair()
+    handle = arm(optimizer, after_skips=1)
+    bad_step(model, optimizer)
+    bad_step(model, optimizer)
+    assert handle.trace.first is not None
+    gone = weakref.ref(model), weakref.ref(optimizer)
+    del model, optimizer
+    gc.collect()
+    assert [reference() for reference in gone] == [None, None]

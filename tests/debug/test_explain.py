@@ -1,0 +1,387 @@
+"""What ``explain`` reports, against counts made by hand."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from apex import amp
+from apex.amp.debug import explain
+from apex.amp.debug.clock import Clock
+from apex.amp.debug.rows import RoundTrip
+from tests.debug.explain_cases import Body, casts_of, row_of
+from tests.training.cases import net
+
+DOWN, UP = ("float32", "bfloat16"), ("bfloat16", "float32")
+
+
+def total(output):
+    return output.float().sum()
+
+
+def prepared(model, level, **options):
+    return amp.initialize(model, opt_level=level, verbosity=0, **options)
+
+
+# -- dtypes, casts and FLOPs ---------------------------------------------------------------------
+
+
+def test_a_plain_model_computes_in_fp32_without_casts():
+    found = explain(net(), torch.randn(3, 4))
+    assert found.level == "none"
+    assert found.totals.casts == 0
+    assert found.totals.low_precision_share == 0.0
+    assert {row.computed_in for row in found.ops} == {"float32"}
+    assert row_of(found, "addmm", "0").decided_by == "follows its input"
+
+
+def test_flops_of_a_linear_layer_are_twice_the_product_of_its_sizes():
+    found = explain(net(), torch.randn(3, 4))  # 4 -> 8 -> 2
+    assert row_of(found, "addmm", "0").flops == 2 * 3 * 4 * 8
+    assert row_of(found, "mm", "0", "backward").flops == 2 * 3 * 4 * 8  # the weight's gradient
+    assert row_of(found, "addmm", "2").flops == 2 * 3 * 8 * 2
+    assert row_of(found, "mm", "2", "backward").flops == 2 * (2 * 3 * 8 * 2)  # and the input's
+    assert found.totals.flops == 2 * 192 + 3 * 96
+
+
+def test_flops_agree_with_the_counter_of_torch():
+    layers = [nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3), nn.Flatten(), nn.Linear(8, 3)]
+    model, x = nn.Sequential(*layers), torch.randn(2, 1, 6, 6)
+    with FlopCounterMode(display=False) as counter:
+        model(x).sum().backward()
+    assert explain(model, x).totals.flops == counter.get_total_flops()
+
+
+def test_o4_casts_input_weight_and_bias_of_a_linear_layer():
+    found = explain(prepared(net(), "O4"), torch.randn(3, 4), loss_fn=total)
+    first, second = row_of(found, "addmm", "0"), row_of(found, "addmm", "2")
+    assert (first.dtypes_in, first.dtype_out) == (("bfloat16",), "bfloat16")
+    values = 3 * 4 + 8 * 4 + 8
+    assert casts_of(first) == {DOWN: (3, values, values * (4 + 2))}
+    assert casts_of(second) == {DOWN: (2, 16 + 2, (16 + 2) * 6)}  # its input is bf16 already
+    assert row_of(found, "relu", "1").casts == ()
+    assert casts_of(row_of(found, "sum", inside=False)) == {UP: (1, 6, 36)}
+    assert found.totals.low_precision_share == 1.0
+
+
+def test_casts_of_a_backward_pass_are_charged_like_those_of_a_forward():
+    found = explain(prepared(net(), "O4"), torch.randn(3, 4), loss_fn=total)
+    assert casts_of(row_of(found, "mm", "2", "backward")) == {DOWN: (1, 6, 36)}
+    returned = row_of(found, "_to_copy", "0", "backward")
+    assert casts_of(returned) == {UP: (2, 32 + 8, 40 * 6)}
+    assert (returned.calls, returned.decided_by) == (2, "gradient in the dtype before the cast")
+    assert found.totals.casts == (3 + 2 + 1) + (1 + 2 + 2)
+
+
+def test_a_weight_that_the_cache_serves_twice_is_cast_once():
+    twice = Body(lambda self, x: self.layer(self.layer(x)), layer=nn.Linear(4, 4, bias=False))
+    found = explain(prepared(twice, "O4"), torch.randn(3, 4), backward=False)
+    row = row_of(found, "mm", "layer")
+    assert row.calls == 2
+    assert casts_of(row) == {DOWN: (2, 12 + 16, 28 * 6)}  # the input's and the weight's
+
+
+def test_a_cast_is_charged_through_views_and_copies_to_the_operator_that_computes():
+    model = Body(lambda self, x: x.half().t().contiguous().view(-1) + 1.0)
+    found = explain(model, torch.randn(2, 3), backward=False)
+    assert row_of(found, "clone").casts == ()
+    assert casts_of(row_of(found, "add")) == {("float32", "float16"): (1, 6, 36)}
+
+
+def test_a_cast_that_nothing_consumes_has_a_row_of_its_own():
+    found = explain(Body(lambda self, x: x.half()), torch.randn(2, 3), backward=False)
+    row = row_of(found, "_to_copy")
+    assert (row.calls, row.decided_by) == (1, "cast by half()")
+    assert casts_of(row) == {("float32", "float16"): (1, 6, 36)}
+
+
+def test_o1_computes_lists_in_fp16_and_scales_the_loss():
+    found = explain(
+        prepared(net(), "O1"), torch.randn(3, 4), loss_fn=lambda out: out.float().mean()
+    )
+    assert row_of(found, "addmm", "0").computed_in == "float16"
+    assert found.loss_scale == 2.0**16
+    bias = row_of(found, "sum", "2", "backward")  # of three gradients of 1 / 6
+    assert bias.largest == pytest.approx(3 * 2.0**16 / 6, rel=2.0**-10)
+    assert found.totals.low_precision_share == 1.0
+
+
+def test_o0_keeps_all_in_fp32():
+    found = explain(prepared(net(), "O0"), torch.randn(3, 4))
+    row = row_of(found, "addmm", "0")
+    assert (row.computed_in, row.decided_by) == ("float32", "model kept in float32")
+    assert (found.level, found.totals.casts) == ("O0", 0)
+
+
+def test_o5_casts_the_input_and_says_what_stays_fp32():
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.LayerNorm(8), nn.Linear(8, 2))
+    model = prepared(model, "O5", fp32_modules=[nn.LayerNorm])
+    found = explain(model, torch.randn(3, 4), backward=False)
+    assert casts_of(row_of(found, "addmm", "0")) == {DOWN: (1, 12, 72)}
+    assert row_of(found, "addmm", "3").decided_by == "model converted to bfloat16"
+    assert row_of(found, "native_batch_norm", "1").decided_by == "batch norm kept fp32"
+    norm = row_of(found, "native_layer_norm", "2")
+    assert (norm.computed_in, norm.decided_by) == ("float32", "fp32_modules")
+    assert casts_of(norm) == {UP: (1, 24, 24 * 6)}
+
+
+def test_a_plain_model_under_torch_autocast_is_explained_too():
+    with torch.autocast("cpu", torch.bfloat16):
+        found = explain(net(), torch.randn(3, 4), loss_fn=total)
+    row = row_of(found, "addmm", "0")
+    assert found.level == "torch.autocast"
+    assert casts_of(row) == {DOWN: (3, 52, 312)}
+    assert row.decided_by == "torch.autocast: bfloat16 (linear)"
+    assert row_of(found, "relu", "1").decided_by == "follows its input"
+
+
+# -- what decided --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "op", "why"),
+    [
+        (lambda self, x: x.softmax(-1), "_softmax", "fp32 list (softmax)"),
+        (lambda self, x: F.l1_loss(x, x + 1), "abs", "fp32 list (l1_loss)"),
+        (lambda self, x: x @ x.t(), "mm", "low precision list (matmul)"),
+        (lambda self, x: torch.dot(x[0].double(), x[1]), "dot", "promote list (dot)"),
+        (lambda self, x: x + x.bfloat16(), "add", "widest input (torch)"),
+        (lambda self, x: x.tanh(), "tanh", "follows its input"),
+    ],
+)
+def test_the_row_of_the_op_table_is_named(function, op, why):
+    model = prepared(Body(function, weight=nn.Parameter(torch.ones(1))), "O4")
+    found = explain(model, torch.randn(3, 4), backward=False)
+    assert row_of(found, op).decided_by == why
+
+
+def test_inside_a_composite_of_torch_the_likely_row_is_named():
+    model = prepared(nn.MultiheadAttention(4, 2), "O4")
+    x = torch.randn(3, 1, 4)
+    found = explain(model, x, x, x, backward=False, need_weights=False)
+    assert row_of(found, "addmm").decided_by == "low precision list (linear)"
+
+
+def test_a_function_that_the_user_registered_is_named():
+    amp.register_half_function(torch, "tanh")
+    model = prepared(Body(lambda self, x: torch.tanh(x), weight=nn.Linear(1, 1)), "O4")
+    found = explain(model, torch.randn(3, 4), backward=False)
+    row = row_of(found, "tanh")
+    assert (row.computed_in, row.decided_by) == (
+        "bfloat16",
+        "registered by you: low precision (tanh)",
+    )
+
+
+def test_casts_switched_off_in_the_model_are_seen():
+    def forward(self, x):
+        with amp.disable_casts():
+            return self.layer(x)
+
+    model = prepared(Body(forward, layer=nn.Linear(4, 2)), "O4")
+    row = row_of(explain(model, torch.randn(3, 4), backward=False), "addmm", "layer")
+    assert (row.computed_in, row.decided_by) == ("float32", "op casts off here")
+
+
+# -- there and back again ------------------------------------------------------------------------
+
+
+def test_a_cast_that_the_next_one_undoes_is_found_forward_and_backward():
+    layers = {"a": nn.Linear(4, 4), "b": nn.Linear(4, 2)}
+    model = prepared(Body(lambda self, x: self.b(self.a(x).float()), **layers), "O4")
+    found = explain(model, torch.randn(3, 4), loss_fn=total)
+    path = ("bfloat16", "float32", "bfloat16")
+    assert found.round_trips == (
+        RoundTrip("b", "forward", path, 1, 2, 2 * 12 * 6),
+        RoundTrip("", "backward", path, 1, 2, 2 * 12 * 6),
+    )
+    assert found.totals.wasted_casts == 4
+
+
+def test_a_cast_whose_result_is_also_used_is_not_wasted():
+    def forward(self, x):
+        low = x.bfloat16()
+        return (low + 1.0), low.float()
+
+    found = explain(Body(forward), torch.randn(3, 4), backward=False)
+    [trip] = found.round_trips
+    assert (trip.path, trip.casts, trip.bytes) == (("float32", "bfloat16", "float32"), 1, 72)
+
+
+def test_casts_with_an_operator_between_them_are_no_round_trip():
+    found = explain(
+        Body(lambda self, x: (x.bfloat16() + 1).float()), torch.randn(3), backward=False
+    )
+    assert found.round_trips == ()
+
+
+def test_a_chain_of_casts_counts_each_of_them_once():
+    model = Body(lambda self, x: x.bfloat16().float().bfloat16() + 1)
+    found = explain(model, torch.randn(3, 4), backward=False)
+    assert found.totals.casts == 3
+    assert found.totals.wasted_casts == 2  # one is needed in any case
+
+
+# -- ranges --------------------------------------------------------------------------------------
+
+
+def test_an_activation_of_3e4_in_fp16_has_one_power_of_two_left():
+    model = Body(lambda self, x: x.half() * 1.0)
+    found = explain(model, torch.tensor([1.0, -3e4]), backward=False)
+    totals = found.totals
+    assert (totals.largest, totals.largest_dtype, int(totals.headroom)) == (3e4, "float16", 1)
+
+
+def test_values_that_a_cast_loses_are_counted():
+    x = torch.tensor([1e-6, 1e-9, 1.0, 7e4, 0.0, float("inf"), 1e-6, 1.0])
+    found = explain(Body(lambda self, x: x.half() + 0), x, backward=False)
+    [cast] = row_of(found, "add").casts
+    assert (cast.to_subnormal, cast.to_zero, cast.to_inf) == (2, 1, 1)
+    assert found.totals.underflow_share == 3 / 8
+    assert found.totals.overflow_share == 1 / 8
+
+
+def test_casts_to_a_wider_range_lose_nothing():
+    x = torch.tensor([6e-8, 6e4], dtype=torch.float16)
+    found = explain(Body(lambda self, x: x.bfloat16() + 0), x, backward=False)
+    [cast] = row_of(found, "add").casts
+    assert (cast.to_subnormal, cast.to_zero, cast.to_inf) == (0, 0, 0)
+
+
+def test_results_that_are_not_finite_are_counted_and_left_out_of_the_largest():
+    x = torch.tensor([0.0, 1000.0, float("nan"), 2.0])
+    row = row_of(explain(Body(lambda self, x: x.exp()), x, backward=False), "exp")
+    assert (row.nonfinite, row.values) == (2, 4)
+    assert row.largest == pytest.approx(torch.e**2)
+
+
+@pytest.mark.parametrize(("scale", "lost"), [(1.0, (1, 1, 0)), (2.0**16, (0, 0, 1))])
+def test_gradients_that_fp16_would_lose_at_a_scale_are_counted(scale, lost):
+    x = torch.tensor([1e-6, 1e-9, 1.0, 0.0])
+    model = Body(lambda self, x: (self.weight * x).sum(), weight=nn.Parameter(torch.ones(4)))
+    found = explain(model, x, loss_scale=scale)
+    [row] = found.gradients
+    assert (row.parameter, row.dtype, row.values, row.zeros) == ("weight", "float32", 4, 1)
+    assert (row.to_zero, row.to_subnormal, row.to_inf) == lost
+    assert found.totals.gradient_underflow_share == sum(lost[:2]) / 4
+
+
+def test_the_present_scale_of_the_session_is_used():
+    model = prepared(net(), "O1", loss_scale=128.0)
+    found = explain(model, torch.randn(3, 4), loss_fn=total)
+    assert found.loss_scale == 128.0
+    [bias] = [row for row in found.gradients if row.parameter == "2.bias"]
+    assert bias.to_inf == 0
+    assert row_of(found, "sum", "2", "backward").largest == 3 * 128.0
+
+
+# -- time ----------------------------------------------------------------------------------------
+
+
+class Told(Clock):
+    """A clock that takes each call for as long as it returns."""
+
+    def _measure(self, call, *args, **kwargs):
+        seconds = call(*args, **kwargs)
+        return seconds, lambda: seconds
+
+
+def test_a_call_takes_the_least_of_its_times_in_passes_of_the_same_calls():
+    clock = Told()
+    for times in ([0.0], [3.0, 1.0], [2.0, 4.0]):  # the first pass has other calls
+        clock.begin()
+        spans = [clock.time(float, seconds)[1] for seconds in times]
+    clock.finish()
+    assert [span() for span in spans] == [2.0, 1.0]
+
+
+# -- the whole -----------------------------------------------------------------------------------
+
+
+def test_a_module_sums_up_what_ran_in_it_and_below():
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), nn.Dropout(0.0))
+    found = explain(prepared(model.eval(), "O4"), torch.randn(3, 4), backward=False)
+    rows = {row.name: row for row in found.modules}
+    assert list(rows) == ["", "0", "0.0", "0.1", "1"]
+    assert [rows[n].dtype for n in ("0", "0.0", "0.1", "1")] == ["mixed", "bfloat16", "float32", ""]
+    assert rows["0"].casts == rows["0.0"].casts + rows["0.1"].casts == 4
+    assert rows["0"].flops == rows["0"].low_precision_flops == 2 * 3 * 4 * 4
+    assert rows[""].time_share == pytest.approx(1.0)
+
+
+def test_without_a_backward_pass_only_the_forward_runs():
+    found = explain(net(), torch.randn(3, 4), backward=False)
+    assert {row.direction for row in found.ops} == {"forward"}
+    assert found.gradients == ()
+
+
+def test_under_inference_mode_composites_are_taken_apart():
+    model = prepared(net(), "O4")
+    with torch.inference_mode():
+        found = explain(model, torch.randn(3, 4), backward=False)
+    assert row_of(found, "addmm", "0").computed_in == "bfloat16"
+
+
+def test_the_loss_is_told_from_the_model_and_the_default_loss_is_named():
+    found = explain(net(), torch.randn(3, 4))
+    assert row_of(found, "sum", inside=False).module == ""
+    assert any("sum of the floating outputs" in note for note in found.notes)
+
+
+def test_attention_on_the_cpu_counts_its_flops():
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x, x, x)
+
+    found = explain(Body(forward), torch.randn(1, 2, 3, 4, requires_grad=True))
+    row = row_of(found, "_scaled_dot_product_flash_attention_for_cpu")
+    assert row.flops == 2 * (2 * 2 * 3 * 3 * 4)  # heads, and two products of 3 x 4 x 3
+
+
+def test_low_precision_operators_without_a_formula_are_named():
+    model = Body(lambda self, x: x.mv(self.weight), weight=nn.Parameter(torch.ones(4)))
+    found = explain(prepared(model, "O4"), torch.randn(3, 4))
+    assert any("no FLOP formula for aten.mv" in note for note in found.notes)
+
+
+def test_a_checkpoint_recomputes_in_the_dtypes_of_its_forward():
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1))
+    model = Body(lambda self, x: checkpoint(self.layers, x, use_reentrant=False), layers=layers)
+    found = explain(prepared(model, "O4"), torch.randn(3, 4), loss_fn=total)
+    rows = [row for row in found.ops if row.op == "aten.addmm"]
+    assert sum(row.calls for row in rows) == 2
+    assert {row.computed_in for row in rows} == {"bfloat16"}
+    assert {row.decided_by for row in rows} == {"low precision list (linear)"}
+
+
+def test_a_wrapped_model_goes_by_its_own_names():
+    found = explain(nn.DataParallel(net()), torch.randn(3, 4))
+    assert list(found.kinds.values()) == ["Sequential", "Linear", "ReLU", "Linear"]
+    assert row_of(found, "addmm", "0").inside
+
+
+def test_compiled_parts_run_eagerly():
+    model = prepared(net(), "O4")
+    model[0].compile(backend="eager")
+    found = explain(torch.compile(model, backend="eager"), torch.randn(3, 4), backward=False)
+    assert row_of(found, "addmm", "0").decided_by == "low precision list (linear)"
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_dtypes_are_the_same_and_time_is_measured():
+    model = prepared(net().cuda(), "O4")
+    found = explain(model, torch.randn(3, 4, device="cuda"), loss_fn=total)
+    assert casts_of(row_of(found, "addmm", "0")) == {DOWN: (3, 52, 312)}
+    assert found.totals.seconds > 0.0
+    assert "on the device" in found.notes[0]
+
+
+def test_inputs_may_be_nested_and_named():
+    class Net(nn.Linear):
+        def forward(self, batch, *, shift):
+            return {"logits": super().forward(batch["x"][0]) + shift}
+
+    found = explain(Net(4, 2), {"x": [torch.randn(3, 4)]}, shift=torch.ones(2))
+    assert row_of(found, "add").calls == 1
+    assert {row.parameter for row in found.gradients} == {"weight", "bias"}

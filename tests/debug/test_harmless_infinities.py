@@ -1,0 +1,207 @@
+"""Programs that use infinities and NaNs on purpose, and finish with finite gradients: no fault."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from apex import amp
+from apex.amp.debug.overflow import trace_overflow
+
+INF, NAN = float("inf"), float("nan")
+PROGRAMS = {}
+
+
+def harmless(run):
+    PROGRAMS[run.__name__] = run
+    return run
+
+
+class Net(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self.linear(x))
+
+
+def x():
+    return torch.randn(4, 4)
+
+
+def triangle():
+    return torch.full((4, 4), -INF).triu(1)
+
+
+# From outside of the trace.
+MASK = triangle()
+HOLED = torch.tensor([1.0, NAN, 3.0, 4.0])
+DIRTY = torch.tensor([1.0, NAN, INF, 4.0])
+
+
+@harmless
+def causal_mask_that_is_added(h):
+    return (h + triangle()).softmax(-1)
+
+
+@harmless
+def causal_mask_that_is_filled_in(h):
+    return h.masked_fill(torch.ones(4, 4).tril() == 0, -INF).softmax(-1)
+
+
+@harmless
+def mask_by_where(h):
+    return torch.where(torch.ones(4, 4).tril() == 0, -INF, h).softmax(-1)
+
+
+@harmless
+def mask_by_assignment(h):
+    scores = h * 1
+    scores[torch.ones(4, 4).tril() == 0] = -INF
+    return scores.softmax(-1)
+
+
+@harmless
+def mask_by_a_logarithm(h):
+    return (h + torch.ones(4, 4).tril().log()).softmax(-1)
+
+
+@harmless
+def mask_in_a_tensor_that_came_from_outside(h, mask=MASK):
+    return (h + mask).softmax(-1)
+
+
+@harmless
+def masked_rows_that_are_mended(h):
+    scores = h.masked_fill(torch.tensor([True, False, False, False])[:, None], -INF)
+    return scores.softmax(-1).nan_to_num(0.0)
+
+
+@harmless
+def log_softmax_of_masked_classes(h):
+    logits = h.masked_fill(torch.tensor([False, False, False, True]), -INF)
+    return F.nll_loss(logits.log_softmax(-1), torch.tensor([0, 1, 2, 0]))
+
+
+@harmless
+def running_maximum_that_starts_at_minus_infinity(h):
+    best = torch.full((4,), -INF)
+    for row in h:
+        best = torch.maximum(best, row)
+    return best
+
+
+@harmless
+def scatter_of_a_maximum(h):
+    base = torch.full((2, 4), -INF)
+    index = torch.tensor([0, 1, 0, 1])[:, None].expand(4, 4)
+    return base.scatter_reduce(0, index, h, "amax", include_self=True)
+
+
+@harmless
+def top_k_filter(h):
+    threshold = h.topk(2).values[:, -1:]
+    return torch.where(h < threshold, torch.tensor(-INF), h).softmax(-1)
+
+
+@harmless
+def fused_attention_with_a_mask(h):
+    q = h[None, None]
+    return F.scaled_dot_product_attention(q, q, q, attn_mask=triangle())
+
+
+@harmless
+def causal_fused_attention(h):
+    q = h[None, None]
+    return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+
+@harmless
+def ctc_loss(h):
+    log_probs = h.log_softmax(-1)[:, None]
+    lengths = torch.tensor([4]), torch.tensor([2])
+    return F.ctc_loss(log_probs, torch.tensor([[1, 2]]), *lengths)
+
+
+@harmless
+def norm_of_zero(h):
+    return (h * 0).norm(dim=-1) + h.sum()
+
+
+@harmless
+def minimum_of_distances_without_the_diagonal(h):
+    distances = (h[:, None] - h[None]).square().sum(-1)
+    return (distances + torch.diag(torch.full((4,), INF)).nan_to_num(0.0, posinf=INF)).amin(-1)
+
+
+@harmless
+def memory_that_is_written_before_it_is_read(h):
+    memory = torch.empty(4, 4)
+    memory.fill_(NAN)
+    out = torch.empty_like(memory)
+    out.copy_(memory)
+    out[:2] = h[:2]
+    out[2:] = h[2:]
+    return out
+
+
+@harmless
+def mean_of_what_is_not_nan(h, data=HOLED):
+    return h * data.nanmean()
+
+
+@harmless
+def data_that_is_cleaned(h, data=DIRTY):
+    return h * data.nan_to_num(0.0, posinf=1.0)
+
+
+@harmless
+def sigmoid_of_infinity(h):
+    return h * torch.sigmoid(torch.tensor([INF, -INF, INF, 0.0]))
+
+
+@harmless
+def clamp_bounds_that_are_infinite(h):
+    return h.clamp(-INF, INF)
+
+
+@harmless
+def early_stopping(h):
+    best = torch.tensor(INF)
+    return torch.minimum(best, h.square().mean())
+
+
+@harmless
+def cosine_similarity_of_zero_vectors(h):
+    return F.cosine_similarity(h * 0, h) + F.normalize(h * 0).sum()
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_harmless_program_has_no_fault(name):
+    net = Net(PROGRAMS[name])
+    with trace_overflow(net) as trace:
+        net(x()).sum().backward()
+    assert trace.first is None, str(trace)
+    assert trace.gradients == []
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+def test_a_clean_step_of_every_level_has_no_fault(level):
+    net = Net(causal_mask_that_is_filled_in)
+    net, optimizer = amp.initialize(
+        net,
+        torch.optim.Adam(net.parameters(), fused=True),
+        opt_level=level,
+        verbosity=0,
+        **({"loss_scale": 128.0} if level in ("O1", "O2") else {}),
+    )
+    with trace_overflow(net) as trace:
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = net(x()).float().square().mean()
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+    assert trace.first is None, str(trace)

@@ -1,0 +1,208 @@
+"""A history of scales, skips and gradient norms, collected without a sync."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from apex import amp
+from benchmarks.counting import counted_syncs
+from tests.training.cases import backward, batch, batches, net, overflowing, prepared, train_step
+
+LEVELS = ("O0", "O1", "O2", "O4", "O5")
+
+
+def norm_of(optimizer):
+    grads = [param.grad for param in amp.master_params(optimizer)]
+    return float(torch.nn.utils.get_total_norm(grads))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_pass_is_collected_with_the_norm_of_the_true_gradients(level):
+    model, optimizer = prepared(level, max_loss_scale=2.0**8)
+    norms = []
+    with amp.debug.History(optimizer) as history:
+        for x, y in batches(3):
+            optimizer.zero_grad()
+            backward(model, optimizer, x, y)
+            norms.append(norm_of(optimizer))
+            optimizer.step()
+    assert [item.index for item in history.passes] == [0, 1, 2]
+    assert [item.grad_norm for item in history.passes] == pytest.approx(norms, rel=1e-6)
+    assert history.skipped == 0
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_overflows_are_marked_with_the_scale_after_them(level):
+    model, optimizer = prepared(level, max_loss_scale=2.0**8)
+    history = amp.debug.History(optimizer)
+    for x, y in (batch(), overflowing(), batch()):
+        train_step(model, optimizer, x, y)
+    assert [item.overflow for item in history.passes] == [False, True, False]
+    assert [item.loss_scale for item in history.passes] == [2.0**8, 2.0**7, 2.0**7]
+    assert not math.isfinite(history.passes[1].grad_norm)
+    assert history.skipped == 1
+
+
+def test_losses_keep_their_numbers():
+    model, optimizer = prepared("O4", num_losses=2, loss_scale="dynamic")
+    history = amp.debug.History(optimizer, grad_norms=False)
+    for loss_id in (1, 0, 1):
+        backward(model, optimizer, *batch(), loss_id=loss_id)
+    assert [(item.loss_id, item.grad_norm) for item in history.passes] == [
+        (1, None),
+        (0, None),
+        (1, None),
+    ]
+
+
+def test_passes_of_another_optimizer_are_left_out():
+    models = [net(0), net(1)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    models, optimizers = amp.initialize(models, optimizers, opt_level="O4", verbosity=0)
+    history = amp.debug.History(optimizers[0])
+    for model, optimizer in zip(models, optimizers, strict=True):
+        backward(model, optimizer, *batch())
+    assert len(history.passes) == 1
+    assert history.passes[0].grad_norm == pytest.approx(norm_of(optimizers[0]), rel=1e-6)
+
+
+@pytest.mark.parametrize("options", [{"delay_unscale": True}, {"delay_overflow_check": True}])
+def test_passes_that_leave_the_scale_to_a_later_one_are_left_out(options):
+    model, optimizer = prepared("O4", loss_scale="dynamic")
+    history = amp.debug.History(optimizer)
+    backward(model, optimizer, *batch(), **options)
+    assert history.passes == []
+    backward(model, optimizer, *batch())
+    assert len(history.passes) == 1
+
+
+def test_a_pass_that_failed_is_left_out():
+    model, optimizer = prepared("O4")
+    history = amp.debug.History(optimizer)
+    with pytest.raises(KeyError), amp.scale_loss(model(batch()[0]).sum(), optimizer):
+        raise KeyError
+    assert history.passes == []
+
+
+def test_nothing_is_collected_after_stop():
+    model, optimizer = prepared("O4")
+    history = amp.debug.History(optimizer)
+    backward(model, optimizer, *batch())
+    history.stop()
+    history.stop()
+    backward(model, optimizer, *batch())
+    assert len(history.passes) == 1
+
+
+def test_a_limit_keeps_the_last_passes():
+    model, optimizer = prepared("O4")
+    history = amp.debug.History(optimizer, limit=2)
+    for _ in range(5):
+        backward(model, optimizer, *batch())
+    assert [item.index for item in history.passes] == [3, 4]
+
+
+@pytest.mark.parametrize("level", ["O1", "O5"])
+def test_collecting_waits_for_nothing(level):
+    def make(params):
+        return torch.optim.AdamW(params, lr=1e-2, fused=True)
+
+    model, optimizer = prepared(level, make)
+    history = amp.debug.History(optimizer)
+    train_step(model, optimizer, *batch())
+    with counted_syncs() as counts:
+        train_step(model, optimizer, *batch())
+    assert not counts
+    assert len(history.passes) == 2
+
+
+@pytest.mark.gpu
+def test_on_a_device_nothing_waits_until_passes_are_read():
+    model = net().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    x, y = (part.cuda() for part in batch())
+    history = amp.debug.History(optimizer)
+    train_step(model, optimizer, x, y)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        train_step(model, optimizer, x, y)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(history.passes) == 2
+
+
+# -- what becomes of it ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def history():
+    model, optimizer = prepared("O4", loss_scale="dynamic")
+    with amp.debug.History(optimizer) as collected:
+        for x, y in (batch(), overflowing(), batch()):
+            train_step(model, optimizer, x, y)
+    return collected
+
+
+def test_json_holds_every_pass(history):
+    records = json.loads(history.to_json())
+    assert [record["loss_scale"] for record in records] == [2.0**16, 2.0**15, 2.0**15]
+    assert records[1]["grad_norm"] in ("inf", "nan")
+    assert records[0]["grad_norm"] == history.passes[0].grad_norm
+
+
+def test_tensorboard_gets_every_number(history):
+    class Writer:
+        def __init__(self):
+            self.added = []
+
+        def add_scalar(self, tag, value, step):
+            self.added.append((tag, value, step))
+
+    writer = Writer()
+    history.to_tensorboard(writer, prefix="run")
+    assert ("run/loss_scale/0", 2.0**15, 1) in writer.added
+    assert ("run/overflow/0", 1, 1) in writer.added
+    assert ("run/grad_norm/0", history.passes[2].grad_norm, 2) in writer.added
+
+
+def test_the_plot_shows_scales_and_marks_overflows(history, tmp_path):
+    pytest.importorskip("matplotlib")
+    figure = history.plot()
+    scales, norms = figure.axes
+    assert [list(line.get_ydata()) for line in scales.lines] == [
+        [2.0**16, 2.0**15, 2.0**15],
+        [2.0**15],
+    ]
+    assert list(scales.lines[1].get_xdata()) == [1]
+    assert list(norms.lines[0].get_xdata()) == [0, 2]
+    figure.savefig(tmp_path / "history.png")
+    assert (tmp_path / "history.png").stat().st_size > 1000
+
+
+def test_without_matplotlib_the_plot_says_how_to_get_it(history, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"pip install 'apex-amp\[plot\]'"):
+        history.plot()
+
+
+# -- bad input -------------------------------------------------------------------------------
+
+
+def test_no_optimizer_is_refused():
+    with pytest.raises(ValueError, match="got no optimizer"):
+        amp.debug.History()
+
+
+def test_a_plain_optimizer_is_refused():
+    with pytest.raises(RuntimeError, match="has not prepared"):
+        amp.debug.History(torch.optim.SGD(net().parameters(), lr=0.1))
+
+
+def test_optimizers_of_two_calls_are_refused():
+    (first_model, first), (second_model, second) = prepared("O4"), prepared("O4")
+    with pytest.raises(ValueError, match=r"different amp\.initialize calls"):
+        amp.debug.History(first, second)
+    del first_model, second_model

@@ -1,0 +1,88 @@
+"""A look through everything that a model and its optimizer hold."""
+
+import math
+
+import pytest
+import torch
+
+from apex import amp
+from tests.training.cases import backward, batch, net, overflowing, prepared, train_step
+
+
+def adam(params):
+    return torch.optim.Adam(params, lr=1e-2)
+
+
+def test_a_sound_model_is_true():
+    model, optimizer = prepared("O5", adam)
+    train_step(model, optimizer, *batch())
+    found = amp.debug.check_numerics(model, optimizer)
+    assert found
+    assert found.nonfinite == []
+    roles = {item.role for item in found}
+    assert {"parameter", "gradient", "master", "state exp_avg", "state step"} <= roles
+    assert str(found).startswith(f"All {len(found)} tensors finite; closest to overflow: ")
+
+
+def test_each_role_is_told_with_its_counts():
+    model, optimizer = prepared("O5", adam)
+    train_step(model, optimizer, *batch())
+    master = next(amp.master_params(optimizer))
+    optimizer.state[master]["exp_avg"][0, :2] = torch.inf
+    master.data[1, 1] = torch.nan
+    model[2].weight.data[0, 0] = torch.nan
+    model[2].weight.data[0, 1] = -torch.inf
+    found = amp.debug.check_numerics(model, optimizer)
+    assert not found
+    assert {(i.name, i.role, i.dtype, i.inf, i.nan) for i in found.nonfinite} == {
+        ("0.weight", "master", "float32", 0, 1),
+        ("0.weight", "state exp_avg", "float32", 2, 0),
+        ("2.weight", "parameter", "bfloat16", 1, 1),
+    }
+    assert "2.weight (parameter, bfloat16): 1 inf, 1 nan of 16" in str(found)
+
+
+def test_gradients_are_looked_at():
+    model, optimizer = prepared("O1")
+    backward(model, optimizer, *overflowing())
+    bad = amp.debug.check_numerics(model).nonfinite
+    assert {item.role for item in bad} == {"gradient"}
+
+
+def test_headroom_is_in_powers_of_two():
+    model = torch.nn.Linear(2, 1, bias=False).half()
+    model.weight.data = torch.tensor([[0.5, -65504 / 4]], dtype=torch.float16)
+    (found,) = amp.debug.check_numerics(model)
+    assert found.largest == 65504 / 4
+    assert found.headroom == 2.0
+    model.weight.data.zero_()
+    (found,) = amp.debug.check_numerics(model)
+    assert found.headroom == math.inf
+
+
+def test_only_the_first_ten_are_named():
+    model = torch.nn.ModuleList(torch.nn.Linear(1, 1, bias=False) for _ in range(13))
+    for layer in model:
+        layer.weight.data.fill_(torch.nan)
+    assert str(amp.debug.check_numerics(model)).endswith("and 3 more")
+
+
+def test_a_model_without_tensors_says_so():
+    found = amp.debug.check_numerics(torch.nn.ReLU())
+    assert found
+    assert str(found) == "No floating tensor."
+
+
+def test_sparse_gradients_and_integer_buffers_are_no_trouble():
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 2, sparse=True), torch.nn.BatchNorm1d(2))
+    model[0](torch.tensor([1, 1])).sum().backward()
+    assert amp.debug.check_numerics(model)
+    model[0].weight.grad._values()[0, 0] = torch.nan
+    assert [i.name for i in amp.debug.check_numerics(model).nonfinite] == ["0.weight"]
+
+
+def test_anything_else_is_refused():
+    with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module"):
+        amp.debug.check_numerics([net()])
+    with pytest.raises(RuntimeError, match="has not prepared"):
+        amp.debug.check_numerics(net(), torch.optim.SGD(net().parameters(), lr=0.1))

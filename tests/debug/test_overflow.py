@@ -1,0 +1,312 @@
+"""What a trace of overflow tells, and that it changes nothing and leaves nothing behind."""
+
+import json
+import os
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import optimizer as optimizer_hooks
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils.checkpoint import checkpoint
+
+from apex import amp
+from apex.amp.debug.overflow import trace_overflow
+from tests.amp.cases import backward, prepared
+from tests.training import cases
+
+
+class Exp(nn.Module):
+    def forward(self, x):
+        return x.exp()
+
+
+EXP = f"{__file__}:{Exp.forward.__code__.co_firstlineno + 1}"
+
+
+def overflowing_net():
+    net = nn.Sequential(nn.Linear(2, 2), Exp())
+    nn.init.constant_(net[0].weight, 60.0)
+    return net
+
+
+def trace_of(net, x=None):
+    with trace_overflow(net) as trace:
+        net(torch.ones(1, 2) if x is None else x).sum().backward()
+    return trace
+
+
+def test_the_report_tells_place_line_cause_and_remedy():
+    trace = trace_of(overflowing_net())
+    lines = str(trace).splitlines()
+    assert lines[0].startswith("First overflow: aten.exp in 1, forward, gave inf in float32")
+    assert lines[1] == f"  at     {EXP}"
+    assert lines[2].startswith("  why    range: the true result, 1.")
+    assert lines[3].startswith("  remedy ")
+    assert lines[4] == "  hit    the gradients of 0.bias, 0.weight"
+
+
+def test_the_report_of_a_clean_trace_counts_the_operators():
+    net = nn.Linear(2, 2)
+    assert str(trace_of(net)).startswith("No overflow: ")
+    assert "0 operators" not in str(trace_of(net))
+
+
+def test_json_holds_what_the_attributes_hold():
+    trace = trace_of(overflowing_net())
+    data = json.loads(trace.to_json())
+    first = data["first"]
+    for name in ("module", "op", "direction", "kind", "largest_input", "location", "cause"):
+        assert first[name] == getattr(trace.first, name)
+    assert first["dtype"] == "float32"
+    assert sorted(data["gradients"]) == ["0.bias", "0.weight"]
+    assert json.loads(trace_of(nn.Linear(2, 2)).to_json())["first"] is None
+
+
+def test_json_has_no_number_that_json_lacks():
+    net = nn.Linear(2, 2)
+    with trace_overflow(net) as trace:
+        (net(torch.ones(1, 2)) * 0).log().sum().backward()
+    data = json.loads(trace.to_json(), parse_constant=pytest.fail)
+    assert data["first"]["largest_true"] is None
+
+
+@pytest.mark.parametrize("how", ["trace begins inside", "step fails"])
+def test_a_step_that_is_not_seen_whole_does_no_harm(how):
+    net = overflowing_net()
+    optimizer = torch.optim.LBFGS(net.parameters(), max_iter=1)
+    trace = trace_overflow(net)
+
+    def closure():
+        if how == "step fails":
+            raise ZeroDivisionError
+        trace.__enter__()
+        return (net(torch.zeros(1, 2)) * 0).sum()
+
+    if how == "step fails":
+        trace.__enter__()
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step(closure)
+    else:
+        optimizer.step(closure)
+    net(torch.ones(1, 2)).sum().backward()
+    trace.__exit__()
+    assert trace.first.cause == "range"
+
+
+def test_forward_in_inference_mode_is_watched():
+    net = overflowing_net()
+    with torch.inference_mode(), trace_overflow(net) as trace:
+        net(torch.ones(1, 2))
+    assert (trace.first.op, trace.first.module, trace.first.location) == ("aten.exp", "1", EXP)
+
+
+def test_a_sparse_gradient_is_looked_at():
+    net = nn.Embedding(4, 2, sparse=True)
+    with trace_overflow(net) as trace:
+        (net(torch.tensor([1, 1])).sum() * 3e38 * 10).backward()
+    assert trace.gradients == ["weight"]
+    assert trace.first.kind == "inf"
+
+
+@pytest.mark.parametrize("op_casts", [True, False])
+def test_the_remedy_for_fp16_names_the_very_module(op_casts):
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net, optimizer = amp.initialize(
+        net, cases.sgd(net.parameters()), opt_level="O1" if op_casts else "O2", verbosity=0
+    )
+    nn.init.constant_(net[1].weight, 6e4)
+    with trace_overflow(net) as trace:
+        cases.backward(net, optimizer, torch.full((1, 2), 3.0), torch.zeros(1, 2))
+    assert (trace.first.op, trace.first.module) == ("aten.addmm", "1")
+    assert trace.first.dtype is torch.float16
+    assert "fp32_modules=['1']" in trace.first.remedy
+    assert "register_float_function(torch.nn.functional, 'linear')" in trace.first.remedy
+    assert "'O4'" in trace.first.remedy
+
+
+class Norm(nn.Module):
+    def forward(self, x):
+        return x.square().sum(-1, keepdim=True).sqrt()
+
+
+def test_the_named_remedies_mend_the_overflow():
+    def first_after(level, **options):
+        net = nn.Sequential(nn.Linear(2, 2), Norm())
+        nn.init.constant_(net[0].weight, 200.0)
+        net, optimizer = amp.initialize(
+            net, cases.sgd(net.parameters()), opt_level=level, verbosity=0, **options
+        )
+        with trace_overflow(net) as trace:
+            loss = net(torch.ones(1, 2)).float().mean() * 2.0**-16
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        return trace.first
+
+    assert first_after("O2").remedy
+    assert first_after("O2", fp32_modules=["1"]) is None
+    assert first_after("O5") is None
+
+
+def test_a_loss_scale_that_is_too_high_is_called_normal():
+    model, optimizer = prepared("O2")
+    with trace_overflow(model) as trace:
+        backward(model.last.weight.float().sum(), optimizer)
+    assert trace.first.cause == "loss scale"
+    assert trace.first.remedy.startswith("none: ")
+    assert trace.gradients == ["last.weight"]
+
+
+def test_the_first_of_several_faults_is_reported():
+    net = nn.Sequential(Exp(), nn.Linear(2, 2), Exp())
+    assert trace_of(net, torch.full((1, 2), 100.0)).first.module == "0"
+
+
+def test_a_fault_of_a_later_iteration_is_found():
+    net = nn.Sequential(nn.Linear(2, 2), Exp())
+    with trace_overflow(net) as trace:
+        net(torch.ones(1, 2)).sum().backward()
+        assert trace.first is None
+        net(torch.full((1, 2), 1e4)).sum().abs().backward()
+        nn.init.constant_(net[0].weight, 60.0)
+        net(torch.ones(1, 2)).sum().backward()
+    assert trace.first.location == EXP
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_fault_inside_a_checkpoint_is_found_in_its_module(reentrant):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Exp()
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=reentrant)
+
+    net = nn.Sequential(nn.Linear(2, 2), Checkpointed())
+    nn.init.constant_(net[0].weight, 60.0)
+    first = trace_of(net).first
+    assert (first.op, first.module, first.direction) == ("aten.exp", "1.inner", "forward")
+
+
+def test_forward_alone_is_enough():
+    net = overflowing_net()
+    with torch.no_grad(), trace_overflow(net) as trace:
+        net(torch.ones(1, 2))
+    assert (trace.first.op, trace.first.module) == ("aten.exp", "1")
+
+
+def test_an_overflow_in_place_keeps_its_input():
+    net = nn.Linear(2, 2)
+    with torch.no_grad(), trace_overflow(net) as trace:
+        (net(torch.ones(1, 2)) * 0 + 90.0).exp_()
+    assert (trace.first.op, trace.first.largest_input) == ("aten.exp_", 90.0)
+    assert trace.first.cause == "range"
+
+
+def test_an_overflow_into_an_out_argument_is_found():
+    with trace_overflow(nn.Identity()) as trace:
+        torch.exp(torch.tensor([90.0]), out=torch.empty(1))
+    assert trace.first.op == "aten.exp"
+
+
+def test_an_overflow_in_a_list_of_tensors_is_found():
+    with trace_overflow(nn.Identity()) as trace:
+        torch._foreach_mul([torch.tensor([1.0]), torch.tensor([3e38])], 10.0)
+    assert (trace.first.op, trace.first.kind) == ("aten._foreach_mul", "inf")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when dynamo is imported
+def test_a_compiled_model_runs_uncompiled_and_is_traced():
+    net = overflowing_net()
+    seen = []
+
+    def backend(graph, _):
+        seen.append(graph)
+        return graph.forward
+
+    assert trace_of(torch.compile(net, backend=backend)).first.location == EXP
+    assert not seen
+
+
+def test_several_models_are_told_apart():
+    first, second = nn.Sequential(nn.Linear(2, 2)), overflowing_net()
+    with trace_overflow(first, second) as trace:
+        second(first(torch.ones(1, 2)).abs() * 100).sum().backward()
+    assert trace.first.module == "Sequential[1]:1"
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_training_under_the_trace_is_training_without(level):
+    def train(watched):
+        model, optimizer = cases.prepared(level, lambda p: torch.optim.Adam(p, fused=True))
+        for x, y in cases.batches(3, overflow_at={1}):
+            if watched:
+                with trace_overflow(model):
+                    cases.train_step(model, optimizer, x, y)
+            else:
+                cases.train_step(model, optimizer, x, y)
+        return cases.masters(optimizer)
+
+    assert cases.same(train(True), train(False))
+
+
+def test_random_numbers_are_those_of_an_untraced_run():
+    def sample(watched):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Dropout(0.5))
+        x = torch.full((8,), torch.nan)
+        if watched:
+            with trace_overflow(net):
+                net(x)
+        else:
+            net(x)
+        return torch.rand(3)
+
+    assert torch.equal(sample(True), sample(False))
+
+
+def registered(net):
+    hooks = [optimizer_hooks._global_optimizer_pre_hooks]
+    hooks += [optimizer_hooks._global_optimizer_post_hooks]
+    hooks += [each for m in net.modules() for each in (m._forward_hooks, m._forward_pre_hooks)]
+    return list(map(len, hooks))
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_nothing_is_left_behind(fails):
+    class Fails(nn.Module):
+        def forward(self, x):
+            raise ZeroDivisionError
+
+    net = nn.Sequential(nn.Linear(2, 2), Fails() if fails else Exp())
+    try:
+        with trace_overflow(net):
+            assert registered(net) == [1] * 8
+            net(torch.ones(1, 2))
+    except ZeroDivisionError:
+        assert fails
+    assert registered(net) == [0] * 8
+    assert _get_current_dispatch_mode() is None
+
+
+def test_a_forked_process_is_not_watched():
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            os.write(write, b"x")
+            return func(*args, **(kwargs or {}))
+
+    read, write = os.pipe()
+    with Seen(), trace_overflow(nn.Identity()):
+        child = os.fork()
+        if child == 0:
+            torch.ones(1).exp()
+            os._exit(0)
+        os.waitpid(child, 0)
+    os.close(write)
+    assert os.read(read, 100) == b"xx"  # the two operators, and no check behind them
+
+
+def test_anything_but_models_is_refused():
+    with pytest.raises(TypeError, match=r"trace_overflow got a Linear|trace_overflow got a list"):
+        trace_overflow([nn.Linear(2, 2)])

@@ -1,0 +1,60 @@
+"""The trace of a model under DistributedDataParallel, and of a sharded one."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from apex import amp
+from apex.amp.debug.overflow import trace_overflow
+from apex.amp.debug.skips import why_skipped
+from tests.amp.cases import backward
+
+pytestmark = pytest.mark.distributed
+
+
+class Exp(nn.Module):
+    def forward(self, x):
+        return x.exp()
+
+
+def net():
+    model = nn.Sequential(nn.Linear(2, 2), Exp())
+    nn.init.constant_(model[0].weight, 60.0)
+    return model
+
+
+def first_under_ddp(rank):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    model = DistributedDataParallel(model)
+    x = torch.full((1, 2), 1.0 if rank else 0.01)  # overflows on rank 1 only
+    with trace_overflow(model) as trace:
+        backward(model(x).float().sum() / 2**10, optimizer)
+    first = trace.first
+    skipped = [gradient.name for gradient in why_skipped(optimizer)]
+    return None if first is None else (first.op, first.module), trace.gradients, skipped
+
+
+def test_under_ddp_the_rank_that_overflows_names_it_and_all_see_the_gradients(on_two_ranks):
+    (first_0, _, skipped_0), (first_1, gradients_1, skipped_1) = on_two_ranks(first_under_ddp)
+    assert first_0 is None or first_0[0] != "aten.exp"
+    assert first_1 == ("aten.exp", "1")
+    assert sorted(gradients_1) == ["0.bias", "0.weight"]
+    assert sorted(skipped_0) == sorted(skipped_1) == ["0.bias", "0.weight"]
+
+
+def first_when_sharded(rank):
+    model = net()
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(model, mesh=mesh)
+    with trace_overflow(model) as trace:
+        model(torch.ones(1, 2)).sum().backward()
+    return trace.first.op, trace.first.module, trace.first.direction
+
+
+def test_a_sharded_model_is_traced_on_every_rank(on_two_ranks):
+    assert on_two_ranks(first_when_sharded) == [("aten.exp", "1", "forward")] * 2

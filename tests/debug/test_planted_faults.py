@@ -1,0 +1,420 @@
+"""Programs with one planted overflow each: the trace names the operator, its place and why."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from apex import amp
+from apex.amp.debug.overflow import trace_overflow
+from tests.amp.cases import backward
+
+FP16, FP32 = torch.float16, torch.float32
+INF, NAN = float("inf"), float("nan")
+
+
+class Body(nn.Module):
+    """A module whose forward is a given function of itself and the input."""
+
+    def __init__(self, function, **parameters):
+        super().__init__()
+        self.function = function
+        for name, value in parameters.items():
+            setattr(self, name, nn.Parameter(torch.as_tensor(value)))
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+class Net(nn.Module):
+    """Holds the module under test as ``layers.1``, behind a linear layer."""
+
+    def __init__(self, body):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 3), body])
+
+    def forward(self, x):
+        return self.layers[1](self.layers[0](x))
+
+
+def through_net(function, x=None, **parameters):
+    """Returns the trace of one plain iteration in fp32 of a net with ``function`` in the middle."""
+    net = Net(Body(function, **parameters))
+    nn.init.eye_(net.layers[0].weight)
+    nn.init.zeros_(net.layers[0].bias)
+    with trace_overflow(net) as trace:
+        net(torch.ones(2, 3) if x is None else x).sum().backward()
+    return trace
+
+
+@dataclass
+class Case:
+    """A program and what its first fault is to be."""
+
+    run: object
+    op: str
+    kind: str
+    cause: str
+    module: str = "layers.1"
+    direction: str = "forward"
+    dtype: torch.dtype = FP32
+
+
+CASES = {}
+
+
+def planted(op, kind, cause, **expected):
+    def add(run):
+        CASES[run.__name__] = Case(run, f"aten.{op}", kind, cause, **expected)
+        return run
+
+    return add
+
+
+# -- fp16 ----------------------------------------------------------------------------------------
+
+
+@planted("mm", "inf", "range", dtype=FP16)
+def fp16_matmul():
+    return through_net(
+        lambda self, x: (x.half() @ self.w.half()).float(), w=torch.full((3, 3), 3e4)
+    )
+
+
+@planted("addmm", "inf", "range", module="layers.0", dtype=FP16)
+def fp16_linear_under_op_casts():
+    net = Net(nn.Identity())
+    net, optimizer = amp.initialize(
+        net, torch.optim.SGD(net.parameters(), 0.1), opt_level="O1", verbosity=0
+    )
+    nn.init.constant_(net.layers[0].weight, 3e4)
+    with trace_overflow(net) as trace:
+        backward(net(torch.ones(2, 3)).float().sum(), optimizer)
+    return trace
+
+
+@planted("_to_copy", "inf", "range", dtype=FP16)
+def cast_to_fp16():
+    return through_net(lambda self, x: (x * 1e5).half().float())
+
+
+@planted("_to_copy", "inf", "range", dtype=FP16)
+def attention_mask_of_minus_1e9_in_fp16():
+    def attend(self, x):
+        mask = (x > 5) * -1e9
+        return (x.half() + (mask - 1e9).half()).float().softmax(-1) ** 2
+
+    return through_net(attend)
+
+
+@planted("sum", "inf", "range", dtype=FP16)
+def sum_in_fp16():
+    return through_net(lambda self, x: (x * 4e4).half().sum(-1).float())
+
+
+@planted("pow", "inf", "range", dtype=FP16)
+def square_in_fp16():
+    return through_net(lambda self, x: ((x * 300).half() ** 2).float())
+
+
+@planted("add_", "inf", "range", direction="backward", dtype=FP16)
+def accumulation_of_fp16_gradients():
+    net = Net(Body(lambda self, x: x * self.w.float(), w=torch.ones(3, dtype=FP16)))
+    with trace_overflow(net) as trace:
+        for _ in range(3):
+            (net.layers[1](torch.ones(1, 3)) * 3e4).sum().backward()
+    return trace
+
+
+@planted("mm", "inf", "loss scale", module="layers.0", direction="backward", dtype=FP16)
+def loss_scale_too_high():
+    net = Net(nn.Identity())
+    net, optimizer = amp.initialize(
+        net, torch.optim.SGD(net.parameters(), 0.1), opt_level="O1", verbosity=0
+    )
+    with trace_overflow(net) as trace:
+        backward(net(torch.ones(2, 3)).float().sum() / 2, optimizer)
+    return trace
+
+
+# -- functions at their edge ---------------------------------------------------------------------
+
+
+@planted("log", "inf", "domain")
+def log_of_zero():
+    return through_net(lambda self, x: (x - x.detach()).log())
+
+
+@planted("div", "inf", "derivative", direction="backward")
+def sqrt_backward_at_zero():
+    return through_net(lambda self, x: (x - x.detach()).sqrt())
+
+
+@planted("div", "inf", "derivative", direction="backward")
+def hand_written_norm_backward_at_zero():
+    return through_net(lambda self, x: (x - x.detach()).square().sum(-1).sqrt())
+
+
+@planted("rsqrt", "inf", "derivative", direction="backward")
+def acos_backward_at_one():
+    return through_net(lambda self, x: x.acos())
+
+
+@planted("acos", "nan", "domain")
+def acos_beyond_one():
+    return through_net(lambda self, x: (x * 1.5).acos())
+
+
+@planted("div", "inf", "division by zero")
+def division_by_zero():
+    return through_net(lambda self, x: x / (x - x.detach()))
+
+
+@planted("div", "nan", "division by zero")
+def normalizing_zero_vectors():
+    def normalize(self, x):
+        x = x * 0
+        return x / x.norm(dim=-1, keepdim=True)
+
+    return through_net(normalize)
+
+
+@planted("reciprocal", "inf", "division by zero")
+def reciprocal_of_zero():
+    return through_net(lambda self, x: 1 / (x * 0))
+
+
+@planted("exp", "inf", "range")
+def exp_in_fp32():
+    return through_net(lambda self, x: (x * 100).exp())
+
+
+@planted("exp", "inf", "range")
+def naive_sigmoid():
+    return through_net(lambda self, x: 1 / (1 + (x * 100).exp()))
+
+
+@planted("exp", "inf", "range")
+def infinity_minus_infinity():
+    def difference(self, x):
+        big = (x * 100).exp()
+        return big - big
+
+    return through_net(difference)
+
+
+# -- infinities that were put there --------------------------------------------------------------
+
+
+@planted("_softmax", "nan", "constant")
+def softmax_of_a_row_that_is_all_masked():
+    return through_net(lambda self, x: x.masked_fill(x > 0, -INF).softmax(-1))
+
+
+@planted("mul", "nan", "constant")
+def mask_made_by_multiplying_with_infinity():
+    return through_net(lambda self, x: x + (x > 5) * -INF)
+
+
+@planted("sub", "nan", "constant")
+def logsumexp_by_hand_of_masked_rows():
+    def logsumexp(self, x):
+        x = x.masked_fill(x > 0, -INF)
+        return (x - x.amax(-1, keepdim=True)).exp().sum(-1).log()
+
+    return through_net(logsumexp)
+
+
+class ReturnsInfinity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.full_like(grad, INF)
+
+
+@planted("full_like", "inf", "constant", direction="backward")
+def custom_backward_that_returns_infinity():
+    return through_net(lambda self, x: ReturnsInfinity.apply(x))
+
+
+# -- loss ----------------------------------------------------------------------------------------
+
+
+@planted("nll_loss_forward", "nan", "division by zero", module="")
+def cross_entropy_with_all_targets_ignored():
+    net = Net(nn.Identity())
+    with trace_overflow(net) as trace:
+        F.cross_entropy(net(torch.ones(2, 3)), torch.tensor([-100, -100])).backward()
+    return trace
+
+
+@planted("mean", "nan", "division by zero", module="")
+def mean_over_nothing():
+    net = Net(nn.Identity())
+    with trace_overflow(net) as trace:
+        output = net(torch.ones(2, 3))
+        output[output > 1e9].mean().backward()
+    return trace
+
+
+@planted("pow", "inf", "range", module="", dtype=FP16)
+def loss_in_fp16():
+    net = Net(nn.Identity())
+    nn.init.constant_(net.layers[0].weight, 1e3)
+    with trace_overflow(net) as trace:
+        net(torch.ones(2, 3)).half().square().sum().float().backward()
+    return trace
+
+
+@planted("mul", "inf", "constant")
+def multiplication_by_infinity():
+    return through_net(lambda self, x: x * INF)
+
+
+@planted("div", "inf", "derivative", module="", direction="backward")
+def gradient_penalty_at_zero():
+    net = Net(nn.Identity())
+    with trace_overflow(net) as trace:
+        x = torch.zeros(2, 3, requires_grad=True)
+        torch.autograd.grad(net(x).sum() + x.sqrt().sum(), x)
+    return trace
+
+
+@planted("mm", "inf", "range", dtype=FP16)
+def fp16_matmul_behind_a_mended_mask():
+    def attend(self, x):
+        masked = x.masked_fill(torch.tensor([[True], [False]]), -INF)
+        x = masked.softmax(-1).nan_to_num(0.0) + x
+        return (x.half() @ self.w.half()).softmax(-1).float()
+
+    return through_net(attend, w=torch.full((3, 3), 3e4))
+
+
+# -- from outside --------------------------------------------------------------------------------
+
+
+@planted("addmm", "nan", "data", module="layers.0")
+def batch_with_nan():
+    return through_net(lambda self, x: x, torch.tensor([[1.0, NAN, 1.0]]))
+
+
+@planted("addmm", "inf", "data", module="layers.0")
+def batch_with_infinity():
+    return through_net(lambda self, x: x, torch.tensor([[1.0, INF, 2.0]]))
+
+
+@planted("sub", "nan", "data", module="")
+def target_with_nan():
+    net = Net(nn.Identity())
+    target = torch.tensor([1.0, NAN, 2.0])
+    with trace_overflow(net) as trace:
+        (net(torch.ones(2, 3)) - target).square().mean().backward()
+    return trace
+
+
+@planted("embedding", "nan", "weights")
+def embedding_with_a_nan_weight():
+    net = nn.Module()
+    net.layers = nn.ModuleList([nn.Identity(), nn.Embedding(4, 2)])
+    net.layers[1].weight.data[2, 0] = NAN
+    with trace_overflow(net) as trace:
+        net.layers[1](torch.tensor([0, 2])).sum().backward()
+    return trace
+
+
+# -- state that breaks ---------------------------------------------------------------------------
+
+
+@planted("native_batch_norm", "nan", "division by zero")
+def batch_norm_with_one_value():
+    def norm(self, x):
+        # nn.BatchNorm1d refuses one value; a norm of one's own does not.
+        mean, var = self.mean, self.var
+        return torch.batch_norm(x[:1], None, None, mean, var, True, 0.1, 1e-5, False)
+
+    body = Body(norm)
+    body.register_buffer("mean", torch.zeros(3))
+    body.register_buffer("var", torch.ones(3))
+    net = Net(body)
+    with trace_overflow(net) as trace:
+        net(torch.ones(2, 3)).sum().backward()
+    return trace
+
+
+def step_of(make_optimizer, gradient=1.0, before=None):
+    net = Net(nn.Identity())
+    optimizer = make_optimizer(net.parameters())
+    if before is not None:
+        before(net, optimizer)
+    with trace_overflow(net) as trace:
+        (net(torch.ones(2, 3)).sum() * gradient).backward()
+        optimizer.step()
+    return trace
+
+
+@planted("add_", "inf", "update", module="")
+def learning_rate_that_leaves_fp32():
+    return step_of(lambda params: torch.optim.SGD(params, lr=1e30, foreach=False), 1e20)
+
+
+@planted("_foreach_copy_", "inf", "update", module="", dtype=FP16)
+def masters_that_outgrow_the_model_s_fp16():
+    net = Net(nn.Identity())
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e6)
+    net, optimizer = amp.initialize(net, optimizer, opt_level="O2", loss_scale=1.0, verbosity=0)
+    with trace_overflow(net) as trace:
+        backward(net(torch.ones(2, 3)).sum(), optimizer)
+        optimizer.step()
+    return trace
+
+
+@planted("addcdiv_", "inf", "update", module="", dtype=FP16)
+def adam_on_fp16_weights():
+    net = Net(nn.Identity())
+    net, optimizer = amp.initialize(
+        net, torch.optim.Adam(net.parameters(), foreach=False), opt_level="O3", verbosity=0
+    )
+    with trace_overflow(net) as trace:
+        backward(net(torch.ones(2, 3)).square().mean() * 1e-4, optimizer)
+        optimizer.step()
+    return trace
+
+
+@planted("pow", "inf", "divergence", module="")
+def learning_rate_that_explodes_over_steps():
+    net = Net(nn.Linear(3, 3))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e12)
+    with trace_overflow(net) as trace:
+        for _ in range(4):
+            optimizer.zero_grad()
+            net(torch.ones(2, 3)).square().mean().backward()
+            optimizer.step()
+    return trace
+
+
+@planted("lerp_", "nan", "optimizer state", module="")
+def nan_in_optimizer_state():
+    def break_state(net, optimizer):
+        net(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.state[net.layers[0].weight]["exp_avg"][0, 0] = NAN
+
+    return step_of(lambda params: torch.optim.Adam(params, foreach=False), before=break_state)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_first_fault_is_the_planted_one(name):
+    case = CASES[name]
+    first = case.run().first
+    assert first is not None
+    found = first.op, first.kind, first.cause, first.module, first.direction, first.dtype
+    expected = case.op, case.kind, case.cause, case.module, case.direction, case.dtype
+    assert found == expected
+    assert first.location.rpartition(":")[0] == __file__
+    assert 0 <= first.largest_input < INF

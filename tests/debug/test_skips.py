@@ -1,0 +1,85 @@
+"""Why a step was skipped: which gradients were not finite, told on demand or at verbosity 2."""
+
+import pytest
+import torch
+
+import apex.amp as amp
+from apex.amp.debug.skips import NonfiniteGradient, why_skipped
+from tests.amp.cases import LEVELS, Net, backward, loss_of, overflow, prepared, sgd
+from tests.amp.test_report import LINE
+
+
+def break_two(model, optimizer):
+    first = model.first.weight * torch.tensor([1.0, torch.inf, 1.0, 1.0]).to(
+        model.first.weight.device
+    )
+    loss = first.float().sum() + (model.last.bias.float() * torch.nan).sum()
+    backward(loss / 256, optimizer)  # at the first scale a gradient of 1 is too much for fp16
+
+
+EXPECTED = [NonfiniteGradient("first.weight", 6, 0, 24), NonfiniteGradient("last.bias", 0, 2, 2)]
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
+def test_names_and_counts_of_the_gradients_that_are_not_finite(level, stepped):
+    model, optimizer = prepared(level)
+    break_two(model, optimizer)
+    if stepped and level in ("O1", "O2"):
+        optimizer.step()
+    assert why_skipped(optimizer) == EXPECTED
+
+
+def test_finite_or_cleared_gradients_are_no_reason():
+    model, optimizer = prepared("O2")
+    assert why_skipped(optimizer) == []
+    backward(loss_of(model) / 2**16, optimizer)
+    assert why_skipped(optimizer) == []
+    break_two(model, optimizer)
+    optimizer.zero_grad()
+    assert why_skipped(optimizer) == []
+
+
+def test_only_the_asked_optimizer_s_gradients_count():
+    models = [Net(), Net()]
+    optimizers = [sgd(model) for model in models]
+    amp.initialize(models, optimizers, opt_level="O2", verbosity=0)
+    overflow(models[0], optimizers[0])
+    assert [g.name for g in why_skipped(optimizers[0])] == ["last.weight"]
+    assert why_skipped(optimizers[1]) == []
+
+
+def test_a_plain_optimizer_is_refused_with_the_remedy():
+    with pytest.raises(RuntimeError, match=r"not prepared.*amp\.initialize"):
+        why_skipped(sgd(Net()))
+
+
+def test_verbosity_2_adds_a_line_with_the_first_names_to_apex_s_line(capsys):
+    model, optimizer = prepared("O2", verbosity=2)
+    capsys.readouterr()
+    break_two(model, optimizer)
+    reason = "Gradients not finite: first.weight (6 inf of 24), last.bias (2 nan of 2).\n"
+    assert capsys.readouterr().out == LINE.format(0, 32768.0) + reason
+
+
+@pytest.mark.gpu
+def test_on_a_device_the_line_of_verbosity_2_is_of_its_own_pass(capsys):
+    model = Net().cuda()
+    model, optimizer = amp.initialize(model, sgd(model), opt_level="O2", verbosity=2)
+    capsys.readouterr()
+    break_two(model, optimizer)
+    assert "Gradients not finite: first.weight (6 inf of 24)" in capsys.readouterr().out
+
+
+def test_verbosity_2_names_three_gradients_and_counts_the_rest(capsys):
+    model, optimizer = prepared("O2", verbosity=2)
+    capsys.readouterr()
+    backward(sum(p.float().sum() for p in model.parameters()) * torch.inf, optimizer)
+    assert capsys.readouterr().out.endswith("norm.weight (6 inf of 6), and 3 more.\n")
+
+
+def test_a_clean_pass_says_nothing_at_verbosity_2(capsys):
+    model, optimizer = prepared("O2", verbosity=2)
+    capsys.readouterr()
+    backward(loss_of(model) / 2**16, optimizer)
+    assert capsys.readouterr().out == ""

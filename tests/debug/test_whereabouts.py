@@ -1,0 +1,252 @@
+"""Which module, direction and line the program is at, seen by every operator."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils.checkpoint import checkpoint
+
+from apex.amp.debug.whereabouts import Whereabouts
+
+
+class Log(TorchDispatchMode):
+    """Notes where each operator ran."""
+
+    def __init__(self, here):
+        super().__init__()
+        self.here = here
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        here = self.here
+        line = here.location().rpartition(":")
+        name = str(func).split(".")[1]
+        self.seen.append((name, here.module, here.direction, line[0], int(line[2] or 0)))
+        return func(*args, **(kwargs or {}))
+
+    def of(self, op):
+        return [entry[1:3] for entry in self.seen if entry[0] == op]
+
+    def lines_of(self, op):
+        return [entry[3:] for entry in self.seen if entry[0] == op]
+
+
+def logged(run, *models):
+    with Whereabouts(*models) as here, Log(here) as log:
+        run()
+    return log
+
+
+class Exp(nn.Module):
+    def forward(self, x):
+        return x.exp()
+
+
+LINE_OF_EXP = Exp.forward.__code__.co_firstlineno + 1
+
+
+class Net(nn.Module):
+    def __init__(self, *layers):
+        super().__init__()
+        self.body = nn.Sequential(*layers)
+
+    def forward(self, x):
+        return self.body(x).sum()
+
+
+def x():
+    return torch.ones(2, 3, requires_grad=True)
+
+
+def test_forward_and_backward_of_an_op_belong_to_the_module_that_called_it():
+    net = Net(nn.Linear(3, 3), Exp())
+    log = logged(lambda: net(x()).backward(), net)
+    assert log.of("addmm") == [("body.0", "forward")]
+    assert log.of("exp") == [("body.1", "forward")]
+    assert log.of("mul") == [("body.1", "backward")]  # exp's derivative
+    assert set(log.of("mm")) == {("body.0", "backward")}
+
+
+def test_the_model_itself_has_the_empty_name_and_is_inside():
+    net = Net(nn.Identity())
+    with Whereabouts(net) as here:
+        insides = [here.inside]
+        net.register_forward_pre_hook(lambda *_: insides.append((here.module, here.inside)))
+        net(x())
+        insides.append(here.inside)
+    assert insides == [False, ("", True), False]
+
+
+def test_outside_of_the_model_the_name_is_empty():
+    net = Net(Exp())
+    log = logged(lambda: (net(x()) * 2).sqrt().backward(), net)
+    assert log.of("sqrt") == [("", "forward")]
+    assert log.of("div") == [("", "backward")]
+
+
+def test_the_line_is_that_of_user_code_in_both_directions():
+    net = Net(Exp())
+    log = logged(lambda: net(x()).backward(), net)
+    assert log.lines_of("exp") == [(__file__, LINE_OF_EXP)]
+    assert log.lines_of("mul") == [(__file__, LINE_OF_EXP)]
+
+
+def test_a_custom_backward_has_its_own_line():
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad.tan()
+
+    class Module(nn.Module):
+        def forward(self, x):
+            return Own.apply(x)
+
+    net = Net(Module())
+    log = logged(lambda: net(x()).backward(), net)
+    assert log.of("tan") == [("body.0", "backward")]
+    assert log.lines_of("tan") == [(__file__, Own.backward.__code__.co_firstlineno + 2)]
+
+
+def test_a_gradient_that_accumulates_belongs_to_its_parameter_s_module():
+    net = Net(nn.Linear(3, 3))
+    net(x()).backward()
+    log = logged(lambda: net(x()).backward(), net)
+    assert ("body.0", "backward") in log.of("add_")
+
+
+def test_a_gradient_belongs_to_its_module_also_of_several_models():
+    net, other = Net(nn.Linear(3, 3)), nn.Linear(3, 3)
+    for _ in range(2):
+        log = logged((net(x()) + other(x()).sum()).backward, net, other)
+    assert {name for name, _ in log.of("add_")} == {"Net:body.0", "Linear:"}
+
+
+def test_two_models_are_told_apart_by_class_and_number():
+    first, second, other = Net(Exp()), Net(Exp()), Exp()
+    log = logged(lambda: other(second(first(x()))), first, second, other)
+    assert [name for name, _ in log.of("exp")] == ["Net:body.0", "Net[1]:body.0", "Exp:"]
+
+
+def test_a_shared_module_has_its_first_name_each_time_it_is_called():
+    shared = Exp()
+    net = Net(shared, nn.Identity(), shared)
+    log = logged(lambda: net(x() - 3).backward(), net)
+    assert log.of("exp") == [("body.0", "forward")] * 2
+    assert log.of("mul") == [("body.0", "backward")] * 2
+
+
+def test_a_module_of_no_model_counts_to_its_caller():
+    class Caller(nn.Module):
+        def forward(self, x):
+            return Exp()(x)
+
+    net = Net(Caller())
+    log = logged(lambda: net(x()), net)
+    assert log.of("exp") == [("body.0", "forward")]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("through_module", [True, False])
+def test_a_checkpoint_recomputes_forward_in_its_module(reentrant, through_module):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Exp()
+
+        def forward(self, x):
+            fn = self.inner if through_module else self.inner.forward
+            return checkpoint(fn, x, use_reentrant=reentrant)
+
+    net = Net(Checkpointed())
+    log = logged(lambda: net(x()).backward(), net)
+    name = "body.0.inner" if through_module else "body.0"
+    assert log.of("exp") == [(name, "forward")] * 2
+    assert log.of("mul")[-1] == (name, "backward")
+    assert set(log.lines_of("exp") + log.lines_of("mul")) == {(__file__, LINE_OF_EXP)}
+
+
+def test_a_backward_inside_a_forward_is_backward():
+    class Penalty(nn.Module):
+        def forward(self, x):
+            return torch.autograd.grad(x.exp().sum(), x, create_graph=True)[0]
+
+    net = Net(Penalty())
+    log = logged(lambda: net(x()).backward(), net)
+    assert log.of("exp") == [("body.0", "forward")]
+    assert {name for name, _ in log.of("mul")} == {"body.0"}
+    assert log.of("mul")[0] == ("body.0", "backward")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when dynamo is imported
+def test_a_compiled_model_keeps_its_own_names():
+    net = Net(Exp())
+    with torch.compiler.set_stance("force_eager"):
+        log = logged(lambda: net(x()), torch.compile(net))
+    assert log.of("exp") == [("body.0", "forward")]
+
+
+def test_other_threads_have_modules_of_their_own():
+    net, other = Net(Exp()), Exp()
+    names = []
+    with Whereabouts(net) as here:
+
+        def ask():
+            other(x())
+            names.append(here.module)
+
+        def ask_in_a_thread(*_):
+            thread = threading.Thread(target=ask)
+            thread.start()
+            thread.join()
+            names.append(here.module)
+
+        net.body[0].register_forward_pre_hook(ask_in_a_thread)
+        net(x())
+    assert names == ["", "body.0"]
+
+
+def hooks_of(net):
+    return [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in net.modules()]
+
+
+def test_nothing_is_left_after_an_exception_in_the_middle_of_a_module():
+    class Fails(nn.Module):
+        def forward(self, x):
+            raise ZeroDivisionError
+
+    net = Net(Fails())
+    here = Whereabouts(net)
+    with here:
+        assert hooks_of(net) == [2, 2, 2]
+    with pytest.raises(ZeroDivisionError), here:
+        net(x())
+    assert hooks_of(net) == [0, 0, 0]
+    assert _get_current_dispatch_mode() is None
+    assert (here.module, here.inside, here.direction) == ("", False, "forward")
+
+
+def test_a_caught_exception_leaves_the_module_that_raised():
+    class Fails(nn.Module):
+        def forward(self, x):
+            raise ZeroDivisionError
+
+    class Catches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fails = Fails()
+
+        def forward(self, x):
+            try:
+                return self.fails(x)
+            except ZeroDivisionError:
+                return x.exp()
+
+    net = Net(Catches())
+    log = logged(lambda: net(x()), net)
+    assert log.of("exp") == [("body.0", "forward")]
