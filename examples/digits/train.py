@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from apex import amp  # amp, line 1 of 3
 Examples = tuple[Tensor, Tensor]  # images [N, 1, 8, 8] in 0..1, labels [N]
 
 
+@cache
 def load_data(device: str) -> tuple[Examples, Examples]:
     """Returns 1437 training and 360 test digits; the split never changes."""
     digits = load_digits()

@@ -1,0 +1,30 @@
+"""The digits as a target of ``apex compare``: what is trained at every level.
+
+apex compare examples/digits/experiment.py
+"""
+
+import torch
+import torch.nn.functional as F
+from train import accuracy, batches, build_model, load_data
+
+
+def setup():
+    """Returns the model, its optimizer, the batches, the loss, and a figure for the end."""
+    train, _ = load_data("cpu")
+    model = build_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    # As many as anybody asks for: they are drawn one by one.
+    return model, optimizer, batches(train, steps=100_000, batch_size=64, seed=0), loss, evaluate
+
+
+def loss(model, batch):
+    """Returns the cross entropy of one batch."""
+    images, labels = batch
+    return F.cross_entropy(model(images).float(), labels)
+
+
+def evaluate(model):
+    """Returns the fraction of the test digits that the model names right."""
+    _, test = load_data("cpu")
+    device = next(model.parameters()).device
+    return accuracy(model, tuple(part.to(device) for part in test))

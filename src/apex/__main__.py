@@ -1,0 +1,8 @@
+"""``python -m apex``: the command ``apex``."""
+
+import sys
+
+from apex.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""The command ``apex``: arguments in, a function of ``apex.tools`` called, an exit code out."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from apex.cli import exit_codes
+
+SUBCOMMANDS = ("compare", "doctor")
+"""Modules of this package, in the order of the help; each has ``add_parser`` and ``run``."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command and all its subcommands."""
+    parser = argparse.ArgumentParser(
+        prog="apex",
+        description="Mixed precision, made visible: tools of apex-amp.",
+        epilog=exit_codes.epilog(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name in SUBCOMMANDS:
+        importlib.import_module(f"apex.cli.{name}").add_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code, see ``apex.cli.exit_codes``.
+
+    Args:
+        argv: The arguments after the command's name; ``None`` for those of the process.
+    """
+    args = build_parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return exit_codes.INTERRUPTED

@@ -1,0 +1,177 @@
+"""``apex compare``: train a target at every level, side by side."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from apex.cli import exit_codes
+
+if TYPE_CHECKING:
+    from apex.tools.compare import Options
+    from apex.tools.results import Comparison
+
+DESCRIPTION = """\
+Trains TARGET at every level of amp and with torch.autocast, from the same weights on the same
+batches, and shows side by side: time per step (the levels take turns), memory, loss curves, the
+distance from fp32, the first module that leaves fp32 by more than its dtype's eps, skipped steps
+and the loss scale, weights that no update moved, gradients that became zero. Prints a table and a
+recommendation, and writes a report that needs no network."""
+
+PROTOCOL = """\
+target:
+  path/to/file.py            a file that defines model, optimizer, batches and loss, or a function
+                             setup() that returns them
+  path/to/file.py:function   a function of that file
+  package.module:function    a function of an importable module
+
+  model      a torch.nn.Module in fp32
+  optimizer  a torch.optim.Optimizer over its parameters
+  batches    an iterable, gone through again when it ends; a batch is any nesting of tensors
+  loss       loss(model, batch) -> the 0-d loss tensor
+  evaluate   optional: evaluate(model) -> a number to show at the end, such as an accuracy
+
+  A function returns them in this order, or as a dict with these names. Each level gets objects of
+  its own: a file is executed anew for it, a function called anew; what comes back the same is
+  deep-copied.
+
+levels:
+  O0 to O5, autocast-fp16, autocast-bf16, and bf16 (all in bf16 without fp32 masters, to see what
+  masters are for). O0 always runs: it is what the others are measured against. A level whose dtype
+  this machine only emulates (fp16 on most CPUs) trains for a few steps and is marked with *.
+
+examples:
+  apex compare examples/digits/experiment.py
+  apex compare my_project.training:setup --levels O0,O4,O5 --steps 300 --json levels.json
+
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the subcommand."""
+    parser = subparsers.add_parser(
+        "compare",
+        help="train at every level, side by side, and say which to use",
+        description=DESCRIPTION,
+        epilog=PROTOCOL + exit_codes.epilog(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("target", metavar="TARGET", help="what to train, see below")
+    parser.add_argument(
+        "--levels", metavar="NAMES", help="separated by commas, such as O0,O4,O5 (default: all)"
+    )
+    parser.add_argument(
+        "--steps", type=_count, default=100, metavar="N", help="training steps (default: 100)"
+    )
+    parser.add_argument(
+        "--emulated-steps",
+        type=_count,
+        default=10,
+        metavar="N",
+        help="steps of a level whose dtype this machine emulates (default: 10)",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=_count,
+        default=20,
+        metavar="N",
+        help="timed steps of each level, taken in turns (default: 20)",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
+    parser.add_argument(
+        "--device", metavar="NAME", help="such as cpu or cuda:1 (default: the accelerator, or cpu)"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("report.html"),
+        metavar="FILE",
+        help="the report (default: report.html)",
+    )
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="write the figures too; - for standard output, and the table goes to standard error",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compares, prints, writes; returns the exit code."""
+    from apex.tools.compare import compare
+    from apex.tools.progress import progress_on
+    from apex.tools.targets import TargetError
+
+    try:
+        options = _options(args)
+    except ValueError as error:
+        return _refused(error)
+    progress = progress_on(sys.stderr)
+    try:
+        comparison = compare(args.target, options, progress)
+    except TargetError as error:
+        return _refused(error)
+    finally:
+        progress.close()
+    written = _show(comparison, args)
+    if not written:
+        return exit_codes.NOT_WRITTEN
+    return exit_codes.FAILED if comparison.failed else exit_codes.OK
+
+
+def _refused(error: Exception) -> int:
+    print(f"apex compare: {error}", file=sys.stderr)
+    return exit_codes.BAD_INPUT
+
+
+def _options(args: argparse.Namespace) -> Options:
+    from apex.tools.compare import Options
+    from apex.tools.devices import device_named
+    from apex.tools.variants import VARIANTS, chosen
+
+    return Options(
+        variants=chosen(args.levels if args.levels is not None else ",".join(VARIANTS)),
+        steps=args.steps,
+        emulated_steps=args.emulated_steps,
+        rounds=args.rounds,
+        seed=args.seed,
+        device=device_named(args.device),
+    )
+
+
+def _show(comparison: Comparison, args: argparse.Namespace) -> bool:
+    """Prints the table and writes the files; returns whether all could be written."""
+    from apex.tools.report import report
+    from apex.tools.results import to_json
+    from apex.tools.text import comparison_text
+
+    stream = sys.stderr if args.json == "-" else sys.stdout
+    print("\n" + comparison_text(comparison), file=stream)
+    data = json.dumps(to_json(comparison), indent=2, allow_nan=False) + "\n"
+    if args.json == "-":
+        sys.stdout.write(data)
+    files = {"report": (args.output, report(comparison))}
+    if args.json not in (None, "-"):
+        files["json"] = (Path(args.json), data)
+    written = [_write(kind, *file, stream=stream) for kind, file in files.items()]
+    return all(written)
+
+
+def _write(kind: str, path: Path, text: str, *, stream: Any) -> bool:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        print(f"apex compare: {path} could not be written: {error.strerror}", file=sys.stderr)
+        return False
+    print(f"{kind}: {path}", file=stream)
+    return True
+
+
+def _count(text: str) -> int:
+    """Reads a whole number of at least 1."""
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a number of at least 1")
+    return value

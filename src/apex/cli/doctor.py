@@ -1,0 +1,67 @@
+"""``apex doctor``: what this machine and this installation are good for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from apex.cli import exit_codes
+
+DESCRIPTION = """\
+Tells on one screen: versions and devices, how fast fp32, fp16 and bf16 are here (measured, a few
+seconds), whether another package apex is in the way, whether the steps of fused optimizers run
+without a host sync, and which level to begin with and why."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the subcommand."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="what is fast here, what is in the way, which level to begin with",
+        description=DESCRIPTION,
+        epilog=exit_codes.epilog(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--device", metavar="NAME", help="such as cpu or cuda:1 (default: the accelerator, or cpu)"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=0.2,
+        metavar="S",
+        help="time for each operator and dtype (default: 0.2)",
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="write what was found; - for standard output, without text"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Examines, prints, writes; returns the exit code."""
+    from apex.tools.devices import device_named
+    from apex.tools.doctor import examine
+    from apex.tools.doctor.text import health_text
+
+    try:
+        device = device_named(args.device)
+    except ValueError as error:
+        print(f"apex doctor: {error}", file=sys.stderr)
+        return exit_codes.BAD_INPUT
+    health = examine(device, budget=args.seconds)
+    data = json.dumps(health.to_dict(), indent=2, allow_nan=False) + "\n"
+    if args.json == "-":
+        sys.stdout.write(data)
+    else:
+        print(health_text(health))
+    if args.json not in (None, "-"):
+        try:
+            Path(args.json).write_text(data, encoding="utf-8")
+        except OSError as error:
+            print(f"apex doctor: {args.json} not written: {error.strerror}", file=sys.stderr)
+            return exit_codes.NOT_WRITTEN
+    return exit_codes.OK if health.well else exit_codes.FAILED

@@ -1,0 +1,1 @@
+"""What the command line does, as functions: compare levels, and write what was found."""

@@ -1,0 +1,55 @@
+"""Which level a machine is made for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from apex.tools.doctor.speeds import Speed, ratio
+
+LEAST_GAIN = 1.2
+"""A dtype less than this many times as fast as fp32 in single operators gains nothing in a model,
+where they are a part of the time."""
+
+MUCH_FASTER = 1.5
+"""fp16 has to be this many times as fast as bf16 to be worth its loss scaling."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A level and why.
+
+    Attributes:
+        opt_level: Such as ``"O4"``.
+        reason: One sentence with the measured figures.
+    """
+
+    opt_level: str
+    reason: str
+
+
+def advise(speeds: list[Speed], device: str) -> Advice:
+    """Returns the level to begin with on ``device``.
+
+    Args:
+        speeds: What :func:`apex.tools.doctor.speeds.measure` returned for it.
+        device: The device.
+    """
+    bf16, fp16 = (ratio(speeds, device, name) for name in ("bfloat16", "float16"))
+    if fp16 >= LEAST_GAIN and fp16 > bf16 * MUCH_FASTER:
+        return Advice(
+            "O1",
+            f"fp16 is {fp16:.1f} times as fast as fp32 on {device} and bf16 only {bf16:.1f} times; "
+            "O1 casts by operator and scales the loss. O2 stores the model in fp16, too.",
+        )
+    if bf16 >= LEAST_GAIN:
+        return Advice(
+            "O4",
+            f"bf16 is {bf16:.1f} times as fast as fp32 on {device} and needs no loss scaling; O4 "
+            "casts by operator. O5 stores the model in bf16, too.",
+        )
+    return Advice(
+        "O0",
+        f"stay in fp32: on {device} bf16 is {bf16:.1f} times as fast and fp16 {fp16:.1f} times, "
+        "too little to gain from. O5 still halves the bytes of weights and gradients that "
+        "processes send.",
+    )

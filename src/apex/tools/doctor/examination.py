@@ -1,0 +1,82 @@
+"""The whole examination: versions, devices, speeds, conflicts, advice."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+import apex
+from apex.tools.doctor import installed, speeds, syncs
+from apex.tools.doctor.advice import Advice, advise
+from apex.tools.doctor.speeds import Speed
+
+
+@dataclass(frozen=True)
+class Health:
+    """What :func:`examine` found.
+
+    Attributes:
+        versions: Of apex-amp, torch, Python and the system, by name.
+        devices: Each device, and what it is.
+        speeds: Measured operators.
+        conflicts: Installations in the way, a sentence each.
+        host_reads: Reads of a tensor by the host in one step, by fused optimizer.
+        advice: The level to begin with.
+    """
+
+    versions: dict[str, str]
+    devices: dict[str, str]
+    speeds: list[Speed]
+    conflicts: list[str]
+    host_reads: dict[str, int]
+    advice: Advice
+
+    @property
+    def well(self) -> bool:
+        """Whether nothing is in the way: no conflict, and no fused optimizer that waits."""
+        return not self.conflicts and not any(self.host_reads.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain data, as ``apex doctor --json`` writes it."""
+        return {**asdict(self), "well": self.well}
+
+
+def examine(device: torch.device, *, budget: float = 0.2) -> Health:
+    """Measures and looks around; takes seconds, and leaves nothing behind.
+
+    Args:
+        device: What to advise for; the CPU is measured beside it.
+        budget: Seconds for each operator and dtype.
+    """
+    devices = dict.fromkeys([str(device), "cpu"])
+    measured = [s for name in devices for s in speeds.measure(torch.device(name), budget=budget)]
+    return Health(
+        versions={
+            "apex-amp": apex.__version__,
+            "torch": torch.__version__,
+            "Python": platform.python_version(),
+            "system": platform.platform(),
+        },
+        devices={name: _described(torch.device(name)) for name in devices},
+        speeds=measured,
+        conflicts=installed.conflicts(),
+        host_reads=syncs.host_reads(device),
+        advice=advise(measured, str(device)),
+    )
+
+
+def _described(device: torch.device) -> str:
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
+    if device.type != "cpu":
+        return device.type
+    has = torch.cpu.get_capabilities()
+    extensions = [n for n in ("avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16") if has.get(n)]
+    name = has.get("cpu_name") or platform.processor() or platform.machine()
+    return (
+        f"{name}, {torch.get_num_threads()} threads, {', '.join(extensions) or 'no 16-bit units'}"
+    )

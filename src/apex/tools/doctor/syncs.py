@@ -1,0 +1,88 @@
+"""Whether the steps of fused optimizers make the host wait for the device."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+from apex import amp
+from apex.optimizers import FusedAdam, FusedLAMB, FusedSGD
+
+Make = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
+    "torch.optim.AdamW(fused=True)": lambda params: torch.optim.AdamW(params, fused=True),
+    "torch.optim.SGD(momentum, fused=True)": lambda params: torch.optim.SGD(
+        params, lr=1e-3, momentum=0.9, fused=True
+    ),
+    "apex.optimizers.FusedAdam": FusedAdam,
+    "apex.optimizers.FusedLAMB": FusedLAMB,
+    "apex.optimizers.FusedSGD": lambda params: FusedSGD(params, lr=1e-3, momentum=0.9),
+}
+
+READS = {Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__float__, Tensor.__int__}
+STEPS_BEFORE = 2
+"""Steps that set up state; the one after them is looked at."""
+
+
+class _HostReads(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.count += func in READS
+        return func(*args, **(kwargs or {}))
+
+
+def host_reads(device: torch.device) -> dict[str, int]:
+    """Returns, by optimizer, how often a steady step under a dynamic loss scale reads a tensor.
+
+    On a device each read waits for it. The scales are dynamic, as fp16 wants them, in bf16, which
+    no machine emulates slowly.
+
+    Args:
+        device: Where to train.
+    """
+    found = {}
+    for name, make in OPTIMIZERS.items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found[name] = _reads_of_a_step(make, device)
+        gc.collect()  # the session, and with it its casts, ends here
+    return found
+
+
+def _reads_of_a_step(make: Make, device: torch.device) -> int:
+    verbosity = amp._amp_state.verbosity
+    model = nn.Linear(8, 8).to(device)
+    model, optimizer = amp.initialize(
+        model, make(model.parameters()), opt_level="O4", loss_scale="dynamic", verbosity=0
+    )
+    try:
+        for _ in range(STEPS_BEFORE):
+            _step(model, optimizer, device, _HostReads())
+        reads = _HostReads()
+        _step(model, optimizer, device, reads)
+    finally:
+        amp.restore(model, optimizer)
+        amp._amp_state.verbosity = verbosity
+    return reads.count
+
+
+def _step(model: nn.Module, optimizer: Optimizer, device: torch.device, reads: _HostReads) -> None:
+    optimizer.zero_grad()
+    loss = model(torch.ones(4, 8, device=device)).float().square().mean()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()  # type: ignore[no-untyped-call]
+    with reads:
+        optimizer.step()

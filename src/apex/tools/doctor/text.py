@@ -1,0 +1,62 @@
+"""An examination as one screen of text."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+
+from apex.tools.doctor.examination import Health
+from apex.tools.doctor.speeds import DTYPES, WORK, Speed
+
+WIDTH = 100
+_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+
+
+def health_text(health: Health) -> str:
+    """Returns what ``apex doctor`` prints."""
+    parts = [
+        ", ".join(f"{name} {version}" for name, version in health.versions.items()),
+        "\n".join(_speed_lines(health)),
+        "\n".join(_conflict_lines(health)),
+        "\n".join(_step_lines(health)),
+        f"Begin with {health.advice.opt_level}: {health.advice.reason} Whether a model gains as "
+        "much, `apex compare` measures.",
+    ]
+    return "\n\n".join("\n".join(_folded(line) for line in part.splitlines()) for part in parts)
+
+
+def _speed_lines(health: Health) -> Iterator[str]:
+    yield f"{'':8}{'':10}" + "".join(f"{name:>22}" for name in _NAMES)
+    for device, what in health.devices.items():
+        yield f"{device}: {what}"
+        for work in WORK:
+            cells = [s for s in health.speeds if (s.device, s.work) == (device, work)]
+            base = cells[0].per_second
+            yield f"{'':8}{work:10}" + "".join(f"{_cell(cell, base):>22}" for cell in cells)
+
+
+def _cell(speed: Speed, base: float) -> str:
+    if speed.seconds is None:
+        return "not on this device"
+    times = f"{speed.per_second / base:.2f}x" if base else ""
+    return f"{speed.per_second / 1e9:,.0f} GFLOP/s {times:>7}"
+
+
+def _conflict_lines(health: Health) -> Iterator[str]:
+    if not health.conflicts:
+        yield "Installation: no other apex in the way."
+    for conflict in health.conflicts:
+        yield f"In the way: {conflict}."
+
+
+def _step_lines(health: Health) -> Iterator[str]:
+    waiting = {name: count for name, count in health.host_reads.items() if count}
+    free = [name for name in health.host_reads if name not in waiting]
+    if free:
+        yield "Steps without a host sync under a dynamic loss scale: " + ", ".join(free) + "."
+    for name, count in waiting.items():
+        yield f"{name} makes the host wait {count} times a step."
+
+
+def _folded(line: str) -> str:
+    return textwrap.fill(line, WIDTH) if len(line) > WIDTH else line

@@ -1,0 +1,78 @@
+"""Bytes: what lives between two steps, and what autograd keeps for a backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from apex import amp
+from apex._core import nested
+from apex.tools.results import Stored
+
+
+def stored(model: nn.Module, optimizer: Optimizer) -> Stored:
+    """Returns the bytes of parameters, masters and optimizer state; shared storage counts once."""
+    seen: set[int] = set()
+    state = [tensor for entry in optimizer.state.values() for tensor in _tensors(entry)]
+    return Stored(
+        params=sum(param.numel() for param in model.parameters()),
+        model=_new_bytes(model.parameters(), seen),
+        masters=_new_bytes(amp.master_params(optimizer), seen),
+        optimizer=_new_bytes(state, seen),
+    )
+
+
+class SavedBytes:
+    """What autograd kept for the backward pass, in bytes; filled while the block runs."""
+
+    def __init__(self) -> None:
+        """Starts at none."""
+        self.total = 0
+
+
+@contextmanager
+def saved_for_backward(model: nn.Module) -> Iterator[SavedBytes]:
+    """Counts the storages that autograd keeps for the backward pass of the forward inside.
+
+    The model's own parameters are not counted: they are there anyway. Copies that a cast made of
+    them are.
+    """
+    saved = SavedBytes()
+    seen = {_key(param) for param in model.parameters()}
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.total += _new_bytes([tensor], seen)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield saved
+
+
+def _tensors(nest: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def take(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    nested.map_tensors(take, nest)
+    return found
+
+
+def _new_bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
+    """Returns the bytes of storages not in ``seen``, and adds them there."""
+    total = 0
+    for tensor in tensors:
+        if tensor.layout is torch.strided and _key(tensor) not in seen:
+            seen.add(_key(tensor))
+            total += tensor.untyped_storage().nbytes()
+    return total
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

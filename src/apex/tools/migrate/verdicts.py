@@ -1,0 +1,135 @@
+"""Whether a name of apex works here: the package itself is asked, the notes come on top."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+from apex._unavailable import INSTEAD
+from apex.tools.migrate.notes import NOTED_KEYWORDS, NOTES, OF_OPTIMIZERS, REFUSED_KEYWORDS
+from apex.tools.migrate.uses import OPTIMIZER, Use
+
+
+class Kind(str, Enum):
+    """What becomes of a use."""
+
+    WORKS = "works"
+    NOTE = "note"
+    NOT_SUPPORTED = "not supported"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A kind, and what to know or do; the text is empty for what works unchanged."""
+
+    kind: Kind
+    text: str = ""
+
+
+def verdict_of_use(use: Use) -> Verdict:
+    """Returns the verdict on one use, its arguments included."""
+    verdict = verdict_of(use.name)
+    if verdict.kind is Kind.NOT_SUPPORTED or use.name.startswith(OPTIMIZER):
+        return verdict
+    refused = list(_refusals(use))
+    if refused:
+        return Verdict(Kind.NOT_SUPPORTED, " ".join(refused))
+    name = _noted_name(use.name)
+    notes = [verdict.text, *(NOTED_KEYWORDS.get((name, key), "") for key in use.keywords)]
+    return _noted(" ".join(filter(None, notes)))
+
+
+@cache
+def verdict_of(name: str) -> Verdict:
+    """Returns the verdict on a full name, such as ``apex.optimizers.FusedAdam``."""
+    if name.startswith(OPTIMIZER):
+        return _noted(OF_OPTIMIZERS[name.removeprefix(OPTIMIZER)])
+    instead = next((INSTEAD[key] for key in INSTEAD if f"{name}.".startswith(f"{key}.")), None)
+    if instead is not None:
+        return Verdict(Kind.NOT_SUPPORTED, f"Use {instead}.")
+    try:
+        resolve(name)
+    except LookupError as error:
+        return Verdict(Kind.NOT_SUPPORTED, str(error.args[0]))
+    return _noted(NOTES.get(_noted_name(name), ""))
+
+
+def resolve(name: str) -> Any:
+    """Returns what a full name stands for; of an object's attributes, the object.
+
+    Raises:
+        LookupError: If the package has no such name; the message says so.
+    """
+    parts = name.split(".")
+    found: Any = importlib.import_module(parts[0])
+    for index, part in enumerate(parts[1:], start=1):
+        if not isinstance(found, ModuleType):
+            break
+        found = _member(found, part, ".".join(parts[: index + 1]))
+    return found
+
+
+def _member(module: ModuleType, part: str, name: str) -> Any:
+    try:
+        return getattr(module, part)
+    except AttributeError as missing:
+        try:
+            return importlib.import_module(name)
+        except ImportError as error:
+            own = not isinstance(error, ModuleNotFoundError) or error.name != name
+            said = str(error) if own else str(missing)
+            # Modules that explain themselves name what was asked for in full.
+            text = said if name in said and own else _explained(said, name)
+            raise LookupError(text) from error
+
+
+def _explained(said: str, name: str) -> str:
+    plain = f"{name} is not part of this apex. If it is your own, or of a fork, keep that package."
+    return said if said.startswith(name) else plain
+
+
+def _noted(text: str) -> Verdict:
+    return Verdict(Kind.NOTE, text) if text else Verdict(Kind.WORKS)
+
+
+def _noted_name(name: str) -> str:
+    """Returns the name that the notes use for the same thing: apex has most things twice."""
+    parts = name.split(".")
+    for end in range(len(parts), 1, -1):
+        if (prefix := ".".join(parts[:end])) in NOTES:
+            return prefix
+    return _names_of_objects().get(id(resolve(name)), name)
+
+
+@cache
+def _names_of_objects() -> dict[int, str]:
+    keys = {name for name, _ in (*REFUSED_KEYWORDS, *NOTED_KEYWORDS)} | set(NOTES)
+    objects = {name: resolve(name) for name in sorted(keys)}
+    return {id(found): name for name, found in objects.items()}
+
+
+def _refusals(use: Use) -> Iterable[str]:
+    name = _noted_name(use.name)
+    taken = _parameters(resolve(use.name)) if use.keywords else None
+    for keyword in use.keywords:
+        if (name, keyword) in REFUSED_KEYWORDS:
+            yield REFUSED_KEYWORDS[name, keyword]
+        elif taken is not None and keyword not in taken:
+            yield f"{use.name} takes no argument {keyword}: leave it out."
+
+
+def _parameters(function: Any) -> frozenset[str] | None:
+    """Returns the names of the arguments; None where any is taken."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return None
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return None
+    return frozenset(parameters)

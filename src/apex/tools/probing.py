@@ -1,0 +1,135 @@
+"""One pass beside fp32: where the forward leaves it, and which gradients underflow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from apex._core import dtypes, nested
+from apex.tools import memory
+from apex.tools.results import ModuleError, Probe
+from apex.tools.seeds import seed_all
+from apex.tools.trainers import Trainer
+from apex.tools.variants import Variant
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one pass gave.
+
+    Attributes:
+        outputs: By module and number of its call: class of the module, output on the CPU in fp32.
+        dtypes: Floating dtypes of the outputs.
+        grads: Of what the optimizer steps, on the CPU in fp32; ``None`` for none.
+        activation_bytes: What autograd kept for the backward pass.
+    """
+
+    outputs: dict[tuple[str, int], tuple[str, Tensor]]
+    dtypes: frozenset[torch.dtype]
+    grads: list[Tensor | None]
+    activation_bytes: int
+
+
+def observe(trainer: Trainer, batch: Any, *, seed: int) -> Seen:
+    """Returns what one forward and backward pass of ``trainer`` gives; nothing steps.
+
+    Dropout modules are off: their masks would differ from dtype to dtype.
+    """
+    for module in trainer.model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.eval()
+    seed_all(seed)
+    with _watched(trainer.model) as (outputs, kinds):
+        with memory.saved_for_backward(trainer.model) as saved:
+            trainer.backward(batch)
+        trainer.unscale()
+    params = (param for group in trainer.optimizer.param_groups for param in group["params"])
+    grads = [None if param.grad is None else _kept(param.grad.to_dense()) for param in params]
+    return Seen(outputs, frozenset(kinds), grads, saved.total)
+
+
+def compare(variant: Variant, seen: Seen, fp32: Seen) -> Probe:
+    """Returns how ``seen`` differs from the same pass in fp32."""
+    modules = [
+        ModuleError(name, kind, _relative(output, fp32.outputs[name, call][1]))
+        for (name, call), (kind, output) in seen.outputs.items()
+        if (name, call) in fp32.outputs and output.shape == fp32.outputs[name, call][1].shape
+    ]
+    lowest = min(seen.dtypes, key=lambda dtype: (dtype.itemsize, str(dtype)), default=variant.dtype)
+    return Probe(
+        compute_dtype=dtypes.name(lowest),
+        modules=tuple(modules),
+        eps=torch.finfo(variant.dtype).eps,
+        underflow=_underflow(seen.grads, fp32.grads),
+        activation_bytes=seen.activation_bytes,
+    )
+
+
+@contextmanager
+def _watched(
+    model: nn.Module,
+) -> Iterator[tuple[dict[tuple[str, int], tuple[str, Tensor]], set[torch.dtype]]]:
+    """Records the outputs of the modules without children, and of the model."""
+    outputs: dict[tuple[str, int], tuple[str, Tensor]] = {}
+    kinds: set[torch.dtype] = set()
+    calls: dict[str, int] = {}
+
+    def hook(name: str, module: nn.Module, output: Any) -> None:
+        found = _floating(output)
+        if found is None:
+            return
+        if name:  # what the model puts out may have been cast for the caller
+            kinds.add(found.dtype)
+        calls[name] = calls.get(name, -1) + 1
+        outputs[name, calls[name]] = type(module).__name__, _kept(found)
+
+    handles = [
+        module.register_forward_hook(lambda m, _, output, name=name: hook(name, m, output))
+        for name, module in model.named_modules()
+        if not name or next(module.children(), None) is None
+    ]
+    try:
+        yield outputs, kinds
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _floating(output: Any) -> Tensor | None:
+    """Returns the first floating tensor of a module's output."""
+    found: list[Tensor] = []
+
+    def look(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point():
+            found.append(tensor)
+        return tensor
+
+    nested.map_tensors(look, output)
+    return found[0] if found else None
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", torch.float32, copy=True)
+
+
+def _relative(output: Tensor, fp32: Tensor) -> float:
+    size = float(fp32.double().norm())  # sync: on the CPU already
+    difference = float((output.double() - fp32.double()).norm())  # sync: on the CPU already
+    if not math.isfinite(difference):
+        return math.inf
+    return difference / size if size else difference
+
+
+def _underflow(grads: list[Tensor | None], fp32: list[Tensor | None]) -> float:
+    there = zero = 0
+    for low, full in zip(grads, fp32, strict=True):
+        if low is not None and full is not None:
+            there += int(full.count_nonzero())  # sync: on the CPU already
+            zero += int(((full != 0) & (low == 0)).count_nonzero())  # sync: on the CPU already
+    return zero / there if there else 0.0

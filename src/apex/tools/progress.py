@@ -1,0 +1,97 @@
+"""How far a long run is: a bar where tqdm is installed, else a line now and then."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from typing import Any, Protocol, TextIO
+
+SECONDS_BETWEEN_LINES = 5.0
+
+
+class Progress(Protocol):
+    """Shows how far a run is."""
+
+    def start(self, total: int) -> None:
+        """Says how many steps there will be."""
+
+    def describe(self, text: str) -> None:
+        """Says what is being done now."""
+
+    def step(self) -> None:
+        """Counts one step."""
+
+    def close(self) -> None:
+        """Ends the display."""
+
+
+def progress_on(stream: TextIO) -> Progress:
+    """Returns a bar on ``stream`` where tqdm is installed; plain lines and the reason otherwise."""
+    try:
+        tqdm = importlib.import_module("tqdm").tqdm
+    except ImportError:
+        stream.write("tqdm is not installed: plain progress (pip install 'apex-amp[demo]')\n")
+        return PlainProgress(stream)
+    return BarProgress(tqdm, stream)
+
+
+class BarProgress:
+    """A bar of tqdm."""
+
+    def __init__(self, tqdm: Any, stream: TextIO) -> None:
+        """Shows nothing yet."""
+        self._tqdm, self._stream = tqdm, stream
+        self._bar: Any = None
+
+    def start(self, total: int) -> None:
+        """Shows the bar."""
+        self._bar = self._tqdm(
+            total=total, unit="step", dynamic_ncols=True, smoothing=0.05, file=self._stream
+        )
+
+    def describe(self, text: str) -> None:
+        """Puts ``text`` before the bar."""
+        self._bar.set_description(text)
+
+    def step(self) -> None:
+        """Moves the bar."""
+        self._bar.update()
+
+    def close(self) -> None:
+        """Ends the bar where it stands."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+class PlainProgress:
+    """A line for each thing that is done, and one every few seconds."""
+
+    def __init__(self, stream: TextIO) -> None:
+        """Shows nothing yet."""
+        self._stream = stream
+        self._text = ""
+        self._total = self._done = 0
+        self._shown = time.monotonic()
+
+    def start(self, total: int) -> None:
+        """Takes note of the total."""
+        self._total = total
+
+    def describe(self, text: str) -> None:
+        """Writes a line."""
+        self._text = text
+        self._line()
+
+    def step(self) -> None:
+        """Writes a line when the last one is a while ago."""
+        self._done += 1
+        if time.monotonic() - self._shown >= SECONDS_BETWEEN_LINES:
+            self._line()
+
+    def close(self) -> None:
+        """Writes nothing more."""
+
+    def _line(self) -> None:
+        self._shown = time.monotonic()
+        self._stream.write(f"[{self._done}/{self._total}] {self._text}\n")
+        self._stream.flush()

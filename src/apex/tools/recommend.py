@@ -1,0 +1,185 @@
+"""Which level to use, in words, with the figures that say so."""
+
+from __future__ import annotations
+
+import math
+from statistics import stdev
+
+from apex.tools.results import Comparison, Recommendation, Result
+from apex.tools.training import end_loss, last
+from apex.tools.variants import BASELINE
+
+LEAST_GAIN = 1.05
+"""A speed-up below this is not worth a change of numerics."""
+
+LEAST_MEMORY_GAIN = 0.9
+"""Neither is memory above this share of fp32's."""
+
+MOST_FROZEN = 0.05
+MOST_SKIPPED = 0.1
+LOSS_TOLERANCE = 0.05
+
+
+def recommendation(comparison: Comparison) -> Recommendation:
+    """Returns the fastest variant that trains as fp32 does, or fp32 where none gains anything."""
+    base = comparison.baseline
+    if base.training is None:
+        return Recommendation(
+            BASELINE,
+            "No advice: the fp32 run, which the others are measured against, failed.",
+            base.errors,
+        )
+    refusals = {result.name: _refusal(result, base) for result in comparison.results}
+    sound = [r for r in comparison.results if r.variant.advised and not refusals[r.name]]
+    gaining = [result for result in sound if gains(result, base)]
+    # Of those that are alike, the one that stands first in the table.
+    fastest = min(map(_time, gaining), default=0.0)
+    best = next((r for r in gaining if _time(r) <= fastest * LEAST_GAIN), None)
+    others = [f"{name}: {reason}" for name, reason in refusals.items() if reason]
+    if best is None:
+        text = "Stay in fp32: no gain expected here, because " + _because(sound, base)
+        return Recommendation(BASELINE, text, tuple(others))
+    text = f"Use {best.name} ({best.variant.meaning}): {_gain(best, base)}."
+    return Recommendation(best.name, text, (*_reasons(best, base), *others))
+
+
+def speedup(result: Result, base: Result) -> float | None:
+    """Returns how many times as fast as fp32 a variant's step is; ``None`` where not timed."""
+    if result.timing is None or base.timing is None or not result.timing.median:
+        return None
+    return base.timing.median / result.timing.median
+
+
+def gains(result: Result, base: Result) -> bool:
+    """Returns whether a variant is clearly faster than fp32, or clearly smaller and not slower."""
+    speed = speedup(result, base)
+    if speed is None or result.timing is None or base.timing is None:
+        return False
+    if speed >= LEAST_GAIN and result.timing.high < base.timing.low:
+        return True
+    return speed >= 1 / LEAST_GAIN and _memory_ratio(result, base) <= LEAST_MEMORY_GAIN
+
+
+def loss_is_worse(result: Result, base: Result) -> bool:
+    """Returns whether a variant's loss at the end is above fp32's by more than fp32's own noise."""
+    if result.training is None or base.training is None:
+        return False
+    losses = base.training.losses[: len(result.training.losses)]
+    ours, fp32 = end_loss(result.training.losses), end_loss(losses)
+    return ours > fp32 + max(2 * _noise(losses), LOSS_TOLERANCE * abs(fp32))
+
+
+def _refusal(result: Result, base: Result) -> str:
+    """Returns why a variant is out of the question; empty where it is not."""
+    record = result.training
+    if result.errors or record is None:
+        return "; ".join(result.errors)
+    if result.name == base.name:
+        return ""
+    name = str(result.variant.dtype).removeprefix("torch.")
+    frozen = max((share for _, share in record.frozen), default=0.0)
+    rules = (
+        (
+            result.emulated,
+            f"{name} is emulated on this machine"
+            + ("." if result.slowdown is None else f" ({result.slowdown:.0f}x the time of fp32)."),
+        ),
+        (not math.isfinite(record.losses[-1]), "the loss is not finite at the end."),
+        (not result.emulated and loss_is_worse(result, base), _worse(result, base)),
+        (
+            frozen > MOST_FROZEN,
+            f"up to {frozen:.0%} of the weights did not move though their update was not zero.",
+        ),
+        (
+            len(record.skipped) > 2 + MOST_SKIPPED * len(record.losses),
+            f"{len(record.skipped)} of {len(record.losses)} steps were skipped.",
+        ),
+    )
+    return " ".join(reason for holds, reason in rules if holds)
+
+
+def _worse(result: Result, base: Result) -> str:
+    if result.training is None or base.training is None:
+        return ""
+    fp32 = end_loss(base.training.losses[: len(result.training.losses)])
+    return f"loss {end_loss(result.training.losses):.4g} at the end, against {fp32:.4g} in fp32."
+
+
+def _because(sound: list[Result], base: Result) -> str:
+    """Returns why nothing gains."""
+    timed = [result for result in sound if result.timing is not None]
+    if not timed:
+        return "no other level trained soundly on this machine."
+    best = min(timed, key=_time)
+    speed = speedup(best, base) or 0.0
+    return (
+        f"the fastest sound level, {best.name}, trains {speed:.2f}x as fast as fp32 "
+        f"({_spread(best)} a step against {_spread(base)}) and keeps "
+        f"{_memory_ratio(best, base):.0%} of its memory."
+    )
+
+
+def _gain(best: Result, base: Result) -> str:
+    speed = speedup(best, base) or 1.0
+    ratio = _memory_ratio(best, base)
+    words = [f"{speed:.2f}x as fast as fp32"]
+    if ratio <= LEAST_MEMORY_GAIN:
+        words.append(f"{1 - ratio:.0%} less memory")
+    return ", ".join([*words, "and a loss that fp32's own noise covers"])
+
+
+def _reasons(best: Result, base: Result) -> list[str]:
+    reasons = [f"Time: {_spread(best)} a step, against {_spread(base)} in fp32."]
+    if best.training is not None and base.training is not None:
+        losses = base.training.losses
+        reasons.append(
+            f"Loss at the end: {end_loss(best.training.losses):.4g}, against "
+            f"{end_loss(losses):.4g} in fp32, whose last steps vary by {_noise(losses):.2g}."
+        )
+        reasons.append(
+            f"Stored: {best.training.stored.per_param:.1f} bytes per parameter, against "
+            f"{base.training.stored.per_param:.1f}."
+        )
+    if best.probe is not None and base.probe is not None:
+        reasons.append(
+            f"Kept for the backward pass: {megabytes(best.probe.activation_bytes)}, against "
+            f"{megabytes(base.probe.activation_bytes)}."
+        )
+    return reasons
+
+
+def megabytes(count: int) -> str:
+    """Returns a number of bytes in megabytes, in words."""
+    value = count / 1e6
+    return f"{value:.0f} MB" if value >= 100 else f"{value:.1f} MB"
+
+
+def _memory_ratio(result: Result, base: Result) -> float:
+    """Returns the memory of a variant over fp32's: what is stored and what a backward keeps."""
+    ours, fp32 = _memory(result), _memory(base)
+    return ours / fp32 if ours and fp32 else 1.0
+
+
+def _memory(result: Result) -> int:
+    if result.training is None or result.probe is None:
+        return 0
+    if result.training.peak_bytes is not None:
+        return result.training.peak_bytes
+    stored = result.training.stored
+    return stored.model + stored.masters + stored.optimizer + result.probe.activation_bytes
+
+
+def _time(result: Result) -> float:
+    return math.inf if result.timing is None else result.timing.median
+
+
+def _spread(result: Result) -> str:
+    timing = result.timing
+    if timing is None:
+        return "not timed"
+    return f"{timing.median:.3g} ms ({timing.low:.3g} to {timing.high:.3g})"
+
+
+def _noise(losses: tuple[float, ...]) -> float:
+    steps = last(losses)
+    return stdev(steps) if len(steps) > 1 else 0.0

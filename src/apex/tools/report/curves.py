@@ -1,0 +1,186 @@
+"""The figures with curves: losses, distance module by module, frozen updates, loss scales."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from html import escape
+
+from apex.tools.report.lines import Chart, Line, smooth, svg
+from apex.tools.results import Comparison, Result, Training
+from apex.tools.rows import SHORT, module_name
+
+WIDE = (960, 320)
+NARROW = (360, 260)
+
+
+def curve_figures(comparison: Comparison) -> list[str]:
+    """Returns the figures that have something to show."""
+    figures = (_losses, _first_losses, _modules, _frozen, _loss_scales)
+    return [figure for draw in figures if (figure := draw(comparison))]
+
+
+def _losses(comparison: Comparison) -> str:
+    records = [(name, record) for name, record, emulated in _records(comparison) if not emulated]
+    if not records:
+        return ""
+    lines = tuple(Line(name, smooth(r.losses), raw=r.losses) for name, r in records)
+    return _figure(
+        "Training loss",
+        "Thin: every step. Bold: the running mean. Where the curves lie on top of one another, "
+        "the reduced precision changes nothing that matters.",
+        Chart("Training loss of each level", lines),
+    )
+
+
+def _first_losses(comparison: Comparison) -> str:
+    records = _records(comparison)
+    few = max((len(record.losses) for _, record, emulated in records if emulated), default=0)
+    if not few or len(records) < 2:
+        return ""
+    lines = tuple(Line(name, record.losses[:few]) for name, record, _ in records)
+    return _figure(
+        f"The first {few} steps",
+        "All levels, the emulated ones included. A step that is skipped at the first, high loss "
+        "scale leaves a curve one step behind.",
+        Chart(f"Training loss of all levels in the first {few} steps", lines),
+    )
+
+
+def _modules(comparison: Comparison) -> str:
+    base = comparison.baseline
+    probed = [(r.name, r.probe) for r in comparison.results if r.probe and r.name != base.name]
+    probed = [(name, probe) for name, probe in probed if probe.modules]
+    if not probed:
+        return ""
+    names = tuple(
+        f"{module.name} {module.kind}" if module.name else module_name(module.name)
+        for module in probed[0][1].modules
+    )
+    low = min(
+        (m.error for _, probe in probed for m in probe.modules if 0 < m.error < math.inf),
+        default=1.0,
+    )
+    lines = tuple(
+        Line(name, tuple(max(module.error, low) for module in probe.modules))
+        for name, probe in probed
+    )
+    rules = {
+        result.probe.eps: f"eps of {SHORT.get(str(result.variant.dtype)[6:], '')}"
+        for result in comparison.results
+        if result.probe is not None and result.name != base.name
+    }
+    return _figure(
+        "Distance from fp32, module by module",
+        "Norm of the difference of a module's output over the norm of fp32's: one batch, from the "
+        "weights that fp32 training ended with, in the order of the forward. What lies above its "
+        "dtype's line has left fp32 by more than one rounding.",
+        Chart(
+            "Distance of each module's output from fp32",
+            lines,
+            shape="dots",
+            rules=tuple(rules.items()),
+            unit="module",
+            names=names,
+        ),
+    )
+
+
+def _frozen(comparison: Comparison) -> str:
+    sampled = [(name, r.frozen) for name, r, emulated in _records(comparison) if not emulated]
+    sampled = [(name, samples) for name, samples in sampled if samples]
+    if not sampled or len(sampled[0][1]) < 2:
+        return ""
+    steps = tuple(step for step, _ in sampled[0][1])
+    lines = tuple(
+        Line(name, tuple(share for _, share in samples))
+        for name, samples in sampled
+        if tuple(step for step, _ in samples) == steps
+    )
+    return _figure(
+        "Frozen updates",
+        "Share of the weights that a step should have moved and did not, because the update was "
+        "less than half of the weight's rounding step. This is what fp32 masters are for.",
+        Chart(
+            "Share of updates that rounding swallowed",
+            lines,
+            axis="share",
+            shape="dots",
+            steps=steps,
+        ),
+    )
+
+
+def _loss_scales(comparison: Comparison) -> str:
+    scaled = [
+        (name, record)
+        for name, record, _ in _records(comparison)
+        if len(set(record.loss_scales)) > 1 or record.loss_scales[0] != 1
+    ]
+    if not scaled:
+        return ""
+    skips = sum(len(record.skipped) for _, record in scaled)
+    found = {0: "No step overflowed.", 1: "A cross marks the skipped step."}.get(
+        skips, f"Crosses mark the {skips} skipped steps."
+    )
+    return _figure(
+        "Loss scale",
+        "fp16 gradients underflow, so the loss is multiplied; when they overflow, the step is "
+        f"skipped and the scale halves. {found} Levels not shown keep it at 1.",
+        Chart(
+            "Loss scale of each level with loss scaling",
+            tuple(Line(name, r.loss_scales, marks=r.skipped) for name, r in scaled),
+            axis="log2",
+            shape="stairs",
+            first_step=0,
+        ),
+    )
+
+
+def _records(comparison: Comparison) -> list[tuple[str, Training, bool]]:
+    """Returns name, training and whether it is emulated, of what trained."""
+    results: Sequence[Result] = comparison.results
+    return [(r.name, r.training, r.emulated) for r in results if r.training is not None]
+
+
+def _figure(title: str, caption: str, chart: Chart) -> str:
+    short: Callable[[float], float | None] = _percent if chart.axis == "share" else _short
+    values = {line.level: [short(v) for v in (line.raw or line.values)] for line in chart.lines}
+    longest = max(len(line.values) for line in chart.lines)
+    steps: list[str] | list[int] = list(chart.names)
+    if not steps:
+        steps = [chart.step(index) for index in range(longest)]
+    data = json.dumps({"steps": steps, "values": values, "unit": _unit(chart)})
+    legend = "".join(
+        f'<li><b class="chip {level}">{level}</b><output data-level="{level}">'
+        f"{_final(shown, _unit(chart))}</output></li>"
+        for level, shown in values.items()
+    )
+    where = f'<li class="where">{chart.unit} <output data-step>{escape(str(steps[-1]))}</output>'
+    return (
+        f'<figure data-chart="{escape(data)}"><figcaption><h2>{title}</h2><p>{caption}</p>'
+        f'</figcaption><ul class="legend">{where}</li>{legend}</ul>'
+        f"{svg(chart, width=WIDE[0], height=WIDE[1], kind='wide')}"
+        f"{svg(chart, width=NARROW[0], height=NARROW[1], kind='narrow')}</figure>"
+    )
+
+
+def _unit(chart: Chart) -> str:
+    return " %" if chart.axis == "share" else ""
+
+
+def _final(values: Sequence[float | None], unit: str) -> str:
+    last = values[-1]
+    return "-" if last is None else f"{last:g}{unit}"
+
+
+def _short(value: float) -> float | None:
+    """Returns ``value`` with three digits; JSON has no NaN, so None for one."""
+    if not math.isfinite(value):
+        return None
+    return int(value) if value.is_integer() else float(f"{value:.3g}")
+
+
+def _percent(share: float) -> float | None:
+    return _short(share * 100)

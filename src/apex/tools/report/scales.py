@@ -1,0 +1,96 @@
+"""Axes: round ticks, and values and steps as coordinates of a picture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Axis = Literal["log10", "log2", "share"]
+"""How values are laid out: by powers of ten or of two, or from 0 to 1."""
+
+BASES = {"log10": 10, "log2": 2}
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Maps steps and values to the coordinates of a picture ``width`` by ``height``."""
+
+    width: int
+    height: int
+    axis: Axis
+    steps: tuple[int, int]
+    values: tuple[float, float]
+    left: int = 50
+    right: int = 14
+    top: int = 12
+    bottom: int = 30
+
+    def x(self, step: float) -> float:
+        """Returns the horizontal coordinate of ``step``."""
+        first, last = self.steps
+        share = (step - first) / (last - first) if last > first else 0.5
+        return self.left + share * (self.width - self.left - self.right)
+
+    def y(self, value: float) -> float:
+        """Returns the vertical coordinate of ``value``, at the edge if it lies outside."""
+        low, high = self.values
+        value = min(max(value, low), high)
+        if self.axis != "share":
+            value, low, high = math.log(value), math.log(low), math.log(high)
+        share = (value - low) / (high - low)
+        return self.height - self.bottom - share * (self.height - self.top - self.bottom)
+
+
+def value_range(values: Sequence[float], axis: Axis) -> tuple[float, float]:
+    """Returns the ends of an axis that shows ``values``, with a margin."""
+    found = [value for value in values if math.isfinite(value) and value > 0]
+    if axis == "share":
+        return 0.0, min(1.0, _round_up(max(found, default=1.0)))
+    margin = 2.0 if axis == "log2" else 1.15
+    return min(found, default=1.0) / margin, max(found, default=1.0) * margin
+
+
+def step_ticks(first: int, last: int, most: int) -> list[int]:
+    """Returns at most ``most`` round steps between ``first`` and ``last``."""
+    for power in range(8):
+        for factor in (1, 2, 5):
+            gap = factor * 10**power
+            ticks = list(range(math.ceil(first / gap) * gap, last + 1, gap))
+            if len(ticks) <= most:
+                return ticks
+    return [first, last]
+
+
+def value_ticks(low: float, high: float, axis: Axis, most: int = 6) -> list[float]:
+    """Returns round values between ``low`` and ``high``."""
+    if axis == "share":
+        return [high * quarter / 4 for quarter in range(5)]
+    base = BASES[axis]
+    powers = range(math.floor(math.log(low, base)), math.ceil(math.log(high, base)) + 1)
+    decades = [float(base) ** power for power in powers]
+    fine = [decade * factor for decade in decades for factor in ((1, 2, 5) if base == 10 else (1,))]
+    inside = [value for value in fine if low <= value <= high]
+    if len(inside) <= most:
+        return inside
+    inside = [value for value in decades if low <= value <= high]
+    return inside[:: math.ceil(len(inside) / most)]
+
+
+def tick_label(value: float, axis: Axis) -> str:
+    """Returns a tick's label, as the content of an SVG text."""
+    if axis == "share":
+        return f"{value * 100:.3g} %"
+    if axis == "log10" and 1e-4 < value < 1e5:
+        return f"{value:f}".rstrip("0").rstrip(".")
+    base = BASES[axis]
+    power = math.floor(math.log(value, base) + 1e-9)
+    factor = round(value / base**power)
+    front = f"{factor}·" if factor > 1 else ""
+    return f'{front}{base}<tspan class="power" dy="-5">{power}</tspan>'
+
+
+def _round_up(share: float) -> float:
+    steps = (0.04, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
+    return next((step for step in steps if step >= share), 1.0)

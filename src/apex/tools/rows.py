@@ -1,0 +1,159 @@
+"""The comparison as cells of text, for the terminal and for the report."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from apex.tools.recommend import megabytes, speedup
+from apex.tools.results import Comparison, Probe, Result, Training
+from apex.tools.training import end_loss
+
+NOTHING = "-"
+
+SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One variant's cells, in the order of ``HEADINGS``."""
+
+    level: str
+    compute: str
+    time: str
+    spread: str
+    speed: str
+    stored: str
+    kept: str
+    peak: str
+    loss: str
+    evaluation: str
+    distance: str
+    skipped: str
+    frozen: str
+    underflow: str
+    first: str
+
+
+HEADINGS = Row(
+    level="level",
+    compute="compute",
+    time="ms / step",
+    spread="middle half",
+    speed="speed",
+    stored="bytes / param",
+    kept="kept",
+    peak="peak",
+    loss="end loss",
+    evaluation="evaluate",
+    distance="from fp32",
+    skipped="skipped",
+    frozen="frozen",
+    underflow="zero grads",
+    first="first beyond eps",
+)
+
+MEANINGS = {
+    "spread": "a quarter of the steps took less, a quarter more",
+    "stored": "weights, masters and optimizer state between two steps",
+    "kept": "what autograd keeps for the backward pass, weights not counted",
+    "peak": "most that was allocated on the device",
+    "loss": "mean of the last steps",
+    "distance": "norm of the weights' difference over the norm of fp32's, after as many steps",
+    "skipped": "steps that overflowed",
+    "frozen": "weights that the last step should have moved and did not",
+    "underflow": "gradients that are zero here and not in fp32, from the same weights",
+    "first": "first module whose output is further from fp32 than its dtype's rounding step",
+}
+
+
+def rows(comparison: Comparison) -> list[Row]:
+    """Returns the cells of every variant, formatted."""
+    return [_row(result, comparison.baseline) for result in comparison.results]
+
+
+def shown(cells: list[Row]) -> list[str]:
+    """Returns the names of the columns in which some variant has something to show."""
+    names = [field.name for field in fields(Row)]
+    return [name for name in names if any(getattr(row, name) != NOTHING for row in cells)]
+
+
+def footnote(comparison: Comparison) -> str:
+    """Returns what the asterisk means; empty if no variant carries one."""
+    few = [r for r in comparison.results if r.emulated and r.training is not None]
+    if not few:
+        return ""
+    steps = max(len(r.training.losses) for r in few if r.training is not None)
+    return (
+        f"* emulated: this machine has no arithmetic of its own for it. Trained for {steps} steps "
+        "only, so its loss compares with nothing but fp32 after as many steps."
+    )
+
+
+def _row(result: Result, base: Result) -> Row:
+    timing, speed = result.timing, speedup(result, base)
+    return Row(
+        level=result.name,
+        compute=_compute(result),
+        time=NOTHING if timing is None else _three(timing.median),
+        spread=NOTHING if timing is None else f"{_three(timing.low)}..{_three(timing.high)}",
+        speed=NOTHING if speed is None else f"{speed:.2f}x",
+        **_training_cells(result.training),
+        **_probe_cells(result.probe, baseline=result.name == base.name),
+    )
+
+
+def _compute(result: Result) -> str:
+    if result.training is None:
+        return "failed"
+    seen = None if result.probe is None else result.probe.compute_dtype
+    name = seen or str(result.variant.dtype).removeprefix("torch.")
+    return SHORT.get(name, name) + (" *" if result.emulated else "")
+
+
+def _training_cells(record: Training | None) -> dict[str, str]:
+    if record is None:
+        names = "stored peak loss evaluation distance skipped frozen"
+        return dict.fromkeys(names.split(), NOTHING)
+    far = record.distance
+    loss = end_loss(record.losses)
+    return {
+        "stored": f"{record.stored.per_param:.1f}",
+        "peak": NOTHING if record.peak_bytes is None else megabytes(record.peak_bytes),
+        "loss": f"{loss:.4g}" if math.isfinite(loss) else "diverged",
+        "evaluation": NOTHING if record.evaluation is None else f"{record.evaluation:.4g}",
+        "distance": NOTHING if far is None else _percent(far.weights),
+        "skipped": f"{len(record.skipped)} of {len(record.losses)}",
+        "frozen": _percent(record.frozen[-1][1]) if record.frozen else NOTHING,
+    }
+
+
+def _probe_cells(probe: Probe | None, *, baseline: bool) -> dict[str, str]:
+    if probe is None:
+        return dict.fromkeys(("kept", "underflow", "first"), NOTHING)
+    first = probe.first_divergence
+    return {
+        "kept": megabytes(probe.activation_bytes),
+        "underflow": NOTHING if baseline else _percent(probe.underflow),
+        "first": NOTHING if baseline else "none" if first is None else module_name(first.name),
+    }
+
+
+def module_name(name: str) -> str:
+    """Returns a module's qualified name; that of the model itself is empty."""
+    return name or "(model)"
+
+
+def _three(value: float) -> str:
+    """Returns three digits of a time, without an exponent."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _percent(share: float) -> str:
+    if not math.isfinite(share):
+        return "inf"
+    if share == 0:
+        return "0 %"
+    if share < 1e-4:
+        return "<0.01 %"
+    return f"{share * 100:.3g} %" if share < 0.1 else f"{share * 100:.0f} %"

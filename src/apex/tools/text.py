@@ -1,0 +1,62 @@
+"""A comparison for the terminal."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from apex.tools.results import Comparison
+from apex.tools.rows import HEADINGS, MEANINGS, footnote, rows, shown
+
+WIDTH = 100
+
+LEFT = ("level", "compute", "first")
+"""Columns of words, aligned to the left."""
+
+
+def comparison_text(comparison: Comparison) -> str:
+    """Returns the table, what failed, the notes and the recommendation."""
+    parts = [
+        f"{comparison.target}: {comparison.steps} steps on {comparison.machine}",
+        text_table(comparison),
+        "\n".join(
+            f"{result.name}: {error}" for result in comparison.failed for error in result.errors
+        ),
+        "\n".join(map(_folded, comparison.notes)),
+        advice(comparison),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def text_table(comparison: Comparison) -> str:
+    """Returns the table with its legend; columns without anything to show are left out."""
+    cells = rows(comparison)
+    names = [name for name in shown(cells) if name != "spread"]
+    lines = [[getattr(row, name) for name in names] for row in (HEADINGS, *cells)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    body = [_aligned(line, names, widths) for line in lines]
+    rule = "-" * max(map(len, body))
+    legend = "; ".join(f"{getattr(HEADINGS, n)}: {MEANINGS[n]}" for n in names if n in MEANINGS)
+    below = [_folded(text) for text in (footnote(comparison), legend) if text]
+    return "\n".join([body[0], rule, *body[1:], rule, *below])
+
+
+def advice(comparison: Comparison) -> str:
+    """Returns the recommendation and its reasons."""
+    found = comparison.recommendation
+    reasons = [
+        textwrap.fill(r, WIDTH, initial_indent="  - ", subsequent_indent="    ")
+        for r in found.reasons
+    ]
+    return "\n".join([_folded(found.text), *reasons])
+
+
+def _folded(text: str) -> str:
+    return textwrap.fill(text, WIDTH)
+
+
+def _aligned(cells: Sequence[str], names: Sequence[str], widths: Sequence[int]) -> str:
+    return "  ".join(
+        cell.ljust(width) if name in LEFT else cell.rjust(width)
+        for cell, name, width in zip(cells, names, widths, strict=True)
+    ).rstrip()

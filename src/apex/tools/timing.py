@@ -1,0 +1,58 @@
+"""Time per step, of variants that take turns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+
+from apex.tools.emulation import wait
+from apex.tools.results import Timing
+from apex.tools.trainers import Trainer
+
+
+def time_in_turns(
+    trainers: Mapping[str, Trainer],
+    batch: Any,
+    rounds: Mapping[str, int],
+    *,
+    device: torch.device,
+    on_step: Callable[[], object] = lambda: None,
+) -> dict[str, Timing]:
+    """Returns the time of a training step of each trainer, after one step that is not counted.
+
+    They take turns, one step each, so that a busy moment of the machine meets all alike.
+
+    Args:
+        trainers: By name.
+        batch: What every step trains on, on the device.
+        rounds: How many steps to time, by name.
+        device: Waited for before and after each step.
+        on_step: Called after each step, the first included.
+    """
+    times: dict[str, list[float]] = {name: [] for name in trainers}
+    for turn in range(-1, max(rounds.values(), default=0)):
+        for name, trainer in trainers.items():
+            if turn < rounds[name]:
+                milliseconds = _step_seconds(trainer, batch, device) * 1e3
+                if turn >= 0:  # the first one allocates the optimizer's state
+                    times[name].append(milliseconds)
+                on_step()
+    return {name: _timing(values) for name, values in times.items()}
+
+
+def _step_seconds(trainer: Trainer, batch: Any, device: torch.device) -> float:
+    wait(device)
+    start = time.perf_counter()
+    trainer.backward(batch)
+    trainer.step()
+    wait(device)
+    return time.perf_counter() - start
+
+
+def _timing(values: list[float]) -> Timing:
+    low, _, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    return Timing(median=median(values), low=low, high=high, steps=len(values))

@@ -1,0 +1,169 @@
+"""One variant's whole training, recorded step by step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apex._core import nested
+from apex.amp.debug.frozen import frozen_updates
+from apex.tools import memory
+from apex.tools.results import Distance, Sample, Training
+from apex.tools.targets import Experiment
+from apex.tools.trainers import Trainer
+
+FROZEN_SAMPLES = 8
+"""At how many steps frozen updates are counted."""
+
+LAST_STEPS = 10
+"""A loss at the end is the mean of so many steps."""
+
+State = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Track:
+    """The fp32 run, for the others to be compared with.
+
+    Attributes:
+        losses: One per step.
+        weights: The model's state after some numbers of steps, by that number.
+    """
+
+    losses: Sequence[float]
+    weights: Mapping[int, State]
+
+
+def train(
+    trainer: Trainer,
+    experiment: Experiment,
+    batches: Sequence[Any],
+    *,
+    device: torch.device,
+    keep_at: Sequence[int] = (),
+    on_step: Callable[[], object] = lambda: None,
+) -> tuple[Training, Track]:
+    """Trains on each of ``batches`` and returns the record.
+
+    Args:
+        trainer: Freshly prepared.
+        experiment: Whose ``evaluate`` judges the end.
+        batches: One per step.
+        device: Where the model is.
+        keep_at: After how many steps to keep the weights; the end is always kept.
+        on_step: Called after each step.
+
+    Returns:
+        The record, without its distance from fp32, and what a distance is measured from.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    losses: list[float] = []
+    scales = [trainer.loss_scale()]
+    frozen: list[Sample] = []
+    samples = _spread(len(batches), FROZEN_SAMPLES)
+    weights: dict[int, State] = {}
+    for step, batch in enumerate(batches, start=1):
+        losses.append(float(trainer.backward(placed(batch, device))))  # sync: every loss is shown
+        frozen += _step(trainer, step, count=step in samples)
+        scales.append(trainer.loss_scale())
+        if step in keep_at or step == len(batches):
+            weights[step] = snapshot(trainer)
+        on_step()
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    record = Training(
+        losses=tuple(losses),
+        loss_scales=tuple(scales),
+        frozen=tuple(frozen),
+        stored=memory.stored(trainer.model, trainer.optimizer),
+        peak_bytes=peak,
+        evaluation=_evaluation(trainer, experiment),
+    )
+    return record, Track(losses, weights)
+
+
+def placed(batch: Any, device: torch.device) -> Any:
+    """Returns ``batch`` with its tensors, and what else can be moved, on ``device``."""
+    return nested.map_tensors(lambda tensor: tensor.to(device), batch, lambda o: o.to(device))
+
+
+def with_distance(record: Training, track: Track, baseline: Track) -> Training:
+    """Returns ``record`` with its distance from the fp32 run after as many steps."""
+    steps = len(record.losses)
+    if steps not in baseline.weights:
+        return record
+    fp32 = end_loss(baseline.losses[:steps])
+    return replace(
+        record,
+        distance=Distance(
+            steps=steps,
+            weights=_relative(track.weights[steps], baseline.weights[steps]),
+            loss=(end_loss(record.losses) - fp32) / abs(fp32) if fp32 else math.nan,
+        ),
+    )
+
+
+def end_loss(losses: Sequence[float]) -> float:
+    """Returns the mean loss of the last steps: ten, or the last fifth of a short training."""
+    return fmean(last(losses))
+
+
+def last(losses: Sequence[float]) -> Sequence[float]:
+    """Returns the losses of the last steps."""
+    return losses[-max(1, min(LAST_STEPS, len(losses) // 5)) :]
+
+
+@torch.no_grad()
+def snapshot(trainer: Trainer) -> State:
+    """Returns a copy of the model's state in fp32, on the CPU; at O2 and O5 the masters' values."""
+    return {
+        name: value.detach().to("cpu", copy=True)
+        for name, value in trainer.model.state_dict().items()
+        if isinstance(value, Tensor)
+    }
+
+
+def _step(trainer: Trainer, step: int, *, count: bool) -> list[Sample]:
+    """Steps; where asked, counts the frozen updates, for the optimizers that allow it."""
+    if not count:
+        trainer.step()
+        return []
+    trainer.unscale()
+    with ExitStack() as stack:
+        try:
+            updates = stack.enter_context(frozen_updates(trainer.optimizer))
+        except Exception:  # noqa: BLE001 - one that cannot be copied, or steps by a closure only
+            updates = None
+        trainer.step()
+    return [(step, updates.share)] if updates is not None and updates.wanted else []
+
+
+def _evaluation(trainer: Trainer, experiment: Experiment) -> float | None:
+    if experiment.evaluate is None:
+        return None
+    with torch.no_grad():
+        return float(trainer.run(experiment.evaluate, trainer.model))
+
+
+def _relative(state: State, fp32: State) -> float:
+    names = [name for name, value in fp32.items() if value.is_floating_point() and name in state]
+    difference = sum(_square(state[name].double() - fp32[name].double()) for name in names)
+    size = sum(_square(fp32[name].double()) for name in names)
+    return math.sqrt(difference / size) if size else 0.0
+
+
+def _square(value: Tensor) -> float:
+    return float(value.square().sum())  # sync: on the CPU already
+
+
+def _spread(steps: int, count: int) -> frozenset[int]:
+    """Returns ``count`` steps from 1 to ``steps``, evenly apart, the last among them."""
+    count = min(count, steps)
+    return frozenset(round(steps * at / count) for at in range(1, count + 1))

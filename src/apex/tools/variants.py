@@ -1,0 +1,73 @@
+"""The ways of training that are compared: each level of amp, and torch's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way of training.
+
+    Attributes:
+        name: As on the command line.
+        dtype: Of its heavy arithmetic.
+        meaning: In a few words.
+        engine: "amp" for ``amp.initialize``, "autocast" for ``torch.autocast``, with a
+            ``GradScaler`` where it is fp16.
+        options: What ``amp.initialize`` gets.
+        advised: Whether a recommendation may name it; the others are there to compare with.
+    """
+
+    name: str
+    dtype: torch.dtype
+    meaning: str
+    engine: Literal["amp", "autocast"] = "amp"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    advised: bool = True
+
+
+BASELINE = "O0"
+
+_ALL = (
+    Variant("O0", torch.float32, "fp32 throughout", advised=False),
+    Variant("O1", torch.float16, "fp16 where it is safe, fp32 weights"),
+    Variant("O2", torch.float16, "fp16 model, fp32 batch norm and masters"),
+    Variant("O3", torch.float16, "fp16 throughout, no masters", advised=False),
+    Variant("O4", torch.bfloat16, "bf16 where it is safe, fp32 weights"),
+    Variant("O5", torch.bfloat16, "bf16 model, fp32 batch norm and masters"),
+    Variant("autocast-fp16", torch.float16, "torch.autocast and GradScaler", engine="autocast"),
+    Variant("autocast-bf16", torch.bfloat16, "torch.autocast", engine="autocast"),
+    Variant(
+        "bf16",
+        torch.bfloat16,
+        "bf16 throughout, no masters",
+        options={"opt_level": "O5", "master_weights": False, "keep_batchnorm_fp32": False},
+        advised=False,
+    ),
+)
+
+VARIANTS: Mapping[str, Variant] = {variant.name: variant for variant in _ALL}
+"""By name, in the order to show."""
+
+
+def chosen(names: str) -> tuple[Variant, ...]:
+    """Returns the variants of a list such as ``"O0,O4,autocast-bf16"``, in the order to show.
+
+    The baseline is always among them: the others are measured against it.
+
+    Raises:
+        ValueError: For a name that there is not.
+    """
+    wanted = {name.strip() for name in names.split(",") if name.strip()}
+    unknown = sorted(wanted - VARIANTS.keys())
+    if unknown or not wanted:
+        raise ValueError(
+            f"no level {', '.join(map(repr, unknown)) or repr(names)}; choose from "
+            f"{', '.join(VARIANTS)}, separated by commas"
+        )
+    return tuple(v for v in _ALL if v.name in wanted or v.name == BASELINE)

@@ -1,0 +1,202 @@
+"""A whole comparison: levels train as they would alone, and what fails does not stop the rest."""
+
+import json
+
+import pytest
+import torch
+
+from apex import amp
+from apex.tools.results import to_json
+from apex.tools.targets import TargetError, opened
+from apex.tools.variants import VARIANTS
+from tests.tools.cases import TARGET, by_name, compared, written
+
+ALL = ",".join(VARIANTS)
+
+
+@pytest.fixture(scope="module")
+def every(tmp_path_factory):
+    """One comparison of all levels, that many tests look at."""
+    return compared(written(tmp_path_factory.mktemp("every")), ALL, steps=7)
+
+
+def by_hand(target, step):
+    """Returns the losses of a plain loop over the target's batches."""
+    with opened(target) as build:
+        experiment = build()
+        return tuple(step(experiment, experiment.batches[index % 3]).item() for index in range(7))
+
+
+@pytest.mark.parametrize("level", ["O0", "O4", "O5"])
+def test_a_level_trains_as_a_plain_amp_loop_does(every, level):
+    prepared = []
+
+    def step(experiment, batch):
+        model, optimizer = experiment.model, experiment.optimizer
+        if not prepared:
+            prepared.append(amp.initialize(model, optimizer, opt_level=level, verbosity=0))
+        loss = experiment.loss(model, batch)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    losses = by_hand(every.target, step)
+    prepared.clear()
+    assert by_name(every)[level].training.losses == losses
+
+
+def test_autocast_trains_as_a_plain_autocast_loop_does(every):
+    def step(experiment, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = experiment.loss(experiment.model, batch)
+        loss.backward()
+        experiment.optimizer.step()
+        experiment.optimizer.zero_grad()
+        return loss
+
+    losses = by_hand(every.target, step)
+    assert by_name(every)["autocast-bf16"].training.losses == losses
+
+
+def test_every_level_is_trained_probed_and_timed(every):
+    assert [result.name for result in every.results] == list(VARIANTS)
+    for result in every.results:
+        assert not result.errors
+        assert None not in (result.training, result.probe, result.timing)
+
+
+@pytest.mark.parametrize(
+    ("level", "dtype"),
+    [("O0", "float32"), ("O1", "float16"), ("O4", "bfloat16"), ("O5", "bfloat16")],
+)
+def test_the_compute_dtype_is_the_one_seen(every, level, dtype):
+    assert by_name(every)[level].probe.compute_dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("level", "expected"), [("O0", 12), ("O4", 12), ("O2", 14), ("O5", 14), ("O3", 6), ("bf16", 6)]
+)
+def test_bytes_per_param_are_those_of_the_level(every, level, expected):
+    # Adam keeps two values a weight, and a step count of 4 bytes for each of the 4 tensors.
+    steps = 16 / (8 * 16 + 16 + 16 * 4 + 4)
+    assert by_name(every)[level].training.stored.per_param == pytest.approx(expected + steps)
+
+
+def test_masters_are_counted_apart(every):
+    stored = by_name(every)["O5"].training.stored
+    assert (stored.masters, stored.model) == (2 * stored.model, 2 * stored.params)
+
+
+def test_fp32_is_no_distance_from_itself_and_bf16_is(every):
+    found = by_name(every)
+    assert found["O0"].training.distance.weights == found["O0"].training.distance.loss == 0
+    assert 1e-5 < found["O4"].training.distance.weights < 0.1
+
+
+def test_an_emulated_level_is_compared_with_fp32_after_as_many_steps(every):
+    for result in every.results:
+        steps = 2 if result.emulated else 7
+        assert len(result.training.losses) == result.training.distance.steps == steps
+
+
+def test_bf16_without_masters_freezes_updates_that_masters_keep(tmp_path):
+    slow = written(tmp_path, TARGET.replace("lr=1e-2", "lr=1e-4"))
+    found = by_name(compared(slow, "O0,O5,bf16"))
+    assert found["bf16"].training.frozen[-1][1] > 0.3
+    assert found["O5"].training.frozen[-1][1] == found["O0"].training.frozen[-1][1] == 0
+
+
+def test_the_same_seed_gives_the_same_curves_and_another_seed_others(every, tmp_path):
+    again = by_name(compared(written(tmp_path), "O0,O4", steps=7))
+    assert again["O4"].training.losses == by_name(every)["O4"].training.losses
+    other = by_name(compared(written(tmp_path), "O0,O4", steps=7, seed=1))
+    assert other["O4"].training.losses != again["O4"].training.losses
+
+
+def test_levels_start_alike_though_the_target_draws_at_random(tmp_path):
+    entropy = "import torch\ntorch.seed()\n"
+    found = by_name(compared(written(tmp_path, entropy + TARGET), "O0,O4"))
+    first = [result.training.losses[0] for result in found.values()]
+    assert first[0] == pytest.approx(first[1], rel=0.02)
+
+
+def test_a_comparison_leaves_no_session_behind(every):
+    assert not torch.is_autocast_enabled("cpu")
+    assert every.results
+
+
+def test_json_holds_every_level_and_no_nan(every):
+    data = json.loads(json.dumps(to_json(every), allow_nan=False))
+    assert [level["level"] for level in data["levels"]] == list(VARIANTS)
+    assert data["format"] == "apex-compare/1"
+    assert data["recommendation"]["level"] in VARIANTS
+    assert data["levels"][0]["training"]["stored"]["bytes_per_param"] > 12
+
+
+# -- bad input -------------------------------------------------------------------------------
+
+
+def test_batches_that_run_out_end_the_training_and_are_said(tmp_path):
+    found = compared(written(tmp_path, TARGET + "batches = iter(batches)\n"), steps=5)
+    assert found.steps == 3
+    assert "The batches ran out: 3 of 5 steps were trained." in found.notes
+    assert not found.failed
+
+
+def test_a_list_of_batches_is_gone_through_again(every):
+    assert every.steps == 7
+    assert not any("ran out" in note for note in every.notes)
+
+
+@pytest.mark.parametrize(
+    ("batches", "said"),
+    [("[]", "The batches are empty"), ("(1 / 0 for _ in [1])", "ZeroDivisionError: division")],
+)
+def test_batches_that_give_nothing_are_refused(tmp_path, batches, said):
+    with pytest.raises(TargetError, match=said):
+        compared(written(tmp_path, TARGET + f"batches = {batches}\n"))
+
+
+FAILS_IN_BF16 = TARGET.replace(
+    "    return nn",
+    "    if model(inputs).dtype == torch.bfloat16:\n"
+    "        raise RuntimeError('no kernel for bf16')\n"
+    "    return nn",
+)
+
+
+def test_a_level_that_cannot_run_is_noted_and_the_others_finish(tmp_path):
+    found = compared(written(tmp_path, FAILS_IN_BF16), "O0,O4,O5")
+    assert [result.name for result in found.failed] == ["O4"]
+    assert found.failed[0].errors == ("training failed: RuntimeError: no kernel for bf16",)
+    sound = by_name(found)
+    assert sound["O5"].timing is not None
+    assert sound["O5"].probe is not None
+
+
+def test_without_an_fp32_run_the_others_train_and_no_advice_is_given(tmp_path):
+    text = TARGET.replace(
+        "    return nn",
+        "    if not torch.is_autocast_enabled('cpu'):\n"
+        "        raise RuntimeError('too slow')\n"
+        "    return nn",
+    )
+    found = compared(written(tmp_path, text))
+    assert by_name(found)["O4"].training is not None
+    assert found.recommendation.text.startswith("No advice")
+
+
+def test_levels_that_do_not_fit_side_by_side_are_timed_one_by_one(tmp_path):
+    # From the third model on, which only the timing needs at once, there is no room.
+    text = TARGET + (
+        "import gc\n"
+        "model.room = __file__\n"
+        "models = (m for m in gc.get_objects() if isinstance(m, nn.Sequential))\n"
+        "if sum(getattr(m, 'room', '') == __file__ for m in models) > 2:\n"
+        "    raise MemoryError('no room')\n"
+    )
+    found = compared(written(tmp_path, text), "O0,O4,O5")
+    assert any("one after another, not in turns" in note for note in found.notes)
+    assert all(result.timing is not None for result in found.results)
