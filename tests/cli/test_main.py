@@ -17,6 +17,7 @@ FLAGS = {
         *("--device", "--output", "--json"),
     ],
     "doctor": ["-h", "--help", "--device", "--seconds", "--json"],
+    "migrate": ["-h", "--help", "--to", "--level", "--write", "--json"],
 }
 
 FEW = ["--steps", "2", "--rounds", "1"]

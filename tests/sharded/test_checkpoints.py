@@ -82,6 +82,37 @@ def test_a_run_of_two_ranks_resumes_on_four(on_two_ranks, on_four_ranks, tmp_pat
         assert agree(before, after, bits=False)
 
 
+def own_states(model, optimizer):
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "amp": amp.state_dict(),
+    }
+
+
+def by_own_states(rank, folder):
+    gc.collect()
+    model, optimizer = sharded("O5", 2)
+    run(model, optimizer, BEFORE)
+    dcp.save(own_states(model, optimizer), checkpoint_id=folder)
+    before = run(model, optimizer, AFTER)
+    del model, optimizer
+    gc.collect()
+    model, optimizer = sharded("O5", 2, model=net(seed=5))
+    run(model, optimizer, BEFORE[:1])  # so that there is a state to load into
+    loaded = own_states(model, optimizer)
+    dcp.load(loaded, checkpoint_id=folder)
+    model.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    amp.load_state_dict(loaded["amp"])
+    return before, run(model, optimizer, AFTER)
+
+
+def test_the_objects_own_state_dicts_resume_bit_for_bit(on_two_ranks, tmp_path):
+    for before, after in on_two_ranks(by_own_states, str(tmp_path)):
+        assert same(before, after)
+
+
 def full_states(rank):
     options = StateDictOptions(full_state_dict=True)
     model, optimizer = sharded("O5", 2)

@@ -1,7 +1,11 @@
 """What overflows on one rank is skipped on all, and their scales stay equal."""
 
+import contextlib
+
+import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
 
 from apex import amp
 from tests.sharded.cases import mesh, net, prepared, shard, sharded, whole, wholes
@@ -91,3 +95,25 @@ def plain_beside_sharded(rank, level):
 def test_inf_in_a_plain_parameter_of_one_rank_skips_on_all(on_two_ranks):
     for found in on_two_ranks(plain_beside_sharded, "O5"):
         assert found == (True, [True] * 4)
+
+
+def messages(rank, level, options):
+    """What the end of a pass sends, over a plane with parameters of two dtypes."""
+    plane = mesh(2, 2, names=("replica", "shard"))
+    model = shard(nn.Sequential(*net(), nn.LayerNorm(2)), plane)
+    model, optimizer = prepared(level, model, **options)
+    with contextlib.ExitStack() as block:
+        block.enter_context(amp.scale_loss(loss_of(model, *batch()), optimizer)).backward()
+        with CommDebugMode() as sent:
+            block.close()
+    return {str(op): count for op, count in sent.get_comm_counts().items()}
+
+
+@pytest.mark.parametrize("level", ["O4", "O5"])
+def test_a_pass_sends_one_flag_over_the_sharded_dimension(level, on_four_ranks):
+    options = {} if level == "O4" else {"fp32_modules": [nn.LayerNorm]}
+    assert on_four_ranks(messages, level, options) == [{"c10d.allreduce_": 1}] * 4
+
+
+def test_a_pass_with_a_static_scale_sends_nothing(on_four_ranks):
+    assert on_four_ranks(messages, "O5", {"loss_scale": 128.0}) == [{}] * 4

@@ -112,6 +112,21 @@ def test_fully_shard_after_initialize_is_told_with_the_right_order(on_two_ranks)
                 assert "model, optimizer = amp.initialize(model, optimizer)" in text
 
 
+def with_a_parameter_of_no_model(rank):
+    model, temperature = shard(net(), mesh(2)), nn.Parameter(torch.ones(()))
+    optimizer = sgd([{"params": model.parameters()}, {"params": [temperature]}])
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    before = temperature.item()
+    with amp.scale_loss(loss_of(model, *batch()) * temperature, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    return temperature.item() != before
+
+
+def test_a_plain_parameter_of_no_model_trains_beside_a_sharded_model(on_two_ranks):
+    assert on_two_ranks(with_a_parameter_of_no_model) == [True, True]
+
+
 def restored(rank):
     found = []
     for level in MIXED:

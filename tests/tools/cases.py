@@ -52,7 +52,7 @@ def by_name(comparison):
     return {result.name: result for result in comparison.results}
 
 
-def result(name="O0", *, milliseconds=10.0, spread=0.1, errors=(), probe=(), **changes):
+def result_of(name="O0", *, milliseconds=10.0, spread=0.1, errors=(), probe=(), **changes):
     """Returns a made-up result: a sound training, ten steps long."""
     emulated = changes.pop("emulated", False)
     record = Record(

@@ -1,15 +1,19 @@
 """A whole comparison: levels train as they would alone, and what fails does not stop the rest."""
 
 import json
+import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from apex import amp
-from apex.tools.results import to_json
+from apex.tools.compare import _timing_notes
+from apex.tools.results import Timing, to_json
 from apex.tools.targets import TargetError, opened
 from apex.tools.variants import VARIANTS
-from tests.tools.cases import TARGET, by_name, compared, written
+from tests.tools.cases import TARGET, by_name, compared, result_of, written
 
 ALL = ",".join(VARIANTS)
 
@@ -133,6 +137,19 @@ def test_json_holds_every_level_and_no_nan(every):
     assert data["format"] == "apex-compare/1"
     assert data["recommendation"]["level"] in VARIANTS
     assert data["levels"][0]["training"]["stored"]["bytes_per_param"] > 12
+
+
+@pytest.mark.parametrize(("high", "notes"), [(11.0, 0), (15.0, 1)])
+def test_times_of_a_busy_machine_are_said_to_be_so(high, notes):
+    timed = replace(result_of(), timing=Timing(median=10.0, low=9.0, high=high, steps=20))
+    assert len(list(_timing_notes(timed))) == notes
+
+
+def test_the_target_of_the_how_to_trains(tmp_path):
+    text = (Path(__file__).parents[2] / "docs" / "howto" / "compare.md").read_text()
+    target = re.search(r"```python\n(import torch\n.*?)```", text, re.DOTALL)[1]
+    found = compared(written(tmp_path, target), "O0,O5", steps=2, rounds=1)
+    assert not found.failed
 
 
 # -- bad input -------------------------------------------------------------------------------

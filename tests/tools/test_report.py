@@ -13,7 +13,7 @@ from apex.tools.report.scales import step_ticks, tick_label, value_range, value_
 from apex.tools.results import Stored
 from apex.tools.text import comparison_text, text_table
 from apex.tools.variants import VARIANTS
-from tests.tools.cases import comparison_of, result
+from tests.tools.cases import comparison_of, result_of
 
 
 def page(*results, **changes):
@@ -29,26 +29,26 @@ def charts(text):
 
 
 def test_the_page_asks_the_network_for_nothing():
-    text = page(*(result(name) for name in VARIANTS))
+    text = page(*(result_of(name) for name in VARIANTS))
     assert not re.findall(r"https?:|<link|src=|@import|url\(|fetch\(", text)
 
 
 def test_the_page_has_one_row_for_each_level():
-    assert page(*(result(name) for name in VARIANTS)).count("<tr") == 1 + len(VARIANTS)
+    assert page(*(result_of(name) for name in VARIANTS)).count("<tr") == 1 + len(VARIANTS)
 
 
 def test_the_same_comparison_gives_the_same_page():
-    assert page(result(), result("O4")) == page(result(), result("O4"))
+    assert page(result_of(), result_of("O4")) == page(result_of(), result_of("O4"))
 
 
 def test_what_comes_from_outside_is_escaped():
-    text = page(result(errors=("a <b> error",)), target="<i>.py", notes=("a <note>",))
+    text = page(result_of(errors=("a <b> error",)), target="<i>.py", notes=("a <note>",))
     assert "a &lt;machine&gt;" in text
     assert not re.findall("<b> error|<i>.py|<note>", text)
 
 
 def test_every_level_s_colour_is_in_the_style_for_light_and_dark():
-    style = re.search("<style>(.*?)</style>", page(result()), re.DOTALL)[1]
+    style = re.search("<style>(.*?)</style>", page(result_of()), re.DOTALL)[1]
     for name in VARIANTS:
         assert len(re.findall(rf"--{name}: #[0-9a-f]{{6}}", style)) == 2
         assert f".{name} {{ --level: var(--{name}) }}" in style
@@ -57,18 +57,18 @@ def test_every_level_s_colour_is_in_the_style_for_light_and_dark():
 def test_each_skipped_step_gets_a_cross():
     scales = (4.0, 2.0, 2.0, 1.0, *(1.0,) * 7)
     wide_and_narrow = 2
-    assert page(result(), result("O1", loss_scales=scales)).count('class="mark O1"') == (
+    assert page(result_of(), result_of("O1", loss_scales=scales)).count('class="mark O1"') == (
         2 * wide_and_narrow
     )
 
 
 def test_a_static_scale_of_one_has_no_chart():
-    assert "<h2>Loss scale</h2>" not in page(result(), result("O4"))
+    assert "<h2>Loss scale</h2>" not in page(result_of(), result_of("O4"))
 
 
 def test_a_loss_that_is_not_finite_ends_its_curve():
     losses = (2.0, math.nan, *(1.0,) * 8)
-    text = page(result(), result("O4", losses=losses))
+    text = page(result_of(), result_of("O4", losses=losses))
     assert charts(text)[0]["values"]["O4"][:3] == [2, None, 1]
     assert not re.findall(r"\bnan\b", text, re.IGNORECASE)
 
@@ -77,13 +77,13 @@ def test_an_infinite_distance_of_a_module_breaks_no_chart():
     from apex.tools.results import ModuleError
 
     broken = (ModuleError("0", "Linear", math.inf), ModuleError("", "Sequential", 0.5))
-    text = page(result(), result("O4", probe={"modules": broken}))
+    text = page(result_of(), result_of("O4", probe={"modules": broken}))
     assert "Infinity" not in text
     assert not re.findall(r'd="[^"]*(inf|nan)', text)
 
 
 def test_emulated_levels_have_a_chart_of_their_own_and_a_bar_off_the_scale():
-    text = page(result(), result("O1", emulated=True, milliseconds=500.0))
+    text = page(result_of(), result_of("O1", emulated=True, milliseconds=500.0))
     assert '<i class="bar off"' in text
     assert list(charts(text)[0]["values"]) == ["O0"]
 
@@ -91,7 +91,7 @@ def test_emulated_levels_have_a_chart_of_their_own_and_a_bar_off_the_scale():
 def test_a_comparison_in_which_all_failed_still_gives_a_page():
     from dataclasses import replace
 
-    broken = replace(result(), training=None, timing=None, probe=None, errors=("training: no",))
+    broken = replace(result_of(), training=None, timing=None, probe=None, errors=("training: no",))
     text = page(broken)
     assert "No advice" in text
     assert "training: no" in text
@@ -101,7 +101,7 @@ def test_a_comparison_in_which_all_failed_still_gives_a_page():
 
 
 def test_the_table_marks_and_explains_an_emulated_level():
-    text = comparison_text(comparison_of(result(), result("O1", emulated=True)))
+    text = comparison_text(comparison_of(result_of(), result_of("O1", emulated=True)))
     assert "fp16 *" in text
     assert "Trained for 10 steps" in text
 
@@ -110,8 +110,8 @@ def test_the_table_tells_speed_memory_skips_and_the_first_module():
     masters = Stored(params=100, model=200, masters=400, optimizer=800)
     scales = (4.0, 2.0, *(2.0,) * 9)
     found = comparison_of(
-        result(milliseconds=30.0),
-        result("O2", milliseconds=15.0, stored=masters, loss_scales=scales),
+        result_of(milliseconds=30.0),
+        result_of("O2", milliseconds=15.0, stored=masters, loss_scales=scales),
     )
     (row,) = [line.split() for line in text_table(found).splitlines() if line.startswith("O2")]
     assert row[:5] == ["O2", "fp16", "15", "2.00x", "14.0"]
@@ -122,18 +122,18 @@ def test_the_table_tells_speed_memory_skips_and_the_first_module():
 def test_a_level_that_failed_is_in_the_table_and_said_below():
     from dataclasses import replace
 
-    broken = replace(result("O4"), training=None, timing=None, probe=None, errors=("no kernel",))
-    text = comparison_text(comparison_of(result(), broken))
+    broken = replace(result_of("O4"), training=None, timing=None, probe=None, errors=("no kernel",))
+    text = comparison_text(comparison_of(result_of(), broken))
     assert re.search(r"^O4 +failed +- ", text, re.MULTILINE)
     assert "O4: no kernel" in text
 
 
 def test_a_run_that_ends_without_a_finite_loss_is_called_diverged():
-    assert "diverged" in text_table(comparison_of(result(losses=(2.0, math.inf))))
+    assert "diverged" in text_table(comparison_of(result_of(losses=(2.0, math.inf))))
 
 
 def test_columns_without_anything_to_show_are_left_out():
-    heading = text_table(comparison_of(result())).splitlines()[0]
+    heading = text_table(comparison_of(result_of())).splitlines()[0]
     assert "evaluate" not in heading
     assert "peak" not in heading
 

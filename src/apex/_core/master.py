@@ -95,12 +95,12 @@ def fp32_grads(params: Sequence[nn.Parameter]) -> list[Tensor]:
             result.append(shards.laid_out_as(param, grad.to(torch.float32)))
             continue
         # In the parameter's layout: torch's fused CPU kernels take the gradient's for granted.
-        copy = torch.empty_like(shards.local(param), dtype=torch.float32)
+        copy = torch.empty_like(param, dtype=torch.float32, requires_grad=False)
         copies.append(copy)
-        sources.append(shards.local(grad))
-        result.append(shards.with_local(param, copy))
+        sources.append(grad)
+        result.append(copy)
     if copies:
-        torch._foreach_copy_(copies, sources)
+        torch._foreach_copy_(shards.locals_of(copies), shards.locals_of(sources))
     return result
 
 

@@ -29,18 +29,16 @@ def local(tensor: Tensor) -> Tensor:
     Element-wise work on the parts is that on the whole, without DTensor's dispatch: that costs tens
     of microseconds an operator, and has no ``_foreach_copy_``.
     """
-    if not is_dtensor(tensor):
-        return tensor
-    with torch.no_grad():
-        part: Tensor = tensor.to_local()
-    return part
+    return locals_of([tensor])[0]
 
 
 def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Returns :func:`local` of each."""
-    if _MODULE not in sys.modules:
+    module = sys.modules.get(_MODULE)
+    if module is None:
         return list(tensors)
-    return [local(tensor) for tensor in tensors]
+    with torch.no_grad():  # in which to_local shares memory
+        return [t.to_local() if isinstance(t, module.DTensor) else t for t in tensors]
 
 
 def with_local(like: Tensor, part: Tensor) -> Tensor:

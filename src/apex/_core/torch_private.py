@@ -1,4 +1,4 @@
-"""Private functions of torch that several files need, each with a plain form for a torch without it.
+"""Private functions of torch that several files need, each with a plain form where one can be.
 
 Which form is used is decided here, at import. ``tests/test_torch_interface.py`` lists every other
 private name that the sources use.

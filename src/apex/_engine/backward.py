@@ -13,9 +13,10 @@ from torch import Tensor
 from apex._core.tracing import untraced
 
 if TYPE_CHECKING:
-    from apex._engine.binding import Binding, CastsOff, OpenPass
+    from apex._engine.binding import Binding, CastsOff
     from apex._engine.distributed import Communication
     from apex._engine.events import ScaleUpdate
+    from apex._engine.gradients import OpenPass
     from apex._engine.scaler import Scaler
 
 

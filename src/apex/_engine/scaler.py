@@ -157,8 +157,8 @@ class Scaler:
         if self.dynamic:
             update_scale_(self.loss_scale, self.clean_steps, self.found_inf, self.rule)
             self._updated = True
-            self._arrivals.send(self._values)
-            self._passes_sent.append(optimizers)
+            if self._arrivals.send(self._values):
+                self._passes_sent.append(optimizers)
         else:
             self._static_steps += 1
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Wrapper
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
-from apex._core import dtypes, nested, ranks, shards
+from apex._core import ranks, shards
 from apex._core.master import copy_to_model
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
@@ -24,6 +24,7 @@ from apex._engine.convert import ModelPlan
 from apex._engine.distributed import Communication, Wrappers
 from apex._engine.events import PassEnd, ScaleUpdate
 from apex._engine.optimizer_class import AmpOptimizer
+from apex._engine.restoring import Before, dtypes_of, match_states
 from apex._engine.scaler import Scaler
 
 Listener = Callable[["Session", ScaleUpdate], None]
@@ -89,7 +90,7 @@ class Session:
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._wrappers = Wrappers()
         self._shards: weakref.WeakSet[object] = weakref.WeakSet()
-        self._order_checked = False
+        self._prepared: frozenset[int] = frozenset()
         self._before: dict[int, Tensor] = {}
         self._end: weakref.finalize[..., Session] | None = None
         self.options: object = None
@@ -114,9 +115,9 @@ class Session:
         """
         if self.policy.master_weights:
             self._before = {id(p): p.detach() for model in models for p in model.parameters()}
-        before = _Before(models)
+        before = Before(models)
         converted: list[nn.Module] = []
-        old_dtypes = _dtypes(optimizers)
+        old_dtypes = dtypes_of(optimizers)
         try:
             for model in models:
                 convert.convert(model, plan, self.region, masters=self, owner=self)
@@ -124,7 +125,7 @@ class Session:
             for optimizer in optimizers:
                 self._bind(optimizer, mixin)
             self.start()
-            _match_states(optimizers, old_dtypes)
+            match_states(optimizers, old_dtypes)
         except BaseException:
             self._withdraw(converted, optimizers)
             before.put_back()
@@ -132,6 +133,7 @@ class Session:
         finally:
             self._before = {}
         self._models.update(models)
+        self._prepared = frozenset(id(p) for model in models for p in model.parameters())
         self._shards.update(group for model in models for group in sharding.param_groups(model))
 
     def _withdraw(self, models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
@@ -213,9 +215,10 @@ class Session:
         Raises:
             RuntimeError: If ``fully_shard`` has replaced parameters of the optimizers.
         """
-        if not self._order_checked:
-            sharding.check_order(self._models, [p for b in bindings for p in b.trained()])
-            self._order_checked = True
+        if self._prepared:
+            trained = [p for b in bindings for p in b.trained() if id(p) in self._prepared]
+            sharding.check_order(self._models, trained)
+            self._prepared = frozenset()
         return BackwardPass(
             loss,
             bindings,
@@ -350,89 +353,6 @@ def _share_masters(binding: Binding, wrappers: Iterable[Wrapper]) -> None:
     for wrapper, params in sent.items():
         masters = [pair.master for pair in binding.pairs if id(pair.model) in params]
         distributed.share(masters, wrapper)
-
-
-class _Before:
-    """What models hold before they are converted, to the last bit."""
-
-    def __init__(self, models: Iterable[nn.Module]) -> None:
-        """Keeps the storages of parameters, buffers and gradients; copies nothing."""
-        self._held = [
-            (tensor, tensor.data, tensor.grad if tensor.is_leaf else None)
-            for model in models
-            for tensor in (*model.parameters(), *model.buffers())
-        ]
-
-    def put_back(self) -> None:
-        """Gives every tensor its own again."""
-        for tensor, data, grad in self._held:
-            convert.assign(tensor, data, grad)
-
-
-def restore(models: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-    """Makes converted models and bound optimizers plain fp32 objects again.
-
-    The optimizers step the models' own parameters, which have the masters' values, and keep their
-    state.
-    """
-    models = list(models)
-    for model in models:
-        convert.check_restorable(model)
-    before = _dtypes(optimizers)
-    bindings = [b for opt in optimizers if (b := optimizer_class.binding_of(opt)) is not None]
-    masters = {key: value for b in bindings for key, value in b.exact().items()}
-    for model in models:
-        convert.restore(model, masters)
-    for optimizer in optimizers:
-        binding = optimizer_class.binding_of(optimizer)
-        if binding is None:
-            continue
-        for pair in binding.pairs:
-            if dtypes.is_low_precision(pair.model):  # of a module that was taken out since
-                pair.model.grad, pair.model.data = None, pair.master.data
-        binding.release()
-        optimizer_class.unbind_class(optimizer)
-        if binding.owner is not None:
-            binding.owner.forget(binding)
-    _match_states(optimizers, before)
-
-
-def _dtypes(optimizers: Iterable[Optimizer]) -> dict[int, torch.dtype]:
-    return {
-        id(p): p.dtype for opt in optimizers for group in opt.param_groups for p in group["params"]
-    }
-
-
-def _match_states(optimizers: Iterable[Optimizer], before: Mapping[int, torch.dtype]) -> None:
-    """Casts the state of parameters that were converted in place (O3), as torch's kernels want.
-
-    All of it or, on failure, nothing.
-    """
-    matched = [entry for optimizer in optimizers for entry in _matched(optimizer, before)]
-    for state, name, value in matched:
-        state[name] = value
-
-
-def _matched(
-    optimizer: Optimizer, before: Mapping[int, torch.dtype]
-) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    # apex.optimizers step 16-bit parameters with fp32 state, and say so.
-    if getattr(optimizer, "state_stays_fp32", False):
-        return
-    binding = optimizer_class.binding_of(optimizer)
-    # 0-d tensors are step counts, which stay exact, but for LBFGS: those are its parameters' dots.
-    least_dim = 0 if isinstance(optimizer, LBFGS) else 1
-    for param, state in optimizer.state.items():
-        old = before.get(id(param), param.dtype)
-        # A frozen parameter's is for the fp32 master that it gets when it is unfrozen.
-        if old is param.dtype or (binding is not None and binding.waits(param)):
-            continue
-
-        def follow(value: Tensor, old: torch.dtype = old, new: torch.dtype = param.dtype) -> Tensor:
-            return value.to(new) if value.dtype is old and value.dim() >= least_dim else value
-
-        for name, value in state.items():
-            yield state, name, nested.map_tensors(follow, value)
 
 
 def _end(region: CastRegion, functions: Functions | None) -> None:

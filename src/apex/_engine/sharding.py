@@ -70,7 +70,7 @@ def check_order(models: Iterable[nn.Module], params: Sequence[Tensor]) -> None:
 
     Args:
         models: The models of a session.
-        params: Their parameters that the session's optimizers train.
+        params: What they held then and the session's optimizers train.
 
     Raises:
         RuntimeError: If the optimizers train parameters that ``fully_shard`` has replaced.

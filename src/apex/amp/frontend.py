@@ -14,7 +14,7 @@ from torch import nn
 
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
-from apex._engine import session
+from apex._engine import restoring
 from apex._engine.casting import CastSpec
 from apex._engine.convert import ModelPlan
 from apex._engine.scaler import Scaler
@@ -199,7 +199,7 @@ def restore(models: Any, optimizers: Any = None) -> Any:
     given = map(unwrap, inputs.optimizer_list(optimizers))
     own = [optimizer for optimizer in given if not skip(optimizer)]
     inputs.check_prepared(model_list, own)
-    session.restore(model_list, own)
+    restoring.restore(model_list, own)
     return models if optimizers is None else (models, optimizers)
 
 

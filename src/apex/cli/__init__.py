@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from apex.cli import exit_codes
 
-SUBCOMMANDS = ("compare", "doctor")
+SUBCOMMANDS = ("compare", "doctor", "migrate")
 """Modules of this package, in the order of the help; each has ``add_parser`` and ``run``."""
 
 

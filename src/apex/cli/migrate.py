@@ -18,9 +18,9 @@ DESCRIPTION = """\
 Reads Python files and tells of every use of apex in them whether it works with this package:
 unchanged, with a note, or not, and what to do then. Nothing is executed.
 
-With --to torch it prints a diff that turns amp.initialize and amp.scale_loss into torch.autocast and
-torch.amp.GradScaler where that is equivalent (levels O0, O1 and O4), and says of the other scripts
-why it is not; their code stays as it is."""
+With --to torch it prints a diff that turns amp.initialize and amp.scale_loss into torch.autocast
+and torch.amp.GradScaler where that is equivalent (levels O0, O1 and O4), and says of the other
+scripts why it is not; their code stays as it is."""
 
 EXAMPLES = """\
 examples:
@@ -55,8 +55,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--level",
         choices=LEVELS,
-        help="the level to rewrite for where a script does not name it in the call itself; other "
-        "options that it computes are then taken to be the level's own",
+        help="the level to rewrite for where a script does not name it in the call itself; "
+        "loss_scale, keep_batchnorm_fp32 and master_weights that it computes are then taken to be "
+        "the level's own",
     )
     parser.add_argument(
         "--write", action="store_true", help="change the files in place of printing the diff"
@@ -116,16 +117,19 @@ def _to_torch(args: argparse.Namespace) -> int:
 
 def _write(conversion: Conversion) -> bool:
     """Changes the files; returns whether all could be written."""
+    written = [_write_script(script.path, script.after) for script in conversion.changed]
+    return all(written)
+
+
+def _write_script(path: Path, text: str) -> bool:
     from apex.tools.migrate.sources import write
 
-    well = True
-    for script in conversion.changed:
-        try:
-            write(script.path, script.after)
-        except OSError as error:
-            print(f"apex migrate: {script.path} not written: {error.strerror}", file=sys.stderr)
-            well = False
-    return well
+    try:
+        write(path, text)
+    except OSError as error:
+        print(f"apex migrate: {path} not written: {error.strerror}", file=sys.stderr)
+        return False
+    return True
 
 
 def _finished(file: str | None, data: dict[str, Any], *, failed: bool) -> int:

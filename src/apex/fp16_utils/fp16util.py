@@ -7,10 +7,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from apex._core import dtypes, master, nested
+from apex._core import dtypes, master, nested, torch_private
 from apex._core.master import Pair
 
 clip_grad_norm = nn.utils.clip_grad_norm_
@@ -166,7 +165,7 @@ def master_params_to_model_params(
             [Pair(*pair) for pair in zip(model_params, master_params, strict=True)]
         )
         return
-    values = _unflatten_dense_tensors(master_params[0].detach(), tuple(model_params))  # type: ignore[no-untyped-call]
+    values = torch_private.unflatten(master_params[0].detach(), tuple(model_params))
     with torch.no_grad():
         torch._foreach_copy_(list(model_params), list(values))
 
@@ -187,7 +186,7 @@ def _master_of(param: nn.Parameter) -> nn.Parameter:
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    flat: Tensor = _flatten_dense_tensors(tuple(tensors))  # type: ignore[no-untyped-call]
+    flat: Tensor = torch_private.flatten(tuple(tensors))
     return flat
 
 

@@ -26,6 +26,9 @@ from apex.tools.variants import BASELINE, Variant
 
 FEW_STEPS = 20
 
+WIDE_SPREAD = 0.3
+"""Times whose middle half is wider than this share of their median are those of a busy machine."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -67,7 +70,7 @@ def compare(target: str, options: Options, progress: Progress) -> Comparison:
         steps=len(run.batches),
         seed=options.seed,
         results=tuple(run.results.values()),
-        notes=tuple(run.notes),
+        notes=(*run.notes, *_timing_notes(run.results[BASELINE])),
     )
     return replace(found, recommendation=recommendation(found))
 
@@ -244,6 +247,15 @@ class _Run:
         except Exception as error:  # noqa: BLE001 - the user's code, or what this machine lacks
             errors = (*self.results[name].errors, f"{part} failed: {said(error)}")
             self._put(name, errors=errors)
+
+
+def _timing_notes(base: Result) -> Iterator[str]:
+    timing = base.timing
+    if timing is not None and timing.high - timing.low > WIDE_SPREAD * timing.median:
+        yield (
+            f"The machine was busy: the middle half of fp32's steps took {timing.low:.3g} to "
+            f"{timing.high:.3g} ms. Times of a quiet machine, or more --rounds, say more."
+        )
 
 
 def said(error: Exception) -> str:

@@ -18,6 +18,11 @@ from apex.tools.seeds import seed_all
 from apex.tools.trainers import Trainer
 from apex.tools.variants import Variant
 
+DROPOUT = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
+
 
 @dataclass(frozen=True)
 class Seen:
@@ -42,7 +47,7 @@ def observe(trainer: Trainer, batch: Any, *, seed: int) -> Seen:
     Dropout modules are off: their masks would differ from dtype to dtype.
     """
     for module in trainer.model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        if isinstance(module, DROPOUT):
             module.eval()
     seed_all(seed)
     with _watched(trainer.model) as (outputs, kinds):

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from statistics import stdev
 
 from apex.tools.results import Comparison, Recommendation, Result
 from apex.tools.training import end_loss, last
-from apex.tools.variants import BASELINE
+from apex.tools.variants import BASELINE, SHORT
 
 LEAST_GAIN = 1.05
 """A speed-up below this is not worth a change of numerics."""
 
 LEAST_MEMORY_GAIN = 0.9
-"""Neither is memory above this share of fp32's."""
+"""Neither is memory above this share of fp32's, ..."""
+
+LEAST_BYTES_SAVED = 32e6
+"""... nor a saving of less than this."""
 
 MOST_FROZEN = 0.05
 MOST_SKIPPED = 0.1
@@ -29,13 +33,13 @@ def recommendation(comparison: Comparison) -> Recommendation:
             "No advice: the fp32 run, which the others are measured against, failed.",
             base.errors,
         )
+    if len(comparison.results) == 1:
+        return Recommendation(BASELINE, "Nothing to compare: only fp32 was trained.", ())
     refusals = {result.name: _refusal(result, base) for result in comparison.results}
     sound = [r for r in comparison.results if r.variant.advised and not refusals[r.name]]
     gaining = [result for result in sound if gains(result, base)]
-    # Of those that are alike, the one that stands first in the table.
-    fastest = min(map(_time, gaining), default=0.0)
-    best = next((r for r in gaining if _time(r) <= fastest * LEAST_GAIN), None)
-    others = [f"{name}: {reason}" for name, reason in refusals.items() if reason]
+    best = _first_of_the_fastest(gaining)
+    others = _grouped(refusals)
     if best is None:
         text = "Stay in fp32: no gain expected here, because " + _because(sound, base)
         return Recommendation(BASELINE, text, tuple(others))
@@ -57,7 +61,9 @@ def gains(result: Result, base: Result) -> bool:
         return False
     if speed >= LEAST_GAIN and result.timing.high < base.timing.low:
         return True
-    return speed >= 1 / LEAST_GAIN and _memory_ratio(result, base) <= LEAST_MEMORY_GAIN
+    saved = _memory(base) - _memory(result)
+    smaller = _memory_ratio(result, base) <= LEAST_MEMORY_GAIN and saved >= LEAST_BYTES_SAVED
+    return smaller and speed >= 1 / LEAST_GAIN
 
 
 def loss_is_worse(result: Result, base: Result) -> bool:
@@ -69,6 +75,15 @@ def loss_is_worse(result: Result, base: Result) -> bool:
     return ours > fp32 + max(2 * _noise(losses), LOSS_TOLERANCE * abs(fp32))
 
 
+def _first_of_the_fastest(results: list[Result]) -> Result | None:
+    """Returns the fastest; of those that its own spread covers, the first in the table."""
+    fastest = min(results, key=_time, default=None)
+    if fastest is None or fastest.timing is None:
+        return None
+    alike = max(fastest.timing.high, fastest.timing.median * LEAST_GAIN)
+    return next(result for result in results if _time(result) <= alike)
+
+
 def _refusal(result: Result, base: Result) -> str:
     """Returns why a variant is out of the question; empty where it is not."""
     record = result.training
@@ -76,33 +91,42 @@ def _refusal(result: Result, base: Result) -> str:
         return "; ".join(result.errors)
     if result.name == base.name:
         return ""
-    name = str(result.variant.dtype).removeprefix("torch.")
+    name = SHORT[result.variant.dtype]
     frozen = max((share for _, share in record.frozen), default=0.0)
     rules = (
         (
             result.emulated,
             f"{name} is emulated on this machine"
-            + ("." if result.slowdown is None else f" ({result.slowdown:.0f}x the time of fp32)."),
+            + ("" if result.slowdown is None else f" ({result.slowdown:.0f}x the time of fp32)"),
         ),
-        (not math.isfinite(record.losses[-1]), "the loss is not finite at the end."),
+        (not math.isfinite(record.losses[-1]), "the loss is not finite at the end"),
         (not result.emulated and loss_is_worse(result, base), _worse(result, base)),
         (
             frozen > MOST_FROZEN,
-            f"up to {frozen:.0%} of the weights did not move though their update was not zero.",
+            f"up to {frozen:.0%} of the weights did not move though their update was not zero",
         ),
         (
             len(record.skipped) > 2 + MOST_SKIPPED * len(record.losses),
-            f"{len(record.skipped)} of {len(record.losses)} steps were skipped.",
+            f"{len(record.skipped)} of {len(record.losses)} steps were skipped",
         ),
     )
-    return " ".join(reason for holds, reason in rules if holds)
+    return "; ".join(reason for holds, reason in rules if holds)
+
+
+def _grouped(refusals: Mapping[str, str]) -> list[str]:
+    """Returns a line for each reason, with the names of all levels that it holds for."""
+    names: dict[str, list[str]] = {}
+    for name, reason in refusals.items():
+        if reason:
+            names.setdefault(reason, []).append(name)
+    return [f"{', '.join(who)}: {reason.rstrip('.')}." for reason, who in names.items()]
 
 
 def _worse(result: Result, base: Result) -> str:
     if result.training is None or base.training is None:
         return ""
     fp32 = end_loss(base.training.losses[: len(result.training.losses)])
-    return f"loss {end_loss(result.training.losses):.4g} at the end, against {fp32:.4g} in fp32."
+    return f"loss {end_loss(result.training.losses):.4g} at the end, against {fp32:.4g} in fp32"
 
 
 def _because(sound: list[Result], base: Result) -> str:
@@ -125,6 +149,8 @@ def _gain(best: Result, base: Result) -> str:
     words = [f"{speed:.2f}x as fast as fp32"]
     if ratio <= LEAST_MEMORY_GAIN:
         words.append(f"{1 - ratio:.0%} less memory")
+    if speed < LEAST_GAIN:
+        words.reverse()
     return ", ".join([*words, "and a loss that fp32's own noise covers"])
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from apex._core import dtypes
 from apex.tools.variants import BASELINE, Variant
 
 Sample = tuple[int, float]
@@ -234,7 +235,7 @@ def _result_data(result: Result) -> dict[str, Any]:
     return {
         "level": result.name,
         "meaning": result.variant.meaning,
-        "dtype": str(result.variant.dtype).removeprefix("torch."),
+        "dtype": dtypes.name(result.variant.dtype),
         **data,
     }
 
@@ -247,5 +248,5 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
+        return dtypes.name(value)
     return value

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
+from apex._core import dtypes
 from apex.tools.recommend import megabytes, speedup
 from apex.tools.results import Comparison, Probe, Result, Training
 from apex.tools.training import end_loss
+from apex.tools.variants import SHORT
 
 NOTHING = "-"
-
-SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,10 @@ def _row(result: Result, base: Result) -> Row:
 def _compute(result: Result) -> str:
     if result.training is None:
         return "failed"
+    short = {dtypes.name(dtype): name for dtype, name in SHORT.items()}
     seen = None if result.probe is None else result.probe.compute_dtype
-    name = seen or str(result.variant.dtype).removeprefix("torch.")
-    return SHORT.get(name, name) + (" *" if result.emulated else "")
+    name = seen or dtypes.name(result.variant.dtype)
+    return short.get(name, name) + (" *" if result.emulated else "")
 
 
 def _training_cells(record: Training | None) -> dict[str, str]:

@@ -20,7 +20,9 @@ def comparison_text(comparison: Comparison) -> str:
         f"{comparison.target}: {comparison.steps} steps on {comparison.machine}",
         text_table(comparison),
         "\n".join(
-            f"{result.name}: {error}" for result in comparison.failed for error in result.errors
+            _folded(f"{result.name}: {error}")
+            for result in comparison.failed
+            for error in result.errors
         ),
         "\n".join(map(_folded, comparison.notes)),
         advice(comparison),

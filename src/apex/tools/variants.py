@@ -33,6 +33,14 @@ class Variant:
 
 BASELINE = "O0"
 
+SHORT: Mapping[torch.dtype, str] = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+}
+"""How a dtype is called in tables."""
+
 _ALL = (
     Variant("O0", torch.float32, "fp32 throughout", advised=False),
     Variant("O1", torch.float16, "fp16 where it is safe, fp32 weights"),

@@ -152,8 +152,8 @@ class History:
         if end.failed or not any(binding in end.bindings for binding in self._bindings):
             return
         scaler = session.scalers[end.loss_id]
-        self._losses.append(end.loss_id)
-        self._arrivals.send(self._numbers(scaler.loss_scale, scaler.found_inf))
+        if self._arrivals.send(self._numbers(scaler.loss_scale, scaler.found_inf)):
+            self._losses.append(end.loss_id)
         self._read(wait=False)
 
     @torch.no_grad()

@@ -11,7 +11,7 @@ from libcst import ParserSyntaxError
 from apex.tools.migrate.script import Script
 from apex.tools.migrate.sources import UnreadableError, python_files, read
 from apex.tools.migrate.uses import Use, may_use_apex, uses
-from apex.tools.migrate.verdicts import Kind, Verdict, verdict_of_use
+from apex.tools.migrate.verdicts import Kind, Verdict, is_known, verdict_of_use
 
 Unread = Callable[[Path, str], None]
 """Is told the path and why it was not read."""
@@ -57,20 +57,30 @@ def migration_of(path: Path) -> Migration:
         read(path)
     unread: list[tuple[Path, str]] = []
     found = [
-        ScriptUses(script.path, tuple((use, verdict_of_use(use)) for use in uses(script)))
+        ScriptUses(script.path, tuple((use, verdict_of_use(use)) for use in _known(script)))
         for script in scripts(files, lambda *reason: unread.append(reason))
     ]
     return Migration(tuple(found), tuple(unread), len(files))
 
 
+def _known(script: Script) -> Iterator[Use]:
+    """Yields the uses; of strings those only that name something of apex."""
+    return (use for use in uses(script) if not use.quoted or is_known(use.name))
+
+
 def scripts(files: list[Path], unread: Unread) -> Iterator[Script]:
     """Yields the files that may use apex, parsed."""
     for file in files:
-        try:
-            text = read(file)
-            if may_use_apex(text):
-                yield Script(file, text)
-        except UnreadableError as error:
-            unread(file, str(error))
-        except ParserSyntaxError as error:
-            unread(file, f"line {error.raw_line}: not the syntax of Python 3.")
+        if (script := _script(file, unread)) is not None:
+            yield script
+
+
+def _script(file: Path, unread: Unread) -> Script | None:
+    try:
+        text = read(file)
+        return Script(file, text) if may_use_apex(text) else None
+    except UnreadableError as error:
+        unread(file, str(error))
+    except ParserSyntaxError as error:
+        unread(file, f"line {error.raw_line}: not the syntax of Python 3.")
+    return None

@@ -41,10 +41,10 @@ NOTES: Mapping[str, str] = MappingProxyType(
         "apex.amp._initialize": "A replaced applier is seen by the next amp.initialize.",
         # -- optimizers
         "apex.optimizers.FusedNovoGrad": (
-            "Running norms are state of each parameter, so those in apex's checkpoints do not load."
+            "Running norms are state of each parameter: those of apex's checkpoints do not load."
         ),
         "apex.optimizers.FusedLAMB": (
-            "Gradients are left as they are, and max_grad_norm=0 clips nothing (apex divided by it)."
+            "Gradients are left as they are; max_grad_norm=0 clips nothing (apex divided by it)."
         ),
         "apex.optimizers.FP16_Optimizer": (
             f"{_LEGACY_STATE} amp.initialize(opt_level='O2') is today's form (docs/migrating.md)."
@@ -77,6 +77,8 @@ NOTES: Mapping[str, str] = MappingProxyType(
         "apex.parallel.distributed.apply_flat_dist_call": (
             "all_reduce averages over the group in extra_args; integers are refused."
         ),
+        # -- new here
+        "apex.integrations": "Needs MMEngine: pip install 'apex-amp[mmengine]'.",
         # -- layers and losses
         "apex.normalization.MixedFusedLayerNorm": (
             "The result has the weight's dtype on a CPU, too (apex: the input's)."
@@ -97,7 +99,7 @@ NOTES: Mapping[str, str] = MappingProxyType(
             "there."
         ),
         "apex.mlp.MlpFunction": "apply follows torch.autocast, too; backward is not there.",
-        "apex.mlp.MLP": "weights and biases are lists made when read: changing one changes nothing.",
+        "apex.mlp.MLP": "weights and biases are lists made when read: change the parameters.",
         "apex.RNN.LSTM": _STACKED,
         "apex.RNN.GRU": f"{_STACKED} Another output_size is refused.",
         "apex.RNN.ReLU": _STACKED,

@@ -44,7 +44,9 @@ class Script:
         self.text = text
         wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
         self.module = wrapper.module
-        found = wrapper.resolve_many([PositionProvider, ParentNodeProvider, QualifiedNameProvider])
+        found: Any = wrapper.resolve_many(
+            [PositionProvider, ParentNodeProvider, QualifiedNameProvider]
+        )
         self._positions: Mapping[cst.CSTNode, CodeRange] = found[PositionProvider]
         self._parents: Mapping[cst.CSTNode, cst.CSTNode] = found[ParentNodeProvider]
         self._names: Mapping[cst.CSTNode, Any] = found[QualifiedNameProvider]
@@ -53,6 +55,19 @@ class Script:
     def nodes(self) -> tuple[cst.CSTNode, ...]:
         """All nodes, each before its children."""
         return tuple(below(self.module))
+
+    @cached_property
+    def references(self) -> tuple[tuple[cst.CSTNode, str], ...]:
+        """What names apex outside imports: the whole expression, and its full name."""
+        inside: set[cst.CSTNode] = set()
+        found: list[tuple[cst.CSTNode, str]] = []
+        for node in self.nodes:
+            if isinstance(node, cst.Import | cst.ImportFrom) or node in inside:
+                inside.update(node.children)
+            elif isinstance(node, cst.Attribute | cst.Name) and (name := self.apex_name(node)):
+                found.append((node, name))
+                inside.update(node.children)
+        return tuple(found)
 
     def line(self, node: cst.CSTNode) -> int:
         """Returns the line that ``node`` begins in, from 1."""
@@ -77,6 +92,8 @@ class Script:
 
         Aliases are followed; of several imports of one name (``try`` and ``except``) apex's counts.
         """
+        if dotted(node) is None:  # what is called or indexed has a name of its own
+            return None
         names = self._names.get(node) or ()
         names = names() if callable(names) else names
         return next(iter(sorted(name.name for name in names if _is_of_apex(name))), None)

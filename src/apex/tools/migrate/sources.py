@@ -25,7 +25,8 @@ def python_files(path: Path) -> list[Path]:
     if not path.is_dir():
         raise UnreadableError(f"There is no file or folder {path}.")
     try:
-        next(os.scandir(path), None)
+        with os.scandir(path):
+            pass
     except OSError as error:
         raise UnreadableError(f"{path} cannot be read: {error.strerror}.") from error
     found: list[Path] = []

@@ -23,12 +23,14 @@ class Use:
         line: From 1.
         column: From 1.
         keywords: Those it is called with.
+        quoted: Whether it is a string, as in configs and for ``import_module``.
     """
 
     name: str
     line: int
     column: int
     keywords: tuple[str, ...] = ()
+    quoted: bool = False
 
 
 def may_use_apex(text: str) -> bool:
@@ -86,17 +88,19 @@ class _Visitor(cst.CSTVisitor):
             self._add(node, name)
 
     def visit_SimpleString(self, node: cst.SimpleString) -> None:  # noqa: N802
-        # Configs and import_module name modules in strings.
         value = node.evaluated_value
-        if isinstance(value, str) and is_of_apex(value) and "." in value:
-            if all(part.isidentifier() for part in value.split(".")):
-                self._add(node, value)
+        if isinstance(value, str) and is_of_apex(value) and _is_dotted(value):
+            self._add(node, value, quoted=True)
 
-    def _add(self, node: cst.CSTNode, name: str) -> None:
+    def _add(self, node: cst.CSTNode, name: str, *, quoted: bool = False) -> None:
         call = self._calls.get(node)
         keywords = tuple(_keywords(call)) if call else ()
         at = self.script
-        self.found.append(Use(name, at.line(node), at.column(node), keywords))
+        self.found.append(Use(name, at.line(node), at.column(node), keywords, quoted))
+
+
+def _is_dotted(text: str) -> bool:
+    return "." in text and all(part.isidentifier() for part in text.split("."))
 
 
 def _keywords(call: cst.Call) -> Iterator[str]:

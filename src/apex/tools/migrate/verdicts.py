@@ -16,6 +16,10 @@ from apex.tools.migrate.notes import NOTED_KEYWORDS, NOTES, OF_OPTIMIZERS, REFUS
 from apex.tools.migrate.uses import OPTIMIZER, Use
 
 
+NOT_IMPORTED = ("apex.integrations",)
+"""Packages whose modules import another library: their names are taken to be there."""
+
+
 class Kind(str, Enum):
     """What becomes of a use."""
 
@@ -50,14 +54,18 @@ def verdict_of(name: str) -> Verdict:
     """Returns the verdict on a full name, such as ``apex.optimizers.FusedAdam``."""
     if name.startswith(OPTIMIZER):
         return _noted(OF_OPTIMIZERS[name.removeprefix(OPTIMIZER)])
-    instead = next((INSTEAD[key] for key in INSTEAD if f"{name}.".startswith(f"{key}.")), None)
-    if instead is not None:
+    if (instead := _instead(name)) is not None:
         return Verdict(Kind.NOT_SUPPORTED, f"Use {instead}.")
     try:
         resolve(name)
     except LookupError as error:
         return Verdict(Kind.NOT_SUPPORTED, str(error.args[0]))
     return _noted(NOTES.get(_noted_name(name), ""))
+
+
+def is_known(name: str) -> bool:
+    """Returns whether apex has or had something by this name."""
+    return verdict_of(name).kind is not Kind.NOT_SUPPORTED or _instead(name) is not None
 
 
 def resolve(name: str) -> Any:
@@ -69,7 +77,7 @@ def resolve(name: str) -> Any:
     parts = name.split(".")
     found: Any = importlib.import_module(parts[0])
     for index, part in enumerate(parts[1:], start=1):
-        if not isinstance(found, ModuleType):
+        if not isinstance(found, ModuleType) or found.__name__ in NOT_IMPORTED:
             break
         found = _member(found, part, ".".join(parts[: index + 1]))
     return found
@@ -92,6 +100,10 @@ def _member(module: ModuleType, part: str, name: str) -> Any:
 def _explained(said: str, name: str) -> str:
     plain = f"{name} is not part of this apex. If it is your own, or of a fork, keep that package."
     return said if said.startswith(name) else plain
+
+
+def _instead(name: str) -> str | None:
+    return next((INSTEAD[key] for key in INSTEAD if f"{name}.".startswith(f"{key}.")), None)
 
 
 def _noted(text: str) -> Verdict:

@@ -9,7 +9,8 @@ from html import escape
 
 from apex.tools.report.lines import Chart, Line, smooth, svg
 from apex.tools.results import Comparison, Result, Training
-from apex.tools.rows import SHORT, module_name
+from apex.tools.rows import module_name
+from apex.tools.variants import SHORT
 
 WIDE = (960, 320)
 NARROW = (360, 260)
@@ -67,7 +68,7 @@ def _modules(comparison: Comparison) -> str:
         for name, probe in probed
     )
     rules = {
-        result.probe.eps: f"eps of {SHORT.get(str(result.variant.dtype)[6:], '')}"
+        result.probe.eps: f"eps of {SHORT[result.variant.dtype]}"
         for result in comparison.results
         if result.probe is not None and result.name != base.name
     }

@@ -69,12 +69,13 @@ def _advice(comparison: Comparison) -> str:
 
 
 def _names_a_level(reason: str, comparison: Comparison) -> bool:
-    return any(reason.startswith(f"{result.name}: ") for result in comparison.results)
+    names = reason.partition(": ")[0].split(", ")
+    return {result.name for result in comparison.results}.issuperset(names)
 
 
 def _refusal(reason: str) -> str:
-    name, _, why = reason.partition(": ")
-    return f"{chip(name)} {escape(why)}"
+    names, _, why = reason.partition(": ")
+    return f"{' '.join(map(chip, names.split(', ')))} {escape(why)}"
 
 
 def _list(title: str, items: list[str], kind: str) -> str:

@@ -42,6 +42,9 @@ _HARMLESS: Mapping[str, tuple[Any, ...]] = {
 }
 """Values beside None that change nothing."""
 
+_OF_LEVEL = frozenset({"opt_level", "loss_scale", "keep_batchnorm_fp32", "master_weights"})
+"""Options that scripts take from their command line, to leave them to the level by default."""
+
 _OF_SCALER = ("growth_interval", "growth_factor", "backoff_factor")
 
 
@@ -137,7 +140,9 @@ class OptionReader:
 
     def _computed(self, name: str, own: Any) -> Any:
         node, code = self._arguments[name], f"{name}={self._code(name)}"
-        if code == "max_loss_scale=2.**24":
+        if name not in _OF_LEVEL:
+            if code != "max_loss_scale=2.**24":  # apex's default, in the words of its own signature
+                self._refuse(name, _NO_EQUAL_OPTIONS[name])
             return None
         if self._assumed is None:
             self._findings.refuse(

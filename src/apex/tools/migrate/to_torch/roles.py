@@ -31,16 +31,17 @@ class Role(Enum):
 class Roles:
     """Follows model and optimizer through assignments and calls inside one file."""
 
-    def __init__(self, script: Script) -> None:
-        """Starts without any."""
+    def __init__(self, script: Script, since: cst.CSTNode) -> None:
+        """Starts without any; in its function nothing has a role before the statement ``since``."""
         self._script = script
+        self._since = since
         self._roles: dict[tuple[cst.CSTNode | None, str], Role] = {}
         self._functions = [n for n in script.nodes if isinstance(n, cst.FunctionDef)]
 
     def give(self, node: cst.CSTNode, name: str, role: Role) -> None:
         """Gives ``name`` a role where ``node`` stands, and all that it is passed on to."""
         self._roles[self._key(node, name)] = role
-        while any([self._pass_on(each) for each in self._script.nodes]):
+        while any(self._pass_on(each) for each in self._script.nodes):
             pass
 
     def of(self, node: cst.CSTNode) -> Role | None:
@@ -77,6 +78,17 @@ class Roles:
             if function.name.value == wanted and class_of(self._script, function) is own_class
         ]
 
+    def is_early(self, node: cst.CSTNode) -> bool:
+        """Returns whether ``node`` runs before model and optimizer are prepared."""
+        script = self._script
+        here = function_of(script, node) is function_of(script, self._since)
+        return here and script.line(node) < script.line(self._since)
+
+    def called_early(self) -> set[cst.FunctionDef]:
+        """Returns the functions of this file that run before that, too."""
+        calls = (n for n in self._script.nodes if isinstance(n, cst.Call) and self.is_early(n))
+        return {function for call in calls for function in self.functions_called(call)}
+
     def _key(self, node: cst.CSTNode, name: str) -> tuple[cst.CSTNode | None, str]:
         place = class_of if name.startswith("self.") else function_of
         return place(self._script, node), name
@@ -84,6 +96,8 @@ class Roles:
     def _pass_on(self, node: cst.CSTNode) -> bool:
         """Follows one assignment or call; returns whether that gave a new role."""
         new = []
+        if not isinstance(node, cst.Assign | cst.Call) or self.is_early(node):
+            return False
         if isinstance(node, cst.Assign) and len(node.targets) == 1:
             role, name = self._of_value(node.value), dotted(node.targets[0].target)
             if role is not None and name is not None:

@@ -1,0 +1,61 @@
+"""Who casts each row of the op table on each device type: torch's autocast, or kernels of ours."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from apex._core.oplists import COVERED_INSIDE, OpTable
+from apex._engine.casting import _registry  # the registry's own coverage: what it would fill
+from docs.figures.svg import Drawing
+
+TORCH = "2.13"
+"""The release whose autocast is drawn."""
+
+_DEVICES = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "mps": "MPS"}
+_COLUMNS, _STEP, _DOT, _FAINT = 12, 11, 8, 0.45
+
+
+def deciders(device: str) -> dict[str, str]:
+    """Returns who casts each operator of the table: ``torch``, ``apex`` or the ``inner`` rows."""
+    (filled,) = _registry._coverage_of(device).groups(OpTable.default())
+    found = dict.fromkeys(OpTable.default().rows, "torch")
+    found.update(
+        dict.fromkeys(COVERED_INSIDE - set(_registry._coverage_of(device).native), "inner")
+    )
+    found.update(dict.fromkeys(filled.ops, "apex"))
+    return found
+
+
+def draw() -> str:
+    """Returns the figure."""
+    drawing = Drawing(
+        "devices", 600, 262,
+        says=f"Rows of the op table by device: how many torch {TORCH}'s autocast casts itself, and "
+        "how many apex adds. "
+        + "; ".join(f"{name}: {_sentence(device)}" for device, name in _DEVICES.items()),
+    )  # fmt: skip
+    for index, (device, name) in enumerate(_DEVICES.items()):
+        _panel(drawing, 8 + index * 150, name, deciders(device))
+    drawing.squares([(8, 240)], _DOT, "plain", _FAINT)
+    drawing.text(22, 249, f"torch {TORCH}'s own autocast", "small")
+    drawing.squares([(228, 240)], _DOT, "fp16")
+    drawing.text(242, 249, "added by apex while a session lives", "small")
+    return drawing.render()
+
+
+def _panel(drawing: Drawing, x: float, name: str, found: dict[str, str]) -> None:
+    added = list(found.values()).count("apex")
+    drawing.text(x, 20, name, "head")
+    drawing.text(x, 40, f"{added} of {len(found)} added", "small muted")
+    places = [
+        (x + index % _COLUMNS * _STEP, 54 + index // _COLUMNS * _STEP)
+        for index in range(len(found))
+    ]
+    native = len(found) - added
+    drawing.squares(places[:native], _DOT, "plain", _FAINT)
+    drawing.squares(places[native:], _DOT, "fp16")
+
+
+def _sentence(device: str) -> str:
+    counts = Counter(deciders(device).values())
+    return f"{counts['torch']} by torch, {counts['apex']} by apex"

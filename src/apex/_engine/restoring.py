@@ -1,0 +1,97 @@
+"""The way back: what models held before ``initialize``, and plain objects again after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from apex._core import dtypes, nested
+from apex._engine import convert, optimizer_class
+
+
+class Before:
+    """What models hold before they are converted, to the last bit."""
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        """Keeps the storages of parameters, buffers and gradients; copies nothing."""
+        self._held = [
+            (tensor, tensor.data, tensor.grad if tensor.is_leaf else None)
+            for model in models
+            for tensor in (*model.parameters(), *model.buffers())
+        ]
+
+    def put_back(self) -> None:
+        """Gives every tensor its own again."""
+        for tensor, data, grad in self._held:
+            convert.assign(tensor, data, grad)
+
+
+def restore(models: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+    """Makes converted models and bound optimizers plain fp32 objects again.
+
+    The optimizers step the models' own parameters, which have the masters' values, and keep their
+    state.
+    """
+    models = list(models)
+    for model in models:
+        convert.check_restorable(model)
+    before = dtypes_of(optimizers)
+    bindings = [b for opt in optimizers if (b := optimizer_class.binding_of(opt)) is not None]
+    masters = {key: value for b in bindings for key, value in b.exact().items()}
+    for model in models:
+        convert.restore(model, masters)
+    for optimizer in optimizers:
+        binding = optimizer_class.binding_of(optimizer)
+        if binding is None:
+            continue
+        for pair in binding.pairs:
+            if dtypes.is_low_precision(pair.model):  # of a module that was taken out since
+                pair.model.grad, pair.model.data = None, pair.master.data
+        binding.release()
+        optimizer_class.unbind_class(optimizer)
+        if binding.owner is not None:
+            binding.owner.forget(binding)
+    match_states(optimizers, before)
+
+
+def dtypes_of(optimizers: Iterable[Optimizer]) -> dict[int, torch.dtype]:
+    """Returns the dtype of every parameter that the optimizers step, by ``id``."""
+    return {
+        id(p): p.dtype for opt in optimizers for group in opt.param_groups for p in group["params"]
+    }
+
+
+def match_states(optimizers: Iterable[Optimizer], before: Mapping[int, torch.dtype]) -> None:
+    """Casts the state of parameters that were converted in place (O3), as torch's kernels want.
+
+    All of it or, on failure, nothing.
+    """
+    matched = [entry for optimizer in optimizers for entry in _matched(optimizer, before)]
+    for state, name, value in matched:
+        state[name] = value
+
+
+def _matched(
+    optimizer: Optimizer, before: Mapping[int, torch.dtype]
+) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    # apex.optimizers step 16-bit parameters with fp32 state, and say so.
+    if getattr(optimizer, "state_stays_fp32", False):
+        return
+    binding = optimizer_class.binding_of(optimizer)
+    # 0-d tensors are step counts, which stay exact, but for LBFGS: those are its parameters' dots.
+    least_dim = 0 if isinstance(optimizer, LBFGS) else 1
+    for param, state in optimizer.state.items():
+        old = before.get(id(param), param.dtype)
+        # A frozen parameter's is for the fp32 master that it gets when it is unfrozen.
+        if old is param.dtype or (binding is not None and binding.waits(param)):
+            continue
+
+        def follow(value: Tensor, old: torch.dtype = old, new: torch.dtype = param.dtype) -> Tensor:
+            return value.to(new) if value.dtype is old and value.dim() >= least_dim else value
+
+        for name, value in state.items():
+            yield state, name, nested.map_tensors(follow, value)

@@ -1,0 +1,87 @@
+"""What the tests of compiled code share: a model with every boundary in its output, and counts."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+
+from tests.training.cases import loss_scale, masters, prepared
+
+EPS = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float32: 2.0**-20}
+LOW_PRECISION = {"O1": torch.float16, "O2": torch.float16, "O3": torch.float16}
+LOW_PRECISION |= {"O4": torch.bfloat16, "O5": torch.bfloat16}
+
+
+class Net(nn.Module):
+    """A convolution, norms, and functions of every row; returns what each gave."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(2, 4, 1)
+        self.batch_norm = nn.BatchNorm1d(4)
+        self.layer_norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        conv = self.conv(x)
+        batch_norm = self.batch_norm(conv).relu()
+        layer_norm = self.layer_norm(batch_norm.mT)
+        head = self.head(layer_norm)
+        pooled = head.exp().sum(1)
+        product = torch.einsum("bij,bkj->bik", head, head).softmax(-1)
+        return {
+            "conv": conv,
+            "batch_norm": batch_norm,
+            "layer_norm": layer_norm,
+            "head": head,
+            "pooled": pooled,
+            "product": product,
+            "logits": F.log_softmax(pooled, 1),
+        }
+
+
+def net_and_optimizer(level, **options):
+    torch.manual_seed(0)
+    return prepared(level, model=Net(), **options)
+
+
+def inputs(batch=3, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(batch, 2, 3, generator=generator)
+    return x, torch.randint(2, (batch,), generator=generator)
+
+
+def loss_fn(model, x, y):
+    """The loss and everything that the model gave."""
+    outputs = model(x)
+    return F.nll_loss(outputs["logits"].float(), y) + outputs["product"].float().mean(), outputs
+
+
+def compiled(fn, *, backend="aot_eager", fullgraph=True, **options):
+    """``torch.compile(fn)``, and what counts its graphs (``frame_count``)."""
+    graphs = CompileCounterWithBackend(backend)
+    return torch.compile(fn, backend=graphs, fullgraph=fullgraph, **options), graphs
+
+
+def dtypes(outputs):
+    return {name: output.dtype for name, output in outputs.items()}
+
+
+def graph_breaks():
+    return sum(counters["graph_break"].values())
+
+
+def no_recompilation():
+    return torch._dynamo.config.patch(error_on_recompile=True)
+
+
+def assert_close(ours, theirs, level, multiple=8):
+    """Within a multiple of the eps of the level's 16-bit type."""
+    tolerance = multiple * EPS[LOW_PRECISION.get(level, torch.float32)]
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def trained(optimizer):
+    """What a training has moved: the values that the optimizer steps, and the loss scale."""
+    return masters(optimizer), loss_scale()

@@ -1,0 +1,90 @@
+"""``torch.export`` and ``torch.jit.trace`` of prepared and of restored models."""
+
+import gc
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from apex import amp
+from tests.training.cases import LEVELS, prepared, same
+
+# torch.jit is deprecated, and torch.export uses what is.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+class Net(nn.Module):
+    """Rows of every kind, torch's and ours."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        norm = self.norm(self.first(x))
+        return norm, torch.softmax(self.last(norm), 1), self.last(x).exp()
+
+
+def saved_and_loaded(save, load, program):
+    file = io.BytesIO()
+    save(program, file)
+    file.seek(0)
+    return load(file)
+
+
+def of_one_level(level):
+    model, optimizer = prepared(level, model=Net())
+    return model.eval(), optimizer
+
+
+def batch(size):
+    return torch.randn(size, 4, generator=torch.Generator().manual_seed(size))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
+def test_exported_program_computes_as_the_prepared_model(level, strict):
+    model, optimizer = of_one_level(level)
+    shapes = {"x": {0: torch.export.Dim("batch")}}
+    program = torch.export.export(model, (batch(3),), dynamic_shapes=shapes, strict=strict)
+    exported = program.module()
+    for size in (3, 5):
+        assert same(exported(batch(size)), model(batch(size)))
+    del optimizer
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_decomposed_program_keeps_its_casts_without_the_session(level):
+    model, optimizer = of_one_level(level)
+    wanted = model(batch(3))
+    program = torch.export.export(model, (batch(3),)).run_decompositions({})
+    loaded = saved_and_loaded(torch.export.save, torch.export.load, program).module()
+    del model, optimizer
+    gc.collect()
+    assert not torch.is_autocast_enabled("cpu")
+    assert same(loaded(batch(3)), wanted)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_traced_prepared_model_keeps_its_casts_without_the_session(level):
+    model, optimizer = of_one_level(level)
+    wanted = model(batch(3))
+    traced = torch.jit.trace(model, (batch(3),))
+    assert same(traced(batch(3)), wanted)
+    loaded = saved_and_loaded(torch.jit.save, torch.jit.load, traced)
+    del model, optimizer, traced
+    gc.collect()
+    assert same(loaded(batch(3)), wanted)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_restored_model_is_exported_traced_and_scripted_in_fp32(level):
+    model, optimizer = of_one_level(level)
+    model, optimizer = amp.restore(model, optimizer)
+    x = batch(3)
+    wanted = model(x)
+    assert {y.dtype for y in wanted} == {torch.float32}
+    assert same(torch.export.export(model, (x,)).module()(x), wanted)
+    assert same(torch.jit.trace(model, (x,))(x), wanted)
+    assert same(torch.jit.script(model)(x), wanted)

@@ -1,0 +1,264 @@
+"""``torch.compile(model, fullgraph=True)`` after initialize: the dtypes and gradients of eager."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from apex import amp
+from tests.compiled.cases import (
+    Net,
+    assert_close,
+    compiled,
+    dtypes,
+    graph_breaks,
+    inputs,
+    loss_fn,
+    net_and_optimizer,
+    no_recompilation,
+)
+from tests.training.cases import LEVELS, MIXED, grads, net, prepared, same, train_step
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of inductor
+
+
+def backward(model, optimizer, loss):
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    gradients = grads(amp.master_params(optimizer))
+    optimizer.zero_grad()
+    return gradients
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_compiled_model_and_loss_give_dtypes_values_and_gradients_of_eager(level):
+    model, optimizer = net_and_optimizer(level, loss_scale=16.0)
+    x, y = inputs()
+    loss, outputs = loss_fn(model, x, y)
+    gradients = backward(model, optimizer, loss)
+    run, graphs = compiled(loss_fn)
+    compiled_loss, compiled_outputs = run(model, x, y)
+    assert dtypes(compiled_outputs) == dtypes(outputs)
+    assert_close(compiled_outputs, outputs, level)
+    assert_close(compiled_loss, loss, level)
+    assert_close(backward(model, optimizer, compiled_loss), gradients, level)
+    assert (graphs.frame_count, graph_breaks()) == (1, 0)
+
+
+class Small(nn.Module):
+    """A row of each kind, for a compiler that takes its time."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+
+    def forward(self, x):
+        linear = self.linear(x)
+        return {"linear": linear, "norm": self.norm(linear), "softmax": linear.softmax(1)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS)
+def test_code_from_inductor_gives_dtypes_values_and_gradients_of_eager(level):
+    model, optimizer = prepared(level, model=Small(), loss_scale=16.0)
+    run, graphs = compiled(model, backend="inductor")
+    results = []
+    for forward in (model, run):
+        outputs = forward(torch.arange(12.0).view(3, 4) / 12)
+        loss = sum((output.float() ** 2).sum() for output in outputs.values())
+        results.append((dtypes(outputs), outputs, backward(model, optimizer, loss)))
+    assert results[1][0] == results[0][0]
+    assert_close(results[1][1:], results[0][1:], level)
+    assert graphs.frame_count == 1
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_nothing_is_compiled_after_the_second_iteration(level):
+    model, optimizer = prepared(level)
+    run, graphs = compiled(model)
+    batches = [(torch.randn(size, 4), torch.randn(size, 2)) for size in (3, 5, 4, 7, 3)]
+    for batch in batches[:2]:  # torch makes the batch size dynamic at the second
+        train_step(run, optimizer, *batch)
+    with no_recompilation():
+        for batch in batches[2:]:
+            train_step(run, optimizer, *batch)
+    assert graphs.frame_count == 2
+
+
+@pytest.mark.parametrize("level", MIXED)
+def test_train_and_eval_switch_without_new_code_each_time(level):
+    model, _ = net_and_optimizer(level)
+    reference, _ = net_and_optimizer(level)
+    run, graphs = compiled(model)
+    x, _ = inputs()
+    for mode in (True, False, True, False):
+        model.train(mode)
+        reference.train(mode)
+        with torch.no_grad():
+            ours, theirs = run(x), reference(x)
+        assert dtypes(ours) == dtypes(theirs)
+        assert_close(ours, theirs, level)
+        assert_close(model.batch_norm.running_var, reference.batch_norm.running_var, level)
+    assert graphs.frame_count == 2
+
+
+@pytest.mark.parametrize("compile_model", ["torch.compile first", "model.compile first", "after"])
+@pytest.mark.parametrize("level", ["O2", "O4"])
+def test_a_model_may_be_compiled_before_or_after_initialize(level, compile_model):
+    model = net()
+    if compile_model == "torch.compile first":
+        model, graphs = compiled(model)
+    if compile_model == "model.compile first":
+        model.compile(backend="aot_eager", fullgraph=True)
+    model, optimizer = prepared(level, model=model)
+    if compile_model == "after":
+        model, graphs = compiled(model)
+    reference = prepared(level)
+    for batch in [(torch.randn(3, 4), torch.randn(3, 2)) for _ in range(3)]:
+        assert same(train_step(model, optimizer, *batch), train_step(*reference, *batch))
+    if compile_model != "model.compile first":
+        assert graphs.frame_count == 1
+
+
+class Nested(nn.Module):
+    """Takes and gives nested containers."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, batch, *, scale):
+        (x, mask), extra = batch["pair"], batch["extra"]
+        return {"y": [self.linear(x) * mask * scale], "extra": extra}
+
+
+@pytest.mark.parametrize("level", MIXED)
+def test_nested_inputs_and_outputs_are_cast_as_in_eager(level):
+    model, _ = prepared(level, model=Nested())
+    batch = {"pair": (torch.randn(3, 2), torch.ones(3, 2)), "extra": torch.arange(3)}
+    run, graphs = compiled(model)
+    ours, theirs = run(batch, scale=2.0), model(batch, scale=2.0)
+    assert ours["y"][0].dtype is theirs["y"][0].dtype
+    assert ours["extra"].dtype is torch.int64
+    assert_close(ours, theirs, level)
+    assert graphs.frame_count == 1
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_float64_inputs_are_cast_down_as_in_eager(level):
+    model, _ = prepared(level)
+    x = torch.randn(3, 4, dtype=torch.float64)
+    run, graphs = compiled(model)
+    assert [run(x).dtype for _ in range(3)] == [model(x).dtype] * 3
+    assert graphs.frame_count == 1
+
+
+class PartlyOff(nn.Module):
+    """Leaves the casts for a part, and enters a prepared model there."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.linear, self.inner = nn.Linear(4, 4), [inner]
+
+    def forward(self, x):
+        before = self.linear(x)
+        with amp.disable_casts():
+            inside = self.linear(x)
+            inner = self.inner[0](x)
+        return before, inside, inner, self.linear(x)
+
+
+@pytest.mark.parametrize("level", MIXED)
+def test_disable_casts_traces(level):
+    inner, optimizer = prepared(level)
+    model = amp.initialize(PartlyOff(inner), opt_level=level, verbosity=0)
+    x = torch.randn(3, 4)
+    run, graphs = compiled(model)
+    assert [y.dtype for y in run(x)] == [y.dtype for y in model(x)]
+    assert graphs.frame_count == 1
+    del optimizer
+
+
+class Broken(nn.Module):
+    """Breaks its graph inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        first = self.first(x)
+        torch._dynamo.graph_break()
+        middle = first.exp()
+        torch._dynamo.graph_break()
+        return first, middle, self.last(middle)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("level", LEVELS)
+def test_casts_go_on_after_a_graph_break_of_the_model(level):
+    model, optimizer = prepared(level, model=Broken())
+    x = torch.randn(3, 4)
+    run, _ = compiled(model, fullgraph=False)
+    ours, theirs = run(x), model(x)
+    assert [y.dtype for y in ours] == [y.dtype for y in theirs]
+    assert_close(ours, theirs, level)
+    del optimizer
+
+
+def softmax(x):
+    return torch.softmax(x, 0)
+
+
+def test_compiled_code_follows_a_changed_op_table():
+    x = torch.ones(2, dtype=torch.bfloat16)
+    run, _ = compiled(softmax)
+    first, _ = prepared("O4")
+    assert run(x).dtype is torch.float32
+    amp.lists.functional_overrides.FP32_FUNCS.remove("softmax")
+    try:
+        second, _ = prepared("O4")
+    finally:
+        amp.lists.functional_overrides.FP32_FUNCS.append("softmax")
+    assert run(x).dtype is softmax(x).dtype
+    del first, second
+
+
+def end_inside(backend_of):
+    """A session with op casts that only a garbage collection ends, and a function to compile."""
+    model, _ = prepared("O1")
+    model.cycle = [model]
+    del model
+
+    def backend(graph, example_inputs):
+        gc.collect()
+        return graph
+
+    return torch.compile(torch.sin, backend=backend) if backend_of else None
+
+
+def test_a_session_that_ends_while_dynamo_traces_leaves_no_casts():
+    run = end_inside(backend_of=True)
+    assert torch.is_autocast_enabled("cpu")
+    run(torch.ones(2))
+    callbacks = len(gc.callbacks)
+    gc.collect()
+    assert not torch.is_autocast_enabled("cpu")
+    assert len(gc.callbacks) == callbacks - 1
+
+
+def test_a_session_that_ends_in_an_autocast_block_leaves_no_casts():
+    end_inside(backend_of=False)
+    with torch.autocast("cpu", enabled=False):
+        gc.collect()
+        assert torch.softmax(torch.ones(2, dtype=torch.bfloat16), 0).dtype is torch.bfloat16
+    with amp.disable_casts():
+        pass
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_the_model_here_covers_rows_of_every_kind():
+    model, _ = net_and_optimizer("O4")
+    assert isinstance(model, Net)
+    assert set(dtypes(model(inputs()[0])).values()) == {torch.bfloat16, torch.float32}

@@ -1,0 +1,117 @@
+"""``torch.compile(optimizer.step)``: the optimizer's own step is compiled, amp's part is not."""
+
+import pytest
+import torch
+
+from apex import amp
+from tests.compiled.cases import assert_close, compiled, no_recompilation, trained
+from tests.training.cases import OPTIMIZERS, backward, batches, net, prepared, same
+
+pytestmark = pytest.mark.filterwarnings(  # of torch's own making
+    "ignore::DeprecationWarning",
+    "ignore:The .grad attribute of a Tensor that is not a leaf",
+)
+
+ADAMW = {
+    "foreach AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True),
+    "capturable Adam": lambda params: torch.optim.Adam(params, lr=1e-2, capturable=True),
+}
+CASES = [
+    *[(level, name) for level in ("O1", "O2", "O4", "O5") for name in ("SGD", "Adam")],
+    *[("O2", name) for name in ("fused AdamW", "fused SGD", "foreach AdamW", "LBFGS closure")],
+]
+
+
+def optimize(level, name):
+    return prepared(level, {**OPTIMIZERS, **ADAMW}[name], loss_scale="dynamic")
+
+
+def take(model, optimizer, step, x, y):
+    def closure():
+        optimizer.zero_grad()
+        return backward(model, optimizer, x, y)
+
+    if isinstance(optimizer, torch.optim.LBFGS):
+        step(closure)
+    else:
+        closure()
+        step()
+
+
+@pytest.mark.parametrize(("level", "name"), CASES)
+def test_compiled_step_equals_eager_and_skips_overflows(level, name):
+    (model, optimizer), (reference, plain) = optimize(level, name), optimize(level, name)
+    step, _ = compiled(optimizer.step, fullgraph=False)
+    for x, y in batches(6, {1, 4}):
+        take(model, optimizer, step, x, y)
+        take(reference, plain, plain.step, x, y)
+        stash = optimizer._amp_stash
+        for param, master in zip(
+            stash.all_fp16_params, stash.all_fp32_from_fp16_params, strict=True
+        ):
+            assert same(param.data, master.data.to(param.dtype))
+    if name in ("SGD", "fused AdamW", "fused SGD"):
+        assert same(trained(optimizer), trained(plain))
+    assert_close(trained(optimizer)[0], trained(plain)[0], "O0")
+    assert trained(optimizer)[1] == 2.0**14
+
+
+@pytest.mark.slow
+def test_step_compiled_by_inductor_equals_eager():
+    (model, optimizer), (reference, plain) = optimize("O5", "Adam"), optimize("O5", "Adam")
+    step, _ = compiled(optimizer.step, backend="inductor", fullgraph=False)
+    for x, y in batches(4, {1}):
+        take(model, optimizer, step, x, y)
+        take(reference, plain, plain.step, x, y)
+    assert_close(trained(optimizer)[0], trained(plain)[0], "O0")
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("name", ["SGD", "Adam"])
+def test_compiled_step_compiles_as_often_as_torchs(level, name):
+    model = net()
+    plain = OPTIMIZERS[name](model.parameters())
+    step, torchs = compiled(plain.step, fullgraph=False)
+    for x, y in batches(4):
+        loss_of_plain = torch.nn.functional.mse_loss(model(x), y)
+        loss_of_plain.backward()
+        step()
+        plain.zero_grad()
+    ours, optimizer = optimize(level, name)
+    step, graphs = compiled(optimizer.step, fullgraph=False)
+    for x, y in batches(4, {2}):
+        take(ours, optimizer, step, x, y)
+    assert graphs.frame_count == torchs.frame_count
+    with no_recompilation():
+        for x, y in batches(4, {2}):
+            take(ours, optimizer, step, x, y)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_scheduler_and_a_compiled_step_work_together(level):
+    model, optimizer = optimize(level, "Adam")
+    reference, plain = optimize(level, "Adam")
+    schedulers = [torch.optim.lr_scheduler.StepLR(o, 2) for o in (optimizer, plain)]
+    step, _ = compiled(optimizer.step, fullgraph=False)
+    for x, y in batches(4, {1}):
+        take(model, optimizer, step, x, y)
+        take(reference, plain, plain.step, x, y)
+        for scheduler in schedulers:
+            scheduler.step()
+    assert_close(trained(optimizer)[0], trained(plain)[0], "O0")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_compiled_capturable_step_equals_eager_on_a_gpu(level):
+    def parts():
+        model = net().cuda()
+        optimizer = ADAMW["capturable Adam"](model.parameters())
+        return amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale="dynamic")
+
+    (model, optimizer), (reference, plain) = parts(), parts()
+    step, _ = compiled(optimizer.step, backend="inductor", fullgraph=False)
+    for x, y in batches(5, {1}):
+        take(model, optimizer, step, x.cuda(), y.cuda())
+        take(reference, plain, plain.step, x.cuda(), y.cuda())
+    assert_close(trained(optimizer)[0], trained(plain)[0], "O0", 64)

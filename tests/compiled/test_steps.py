@@ -1,0 +1,170 @@
+"""Whole training steps under ``torch.compile``: results of eager, and few graphs."""
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from apex import amp
+from tests.compiled.cases import assert_close, compiled, graph_breaks, trained
+from tests.training.cases import (
+    LEVELS,
+    OPTIMIZERS,
+    batches,
+    loss_of,
+    masters,
+    net,
+    prepared,
+    same,
+    train_step,
+    train_step_with_closure,
+)
+
+pytestmark = pytest.mark.filterwarnings(  # of torch's own making
+    "ignore::DeprecationWarning",
+    "ignore:The .grad attribute of a Tensor that is not a leaf",
+)
+
+OVERFLOWS = {2, 4}
+
+
+def overflows(level):
+    """Static scales check nothing: an inf would go into the weights."""
+    return OVERFLOWS if level in ("O1", "O2") else ()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_compiled_step_trains_as_eager_and_skips_overflows(level):
+    ours, reference = (prepared(level, OPTIMIZERS["SGD"]) for _ in range(2))
+    step, _ = compiled(lambda x, y: train_step(*ours, x, y), fullgraph=False)
+    for x, y in batches(6, overflows(level)):
+        loss = step(x, y)
+        assert_close(loss, train_step(*reference, x, y), level)
+    assert_close(trained(ours[1])[0], trained(reference[1])[0], level)
+    assert trained(ours[1])[1] == trained(reference[1])[1]
+
+
+@pytest.mark.parametrize("optimizer_name", ["SGD", "Adam", "fused AdamW"])
+def test_compiled_step_makes_the_graphs_of_forward_and_own_step_alone(optimizer_name):
+    model, optimizer = prepared("O2", OPTIMIZERS[optimizer_name])
+    step, graphs = compiled(lambda x, y: train_step(model, optimizer, x, y), fullgraph=False)
+    for x, y in batches(5):
+        step(x, y)
+    # torch's SGD compiles again when its momentum is there; fused steps are kernels already.
+    assert graphs.frame_count == {"SGD": 3, "Adam": 2, "fused AdamW": 1}[optimizer_name]
+
+
+def test_compiled_step_breaks_no_oftener_than_autocast_and_grad_scaler():
+    model = net()
+    optimizer = OPTIMIZERS["Adam"](model.parameters())
+    scaler = torch.amp.GradScaler("cpu")
+
+    def plain(x, y):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(model, x, y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    def breaks(fn):
+        torch._dynamo.reset()
+        counters.clear()
+        step, _ = compiled(fn, fullgraph=False)
+        for x, y in batches(3):
+            step(x, y)
+        return graph_breaks()
+
+    plain_breaks = breaks(plain)
+    ours = prepared("O4", OPTIMIZERS["Adam"], loss_scale="dynamic")
+    assert breaks(lambda x, y: train_step(*ours, x, y)) <= plain_breaks
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_accumulating_clipping_and_two_losses_compile(level):
+    def step(model, optimizer, x, y):
+        for loss_id in range(2):
+            with amp.scale_loss(loss_of(model, x, y), optimizer, loss_id=loss_id) as scaled_loss:
+                scaled_loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.1)
+        optimizer.step()
+        model.zero_grad()
+        return norm
+
+    ours, reference = (prepared(level, OPTIMIZERS["Adam"], num_losses=2) for _ in range(2))
+    run, _ = compiled(step, fullgraph=False)
+    for x, y in batches(4, {1}):
+        ours_norm, norm = run(*ours, x, y), step(*reference, x, y)
+        if norm.isfinite():
+            assert_close(ours_norm, norm, level)
+    assert_close(masters(ours[1]), masters(reference[1]), level)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_compiled_step_with_a_closure_trains_as_eager(level):
+    ours, reference = (prepared(level, OPTIMIZERS["LBFGS closure"]) for _ in range(2))
+    step, _ = compiled(lambda x, y: train_step_with_closure(*ours, x, y), fullgraph=False)
+    for x, y in batches(3, {1}):
+        step(x, y)
+        train_step_with_closure(*reference, x, y)
+    assert_close(masters(ours[1]), masters(reference[1]), level)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_normal_step_moves_scale_count_and_flags_in_place(level):
+    """What a CUDA graph captures must stay where it is."""
+    model, optimizer = prepared(level, OPTIMIZERS["fused AdamW"])
+    binding = optimizer._apex_binding
+    scaler = binding.owner.scalers[0]
+
+    def places():
+        held = [scaler.loss_scale, scaler.found_inf, scaler.clean_steps, binding.found_inf]
+        held += [*model.parameters(), *amp.master_params(optimizer)]
+        return [tensor.data_ptr() for tensor in held]
+
+    seen = []
+    for x, y in batches(6, OVERFLOWS):
+        train_step(model, optimizer, x, y)
+        seen.append(places())
+    assert seen == [seen[0]] * 6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_whole_step_in_a_cuda_graph_with_dynamic_scaling(level):
+    def parts():
+        model = net().cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True, capturable=True)
+        options = {"opt_level": level, "loss_scale": "dynamic", "verbosity": 0}
+        return amp.initialize(model, optimizer, **options)
+
+    ours, reference = parts(), parts()
+    x, y = torch.zeros(3, 4, device="cuda"), torch.zeros(3, 2, device="cuda")
+
+    def step():
+        loss = loss_of(ours[0], x, y)
+        with amp.scale_loss(loss, ours[1]) as scaled_loss:
+            scaled_loss.backward()
+        ours[1].step()
+        ours[1].zero_grad(set_to_none=True)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    data = [(a.cuda(), b.cuda()) for a, b in batches(9, {4, 6})]
+    with torch.cuda.stream(stream):
+        for a, b in data[:3]:
+            x.copy_(a)
+            y.copy_(b)
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for a, b in data[3:]:
+        x.copy_(a)
+        y.copy_(b)
+        graph.replay()
+    for a, b in data:
+        train_step(*reference, a, b)
+    assert same(masters(ours[1]), masters(reference[1]))
+    scales = [pair[1]._apex_binding.owner.scalers[0].read_scale() for pair in (ours, reference)]
+    assert scales == [2.0**14] * 2

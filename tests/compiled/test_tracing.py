@@ -1,0 +1,67 @@
+"""What ``torch.compile`` leaves alone, with torch's private switch and without it."""
+
+import pytest
+import torch
+
+from apex._core import tracing
+from tests.compiled.cases import compiled, graph_breaks
+
+
+@pytest.fixture(params=["private switch", "without it"])
+def marks(request, monkeypatch):
+    if request.param == "without it":
+        monkeypatch.setattr(tracing, "_eval_frame", None)
+    return tracing
+
+
+def inner(x):
+    return x.sin(), torch.compiler.is_compiling()
+
+
+def outer():
+    """A new function with code of its own: the marks are on the code."""
+    return eval("lambda x: inner(x)", {"inner": inner})
+
+
+def around(marked):
+    def call(x):
+        result, compiling = marked(x + 1)
+        return result * 2, compiling
+
+    return call
+
+
+def test_untraced_function_runs_in_eager_with_what_it_calls(marks):
+    run, graphs = compiled(around(marks.untraced(outer())), fullgraph=False)
+    result, compiling = run(torch.ones(2))
+    assert torch.equal(result, torch.full((2,), 2.0).sin() * 2)
+    assert (compiling, graphs.frame_count, graph_breaks()) == (False, 2, 1)
+
+
+def test_untraced_frame_lets_what_it_calls_be_compiled(marks):
+    run, graphs = compiled(around(marks.untraced_frame(outer())), fullgraph=False)
+    _, compiling = run(torch.ones(2))
+    assert (compiling, graphs.frame_count, graph_breaks()) == (True, 3, 1)
+
+
+def test_at_tracing_is_called_while_tracing_and_not_by_the_code():
+    calls = []
+
+    @tracing.at_tracing
+    def note():
+        calls.append(tracing.is_compiling_here())
+
+    def fn(x):
+        note()
+        return x + 1
+
+    run, graphs = compiled(fn)
+    for _ in range(3):
+        run(torch.ones(2))
+    assert (calls, graphs.frame_count) == ([True], 1)
+
+
+def test_nothing_compiles_here_outside_of_compiled_code():
+    run, _ = compiled(lambda x: x + 1)
+    run(torch.ones(2))
+    assert not tracing.is_compiling_here()

@@ -1,0 +1,95 @@
+"""Two threads train two models at once, and data-loader workers see none of amp's casts."""
+
+import threading
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from apex._engine.optimizer_class import binding_of
+from tests.training import cases
+
+PAIRS = [("O1", "O4"), ("O2", "O5"), ("O1", "O2"), ("O4", "O5"), ("O0", "O3")]
+STEPS = 4
+
+
+def train(level, seed):
+    """Returns the losses, weights and scale of a short training, everything made here."""
+    model, optimizer = cases.prepared(level, cases.OPTIMIZERS["Adam"], model=cases.net(seed))
+    losses = [cases.train_step(model, optimizer, x, y) for x, y in cases.batches(STEPS, seed=seed)]
+    outside = torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
+    scale = binding_of(optimizer).owner.scalers[0].read_scale()
+    return losses, cases.masters(optimizer), cases.values(model.parameters()), outside, scale
+
+
+@pytest.mark.parametrize("levels", PAIRS, ids="+".join)
+def test_two_threads_at_different_levels_give_what_each_gives_alone(levels):
+    alone = [train(level, seed) for seed, level in enumerate(levels)]
+    together = [None, None]
+    start = threading.Barrier(2)
+
+    def work(index):
+        start.wait()
+        together[index] = train(levels[index], index)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert cases.same(together, alone)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_one_model_in_two_threads_at_once_gives_what_it_gives_alone(level):
+    model, _ = cases.prepared(level)
+    data = [x for x, _ in cases.batches(40)]
+    with torch.no_grad():
+        expected = [model(x) for x in data]
+        found = [None] * len(data)
+
+        def work(half):
+            with torch.no_grad():
+                for index in range(half, len(data), 2):
+                    found[index] = model(data[index])
+
+        threads = [threading.Thread(target=work, args=(half,)) for half in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert cases.same(found, expected)
+
+
+class Products(Dataset):
+    """Plain torch operators of the op lists, as data sets and transforms use them."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        x = torch.full((2, 2), 1.0 + index / 3)
+        return torch.mm(x, x).exp() / 1e3
+
+
+def loaded(method):
+    loader = DataLoader(
+        Products(), batch_size=4, num_workers=2, multiprocessing_context=method, timeout=60
+    )
+    return torch.cat(list(loader))
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return torch.stack([Products()[index] for index in range(len(Products()))])
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("level", ["O4"])
+def test_data_loader_workers_compute_without_casts(level, method, plain):
+    model, optimizer = cases.prepared(level)
+    cases.train_step(model, optimizer, *cases.batch())
+    assert cases.same(loaded(method), plain)
+    assert Products()[1].dtype is torch.float32
+    assert torch.mm(plain[0], plain[0]).dtype is torch.bfloat16

@@ -1,0 +1,349 @@
+"""Uses of apex in scripts are found, by whatever name, and each gets the right verdict."""
+
+import importlib
+import inspect
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("libcst", reason="the migrate extra is not installed")
+
+import apex
+from apex._unavailable import INSTEAD
+from apex.tools.migrate.migration import migration_of
+from apex.tools.migrate.notes import NOTED_KEYWORDS, NOTES, OF_OPTIMIZERS, REFUSED_KEYWORDS
+from apex.tools.migrate.report import migration_text, to_json
+from apex.tools.migrate.uses import Use, uses
+from apex.tools.migrate.verdicts import Kind, resolve, verdict_of, verdict_of_use
+from tests.tools.migrate_cases import script_of
+
+COMPATIBILITY = Path(__file__).parents[2] / "docs" / "compatibility.md"
+
+
+def found(program):
+    return [(use.line, use.name) for use in uses(script_of(program))]
+
+
+# -- finding -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("imports", "call"),
+    [
+        ("from apex import amp", "amp.initialize"),
+        ("from apex import amp as a", "a.initialize"),
+        ("import apex", "apex.amp.initialize"),
+        ("import apex.amp", "apex.amp.initialize"),
+        ("import apex.amp as mixed", "mixed.initialize"),
+        ("from apex.amp import initialize", "initialize"),
+        ("from apex.amp import initialize as prepare", "prepare"),
+    ],
+)
+def test_a_use_is_found_by_every_name(imports, call):
+    assert found(f"{imports}\nm = {call}(m)\n")[-1] == (2, "apex.amp.initialize")
+
+
+def test_imports_are_uses():
+    program = "import apex\nfrom apex import amp, parallel as p\nimport apex.optimizers, os\n"
+    assert found(program) == [
+        (1, "apex"),
+        (2, "apex.amp"),
+        (2, "apex.parallel"),
+        (3, "apex.optimizers"),
+    ]
+
+
+def test_an_import_in_try_or_in_a_function_is_followed():
+    program = """
+    try:
+        from apex.normalization import FusedLayerNorm as Norm
+    except ImportError:
+        from torch.nn import LayerNorm as Norm
+    def build():
+        from apex.optimizers import FusedAdam
+        return Norm(4), FusedAdam
+    """
+    assert [name for _, name in found(program)] == [
+        "apex.normalization.FusedLayerNorm",
+        "apex.optimizers.FusedAdam",
+        "apex.normalization.FusedLayerNorm",
+        "apex.optimizers.FusedAdam",
+    ]
+
+
+def test_names_of_others_are_no_uses():
+    program = """
+    from torch.cuda import amp
+    from .apex import amp as own
+    from mypackage.apex import optimizers
+    import apexlike
+    amp.initialize(own, optimizers)
+    """
+    assert found(program) == []
+
+
+def test_a_local_name_hides_the_import():
+    program = "from apex import amp\ndef f(amp):\n    return amp.initialize\n"
+    assert found(program) == [(1, "apex.amp")]
+
+
+def test_calls_and_indices_end_a_name():
+    program = "from apex import amp\namp._amp_state.loss_scalers[0].loss_scale()\n"
+    assert found(program)[1:] == [(2, "apex.amp._amp_state.loss_scalers")]
+
+
+def test_attributes_of_optimizers_are_found_without_an_import():
+    program = "self.optimizer._amp_stash.lazy_init_called = True\nopt.clip_master_grads(1.0)\n"
+    assert found(program) == [
+        (1, "optimizer._amp_stash"),
+        (2, "optimizer.clip_master_grads"),
+    ]
+
+
+def test_strings_count_where_they_name_something_of_apex(tmp_path):
+    path = tmp_path / "config.py"
+    path.write_text(
+        'imports = ["apex.optimizers.FusedAdam", "apex.pyprof", "apex.of.a.mountain", "apex"]\n'
+    )
+    (script,) = migration_of(path).scripts
+    assert [use.name for use, _ in script.uses] == ["apex.optimizers.FusedAdam", "apex.pyprof"]
+
+
+def test_a_star_import_is_the_module():
+    assert found("from apex.parallel import *\n") == [(1, "apex.parallel")]
+
+
+def test_a_use_has_line_column_and_keywords():
+    program = "import apex\nx = apex.optimizers.FusedAdam(p, lr=1, use_mt=True)\n"
+    assert uses(script_of(program))[-1] == Use(
+        "apex.optimizers.FusedAdam", 2, 5, keywords=("lr", "use_mt")
+    )
+
+
+# -- verdicts ----------------------------------------------------------------------------------
+
+
+def public_names():
+    """Every module of the package that scripts may import, and every public name in it."""
+    roots = [importlib.import_module(root) for root in ("apex", "amp_C", "apex_C")]
+    for root in roots:
+        yield root.__name__
+        for info in pkgutil.walk_packages(root.__path__, f"{root.__name__}."):
+            parts = info.name.split(".")[1:]
+            inner = any(part.startswith("_") for part in parts)
+            if inner or parts[0] in ("tools", "cli", "integrations"):
+                continue
+            module = importlib.import_module(info.name)
+            yield info.name
+            yield from (f"{info.name}.{name}" for name in getattr(module, "__all__", ()))
+
+
+def test_every_public_name_of_the_package_works():
+    names = list(public_names())
+    assert len(names) > 200
+    assert [name for name in names if verdict_of(name).kind is Kind.NOT_SUPPORTED] == []
+
+
+def test_the_notes_are_on_names_that_exist():
+    for name in NOTES:
+        assert verdict_of(name) == type(verdict_of(name))(Kind.NOTE, NOTES[name])
+    for name, _ in (*REFUSED_KEYWORDS, *NOTED_KEYWORDS):
+        assert callable(resolve(name))
+
+
+def test_arguments_with_a_note_are_taken_and_refused_ones_are_refused():
+    for name, keyword in NOTED_KEYWORDS:
+        assert keyword in inspect.signature(resolve(name)).parameters
+    for (name, keyword), text in REFUSED_KEYWORDS.items():
+        verdict = verdict_of_use(Use(name, 1, 1, keywords=(keyword,)))
+        assert verdict.kind is Kind.NOT_SUPPORTED
+        assert verdict.text == text
+
+
+def refused_arguments():
+    import torch
+
+    weight = [torch.nn.Parameter(torch.zeros(1))]
+    for name, keyword in REFUSED_KEYWORDS:
+        first = torch.nn.Linear(1, 1) if "Parallel" in name else weight
+        yield resolve(name), first, keyword
+
+
+def test_the_package_itself_refuses_these_arguments():
+    for function, first, keyword in refused_arguments():
+        with pytest.raises((TypeError, ValueError)):
+            function(first, **{keyword: 1.0})
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+def test_what_is_not_here_is_not_supported_and_says_what_to_use(name):
+    verdict = verdict_of(f"{name}.anything")
+    assert verdict.kind is Kind.NOT_SUPPORTED
+    assert verdict.text == f"Use {INSTEAD[name]}."
+
+
+@pytest.mark.parametrize("attribute", OF_OPTIMIZERS)
+def test_attributes_of_optimizers_exist(attribute):
+    from apex.amp.optimizers import AmpStashOptimizer
+    from apex.fp16_utils import FP16_Optimizer
+
+    wanted = {*dir(AmpStashOptimizer), *dir(FP16_Optimizer)}
+    assert attribute in wanted or attribute == "_amp_stash"
+    assert verdict_of(f"optimizer.{attribute}").kind in (Kind.WORKS, Kind.NOTE)
+
+
+def test_a_thing_has_one_note_under_all_its_names():
+    name = "apex.optimizers.FusedNovoGrad"
+    assert verdict_of("apex.optimizers.fused_novograd.FusedNovoGrad").text == NOTES[name]
+    deep = verdict_of_use(Use("apex.optimizers.fused_adam.FusedAdam", 1, 1, keywords=("use_mt",)))
+    assert deep.kind is Kind.NOT_SUPPORTED
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("apex.optimizers.NpuFusedSGD", "apex.optimizers.NpuFusedSGD is not part of this apex."),
+        ("apex.contrib.nothing.Thing", "apex.contrib.nothing is not part of this apex."),
+        ("apex.amp.wrap.cached_cast", "apex.amp.wrap.cached_cast is not here: it replaced"),
+    ],
+)
+def test_a_name_that_does_not_exist_is_not_supported_and_named(name, said):
+    verdict = verdict_of(name)
+    assert verdict.kind is Kind.NOT_SUPPORTED
+    assert verdict.text.startswith(said)
+
+
+def test_an_argument_that_is_not_taken_is_not_supported():
+    verdict = verdict_of_use(Use("apex.amp.initialize", 1, 1, keywords=("combine_grad",)))
+    assert verdict.kind is Kind.NOT_SUPPORTED
+    assert verdict.text == "apex.amp.initialize takes no argument combine_grad: leave it out."
+
+
+def test_an_argument_without_effect_is_a_note():
+    verdict = verdict_of_use(Use("apex.optimizers.FusedSGD", 1, 1, ("materialize_master_grads",)))
+    assert verdict.kind is Kind.NOTE
+    assert verdict.text == "materialize_master_grads changes nothing: leave it out."
+
+
+# -- the rows of docs/compatibility.md -----------------------------------------------------------
+
+ABBREVIATED = {
+    "amp": "apex.amp",
+    "fp16_utils": "apex.fp16_utils",
+    "normalization": "apex.normalization",
+    "RNN": "apex.RNN",
+    "layer_norm": "apex.contrib.layer_norm",
+}
+
+
+def rows():
+    """Yields the full names in the first column, and the second column."""
+    for line in COMPATIBILITY.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        if line.startswith("| `") and len(cells) > 2:
+            for quoted in re.findall(r"`([\w.{}, ]+)`", cells[0]):
+                for name in spelled_out(quoted):
+                    yield name, cells[1]
+
+
+def spelled_out(quoted):
+    match = re.fullmatch(r"(.*)\{(.*)\}(.*)", quoted)
+    for part in re.split(", ?", match[2]) if match else [None]:
+        name = quoted if part is None else f"{match[1]}{part}{match[3]}"
+        head, _, rest = name.partition(".")
+        full = f"{ABBREVIATED[head]}.{rest}" if head in ABBREVIATED and rest else name
+        if full.startswith(("apex.", "amp_C.", "apex_C.")):
+            yield full
+
+
+def test_every_name_of_the_compatibility_table_has_the_verdict_of_its_row():
+    checked = list(rows())
+    assert len(checked) > 100
+    for name, here in checked:
+        is_here = verdict_of(name).kind is not Kind.NOT_SUPPORTED
+        assert is_here == (not here.startswith("not ")), name
+
+
+# -- the report --------------------------------------------------------------------------------
+
+TRAIN = """
+from apex import amp
+from apex.optimizers import FusedNovoGrad
+from apex.transformer import parallel_state
+
+model, optimizer = amp.initialize(model, FusedNovoGrad(model.parameters()))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "broken.py").write_text("import apex\nprint 'apex'\n")
+    (tmp_path / "other.py").write_text("print 'not a word of it'\n")
+    (tmp_path / "latin.py").write_bytes(b"# apex \xe9\n")
+    for left_out in (".git", "build", "site-packages", "env"):
+        (tmp_path / left_out).mkdir()
+        (tmp_path / left_out / "module.py").write_text("import apex.pyprof\n")
+    (tmp_path / "env" / "pyvenv.cfg").touch()
+    (tmp_path / "deep" / "deeper").mkdir(parents=True)
+    (tmp_path / "deep" / "deeper" / "net.py").write_text("import apex.mlp\n")
+    return tmp_path
+
+
+def test_a_folder_is_read_but_for_what_is_not_its_own(folder):
+    migration = migration_of(folder)
+    assert [script.path.name for script in migration.scripts] == ["train.py", "net.py"]
+    assert migration.files == 5
+
+
+def test_files_that_cannot_be_read_are_named_and_the_rest_goes_on(folder):
+    migration = migration_of(folder)
+    assert {path.name: reason for path, reason in migration.unread} == {
+        "broken.py": "line 2: not the syntax of Python 3.",
+        "latin.py": f"{folder / 'latin.py'} cannot be decoded: invalid or missing encoding "
+        f"declaration for '{folder / 'latin.py'}'.",
+    }
+    assert migration.failed
+
+
+def test_the_report_has_a_row_for_each_name_with_its_lines_and_remedy(folder):
+    assert migration_text(migration_of(folder / "train.py")).splitlines() == [
+        str(folder / "train.py"),
+        "  works          apex.amp  (line 2)",
+        "  note           apex.optimizers.FusedNovoGrad  (line 3, 6)",
+        f"{'':17}" + NOTES["apex.optimizers.FusedNovoGrad"],
+        "  not supported  apex.transformer.parallel_state  (line 4)",
+        "                 Use Megatron-LM's megatron.core, which took these modules over.",
+        "  works          apex.amp.initialize  (line 6)",
+        "",
+        "1 file: 2 uses work unchanged, 2 work with a note, 1 are not supported.",
+    ]
+
+
+def test_the_json_has_every_use(folder):
+    data = to_json(migration_of(folder))
+    assert data["counts"] == {"works": 3, "note": 2, "not supported": 1}
+    assert data["uses"][2] == {
+        "file": str(folder / "train.py"),
+        "line": 4,
+        "column": 30,
+        "name": "apex.transformer.parallel_state",
+        "verdict": "not supported",
+        "remedy": "Use Megatron-LM's megatron.core, which took these modules over.",
+    }
+    assert [each["file"] for each in data["not_read"]] == [
+        str(folder / "broken.py"),
+        str(folder / "latin.py"),
+    ]
+
+
+def test_without_a_use_the_report_says_so(tmp_path):
+    (tmp_path / "a.py").write_text("import torch\n")
+    assert migration_text(migration_of(tmp_path)) == "1 file: no use of apex."
+
+
+def test_the_package_answers_for_itself():
+    assert verdict_of("apex.__version__").kind is Kind.WORKS
+    assert resolve("apex.amp") is apex.amp
