@@ -5,14 +5,23 @@ import io
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import apex.parallel
-from apex import amp
 from apex._engine import distributed
-from tests.training.cases import LEVELS, WITH_MASTERS, masters
+from tests.distributed.cases import (
+    START_SCALE,
+    assert_trained_alike,
+    backward,
+    batch,
+    initialized,
+    joined,
+    net,
+    prepare,
+    state,
+    train_steps,
+)
+from tests.training.cases import LEVELS, WITH_MASTERS
 
 pytestmark = pytest.mark.distributed
 
@@ -25,47 +34,6 @@ WRAPPERS = {
     "torch views": lambda model: DistributedDataParallel(model, gradient_as_bucket_view=True),
     "torch static": lambda model: DistributedDataParallel(model, static_graph=True),
 }
-START_SCALE = 2.0**8
-EPS = {level: torch.finfo(LEVELS[level].compute).eps for level in LEVELS}
-
-
-def net(seed):
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-
-
-def batch(rank, step):
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(3, 4, generator=generator), torch.randn(3, 2, generator=generator)
-
-
-def prepare(level, seed):
-    return initialized(level, net(seed))
-
-
-def initialized(level, model, optimizer=None):
-    # At the usual scale a rank's part may overflow where the joined batch does not.
-    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return amp.initialize(
-        model, optimizer, opt_level=level, verbosity=0, max_loss_scale=START_SCALE
-    )
-
-
-def backward(model, optimizer, x, y, share=1.0, **options):
-    loss = F.mse_loss(model(x).float(), y) * share
-    with amp.scale_loss(loss, optimizer, **options) as scaled_loss:
-        scaled_loss.backward()
-
-
-def state(model, optimizer):
-    """What has to be alike on all ranks."""
-    model = getattr(model, "module", model)
-    return {
-        "masters": [value.tolist() for value in masters(optimizer)],
-        "model": [param.detach().float().tolist() for param in model.parameters()],
-        "scales": dict(amp.state_dict()),
-    }
 
 
 # -- parity ----------------------------------------------------------------------------------
@@ -75,24 +43,11 @@ def train(rank, level, wrapper, steps=20, poisoned=None):
     """Each rank has its own data and, before DDP, its own weights."""
     model, optimizer = prepare(level, seed=rank)
     parallel = WRAPPERS[wrapper](model)
-    for step in range(steps):
-        x, y = batch(rank, step)
-        if poisoned == (rank, step):
-            x[0, 0] = float("inf")
-        optimizer.zero_grad()
-        backward(parallel, optimizer, x, y)
-        optimizer.step()
+    batches = [batch(rank, step) for step in range(steps)]
+    if poisoned is not None and poisoned[0] == rank:
+        batches[poisoned[1]][0][0, 0] = float("inf")
+    train_steps(parallel, optimizer, batches)
     return state(parallel, optimizer)
-
-
-def train_alone(level, ranks, steps=20):
-    model, optimizer = prepare(level, seed=0)
-    for step in range(steps):
-        parts = [batch(rank, step) for rank in range(ranks)]
-        optimizer.zero_grad()
-        backward(model, optimizer, *(torch.cat(part) for part in zip(*parts, strict=True)))
-        optimizer.step()
-    return masters(optimizer)
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -102,10 +57,9 @@ def test_two_ranks_stay_alike_and_train_as_one_process_on_the_joined_batch(
 ):
     first, second = on_two_ranks(train, level, wrapper)
     assert first == second
-    for ours, alone in zip(first["masters"], train_alone(level, 2), strict=True):
-        torch.testing.assert_close(
-            torch.tensor(ours), alone.float(), rtol=16 * EPS[level], atol=16 * EPS[level]
-        )
+    model, optimizer = prepare(level, seed=0)
+    train_steps(model, optimizer, map(joined, range(20)))
+    assert_trained_alike(first, optimizer, level, eps=16)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -152,7 +106,7 @@ def accumulate_alone(level):
                 backward(model, optimizer, *batch(rank, 3 * update + part), 1 / 6)
         optimizer.step()
         optimizer.zero_grad()
-    return masters(optimizer)
+    return optimizer
 
 
 @pytest.mark.parametrize("delay", [False, True])
@@ -163,10 +117,7 @@ def test_gradients_accumulated_without_sync_are_sent_with_the_last(
 ):
     first, second = on_two_ranks(accumulate, level, wrapper, delay)
     assert first == second
-    for ours, alone in zip(first["masters"], accumulate_alone(level), strict=True):
-        torch.testing.assert_close(
-            torch.tensor(ours), alone.float(), rtol=8 * EPS[level], atol=8 * EPS[level]
-        )
+    assert_trained_alike(first, accumulate_alone(level), level, eps=8)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -216,10 +167,7 @@ def test_passes_that_all_communicate_add_up(on_two_ranks, level):
         for rank in range(2):
             backward(model, optimizer, *batch(rank, part), 1 / 2)
     optimizer.step()
-    for ours, alone in zip(first["masters"], masters(optimizer), strict=True):
-        torch.testing.assert_close(
-            torch.tensor(ours), alone.float(), rtol=4 * EPS[level], atol=4 * EPS[level]
-        )
+    assert_trained_alike(first, optimizer, level)
 
 
 # -- exact masters ---------------------------------------------------------------------------
@@ -229,10 +177,7 @@ def resume(rank, level, early):
     """Trains, saves, and goes on in objects that were loaded, beside the ones that just go on."""
     model, optimizer = prepare(level, seed=rank)
     parallel = DistributedDataParallel(model)
-    for step in range(3):
-        optimizer.zero_grad()
-        backward(parallel, optimizer, *batch(rank, step))
-        optimizer.step()
+    train_steps(parallel, optimizer, (batch(rank, step) for step in range(3)))
     file = io.BytesIO()
     torch.save((model.state_dict(), optimizer.state_dict()), file)
     file.seek(0)
@@ -249,11 +194,8 @@ def resume(rank, level, early):
         stepper.load_state_dict(moments)
     started = again.state_dict()
     wrapped = DistributedDataParallel(again)
-    for step in range(3, 6):
-        for one, its in ((parallel, optimizer), (wrapped, stepper)):
-            its.zero_grad()
-            backward(one, its, *batch(rank, step))
-            its.step()
+    for one, its in ((parallel, optimizer), (wrapped, stepper)):
+        train_steps(one, its, (batch(rank, step) for step in range(3, 6)))
     same_start = all(torch.equal(started[name], weights[name]) for name in weights)
     return same_start, state(parallel, optimizer), state(wrapped, stepper)
 
@@ -272,10 +214,7 @@ def train_in_groups(rank, level):
     groups = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([2, 3])]
     model, optimizer = prepare(level, seed=rank)
     parallel = DistributedDataParallel(model, process_group=groups[rank // 2])
-    for step in range(2):
-        optimizer.zero_grad()
-        backward(parallel, optimizer, *batch(rank, step))
-        optimizer.step()
+    train_steps(parallel, optimizer, (batch(rank, step) for step in range(2)))
     return state(parallel, optimizer)
 
 
@@ -310,10 +249,8 @@ def train_unevenly(rank, level):
     parallel = DistributedDataParallel(model)
     for epoch in range(2):
         with parallel.join():
-            for step in range(2 + 2 * rank):
-                optimizer.zero_grad()
-                backward(parallel, optimizer, *batch(rank, 10 * epoch + step))
-                optimizer.step()
+            batches = (batch(rank, 10 * epoch + step) for step in range(2 + 2 * rank))
+            train_steps(parallel, optimizer, batches)
     backward(parallel, optimizer, *batch(rank, 99))
     return state(parallel, optimizer)
 

@@ -10,8 +10,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from apex import amp
 from apex.parallel import Reducer, SyncBatchNorm, convert_syncbn_model
-from tests.distributed.test_data_parallel import EPS, backward, batch, initialized, state
-from tests.training.cases import LEVELS, WITH_MASTERS, masters
+from tests.distributed.cases import (
+    EPS,
+    assert_trained_alike,
+    backward,
+    batch,
+    initialized,
+    joined,
+    state,
+    train_steps,
+)
+from tests.training.cases import LEVELS, WITH_MASTERS
 
 pytestmark = pytest.mark.distributed
 
@@ -51,13 +60,9 @@ def test_unused_parameters_are_found(on_two_ranks, level):
     for step in range(4):
         model.step = step
         optimizer.zero_grad()
-        x, y = (torch.cat(part) for part in zip(batch(0, step), batch(1, step), strict=True))
-        backward(model, optimizer, x, y)
+        backward(model, optimizer, *joined(step))
         optimizer.step()
-    for ours, alone in zip(first["masters"], masters(optimizer), strict=True):
-        torch.testing.assert_close(
-            torch.tensor(ours), alone.float(), rtol=4 * EPS[level], atol=4 * EPS[level]
-        )
+    assert_trained_alike(first, optimizer, level)
 
 
 # -- synchronized batch norm -----------------------------------------------------------------
@@ -77,10 +82,7 @@ def train_normed(rank, level, converted):
         model = convert_syncbn_model(model)
     kind = type(model[1])
     parallel = DistributedDataParallel(model)
-    for step in range(3):
-        optimizer.zero_grad()
-        backward(parallel, optimizer, *batch(rank, step))
-        optimizer.step()
+    train_steps(parallel, optimizer, (batch(rank, step) for step in range(3)))
     return issubclass(kind, SyncBatchNorm), state(parallel, optimizer), model[1].running_mean
 
 
@@ -92,17 +94,10 @@ def test_batch_norm_over_ranks_is_batch_norm_over_the_joined_batch(on_two_ranks,
     assert first == second
     assert torch.equal(mean, other_mean)
     model, optimizer = initialized(level, normed())
-    for step in range(3):
-        optimizer.zero_grad()
-        x, y = (torch.cat(part) for part in zip(batch(0, step), batch(1, step), strict=True))
-        backward(model, optimizer, x, y)
-        optimizer.step()
+    train_steps(model, optimizer, map(joined, range(3)))
     tolerance = 32 * EPS[level]
     torch.testing.assert_close(mean, model[1].running_mean, rtol=tolerance, atol=tolerance)
-    for ours, alone in zip(first["masters"], masters(optimizer), strict=True):
-        torch.testing.assert_close(
-            torch.tensor(ours), alone.float(), rtol=tolerance, atol=tolerance
-        )
+    assert_trained_alike(first, optimizer, level, eps=32)
 
 
 # -- gradients averaged by hand --------------------------------------------------------------
@@ -148,10 +143,7 @@ def train_with_sharded_state(rank, level):
     except RuntimeError as error:
         return str(error), {p.dtype for p in model.parameters()}
     parallel = DistributedDataParallel(model)
-    for step in range(3):
-        optimizer.zero_grad()
-        backward(parallel, optimizer, *batch(rank, step))
-        optimizer.step()
+    train_steps(parallel, optimizer, (batch(rank, step) for step in range(3)))
     return state(parallel, optimizer)
 
 
@@ -162,15 +154,8 @@ def test_zero_redundancy_optimizer_trains_where_there_are_no_masters(on_two_rank
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     model, optimizer = initialized(level, model, torch.optim.Adam(model.parameters(), lr=1e-2))
-    for step in range(3):
-        optimizer.zero_grad()
-        x, y = (torch.cat(part) for part in zip(batch(0, step), batch(1, step), strict=True))
-        backward(model, optimizer, x, y)
-        optimizer.step()
-    for ours, alone in zip(first["masters"], masters(optimizer), strict=True):
-        torch.testing.assert_close(
-            torch.tensor(ours), alone.float(), rtol=32 * EPS[level], atol=1e-2 * EPS[level] * 32
-        )
+    train_steps(model, optimizer, map(joined, range(3)))
+    assert_trained_alike(first, optimizer, level, eps=32)
 
 
 @pytest.mark.parametrize("level", WITH_MASTERS)

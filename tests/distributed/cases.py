@@ -1,0 +1,72 @@
+"""Ranks under a wrapper and one process on all their data: nets, batches, what is compared."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from apex import amp
+from tests.training.cases import LEVELS, masters
+
+START_SCALE = 2.0**8
+EPS = {level: torch.finfo(LEVELS[level].compute).eps for level in LEVELS}
+
+
+def net(seed):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def batch(rank, step):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(3, 4, generator=generator), torch.randn(3, 2, generator=generator)
+
+
+def prepare(level, seed):
+    return initialized(level, net(seed))
+
+
+def initialized(level, model, optimizer=None):
+    # At the usual scale a rank's part may overflow where the joined batch does not.
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return amp.initialize(
+        model, optimizer, opt_level=level, verbosity=0, max_loss_scale=START_SCALE
+    )
+
+
+def backward(model, optimizer, x, y, share=1.0, **options):
+    loss = F.mse_loss(model(x).float(), y) * share
+    with amp.scale_loss(loss, optimizer, **options) as scaled_loss:
+        scaled_loss.backward()
+
+
+def state(model, optimizer):
+    """What has to be alike on all ranks."""
+    model = getattr(model, "module", model)
+    return {
+        "masters": [value.tolist() for value in masters(optimizer)],
+        "model": [param.detach().float().tolist() for param in model.parameters()],
+        "scales": dict(amp.state_dict()),
+    }
+
+
+def joined(step, ranks=2):
+    """The batches of all ranks as one."""
+    parts = [batch(rank, step) for rank in range(ranks)]
+    return tuple(torch.cat(part) for part in zip(*parts, strict=True))
+
+
+def train_steps(model, optimizer, batches):
+    for x, y in batches:
+        optimizer.zero_grad()
+        backward(model, optimizer, x, y)
+        optimizer.step()
+
+
+def assert_trained_alike(ranks_state, optimizer, level, eps=4):
+    """Masters of the ranks and of one process agree within some roundings of the level's dtype."""
+    tolerance = eps * EPS[level]
+    for ours, alone in zip(ranks_state["masters"], masters(optimizer), strict=True):
+        torch.testing.assert_close(
+            torch.tensor(ours), alone.float(), rtol=tolerance, atol=tolerance
+        )
