@@ -41,7 +41,7 @@ class Masters:
         for param, value in values:
             self.exact()[id(param)].copy_(value)
 
-    def runs_under(self, wrapper):
+    def runs_under(self, wrapper, *, traced=False):
         self.wrapper = wrapper
 
     def clear_grads(self, params, *, set_to_none):

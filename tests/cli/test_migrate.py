@@ -1,6 +1,7 @@
 """``apex migrate``: what it prints, what it writes, its exit codes."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -96,6 +97,7 @@ def test_json_that_cannot_be_written_is_exit_code_3(apex):
 # -- to torch ----------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 def test_the_diff_is_alone_on_standard_output_and_patch_takes_it(apex, tmp_path):
     code, out, err = apex("train.py", "--to", "torch")
     assert code == exit_codes.OK

@@ -148,6 +148,76 @@ def test_the_named_remedies_mend_the_overflow():
     assert first_after("O5") is None
 
 
+class Attention(nn.Module):
+    def forward(self, x):
+        return (x @ x.mT).square().mean(-1)
+
+
+def test_the_remedy_for_an_operator_sign_in_o1_is_one_that_mends_it():
+    class Mended(nn.Module):
+        def forward(self, x):
+            with amp.disable_casts():
+                return (x.float() @ x.float().mT).square().mean(-1)
+
+    def first_with(body):
+        net = nn.Sequential(nn.Linear(2, 2), body)
+        nn.init.constant_(net[0].weight, 200.0)
+        net, optimizer = amp.initialize(
+            net, cases.sgd(net.parameters()), opt_level="O1", loss_scale=1.0, verbosity=0
+        )
+        with trace_overflow(net) as trace:
+            backward(net(torch.ones(1, 2)).float().mean(), optimizer)
+        return trace.first
+
+    first = first_with(Attention())
+    assert (first.op, first.function) == ("aten.mm", ("torch", "matmul"))
+    assert "register_float_function" not in first.remedy
+    assert "run that line on .float() inputs `with amp.disable_casts():` (O1)" in first.remedy
+    assert first_with(Mended()) is None
+
+
+def test_an_operator_that_nobody_calls_by_its_name_has_no_function_to_register():
+    net = nn.Conv1d(1, 1, 1, dtype=torch.float16)
+    nn.init.constant_(net.weight, 6e4)
+    with trace_overflow(net) as trace:
+        net(torch.full((1, 1, 2), 3.0, dtype=torch.float16)).float().sum().backward()
+    assert (trace.first.op, trace.first.function) == ("aten.convolution", None)
+    assert "register_float_function" not in trace.first.remedy
+
+
+def test_a_forward_overflow_that_a_later_function_swallows_comes_before_a_high_loss_scale():
+    class Norm16(nn.Module):
+        def forward(self, x):
+            return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-3)
+
+    net = nn.Sequential(nn.Linear(2, 2), Norm16())
+    nn.init.constant_(net[0].weight, 1000.0)
+    net, optimizer = amp.initialize(net, cases.sgd(net.parameters()), opt_level="O3", verbosity=0)
+    optimizer.param_groups[0]["lr"] = 0.0
+    with trace_overflow(net) as trace:
+        backward(net(torch.ones(1, 2)).sum() * 2.0**17, optimizer)
+    assert (trace.first.op, trace.first.module, trace.first.cause) == ("aten.pow", "1", "range")
+
+
+def test_an_optimizer_that_divides_by_zero_is_told_to_have_an_eps():
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(net.parameters(), eps=0.0)
+    with trace_overflow(net) as trace:
+        (net(torch.ones(1, 2)).sum() * 0.0).backward()
+        optimizer.step()
+    assert (trace.first.cause, trace.first.kind) == ("update", "nan")
+    assert "in optimizer.step, forward, gave nan" in str(trace)
+    assert "the optimizer's step divided by 0" in str(trace)
+    assert trace.first.remedy.startswith("give the optimizer an eps above 0")
+
+
+def test_an_overflow_in_the_loss_is_said_to_be_outside_of_the_model():
+    net = nn.Linear(2, 2)
+    with trace_overflow(net) as trace:
+        (net(torch.ones(1, 2)) * 0 + 100).exp().sum().backward()
+    assert "aten.exp outside of the model, forward" in str(trace)
+
+
 def test_a_loss_scale_that_is_too_high_is_called_normal():
     model, optimizer = prepared("O2")
     with trace_overflow(model) as trace:

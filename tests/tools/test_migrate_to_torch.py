@@ -178,8 +178,8 @@ def test_master_params_of_a_part_of_the_model_stay_that_part():
 
 
 def test_a_name_that_is_taken_is_not_used_for_the_scaler():
-    program = "scaler = None\n" + PLAIN
-    assert "grad_scaler.scale(loss).backward()" in to_torch(program)[0]
+    for program in ("scaler = None\n" + PLAIN, PLAIN + "def scaled(scaler):\n    return scaler\n"):
+        assert "grad_scaler.scale(loss).backward()" in to_torch(program)[0]
 
 
 def test_a_forward_without_gradients_keeps_its_weights_out_of_the_others_cache():
@@ -217,6 +217,26 @@ def test_other_options_that_are_computed_are_not_taken_for_granted():
 
 def test_a_level_in_the_script_counts_more_than_the_one_given():
     assert to_torch(PLAIN, level="O4")[0] == to_torch(PLAIN)[0]
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        "predict = lambda x: model(x)",
+        "outputs = (model(x) for x, _ in batches)",
+        "for row in model(x): losses.append(row)",
+    ],
+)
+def test_a_call_of_the_model_that_cannot_be_put_under_autocast_is_noted(later):
+    after, notes = to_torch(f"{PLAIN}{later}\n")
+    assert after.endswith(f"\n{later}\n")
+    assert "this call of the model ran under amp's casts, and runs in fp32 now." in notes
+
+
+def test_operators_that_are_cast_count_as_computing():
+    program = PLAIN.replace("    with amp", "    loss = loss**2\n    x @= x.t()\n    with amp")
+    after, _ = to_torch(program)
+    assert "        x @= x.t()\n    scaler.scale(loss)" in after
 
 
 def test_a_model_given_to_other_files_is_noted():
@@ -339,6 +359,15 @@ STAY = {
         replaced("model, optimizer = amp", "if losses:\n    model, optimizer = amp"),
         "amp.initialize depends on losses, amp.scale_loss does not",
     ),
+    "an elif": (
+        replaced(
+            BACKWARD,
+            "    if len(losses) > 9:\n        pass\n    elif losses:\n"
+            "        with amp.scale_loss(loss, optimizer) as s:\n            s.backward()\n"
+            "    else:\n        loss.backward()\n",
+        ),
+        "stands in an elif",
+    ),
     "no step": (replaced(STEP, ""), "0 steps of the optimizer"),
     "two steps": (replaced(STEP, STEP * 2), "2 steps of the optimizer"),
     "a closure": (replaced(".step()", ".step(closure)"), "takes no closure"),
@@ -381,6 +410,18 @@ STAY = {
             "        with amp.scale_loss(loss, optimizer) as s:\n            s.backward()\n",
         ),
         "forward and backward pass are in different blocks",
+    ),
+    "a scale loaded before there is one": (
+        replaced("model, optimizer = amp", "amp.load_state_dict(saved)\nmodel, optimizer = amp"),
+        "the scaler is needed before amp.initialize makes it",
+    ),
+    "a backward pass that may be left out": (
+        replaced(
+            "    loss = F.cross_entropy(model(x).float(), y)\n" + BACKWARD,
+            "    if len(y) > 1:\n        loss = F.cross_entropy(model(x).float(), y)\n"
+            "        with amp.scale_loss(loss, optimizer) as s:\n            s.backward()\n",
+        ),
+        "the backward pass may be left out, and the step taken",
     ),
     "amp as a value": (PLAIN + "parts = {'amp': amp}\n", "apex.amp is used as a value"),
     "other functions of amp": (

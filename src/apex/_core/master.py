@@ -82,6 +82,7 @@ def fp32_grads(params: Sequence[nn.Parameter]) -> list[Tensor]:
     copies: list[Tensor] = []
     sources: list[Tensor] = []
     result: list[Tensor] = []
+    sharded = shards.any_dtensor(params)
     for param in params:
         grad = param.grad
         if grad is None:
@@ -90,7 +91,7 @@ def fp32_grads(params: Sequence[nn.Parameter]) -> list[Tensor]:
             # Rows are summed in fp32: in 16 bits the sum of duplicates could overflow.
             result.append(grad.to(torch.float32).coalesce())
             continue
-        if not shards.same_layout(param, grad):
+        if sharded and not shards.same_layout(param, grad):
             # Summed over ranks in fp32, too.
             result.append(shards.laid_out_as(param, grad.to(torch.float32)))
             continue

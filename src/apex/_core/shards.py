@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -16,11 +16,22 @@ if TYPE_CHECKING:
 _MODULE = "torch.distributed.tensor"
 """Looked up where a script has imported it: it takes a second to load."""
 
+_PLAIN = {Tensor, nn.Parameter}
+
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
     """Returns whether ``tensor`` lies on a device mesh."""
     module = sys.modules.get(_MODULE)
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def any_dtensor(tensors: Iterable[Tensor]) -> bool:
+    """Returns whether any of ``tensors`` lies on a device mesh."""
+    kinds = set(map(type, tensors))
+    if kinds <= _PLAIN:  # in every step of every model: no look at each tensor
+        return False
+    module = sys.modules.get(_MODULE)
+    return module is not None and any(issubclass(kind, module.DTensor) for kind in kinds)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -34,11 +45,10 @@ def local(tensor: Tensor) -> Tensor:
 
 def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Returns :func:`local` of each."""
-    module = sys.modules.get(_MODULE)
-    if module is None:
+    if not any_dtensor(tensors):
         return list(tensors)
     with torch.no_grad():  # in which to_local shares memory
-        return [t.to_local() if isinstance(t, module.DTensor) else t for t in tensors]
+        return [tensor.to_local() if is_dtensor(tensor) else tensor for tensor in tensors]
 
 
 def with_local(like: Tensor, part: Tensor) -> Tensor:
@@ -97,13 +107,13 @@ class Group(NamedTuple):
     ranks: Any
 
 
-def groups(params: Iterable[Tensor]) -> list[Group]:
+def groups(params: Sequence[Tensor]) -> list[Group]:
     """Returns the groups of ranks that hold different parts of ``params``, each once.
 
     One for every dimension of every mesh over which a parameter is sharded, in the order of the
     parameters, which is that of every rank.
     """
-    if _MODULE not in sys.modules:
+    if not any_dtensor(params):
         return []
     found: dict[int, Group] = {}
     seen: set[tuple[DeviceMesh, tuple[Placement, ...]]] = set()

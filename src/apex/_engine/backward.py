@@ -170,7 +170,7 @@ class BackwardPass:
             if unscale_ is not None or binding.pairs:
                 binding.add_up(unscale_, done)
         if scaler.dynamic:
-            scaler.share_overflow(param for b in self._bindings for param in b.trained())
+            scaler.share_overflow([param for b in self._bindings for param in b.params()])
             for binding in self._bindings:
                 binding.raise_flag(scaler.found_inf)
         if not all(self._sends):

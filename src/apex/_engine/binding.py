@@ -170,6 +170,8 @@ class Binding(PassGradients):
 
     def exact(self) -> dict[int, Tensor]:
         """Returns the fp32 value behind each low-precision parameter, by ``id`` of that."""
+        if self._versions is not None:
+            self.follow_writes()  # a join may have ended, with no pass since
         values: dict[int, Tensor] = {id(pair.model): pair.master for pair in self.pairs}
         for pair, before, exact in self._untried:
             if exact is not None:
@@ -306,7 +308,8 @@ class Binding(PassGradients):
         """Leaves out what belongs to this process: the optimizer, the session, an open pass."""
         state = self.__dict__.copy()
         del state["_optimizer"]
-        state.update(owner=None, open_pass=None, inner_step=None, view=None, _stash=[])
+        state.update(owner=None, open_pass=None, inner_step=None, view=None)
+        state.update(_stash=[], _versions=None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

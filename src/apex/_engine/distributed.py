@@ -31,6 +31,10 @@ class Communication:
     in_buckets: bool = False
 
 
+ALONE = Communication()
+"""Where no wrapper has been seen: gradients are whole after every pass, or a script's concern."""
+
+
 def active_wrapper() -> DistributedDataParallel | None:
     """Returns the wrapper whose forward pass runs now, of the innermost one if several."""
     if not _KNOWS_ACTIVE:
@@ -39,47 +43,73 @@ def active_wrapper() -> DistributedDataParallel | None:
 
 
 class Wrappers:
-    """The wrappers that models have been seen under."""
+    """The wrappers that models have been seen under.
+
+    Attributes:
+        seen: Whether there has been any.
+    """
 
     def __init__(self) -> None:
         """Starts with none."""
+        self.seen = False
+        self._traced: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._sends: weakref.WeakKeyDictionary[DistributedDataParallel, bool] = (
             weakref.WeakKeyDictionary()
         )
-        self._of: weakref.WeakKeyDictionary[object, weakref.WeakSet[DistributedDataParallel]] = (
+        self._of: weakref.WeakKeyDictionary[object, list[weakref.ref[DistributedDataParallel]]] = (
             weakref.WeakKeyDictionary()
         )
 
-    def __bool__(self) -> bool:
-        """Whether any wrapper is alive."""
-        return bool(self._sends)
+    def note(self, wrapper: DistributedDataParallel, *, traced: bool = False) -> None:
+        """Takes note of a forward pass, and whether its gradients are to be sent.
 
-    def note(self, wrapper: DistributedDataParallel) -> None:
-        """Takes note of a forward pass, and whether its gradients are to be sent."""
+        Args:
+            wrapper: The wrapper whose forward pass runs.
+            traced: Whether it is compiled: later ones will not be noted.
+        """
+        self.seen = True
+        if traced:
+            self._traced.add(wrapper)
         new = wrapper not in self._sends
         if new:
-            self._of.clear()
+            self.forget_users()
         if new or torch.is_grad_enabled():
-            late = wrapper.__dict__.get(SENDS_LATER, False)
-            self._sends[wrapper] = bool(wrapper.require_backward_grad_sync or late)
+            self._sends[wrapper] = _sends(wrapper)
+
+    def forget_users(self) -> None:
+        """Looks up anew who uses which wrapper."""
+        self._of.clear()
 
     def of(
         self, user: object, params: Callable[[], Iterable[Tensor]]
-    ) -> weakref.WeakSet[DistributedDataParallel]:
-        """Returns the wrappers that hold any of ``params()``, looked up once for each ``user``."""
+    ) -> list[DistributedDataParallel]:
+        """Returns the wrappers that hold any of ``params()``, looked up once for each ``user``.
+
+        In the order in which they were first noted: every rank is to send messages in the same.
+        """
         if user not in self._of:
             wanted = {id(param) for param in params()}
-            self._of[user] = weakref.WeakSet(
-                wrapper for wrapper in self._sends if not wanted.isdisjoint(sent_params(wrapper))
-            )
-        return self._of[user]
+            self._of[user] = [
+                weakref.ref(wrapper)
+                for wrapper in self._sends
+                if not wanted.isdisjoint(sent_params(wrapper))
+            ]
+        return [wrapper for ref in self._of[user] if (wrapper := ref()) is not None]
 
     def communication(self, wrappers: Iterable[DistributedDataParallel]) -> Communication:
         """Returns what becomes of gradients that these wrappers send."""
         return Communication(
-            sends=all(self._sends.get(wrapper, True) for wrapper in wrappers),
+            sends=all(
+                # Where no forward pass has told: by what holds in the block of the backward pass.
+                _sends(wrapper) if wrapper in self._traced else self._sends.get(wrapper, True)
+                for wrapper in wrappers
+            ),
             in_buckets=any(wrapper.gradient_as_bucket_view for wrapper in wrappers),
         )
+
+
+def _sends(wrapper: DistributedDataParallel) -> bool:
+    return bool(wrapper.require_backward_grad_sync or wrapper.__dict__.get(SENDS_LATER, False))
 
 
 def sent_params(wrapper: DistributedDataParallel) -> set[int]:

@@ -86,6 +86,8 @@ class PassGradients:
             keeps: Whether a gradient that is set aside keeps its values; False where its memory is
                 a bucket of messages.
         """
+        if self.unsent and all(param.grad is None for param in (*self.params(), *self.trained())):
+            self.unsent = self.checked = False  # dropped: what one rank alone knows goes with them
         returned = self.unsent and sent_with is not None
         aside: _Grads = []
         back: _Grads = []
@@ -281,7 +283,9 @@ def _clear(param: nn.Parameter, *, set_to_none: bool) -> None:
     if set_to_none:
         param.grad = None
     elif param.grad is not None:
-        param.grad.detach_().zero_()
+        if param.grad.grad_fn is not None:
+            param.grad = param.grad.detach()  # not in place: it may be a view of a bucket
+        param.grad.requires_grad_(False).zero_()
 
 
 def _grads(params: list[nn.Parameter]) -> list[Tensor]:
@@ -289,9 +293,10 @@ def _grads(params: list[nn.Parameter]) -> list[Tensor]:
 
     Duplicate rows of sparse ones are summed, and DTensors that are parts of a sum over ranks.
     """
-    for param in params:
-        if param.grad is not None and shards.is_dtensor(param):
-            param.grad = shards.laid_out_as(param, param.grad)
+    if shards.any_dtensor(params):
+        for param in params:
+            if param.grad is not None:
+                param.grad = shards.laid_out_as(param, param.grad)
     grads = [grad for param in params if (grad := param.grad) is not None]
     if all(grad.layout is torch.strided for grad in grads):
         return grads

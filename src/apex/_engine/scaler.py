@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -139,7 +139,7 @@ class Scaler:
         elif (override or self._static) != 1.0:
             unscale_(values, 1.0 / (override or self._static))
 
-    def share_overflow(self, params: Iterable[Tensor]) -> None:
+    def share_overflow(self, params: Sequence[Tensor]) -> None:
         """Raises the flag where a rank that holds other parts of ``params`` has raised its own.
 
         Every rank of a sharded model has to call it in every pass: they step or skip together, and

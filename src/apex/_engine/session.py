@@ -21,7 +21,7 @@ from apex._engine.backward import BackwardPass
 from apex._engine.binding import Binding
 from apex._engine.casting import CastRegion, CastSpec, UncastRegion, no_casts
 from apex._engine.convert import ModelPlan
-from apex._engine.distributed import Communication, Wrappers
+from apex._engine.distributed import ALONE, Communication, Wrappers
 from apex._engine.events import PassEnd, ScaleUpdate
 from apex._engine.optimizer_class import AmpOptimizer
 from apex._engine.restoring import Before, dtypes_of, match_states
@@ -89,7 +89,7 @@ class Session:
         self._bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._wrappers = Wrappers()
-        self._shards: weakref.WeakSet[object] = weakref.WeakSet()
+        self._shards: list[weakref.ref[object]] = []
         self._prepared: frozenset[int] = frozenset()
         self._before: dict[int, Tensor] = {}
         self._end: weakref.finalize[..., Session] | None = None
@@ -134,7 +134,8 @@ class Session:
             self._before = {}
         self._models.update(models)
         self._prepared = frozenset(id(p) for model in models for p in model.parameters())
-        self._shards.update(group for model in models for group in sharding.param_groups(model))
+        groups = (group for model in models for group in sharding.param_groups(model))
+        self._shards += map(weakref.ref, groups)
 
     def _withdraw(self, models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
         """Takes back all but the tensors' values; allocates nothing, for memory may be full."""
@@ -227,16 +228,18 @@ class Session:
             communication=self._communication,
             ended=functools.partial(self._end_pass, scaler.loss_id, bindings),
             # Gradients that fully_shard keeps back are scaled, and so is what a later pass adds.
-            delay_unscale=delay_unscale or sharding.keeps_back(self._shards),
+            delay_unscale=delay_unscale or sharding.keeps_back(ref() for ref in self._shards),
             delay_overflow_check=delay_overflow_check,
         )
 
     def _communication(self, binding: Binding) -> Communication:
-        if not self._wrappers:
-            return Communication()
+        if not self._wrappers.seen:
+            return ALONE
         wrappers = self._wrappers.of(binding, binding.trained)
         if binding.untried:
             _share_masters(binding, wrappers)
+        if any(map(distributed.joins, wrappers)):
+            binding.follow_writes()
         return self._wrappers.communication(wrappers)
 
     def _end_pass(
@@ -300,12 +303,9 @@ class Session:
         for binding in self._bindings:
             binding.forget_exact(written)
 
-    def runs_under(self, wrapper: Wrapper) -> None:
-        """Takes note that a model's forward pass begins under DistributedDataParallel."""
-        self._wrappers.note(wrapper)
-        if distributed.joins(wrapper):
-            for binding in self._bindings:
-                binding.follow_writes()
+    def runs_under(self, wrapper: Wrapper, *, traced: bool = False) -> None:
+        """Takes note that a model's forward pass begins, or is traced, under a wrapper."""
+        self._wrappers.note(wrapper, traced=traced)
 
     def convert_late(self, params: Iterable[Tensor]) -> Mapping[int, Tensor]:
         """Casts what was added to a model since, where ``params`` are among its parameters.
@@ -313,6 +313,7 @@ class Session:
         Returns:
             The values that ``params`` had before, by ``id`` of the parameter.
         """
+        self._wrappers.forget_users()  # the optimizer may have got parameters of another wrapper
         before = {id(param): param.detach() for param in params}
         for model in self._models:
             if any(id(param) in before for param in model.parameters()):

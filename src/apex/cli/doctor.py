@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--seconds",
-        type=float,
+        type=_seconds,
         default=0.2,
         metavar="S",
         help="time for each operator and dtype (default: 0.2)",
@@ -65,3 +66,10 @@ def run(args: argparse.Namespace) -> int:
             print(f"apex doctor: {args.json} not written: {error.strerror}", file=sys.stderr)
             return exit_codes.NOT_WRITTEN
     return exit_codes.OK if health.well else exit_codes.FAILED
+
+
+def _seconds(text: str) -> float:
+    """Reads a time that is not negative and ends."""
+    if not 0.0 <= (value := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a time of at least 0 seconds")
+    return value

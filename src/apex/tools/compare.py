@@ -14,6 +14,7 @@ import torch
 
 from apex.tools import probing, training
 from apex.tools.emulation import EMULATION_RATIO, slowdown
+from apex.tools.errors import said
 from apex.tools.progress import Progress
 from apex.tools.recommend import recommendation
 from apex.tools.results import Comparison, Result
@@ -256,12 +257,6 @@ def _timing_notes(base: Result) -> Iterator[str]:
             f"The machine was busy: the middle half of fp32's steps took {timing.low:.3g} to "
             f"{timing.high:.3g} ms. Times of a quiet machine, or more --rounds, say more."
         )
-
-
-def said(error: Exception) -> str:
-    """Returns the kind of an error and the first line of what it says."""
-    lines = str(error).strip().splitlines()
-    return type(error).__name__ + (f": {lines[0]}" if lines else "")
 
 
 def _again_and_again(experiment: Experiment) -> Iterator[Any]:

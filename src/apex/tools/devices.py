@@ -18,8 +18,12 @@ def device_named(name: str | None) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ValueError(f"there is no device {name!r}; this machine has {here}") from None
+        raise ValueError(_missing(name, here)) from None
     count = 1 if device.type == "cpu" else torch.accelerator.device_count()
     if device.type not in here or (device.index or 0) >= count:
-        raise ValueError(f"there is no device {name!r} here; this machine has {', '.join(here)}")
+        raise ValueError(_missing(name, here))
     return device
+
+
+def _missing(name: str, here: list[str]) -> str:
+    return f"there is no device {name!r} here; this machine has {', '.join(here)}"

@@ -175,8 +175,10 @@ def _reasons(best: Result, base: Result) -> list[str]:
 
 
 def megabytes(count: int) -> str:
-    """Returns a number of bytes in megabytes, in words."""
+    """Returns a number of bytes in megabytes, in words; in kilobytes where it is less than 0.1."""
     value = count / 1e6
+    if value < 0.1:
+        return f"{count / 1e3:.1f} kB"
     return f"{value:.0f} MB" if value >= 100 else f"{value:.1f} MB"
 
 

@@ -23,6 +23,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from apex.tools.errors import said
 from apex.tools.seeds import seed_all
 
 FUNCTION = "setup"
@@ -110,7 +111,7 @@ def _executed(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # a script may end itself
-        raise TargetError(f"Executing {path} failed: {_said(error)}") from error
+        raise TargetError(f"Executing {path} failed: {said(error)}") from error
     return module
 
 
@@ -119,7 +120,7 @@ def _imported(name: str) -> ModuleType:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
         raise TargetError(
-            f"Importing {name} failed: {_said(error)}. A file is named by its path, with .py."
+            f"Importing {name} failed: {said(error)}. A file is named by its path, with .py."
         ) from error
 
 
@@ -138,7 +139,7 @@ def _made(target: str, module: ModuleType, function: str) -> Experiment:
     try:
         given = maker()
     except Exception as error:
-        raise TargetError(f"{target}: {maker.__name__}() raised {_said(error)}") from error
+        raise TargetError(f"{target}: {maker.__name__}() raised {said(error)}") from error
     return _checked(target, given)
 
 
@@ -183,10 +184,6 @@ def _copied(target: str, first: Experiment) -> Experiment:
     except Exception as error:
         raise TargetError(
             f"{target} gives the same model each time, and it cannot be deep-copied: "
-            f"{_said(error)}. Make TARGET a function that builds a new one at every call."
+            f"{said(error)}. Make TARGET a function that builds a new one at every call."
         ) from error
     return Experiment(model, optimizer, first.batches, first.loss, first.evaluate)
-
-
-def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -23,7 +23,6 @@ from apex._core.tracing import untraced
 from apex._engine.convert import mismatch, state_values
 from apex._engine.convert.application import apply_plan
 from apex._engine.convert.state import STATE, ModelState, stash_forward
-from apex._engine.distributed import active_wrapper
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -186,9 +185,10 @@ def _casting_forward(base: type[nn.Module]) -> Callable[..., Any]:
         if state is None:  # restored since, or made by type(model)(...)
             return base.forward(self, *args, **kwargs)
         plan = state.plan
-        wrapper = None if _is_compiling() else active_wrapper()
-        if wrapper is not None and state.masters is not None:
-            state.masters.runs_under(wrapper)
+        if _is_compiling():
+            state.note_wrapper_of_trace()
+        else:
+            state.note_wrapper()
         if plan.input_dtype is not None:
             if plan.cast is None:
                 args, kwargs = nested.cast_arguments(args, kwargs, plan.input_dtype)

@@ -35,8 +35,8 @@ class MasterSource(Protocol):
     def clear_grads(self, params: Iterable[Tensor], *, set_to_none: bool) -> None:
         """Clears the gradients of the masters of ``params``."""
 
-    def runs_under(self, wrapper: DistributedDataParallel) -> None:
-        """Takes note that the model's forward pass begins under ``wrapper``."""
+    def runs_under(self, wrapper: DistributedDataParallel, *, traced: bool = False) -> None:
+        """Takes note that the model's forward pass begins, or is traced, under ``wrapper``."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,9 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from apex._core.tracing import at_tracing
 from apex._engine.convert.plan import MasterSource, ModelPlan, Region
+from apex._engine.distributed import active_wrapper
 
 STATE = "_apex_state"
 
@@ -45,6 +47,17 @@ class ModelState:
     def source(self) -> MasterSource | None:
         """Who knows the masters of this model's parameters, if there are any."""
         return self.masters if self.origin is None else self.origin()
+
+    def note_wrapper(self, *, traced: bool = False) -> None:
+        """Tells the source of masters which DistributedDataParallel the forward pass runs under."""
+        wrapper = active_wrapper()
+        if wrapper is not None and (source := self.source) is not None:
+            source.runs_under(wrapper, traced=traced)
+
+    @at_tracing
+    def note_wrapper_of_trace(self) -> None:
+        """Tells it where the forward pass is traced: the code made from it cannot."""
+        self.note_wrapper(traced=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelState:
         """Copies what pickles, and keeps in touch with the source of the masters."""

@@ -71,6 +71,8 @@ class Fault:
         name = _CALLED_AS.get(name, name)
         if name in _FUNCTIONAL:
             return "torch.nn.functional", name
+        if name in _NEVER_CALLED or name.startswith("native_"):
+            return None
         return ("torch", name) if callable(getattr(torch, name, None)) else None
 
     @property
@@ -78,17 +80,25 @@ class Fault:
         """What to do, in a sentence or two."""
         if self.cause == "range":
             return _for_range(self)
-        fp16_step = self.cause == "update" and self.dtype is torch.float16
-        return _REMEDY_FOR_FP16_STEP if fp16_step else _REMEDIES[self.cause]
+        if self.cause == "update" and self.dtype is torch.float16:
+            return _REMEDY_FOR_FP16_STEP
+        return _REMEDY_FOR_UNDEFINED_STEP if self._undefined_step else _REMEDIES[self.cause]
 
     @property
     def explanation(self) -> str:
         """What happened, in a sentence."""
+        if self._undefined_step:
+            return "the optimizer's step divided by 0, or left what its functions are defined for."
         return _EXPLANATIONS[self.cause].format(
             dtype=name_of(self.dtype),
             limit=f"{torch.finfo(self.dtype).max:g}",
             true="more" if self.largest_true is None else f"{self.largest_true:.3g}",
         )
+
+    @property
+    def _undefined_step(self) -> bool:
+        true = self.largest_true
+        return self.cause == "update" and true is not None and not math.isfinite(true)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns everything as JSON has it: the dtype by name, an infinite number as None."""
@@ -99,14 +109,21 @@ class Fault:
 
     def __str__(self) -> str:
         """Says where, what, why and the remedy, in a few lines."""
-        place = f"in {self.module}" if self.module else "in the model" if self.inside else "outside"
         line = f"\n  at     {self.location}" if self.location else ""
         return (
-            f"{self.op} {place}, {self.direction}, gave {self.kind} in {name_of(self.dtype)}"
+            f"{self.op} {self._place}, {self.direction}, gave {self.kind} in {name_of(self.dtype)}"
             f" (largest finite input {self.largest_input:.4g}){line}\n"
             f"  why    {self.cause}: {self.explanation}\n"
             f"  remedy {self.remedy}"
         )
+
+    @property
+    def _place(self) -> str:
+        if self.cause in _OF_STEPS:
+            return "in optimizer.step"
+        if self.module:
+            return f"in {self.module}"
+        return "in the model" if self.inside else "outside of the model"
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -173,6 +190,8 @@ _CALLED_AS = {
     "scaled_dot_product_flash_attention_for_cpu": "scaled_dot_product_attention",
 }
 _FUNCTIONAL = {"linear", "layer_norm", "scaled_dot_product_attention"}
+_NEVER_CALLED = {"convolution"}  # in torch, but conv2d and its kin are what modules call
+_OF_STEPS = {"update", "optimizer state", "gradients"}
 
 _EXPLANATIONS: dict[Cause, str] = {
     "loss scale": "the scaled gradient exceeds what {dtype} can hold ({limit}); unscaled it fits.",
@@ -221,6 +240,11 @@ _REMEDY_FOR_FP16_STEP = (
     "or master_weights=True), for in fp16 an optimizer's eps of 1e-8 is 0."
 )
 
+_REMEDY_FOR_UNDEFINED_STEP = (
+    "give the optimizer an eps above 0: it keeps a step from dividing by the 0 that gradients of 0 "
+    "leave in its state."
+)
+
 
 def _for_range(fault: Fault) -> str:
     if fault.dtype is not torch.float16:
@@ -234,9 +258,12 @@ def _for_range(fault: Fault) -> str:
         ways.append(
             f"keep the module in fp32 with amp.initialize(..., fp32_modules=[{name!r}]) (O2, O3)"
         )
-    if fault.function is not None:
+    if fault.function is not None and fault.function[0] != "torch":
         namespace, name = fault.function
         ways.append(f"amp.register_float_function({namespace}, {name!r}) before it (O1)")
+    elif fault.direction == "forward" and fault.inside:
+        # A function registered in torch would not be the method or the `@` that the line may call.
+        ways.append("run that line on .float() inputs `with amp.disable_casts():` (O1)")
     if not fault.inside:
         ways.append("compute the loss in fp32: loss_fn(output.float(), target)")
     if fault.direction == "backward":

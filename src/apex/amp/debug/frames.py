@@ -48,6 +48,11 @@ def within_backward() -> tuple[str, bool]:
     return line, False
 
 
+def is_user_file(filename: str) -> bool:
+    """Returns whether a file is neither torch's, nor ours, nor the standard library's."""
+    return _kind(filename) == "user"
+
+
 def _line(frame: FrameType) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 

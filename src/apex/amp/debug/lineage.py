@@ -115,7 +115,7 @@ class Lineage:
         faults = [origin for origin in self.origins if not origin.deliberate]
         lost = [o for o in faults if o.fault.cause == "range" and o.fault.dtype is _FP16]
         pending = [o for o in faults if o.time > self._finite_gradient_at]
-        for origins in (self.reached, lost, pending):
+        for origins in ([*self.reached, *lost], pending):
             origin = self.heir(origins)
             if origin is not None:
                 return origin.fault

@@ -77,6 +77,6 @@ def _described(device: torch.device) -> str:
     has = torch.cpu.get_capabilities()
     extensions = [n for n in ("avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16") if has.get(n)]
     name = has.get("cpu_name") or platform.processor() or platform.machine()
-    return (
-        f"{name}, {torch.get_num_threads()} threads, {', '.join(extensions) or 'no 16-bit units'}"
-    )
+    threads = torch.get_num_threads()
+    count = f"{threads} thread{'s' * (threads > 1)}"
+    return f"{name}, {count}, {', '.join(extensions) or 'no 16-bit units'}"

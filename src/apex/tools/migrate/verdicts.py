@@ -15,7 +15,6 @@ from apex._unavailable import INSTEAD
 from apex.tools.migrate.notes import NOTED_KEYWORDS, NOTES, OF_OPTIMIZERS, REFUSED_KEYWORDS
 from apex.tools.migrate.uses import OPTIMIZER, Use
 
-
 NOT_IMPORTED = ("apex.integrations",)
 """Packages whose modules import another library: their names are taken to be there."""
 

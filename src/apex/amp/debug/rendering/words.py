@@ -106,7 +106,8 @@ def _nearest(totals: Totals) -> str:
         return "no forward result to look at"
     powers = "power" if bits(totals.headroom) == "1" else "powers"
     left = f"{powers} of two left above {totals.largest:.3g}"
-    return f"{left} in {short(totals.largest_dtype)}, {place(totals.largest_module)}"
+    module = f"module {totals.largest_module}" if totals.largest_module else "the model itself"
+    return f"{left} ({short(totals.largest_dtype)} in {module})"
 
 
 def _scaled(count: float, base: float, units: tuple[str, ...]) -> str:

@@ -272,9 +272,11 @@ def _scale_loss_arguments(script: Script, call: cst.Call) -> dict[str, cst.BaseE
 
 def _backward_guard(script: Script, block: cst.With) -> cst.If | None:
     owner = next(script.parents(suite_of(script, block)), None)
-    if isinstance(owner, cst.If) and dotted(owner.test) is not None and owner.orelse is not None:
-        return owner
-    return None
+    if not isinstance(owner, cst.If) or dotted(owner.test) is None or owner.orelse is None:
+        return None
+    if isinstance(next(script.parents(owner)), cst.If):
+        raise ValueError("amp.scale_loss stands in an elif.")
+    return owner
 
 
 def _only_part(node: cst.CSTNode) -> cst.BaseSmallStatement | None:

@@ -132,6 +132,15 @@ class RegionFinder:
             return f"next({models[0]}.parameters()).device.type"
         return f'{self._script.code(optimizer)}.param_groups[0]["params"][0].device.type'
 
+    def _is_deferred(self, call: cst.Call) -> bool:
+        """Returns whether a call runs later than its statement."""
+        parent = next(
+            p
+            for p in self._script.parents(call)
+            if isinstance(p, cst.Lambda | cst.GeneratorExp | cst.BaseSmallStatement)
+        )
+        return not isinstance(parent, cst.BaseSmallStatement)
+
     def _is_sound(self, region: Region, before: Sequence[cst.CSTNode]) -> bool:
         well = True
         for statement in before:
@@ -195,7 +204,7 @@ class RegionFinder:
     def _around(self, call: cst.Call) -> Region | None:
         """Returns the statement of a call and those behind it that read what it made."""
         statement = statement_of(self._script, call)
-        if not isinstance(statement, cst.SimpleStatementLine):
+        if not isinstance(statement, cst.SimpleStatementLine) or self._is_deferred(call):
             return None
         suite = suite_of(self._script, statement)
         body = list(body_of(suite))
@@ -217,7 +226,8 @@ def is_neutral(node: cst.CSTNode) -> bool:
 
 
 def _computes(node: cst.CSTNode) -> bool:
-    if isinstance(node, cst.MatrixMultiply | cst.MatrixMultiplyAssign):
+    operators = cst.MatrixMultiply | cst.MatrixMultiplyAssign | cst.Power | cst.PowerAssign
+    if isinstance(node, operators):
         return True
     if not isinstance(node, cst.Call):
         return False
