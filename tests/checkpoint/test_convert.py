@@ -370,3 +370,10 @@ def test_the_form_and_the_checkpoint_are_checked():
         convert(SCALER, to="apex")
     with pytest.raises(TypeError, match="got list; it takes the dict"):
         convert([SCALER], to="amp")
+
+
+def test_extra_state_of_a_module_stays_as_it_is():
+    model = {"layer.weight": torch.ones(2).half(), "layer._extra_state": {"calls": 3}}
+    weights = amp.checkpoint.convert({"model": model}, to="weights").state
+    assert weights["layer._extra_state"] == {"calls": 3}
+    assert weights["layer.weight"].dtype is torch.float32

@@ -1,6 +1,7 @@
 """The command ``apex``: its flags, its help, its exit codes."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -131,6 +132,8 @@ def test_a_level_that_fails_is_exit_code_1_and_the_rest_is_there(apex, tmp_path)
         (["compare", "x.py", "--device", "abacus"], "there is no device 'abacus'"),
         (["compare", "x.py", "--device", "xpu:99"], "there is no device 'xpu:99'"),
         (["compare", "no_such.py"], "There is no file no_such.py."),
+        (["doctor", "--seconds", "-1"], "-1 is not a time of at least 0 seconds"),
+        (["doctor", "--seconds", "nan"], "nan is not a time of at least 0 seconds"),
         (["no-such-command"], "invalid choice"),
         ([], "COMMAND"),
     ],
@@ -145,7 +148,7 @@ def test_a_factory_that_raises_is_exit_code_2_and_quoted(apex, tmp_path):
     target = written(tmp_path, "def setup():\n    raise OSError('no data here')\n")
     code, _, err = apex("compare", target)
     assert code == exit_codes.BAD_INPUT
-    assert err.splitlines()[-1].endswith("setup() raised OSError: no data here")
+    assert err.splitlines()[-1].endswith(f"setup() raised OSError: no data here ({target}:2)")
 
 
 def test_a_report_that_cannot_be_written_is_exit_code_3_and_the_json_still_is(apex, tmp_path):
@@ -154,6 +157,20 @@ def test_a_report_that_cannot_be_written_is_exit_code_3_and_the_json_still_is(ap
     assert code == exit_codes.NOT_WRITTEN
     assert "no/such/folder.html could not be written: No such file" in err
     assert (tmp_path / "a.json").exists()
+
+
+def test_a_reader_that_is_gone_costs_no_report_and_is_exit_code_3(tmp_path):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "apex", "compare", written(tmp_path), "--levels", "O0", *FEW]
+    ended = subprocess.run(
+        command, stdout=write, stderr=subprocess.PIPE, text=True, cwd=tmp_path, check=False
+    )
+    os.close(write)
+    assert ended.returncode == exit_codes.NOT_WRITTEN
+    assert "Traceback" not in ended.stderr
+    assert "BrokenPipe" not in ended.stderr
+    assert (tmp_path / "report.html").exists()
 
 
 def test_an_interrupt_is_exit_code_130(apex, tmp_path):

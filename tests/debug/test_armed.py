@@ -180,6 +180,31 @@ def test_the_next_pass_of_the_same_loss_is_watched():
     assert not watched()
 
 
+def one_of_two_losses(model, optimizer, value, loss_id):
+    output = model(torch.full((1, 2), value)).float()
+    backward(output.mean() * 2.0**-16, optimizer, loss_id=loss_id)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("recovers", [True, False])
+def test_what_a_skipped_step_left_in_the_gradients_is_no_fault_of_a_watched_one(
+    log, level, recovers
+):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    nn.init.constant_(model[0].weight, 100.0)
+    model, optimizer = amp.initialize(
+        model, sgd(model), opt_level=level, num_losses=2, loss_scale="dynamic", verbosity=0
+    )
+    handle = arm(optimizer, after_skips=1)
+    one_of_two_losses(model, optimizer, 6e4, loss_id=0)
+    one_of_two_losses(model, optimizer, 1.0, loss_id=1)  # adds to what the first loss left
+    one_of_two_losses(model, optimizer, 1.0 if recovers else 6e4, loss_id=0)
+    assert not watched()
+    assert len(log()) == (0 if recovers else 1)
+    if not recovers:
+        assert (handle.trace.first.cause, handle.trace.first.module) == ("range", "0")
+
+
 class Mode(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))

@@ -68,6 +68,20 @@ def test_passes_of_another_optimizer_are_left_out():
     assert history.passes[0].grad_norm == pytest.approx(norm_of(optimizers[0]), rel=1e-6)
 
 
+def test_scaled_gradients_that_a_pass_leaves_in_another_network_are_not_in_its_norm():
+    models = [net(0), net(1)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    models, optimizers = amp.initialize(
+        models, optimizers, opt_level="O4", loss_scale=1024.0, verbosity=0
+    )
+    history = amp.debug.History(*optimizers)
+    x, y = batch()
+    loss = ((models[0](x) - y) ** 2).mean() + ((models[1](x) - y) ** 2).mean()
+    with amp.scale_loss(loss, optimizers[0]) as scaled_loss:
+        scaled_loss.backward()
+    assert history.passes[0].grad_norm == pytest.approx(norm_of(optimizers[0]), rel=1e-6)
+
+
 @pytest.mark.parametrize("options", [{"delay_unscale": True}, {"delay_overflow_check": True}])
 def test_passes_that_leave_the_scale_to_a_later_one_are_left_out(options):
     model, optimizer = prepared("O4", loss_scale="dynamic")

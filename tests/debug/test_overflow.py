@@ -166,7 +166,7 @@ def test_the_remedy_for_an_operator_sign_in_o1_is_one_that_mends_it():
             net, cases.sgd(net.parameters()), opt_level="O1", loss_scale=1.0, verbosity=0
         )
         with trace_overflow(net) as trace:
-            backward(net(torch.ones(1, 2)).float().mean(), optimizer)
+            backward(net(torch.ones(1, 2)).float().mean() * 2.0**-16, optimizer)
         return trace.first
 
     first = first_with(Attention())
@@ -206,9 +206,43 @@ def test_an_optimizer_that_divides_by_zero_is_told_to_have_an_eps():
         (net(torch.ones(1, 2)).sum() * 0.0).backward()
         optimizer.step()
     assert (trace.first.cause, trace.first.kind) == ("update", "nan")
-    assert "in optimizer.step, forward, gave nan" in str(trace)
+    assert "in an update of the weights, forward, gave nan" in str(trace)
     assert "the optimizer's step divided by 0" in str(trace)
     assert trace.first.remedy.startswith("give the optimizer an eps above 0")
+
+
+def test_gradients_from_before_the_watch_are_told_from_the_data_and_come_last():
+    net = nn.Linear(2, 2)
+    net.weight.grad = torch.full((2, 2), torch.nan)
+    with trace_overflow(net) as trace:
+        net(torch.ones(1, 2)).sum().backward()
+    assert trace.first.cause == "gradients"
+    net.weight.grad = torch.full((2, 2), torch.nan)
+    with trace_overflow(net) as trace:
+        net(torch.ones(1, 2)).sum().backward()
+        (net(torch.ones(1, 2)) * 0).log().sum().backward()
+    assert (trace.first.op, trace.first.cause) == ("aten.log", "domain")
+
+
+def test_values_that_a_cast_to_fp16_loses_are_to_be_scaled_down():
+    net = nn.Linear(2, 2)
+    net, _ = amp.initialize(net, cases.sgd(net.parameters()), opt_level="O2", verbosity=0)
+    with trace_overflow(net) as trace:
+        net(torch.full((1, 2), 1e5))
+    assert trace.first.op == "aten._to_copy"
+    assert "scale the values down before they are cast" in trace.first.remedy
+    assert "disable_casts" not in trace.first.remedy
+
+
+def test_the_remedy_for_a_loss_scale_is_right_for_static_ones_too():
+    net = nn.Linear(2, 2)
+    net, optimizer = amp.initialize(
+        net, cases.sgd(net.parameters()), opt_level="O2", loss_scale=2.0**20, verbosity=0
+    )
+    with trace_overflow(net) as trace:
+        backward(net(torch.ones(1, 2)).float().sum(), optimizer)
+    assert trace.first.cause == "loss scale"
+    assert "Lower a static scale, or pass loss_scale='dynamic'." in trace.first.remedy
 
 
 def test_an_overflow_in_the_loss_is_said_to_be_outside_of_the_model():
@@ -223,7 +257,7 @@ def test_a_loss_scale_that_is_too_high_is_called_normal():
     with trace_overflow(model) as trace:
         backward(model.last.weight.float().sum(), optimizer)
     assert trace.first.cause == "loss scale"
-    assert trace.first.remedy.startswith("none: ")
+    assert trace.first.remedy.startswith("none for a dynamic scale: ")
     assert trace.gradients == ["last.weight"]
 
 
@@ -378,5 +412,5 @@ def test_a_forked_process_is_not_watched():
 
 
 def test_anything_but_models_is_refused():
-    with pytest.raises(TypeError, match=r"trace_overflow got a Linear|trace_overflow got a list"):
+    with pytest.raises(TypeError, match=r"trace_overflow got list; it takes models"):
         trace_overflow([nn.Linear(2, 2)])

@@ -1,4 +1,4 @@
-"""Wrappers in unusual places: compiled, copied, several of one optimizer; dropped gradients; join."""
+"""Wrappers in unusual places: compiled, copied, several of one optimizer; dropped gradients."""
 
 import contextlib
 import copy

@@ -187,7 +187,9 @@ FAILS_IN_BF16 = TARGET.replace(
 def test_a_level_that_cannot_run_is_noted_and_the_others_finish(tmp_path):
     found = compared(written(tmp_path, FAILS_IN_BF16), "O0,O4,O5")
     assert [result.name for result in found.failed] == ["O4"]
-    assert found.failed[0].errors == ("training failed: RuntimeError: no kernel for bf16",)
+    (error,) = found.failed[0].errors
+    assert error.startswith("training failed: RuntimeError: no kernel for bf16 (")
+    assert re.search(r"\.py:\d+\)$", error)  # the line of the target's own code
     sound = by_name(found)
     assert sound["O5"].timing is not None
     assert sound["O5"].probe is not None
@@ -203,6 +205,19 @@ def test_without_an_fp32_run_the_others_train_and_no_advice_is_given(tmp_path):
     found = compared(written(tmp_path, text))
     assert by_name(found)["O4"].training is not None
     assert found.recommendation.text.startswith("No advice")
+
+
+@pytest.mark.parametrize(
+    ("body", "errors"),
+    [("1 / 0", ("evaluating failed: ZeroDivisionError: division by zero",)), ("0.75", ())],
+)
+def test_the_target_s_own_figure_is_shown_and_costs_nothing_where_it_fails(tmp_path, body, errors):
+    text = TARGET + f"\n\ndef evaluate(model):\n    return {body}\n"
+    result = by_name(compared(written(tmp_path, text), "O0"))["O0"]
+    assert [error.partition(" (")[0] for error in result.errors] == list(errors)
+    assert result.training.evaluation == (None if errors else 0.75)
+    assert result.timing is not None
+    assert result.probe is not None
 
 
 def test_levels_that_do_not_fit_side_by_side_are_timed_one_by_one(tmp_path):

@@ -66,6 +66,16 @@ def test_a_level_that_is_fast_and_unsound_is_refused_with_the_reason(changes, wh
     assert any(reason.startswith("O4: ") and why in reason for reason in found.reasons)
 
 
+def test_what_fails_in_fp32_too_speaks_against_no_level():
+    errors = ("evaluating failed: ValueError: no figure",)
+    base = result_of("O0", errors=errors)
+    fast = result_of("O4", milliseconds=5.0, errors=errors)
+    assert comparison_of(base, fast).recommendation.level == "O4"
+    worse = result_of("O4", milliseconds=5.0, errors=(*errors, "probing failed: OSError"))
+    found = comparison_of(base, worse).recommendation
+    assert (found.level, found.reasons) == ("O0", ("O4: probing failed: OSError.",))
+
+
 def test_levels_that_are_refused_alike_share_a_line():
     reasons = advised(result_of("O1", emulated=True), result_of("O2", emulated=True)).reasons
     assert reasons == ("O1, O2: fp16 is emulated on this machine (30x the time of fp32).",)

@@ -157,6 +157,14 @@ def test_value_ticks_are_decades_on_a_long_axis_and_finer_on_a_short_one():
     assert value_ticks(0.3, 3.0, "log10") == pytest.approx([0.5, 1.0, 2.0])
 
 
+@pytest.mark.parametrize(("low", "high"), [(0.65, 1.4), (2.1, 2.2), (10.0, 10.01), (2.5, 4.9)])
+def test_an_axis_within_a_factor_of_two_still_has_round_ticks(low, high):
+    ticks = value_ticks(low, high, "log10")
+    assert 2 <= len(ticks) <= 6
+    assert all(low <= tick <= high for tick in ticks)
+    assert len({tick_label(tick, "log10") for tick in ticks}) == len(ticks)
+
+
 def test_loss_scale_ticks_are_powers_of_two():
     assert value_ticks(2.0**13, 2.0**16, "log2") == [2.0**13, 2.0**14, 2.0**15, 2.0**16]
 

@@ -1,6 +1,7 @@
 """Clearing gradients: of the optimizer or the model, to None or to zero."""
 
 import pytest
+from torch import nn
 
 from apex import amp
 from tests.training import cases
@@ -40,6 +41,35 @@ def test_every_way_of_clearing_trains_the_same(level, clear, set_to_none):
         cases.backward(model, optimizer, x, y)
         optimizer.step()
     assert cases.same(cases.masters(usual[1]), cases.masters(other[1]))
+
+
+@pytest.mark.parametrize("level", cases.LEVELS)
+def test_zero_grad_of_a_module_around_the_model_clears_masters_too(level):
+    x, y = cases.batch(seed=2)
+    model, optimizer = cases.prepared(level)
+    cases.backward(model, optimizer, *cases.batch(seed=1))
+    nn.Sequential(model).zero_grad()
+    cases.backward(model, optimizer, x, y)
+    optimizer.step()
+    only, stepped = cases.prepared(level)
+    cases.train_step(only, stepped, x, y)
+    assert cases.same(cases.masters(optimizer), cases.masters(stepped))
+
+
+@pytest.mark.parametrize("level", cases.WITH_MASTERS)
+def test_gradients_from_before_a_failed_block_are_not_taken_for_cleared_ones(level):
+    (model, optimizer), (only, stepped) = cases.prepared(level), cases.prepared(level)
+    first, second = cases.batch(seed=1), cases.batch(seed=2)
+    cases.backward(model, optimizer, *first)
+    with pytest.raises(KeyError), amp.scale_loss(model(first[0]).sum(), optimizer):
+        raise KeyError
+    cases.backward(model, optimizer, *second)
+    for x, y in (first, second):
+        cases.backward(only, stepped, x, y)
+    assert cases.same(
+        [param.grad for param in amp.master_params(optimizer)],
+        [param.grad for param in amp.master_params(stepped)],
+    )
 
 
 @pytest.mark.parametrize("level", cases.WITH_MASTERS)

@@ -18,7 +18,7 @@ def dense_values(grads: list[Tensor]) -> list[Tensor]:
     finite one by one may overflow in its sum, so the check must see the sum.
     """
     grads = shards.locals_of(grads)
-    if all(grad.layout is torch.strided for grad in grads):
+    if {grad.layout for grad in grads} <= {torch.strided}:
         return grads
     return [grad._values() if grad.is_sparse else grad for grad in grads]
 

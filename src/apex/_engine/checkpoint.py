@@ -22,7 +22,7 @@ class Matched(NamedTuple):
         shapes: For each flat group the shapes of the parameters in it, in order.
     """
 
-    weights: dict[str, Tensor]
+    weights: dict[str, Any]
     rounded: tuple[str, ...]
     unused: int
     shapes: list[list[torch.Size]]
@@ -72,7 +72,7 @@ class _Flat:
 
 
 def fp32_weights(
-    entries: Mapping[str, Tensor], masters: Sequence[Tensor], flats: Sequence[Tensor] = ()
+    entries: Mapping[str, Any], masters: Sequence[Tensor], flats: Sequence[Tensor] = ()
 ) -> Matched:
     """Returns a model's state dict in fp32, with the values of its masters.
 
@@ -80,14 +80,17 @@ def fp32_weights(
     groups are cut up in the order of the entries.
 
     Args:
-        entries: The model's state dict.
+        entries: The model's state dict; what is no tensor comes out as it is.
         masters: Fp32 masters of single parameters.
         flats: Fp32 masters of whole groups, concatenated; fp32 parameters among them.
     """
     single, groups = _Single(masters), [_Flat(flat) for flat in flats]
-    weights: dict[str, Tensor] = {}
+    weights: dict[str, Any] = {}
     rounded: list[str] = []
     for name, entry in entries.items():
+        if not isinstance(entry, Tensor):  # a module's extra state
+            weights[name] = entry
+            continue
         low = dtypes.is_low_precision(entry)
         # Only flat groups hold fp32 parameters, too.
         sources: list[_Flat | _Single] = [*groups] if entry.is_floating_point() else []

@@ -53,6 +53,7 @@ class PassGradients:
         self._in_place = True
         self._returned = False
         self._model_scaled = False
+        self._model_shows = False
 
     def params(self) -> list[nn.Parameter]:
         """Returns every parameter that the optimizer steps, masters included."""
@@ -86,8 +87,7 @@ class PassGradients:
             keeps: Whether a gradient that is set aside keeps its values; False where its memory is
                 a bucket of messages.
         """
-        if self.unsent and all(param.grad is None for param in (*self.params(), *self.trained())):
-            self.unsent = self.checked = False  # dropped: what one rank alone knows goes with them
+        self._notice_cleared()
         returned = self.unsent and sent_with is not None
         aside: _Grads = []
         back: _Grads = []
@@ -104,6 +104,7 @@ class PassGradients:
         if self.scaled_gradients:
             return
         self._returned = returned
+        self._model_shows = False
         for pair in self.pairs:
             pair.model.grad = None
         for param, _ in aside:
@@ -114,12 +115,8 @@ class PassGradients:
 
     def _present(self, *, keeps: bool) -> _Grads:
         # Masters too: a loss may use them directly, and then they get scaled gradients.
-        params = {id(param): param for param in self.params()}
-        return [
-            (param, grad if keeps else grad.clone())
-            for param in params.values()
-            if (grad := param.grad) is not None
-        ]
+        present = {id(p): (p, grad) for p in self.params() if (grad := p.grad) is not None}
+        return [(param, grad if keeps else grad.clone()) for param, grad in present.values()]
 
     def _unsent(self, scale: Tensor | float, identity: bool) -> tuple[_Grads, _Grads]:
         """Returns gradients that other ranks miss, and them scaled where the pass accumulates."""
@@ -159,7 +156,8 @@ class PassGradients:
         fresh = master.fp32_grads([pair.model for pair in pairs])
         if unscale_ is not None:
             done = set() if done is None else done
-            own = {id(param): param for param in self.params() if id(param) not in done}
+            present = {id(param): param for param in self.params() if param.grad is not None}
+            own = {k: p for k, p in present.items() if k not in done} if done else present
             done.update(own)
             unscale_(finite.dense_values(fresh + _grads(list(own.values()))))
         # A loss may use masters directly, too.
@@ -183,6 +181,7 @@ class PassGradients:
         for param, grad in (*earlier, *self._fresh):
             param.grad = grad
         self._stash, self._fresh = [], []
+        self._model_shows = bool(self.pairs)
         self.gathered = True
         self.scaled_gradients = False
 
@@ -220,6 +219,7 @@ class PassGradients:
         self.open_pass = earlier
         if self.scaled_gradients:
             return
+        self._model_shows = False
         for pair in self.pairs:
             pair.model.grad = None
         if not self._in_place:
@@ -273,8 +273,20 @@ class PassGradients:
         if self.pairs and all(pair.master.grad is None for pair in self.pairs):
             self._forget()
 
+    def _notice_cleared(self) -> None:
+        if self._model_shows and all(pair.model.grad is None for pair in self.pairs):
+            # A module around the model, by its zero_grad, could not reach those of the masters.
+            for pair in self.pairs:
+                pair.master.grad = None
+            self._model_shows = self.gathered = False
+            if all(param.grad is None for param in self.params()):
+                self._forget()
+        if self.unsent and all(param.grad is None for param in (*self.params(), *self.trained())):
+            self.unsent = self.checked = False  # dropped: what one rank alone knows goes with them
+
     def _forget(self) -> None:
         self._stash = []
+        self._model_shows = False
         self.open_pass = None
         self.checked = self.gathered = self.scaled_gradients = self.unsent = False
 
@@ -298,7 +310,7 @@ def _grads(params: list[nn.Parameter]) -> list[Tensor]:
             if param.grad is not None:
                 param.grad = shards.laid_out_as(param, param.grad)
     grads = [grad for param in params if (grad := param.grad) is not None]
-    if all(grad.layout is torch.strided for grad in grads):
+    if {grad.layout for grad in grads} <= {torch.strided}:
         return grads
     for param in params:
         if param.grad is not None and param.grad.is_sparse:

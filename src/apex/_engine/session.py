@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
@@ -26,6 +27,8 @@ from apex._engine.events import PassEnd, ScaleUpdate
 from apex._engine.optimizer_class import AmpOptimizer
 from apex._engine.restoring import Before, dtypes_of, match_states
 from apex._engine.scaler import Scaler
+
+_log = logging.getLogger("apex")
 
 Listener = Callable[["Session", ScaleUpdate], None]
 
@@ -89,6 +92,7 @@ class Session:
         self._bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._wrappers = Wrappers()
+        self._told_of_join = False
         self._shards: list[weakref.ref[object]] = []
         self._prepared: frozenset[int] = frozenset()
         self._before: dict[int, Tensor] = {}
@@ -239,8 +243,18 @@ class Session:
         if binding.untried:
             _share_masters(binding, wrappers)
         if any(map(distributed.joins, wrappers)):
-            binding.follow_writes()
+            self._join(binding)
         return self._wrappers.communication(wrappers)
+
+    def _join(self, binding: Binding) -> None:
+        binding.follow_writes()
+        if not self._told_of_join and any(scaler.dynamic for scaler in self.scalers):
+            self._told_of_join = True
+            if ranks.rank() == 0:
+                _log.warning(
+                    "amp: in DistributedDataParallel.join() the loss scale of a rank that is "
+                    "through stays behind. After the join load one rank's amp.state_dict() on all."
+                )
 
     def _end_pass(
         self,

@@ -44,7 +44,7 @@ class Part:
     optimizer: Dict | None = None
     masters: Sequence[Tensor] = ()
     flats: Sequence[Tensor] = ()
-    model: Mapping[str, Tensor] | None = None
+    model: Mapping[str, Any] | None = None
     left: tuple[str, ...] = ()
 
 
@@ -76,7 +76,7 @@ class Contents:
         """Returns the part with an optimizer's state; ValueError as for ``scales``."""
         return self._present(self._one("optimizer"), "an optimizer's state")
 
-    def model(self) -> Mapping[str, Tensor]:
+    def model(self) -> Mapping[str, Any]:
         """Returns the model's state dict; ValueError as for ``scales``."""
         part = self._one("model")
         state = None if part is None else part.model
@@ -119,12 +119,21 @@ def _parts(checkpoint: Mapping[Any, Any], path: tuple[str, ...] = ()) -> Iterato
             return
     if all(scaler_states.is_key(key) for key in checkpoint):
         yield Part(path, "amp", scales=Scales(scaler_states.parsed(checkpoint)))
-    elif all(isinstance(value, Tensor) for value in checkpoint.values()):
+    elif _is_model(checkpoint):
         yield Part(path, "a model", model=checkpoint)
     elif len(path) < 2:
         for key, value in checkpoint.items():
             if isinstance(value, Mapping) and value:
                 yield from _parts(value, (*path, str(key)))
+
+
+def _is_model(checkpoint: Mapping[Any, Any]) -> bool:
+    kinds = {
+        isinstance(value, Tensor)
+        for key, value in checkpoint.items()
+        if not str(key).endswith("_extra_state")  # anything, by ``nn.Module.get_extra_state``
+    }
+    return kinds == {True}
 
 
 # -- one reader for each kind ----------------------------------------------------------------

@@ -143,31 +143,36 @@ def _options(args: argparse.Namespace) -> Options:
 
 
 def _show(comparison: Comparison, args: argparse.Namespace) -> bool:
-    """Prints the table and writes the files; returns whether all could be written."""
+    """Writes the files and prints the table; returns whether all could be written."""
     from apex.tools.report import report
     from apex.tools.results import to_json
     from apex.tools.text import comparison_text
 
     stream = sys.stderr if args.json == "-" else sys.stdout
-    print("\n" + comparison_text(comparison), file=stream)
     data = json.dumps(to_json(comparison), indent=2, allow_nan=False) + "\n"
-    if args.json == "-":
-        sys.stdout.write(data)
     files = {"report": (args.output, report(comparison))}
     if args.json not in (None, "-"):
         files["json"] = (Path(args.json), data)
-    written = [_write(kind, *file, stream=stream) for kind, file in files.items()]
-    return all(written)
+    # Before anything is printed: the reader of a pipe may be gone.
+    errors = {kind: _write(*file) for kind, file in files.items()}
+    print("\n" + comparison_text(comparison), file=stream)
+    if args.json == "-":
+        sys.stdout.write(data)
+    for kind, (path, _) in files.items():
+        if errors[kind] is None:
+            print(f"{kind}: {path}", file=stream)
+        else:
+            print(f"apex compare: {path} could not be written: {errors[kind]}", file=sys.stderr)
+    return not any(errors.values())
 
 
-def _write(kind: str, path: Path, text: str, *, stream: Any) -> bool:
+def _write(path: Path, text: str) -> str | None:
+    """Writes a file; returns what went wrong."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        print(f"apex compare: {path} could not be written: {error.strerror}", file=sys.stderr)
-        return False
-    print(f"{kind}: {path}", file=stream)
-    return True
+        return error.strerror or str(error)
+    return None
 
 
 def _count(text: str) -> int:

@@ -125,7 +125,6 @@ class _Run:
         experiment, trainer = self._fresh(result, self._start)
         record, self._tracks[name] = training.train(
             trainer,
-            experiment,
             self.batches[: self._steps(result)],
             device=self.options.device,
             keep_at=[self._steps(other) for other in self.results.values()],
@@ -136,6 +135,8 @@ class _Run:
         self._put(name, training=record)
         if name != BASELINE:
             del self._tracks[name]  # only what the others are compared with is kept
+        with self._noted(name, "evaluating"):
+            self._put(name, training=training.evaluated(record, trainer, experiment))
 
     def probe(self) -> None:
         """Passes one batch forward and backward under each variant, from fp32's last weights."""

@@ -87,8 +87,9 @@ def _first_of_the_fastest(results: list[Result]) -> Result | None:
 def _refusal(result: Result, base: Result) -> str:
     """Returns why a variant is out of the question; empty where it is not."""
     record = result.training
-    if result.errors or record is None:
-        return "; ".join(result.errors)
+    own = [error for error in result.errors if error not in base.errors]  # else the target's
+    if own or record is None:
+        return "; ".join(own or result.errors)
     if result.name == base.name:
         return ""
     name = SHORT[result.variant.dtype]

@@ -43,7 +43,6 @@ class Track:
 
 def train(
     trainer: Trainer,
-    experiment: Experiment,
     batches: Sequence[Any],
     *,
     device: torch.device,
@@ -54,14 +53,13 @@ def train(
 
     Args:
         trainer: Freshly prepared.
-        experiment: Whose ``evaluate`` judges the end.
         batches: One per step.
         device: Where the model is.
         keep_at: After how many steps to keep the weights; the end is always kept.
         on_step: Called after each step.
 
     Returns:
-        The record, without its distance from fp32, and what a distance is measured from.
+        The record, without evaluation and distance from fp32, and what distances are measured from.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -84,9 +82,16 @@ def train(
         frozen=tuple(frozen),
         stored=memory.stored(trainer.model, trainer.optimizer),
         peak_bytes=peak,
-        evaluation=_evaluation(trainer, experiment),
     )
     return record, Track(losses, weights)
+
+
+def evaluated(record: Training, trainer: Trainer, experiment: Experiment) -> Training:
+    """Returns the record with the figure that the target's ``evaluate`` gives, if it has one."""
+    if experiment.evaluate is None:
+        return record
+    with torch.no_grad():
+        return replace(record, evaluation=float(trainer.run(experiment.evaluate, trainer.model)))
 
 
 def placed(batch: Any, device: torch.device) -> Any:
@@ -143,13 +148,6 @@ def _step(trainer: Trainer, step: int, *, count: bool) -> list[Sample]:
             updates = None
         trainer.step()
     return [(step, updates.share)] if updates is not None and updates.wanted else []
-
-
-def _evaluation(trainer: Trainer, experiment: Experiment) -> float | None:
-    if experiment.evaluate is None:
-        return None
-    with torch.no_grad():
-        return float(trainer.run(experiment.evaluate, trainer.model))
 
 
 def _relative(state: State, fp32: State) -> float:

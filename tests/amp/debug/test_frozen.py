@@ -120,3 +120,12 @@ def test_hooks_and_schedulers_see_one_step_only():
         optimizer.step()
     scheduler.step()
     assert calls == [1]
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused():
+    optimizer = torch.optim.LBFGS([weight_of([1.0], torch.float32)])
+    with (
+        pytest.raises(ValueError, match="got LBFGS, whose step needs a closure"),
+        frozen_updates(optimizer),
+    ):
+        pass

@@ -120,7 +120,7 @@ class Fault:
     @property
     def _place(self) -> str:
         if self.cause in _OF_STEPS:
-            return "in optimizer.step"
+            return "in an update of the weights"
         if self.module:
             return f"in {self.module}"
         return "in the model" if self.inside else "outside of the model"
@@ -191,7 +191,8 @@ _CALLED_AS = {
 }
 _FUNCTIONAL = {"linear", "layer_norm", "scaled_dot_product_attention"}
 _NEVER_CALLED = {"convolution"}  # in torch, but conv2d and its kin are what modules call
-_OF_STEPS = {"update", "optimizer state", "gradients"}
+_CASTS = {"aten._to_copy", "aten.copy_"}
+_OF_STEPS = {"update", "optimizer state"}
 
 _EXPLANATIONS: dict[Cause, str] = {
     "loss scale": "the scaled gradient exceeds what {dtype} can hold ({limit}); unscaled it fits.",
@@ -206,14 +207,15 @@ _EXPLANATIONS: dict[Cause, str] = {
     "data": "its input was not finite already, and came from outside of the model.",
     "weights": "the model's weights or buffers were not finite already, since an earlier step.",
     "optimizer state": "the optimizer's state was not finite already.",
-    "gradients": "the gradients were not finite already when the step began.",
+    "gradients": "the gradients were not finite already when the watch began.",
     "update": "the optimizer's step itself left what {dtype} can hold.",
     "uninitialized": "memory of torch.empty was read before anything was written there.",
 }
 
 _REMEDIES: dict[Cause, str] = {
-    "loss scale": "none: this is how a dynamic scale finds its level; it backs off and the next "
-    "step runs. If it never settles, use a bf16 level ('O4', 'O5').",
+    "loss scale": "none for a dynamic scale: this is how it finds its level; it backs off and the "
+    "next step runs. If it never settles, use a bf16 level ('O4', 'O5'). Lower a static scale, or "
+    "pass loss_scale='dynamic'.",
     "divergence": "lower the learning rate or warm it up, and clip the gradients; look at the "
     "losses of the steps before.",
     "division by zero": "add an epsilon to the divisor, or leave the empty case out (a batch of "
@@ -229,7 +231,8 @@ _REMEDIES: dict[Cause, str] = {
     "the gradients. No loss scale mends this.",
     "optimizer state": "go back to a checkpoint of model and optimizer, or start the optimizer's "
     "state anew; check that states were saved and loaded in fp32.",
-    "gradients": "watch the backward pass too: enter trace_overflow before the forward.",
+    "gradients": "watch the backward pass too: enter trace_overflow before the forward, with the "
+    "gradients cleared.",
     "update": "lower the learning rate or warm it up, and clip the gradients.",
     "uninitialized": "use torch.zeros, or write all of it before reading.",
 }
@@ -261,6 +264,8 @@ def _for_range(fault: Fault) -> str:
     if fault.function is not None and fault.function[0] != "torch":
         namespace, name = fault.function
         ways.append(f"amp.register_float_function({namespace}, {name!r}) before it (O1)")
+    elif fault.op in _CASTS:
+        ways.append("scale the values down before they are cast")
     elif fault.direction == "forward" and fault.inside:
         # A function registered in torch would not be the method or the `@` that the line may call.
         ways.append("run that line on .float() inputs `with amp.disable_casts():` (O1)")

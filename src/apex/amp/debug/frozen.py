@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -62,6 +63,9 @@ def frozen_updates(optimizer: Any) -> Iterator[FrozenUpdates]:
         optimizer: Any that steps without a closure, prepared by amp or plain. Its gradients are
             unscaled: under a ``GradScaler`` call ``scaler.unscale_(optimizer)`` before.
 
+    Raises:
+        ValueError: For one whose step needs a closure.
+
     Example:
         >>> import torch
         >>> from apex.amp.debug import frozen_updates
@@ -75,6 +79,14 @@ def frozen_updates(optimizer: Any) -> Iterator[FrozenUpdates]:
     """
     own = unwrap(optimizer)
     binding = binding_of(own)
+    kind = type(own) if binding is None else own_class(type(own))
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"amp.debug.frozen_updates got {kind.__name__}, whose step needs a closure: which "
+            "update it wants depends on losses that only the closure can give. It takes optimizers "
+            "that step without one."
+        )
     if binding is not None:
         binding.settle()
     updates = FrozenUpdates()

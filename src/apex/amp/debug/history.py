@@ -32,7 +32,7 @@ class Pass:
         loss_scale: The scale after the pass (multiplier).
         overflow: Whether a gradient held inf or NaN, so that the step is skipped; never for a
             static scale, which checks nothing.
-        grad_norm: L2 norm of the optimizers' unscaled gradients after the pass, those accumulated
+        grad_norm: L2 norm of the unscaled gradients of the pass's own optimizers, those accumulated
             before included; None where it was not asked for.
     """
 
@@ -149,24 +149,20 @@ class History:
         return figure(self.passes)
 
     def _end_of_pass(self, session: Session, end: PassEnd) -> None:
-        if end.failed or not any(binding in end.bindings for binding in self._bindings):
+        own = [binding for binding in self._bindings if binding in end.bindings]
+        if end.failed or not own:
             return
         scaler = session.scalers[end.loss_id]
-        if self._arrivals.send(self._numbers(scaler.loss_scale, scaler.found_inf)):
+        if self._arrivals.send(self._numbers(own, scaler.loss_scale, scaler.found_inf)):
             self._losses.append(end.loss_id)
         self._read(wait=False)
 
     @torch.no_grad()
-    def _numbers(self, loss_scale: Tensor, found_inf: Tensor) -> Tensor:
+    def _numbers(self, own: list[Binding], loss_scale: Tensor, found_inf: Tensor) -> Tensor:
         numbers = [loss_scale, found_inf]
         if self._grad_norms:
-            numbers.append(self._norm().to(loss_scale.device, torch.float32))
+            numbers.append(_norm(own).to(loss_scale.device, torch.float32))
         return torch.stack(numbers)
-
-    def _norm(self) -> Tensor:
-        grads = [p.grad for b in self._bindings for p in b.params() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(finite.dense_values(grads))
-        return norm.full_tensor() if shards.is_dtensor(norm) else norm
 
     def _read(self, *, wait: bool) -> None:
         for loss_scale, found_inf, *norm in self._arrivals.poll(wait=wait):
@@ -180,6 +176,13 @@ class History:
                 )
             )
             self._seen += 1
+
+
+def _norm(bindings: list[Binding]) -> Tensor:
+    # Those of the pass only: in a GAN it leaves scaled gradients in the other network.
+    grads = [p.grad for b in bindings for p in b.params() if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(finite.dense_values(grads))
+    return norm.full_tensor() if shards.is_dtensor(norm) else norm
 
 
 def _plain(item: Pass) -> dict[str, Any]:

@@ -87,8 +87,9 @@ class Lineage:
         """Returns the origin that a result of several has: the gravest, and of those the first."""
         return min(parents, key=self._gravity, default=None)
 
-    def _gravity(self, origin: Origin) -> tuple[bool, bool, int]:
-        return origin.deliberate, origin.time in self._mended, origin.time
+    def _gravity(self, origin: Origin) -> tuple[bool, bool, bool, int]:
+        stale = origin.fault.cause == "gradients"  # of a step before: it says nothing of this one
+        return origin.deliberate, stale, origin.time in self._mended, origin.time
 
     # -- autograd nodes --------------------------------------------------------------------------
 

@@ -70,7 +70,7 @@ class OverflowTrace:
         for model in models:
             if not isinstance(model, nn.Module):
                 raise TypeError(
-                    f"trace_overflow got a {type(model).__name__}; it takes models (nn.Module)."
+                    f"trace_overflow got {type(model).__name__}; it takes models (nn.Module)."
                 )
         self.gradients: list[str] = []
         self._lineage = Lineage()

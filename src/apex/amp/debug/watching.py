@@ -47,6 +47,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._stepping: Optimizer | None = None
         own = [t for model in models for t in (*model.parameters(), *model.buffers())]
         self._kept = {tensors.storage_key(t) for t in tensors.floating(own)}
+        self._stale = self._stale_gradients()
 
     def enter_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Counts the optimizer's own parameters (masters) to what matters."""
@@ -57,6 +58,13 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def leave_step(self, *_: Any) -> None:
         """Ends the step."""
         self._stepping = None
+
+    def _stale_gradients(self) -> set[int]:
+        """Returns the memory of gradients that are not finite already, from before the watch."""
+        grads = [p.grad for model in self._models for p in model.parameters()]
+        of_sessions = [grad for s in self._sessions() for _, grad in s.nonfinite_gradients()]
+        held = tensors.floating([*grads, *of_sessions])
+        return {tensors.storage_key(grad) for grad in held if tensors.kind_of(grad)}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -90,7 +98,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in call.outputs(result):
             kind = tensors.kind_of(tensor)
             if kind is None:
-                self._lineage.clean(tensor)
+                self._clean(tensor)
             else:
                 bad.append((tensor, kind))
         if bad:
@@ -103,6 +111,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._mended(call)
         if call.about.name == "aten.ones_like" and call.args[0].numel() == 1:
             self._loss(call.args[0])  # so autograd starts at a loss
+
+    def _clean(self, tensor: Tensor) -> None:
+        self._lineage.clean(tensor)
+        if self._stale and tensors.covers_storage(tensor):
+            self._stale.discard(tensors.storage_key(tensor))
 
     def _mended(self, call: Call) -> None:
         for tensor in call.inputs():
@@ -172,6 +185,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _source(self, tensor: Tensor) -> Cause:
         key = tensors.storage_key(tensor)
+        if key in self._stale:
+            return "gradients"
         if self._stepping is not None:
             params = [p for group in self._stepping.param_groups for p in group["params"]]
             if key in _keys([p.grad for p in params]):
@@ -232,10 +247,12 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _loss_scale(self) -> float:
         """Returns the greatest scale of the models' sessions, 1 without one."""
-        states = [state for model in self._models if (state := state_of(model)) is not None]
-        sessions = [state.owner for state in states if isinstance(state.owner, Session)]
-        scales = [scaler.read_scale() for session in sessions for scaler in session.scalers]
+        scales = [scaler.read_scale() for s in self._sessions() for scaler in s.scalers]
         return max(scales, default=1.0)
+
+    def _sessions(self) -> set[Session]:
+        states = [state for model in self._models if (state := state_of(model)) is not None]
+        return {state.owner for state in states if isinstance(state.owner, Session)}
 
 
 def _keys(value: Any) -> set[int]:

@@ -72,10 +72,20 @@ def value_ticks(low: float, high: float, axis: Axis, most: int = 6) -> list[floa
     decades = [float(base) ** power for power in powers]
     fine = [decade * factor for decade in decades for factor in ((1, 2, 5) if base == 10 else (1,))]
     inside = [value for value in fine if low <= value <= high]
+    if base == 10 and len(inside) < 2 and low > 1e-4 and high < 1e5:
+        return _even_ticks(low, high, most)
     if len(inside) <= most:
         return inside
     inside = [value for value in decades if low <= value <= high]
     return inside[:: math.ceil(len(inside) / most)]
+
+
+def _even_ticks(low: float, high: float, most: int) -> list[float]:
+    power = math.floor(math.log10(high - low)) - 1
+    gaps = [factor * 10.0**p for p in (power, power + 1) for factor in (1, 2, 5)]
+    counts = [(math.ceil(low / gap), math.floor(high / gap), gap) for gap in gaps]
+    first, last, gap = next(count for count in counts if count[1] - count[0] < most)
+    return [round(index * gap, 9) for index in range(first, last + 1)]
 
 
 def tick_label(value: float, axis: Axis) -> str:

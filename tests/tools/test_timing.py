@@ -1,0 +1,54 @@
+"""Times: trainers take turns, the first step does not count, and what a spread is."""
+
+import pytest
+import torch
+
+from apex.tools.emulation import slowdown
+from apex.tools.timing import _timing, time_in_turns
+
+CPU = torch.device("cpu")
+
+
+class Noted:
+    """A trainer that notes who trains."""
+
+    def __init__(self, name, steps):
+        self.name, self.steps = name, steps
+
+    def backward(self, batch):
+        self.steps.append((self.name, batch))
+
+    def step(self):
+        pass
+
+
+def test_trainers_take_turns_after_one_step_each_that_is_not_counted():
+    steps, ticks = [], []
+    trainers = {name: Noted(name, steps) for name in ("O0", "O1", "O4")}
+    rounds = {"O0": 3, "O1": 1, "O4": 3}
+    found = time_in_turns(trainers, "batch", rounds, device=CPU, on_step=lambda: ticks.append(1))
+    turns = ["O0", "O1", "O4", "O0", "O1", "O4", "O0", "O4", "O0", "O4"]
+    assert steps == [(name, "batch") for name in turns]
+    assert len(ticks) == len(turns)
+    assert {name: timing.steps for name, timing in found.items()} == rounds
+
+
+def test_a_timing_is_the_median_and_the_ends_of_the_middle_half():
+    timing = _timing([9.0, 1.0, 2.0, 4.0, 3.0])
+    assert (timing.low, timing.median, timing.high) == (2.0, 3.0, 4.0)
+    assert _timing([5.0]) == type(timing)(median=5.0, low=5.0, high=5.0, steps=1)
+
+
+def test_fp32_is_what_other_dtypes_are_measured_against():
+    assert slowdown(torch.float32, CPU) == 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_looking_for_emulation_leaves_the_number_of_threads(dtype):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert slowdown(dtype, CPU) > 0.0
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
