@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 
@@ -53,6 +54,12 @@ def apex(tmp_path, capsys, monkeypatch):
 def test_the_flags_are_these(command):
     actions = parsers()[command]._actions
     assert [flag for action in actions for flag in action.option_strings] == FLAGS[command]
+
+
+def test_the_version_is_that_of_the_package_and_of_torch(apex):
+    code, out, _ = apex("--version")
+    assert code == 0
+    assert out == f"apex-amp {version('apex-amp')}, torch {version('torch')}\n"
 
 
 def test_every_subcommand_is_in_the_help():

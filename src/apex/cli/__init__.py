@@ -7,7 +7,9 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 
+import apex
 from apex.cli import exit_codes
 
 SUBCOMMANDS = ("compare", "doctor", "migrate")
@@ -22,6 +24,8 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=exit_codes.epilog(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    version = f"apex-amp {apex.__version__}, torch {metadata.version('torch')}"
+    parser.add_argument("--version", action="version", version=version)
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name in SUBCOMMANDS:
         importlib.import_module(f"apex.cli.{name}").add_parser(subparsers)
