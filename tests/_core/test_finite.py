@@ -71,6 +71,7 @@ def test_groups_have_one_dtype_each_and_hold_every_gradient():
     assert all(len({grad.dtype for grad in group}) == 1 for group in groups)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch 2.11
 def test_dense_values_share_memory_with_their_gradients():
     dense = torch.ones(2)
     sparse = torch.sparse_coo_tensor([[0]], [1.0], (2,), check_invariants=True).coalesce()

@@ -195,7 +195,11 @@ def groups_where_torch_keeps_other_state(rank):
     model = shard(net(), mesh(2))
     known = len(sharding.param_groups(model))
     for layer in (model, model[0], model[2]):
-        del layer._get_fsdp_state()._fsdp_param_groups
+        state = layer._get_fsdp_state()
+        # The second is the name of torch 2.11.
+        delattr(
+            state, next(n for n in ("_fsdp_param_groups", "_fsdp_param_group") if n in vars(state))
+        )
     return known, sharding.param_groups(model), sharding.keeps_back(sharding.param_groups(model))
 
 

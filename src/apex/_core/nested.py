@@ -144,9 +144,8 @@ class _Walk:
             result = tuple.__new__(kind, items)
         except TypeError:  # torch.return_types: C types, which only their own constructor makes
             return kind(items)
-        extra = getattr(obj, "__dict__", None)
-        if extra:
-            result.__dict__.update(extra)
+        if kind.__dictoffset__:  # a class of its own on top; a plain namedtuple has no attributes
+            result.__dict__.update(obj.__dict__)
         return result
 
     def _fields(self, obj: Any) -> Any:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from apex._core import shards
+
 Scalar = float | Tensor
 """A host number, or a 0-d tensor on the device of the parameters."""
 
@@ -78,7 +80,8 @@ def add_(tensors: list[Tensor], value: Scalar) -> None:
     ``torch._foreach_add_`` itself would take a 0-d tensor for a host number, and read it.
     """
     if isinstance(value, Tensor):
-        torch.ops.aten._foreach_add_.Tensor(tensors, value)
+        # On the parts of DTensors: torch 2.11 has no such operator for them.
+        torch.ops.aten._foreach_add_.Tensor(shards.locals_of(tensors), shards.local(value))
     else:
         torch._foreach_add_(tensors, value)
 
