@@ -1,8 +1,6 @@
 """Automatic mixed precision: ``initialize``, ``scale_loss``, and the levels O0 to O5."""
 
-import importlib
 import os
-from typing import TYPE_CHECKING, Any
 
 from apex import _conflict
 
@@ -10,7 +8,10 @@ from apex import _conflict
 _conflict.check(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from apex.amp import (  # noqa: F401 - reached as attributes
+    checkpoint,
     compat,
+    debug,
+    distributed_checkpoint,
     lists,
     opt,
     rnn_compat,
@@ -33,9 +34,6 @@ from apex.amp.amp import (
 from apex.amp.frontend import initialize, load_state_dict, restore, state_dict
 from apex.amp.handle import disable_casts, scale_loss
 from apex.amp.optimizers import master_params
-
-if TYPE_CHECKING:
-    from apex.amp import checkpoint, debug, distributed_checkpoint
 
 __all__ = [
     "_amp_state",
@@ -60,10 +58,3 @@ __all__ = [
     "scale_loss",
     "state_dict",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """Loads what most scripts never use when it is first asked for."""
-    if name in ("checkpoint", "debug", "distributed_checkpoint"):
-        return importlib.import_module(f"apex.amp.{name}")
-    raise AttributeError(f"module 'apex.amp' has no attribute {name!r}")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from apex._core.scale import ScaleRule
-from apex._engine import checkpoint as tensors
 from apex.amp import scaler_states
-from apex.amp.checkpoint_kinds import Contents
+
+if TYPE_CHECKING:
+    from apex._engine.checkpoint import Matched
+    from apex.amp.checkpoint_kinds import Contents
 
 __all__ = ["Converted", "Target", "convert"]
 
@@ -92,6 +94,9 @@ def convert(checkpoint: Mapping[str, Any], *, to: Target) -> Converted:
             f"amp.checkpoint.convert got {type(checkpoint).__name__}; it takes the dict that "
             "torch.load returned, or one inside it."
         )
+    # Here: few scripts convert, and every one pays for what `import apex.amp` loads.
+    from apex.amp.checkpoint_kinds import Contents
+
     return _FORMS[to](Contents(checkpoint))
 
 
@@ -129,6 +134,8 @@ def _to_grad_scaler(found: Contents) -> Converted:
 
 
 def _to_optimizer(found: Contents) -> Converted:
+    from apex._engine import checkpoint as tensors
+
     part = found.optimizer()
     state = dict(part.optimizer or {})
     lost = tuple(f"{name} is no part of an optimizer's state." for name in part.left)
@@ -145,7 +152,9 @@ def _to_weights(found: Contents) -> Converted:
     return Converted(matched.weights, tuple(lost))
 
 
-def _matched(found: Contents) -> tensors.Matched:
+def _matched(found: Contents) -> Matched:
+    from apex._engine import checkpoint as tensors
+
     return tensors.fp32_weights(found.model(), *found.masters())
 
 
