@@ -1,5 +1,6 @@
 """Two threads train two models at once, and data-loader workers see none of amp's casts."""
 
+import copy
 import threading
 
 import pytest
@@ -13,9 +14,10 @@ PAIRS = [("O1", "O4"), ("O2", "O5"), ("O1", "O2"), ("O4", "O5"), ("O0", "O3")]
 STEPS = 4
 
 
-def train(level, seed):
-    """Returns the losses, weights and scale of a short training, everything made here."""
-    model, optimizer = cases.prepared(level, cases.OPTIMIZERS["Adam"], model=cases.net(seed))
+def train(level, seed, model):
+    """Returns the losses, weights and scale of a short training of a copy of ``model``."""
+    model = copy.deepcopy(model)
+    model, optimizer = cases.prepared(level, cases.OPTIMIZERS["Adam"], model=model)
     losses = [cases.train_step(model, optimizer, x, y) for x, y in cases.batches(STEPS, seed=seed)]
     outside = torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
     scale = binding_of(optimizer).owner.scalers[0].read_scale()
@@ -24,13 +26,14 @@ def train(level, seed):
 
 @pytest.mark.parametrize("levels", PAIRS, ids="+".join)
 def test_two_threads_at_different_levels_give_what_each_gives_alone(levels):
-    alone = [train(level, seed) for seed, level in enumerate(levels)]
+    models = [cases.net(seed) for seed in range(2)]  # here: threads share one generator
+    alone = [train(level, seed, models[seed]) for seed, level in enumerate(levels)]
     together = [None, None]
     start = threading.Barrier(2)
 
     def work(index):
         start.wait()
-        together[index] = train(levels[index], index)
+        together[index] = train(levels[index], index, models[index])
 
     threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
     for thread in threads:
