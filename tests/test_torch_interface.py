@@ -104,11 +104,8 @@ KNOWN = {
         f"{PLACE} {TRACING} {KERNELS} {DEBUG}",
         "the module itself",
     ),
-    "torch._C._dispatch_has_kernel": (f"{PLACE} {DEBUG}", NO_PLAIN_FORM),
-    "torch._C._dispatch_has_kernel_for_dispatch_key": (
-        f"{PLACE} {DEBUG}",
-        NO_PLAIN_FORM,
-    ),
+    "torch._C._dispatch_has_kernel": (PLACE, NO_PLAIN_FORM),
+    "torch._C._dispatch_has_kernel_for_dispatch_key": (PLACE, NO_PLAIN_FORM),
     "torch._C._dispatch_keyset_full_after": (KERNELS, NO_PLAIN_FORM),
     "torch._C._dispatch_tls_set_dispatch_key_excluded": (KERNELS, NO_PLAIN_FORM),
     "torch._C._autograd": (DEBUG, TOOL),

@@ -23,6 +23,11 @@ def dense_values(grads: list[Tensor]) -> list[Tensor]:
     return [grad._values() if grad.is_sparse else grad for grad in grads]
 
 
+def summed_values(grad: Tensor) -> Tensor:
+    """Returns the values of a sparse gradient, duplicate rows summed, and any other as it is."""
+    return grad.coalesce().values() if grad.is_sparse else grad
+
+
 def group(grads: list[Tensor]) -> Iterator[list[Tensor]]:
     """Yields gradients in lists of one device and one dtype, as the foreach kernels want.
 

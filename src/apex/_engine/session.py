@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Wrapper
 from torch.optim import Optimizer
 
-from apex._core import ranks, shards
+from apex._core import finite, ranks, shards
 from apex._core.master import copy_to_model
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
@@ -356,7 +356,7 @@ class Session:
                 grad = models.get(id(param), param).grad if param.grad is None else param.grad
                 if grad is None:
                     continue
-                values = grad.coalesce().values() if grad.is_sparse else shards.local(grad)
+                values = finite.summed_values(shards.local(grad))
                 if not bool(torch.isfinite(values).all()):  # sync: a diagnosis after 50 skips
                     own = models.get(id(param), param)
                     yield names.get(id(own), "(a parameter of no initialized model)"), values

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from apex.cli import exit_codes
+from apex.cli.json_output import json_text
 
 if TYPE_CHECKING:
     from apex.tools.compare import Options
@@ -149,7 +149,7 @@ def _show(comparison: Comparison, args: argparse.Namespace) -> bool:
     from apex.tools.text import comparison_text
 
     stream = sys.stderr if args.json == "-" else sys.stdout
-    data = json.dumps(to_json(comparison), indent=2, allow_nan=False) + "\n"
+    data = json_text(to_json(comparison))
     files = {"report": (args.output, report(comparison))}
     if args.json not in (None, "-"):
         files["json"] = (Path(args.json), data)

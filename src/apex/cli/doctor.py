@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
-from pathlib import Path
 from typing import Any
 
 from apex.cli import exit_codes
+from apex.cli.json_output import write_json
 
 DESCRIPTION = """\
 Tells on one screen: versions and devices, how fast fp32, fp16 and bf16 are here (measured, a few
@@ -54,17 +53,10 @@ def run(args: argparse.Namespace) -> int:
         print(f"apex doctor: {error}", file=sys.stderr)
         return exit_codes.BAD_INPUT
     health = examine(device, budget=args.seconds)
-    data = json.dumps(health.to_dict(), indent=2, allow_nan=False) + "\n"
-    if args.json == "-":
-        sys.stdout.write(data)
-    else:
+    if args.json != "-":
         print(health_text(health))
-    if args.json not in (None, "-"):
-        try:
-            Path(args.json).write_text(data, encoding="utf-8")
-        except OSError as error:
-            print(f"apex doctor: {args.json} not written: {error.strerror}", file=sys.stderr)
-            return exit_codes.NOT_WRITTEN
+    if not write_json("doctor", args.json, health.to_dict()):
+        return exit_codes.NOT_WRITTEN
     return exit_codes.OK if health.well else exit_codes.FAILED
 
 

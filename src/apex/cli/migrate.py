@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from apex.cli import exit_codes
+from apex.cli.json_output import write_json
 
 if TYPE_CHECKING:
     from apex.tools.migrate.to_torch.conversion import Conversion
@@ -134,13 +134,6 @@ def _write_script(path: Path, text: str) -> bool:
 
 def _finished(file: str | None, data: dict[str, Any], *, failed: bool) -> int:
     """Writes the JSON where it is wanted and returns the exit code."""
-    text = json.dumps(data, indent=2, allow_nan=False) + "\n"
-    if file == "-":
-        sys.stdout.write(text)
-    elif file is not None:
-        try:
-            Path(file).write_text(text, encoding="utf-8")
-        except OSError as error:
-            print(f"apex migrate: {file} not written: {error.strerror}", file=sys.stderr)
-            return exit_codes.NOT_WRITTEN
+    if not write_json("migrate", file, data):
+        return exit_codes.NOT_WRITTEN
     return exit_codes.FAILED if failed else exit_codes.OK

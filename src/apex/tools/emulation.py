@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
+
+from apex.tools.stopwatch import seconds
 
 EMULATION_RATIO = 4.0
 """A dtype is emulated if its matrix product takes this many times that of fp32."""
@@ -26,20 +26,6 @@ def slowdown(dtype: torch.dtype, device: torch.device) -> float:
         torch.set_num_threads(threads)
 
 
-def wait(device: torch.device) -> None:
-    """Waits until ``device`` has done all that it was given."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
 def _product_seconds(dtype: torch.dtype, device: torch.device) -> float:
     matrix = torch.ones(256, 256, device=device).to(dtype)
-    return min(_seconds(matrix) for _ in range(10))
-
-
-def _seconds(matrix: torch.Tensor) -> float:
-    wait(matrix.device)
-    start = time.perf_counter()
-    matrix @ matrix
-    wait(matrix.device)
-    return time.perf_counter() - start
+    return min(seconds(lambda: matrix @ matrix, device) for _ in range(10))

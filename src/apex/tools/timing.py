@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import time
+import functools
 from collections.abc import Callable, Mapping
 from statistics import median, quantiles
 from typing import Any
 
 import torch
 
-from apex.tools.emulation import wait
 from apex.tools.results import Timing
+from apex.tools.stopwatch import seconds
 from apex.tools.trainers import Trainer
 
 
@@ -37,20 +37,16 @@ def time_in_turns(
     for turn in range(-1, max(rounds.values(), default=0)):
         for name, trainer in trainers.items():
             if turn < rounds[name]:
-                milliseconds = _step_seconds(trainer, batch, device) * 1e3
+                milliseconds = seconds(functools.partial(_step, trainer, batch), device) * 1e3
                 if turn >= 0:  # the first one allocates the optimizer's state
                     times[name].append(milliseconds)
                 on_step()
     return {name: _timing(values) for name, values in times.items()}
 
 
-def _step_seconds(trainer: Trainer, batch: Any, device: torch.device) -> float:
-    wait(device)
-    start = time.perf_counter()
+def _step(trainer: Trainer, batch: Any) -> None:
     trainer.backward(batch)
     trainer.step()
-    wait(device)
-    return time.perf_counter() - start
 
 
 def _timing(values: list[float]) -> Timing:

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from apex._core import dtypes
 from apex._core.oplists import NAMES, CastSpec, Category
 from apex._core.policy import Policy
+from apex._core.torch_private import has_kernel, has_operator
 from apex._engine.autocast_kernels import KEYS
 from apex._engine.casting import CastRegion, active_spec
 from apex._engine.convert.selection import fp32_modules
@@ -180,10 +181,8 @@ def _by_autocast(op: str, computed_in: str, call: Call) -> str:
     """Says what torch's own autocast did; it has no list that can be read, only kernels."""
     device, dtype = call.autocast or ("cpu", torch.float32)
     key = KEYS[device]
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    known = torch._C._dispatch_has_kernel
     rows = [f"aten::{row}" for _, row in _rows(op, call.name)]
-    if not any(known(row) and has(row, key) for row in rows):
+    if not any(has_operator(row) and has_kernel(row, key) for row in rows):
         return FOLLOWS
     if computed_in == dtypes.name(dtype):
         return f"torch.autocast: {computed_in} ({call.name})"

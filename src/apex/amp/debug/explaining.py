@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from apex._core import dtypes
+from apex._core import dtypes, finite
 from apex._core.scale import checked_static
 from apex.amp.debug.clock import Stopwatch, clock_for
 from apex.amp.debug.deciding import Caller, Rules
@@ -180,7 +180,7 @@ def _sum_of(output: Any) -> Tensor:
 
 
 def _gradient(name: str, grad: Tensor) -> GradientRow:
-    values = grad.coalesce().values() if grad.is_sparse else grad
+    values = finite.summed_values(grad)
     half = values.half()
     size = half.abs()
     zeros, vanished, subnormal, beyond = (

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from apex._core import nested
+from apex._core import finite, nested
 from apex._engine.optimizer_class import ATTRIBUTE, binding_of, own_class
 from apex.amp.optimizers import unwrap
 
@@ -158,5 +158,5 @@ def _params(optimizer: Optimizer) -> list[Tensor]:
 
 def _finite(params: list[Tensor]) -> bool:
     grads = [param.grad for param in params if param.grad is not None]
-    dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
+    dense = map(finite.summed_values, grads)
     return all(bool(torch.isfinite(grad).all()) for grad in dense)  # sync: a diagnosis, asked for

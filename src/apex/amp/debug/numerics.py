@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from apex._core import dtypes, shards
+from apex._core import dtypes, finite, shards
 from apex.amp.debug.skips import prepared
 
 NAMED = 10
@@ -171,8 +171,7 @@ def _counted(tensors: list[Tensor]) -> list[list[float]]:
 
 
 def _values(tensor: Tensor) -> Tensor:
-    part = shards.local(tensor.detach())
-    return part.coalesce().values() if part.is_sparse else part
+    return finite.summed_values(shards.local(tensor.detach()))
 
 
 def _numerics(name: str, role: str, values: Tensor, counts: list[float]) -> TensorNumerics:

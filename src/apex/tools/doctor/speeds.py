@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from apex._core import dtypes
-from apex.tools.emulation import wait
+from apex.tools.stopwatch import seconds
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WORK = ("matmul", "conv")
@@ -76,10 +76,10 @@ def _measured(device: torch.device, work: str, dtype: torch.dtype, budget: float
     run, flops = (_matmul if work == "matmul" else _conv)(device, dtype)
     name = dtypes.name(dtype)
     try:
-        seconds = _fastest(run, device, budget)
+        fastest = _fastest(run, device, budget)
     except (RuntimeError, NotImplementedError) as error:  # not every device has every kernel
         return Speed(str(device), work, name, None, flops, str(error).partition("\n")[0])
-    return Speed(str(device), work, name, seconds, flops)
+    return Speed(str(device), work, name, fastest, flops)
 
 
 def _fastest(run: Callable[[], Tensor], device: torch.device, budget: float) -> float:
@@ -87,11 +87,7 @@ def _fastest(run: Callable[[], Tensor], device: torch.device, budget: float) -> 
     end = time.perf_counter() + budget
     run()  # the first call chooses an algorithm
     while len(times) < LEAST_CALLS or time.perf_counter() < end:
-        wait(device)
-        start = time.perf_counter()
-        run()
-        wait(device)
-        times.append(max(time.perf_counter() - start, _TINY))
+        times.append(max(seconds(run, device), _TINY))
     return min(times)
 
 

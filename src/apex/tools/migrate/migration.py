@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +12,6 @@ from apex.tools.migrate.script import Script
 from apex.tools.migrate.sources import UnreadableError, python_files, read
 from apex.tools.migrate.uses import Use, may_use_apex, uses
 from apex.tools.migrate.verdicts import Kind, Verdict, is_known, verdict_of_use
-
-Unread = Callable[[Path, str], None]
-"""Is told the path and why it was not read."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +49,12 @@ def migration_of(path: Path) -> Migration:
     Raises:
         UnreadableError: If the path itself cannot be read.
     """
-    files = python_files(path)
-    if files == [path]:
-        read(path)
-    unread: list[tuple[Path, str]] = []
+    scripts = Scripts(path)
     found = [
         ScriptUses(script.path, tuple((use, verdict_of_use(use)) for use in _known(script)))
-        for script in scripts(files, lambda *reason: unread.append(reason))
+        for script in scripts
     ]
-    return Migration(tuple(found), tuple(unread), len(files))
+    return Migration(tuple(found), tuple(scripts.unread), len(scripts.files))
 
 
 def _known(script: Script) -> Iterator[Use]:
@@ -68,19 +62,37 @@ def _known(script: Script) -> Iterator[Use]:
     return (use for use in uses(script) if not use.quoted or is_known(use.name))
 
 
-def scripts(files: list[Path], unread: Unread) -> Iterator[Script]:
-    """Yields the files that may use apex, parsed."""
-    for file in files:
-        if (script := _script(file, unread)) is not None:
-            yield script
+class Scripts:
+    """The files of a path that may use apex, parsed one after the other.
 
+    Attributes:
+        files: All Python files of the path.
+        unread: Those that could not be read so far, and why.
 
-def _script(file: Path, unread: Unread) -> Script | None:
-    try:
-        text = read(file)
-        return Script(file, text) if may_use_apex(text) else None
-    except UnreadableError as error:
-        unread(file, str(error))
-    except ParserSyntaxError as error:
-        unread(file, f"line {error.raw_line}: not the syntax of Python 3.")
-    return None
+    Raises:
+        UnreadableError: If the path itself cannot be read; for a file while iterating.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Lists the files, and reads none."""
+        self.files = python_files(path)
+        self.unread: list[tuple[Path, str]] = []
+        self._is_file = self.files == [path]
+
+    def __iter__(self) -> Iterator[Script]:
+        """Yields them in order."""
+        for file in self.files:
+            if (script := self._script(file)) is not None:
+                yield script
+
+    def _script(self, file: Path) -> Script | None:
+        try:
+            text = read(file)
+            return Script(file, text) if may_use_apex(text) else None
+        except UnreadableError as error:
+            if self._is_file:
+                raise
+            self.unread.append((file, str(error)))
+        except ParserSyntaxError as error:
+            self.unread.append((file, f"line {error.raw_line}: not the syntax of Python 3."))
+        return None

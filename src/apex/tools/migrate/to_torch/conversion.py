@@ -6,9 +6,8 @@ import difflib
 from dataclasses import dataclass
 from pathlib import Path
 
-from apex.tools.migrate.migration import scripts
+from apex.tools.migrate.migration import Scripts
 from apex.tools.migrate.script import Script
-from apex.tools.migrate.sources import python_files, read
 from apex.tools.migrate.to_torch.flow import uses_amp
 from apex.tools.migrate.to_torch.neighbours import neighbours
 from apex.tools.migrate.to_torch.reasons import Remark
@@ -87,17 +86,14 @@ def conversion_of(path: Path, *, level: str | None = None) -> Conversion:
     Raises:
         UnreadableError: If the path itself cannot be read.
     """
-    files = python_files(path)
-    if files == [path]:
-        read(path)
-    unread: list[tuple[Path, str]] = []
-    using = [s for s in scripts(files, lambda *reason: unread.append(reason)) if uses_amp(s)]
+    scripts = Scripts(path)
+    using = [script for script in scripts if uses_amp(script)]
     shared = _shared(using)
     found = [_converted(script, level, shared.get(script.path.resolve(), [])) for script in using]
     return Conversion(
         tuple(each for each in found if isinstance(each, Changed)),
         tuple(each for each in found if isinstance(each, Left)),
-        tuple(unread),
+        tuple(scripts.unread),
     )
 
 
