@@ -52,6 +52,7 @@ def test_public_names_of_the_package_are_these():
         "__version__",
         "amp",
         "contrib",
+        "debug",
         "fp16_utils",
         "mlp",
         "multi_tensor_apply",

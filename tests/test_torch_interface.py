@@ -10,7 +10,7 @@ from torch import nn
 
 import apex
 from apex import amp
-from apex._core import torch_private
+from apex._torch import private
 from tests.training import cases
 
 SOURCES = Path(apex.__file__).parents[1]
@@ -88,11 +88,11 @@ def scan():
 # class in the docs of SyncBatchNorm, TorchDispatchMode in "Extending PyTorch").
 DOCUMENTED = ("torch._foreach_", "torch.ops.aten._foreach_", "torch.utils._python_dispatch.Torch")
 
-PLACE = "apex/_core/torch_private.py"
-TRACING = "apex/_core/tracing.py"
-MULTI = "apex/_core/multi_tensor/"
-KERNELS = "apex/_engine/autocast_kernels.py"
-DEBUG = "apex/amp/debug/"
+PLACE = "apex/_torch/private.py"
+TRACING = "apex/_torch/dynamo.py"
+MULTI = "apex/_core/foreach/"
+KERNELS = "apex/_engine/autocast/kernels.py"
+DEBUG = "apex/debug/"
 TOOLS = "apex/tools/"
 GRAD_SCALER = "GradScaler's own interface to optimizers: called by it, or read from it"
 NO_PLAIN_FORM = "op casts stand on it: without it there are none to fall back to"
@@ -121,7 +121,7 @@ KNOWN = {
         "torch.nn.utils.weight_norm itself calls it; old checkpoints depend on its formula",
     ),
     "torch.nn.modules.batchnorm._BatchNorm": (
-        "apex/_engine/convert/selection.py apex/fp16_utils/fp16util.py "
+        "apex/_engine/model/selection.py apex/fp16_utils/fp16util.py "
         "apex/parallel/convert_syncbn.py apex/parallel/optimized_sync_batchnorm.py "
         f"{DEBUG}",
         "the common class of batch norms, in torch since 0.2; scripts test for it by this name",
@@ -131,14 +131,17 @@ KNOWN = {
     "._FrameAction": (TRACING, "of dynamo's eval_frame; without it torch._disable_dynamo"),
     "._FrameExecStrategy": (TRACING, "of dynamo's eval_frame; without it torch._disable_dynamo"),
     "._apply": (
-        "apex/_engine/convert/model_class.py apex/reparameterization/apply.py",
+        "apex/_engine/model/module_class.py apex/reparameterization/apply.py",
         "the method under Module.to and .cuda: overridden as subclasses in torch do",
     ),
-    "._backward_hooks": ("apex/_engine/sharding.py", "hooks that torch keeps nowhere else"),
+    "._backward_hooks": ("apex/_engine/model/sharding.py", "hooks that torch keeps nowhere else"),
     "._base": (KERNELS, "an attribute of our own class"),
     "._cdata": (DEBUG, TOOL),
     "._check_inf_per_device": ("apex/optimizers/fused_optimizer.py", GRAD_SCALER),
-    "._destroy": ("apex/_engine/fill.py", "torch.library's only way to end a registration"),
+    "._destroy": (
+        "apex/_engine/autocast/kernel_registry.py",
+        "torch.library's only way to end a registration",
+    ),
     "._execution_engine": (
         "apex/parallel/delayed_reduction.py",
         "queue_callback of Variable: how torch's own DDP and FSDP end a backward pass",
@@ -146,12 +149,12 @@ KNOWN = {
     "._get_scale_async": ("apex/optimizers/fused_optimizer.py", GRAD_SCALER),
     "._getframe": (DEBUG, "of Python's sys"),
     "._load_from_state_dict": (
-        "apex/_engine/convert/model_class.py",
+        "apex/_engine/model/module_class.py",
         "the documented place for subclasses to change what is loaded",
     ),
     "._overloadpacket": (DEBUG, TOOL),
     "._patch_step_function": (
-        "apex/_engine/optimizer_class.py",
+        "apex/_engine/optimizer/optimizer_class.py",
         "gives an unpickled optimizer's class the step hooks, as Optimizer.__setstate__ does",
     ),
     "._per_optimizer_states": ("apex/optimizers/fused_optimizer.py", GRAD_SCALER),
@@ -168,7 +171,7 @@ KNOWN = {
         "the values of a sparse gradient to write into: Tensor.values() gives a copy's",
     ),
     "._version": (
-        "apex/_engine/binding.py",
+        "apex/_engine/optimizer/binding.py",
         "autograd's count of in-place writes, in the docs of torch.autograd",
     ),
 }
@@ -196,19 +199,19 @@ def test_the_reasons_are_given():
 # -- the plain forms are forced --------------------------------------------------------------
 
 PLAIN = {
-    "check_and_unscale_": torch_private.plain_check_and_unscale_,
-    "update_scale_": torch_private.plain_update_scale_,
-    "group": torch_private.plain_group,
-    "flatten": torch_private.plain_flatten,
-    "unflatten": torch_private.plain_unflatten,
-    "backward_id": torch_private._not_in_backward,
+    "check_and_unscale_": private.plain_check_and_unscale_,
+    "update_scale_": private.plain_update_scale_,
+    "group": private.plain_group,
+    "flatten": private.plain_flatten,
+    "unflatten": private.plain_unflatten,
+    "backward_id": private._not_in_backward,
 }
 
 
 def test_each_name_that_may_be_missing_has_a_plain_form():
-    without = torch_private._found(object(), "_anything", PLAIN["group"])
+    without = private._found(object(), "_anything", PLAIN["group"])
     assert without is PLAIN["group"]
-    chosen = [name for name in PLAIN if getattr(torch_private, name) is PLAIN[name]]
+    chosen = [name for name in PLAIN if getattr(private, name) is PLAIN[name]]
     assert chosen == [], "this torch lacks what the plain forms stand in for"
 
 
@@ -222,8 +225,8 @@ def test_plain_unscaling_is_bit_equal_to_torch_s(dtype, bad, scale):
     copies = [grad.clone() for grad in grads]
     flags = [torch.zeros(()), torch.zeros(())]
     inverse = torch.tensor(1.0 / scale)
-    torch_private.check_and_unscale_(grads, flags[0], inverse)
-    torch_private.plain_check_and_unscale_(copies, flags[1], inverse)
+    private.check_and_unscale_(grads, flags[0], inverse)
+    private.plain_check_and_unscale_(copies, flags[1], inverse)
     assert cases.same(copies, grads)
     assert flags[0] == flags[1] == (bad is not None)
 
@@ -232,7 +235,7 @@ def test_plain_unscaling_is_bit_equal_to_torch_s(dtype, bad, scale):
 @pytest.mark.parametrize("start", [(2.0**16, 0), (8.0, 2), (torch.finfo(torch.float32).max, 2)])
 def test_plain_scale_update_is_torch_s(overflow, start):
     results = []
-    for update in (torch_private.update_scale_, torch_private.plain_update_scale_):
+    for update in (private.update_scale_, private.plain_update_scale_):
         scale, steps = torch.tensor(start[0]), torch.tensor(start[1], dtype=torch.int32)
         update(scale, steps, torch.tensor(overflow), 2.0, 0.5, 3)
         results.append((scale, steps))
@@ -242,15 +245,15 @@ def test_plain_scale_update_is_torch_s(overflow, start):
 def test_plain_groups_flattening_and_views_are_torch_s():
     tensors = [torch.randn(2, 3), torch.randn(4).half(), torch.randn(1), torch.randn(()).half()]
     pairs = [tensors, [tensor + 1 for tensor in tensors]]
-    groups = [make(pairs) for make in (torch_private.group, torch_private.plain_group)]
+    groups = [make(pairs) for make in (private.group, private.plain_group)]
     parts = [{key: value[0] for key, value in group.items()} for group in groups]
     assert parts[0].keys() == parts[1].keys()
     assert all(cases.same(parts[0][key], parts[1][key]) for key in parts[0])
     same = tensors[::2]
-    flat = torch_private.plain_flatten(same)
-    assert cases.same(flat, torch_private.flatten(same))
-    views = torch_private.plain_unflatten(flat, same)
-    assert cases.same(list(views), list(torch_private.unflatten(flat, same)))
+    flat = private.plain_flatten(same)
+    assert cases.same(flat, private.flatten(same))
+    views = private.plain_unflatten(flat, same)
+    assert cases.same(list(views), list(private.unflatten(flat, same)))
     assert all(view.untyped_storage().data_ptr() == flat.data_ptr() for view in views)
 
 
@@ -263,5 +266,5 @@ def test_training_is_the_same_with_every_plain_form(level, monkeypatch):
 
     expected = result()
     for name, plain in PLAIN.items():
-        monkeypatch.setattr(torch_private, name, plain)
+        monkeypatch.setattr(private, name, plain)
     assert cases.same(result(), expected)

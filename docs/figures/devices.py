@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from apex._core.oplists import COVERED_INSIDE, OpTable
-from apex._engine.casting import _registry  # the registry's own coverage: what it would fill
+from apex._core.op_table import COVERED_INSIDE, OpTable
+from apex._engine.autocast.region import (
+    _registry,  # the registry's own coverage: what it would fill
+)
 from docs.figures.svg import Drawing
 
 TORCH = "2.13"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from apex._core.oplists import OpTable
+from apex._core.op_table import OpTable
 from docs.figures.svg import Drawing
 
 _LOW = "16 bits"

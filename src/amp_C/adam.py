@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from amp_C.lists import TensorLists, checked
-from apex._core.multi_tensor.adam import AdamRule, adam_
-from apex._core.multi_tensor.gate import Gate, as_scalar
-from apex._core.multi_tensor.working import store, working
+from apex._core.foreach.adam import AdamRule, adam_
+from apex._core.foreach.gate import Gate, as_scalar
+from apex._core.foreach.working import store, working
 
 
 @torch.no_grad()

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from amp_C.lists import TensorLists, checked, raise_noop_
-from apex._core.multi_tensor import norms, scaling
-from apex._core.multi_tensor.gate import as_scalar
-from apex._core.multi_tensor.working import working
+from apex._core.foreach import norms, scaling
+from apex._core.foreach.gate import as_scalar
+from apex._core.foreach.working import working
 
 
 @torch.no_grad()

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from amp_C.lists import TensorLists, checked
-from apex._core.multi_tensor import lamb as rules
-from apex._core.multi_tensor.adam import AdamRule, directions_
-from apex._core.multi_tensor.gate import Gate, as_scalar, as_tensor
-from apex._core.multi_tensor.working import store, working
+from apex._core.foreach import lamb as rules
+from apex._core.foreach.adam import AdamRule, directions_
+from apex._core.foreach.gate import Gate, as_scalar, as_tensor
+from apex._core.foreach.working import store, working
 
 
 @torch.no_grad()

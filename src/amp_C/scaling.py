@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from amp_C.lists import TensorLists, checked, raise_noop_
-from apex._core.multi_tensor import growth, scaling
-from apex._core.multi_tensor.gate import as_scalar
+from apex._core.foreach import growth, scaling
+from apex._core.foreach.gate import as_scalar
 
 
 @torch.no_grad()

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from amp_C.lists import TensorLists, checked
-from apex._core.multi_tensor.adagrad import AdagradRule, adagrad_
-from apex._core.multi_tensor.gate import Gate, as_scalar
-from apex._core.multi_tensor.novograd import NovoGradRule, blended, norms_of, novograd_
-from apex._core.multi_tensor.sgd import SGDRule, sgd_
-from apex._core.multi_tensor.working import store, working
+from apex._core.foreach.adagrad import AdagradRule, adagrad_
+from apex._core.foreach.gate import Gate, as_scalar
+from apex._core.foreach.novograd import NovoGradRule, blended, norms_of, novograd_
+from apex._core.foreach.sgd import SGDRule, sgd_
+from apex._core.foreach.working import store, working
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ is imported here, the others when they are first asked for.
 
 import importlib
 import os
+import sys
 from types import ModuleType
 
 from apex import _conflict, _unavailable
@@ -15,7 +16,11 @@ from apex import _conflict, _unavailable
 _conflict.check(os.path.dirname(os.path.abspath(__file__)))
 _unavailable.install()
 
-from apex import amp  # noqa: E402 - after the check
+from apex import amp, debug  # noqa: E402 - after the check
+
+# The tools stand above amp, and are reached through it: amp.debug, import apex.amp.debug.
+amp.debug = debug  # type: ignore[attr-defined]
+sys.modules["apex.amp.debug"] = debug
 
 __version__ = "0.1.0"  # that of pyproject.toml; importlib.metadata would cost time at each import
 
@@ -24,6 +29,7 @@ __all__ = [
     "__version__",
     "amp",
     "contrib",
+    "debug",
     "fp16_utils",
     "mlp",
     "multi_tensor_apply",
@@ -33,7 +39,7 @@ __all__ = [
     "reparameterization",
 ]
 
-_LAZY = frozenset(__all__) - {"__version__", "amp"}
+_LAZY = frozenset(__all__) - {"__version__", "amp", "debug"}
 
 
 def __getattr__(name: str) -> ModuleType:

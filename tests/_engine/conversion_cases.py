@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from apex._engine.convert import ModelPlan, convert
+from apex._engine.model import ModelPlan, convert
 
 torch.set_num_threads(1)
 

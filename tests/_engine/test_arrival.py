@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from apex._engine.arrival import Arrivals
+from apex._engine.readback import Arrivals
 
 
 def test_nothing_sent_means_nothing_arrived():

@@ -8,9 +8,9 @@ import torch
 
 from apex._core.scale import ScaleRule
 from apex._engine.backward import BackwardPass
-from apex._engine.binding import Binding
-from apex._engine.distributed import Communication
+from apex._engine.optimizer.binding import Binding
 from apex._engine.scaler import Scaler
+from apex._torch.ddp import Communication
 
 
 class Block:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from apex._core.scale import ScaleRule
-from apex._engine import stepping
-from apex._engine.binding import Binding
+from apex._engine.optimizer import step as stepping
+from apex._engine.optimizer.binding import Binding
 from apex._engine.scaler import Scaler
 
 LOW = torch.bfloat16

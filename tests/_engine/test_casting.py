@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from apex._core.oplists import CastSpec, OpTable
-from apex._engine.casting import (
+from apex._core.op_table import CastSpec, OpTable
+from apex._engine.autocast.region import (
     CastRegion,
     UncastRegion,
     active_dtype,

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from apex._core.oplists import CastSpec, OpTable
-from apex._engine.casting import CastRegion, UncastRegion, active_dtype, no_casts
-from apex._engine.user_functions import cast_function
+from apex._core.op_table import CastSpec, OpTable
+from apex._engine.autocast.region import CastRegion, UncastRegion, active_dtype, no_casts
+from apex._engine.autocast.user_functions import cast_function
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -152,8 +152,8 @@ def test_active_dtype_compiles(model):
 def test_regions_do_not_load_dynamo():
     code = (
         "import sys\n"
-        "from apex._core.oplists import CastSpec, OpTable\n"
-        "from apex._engine.casting import CastRegion\n"
+        "from apex._core.op_table import CastSpec, OpTable\n"
+        "from apex._engine.autocast.region import CastRegion\n"
         "import torch\n"
         "r = CastRegion(CastSpec(torch.bfloat16, ('cpu',), OpTable.default()))\n"
         "r.run(torch.exp, torch.ones(2))\n"

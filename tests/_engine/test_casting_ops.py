@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from apex._core.oplists import CastSpec, OpTable
-from apex._engine.casting import CastRegion
+from apex._core.op_table import CastSpec, OpTable
+from apex._engine.autocast.region import CastRegion
 
 DEFAULT = OpTable.default()
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

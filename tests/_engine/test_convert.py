@@ -8,7 +8,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize
 
-from apex._engine.convert import ModelPlan, convert, is_converted, owner_of, restore
+from apex._engine.model import ModelPlan, convert, is_converted, owner_of, restore
 from tests._engine.conversion_cases import (
     LOW,
     O0,

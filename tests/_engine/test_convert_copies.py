@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from apex._engine.convert import ModelPlan, convert, is_converted, owner_of, restore
+from apex._engine.model import ModelPlan, convert, is_converted, owner_of, restore
 from tests._engine.conversion_cases import (
     LOW,
     O1,
@@ -189,7 +189,7 @@ def test_a_model_unpickled_in_a_fresh_process_casts(tmp_path):
     )
     write = """
         import torch, own_models
-        from apex._engine.convert import ModelPlan, convert
+        from apex._engine.model import ModelPlan, convert
         model = own_models.Net(2, 2)
         plan = ModelPlan(torch.bfloat16, torch.bfloat16, torch.float32)
         convert(model, plan, own_models.Region())
@@ -197,7 +197,7 @@ def test_a_model_unpickled_in_a_fresh_process_casts(tmp_path):
         """
     read = """
         import torch
-        from apex._engine.convert import is_converted
+        from apex._engine.model import is_converted
         model = torch.load("model.pt", weights_only=False)
         assert is_converted(model)
         assert model.weight.dtype is torch.bfloat16
@@ -266,7 +266,7 @@ def test_a_converted_model_compiles_as_one_graph(plan):
 
 
 def test_nested_inputs_compile_as_one_graph():
-    from tests._core.test_nested import Batch, FrozenBatch, Point
+    from tests._core.test_tree import Batch, FrozenBatch, Point
 
     class Sum(nn.Module):
         def forward(self, point, batch, named):

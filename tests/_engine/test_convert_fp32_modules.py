@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from apex._engine.convert import ModelPlan, check, convert, restore
+from apex._engine.model import ModelPlan, check, convert, restore
 from tests._engine.conversion_cases import LOW, O1, PlainRegion, Tied, converted, dtypes_of, x
 
 

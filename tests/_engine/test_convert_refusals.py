@@ -4,7 +4,7 @@ from torch import nn
 from torch.distributed import HashStore, destroy_process_group, init_process_group
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from apex._engine.convert import check
+from apex._engine.model import check
 from tests._engine.conversion_cases import LOW, O0, O1, O5, Net, Tied, converted
 
 every_plan = pytest.mark.parametrize("plan", [O0, O1, O5], ids=["O0", "O1", "O5"])

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from apex._core.oplists import CastSpec, OpTable
-from apex._engine.casting import CastRegion
+from apex._core.op_table import CastSpec, OpTable
+from apex._engine.autocast.region import CastRegion
 from tests._engine.op_calls import HOLDERS, Call, calls, convert, tensor_dtypes
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -8,8 +8,8 @@ import pickle
 import pytest
 import torch
 
-from apex._engine.binding import Binding
-from apex._engine.optimizer_class import (
+from apex._engine.optimizer.binding import Binding
+from apex._engine.optimizer.optimizer_class import (
     AmpOptimizer,
     bind_class,
     binding_of,

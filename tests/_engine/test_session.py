@@ -9,9 +9,9 @@ import torch
 
 from apex import amp
 from apex._core.policy import Policy
-from apex._engine import convert
-from apex._engine.convert import ModelPlan
-from apex._engine.optimizer_class import binding_of
+from apex._engine import model as conversion
+from apex._engine.model import ModelPlan
+from apex._engine.optimizer.optimizer_class import binding_of
 from apex._engine.session import Session
 from tests.training import cases
 
@@ -142,7 +142,7 @@ def test_a_failed_preparation_leaves_everything_as_it_was():
     plan = ModelPlan(torch.bfloat16, torch.bfloat16, torch.float32)
     with pytest.raises(ZeroDivisionError):
         Session(policy).prepare([model], [good, bad], plan)
-    assert not convert.is_converted(model)
+    assert not conversion.is_converted(model)
     assert type(good) is torch.optim.SGD
     assert good.param_groups[0]["params"][0] is model[0].weight
     assert cases.same(before, list(model.parameters()))

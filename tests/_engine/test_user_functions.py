@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from apex._core.oplists import CastSpec, OpTable
-from apex._engine.casting import CastRegion, active_spec, no_casts
-from apex._engine.user_functions import UserRegistry, cast_function
+from apex._core.op_table import CastSpec, OpTable
+from apex._engine.autocast.region import CastRegion, active_spec, no_casts
+from apex._engine.autocast.user_functions import UserRegistry, cast_function
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from apex._core import tracing
+from apex._torch import dynamo
 from tests.compiled.cases import compiled, graph_breaks
 
 
 @pytest.fixture(params=["private switch", "without it"])
 def marks(request, monkeypatch):
     if request.param == "without it":
-        monkeypatch.setattr(tracing, "_eval_frame", None)
-    return tracing
+        monkeypatch.setattr(dynamo, "_eval_frame", None)
+    return dynamo
 
 
 def inner(x):
@@ -47,9 +47,9 @@ def test_untraced_frame_lets_what_it_calls_be_compiled(marks):
 def test_at_tracing_is_called_while_tracing_and_not_by_the_code():
     calls = []
 
-    @tracing.at_tracing
+    @dynamo.at_tracing
     def note():
-        calls.append(tracing.is_compiling_here())
+        calls.append(dynamo.is_compiling_here())
 
     def fn(x):
         note()
@@ -64,4 +64,4 @@ def test_at_tracing_is_called_while_tracing_and_not_by_the_code():
 def test_nothing_compiles_here_outside_of_compiled_code():
     run, _ = compiled(lambda x: x + 1)
     run(torch.ones(2))
-    assert not tracing.is_compiling_here()
+    assert not dynamo.is_compiling_here()

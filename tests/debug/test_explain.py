@@ -8,9 +8,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from apex import amp
-from apex.amp.debug import explain
-from apex.amp.debug.clock import Clock
-from apex.amp.debug.rows import RoundTrip
+from apex.debug import explain
+from apex.debug.clock import Clock
+from apex.debug.records import RoundTrip
 from tests.debug.explain_cases import Body, casts_of, row_of
 from tests.training.cases import net
 

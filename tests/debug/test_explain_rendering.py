@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from apex import amp
-from apex.amp.debug import explain
-from apex.amp.debug.rendering import words
+from apex.debug import explain
+from apex.debug.rendering import formatting
 from tests.debug.explain_cases import Body
 
 VOID = {"meta", "br", "hr", "link", "img", "input"}
@@ -135,7 +135,7 @@ def test_a_file_is_written_in_the_format_of_its_suffix(found, tmp_path, suffix, 
 
 def test_shares_never_round_to_none_or_all():
     shares = [None, 0.0, 1e-5, 0.5, 0.9999, 1.0]
-    assert [words.percent(s) for s in shares] == [
+    assert [formatting.percent(s) for s in shares] == [
         "—",
         "0 %",
         "<0.1 %",
@@ -146,5 +146,5 @@ def test_shares_never_round_to_none_or_all():
 
 
 def test_bytes_come_in_a_unit_that_fits():
-    sizes = [words.size(count) for count in (1023, 1024, 3 * 2**20, 2**50)]
+    sizes = [formatting.size(count) for count in (1023, 1024, 3 * 2**20, 2**50)]
     assert sizes == ["1023 B", "1 KiB", "3 MiB", "1024 TiB"]

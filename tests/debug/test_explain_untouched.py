@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules import module as modules
 
 from apex import amp
-from apex.amp.debug import explain
+from apex.debug import explain
 from tests.debug.explain_cases import Body
 from tests.training.cases import batches, grads, masters, net, prepared, same, train_step
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex import amp
-from apex.amp.debug.overflow import trace_overflow
+from apex.debug.overflow import trace_overflow
 
 INF, NAN = float("inf"), float("nan")
 PROGRAMS = {}

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.checkpoint import checkpoint
 
 from apex import amp
-from apex.amp.debug.overflow import trace_overflow
+from apex.debug.overflow import trace_overflow
 from tests.amp.cases import backward, prepared
 from tests.training import cases
 

@@ -8,8 +8,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from apex import amp
-from apex.amp.debug.overflow import trace_overflow
-from apex.amp.debug.skips import why_skipped
+from apex.debug.overflow import trace_overflow
+from apex.debug.skips import why_skipped
 from tests.amp.cases import backward
 
 pytestmark = pytest.mark.distributed

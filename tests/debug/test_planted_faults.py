@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex import amp
-from apex.amp.debug.overflow import trace_overflow
+from apex.debug.overflow import trace_overflow
 from tests.amp.cases import backward
 
 FP16, FP32 = torch.float16, torch.float32

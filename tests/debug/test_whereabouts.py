@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
-from apex.amp.debug.whereabouts import Whereabouts
+from apex.debug.module_tracker import Whereabouts
 
 
 class Log(TorchDispatchMode):

@@ -8,7 +8,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import apex.parallel
-from apex._engine import distributed
+from apex._torch import ddp
 from tests.distributed.cases import (
     START_SCALE,
     assert_trained_alike,
@@ -228,11 +228,11 @@ def test_masters_are_shared_in_the_wrapper_s_own_group(on_four_ranks, level):
 
 def train_unseen(rank, level):
     """As on a torch that does not tell which wrapper's forward pass runs."""
-    distributed._KNOWS_ACTIVE = False
+    ddp._KNOWS_ACTIVE = False
     try:
         return accumulate(rank, level, "torch", True)
     finally:
-        distributed._KNOWS_ACTIVE = True
+        ddp._KNOWS_ACTIVE = True
 
 
 @pytest.mark.parametrize("level", LEVELS)

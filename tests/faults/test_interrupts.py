@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from apex import amp
-from apex._engine.casting import _threads
+from apex._engine.autocast.region import _threads
 from tests.training import cases
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from apex import amp
-from apex._engine.casting import _registry, _threads
+from apex._engine.autocast.region import _registry, _threads
 from tests.faults.memory import live_sessions
 from tests.training import cases
 

@@ -21,9 +21,9 @@ from hypothesis.stateful import (
 from torch import nn
 
 from apex import amp
-from apex._core.oplists import CastSpec, OpTable
-from apex._engine.casting import CastRegion, _threads
-from apex._engine.optimizer_class import binding_of
+from apex._core.op_table import CastSpec, OpTable
+from apex._engine.autocast.region import CastRegion, _threads
+from apex._engine.optimizer.optimizer_class import binding_of
 from tests.faults.memory import live_sessions
 from tests.reference.loops import LEVELS, next_scale
 from tests.training import cases

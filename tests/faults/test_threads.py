@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from apex._engine.optimizer_class import binding_of
+from apex._engine.optimizer.optimizer_class import binding_of
 from tests.training import cases
 
 PAIRS = [("O1", "O4"), ("O2", "O5"), ("O1", "O2"), ("O4", "O5"), ("O0", "O3")]

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from apex._core.multi_tensor.adagrad import AdagradRule, adagrad_, foreach_adagrad_
-from apex._core.multi_tensor.adam import AdamRule, adam_, foreach_adam_
-from apex._core.multi_tensor.gate import Gate
-from apex._core.multi_tensor.kernels import has_fused
-from apex._core.multi_tensor.sgd import SGDRule, foreach_sgd_, sgd_
+from apex._core.foreach.adagrad import AdagradRule, adagrad_, foreach_adagrad_
+from apex._core.foreach.adam import AdamRule, adam_, foreach_adam_
+from apex._core.foreach.gate import Gate
+from apex._core.foreach.kernels import has_fused
+from apex._core.foreach.sgd import SGDRule, foreach_sgd_, sgd_
 from tests.optimizers import cases
 
 GATES = {"no flag": Gate(), "flag down": Gate(torch.zeros(())), "flag up": Gate(torch.ones(()))}

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from apex._core.oplists import COVERED_INSIDE, NAMES, CastSpec, OpTable
-from apex._engine.casting import CastRegion, _registry
+from apex._core.op_table import COVERED_INSIDE, NAMES, CastSpec, OpTable
+from apex._engine.autocast.region import CastRegion, _registry
 from tests._engine.op_calls import HOLDERS, calls, convert, tensor_dtypes
 
 DEVICE_TYPES = ("cpu",)

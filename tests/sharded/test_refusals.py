@@ -10,7 +10,7 @@ from torch.distributed.fsdp import (
 )
 
 from apex import amp, optimizers
-from apex._engine import sharding
+from apex._engine.model import sharding
 from tests.sharded.cases import close, mesh, net, prepared, shard, sharded, whole, wholes
 from tests.training.cases import MIXED, backward, batch, loss_of, same, sgd
 

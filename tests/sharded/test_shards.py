@@ -4,8 +4,8 @@ import torch
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from apex._core import shards
-from apex._engine.convert import tensors
+from apex._engine.model import tensors
+from apex._torch import dtensor
 from tests.sharded.cases import mesh
 
 
@@ -15,7 +15,7 @@ def placed(over, *placements, rows=4):
 
 def ranks_of(params):
     return [
-        (kind, distributed.get_process_group_ranks(ranks)) for kind, ranks in shards.groups(params)
+        (kind, distributed.get_process_group_ranks(ranks)) for kind, ranks in dtensor.groups(params)
     ]
 
 
@@ -40,7 +40,7 @@ def test_groups_are_the_sharded_dimensions_of_the_meshes_each_once(on_four_ranks
 
 def greatest(rank):
     flag = torch.tensor(float(rank == 2))
-    shards.greatest_(flag, shards.groups([placed(mesh(2, 2), Shard(0), Shard(0))]))
+    dtensor.greatest_(flag, dtensor.groups([placed(mesh(2, 2), Shard(0), Shard(0))]))
     return flag.item()
 
 
@@ -50,10 +50,10 @@ def test_a_flag_reaches_every_rank_of_a_plane(on_four_ranks):
 
 def parts(rank):
     tensor = placed(mesh(2), Shard(0), rows=3)
-    part = shards.local(tensor)
+    part = dtensor.local(tensor)
     part.add_(1.0)
-    again = shards.with_local(tensor, part * 2)
-    summed = shards.laid_out_as(
+    again = dtensor.with_local(tensor, part * 2)
+    summed = dtensor.laid_out_as(
         tensor, DTensor.from_local(torch.ones(3, 2), tensor.device_mesh, [Partial()])
     )
     return (
@@ -97,7 +97,7 @@ def test_casts_of_dtensors_are_undone_with_their_gradients_and_notes(on_two_rank
 
 def test_plain_tensors_are_their_own_part():
     tensor = torch.ones(2)
-    assert shards.local(tensor) is tensor
-    assert shards.with_local(torch.zeros(2), tensor) is tensor
-    assert shards.laid_out_as(torch.zeros(2), tensor) is tensor
-    assert shards.groups([tensor]) == []
+    assert dtensor.local(tensor) is tensor
+    assert dtensor.with_local(torch.zeros(2), tensor) is tensor
+    assert dtensor.laid_out_as(torch.zeros(2), tensor) is tensor
+    assert dtensor.groups([tensor]) == []

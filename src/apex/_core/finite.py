@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex._core import shards, torch_private
+from apex._torch import dtensor, private
 
 
 def dense_values(grads: list[Tensor]) -> list[Tensor]:
@@ -17,7 +17,7 @@ def dense_values(grads: list[Tensor]) -> list[Tensor]:
     Sparse gradients must be coalesced, and those of DTensors summed over their ranks: what is
     finite one by one may overflow in its sum, so the check must see the sum.
     """
-    grads = shards.locals_of(grads)
+    grads = dtensor.locals_of(grads)
     if {grad.layout for grad in grads} <= {torch.strided}:
         return grads
     return [grad._values() if grad.is_sparse else grad for grad in grads]
@@ -33,7 +33,7 @@ def group(grads: list[Tensor]) -> Iterator[list[Tensor]]:
 
     Complex ones come as their real view, so that one kernel serves all.
     """
-    groups: Any = torch_private.group([[*grads]])
+    groups: Any = private.group([[*grads]])
     for (_, dtype), ((same,), _) in groups.items():
         yield [torch.view_as_real(grad) for grad in same] if dtype.is_complex else same
 
@@ -51,12 +51,12 @@ def unscale_and_check_(values: list[Tensor], inverse_scale: Tensor, found_inf: T
     for grads in group(values):
         device = grads[0].device
         if device == found_inf.device:
-            torch_private.check_and_unscale_(grads, found_inf, inverse_scale)
+            private.check_and_unscale_(grads, found_inf, inverse_scale)
             continue
         found_here = torch.zeros((), device=device)
         # A copy to the CPU that nobody waits for is read before it has arrived.
         inverse_here = inverse_scale.to(device, non_blocking=device.type != "cpu")
-        torch_private.check_and_unscale_(grads, found_here, inverse_here)
+        private.check_and_unscale_(grads, found_here, inverse_here)
         there = found_inf.device
         raise_flag_(found_inf, found_here.to(there, non_blocking=there.type != "cpu"))
 

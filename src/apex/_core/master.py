@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from apex._core import shards
-from apex._core.tracing import untraced
+from apex._torch import dtensor
+from apex._torch.dynamo import untraced
 
 
 class Pair(NamedTuple):
@@ -43,7 +43,7 @@ def take_exact(pair: Pair, before: Tensor, exact: Tensor) -> None:
         before: The parameter's values when the master was made from them.
         exact: The values that were rounded to ``before``.
     """
-    model, master, before, exact = shards.locals_of([*pair, before, exact])
+    model, master, before, exact = dtensor.locals_of([*pair, before, exact])
     untouched = (model == before) & (master == before)
     master.data.copy_(torch.where(untouched, exact.to(master.dtype), master))
 
@@ -59,7 +59,7 @@ def follow_model(pair: Pair, before: Tensor) -> None:
         pair: Parameter and master.
         before: The parameter's values when the master was made.
     """
-    model, master, before = shards.locals_of([*pair, before])
+    model, master, before = dtensor.locals_of([*pair, before])
     known = (model == before) | (master.to(model.dtype) == model)
     # By .data: a loss that uses masters directly may already hold them for its backward pass.
     master.data.copy_(torch.where(known, master, model.to(master.dtype)))
@@ -69,9 +69,9 @@ def follow_model(pair: Pair, before: Tensor) -> None:
 def copy_to_model(pairs: Sequence[Pair]) -> None:
     """Writes every master's value, rounded, into its model parameter."""
     if pairs:
-        models = shards.locals_of([pair.model for pair in pairs])
+        models = dtensor.locals_of([pair.model for pair in pairs])
         with torch.no_grad():
-            torch._foreach_copy_(models, shards.locals_of([pair.master for pair in pairs]))
+            torch._foreach_copy_(models, dtensor.locals_of([pair.master for pair in pairs]))
 
 
 def fp32_grads(params: Sequence[nn.Parameter]) -> list[Tensor]:
@@ -82,7 +82,7 @@ def fp32_grads(params: Sequence[nn.Parameter]) -> list[Tensor]:
     copies: list[Tensor] = []
     sources: list[Tensor] = []
     result: list[Tensor] = []
-    sharded = shards.any_dtensor(params)
+    sharded = dtensor.any_dtensor(params)
     for param in params:
         grad = param.grad
         if grad is None:
@@ -91,9 +91,9 @@ def fp32_grads(params: Sequence[nn.Parameter]) -> list[Tensor]:
             # Rows are summed in fp32: in 16 bits the sum of duplicates could overflow.
             result.append(grad.to(torch.float32).coalesce())
             continue
-        if sharded and not shards.same_layout(param, grad):
+        if sharded and not dtensor.same_layout(param, grad):
             # Summed over ranks in fp32, too.
-            result.append(shards.laid_out_as(param, grad.to(torch.float32)))
+            result.append(dtensor.laid_out_as(param, grad.to(torch.float32)))
             continue
         # In the parameter's layout: torch's fused CPU kernels take the gradient's for granted.
         copy = torch.empty_like(param, dtype=torch.float32, requires_grad=False)
@@ -101,7 +101,7 @@ def fp32_grads(params: Sequence[nn.Parameter]) -> list[Tensor]:
         sources.append(grad)
         result.append(copy)
     if copies:
-        torch._foreach_copy_(shards.locals_of(copies), shards.locals_of(sources))
+        torch._foreach_copy_(dtensor.locals_of(copies), dtensor.locals_of(sources))
     return result
 
 
@@ -124,7 +124,7 @@ def sums(values: Sequence[Tensor], addends: Sequence[Tensor | None]) -> list[Ten
             targets.append(value)
             dense.append(addend)
     if targets:
-        torch._foreach_add_(shards.locals_of(targets), shards.locals_of(dense))
+        torch._foreach_add_(dtensor.locals_of(targets), dtensor.locals_of(dense))
     return result
 
 
@@ -143,4 +143,4 @@ def add_grads_(params: Sequence[nn.Parameter], fresh: Sequence[Tensor]) -> None:
             targets.append(param.grad)
             addends.append(grad)
     if targets:
-        torch._foreach_add_(shards.locals_of(targets), shards.locals_of(addends))
+        torch._foreach_add_(dtensor.locals_of(targets), dtensor.locals_of(addends))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from apex._core import torch_private
+from apex._torch import private
 
 SMALLEST_SCALE: float = torch.finfo(torch.float32).tiny
 """The floor under every dynamic scale: its inverse is finite in fp32, so no step divides by 0."""
@@ -113,7 +113,7 @@ def update_scale_(scale: Tensor, clean_steps: Tensor, found_inf: Tensor, rule: S
         found_inf: 0-d fp32 on the same device; non-zero means overflow.
         rule: Factors, interval and bounds.
     """
-    torch_private.update_scale_(
+    private.update_scale_(
         scale,
         clean_steps,
         found_inf,

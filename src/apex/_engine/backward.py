@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from apex._core.tracing import untraced
+from apex._torch.dynamo import untraced
 
 if TYPE_CHECKING:
-    from apex._engine.binding import Binding, CastsOff
-    from apex._engine.distributed import Communication
     from apex._engine.events import ScaleUpdate
-    from apex._engine.gradients import OpenPass
+    from apex._engine.optimizer.binding import Binding, CastsOff
+    from apex._engine.optimizer.gradient_pass import OpenPass
     from apex._engine.scaler import Scaler
+    from apex._torch.ddp import Communication
 
 
 class BackwardPass:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from apex._core import dtypes, nested
-from apex._engine import convert, optimizer_class
+from apex._core import dtypes, tree
+from apex._engine import model as conversion
+from apex._engine.optimizer import optimizer_class
 
 
 class Before:
@@ -27,7 +28,7 @@ class Before:
     def put_back(self) -> None:
         """Gives every tensor its own again."""
         for tensor, data, grad in self._held:
-            convert.assign(tensor, data, grad)
+            conversion.assign(tensor, data, grad)
 
 
 def restore(models: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> None:
@@ -38,12 +39,12 @@ def restore(models: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> Non
     """
     models = list(models)
     for model in models:
-        convert.check_restorable(model)
+        conversion.check_restorable(model)
     before = dtypes_of(optimizers)
     bindings = [b for opt in optimizers if (b := optimizer_class.binding_of(opt)) is not None]
     masters = {key: value for b in bindings for key, value in b.exact().items()}
     for model in models:
-        convert.restore(model, masters)
+        conversion.restore(model, masters)
     for optimizer in optimizers:
         binding = optimizer_class.binding_of(optimizer)
         if binding is None:
@@ -94,4 +95,4 @@ def _matched(
             return value.to(new) if value.dtype is old and value.dim() >= least_dim else value
 
         for name, value in state.items():
-            yield state, name, nested.map_tensors(follow, value)
+            yield state, name, tree.map_tensors(follow, value)

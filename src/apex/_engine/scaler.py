@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from apex._core import shards
 from apex._core.finite import unscale_, unscale_and_check_
 from apex._core.policy import LossScale
 from apex._core.scale import ScaleRule, checked_static, update_scale_
-from apex._engine.arrival import Arrivals
 from apex._engine.events import ScaleUpdate
+from apex._engine.readback import Arrivals
+from apex._torch import dtensor
 
 INITIAL_SCALE = 2.0**16
 
@@ -145,8 +145,8 @@ class Scaler:
         Every rank of a sharded model has to call it in every pass: they step or skip together, and
         their scales stay equal.
         """
-        if over := shards.groups(params):
-            shards.greatest_(self.found_inf, over)
+        if over := dtensor.groups(params):
+            dtensor.greatest_(self.found_inf, over)
 
     def update(self, optimizers: int) -> None:
         """Ends the pass: moves a dynamic scale by its flag, and counts a clean step.

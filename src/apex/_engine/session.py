@@ -13,20 +13,22 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Wrapper
 from torch.optim import Optimizer
 
-from apex._core import finite, ranks, shards
+from apex._core import finite
 from apex._core.master import copy_to_model
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
-from apex._engine import convert, distributed, optimizer_class, sharding
+from apex._engine import model as conversion
+from apex._engine.autocast.region import CastRegion, CastSpec, UncastRegion, no_casts
 from apex._engine.backward import BackwardPass
-from apex._engine.binding import Binding
-from apex._engine.casting import CastRegion, CastSpec, UncastRegion, no_casts
-from apex._engine.convert import ModelPlan
-from apex._engine.distributed import ALONE, Communication, Wrappers
 from apex._engine.events import PassEnd, ScaleUpdate
-from apex._engine.optimizer_class import AmpOptimizer
+from apex._engine.model import ModelPlan, sharding
+from apex._engine.optimizer import optimizer_class
+from apex._engine.optimizer.binding import Binding
+from apex._engine.optimizer.optimizer_class import AmpOptimizer
 from apex._engine.restoring import Before, dtypes_of, match_states
 from apex._engine.scaler import Scaler
+from apex._torch import ddp, dtensor, ranks
+from apex._torch.ddp import ALONE, Communication, Wrappers
 
 _log = logging.getLogger("apex")
 
@@ -112,7 +114,7 @@ class Session:
         """Converts the models and binds the optimizers, all or nothing.
 
         Args:
-            models: Plain fp32 models, checked by :func:`apex._engine.convert.check`.
+            models: Plain fp32 models, checked by :func:`apex._engine.model.check`.
             optimizers: Optimizers that are not bound yet.
             plan: The conversion.
             mixin: The overrides that the optimizers get.
@@ -124,7 +126,7 @@ class Session:
         old_dtypes = dtypes_of(optimizers)
         try:
             for model in models:
-                convert.convert(model, plan, self.region, masters=self, owner=self)
+                conversion.convert(model, plan, self.region, masters=self, owner=self)
                 converted.append(model)
             for optimizer in optimizers:
                 self._bind(optimizer, mixin)
@@ -145,7 +147,7 @@ class Session:
         """Takes back all but the tensors' values; allocates nothing, for memory may be full."""
         self.stop()
         for model in models:
-            convert.withdraw(model)
+            conversion.withdraw(model)
         for optimizer in optimizers:
             binding = optimizer_class.binding_of(optimizer)
             if binding is not None:
@@ -167,7 +169,7 @@ class Session:
         if self._end is not None and self._end.alive:
             self._end()
             for model in self._models:
-                convert.set_region(model, UncastRegion())
+                conversion.set_region(model, UncastRegion())
 
     @property
     def casting(self) -> bool:
@@ -242,7 +244,7 @@ class Session:
         wrappers = self._wrappers.of(binding, binding.trained)
         if binding.untried:
             _share_masters(binding, wrappers)
-        if any(map(distributed.joins, wrappers)):
+        if any(map(ddp.joins, wrappers)):
             self._join(binding)
         return self._wrappers.communication(wrappers)
 
@@ -284,7 +286,7 @@ class Session:
     @property
     def models(self) -> list[nn.Module]:
         """The models that live and are still prepared."""
-        return [model for model in self._models if convert.is_converted(model)]
+        return [model for model in self._models if conversion.is_converted(model)]
 
     # -- what the models ask -----------------------------------------------------------------
 
@@ -331,7 +333,7 @@ class Session:
         before = {id(param): param.detach() for param in params}
         for model in self._models:
             if any(id(param) in before for param in model.parameters()):
-                convert.convert_late(model)
+                conversion.convert_late(model)
         return before
 
     def clear_grads(self, params: Iterable[Tensor], *, set_to_none: bool) -> None:
@@ -356,18 +358,18 @@ class Session:
                 grad = models.get(id(param), param).grad if param.grad is None else param.grad
                 if grad is None:
                     continue
-                values = finite.summed_values(shards.local(grad))
+                values = finite.summed_values(dtensor.local(grad))
                 if not bool(torch.isfinite(values).all()):  # sync: a diagnosis after 50 skips
                     own = models.get(id(param), param)
                     yield names.get(id(own), "(a parameter of no initialized model)"), values
 
 
 def _share_masters(binding: Binding, wrappers: Iterable[Wrapper]) -> None:
-    sent = {w: distributed.sent_params(w) for w in wrappers if not distributed.joins(w)}
+    sent = {w: ddp.sent_params(w) for w in wrappers if not ddp.joins(w)}
     binding.take_over_changes(shared=set().union(*sent.values()))
     for wrapper, params in sent.items():
         masters = [pair.master for pair in binding.pairs if id(pair.model) in params]
-        distributed.share(masters, wrapper)
+        ddp.share(masters, wrapper)
 
 
 def _end(region: CastRegion, functions: Functions | None) -> None:

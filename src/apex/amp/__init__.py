@@ -10,7 +10,6 @@ _conflict.check(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from apex.amp import (  # noqa: F401 - reached as attributes
     checkpoint,
     compat,
-    debug,
     distributed_checkpoint,
     lists,
     opt,
@@ -39,7 +38,6 @@ __all__ = [
     "_amp_state",
     "bfloat16_function",
     "checkpoint",
-    "debug",
     "disable_casts",
     "distributed_checkpoint",
     "float_function",

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from apex._engine.user_functions import UserRegistry
+from apex._engine.autocast.user_functions import UserRegistry
 from apex.amp import scaler_states
 
 if TYPE_CHECKING:

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex._core import dtypes, nested
+from apex._core import dtypes, tree
 
 Applier = Callable[[Any, Callable[[Tensor], Tensor]], Any]
 
 
 def applier(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
     """Returns ``value`` with ``fn`` applied to every tensor in it, container types kept."""
-    return nested.map_tensors(fn, value)
+    return tree.map_tensors(fn, value)
 
 
 _own = applier

@@ -8,9 +8,9 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from apex._core.scale import ScaleRule
-from apex._engine.casting import CastSpec
+from apex._engine.autocast.region import CastSpec
+from apex._engine.autocast.user_functions import cast_function
 from apex._engine.session import Session
-from apex._engine.user_functions import cast_function
 from apex.amp import lists, report
 from apex.amp._amp_state import OptProperties, _amp_state
 from apex.amp.devices import all_device_types, warn_if_emulated

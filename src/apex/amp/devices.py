@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from apex._core import shards
+from apex._torch import dtensor
 
 EMULATED = "fp16 is emulated on this CPU"
 
@@ -20,7 +20,7 @@ def device_types(models: Iterable[nn.Module]) -> tuple[str, ...]:
     on the accelerator, where there is one, and on the CPU.
     """
     tensors = (t for model in models for t in (*model.parameters(), *model.buffers()))
-    found = dict.fromkeys(kind for tensor in tensors for kind in shards.device_types(tensor))
+    found = dict.fromkeys(kind for tensor in tensors for kind in dtensor.device_types(tensor))
     return tuple(found) or all_device_types()
 
 

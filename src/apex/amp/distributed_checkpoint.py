@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from apex._engine.optimizer_class import binding_of
+from apex._engine.optimizer.optimizer_class import binding_of
 from apex.amp.optimizers import unwrap
 
 

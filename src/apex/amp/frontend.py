@@ -15,8 +15,8 @@ from torch import nn
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine import restoring
-from apex._engine.casting import CastSpec
-from apex._engine.convert import ModelPlan
+from apex._engine.autocast.region import CastSpec
+from apex._engine.model import ModelPlan
 from apex._engine.scaler import Scaler
 from apex._engine.session import Session
 from apex.amp import _initialize, inputs, lists, report, scaler_states

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from apex._core.tracing import untraced
-from apex._engine.casting import casts_off
-from apex._engine.optimizer_class import binding_of
+from apex._engine.autocast.region import casts_off
+from apex._engine.optimizer.optimizer_class import binding_of
 from apex._engine.session import Session
+from apex._torch.dynamo import untraced
 from apex.amp._amp_state import _amp_state
 from apex.amp.optimizers import AmpStashOptimizer, unwrap
 
 if TYPE_CHECKING:
-    from apex._engine.binding import Binding
+    from apex._engine.optimizer.binding import Binding
     from apex._engine.scaler import Scaler
     from apex.amp.opt import OptimWrapper
 

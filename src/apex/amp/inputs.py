@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from apex._engine import convert, sharding
-from apex._engine.convert import ModelPlan
-from apex._engine.optimizer_class import binding_of
+from apex._engine import model as conversion
+from apex._engine.model import ModelPlan, sharding
+from apex._engine.optimizer.optimizer_class import binding_of
 from apex.amp._amp_state import _amp_state
 from apex.amp.optimizers import unwrap
 
@@ -78,7 +78,7 @@ def check_models(models: Sequence[nn.Module], plan: ModelPlan) -> None:
             "optimizers."
         )
     for model in models:
-        convert.check(
+        conversion.check(
             model,
             plan,
             allow_not_fp32=_amp_state.allow_incoming_model_not_fp32,
@@ -137,7 +137,7 @@ def _check_takes_masters(optimizer: Optimizer) -> None:
 def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
     """Raises ValueError unless all are prepared, and optimizers with masters with their models."""
     for model in models:
-        if not convert.is_converted(model):
+        if not conversion.is_converted(model):
             raise ValueError(
                 f"amp.restore got a model ({type(model).__name__}) that amp has not prepared. "
                 "Pass what amp.initialize returned, without a wrapper."

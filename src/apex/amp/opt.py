@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from apex._core.scale import ScaleRule
-from apex._core.tracing import untraced, untraced_frame
 from apex._engine.scaler import Scaler
+from apex._torch.dynamo import untraced, untraced_frame
 
 if TYPE_CHECKING:
-    from apex._engine.binding import Binding
+    from apex._engine.optimizer.binding import Binding
     from apex._engine.session import Session
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from apex._core import master
-from apex._engine.binding import Binding
-from apex._engine.optimizer_class import AmpOptimizer, binding_of
+from apex._engine.optimizer.binding import Binding
+from apex._engine.optimizer.optimizer_class import AmpOptimizer, binding_of
 
 if TYPE_CHECKING:
     from apex.amp.scaler import LossScaler

@@ -7,10 +7,11 @@ import warnings
 
 import torch
 
-from apex._core import ranks
 from apex._engine.events import ScaleUpdate
 from apex._engine.session import Session
+from apex._torch import ranks
 from apex.amp._amp_state import _amp_state
+from apex.amp.nonfinite import found_in, sentence
 from apex.amp.properties import DESCRIPTIONS, Properties
 
 SKIPS_BEFORE_WARNING = 50
@@ -59,8 +60,6 @@ def scale_update(session: Session, update: ScaleUpdate) -> None:
             f"reducing loss scale to {update.loss_scale}"
         )
     if tells_why() and ranks.rank() == 0:
-        from apex.amp.debug.skips import found_in, sentence
-
         say(sentence(found_in(session.nonfinite_gradients())))
     if update.skipped_in_row == SKIPS_BEFORE_WARNING:
         warnings.warn(_skipping(session, update), UserWarning, stacklevel=5)

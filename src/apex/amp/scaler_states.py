@@ -15,9 +15,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from apex._core import ranks
 from apex._core.scale import SMALLEST_SCALE, ScaleRule
 from apex._engine.scaler import Scaler
+from apex._torch import ranks
 
 VERSIONED = "apex_amp_v1"
 """What this project adds to apex's entry, see Note [Versioned key]."""

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from apex._engine.casting import active_spec
+from apex._engine.autocast.region import active_spec
 from apex.amp.amp import promote_function
 from apex.amp.utils import casted_args
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from apex._core import dtypes, master, nested, torch_private
+from apex._core import dtypes, master, tree
 from apex._core.master import Pair
+from apex._torch import private
 
 clip_grad_norm = nn.utils.clip_grad_norm_
 
@@ -92,7 +93,7 @@ class FP16Model(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the network on the inputs with every floating tensor in fp16."""
-        args, kwargs = nested.cast_arguments(inputs, kwargs, torch.float16)
+        args, kwargs = tree.cast_arguments(inputs, kwargs, torch.float16)
         return self.network(*args, **kwargs)
 
 
@@ -165,7 +166,7 @@ def master_params_to_model_params(
             [Pair(*pair) for pair in zip(model_params, master_params, strict=True)]
         )
         return
-    values = torch_private.unflatten(master_params[0].detach(), tuple(model_params))
+    values = private.unflatten(master_params[0].detach(), tuple(model_params))
     with torch.no_grad():
         torch._foreach_copy_(list(model_params), list(values))
 
@@ -186,7 +187,7 @@ def _master_of(param: nn.Parameter) -> nn.Parameter:
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    flat: Tensor = torch_private.flatten(tuple(tensors))
+    flat: Tensor = private.flatten(tuple(tensors))
     return flat
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 import amp_C
-from apex._core.multi_tensor.adagrad import AdagradRule, adagrad_
-from apex._core.multi_tensor.gate import Gate, Scalar
+from apex._core.foreach.adagrad import AdagradRule, adagrad_
+from apex._core.foreach.gate import Gate, Scalar
 from apex.optimizers.fused_optimizer import Batch, FusedOptimizer, check_range
 
 

@@ -11,8 +11,8 @@ from torch.optim.optimizer import ParamsT
 
 import amp_C
 from apex._core.dtypes import LOW_PRECISION
-from apex._core.multi_tensor.adam import AdamRule, adam_
-from apex._core.multi_tensor.gate import Gate, Scalar
+from apex._core.foreach.adam import AdamRule, adam_
+from apex._core.foreach.gate import Gate, Scalar
 from apex.optimizers.fused_optimizer import (
     Batch,
     FusedOptimizer,

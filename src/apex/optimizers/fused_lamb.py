@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 import amp_C
-from apex._core.multi_tensor.adam import AdamRule
-from apex._core.multi_tensor.gate import Gate, Scalar
-from apex._core.multi_tensor.lamb import clip_divisor, lamb_
-from apex._core.multi_tensor.norms import l2_norms, stacked, total
+from apex._core.foreach.adam import AdamRule
+from apex._core.foreach.gate import Gate, Scalar
+from apex._core.foreach.lamb import clip_divisor, lamb_
+from apex._core.foreach.norms import l2_norms, stacked, total
 from apex.optimizers.fused_optimizer import (
     Batch,
     FusedOptimizer,

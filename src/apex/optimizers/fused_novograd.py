@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 import amp_C
-from apex._core.multi_tensor.gate import Gate, Scalar
-from apex._core.multi_tensor.norms import stacked
-from apex._core.multi_tensor.novograd import (
+from apex._core.foreach.gate import Gate, Scalar
+from apex._core.foreach.norms import stacked
+from apex._core.foreach.novograd import (
     L2_NORM,
     MAX_NORM,
     NovoGradRule,

@@ -13,8 +13,8 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from apex._core.dtypes import is_low_precision
-from apex._core.multi_tensor.gate import Gate, Scalar, as_scalar
-from apex._core.multi_tensor.working import math_dtype, store, working
+from apex._core.foreach.gate import Gate, Scalar, as_scalar
+from apex._core.foreach.working import math_dtype, store, working
 
 MASTER = "master_param"
 """The state key of an fp32 master that the optimizer keeps of a 16-bit parameter."""

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT, required
 
 import amp_C
-from apex._core.multi_tensor.gate import Gate, Scalar
-from apex._core.multi_tensor.sgd import SGDRule, sgd_
+from apex._core.foreach.gate import Gate, Scalar
+from apex._core.foreach.sgd import SGDRule, sgd_
 from apex.optimizers.fused_optimizer import Batch, FusedOptimizer, check_range
 
 BUFFER = "momentum_buffer"

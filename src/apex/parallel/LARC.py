@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from apex._engine.optimizer_class import binding_of
+from apex._engine.optimizer.optimizer_class import binding_of
 
 
 class LARC:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from apex._engine.convert import is_converted
+from apex._engine.model import is_converted
 from apex.parallel.optimized_sync_batchnorm import SyncBatchNorm
 from apex.parallel.process_groups import checked_group
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from apex._core import nested
+from apex._core import tree
 from apex.parallel.gradient_reduction import GradientReduction, reduce_gradients
 
 
@@ -45,7 +45,7 @@ class DelayedReduction:
         self._queued = False
         self._received.clear()
         if on and not torch.compiler.is_compiling():  # hooks of the parameters do there
-            nested.map_tensors(self._watch_output, output)
+            tree.map_tensors(self._watch_output, output)
 
     def receive(self, index: int) -> None:
         """Takes note that a parameter got a gradient."""

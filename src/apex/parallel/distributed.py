@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import parallel
 
-from apex._engine.distributed import SENDS_LATER
+from apex._torch.ddp import SENDS_LATER
 from apex.parallel.delayed_reduction import DelayedReduction
 from apex.parallel.flat_calls import (
     apply_flat_dist_call,

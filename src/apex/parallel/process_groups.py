@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from apex._core import ranks
+from apex._torch import ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 
-from apex.amp.debug import frames
+from apex.debug import frames
 
 
 def said(error: BaseException) -> str:

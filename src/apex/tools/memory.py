@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex import amp
-from apex._core import nested
+from apex._core import tree
 from apex.tools.results import Stored
 
 
@@ -60,7 +60,7 @@ def _tensors(nest: Any) -> list[Tensor]:
         found.append(tensor)
         return tensor
 
-    nested.map_tensors(take, nest)
+    tree.map_tensors(take, nest)
     return found
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from apex._core import dtypes, nested
+from apex._core import dtypes, tree
 from apex.tools import memory
 from apex.tools.results import ModuleError, Probe
 from apex.tools.seeds import seed_all
@@ -115,7 +115,7 @@ def _floating(output: Any) -> Tensor | None:
             found.append(tensor)
         return tensor
 
-    nested.map_tensors(look, output)
+    tree.map_tensors(look, output)
     return found[0] if found else None
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex import amp
-from apex._engine.casting import CastRegion
-from apex._engine.optimizer_class import binding_of
+from apex._engine.autocast.region import CastRegion
+from apex._engine.optimizer.optimizer_class import binding_of
 from apex._engine.session import Session
 from apex.tools.targets import Experiment
 from apex.tools.variants import Variant

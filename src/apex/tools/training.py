@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex._core import nested
-from apex.amp.debug.frozen import frozen_updates
+from apex._core import tree
+from apex.debug.frozen import frozen_updates
 from apex.tools import memory
 from apex.tools.results import Distance, Sample, Training
 from apex.tools.targets import Experiment
@@ -96,7 +96,7 @@ def evaluated(record: Training, trainer: Trainer, experiment: Experiment) -> Tra
 
 def placed(batch: Any, device: torch.device) -> Any:
     """Returns ``batch`` with its tensors, and what else can be moved, on ``device``."""
-    return nested.map_tensors(lambda tensor: tensor.to(device), batch, lambda o: o.to(device))
+    return tree.map_tensors(lambda tensor: tensor.to(device), batch, lambda o: o.to(device))
 
 
 def with_distance(record: Training, track: Track, baseline: Track) -> Training:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import ModuleType
 
-from apex._core.oplists import Category, OpTable
+from apex._core.op_table import Category, OpTable
 from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 from apex.amp.lists._original import ORIGINAL
 

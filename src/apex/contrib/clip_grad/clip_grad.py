@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from apex._core.finite import group
-from apex._core.multi_tensor.norms import l2_norms, max_norms, stacked, total
+from apex._core.foreach.norms import l2_norms, max_norms, stacked, total
 
 
 @torch.no_grad()

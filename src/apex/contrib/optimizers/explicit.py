@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex._core.multi_tensor.working import store
+from apex._core.foreach.working import store
 from apex.optimizers.fused_optimizer import FusedOptimizer
 
 GivenTensors = Iterable[Tensor] | list[list[Tensor]]

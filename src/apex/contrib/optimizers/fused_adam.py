@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from apex._core.multi_tensor.gate import Gate, Scalar, add_, as_tensor, bias_correction
-from apex._core.multi_tensor.norms import l2_norms, stacked, total
-from apex._core.multi_tensor.working import store, working
+from apex._core.foreach.gate import Gate, Scalar, add_, as_tensor, bias_correction
+from apex._core.foreach.norms import l2_norms, stacked, total
+from apex._core.foreach.working import store, working
 from apex.contrib.optimizers.explicit import ExplicitOptimizer
 from apex.optimizers.fused_optimizer import (
     Batch,

@@ -1,0 +1,160 @@
+"""Adam and AdamW over lists of tensors.
+
+Sources: Kingma and Ba, ICLR 2015; Loshchilov and Hutter, ICLR 2019 (decoupled weight decay).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from apex._core.foreach.gate import Gate, Scalar, add_, as_tensor, bias_correction
+from apex._core.foreach.kernels import has_fused, same_dtype
+from apex._core.foreach.working import store, working
+
+# The fused kernels always correct the bias of the averages; after so many steps it is 1.
+_UNBIASED_STEP = 2.0**60
+
+
+@dataclass(frozen=True)
+class AdamRule:
+    """The hyperparameters of one Adam step.
+
+    Attributes:
+        lr: Learning rate.
+        beta1: Decay of the average of gradients, per step.
+        beta2: Decay of the average of their squares, per step.
+        eps: Added to the denominator.
+        weight_decay: Decay rate of the parameters.
+        decoupled: Whether it acts on the parameter (AdamW) or enters the gradient (Adam).
+        bias_correction: Whether averages are divided by ``1 - beta ** step``.
+        averaged: Whether the gradient enters its average by ``1 - beta1`` or by 1.
+    """
+
+    lr: Scalar
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool
+    bias_correction: bool = True
+    averaged: bool = True
+
+    def corrections(self, step: Scalar, gate: Gate) -> tuple[Scalar, Scalar]:
+        """Returns the divisors of both averages after ``step`` steps."""
+        if not self.bias_correction:
+            return 1.0, 1.0
+        first, second = (bias_correction(beta, step) for beta in (self.beta1, self.beta2))
+        return gate.coefficient(first, 1.0), gate.coefficient(second, 1.0)
+
+
+def adam_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    *,
+    rule: AdamRule,
+    step: Scalar,
+    gate: Gate,
+) -> None:
+    """Takes one Adam step in place; tensors of one device, any mix of floating dtypes.
+
+    Args:
+        params: Parameters.
+        grads: Gradients, not changed.
+        exp_avgs: Averages of gradients.
+        exp_avg_sqs: Averages of their squares.
+        rule: Hyperparameters.
+        step: Count of this step, from 1.
+        gate: Whether to leave everything as it is.
+    """
+    if not params:
+        return
+    lists = working(params, grads, exp_avgs, exp_avg_sqs)
+    if has_fused("_fused_adam_", params[0].device):
+        _fused(lists, rule, step, gate)
+    else:
+        foreach_adam_(*lists, rule=rule, step=step, gate=gate)
+    for targets, values in zip(
+        (params, exp_avgs, exp_avg_sqs), (lists[0], *lists[2:]), strict=True
+    ):
+        store(targets, values)
+
+
+def _fused(lists: Sequence[list[Tensor]], rule: AdamRule, step: Scalar, gate: Gate) -> None:
+    kernel = torch._fused_adamw_ if rule.decoupled else torch._fused_adam_
+    device = lists[0][0].device
+    if not rule.bias_correction:
+        step = _UNBIASED_STEP
+    # One count serves all parameters: the kernel only reads it.
+    count = as_tensor(step, device)
+    for params, grads, exp_avgs, exp_avg_sqs in same_dtype(*lists):
+        kernel(
+            params,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            [count] * len(params),
+            lr=rule.lr,
+            beta1=rule.beta1,
+            beta2=rule.beta2,
+            weight_decay=rule.weight_decay,
+            eps=rule.eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=None,
+            found_inf=gate.skip,
+        )
+
+
+def foreach_adam_(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    *,
+    rule: AdamRule,
+    step: Scalar,
+    gate: Gate,
+) -> None:
+    """The same step on foreach kernels, for devices without a fused one."""
+    updates = directions_(params, grads, exp_avgs, exp_avg_sqs, rule=rule, step=step, gate=gate)
+    torch._foreach_mul_(updates, gate.coefficient(rule.lr, 0.0))
+    torch._foreach_sub_(params, updates)
+
+
+def directions_(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    *,
+    rule: AdamRule,
+    step: Scalar,
+    gate: Gate,
+) -> list[Tensor]:
+    """Moves the averages and returns what ``lr`` multiplies, as fresh tensors.
+
+    That is ``m / (sqrt(v) + eps)`` with corrected averages, plus decoupled weight decay.
+    """
+    if rule.weight_decay and not rule.decoupled:
+        grads = list(torch._foreach_add(grads, params, alpha=rule.weight_decay))
+    grads = gate.gradients(grads)
+    torch._foreach_mul_(exp_avgs, gate.coefficient(rule.beta1, 1.0))
+    torch._foreach_add_(exp_avgs, grads, alpha=1.0 - rule.beta1 if rule.averaged else 1.0)
+    torch._foreach_mul_(exp_avg_sqs, gate.coefficient(rule.beta2, 1.0))
+    torch._foreach_addcmul_(exp_avg_sqs, grads, grads, value=1.0 - rule.beta2)
+    first, second = rule.corrections(step, gate)
+    denominators = list(torch._foreach_div(exp_avg_sqs, second))
+    torch._foreach_sqrt_(denominators)
+    add_(denominators, gate.coefficient(rule.eps, 1.0))
+    updates = list(torch._foreach_div(exp_avgs, first))
+    torch._foreach_div_(updates, denominators)
+    if rule.weight_decay and rule.decoupled:
+        torch._foreach_add_(updates, params, alpha=rule.weight_decay)
+    return updates

@@ -1,0 +1,101 @@
+"""A step that a device flag turns into no step at all, without asking the host.
+
+Note [Gate]
+Where the flag is set, the gradient of every rule becomes 0 (not multiplied by 0: inf * 0 is NaN)
+and every coefficient its neutral value: decay rates 1, learning rates 0, denominators 1. So
+``m = 1 * m + 0`` and ``p = p - 0 * update`` leave state and parameters bit for bit as they are.
+torch's fused kernels take the flag itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from apex._torch import dtensor
+
+Scalar = float | Tensor
+"""A host number, or a 0-d tensor on the device of the parameters."""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Whether the step is to be left out.
+
+    Attributes:
+        skip: 0-d fp32, 1 where the step is left out and else 0; ``None`` means it is taken.
+    """
+
+    skip: Tensor | None = None
+
+    @classmethod
+    def of(cls, flag: Tensor | None, device: torch.device) -> Gate:
+        """Returns the gate of ``flag``: any non-zero value of a one-element tensor means skip."""
+        if flag is None:
+            return cls()
+        flag = flag.to(device, non_blocking=True).reshape(())
+        return cls((flag != 0).to(torch.float32))
+
+    def coefficient(self, value: Scalar, neutral: float) -> Scalar:
+        """Returns ``value``, or ``neutral`` where the step is left out."""
+        if self.skip is None:
+            return value
+        value = value if isinstance(value, Tensor) else torch.full_like(self.skip, value)
+        return torch.where(self.skip != 0, neutral, value.to(torch.float32))
+
+    def gradients(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Returns ``tensors``, or zeros where the step is left out."""
+        if self.skip is None:
+            return list(tensors)
+        skipped = self.skip != 0
+        return [torch.where(skipped, 0.0, tensor) for tensor in tensors]
+
+    def select(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> list[Tensor]:
+        """Returns ``new``, or ``old`` where the step is left out."""
+        if self.skip is None:
+            return list(new)
+        skipped = self.skip != 0
+        return [torch.where(skipped, o, n) for o, n in zip(old, new, strict=True)]
+
+
+def bias_correction(beta: float, step: Scalar) -> Scalar:
+    """Returns ``1 - beta ** step`` for a host or device step count.
+
+    On the device by ``expm1``: in fp32 the plain form loses four digits at ``beta=0.999``.
+    """
+    if not isinstance(step, Tensor):
+        return float(1.0 - beta**step)
+    if beta == 0.0:
+        return 1.0
+    return -torch.expm1(step.reshape(()).to(torch.float32) * math.log(beta))
+
+
+def add_(tensors: list[Tensor], value: Scalar) -> None:
+    """Adds one number to all tensors, in place.
+
+    ``torch._foreach_add_`` itself would take a 0-d tensor for a host number, and read it.
+    """
+    if isinstance(value, Tensor):
+        # On the parts of DTensors: torch 2.11 has no such operator for them.
+        torch.ops.aten._foreach_add_.Tensor(dtensor.locals_of(tensors), dtensor.local(value))
+    else:
+        torch._foreach_add_(tensors, value)
+
+
+def as_tensor(value: Scalar, device: torch.device) -> Tensor:
+    """Returns a number or a one-element tensor as 0-d fp32 on ``device``, without a host sync."""
+    if isinstance(value, Tensor):
+        return value.to(device, torch.float32, non_blocking=True).reshape(())
+    # torch.as_tensor would copy it from the host, and wait for that.
+    return torch.full((), value, dtype=torch.float32, device=device)
+
+
+def as_scalar(value: Scalar, device: torch.device) -> Scalar:
+    """Returns a host number as it is and a one-element tensor as 0-d on ``device``."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(device, non_blocking=True).reshape(())

@@ -1,0 +1,113 @@
+"""Stochastic gradient descent with momentum over lists of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from apex._core.foreach.gate import Gate, Scalar
+from apex._core.foreach.kernels import has_fused, same_dtype
+from apex._core.foreach.working import store, working
+
+
+@dataclass(frozen=True)
+class SGDRule:
+    """The hyperparameters of one step.
+
+    Attributes:
+        lr: Learning rate.
+        momentum: Decay of the momentum buffer per step; 0 for none.
+        dampening: Part of the gradient that is kept out of the buffer.
+        weight_decay: Decay rate of the parameters.
+        nesterov: Whether the step looks ahead by Nesterov's rule.
+        decay_after_momentum: Whether weight decay joins behind the momentum, not before it.
+    """
+
+    lr: Scalar
+    momentum: float = 0.0
+    dampening: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+    decay_after_momentum: bool = False
+
+
+def sgd_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    buffers: Sequence[Tensor],
+    *,
+    rule: SGDRule,
+    first_run: bool,
+    gate: Gate,
+) -> None:
+    """Takes one step in place; tensors of one device, any mix of floating dtypes.
+
+    Args:
+        params: Parameters.
+        grads: Gradients, not changed.
+        buffers: Momentum; empty without momentum.
+        rule: Hyperparameters.
+        first_run: Whether the buffers start as the gradient, undamped.
+        gate: Whether to leave everything as it is.
+    """
+    if not params:
+        return
+    lists = working(params, grads, *((buffers,) if rule.momentum else ()))
+    fused = has_fused("_fused_sgd_", params[0].device)
+    if fused and not (rule.decay_after_momentum and rule.weight_decay):
+        _fused(lists, rule, first_run, gate)
+    else:
+        momenta = lists[2] if rule.momentum else []
+        foreach_sgd_(lists[0], lists[1], momenta, rule=rule, first_run=first_run, gate=gate)
+    store(params, lists[0])
+    if rule.momentum:
+        store(buffers, lists[2])
+
+
+def _fused(lists: Sequence[list[Tensor]], rule: SGDRule, first_run: bool, gate: Gate) -> None:
+    for params, grads, *buffers in same_dtype(*lists):
+        torch._fused_sgd_(
+            params,
+            grads,
+            buffers[0] if buffers else [],
+            weight_decay=rule.weight_decay,
+            momentum=rule.momentum,
+            lr=rule.lr,
+            dampening=rule.dampening,
+            nesterov=rule.nesterov,
+            maximize=False,
+            is_first_step=first_run,
+            grad_scale=None,
+            found_inf=gate.skip,
+        )
+
+
+def foreach_sgd_(
+    params: list[Tensor],
+    grads: list[Tensor],
+    buffers: list[Tensor],
+    *,
+    rule: SGDRule,
+    first_run: bool,
+    gate: Gate,
+) -> None:
+    """The same step on foreach kernels."""
+    updates = grads
+    if rule.weight_decay and not rule.decay_after_momentum:
+        updates = list(torch._foreach_add(updates, params, alpha=rule.weight_decay))
+    updates = gate.gradients(updates)
+    if rule.momentum:
+        # A buffer that starts is 0: with a decay of 1 and no dampening it becomes the gradient.
+        decay = 1.0 if first_run else gate.coefficient(rule.momentum, 1.0)
+        torch._foreach_mul_(buffers, decay)
+        torch._foreach_add_(buffers, updates, alpha=1.0 if first_run else 1.0 - rule.dampening)
+        ahead = rule.nesterov
+        updates = (
+            list(torch._foreach_add(updates, buffers, alpha=rule.momentum)) if ahead else buffers
+        )
+    if rule.weight_decay and rule.decay_after_momentum:
+        updates = list(torch._foreach_add(updates, params, alpha=rule.weight_decay))
+    torch._foreach_sub_(params, torch._foreach_mul(updates, gate.coefficient(rule.lr, 0.0)))

@@ -1,0 +1,1 @@
+"""Op casts: where they are on, and the kernels that torch lacks."""

@@ -1,0 +1,23 @@
+"""Model conversion: dtypes of parameters, inputs and outputs, fp32 ``state_dict``, and the undo."""
+
+from apex._engine.model.checks import check, check_restorable
+from apex._engine.model.convert import convert, convert_late, restore, set_region, withdraw
+from apex._engine.model.plan import MasterSource, ModelPlan, Region
+from apex._engine.model.state import is_converted, owner_of
+from apex._engine.model.tensors import assign
+
+__all__ = [
+    "MasterSource",
+    "ModelPlan",
+    "Region",
+    "assign",
+    "check",
+    "check_restorable",
+    "convert",
+    "convert_late",
+    "is_converted",
+    "owner_of",
+    "restore",
+    "set_region",
+    "withdraw",
+]

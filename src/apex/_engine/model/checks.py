@@ -1,0 +1,141 @@
+"""Every refusal of a model, told before anything changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor, jit, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from apex._core import dtypes
+from apex._engine.model import selection, sharding
+from apex._engine.model.plan import ModelPlan
+from apex._engine.model.state import is_converted, state_of
+
+
+def check(
+    model: nn.Module,
+    plan: ModelPlan,
+    *,
+    allow_not_fp32: bool = False,
+    others: Sequence[nn.Module] = (),
+) -> None:
+    """Raises where ``model`` cannot be converted as ``plan`` says; changes nothing.
+
+    Args:
+        model: The model to convert.
+        plan: The conversion.
+        allow_not_fp32: Whether the model may come with 16-bit parameters and buffers.
+        others: Further models of the same call: an entry of ``plan.fp32_modules`` has to match in
+            one of them all.
+
+    Raises:
+        TypeError: If ``model`` is no ``torch.nn.Module``.
+        RuntimeError: If it is converted, wrapped for parallel training, scripted, not
+            materialized, not in fp32, or sharded in a way that does not take the plan's dtypes.
+        ValueError: If ``plan.fp32_modules`` does not fit the model.
+    """
+    _check_kind(model)
+    sharding.reshard(model)
+    for name, tensor in _tensors(model):
+        _check_materialized(name, tensor)
+        if not allow_not_fp32:
+            _check_precision(name, tensor)
+    _check_fp32_modules(model, plan, others)
+    if plan.param_dtype is not None:
+        sharding.check(model, selection.castable_tensors(model, plan), _remedy(plan))
+
+
+def check_restorable(model: nn.Module) -> None:
+    """Raises RuntimeError where a converted model's parameters cannot go back to fp32."""
+    state = state_of(model)
+    if state is not None and state.plan.casts_down:
+        sharding.check_restorable(model)
+
+
+def _remedy(plan: ModelPlan) -> str:
+    return "drop entries of fp32_modules" if plan.fp32_modules else "keep_batchnorm_fp32=False"
+
+
+def _check_kind(model: object) -> None:
+    kind = type(model).__name__
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"amp.initialize got a model of type {kind}; it takes a torch.nn.Module, or a list or "
+            "tuple of them."
+        )
+    if is_converted(model):
+        raise RuntimeError(
+            f"amp.initialize got the model {kind} that it has already prepared. Pass each model "
+            "once; to prepare it anew, undo the first with amp.restore(model)."
+        )
+    if isinstance(model, (DataParallel, DistributedDataParallel)):
+        raise RuntimeError(
+            f"amp.initialize got a model that is wrapped in {kind}. It takes the model itself: "
+            f"call amp.initialize first, then wrap what it returns in {kind}."
+        )
+    if any(sharding.is_wrapped(module) for module in model.modules()):
+        raise RuntimeError(
+            f"amp.initialize got a model ({kind}) with FullyShardedDataParallel in it, which keeps "
+            "parameters in flat pieces that amp cannot tell apart. Use fully_shard of "
+            f"torch.distributed.fsdp, which shards each parameter:\n{sharding.ORDER}"
+        )
+    if type(model).__module__.partition(".")[0] == "deepspeed":
+        raise RuntimeError(
+            f"amp.initialize got a model that is wrapped in DeepSpeed's {kind}, which casts and "
+            "scales by itself. Switch on its own fp16 or bf16 section, or leave DeepSpeed out."
+        )
+    if isinstance(model, jit.ScriptModule):
+        raise RuntimeError(
+            f"amp.initialize got a scripted model ({kind}), whose forward is compiled and cannot "
+            "cast. Pass the plain module; torch.compile and torch.jit.trace take what amp returns."
+        )
+
+
+def _check_materialized(name: str, tensor: Tensor) -> None:
+    if is_lazy(tensor):
+        raise RuntimeError(
+            f"amp.initialize got a model whose {name} is not initialized yet (a lazy module). Run "
+            "one batch through the model first, so that its shapes are known."
+        )
+    if tensor.is_meta:
+        raise RuntimeError(
+            f"amp.initialize got a model whose {name} is on the meta device and holds no values. "
+            "Materialize the model first: model.to_empty(device=...), then load its weights."
+        )
+
+
+def _check_precision(name: str, tensor: Tensor) -> None:
+    if dtypes.is_low_precision(tensor):
+        raise RuntimeError(
+            f"amp.initialize got a model whose {name} is {dtypes.name(tensor.dtype)}; amp expects "
+            "fp32 models and casts them itself, as the level says. Drop .half() or .bfloat16() "
+            "from your script, or call model.float() first."
+        )
+
+
+def _check_fp32_modules(model: nn.Module, plan: ModelPlan, others: Sequence[nn.Module]) -> None:
+    for rule in selection.unmatched_rules((model, *others), plan):
+        shown = repr(rule) if isinstance(rule, str) else rule.__name__
+        close = selection.close_matches(rule, (model, *others))
+        hint = f"Close to it: {', '.join(close)}." if close else "Nothing comes close to it."
+        raise ValueError(
+            f"fp32_modules holds {shown}, which matches no module below {type(model).__name__}. "
+            f"{hint} Names are those of model.named_modules()."
+        )
+    shared = selection.shared_across(model, plan)
+    if shared:
+        kept, cast = shared
+        raise ValueError(
+            f"{kept} stays in fp32 (by fp32_modules or keep_batchnorm_fp32), but is the same "
+            f"tensor as {cast}, which is to be cast. Let both stay, by an entry in fp32_modules "
+            "for the second module, or neither."
+        )
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, param in model.named_parameters():
+        yield f"parameter {name}", param
+    for name, buffer in model.named_buffers():
+        yield f"buffer {name}", buffer

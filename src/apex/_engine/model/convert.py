@@ -1,0 +1,115 @@
+"""Convert a model in place, and make it plain again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from apex._core import dtypes
+from apex._engine.model import tensors
+from apex._engine.model.application import apply_plan, flatten_rnns, remove_hooks
+from apex._engine.model.module_class import converted_class, plain_class, swap_class
+from apex._engine.model.plan import MasterSource, ModelPlan, Region
+from apex._engine.model.state import STATE, ModelState, stash_forward, state_of
+
+
+def convert(
+    model: nn.Module,
+    plan: ModelPlan,
+    region: Region,
+    masters: MasterSource | None = None,
+    owner: object = None,
+) -> None:
+    """Makes ``model`` cast as ``plan`` says, in place; on failure it is as it was.
+
+    Parameters and buffers stay the same objects, so optimizers and tied weights keep them. Call
+    ``check`` first: nothing is refused here.
+
+    Args:
+        model: A plain model.
+        plan: The conversion.
+        region: Runs the model's own forward.
+        masters: Source of exact values for ``state_dict`` and ``restore``; receives loaded ones.
+        owner: Kept alive as long as the model, and not copied with it.
+    """
+    state = ModelState(plan, region, masters, owner)
+    new_class = converted_class(type(model))
+    swap_class(model, new_class)
+    try:
+        apply_plan(model, state)
+    except BaseException:
+        remove_hooks(state)
+        swap_class(model, plain_class(new_class))
+        raise
+    stash_forward(model, state)
+    model.__dict__[STATE] = state
+
+
+def convert_late(model: nn.Module) -> None:
+    """Casts what a converted model was given since, such as a new head; all or nothing."""
+    state = state_of(model)
+    if state is not None:
+        apply_plan(model, state)
+
+
+def set_region(model: nn.Module, region: Region) -> None:
+    """Makes a converted model run its forward in another region from now on."""
+    state = state_of(model)
+    if state is not None:
+        state.region = region
+
+
+def restore(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> None:
+    """Makes ``model`` plain and fp32 again, in place.
+
+    Parameters take their masters' exact values where those round to what the parameter holds.
+
+    Args:
+        model: A converted model.
+        masters: Fp32 masters by ``id`` of their parameter, beside those that the model knows of
+            (an unpickled one knows of none).
+
+    Raises:
+        ValueError: If ``model`` is not converted.
+    """
+    state = state_of(model)
+    if state is None:
+        raise ValueError(
+            f"amp.restore got the model {type(model).__name__}, which amp has not prepared. Pass "
+            "a model that amp.initialize returned, once."
+        )
+    old_class = plain_class(type(model))
+    with tensors.all_or_nothing() as undo:
+        if state.plan.casts_down:
+            known = {} if state.source is None else state.source.exact()
+            _to_fp32(model, {**known, **(masters or {})}, undo)
+        swap_class(model, old_class)
+    _forget(model, state)
+    flatten_rnns(model)
+
+
+def withdraw(model: nn.Module) -> None:
+    """Makes a converted model plain again, but for the dtypes of its tensors.
+
+    Allocates nothing: it works when memory has run out.
+    """
+    state = state_of(model)
+    if state is not None:
+        swap_class(model, plain_class(type(model)))
+        _forget(model, state)
+
+
+def _forget(model: nn.Module, state: ModelState) -> None:
+    remove_hooks(state)
+    del model.__dict__[STATE]
+    if state.inner_forward is not None:
+        model.__dict__.setdefault("forward", state.inner_forward)
+
+
+def _to_fp32(model: nn.Module, exact: Mapping[int, Tensor], undo: tensors.Undo) -> None:
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if dtypes.is_low_precision(tensor):
+            master = exact.get(id(tensor))
+            candidates: list[Tensor] = [] if master is None else [master]
+            undo.set(tensor, tensors.exact_value(tensor, candidates))

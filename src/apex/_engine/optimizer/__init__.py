@@ -1,0 +1,1 @@
+"""What amp adds to an optimizer: masters, gradients of a pass, the step."""

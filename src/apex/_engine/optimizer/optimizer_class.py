@@ -1,0 +1,189 @@
+"""The class an optimizer gets under amp: its own, with step, zero_grad and groups overridden."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from apex._engine.optimizer import step as stepping
+from apex._engine.optimizer.binding import Binding
+from apex._torch.dynamo import untraced, untraced_frame
+
+ATTRIBUTE = "_apex_binding"
+
+
+class AmpOptimizer(Optimizer):
+    """Overrides for a bound optimizer; without a binding every method is the class's own.
+
+    Never instantiated: :func:`bind_class` makes a subclass of it and of the optimizer's class.
+    """
+
+    _apex_binding: Binding | None
+
+    def __init_subclass__(cls) -> None:
+        """Keeps the generated class out of registries that the optimizer's class fills by this."""
+
+    @untraced_frame
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Steps unless a gradient overflowed, then rounds the masters into the model."""
+        binding = binding_of(self)
+        if binding is None:
+            # An LR scheduler made under amp keeps calling this function after amp.restore.
+            own = cast(Callable[..., Any], type(self).step)
+            return own(self, *(() if closure is None else (closure,)), **kwargs)
+        # What LR schedulers look at to see that the optimizer stepped before them.
+        self._opt_called = True
+        run = binding.inner_step or super().step
+        if kwargs:
+            run = functools.partial(run, **kwargs)
+        return stepping.step(binding, run, closure)
+
+    # torch wraps a class's step with hooks unless it is marked so; the own step runs them.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    @untraced
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of masters and model alike."""
+        own = super().zero_grad
+        if set_to_none and getattr(own, "__func__", None) is Optimizer.zero_grad:
+            # What torch's own does, without its profiler label and dynamo guard: 30 us less.
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.grad = None
+        else:
+            own(set_to_none=set_to_none)
+        binding = binding_of(self)
+        if binding is not None:
+            binding.zero_grad(set_to_none=set_to_none)
+
+    @untraced
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, with fp32 masters where the level keeps them."""
+        binding = binding_of(self)
+        if binding is None:
+            super().add_param_group(param_group)
+            return
+        _refuse_unfit(binding, param_group)
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        owner = binding.owner
+        try:
+            exact = {} if owner is None else owner.convert_late(group["params"])
+            binding.adopt([group], exact)
+        except BaseException:
+            del self.param_groups[-1]
+            raise
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles and copies by the optimizer's own class, so that no generated name is stored."""
+        reduced: Any = super().__reduce_ex__(protocol)
+        function, arguments, *rest = reduced
+        own = own_class(type(self))
+        arguments = tuple(own if item is type(self) else item for item in arguments)
+        return (_rebuild, (_mixin_of(type(self)), function, arguments), *rest)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the optimizer's own state and the masters' pairs."""
+        return {**super().__getstate__(), ATTRIBUTE: binding_of(self)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restores both, and ties the binding to this object."""
+        super().__setstate__(state)
+        binding = binding_of(self)
+        if binding is not None:
+            binding.attach(self)
+
+
+def binding_of(optimizer: Optimizer) -> Binding | None:
+    """Returns the binding of an optimizer, ``None`` for a plain one."""
+    return cast("Binding | None", optimizer.__dict__.get(ATTRIBUTE))
+
+
+def bind_class(optimizer: Optimizer, binding: Binding, mixin: type[AmpOptimizer]) -> None:
+    """Gives ``optimizer`` the overriding class and its binding.
+
+    A ``step`` set on the instance (by an LR scheduler made earlier) becomes the inner step.
+    """
+    inner = optimizer.__dict__.get("step")
+    # First what may fail: a class that takes no subclass, or one with a layout of its own.
+    optimizer.__class__ = generated_class(mixin, type(optimizer))
+    optimizer.__dict__[ATTRIBUTE] = binding
+    if inner is not None:
+        binding.inner_step = inner
+        optimizer.__dict__["step"] = _step_through(optimizer, inner)
+
+
+def unbind_class(optimizer: Optimizer) -> None:
+    """Takes both away again."""
+    binding = optimizer.__dict__.pop(ATTRIBUTE)
+    optimizer.__class__ = own_class(type(optimizer))
+    if binding.inner_step is not None:
+        optimizer.__dict__["step"] = binding.inner_step
+
+
+def own_class(generated: type[Optimizer]) -> type[Optimizer]:
+    """Returns the optimizer's own class, from the generated one."""
+    return cast("type[Optimizer]", generated.__bases__[1])
+
+
+def generated_class(mixin: type[AmpOptimizer], own: type[Optimizer]) -> type[Optimizer]:
+    """Returns the subclass of ``mixin`` and ``own`` that carries the name of ``own``.
+
+    Python's own list of subclasses is the cache: it holds the class as long as one is in use.
+    """
+    for known in own.__subclasses__():
+        if known.__bases__ == (mixin, own):
+            return known
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+    return type(own.__name__, (mixin, own), names)
+
+
+def _mixin_of(generated: type[Optimizer]) -> type[AmpOptimizer]:
+    return cast("type[AmpOptimizer]", generated.__bases__[0])
+
+
+def _rebuild(mixin: type[AmpOptimizer], function: Callable[..., Any], arguments: Any) -> Any:
+    optimizer = function(*arguments)
+    # In a fresh process nothing has given the own class's step its hooks yet.
+    optimizer._patch_step_function()
+    optimizer.__class__ = generated_class(mixin, type(optimizer))
+    return optimizer
+
+
+def _step_through(optimizer: Optimizer, inner: Callable[..., Any]) -> Callable[..., Any]:
+    reference = weakref.ref(optimizer)
+
+    @functools.wraps(inner)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        target = reference()
+        if target is None:
+            raise RuntimeError("optimizer.step was called after the optimizer was deleted.")
+        return AmpOptimizer.step(cast(AmpOptimizer, target), *args, **kwargs)
+
+    return step
+
+
+def _refuse_unfit(binding: Binding, param_group: dict[str, Any]) -> None:
+    params = param_group.get("params", ())
+    if isinstance(params, torch.Tensor):
+        params = param_group["params"] = [params]
+    elif not isinstance(params, set | list):
+        params = param_group["params"] = list(params)
+    for item in params:
+        param = item[1] if isinstance(item, tuple) else item
+        if is_lazy(param):
+            raise ValueError(
+                "add_param_group got a parameter that is not initialized yet (a lazy module). Run "
+                "one batch through the module first, so that its shapes are known."
+            )
+        if isinstance(param, torch.Tensor) and binding.owns(param):
+            raise ValueError(
+                "add_param_group got a parameter that the optimizer already steps, by its fp32 "
+                "master. Each parameter may be in one group."
+            )

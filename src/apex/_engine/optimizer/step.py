@@ -1,0 +1,155 @@
+"""One step of a bound optimizer: run, or skipped where a gradient overflowed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, Optimizer
+
+from apex._core import master
+from apex._torch.dynamo import untraced, untraced_frame
+
+if TYPE_CHECKING:
+    from apex._engine.optimizer.binding import Binding
+
+Run = Callable[..., Any]
+"""The optimizer's own step; takes a closure or nothing."""
+
+Closure = Callable[[], Any]
+
+
+class _SkipStep(Exception):  # noqa: N818 - a signal between our own frames, not an error
+    """Leaves ``optimizer.step(closure)`` when the closure's gradients overflowed."""
+
+
+@untraced_frame
+def step(binding: Binding, run: Run, closure: Closure | None) -> Any:
+    """Runs the optimizer's own step unless a gradient overflowed; then updates the model.
+
+    Args:
+        binding: The optimizer's binding.
+        run: The optimizer's own step.
+        closure: Recomputes the loss, or ``None``.
+
+    Returns:
+        What the step returns; ``None`` for a skipped one without a closure.
+    """
+    if closure is not None:
+        return _step_with_closure(binding, run, closure)
+    binding.settle()
+    with binding.casts_off():
+        try:
+            result = _run_unless_overflow(binding, run) if binding.checked else run()
+        finally:  # also where the step failed half way: masters and model agree
+            if binding.pairs:
+                master.copy_to_model(binding.pairs)
+    binding.end_step()
+    return result
+
+
+def skips_in_kernel(optimizer: Optimizer) -> bool:
+    """Returns whether the optimizer's step takes ``found_inf`` on the device and skips by itself.
+
+    torch's fused optimizers do, when every group is fused; so do others that declare it as
+    ``_step_supports_amp_scaling``.
+    """
+    # A copied or unpickled optimizer of torch's has lost the declaration and kept its kernels.
+    if isinstance(optimizer, Adam | SGD | Adagrad):
+        fused = all(group.get("fused") for group in optimizer.param_groups)
+        return fused and not (isinstance(optimizer, SGD) and _starts_momentum(optimizer))
+    declared = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return declared and all(group.get("fused", True) for group in optimizer.param_groups)
+
+
+def _starts_momentum(optimizer: SGD) -> bool:
+    # A skip in torch's fused SGD kernel leaves the momentum of a first step uninitialized, and the
+    # next step uses it (torch 2.13), so a group's first step is decided on the host.
+    state = optimizer.state
+    return any(
+        group["momentum"] != 0
+        and not any("momentum_buffer" in state[p] for p in group["params"] if p in state)
+        for group in optimizer.param_groups
+    )
+
+
+@untraced_frame
+def _run_unless_overflow(binding: Binding, run: Run) -> Any:
+    optimizer: Any = binding.optimizer
+    if not skips_in_kernel(optimizer):
+        return None if _overflowed(binding) else run()
+    optimizer.found_inf = binding.found_inf
+    try:
+        return run()
+    finally:
+        del optimizer.found_inf
+
+
+@untraced
+def _overflowed(binding: Binding) -> bool:
+    if not binding.checked or binding.found_inf is None:
+        return False
+    return bool(binding.found_inf.tolist())  # sync: an optimizer in Python needs the answer
+
+
+@untraced_frame
+def _step_with_closure(binding: Binding, run: Run, closure: Closure) -> Any:
+    binding.take_over_changes()
+    params, state = _copies(binding)
+    losses: list[Any] = []
+    off = binding.casts_off()
+
+    @untraced_frame
+    def evaluate() -> Any:
+        master.copy_to_model(binding.pairs)
+        with _left(off):
+            loss = closure()
+        losses.append(loss)
+        binding.settle()
+        if _overflowed(binding):
+            raise _SkipStep
+        return loss
+
+    try:
+        with off:
+            result = run(evaluate)
+    except BaseException as error:
+        _put_back(binding, params, state)
+        if not isinstance(error, _SkipStep):
+            raise
+        result = losses[0]
+    finally:
+        master.copy_to_model(binding.pairs)
+        binding.end_step()
+    return result
+
+
+@untraced
+def _copies(binding: Binding) -> tuple[list[Tensor], dict[Any, Any]]:
+    # An optimizer that evaluates again in mid-step (LBFGS) must find its own values and state back
+    # when a later evaluation overflows, so both are kept until it is through.
+    params = [param.detach().clone() for param in binding.params()]
+    return params, {param: copy.deepcopy(kept) for param, kept in binding.optimizer.state.items()}
+
+
+@untraced
+@torch.no_grad()
+def _put_back(binding: Binding, values: list[Tensor], state: dict[Any, Any]) -> None:
+    for param, value in zip(binding.params(), values, strict=True):
+        param.copy_(value)
+    binding.optimizer.state.clear()
+    binding.optimizer.state.update(state)
+
+
+@contextmanager
+def _left(block: AbstractContextManager[None]) -> Iterator[None]:
+    """Leaves ``block``, which is entered, and enters it again at the end."""
+    block.__exit__(None, None, None)
+    try:
+        yield
+    finally:
+        block.__enter__()

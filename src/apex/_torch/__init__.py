@@ -1,0 +1,1 @@
+"""All contact with what torch keeps private or changes from release to release."""

@@ -1,0 +1,257 @@
+"""What decided the dtypes of an operator: a row of the op table, the conversion, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+
+from apex._core import dtypes
+from apex._core.op_table import NAMES, CastSpec, Category
+from apex._core.policy import Policy
+from apex._engine.autocast.kernels import KEYS
+from apex._engine.autocast.region import CastRegion, active_spec
+from apex._engine.autocast.user_functions import Kind
+from apex._engine.model.selection import fp32_modules
+from apex._engine.model.state import ModelState, state_of
+from apex._engine.session import Session
+from apex._torch.private import has_kernel, has_operator
+from apex.amp._amp_state import _amp_state
+from apex.debug.module_tracker import Direction
+
+FOLLOWS = "follows its input"
+
+
+class Call(NamedTuple):
+    """The function of torch's Python API that an operator came from, and the casts around it.
+
+    Attributes:
+        name: Such as ``"linear"``.
+        spec: The op casts that ruled; None for none.
+        autocast: Device type and dtype of a ``torch.autocast`` that was on; None for none.
+    """
+
+    name: str
+    spec: CastSpec | None
+    autocast: tuple[str, torch.dtype] | None
+
+
+class Caller(TorchFunctionMode):
+    """Knows the outermost function of torch that runs now.
+
+    An operator alone does not tell: ``aten.addmm`` may come from ``linear``, and the op table has
+    its rows by what was called. Inside of a dispatch mode autocast also looks switched off.
+
+    Attributes:
+        now: The call; None outside of any.
+    """
+
+    def __init__(self) -> None:
+        """Starts outside of any call."""
+        super().__init__()
+        self.now: Call | None = None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        before = self.now
+        name = getattr(func, "__name__", "").strip("_")
+        self.now = Call(name, active_spec(), _autocast())
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.now = before
+
+
+class Rules:
+    """The rules that hold for one model.
+
+    Attributes:
+        session: The session that prepared it, or whose casts are on around it; None for none.
+        level: What sets dtypes, such as ``"O4"``, ``"torch.autocast"`` or ``"none"``.
+    """
+
+    def __init__(self, model: nn.Module, names: Mapping[nn.Module, str]) -> None:
+        """Learns what the model's conversion says of each module.
+
+        Args:
+            model: Any; converted modules may be anywhere in it.
+            names: Qualified name of each module.
+        """
+        self._converted: dict[str, str] = {}
+        self._region: CastSpec | None = None
+        states = [(m, state) for m in model.modules() if (state := state_of(m)) is not None]
+        for module, state in states:
+            self._converted.update(_converted(module, state, names))
+            if isinstance(state.region, CastRegion):
+                self._region = state.region.spec
+        self._registered = _amp_state.functions.kinds()
+        self.session = _session(states)
+        self.level = self._level(states)
+
+    def decided_by(
+        self, op: str, computed_in: str, module: str, inside: bool, direction: Direction, call: Any
+    ) -> str:
+        """Returns in words what made an operator compute in its dtype.
+
+        Args:
+            op: The operator without overload, such as ``"addmm"``.
+            computed_in: Name of the dtype that it computed in.
+            module: Where it ran.
+            inside: Whether in the model.
+            direction: In backward, nothing decides: formulas follow the forward.
+            call: The :class:`Call` that it came from; None if unknown.
+        """
+        if direction == "backward":
+            return "dtypes of the forward"
+        if call is None and inside and self._region is not None:
+            call = Call("", self._region, None)  # from code below Python
+        if call is not None and call.spec is not None:
+            return self._by_table(op, call)
+        if call is not None and call.autocast is not None:
+            return _by_autocast(op, computed_in, call)
+        if inside and self._region is not None:
+            return "op casts off here"
+        return self._converted.get(module, FOLLOWS) if inside else FOLLOWS
+
+    def _by_table(self, op: str, call: Call) -> str:
+        kind = self._registered.get(call.name)
+        if kind is not None:
+            return f"registered by you: {_KINDS[kind]} ({call.name})"
+        rows = call.spec.table.rows if call.spec is not None else {}
+        for name, row in _rows(op, call.name):
+            if row in rows:
+                return f"{_LISTS[rows[row]]} ({name})"
+        return "widest input (torch)" if op.strip("_") in _PROMOTING else FOLLOWS
+
+    def _level(self, states: list[tuple[nn.Module, ModelState]]) -> str:
+        policy: Policy | None = None if self.session is None else self.session.policy
+        if policy is not None:
+            return policy.opt_level
+        if states:
+            return "a copy of a prepared model"
+        return "none" if _autocast() is None else "torch.autocast"
+
+
+def _session(states: list[tuple[nn.Module, ModelState]]) -> Session | None:
+    for _, state in states:
+        if isinstance(state.owner, Session):
+            return state.owner
+    spec = None if states else active_spec()
+    for session in _amp_state.sessions() if spec is not None else ():
+        if isinstance(session.region, CastRegion) and session.region.spec is spec:
+            return session
+    return None
+
+
+def _converted(
+    model: nn.Module, state: ModelState, names: Mapping[nn.Module, str]
+) -> Iterator[tuple[str, str]]:
+    plan = state.plan
+    if plan.param_dtype is None:
+        return
+    kept = fp32_modules(model, plan)
+    for module in model.modules():
+        if module not in kept:
+            verb = "converted to" if plan.casts_down else "kept in"
+            yield names.get(module, ""), f"model {verb} {dtypes.name(plan.param_dtype)}"
+        elif isinstance(module, _BatchNorm) and plan.keep_batchnorm_fp32:
+            yield names.get(module, ""), "batch norm kept fp32"
+        else:
+            yield names.get(module, ""), "fp32_modules"
+
+
+def _rows(op: str, function: str) -> Iterator[tuple[str, str]]:
+    """Yields name and operator of the table's rows that may have decided, the surest first."""
+    for names in NAMES.values():
+        for row in names.get(function, ()) or names.get(f"__{function}__", ()):
+            yield function, row
+    for name in (*_CALLED_FOR.get(op, ()), op):
+        for names in NAMES.values():
+            for row in names.get(name, ()):
+                yield name, row
+        yield name, name
+
+
+def _by_autocast(op: str, computed_in: str, call: Call) -> str:
+    """Says what torch's own autocast did; it has no list that can be read, only kernels."""
+    device, dtype = call.autocast or ("cpu", torch.float32)
+    key = KEYS[device]
+    rows = [f"aten::{row}" for _, row in _rows(op, call.name)]
+    if not any(has_operator(row) and has_kernel(row, key) for row in rows):
+        return FOLLOWS
+    if computed_in == dtypes.name(dtype):
+        return f"torch.autocast: {computed_in} ({call.name})"
+    return f"torch.autocast: fp32 or widest ({call.name})"
+
+
+def _autocast() -> tuple[str, torch.dtype] | None:
+    for device in KEYS:
+        if torch.is_autocast_enabled(device):
+            return device, torch.get_autocast_dtype(device)
+    return None
+
+
+_LISTS: dict[Category, str] = {
+    "low_precision": "low precision list",
+    "recurrent": "low precision list",
+    "fp32": "fp32 list",
+    "fp32_inplace": "fp32 list",
+    "banned": "banned list, run in fp32",
+    "promote": "promote list",
+    "to_cpu": "fp32 list",
+}
+
+_KINDS: dict[Kind, str] = {
+    "low_precision": "low precision",
+    "bfloat16": "bfloat16",
+    "float": "fp32",
+    "promote": "widest input",
+}
+
+_PROMOTING = {
+    "add",
+    "sub",
+    "rsub",
+    "mul",
+    "div",
+    "cat",
+    "stack",
+    "eq",
+    "ge",
+    "gt",
+    "le",
+    "lt",
+    "ne",
+}
+
+# For operators whose function is unknown: what torch's composites call them for.
+_CALLED_FOR: dict[str, tuple[str, ...]] = {
+    "addmm": ("linear",),
+    "mm": ("matmul", "linear"),
+    "bmm": ("matmul", "einsum"),
+    "mv": ("matmul",),
+    "dot": ("matmul",),
+    "convolution": ("conv2d",),
+    "_softmax": ("softmax",),
+    "_log_softmax": ("log_softmax",),
+    "_safe_softmax": ("softmax",),
+    "native_layer_norm": ("layer_norm",),
+    "native_group_norm": ("group_norm",),
+    "_fused_rms_norm": ("rms_norm",),
+    "_trilinear": ("bilinear",),
+    "linalg_vector_norm": ("norm",),
+    "_prelu_kernel": ("prelu",),
+    "nll_loss_forward": ("nll_loss",),
+    "nll_loss2d_forward": ("nll_loss",),
+    "mkldnn_rnn_layer": ("lstm",),
+    "_cudnn_rnn": ("lstm",),
+    "_scaled_dot_product_flash_attention_for_cpu": ("scaled_dot_product_attention",),
+    "_scaled_dot_product_flash_attention": ("scaled_dot_product_attention",),
+    "_scaled_dot_product_efficient_attention": ("scaled_dot_product_attention",),
+    "_scaled_dot_product_cudnn_attention": ("scaled_dot_product_attention",),
+}

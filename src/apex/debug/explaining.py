@@ -1,0 +1,247 @@
+"""``explain``: what each operator of a model runs in, why, and what that costs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from apex._core import dtypes, finite
+from apex._core.scale import checked_static
+from apex.debug.attribution import Caller, Rules
+from apex.debug.clock import Stopwatch, clock_for
+from apex.debug.explanation import Explanation
+from apex.debug.module_tracker import Whereabouts, unwrapped
+from apex.debug.preserve_state import casts_off, tensors_in, untouched
+from apex.debug.recording import Recorder
+from apex.debug.records import GradientRow
+
+Loss = Callable[[Any], Tensor]
+
+
+def explain(
+    model: nn.Module,
+    *inputs: Any,
+    loss_fn: Loss | None = None,
+    backward: bool = True,
+    loss_scale: float | None = None,
+    **keywords: Any,
+) -> Explanation:
+    """Returns what each operator of a model runs in, what decided that, and what it costs.
+
+    Runs the model forward and backward, as a training step would, on any model: prepared by
+    ``amp.initialize``, under a ``torch.autocast`` around the call, or plain. For every module and
+    operator the result has calls, dtypes in and out, the casts made for it (bytes), its share of
+    the time, its FLOPs, its largest value, and the row of the op table that decided; in total the
+    share of FLOPs in low precision, casts there and back again, how near activations come to their
+    dtype's limit, and how many values are lost to under- and overflow, gradients included.
+
+    Leaves no trace: gradients, buffers (batch norm's statistics), random numbers, inputs, mode,
+    hooks, loss scale and weight cache are as before, also after an error. Parts that
+    ``torch.compile`` has compiled run eagerly; inside data-parallel wrappers the model alone runs.
+
+    Costs: the model runs twice; the first pass warms up kernels and is only timed, the second looks
+    at every result. Measured: 6 to 10 times the time of a step, at least 1 ms an operator, and once
+    in a process the import of torch's compiler, which any dispatch mode brings (2 s). Memory: a
+    step's, with one more set of gradients and a copy of the buffers and inputs. An operator's time
+    is the shorter of the two passes', of a clock around it alone: wall time on a CPU, events on
+    CUDA and XPU.
+
+    Args:
+        model: The model, as it would be called in training.
+        *inputs: Its arguments.
+        loss_fn: Makes the loss (one floating number) from the model's output. By default the sum
+            of the floating tensors in the output.
+        backward: Whether to run the backward pass too.
+        loss_scale: Multiplier on the loss; by default the present one of the session (of its first
+            loss), and 1 without a session. Pass ``scaler.get_scale()`` of a ``GradScaler``.
+        **keywords: Further arguments of the model.
+
+    Raises:
+        TypeError: If ``model`` is no module, or the loss no tensor.
+        ValueError: If there is no tensor among the inputs, the model has lazy or meta parameters,
+            the loss is not one floating number or does not require gradients.
+
+    Example:
+        >>> import torch
+        >>> from apex import amp
+        >>> from apex.debug import explain
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Softmax(dim=-1))
+        >>> model = amp.initialize(model, opt_level="O4", verbosity=0)
+        >>> found = explain(model, torch.randn(2, 8), backward=False)
+        >>> for row in found.ops[:2]:
+        ...     print(row.op, row.dtypes_in, row.dtype_out, "|", row.decided_by)
+        aten.addmm ('bfloat16',) bfloat16 | low precision list (linear)
+        aten._softmax ('float32',) float32 | fp32 list (softmax)
+        >>> found.totals.low_precision_share
+        1.0
+    """
+    inner = _checked(model, inputs, keywords)
+    here = Whereabouts(inner)
+    rules = Rules(inner, here.names)
+    run = _Run(inner, inputs, keywords, loss_fn, backward, _scale(loss_scale, rules))
+    caller = Caller()
+    clock = clock_for(_device(inner, inputs, keywords))
+    recorder = Recorder(here, caller, rules, clock)
+    clock.begin()
+    run.once(nullcontext(), nullcontext(), Stopwatch(clock))
+    clock.begin()
+    gradients = run.once(here, caller, recorder)
+    rows = recorder.rows()
+    notes = [f"Time is {clock.measures}, the shorter of two passes."]
+    if loss_fn is None and backward:
+        notes.append("No loss_fn was given: the loss is the sum of the floating outputs.")
+    if recorder.without_formula:
+        names = ", ".join(sorted(recorder.without_formula))
+        notes.append(f"torch has no FLOP formula for {names}: counted as 0.")
+    return Explanation(
+        model=type(inner).__name__,
+        level=rules.level,
+        loss_scale=run.scale,
+        ops=rows,
+        round_trips=recorder.round_trips(),
+        gradients=gradients,
+        kinds={name: type(module).__name__ for module, name in here.names.items()},
+        notes=tuple(notes),
+    )
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One way to run the model, any number of times."""
+
+    model: nn.Module
+    inputs: tuple[Any, ...]
+    keywords: dict[str, Any]
+    loss_fn: Loss | None
+    backward: bool
+    scale: float
+
+    def once(
+        self,
+        here: AbstractContextManager[Any],
+        caller: AbstractContextManager[Any],
+        watch: AbstractContextManager[Any],
+    ) -> tuple[GradientRow, ...]:
+        """Runs it once; returns a row for each parameter's gradient.
+
+        Args:
+            here: Entered around the run.
+            caller: Entered around the forward pass.
+            watch: Entered around the forward pass, and again around the backward pass.
+        """
+        arguments = (self.inputs, self.keywords)
+        with untouched(self.model, arguments), torch.set_grad_enabled(self.backward), here:
+            with ExitStack() as forward:
+                forward.enter_context(watch)
+                forward.enter_context(caller)
+                loss = self._loss()
+            if not self.backward:
+                return ()
+            _check_loss(loss)
+            with casts_off():
+                # Backward from the loss in fp32, which holds the scale: as amp.scale_loss does.
+                scaled = loss if loss.dtype is torch.float64 else loss.float()
+                scaled = scaled if self.scale == 1.0 else scaled * self.scale
+                start = torch.ones_like(scaled)
+                params = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+                given = [t for t in tensors_in(arguments) if t.requires_grad]
+                targets = [*params.values(), *given]
+                with watch:
+                    # Unlike backward() it neither writes .grad nor runs what hangs on that.
+                    grads: tuple[Tensor | None, ...] = torch.autograd.grad(
+                        scaled, targets, start, allow_unused=True
+                    )
+            # strict=False: behind the parameters' come the gradients of inputs
+            pairs = zip(params, grads, strict=False)
+            return tuple(_gradient(name, grad) for name, grad in pairs if grad is not None)
+
+    def _loss(self) -> Any:
+        output = self.model(*self.inputs, **self.keywords)
+        if self.loss_fn is not None:
+            return self.loss_fn(output)
+        return _sum_of(output) if self.backward else None
+
+
+def _sum_of(output: Any) -> Tensor:
+    floating = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
+    if not floating:
+        raise ValueError(
+            f"explain got a model whose output ({type(output).__name__}) holds no floating tensor, "
+            "so there is no loss to go backward from. Pass loss_fn=..., or backward=False."
+        )
+    sums = (t.sum(dtype=torch.promote_types(t.dtype, torch.float32)) for t in floating)
+    return functools.reduce(torch.add, sums)
+
+
+def _gradient(name: str, grad: Tensor) -> GradientRow:
+    values = finite.summed_values(grad)
+    half = values.half()
+    size = half.abs()
+    zeros, vanished, subnormal, beyond = (
+        int(mask.count_nonzero())  # sync: a report, after the run
+        for mask in (
+            values == 0.0,
+            (values != 0.0) & (size == 0.0),
+            (size != 0.0) & (size < torch.finfo(torch.float16).smallest_normal),
+            ~torch.isfinite(half),
+        )
+    )
+    dtype = dtypes.name(grad.dtype)
+    return GradientRow(name, dtype, values.numel(), zeros, vanished, subnormal, beyond)
+
+
+def _device(model: nn.Module, inputs: Any, keywords: Any) -> torch.device:
+    tensors = (*model.parameters(), *model.buffers(), *tensors_in((inputs, keywords)))
+    devices = (tensor.device for tensor in tensors)
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
+def _scale(given: float | None, rules: Rules) -> float:
+    if given is not None:
+        return checked_static(float(given))
+    return 1.0 if rules.session is None else rules.session.scalers[0].read_scale()
+
+
+def _checked(model: Any, inputs: Any, keywords: Any) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"explain got {type(model).__name__} for the model; it takes a torch.nn.Module, with "
+            "its inputs behind: explain(model, x, loss_fn=...)."
+        )
+    inner = unwrapped(model)
+    for name, param in inner.named_parameters():
+        if isinstance(param, nn.UninitializedParameter) or param.device.type == "meta":
+            raise ValueError(
+                f"explain got a model whose parameter {name!r} has no values yet (lazy, or on the "
+                "meta device). Run the model once, or give it values, before explain."
+            )
+    if not tensors_in((inputs, keywords)):
+        raise ValueError(
+            f"explain got no tensor among the inputs of {type(inner).__name__}. Pass what the "
+            "model is called with: explain(model, x) or explain(model, input_ids=...)."
+        )
+    return inner
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            f"explain's loss_fn returned {type(loss).__name__}; it takes the model's output and "
+            "returns the loss, a tensor of one number."
+        )
+    if loss.numel() != 1 or not loss.is_floating_point():
+        raise ValueError(
+            f"explain got a loss of shape {tuple(loss.shape)} and {loss.dtype}; it takes one "
+            "floating number. Reduce it in loss_fn, for example by .mean()."
+        )
+    if not loss.requires_grad:
+        raise ValueError(
+            "explain got a loss that does not require gradients: no parameter does, or the loss "
+            "was detached or made under no_grad. Pass backward=False for the forward pass alone."
+        )

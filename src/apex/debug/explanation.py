@@ -1,0 +1,263 @@
+"""What ``explain`` found: the rows, what modules and totals make of them, and the formats."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from apex.debug.records import CAST, LOW, GradientRow, OpRow, RoundTrip
+
+
+@dataclass(frozen=True)
+class ModuleRow:
+    """A module with what its own code and the modules below it did.
+
+    Attributes:
+        name: Qualified name; ``""`` for the model.
+        kind: Class name.
+        dtype: What its forward computed in: a dtype, ``"mixed"``, or ``""`` for nothing.
+        time_share: Of all time measured.
+        flops: Floating-point operations.
+        low_precision_flops: Of these, in 16 bits.
+        casts: Casts made.
+        cast_bytes: Read and written by these.
+        headroom: Least headroom of a forward result (powers of two); None without any.
+        nonfinite: Results that were inf or NaN.
+    """
+
+    name: str
+    kind: str
+    dtype: str
+    time_share: float
+    flops: int
+    low_precision_flops: int
+    casts: int
+    cast_bytes: int
+    headroom: float | None
+    nonfinite: int
+
+
+@dataclass(frozen=True)
+class Totals:
+    """The run in numbers; shares are between 0 and 1, None where there is nothing to share.
+
+    Attributes:
+        seconds: In all operators.
+        flops: Floating-point operations.
+        low_precision_flops: Of these, in 16 bits.
+        low_precision_share: ``low_precision_flops / flops``.
+        casts: Casts made.
+        cast_bytes: Read and written by these.
+        wasted_casts: Casts there and back again.
+        wasted_bytes: Read and written by these.
+        largest: Largest finite absolute forward result of the row nearest to its dtype's limit.
+        largest_dtype: Its dtype.
+        largest_module: Its module.
+        headroom: Powers of two from there to the dtype's greatest number.
+        underflow_share: Of the values cast to 16 bits: to zero or subnormal.
+        overflow_share: Of these: to inf.
+        nonfinite_share: Of all floating results: inf or NaN.
+        gradient_underflow_share: Of the parameters' gradients: zero or subnormal in fp16 though
+            they are not zero.
+        gradient_overflow_share: Of these: beyond fp16's range.
+        gradient_zero_share: Of these: exactly zero.
+    """
+
+    seconds: float
+    flops: int
+    low_precision_flops: int
+    low_precision_share: float | None
+    casts: int
+    cast_bytes: int
+    wasted_casts: int
+    wasted_bytes: int
+    largest: float | None
+    largest_dtype: str
+    largest_module: str
+    headroom: float | None
+    underflow_share: float | None
+    overflow_share: float | None
+    nonfinite_share: float | None
+    gradient_underflow_share: float | None
+    gradient_overflow_share: float | None
+    gradient_zero_share: float | None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What each operator of a model ran in, why, and what that cost.
+
+    ``print`` shows it; ``save`` writes it in a format by the file's suffix.
+
+    Attributes:
+        model: Class name of the model.
+        level: What set the dtypes, such as ``"O4"`` or ``"torch.autocast"``.
+        loss_scale: Multiplier on the loss in the backward pass.
+        ops: One row for each operator, module, direction and set of dtypes, as first met.
+        round_trips: Casts there and back again.
+        gradients: One row a parameter; empty without a backward pass.
+        kinds: Class name by module name, parents first.
+        notes: How it was measured, and what to know about it.
+    """
+
+    model: str
+    level: str
+    loss_scale: float
+    ops: tuple[OpRow, ...]
+    round_trips: tuple[RoundTrip, ...]
+    gradients: tuple[GradientRow, ...]
+    kinds: Mapping[str, str]
+    notes: tuple[str, ...]
+
+    @functools.cached_property
+    def seconds(self) -> float:
+        """The time in all operators and casts."""
+        return sum(row.seconds for row in self.ops)
+
+    @functools.cached_property
+    def totals(self) -> Totals:
+        """The run in numbers."""
+        casts = [cast for row in self.ops for cast in row.casts]
+        down = [cast for cast in casts if cast.target in LOW]
+        flops, low = sum(row.flops for row in self.ops), _low_flops(self.ops)
+        near = _nearest(self.ops)
+        return Totals(
+            seconds=self.seconds,
+            flops=flops,
+            low_precision_flops=low,
+            low_precision_share=_share(low, flops),
+            casts=sum(cast.count for cast in casts),
+            cast_bytes=sum(cast.bytes for cast in casts),
+            wasted_casts=sum(trip.casts for trip in self.round_trips),
+            wasted_bytes=sum(trip.bytes for trip in self.round_trips),
+            largest=near.largest if near else None,
+            largest_dtype=near.dtype_out if near else "",
+            largest_module=near.module if near else "",
+            headroom=near.headroom if near else None,
+            underflow_share=_share_of(down, "to_zero", "to_subnormal"),
+            overflow_share=_share_of(down, "to_inf"),
+            nonfinite_share=_share_of(self.ops, "nonfinite"),
+            gradient_underflow_share=_share_of(self.gradients, "to_zero", "to_subnormal"),
+            gradient_overflow_share=_share_of(self.gradients, "to_inf"),
+            gradient_zero_share=_share_of(self.gradients, "zeros"),
+        )
+
+    @functools.cached_property
+    def modules(self) -> tuple[ModuleRow, ...]:
+        """One row for each module of the model, parents first."""
+        return tuple(self._module(name) for name in self.kinds)
+
+    def _module(self, name: str) -> ModuleRow:
+        rows = [row for row in self.ops if row.inside and _within(row.module, name)]
+        casts = [cast for row in rows for cast in row.casts]
+        near = _nearest(rows)
+        forward = [row for row in rows if row.direction == "forward"]
+        dtypes = {row.computed_in for row in forward or rows if row.op != CAST} - {""}
+        return ModuleRow(
+            name=name,
+            kind=self.kinds[name],
+            dtype=dtypes.pop() if len(dtypes) == 1 else "mixed" if dtypes else "",
+            time_share=_share(sum(row.seconds for row in rows), self.seconds) or 0.0,
+            flops=sum(row.flops for row in rows),
+            low_precision_flops=_low_flops(rows),
+            casts=sum(cast.count for cast in casts),
+            cast_bytes=sum(cast.bytes for cast in casts),
+            headroom=near.headroom if near else None,
+            nonfinite=sum(row.nonfinite for row in rows),
+        )
+
+    def time_share(self, row: OpRow) -> float:
+        """Returns the share of all measured time that an operator and its casts took."""
+        return _share(row.seconds, self.seconds) or 0.0
+
+    # -- formats -------------------------------------------------------------------------------
+
+    def to_text(self, *, rows: int | None = 40, colour: bool = False) -> str:
+        """Returns tables for a terminal.
+
+        Args:
+            rows: At most so many operators, those that took most time; None for all.
+            colour: Whether dtypes are coloured by ANSI sequences.
+        """
+        from apex.debug.rendering.text import text
+
+        return text(self, rows=rows, colour=colour)
+
+    def to_markdown(self) -> str:
+        """Returns Markdown with tables."""
+        from apex.debug.rendering.markdown import markdown
+
+        return markdown(self)
+
+    def to_html(self) -> str:
+        """Returns one self-contained page with the model's tree coloured by dtype."""
+        from apex.debug.rendering.html import page
+
+        return page(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything in plain containers."""
+        own = asdict(self)
+        for shown, row in zip(own["ops"], self.ops, strict=True):
+            shown.update(time_share=self.time_share(row), headroom=row.headroom)
+        return {
+            **own,
+            "totals": asdict(self.totals),
+            "modules": [asdict(module) for module in self.modules],
+        }
+
+    def to_json(self) -> str:
+        """Returns everything as JSON."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def save(self, path: str | Path) -> None:
+        """Writes a file in the format of its suffix: ``.html``, ``.md``, ``.json`` or ``.txt``.
+
+        Raises:
+            ValueError: For any other suffix; nothing is written.
+        """
+        formats = {
+            ".html": self.to_html,
+            ".md": self.to_markdown,
+            ".json": self.to_json,
+            ".txt": self.to_text,
+        }
+        target = Path(path)
+        if target.suffix not in formats:
+            raise ValueError(
+                f"Cannot save an explanation as {target.name!r}: end the name in one of "
+                f"{', '.join(formats)}."
+            )
+        target.write_text(formats[target.suffix](), encoding="utf-8")
+
+    def __str__(self) -> str:
+        """Shows the tables."""
+        return self.to_text()
+
+
+def _low_flops(rows: Iterable[OpRow]) -> int:
+    return sum(row.flops for row in rows if row.computed_in in LOW)
+
+
+def _nearest(rows: Iterable[OpRow]) -> OpRow | None:
+    """Returns the forward row whose largest result is nearest to its dtype's limit."""
+    known = [row for row in rows if row.direction == "forward" and row.headroom is not None]
+    return min(known, key=lambda row: row.headroom or 0.0, default=None)
+
+
+def _within(module: str, parent: str) -> bool:
+    return not parent or module == parent or module.startswith(parent + ".")
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def _share_of(rows: Iterable[Any], *names: str) -> float | None:
+    given = list(rows)
+    part = sum(getattr(row, name) for row in given for name in names)
+    return _share(part, sum(row.values for row in given))

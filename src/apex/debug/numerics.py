@@ -1,0 +1,189 @@
+"""Which tensors of a model hold inf or NaN, and how close the others are to their dtype's end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from apex._core import dtypes, finite
+from apex._torch import dtensor
+from apex.debug.skips import prepared
+
+NAMED = 10
+
+
+@dataclass(frozen=True)
+class TensorNumerics:
+    """What one tensor holds.
+
+    Attributes:
+        name: Qualified name of the parameter or buffer in the model.
+        role: ``"parameter"``, ``"buffer"``, ``"gradient"``, ``"master"`` or ``"state NAME"``.
+        dtype: Such as ``"float16"``.
+        inf: Infinite elements, of either sign.
+        nan: NaN elements.
+        elements: All elements, of this rank where the tensor is sharded.
+        largest: Largest finite absolute value.
+        limit: Largest finite value of the dtype.
+    """
+
+    name: str
+    role: str
+    dtype: str
+    inf: int
+    nan: int
+    elements: int
+    largest: float
+    limit: float
+
+    @property
+    def finite(self) -> bool:
+        """Whether it holds neither inf nor NaN."""
+        return not self.inf and not self.nan
+
+    @property
+    def headroom(self) -> float:
+        """How many times it could double before it overflows; inf for zeros."""
+        return math.log2(self.limit / self.largest) if self.largest else math.inf
+
+    def __str__(self) -> str:
+        """Returns name, role and what is wrong, or the largest value."""
+        counts = [f"{n} {kind}" for n, kind in ((self.inf, "inf"), (self.nan, "nan")) if n]
+        what = f"{', '.join(counts)} of {self.elements}" if counts else f"up to {self.largest:.3g}"
+        return f"{self.name} ({self.role}, {self.dtype}): {what}"
+
+
+class Numerics(tuple[TensorNumerics, ...]):
+    """What :func:`check_numerics` found: a tuple, true if all tensors are finite."""
+
+    __slots__ = ()
+
+    @property
+    def nonfinite(self) -> list[TensorNumerics]:
+        """The tensors that hold inf or NaN."""
+        return [item for item in self if not item.finite]
+
+    @property
+    def least_headroom(self) -> TensorNumerics | None:
+        """The finite tensor that is closest to its dtype's end; None for an empty model."""
+        return min((i for i in self if i.finite), key=lambda item: item.headroom, default=None)
+
+    def __bool__(self) -> bool:
+        """Whether all is finite."""
+        return not self.nonfinite
+
+    def __str__(self) -> str:
+        """Returns the tensors that are not finite, or the one closest to overflow."""
+        bad = self.nonfinite
+        if bad:
+            more = [f"and {len(bad) - NAMED} more"] if len(bad) > NAMED else []
+            return "Not finite:\n" + "\n".join(f"  {line}" for line in [*bad[:NAMED], *more])
+        close = self.least_headroom
+        if close is None:
+            return "No floating tensor."
+        return f"All {len(self)} tensors finite; closest to overflow: {close}."
+
+
+def check_numerics(model: nn.Module, optimizer: Any = None) -> Numerics:
+    """Looks through parameters, buffers and gradients, and through masters and optimizer state.
+
+    For a look between two steps, after a NaN came out of nowhere: a NaN that is in the optimizer's
+    state comes back at every step, whatever the batch. Reads the device once, at the end.
+
+    Args:
+        model: Any model, prepared or not.
+        optimizer: One that ``amp.initialize`` prepared with it, to see its masters and its state
+            under the names of the model's parameters.
+
+    Raises:
+        TypeError: If ``model`` is no module.
+        RuntimeError: If ``optimizer`` is not prepared.
+
+    Example:
+        >>> import torch
+        >>> from apex import amp
+        >>> model = torch.nn.Linear(2, 1)
+        >>> bool(amp.debug.check_numerics(model))
+        True
+        >>> model.weight.data[0, 1] = torch.nan
+        >>> print(amp.debug.check_numerics(model))
+        Not finite:
+          weight (parameter, float32): 1 nan of 2
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"amp.debug.check_numerics got {type(model).__name__}; it takes a torch.nn.Module."
+        )
+    tensors = [*_of_model(model), *(() if optimizer is None else _of_optimizer(model, optimizer))]
+    held = [(name, role, _values(tensor)) for name, role, tensor in tensors]
+    held = [item for item in held if item[2].numel() and item[2].is_floating_point()]
+    return Numerics(
+        _numerics(name, role, values, counts)
+        for (name, role, values), counts in zip(held, _counted([h[2] for h in held]), strict=True)
+    )
+
+
+def _of_model(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    for name, param in model.named_parameters():
+        yield name, "parameter", param
+        if param.grad is not None:
+            yield name, "gradient", param.grad
+    for name, buffer in model.named_buffers():
+        yield name, "buffer", buffer
+
+
+def _of_optimizer(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, str, Tensor]]:
+    _, binding = prepared(optimizer, "check_numerics")
+    names = {id(param): name for name, param in model.named_parameters()}
+    masters = {id(pair.master): pair.model for pair in binding.pairs}
+    for param in binding.params():
+        own = masters.get(id(param))
+        name = names.get(id(param if own is None else own), "(a parameter of another model)")
+        if own is not None:
+            yield name, "master", param
+            if param.grad is not None:
+                yield name, "gradient of the master", param.grad
+        for key, value in binding.optimizer.state.get(param, {}).items():
+            if isinstance(value, Tensor):
+                yield name, f"state {key}", value
+
+
+@torch.no_grad()
+def _counted(tensors: list[Tensor]) -> list[list[float]]:
+    """Returns for each tensor: infinities, NaNs, largest finite absolute value."""
+    found = [
+        torch.stack(
+            [
+                torch.isinf(values).sum().double(),
+                torch.isnan(values).sum().double(),
+                torch.where(torch.isfinite(values), values, 0.0).abs().max().double(),
+            ]
+        ).to("cpu", non_blocking=True)
+        for values in tensors
+    ]
+    if any(values.device.type != "cpu" for values in tensors):
+        torch.accelerator.synchronize()  # sync: a diagnosis, asked for
+    return [counts.tolist() for counts in found]
+
+
+def _values(tensor: Tensor) -> Tensor:
+    return finite.summed_values(dtensor.local(tensor.detach()))
+
+
+def _numerics(name: str, role: str, values: Tensor, counts: list[float]) -> TensorNumerics:
+    inf, nan, largest = counts
+    return TensorNumerics(
+        name=name,
+        role=role,
+        dtype=dtypes.name(values.dtype),
+        inf=int(inf),
+        nan=int(nan),
+        elements=values.numel(),
+        largest=largest,
+        limit=torch.finfo(values.dtype).max,
+    )

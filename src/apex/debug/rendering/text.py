@@ -1,0 +1,160 @@
+"""An explanation in a terminal: totals, the model's tree, and a table of operators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from apex.debug.explanation import Explanation, ModuleRow
+from apex.debug.records import OpRow
+from apex.debug.rendering import formatting
+
+_COLOURS = {"fp32": "34", "fp64": "34", "fp16": "33", "bf16": "32", "mixed": "35"}
+_BLOCKS = " ▏▎▍▌▋▊▉█"
+
+
+def text(explanation: Explanation, *, rows: int | None = 40, colour: bool = False) -> str:
+    """Returns the explanation as tables of box-drawing characters.
+
+    Args:
+        explanation: What was found.
+        rows: At most so many operators, those that took most time; None for all.
+        colour: Whether dtypes are coloured by ANSI sequences.
+    """
+    shown = _longest(explanation, rows)
+    parts = [
+        _title(explanation),
+        "\n".join(_totals(explanation)),
+        "\n".join(_table(_MODULE_HEAD, list(_modules(explanation)), colour)),
+        "\n".join(_table(_OP_HEAD, list(_operators(explanation, shown)), colour)),
+    ]
+    hidden = len(explanation.ops) - len(shown)
+    if hidden:
+        parts.append(f"{hidden} rows that took less time are left out: see to_json() or to_html().")
+    return "\n\n".join([*parts, "\n".join(explanation.notes)])
+
+
+_MODULE_HEAD = ("module", "<class", "<dtype", "<time", "casts", "headroom")
+_OP_HEAD = ("<where", "<operator", "calls", "<dtypes", "<casts", "time", "headroom", "<decided by")
+
+
+def _title(explanation: Explanation) -> str:
+    title = f"{explanation.model}, explained"
+    level = f"level {explanation.level}, loss scale {formatting.number(explanation.loss_scale)}"
+    return f"{title} · {level}\n{'━' * (len(title) + len(level) + 3)}"
+
+
+def _totals(explanation: Explanation) -> Iterator[str]:
+    lines = list(formatting.findings(explanation))
+    names = max(len(name) for name, _, _ in lines)
+    values = max(len(value) for _, value, _ in lines)
+    for name, value, more in lines:
+        yield f"  {name:<{names}}  {value:>{values}}  {more}"
+
+
+def _modules(explanation: Explanation) -> Iterator[tuple[str, ...]]:
+    modules = explanation.modules
+    for index, row in enumerate(modules):
+        yield (
+            _branch(modules, index),
+            row.kind,
+            formatting.short(row.dtype),
+            _bar(row.time_share),
+            formatting.amount(row.casts) if row.casts else "",
+            formatting.bits(row.headroom),
+        )
+
+
+def _branch(modules: Sequence[ModuleRow], index: int) -> str:
+    """Returns a module's own name behind the lines of the tree that lead to it."""
+    name = modules[index].name
+    if not name:
+        return "(model)"
+    names = [row.name for row in modules]
+    steps = name.split(".")
+    lines = ""
+    for depth in range(1, len(steps) + 1):
+        above, parent = ".".join(steps[:depth]), ".".join(steps[: depth - 1])
+        later = names[names.index(above) + 1 :] if above in names else []
+        more = any(_parent(other) == parent for other in later)
+        lines += ("├─ " if more else "└─ ") if depth == len(steps) else ("│  " if more else "   ")
+    return lines + steps[-1]
+
+
+def _operators(explanation: Explanation, shown: Sequence[OpRow]) -> Iterator[tuple[str, ...] | str]:
+    direction = ""
+    for row in shown:
+        if row.direction != direction:
+            direction = row.direction
+            yield direction
+        yield (
+            formatting.place(row.module, row.inside),
+            _cut(row.op.removeprefix("aten."), 26),
+            formatting.amount(row.calls),
+            formatting.types(row),
+            formatting.casts(row),
+            formatting.percent(explanation.time_share(row)),
+            formatting.bits(row.headroom) + (" inf!" if row.nonfinite else ""),
+            row.decided_by,
+        )
+
+
+def _longest(explanation: Explanation, count: int | None) -> list[OpRow]:
+    rows = list(explanation.ops)
+    if count is None or len(rows) <= count:
+        return rows
+    last = sorted((row.seconds for row in rows), reverse=True)[count - 1]
+    return [row for row in rows if row.seconds >= last][:count]
+
+
+def _table(
+    head: Sequence[str], rows: Sequence[tuple[str, ...] | str], colour: bool
+) -> Iterator[str]:
+    """Yields the lines of a table; a row that is one string heads the rows below it."""
+    names = [name.lstrip("<") for name in head]
+    cells = [names, *(row for row in rows if not isinstance(row, str))]
+    widths = [max(len(row[index]) for row in cells) for index in range(len(head))]
+    left = [index == 0 or name.startswith("<") for index, name in enumerate(head)]
+    yield _rule("╭┬╮", widths)
+    yield _line(names, widths, left, colour=False)
+    if not rows or not isinstance(rows[0], str):
+        yield _rule("├┼┤", widths)
+    for row in rows:
+        if isinstance(row, str):
+            rule = _rule("├┼┤", widths)
+            yield f"{rule[:2]} {row} {rule[len(row) + 4 :]}"
+        else:
+            yield _line(row, widths, left, colour)
+    yield _rule("╰┴╯", widths)
+
+
+def _line(cells: Sequence[str], widths: Sequence[int], left: Sequence[bool], colour: bool) -> str:
+    padded = (
+        cell.ljust(width) if to_left else cell.rjust(width)
+        for cell, width, to_left in zip(cells, widths, left, strict=True)
+    )
+    inner = " │ ".join(_coloured(cell) if colour else cell for cell in padded)
+    return f"│ {inner} │"
+
+
+def _coloured(cell: str) -> str:
+    for name, code in _COLOURS.items():
+        cell = cell.replace(name, f"\x1b[{code}m{name}\x1b[0m")
+    return cell
+
+
+def _rule(ends: str, widths: Sequence[int]) -> str:
+    return ends[0] + ends[1].join("─" * (width + 2) for width in widths) + ends[2]
+
+
+def _bar(share: float, width: int = 8) -> str:
+    eighths = round(share * width * 8)
+    bar = "█" * (eighths // 8) + _BLOCKS[eighths % 8].strip()
+    return f"{bar:<{width}} {formatting.percent(share):>7}"
+
+
+def _cut(name: str, width: int) -> str:
+    return name if len(name) <= width else f"{name[: width - 1]}…"
+
+
+def _parent(name: str) -> str | None:
+    return name.rpartition(".")[0] if name else None

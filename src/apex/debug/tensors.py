@@ -1,0 +1,178 @@
+"""What a tensor holds that is not finite, and which tensors an operator reads and writes."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from apex._torch import dtensor
+
+Kind = Literal["inf", "nan"]
+
+_CHECKED = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+_CHECKED |= {torch.complex32, torch.complex64, torch.complex128}
+_OVERWRITES = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "uniform_", "normal_"}
+# Their schemas do not say that they write running mean and variance.
+_WRITES_RUNNING_STATISTICS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
+
+
+class Traits(NamedTuple):
+    """What an operator's schema says.
+
+    Attributes:
+        name: Namespace and operator, such as ``"aten.exp"``.
+        view: Whether it only gives another view of its input.
+        writes: Positions of the arguments that it writes.
+        reads_written: Whether what it writes had a value that counts.
+    """
+
+    name: str
+    view: bool
+    writes: tuple[int | str, ...]
+    reads_written: bool
+
+    def written(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+        """Returns the floating tensors that a call of the operator writes."""
+        values = [
+            kwargs.get(place) if isinstance(place, str) else args[place]
+            for place in self.writes
+            if isinstance(place, str) or place < len(args)
+        ]
+        return list(floating(values))
+
+
+@functools.cache
+def traits(func: Any) -> Traits:
+    """Returns the traits of an operator overload."""
+    schema = func._schema
+    namespace, _, name = schema.name.partition("::")
+    written = [
+        (argument.name if argument.kwarg_only else place, argument.is_out)
+        for place, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    if name in _WRITES_RUNNING_STATISTICS:
+        written = [(3, False), (4, False)]
+    view = not written and any(result.alias_info is not None for result in schema.returns)
+    reads = name not in _OVERWRITES and not any(out for _, out in written)
+    return Traits(f"{namespace}.{name}", view, tuple(place for place, _ in written), reads)
+
+
+def floating(value: Any) -> Iterator[Tensor]:
+    """Yields the floating and complex tensors in nested lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        if value.dtype in _CHECKED and value.device.type != "meta":
+            yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from floating(item)
+    elif isinstance(value, dict):
+        yield from floating(list(value.values()))
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """Returns the values that a tensor stores here: itself, those of a sparse one, or its shard."""
+    tensor = dtensor.local(tensor)
+    if tensor.layout is torch.strided:
+        return tensor.detach()
+    if tensor.layout is torch.sparse_coo:
+        return tensor.detach()._values()
+    return tensor.detach().values()
+
+
+def kind_of(tensor: Tensor) -> Kind | None:
+    """Returns what a tensor holds: ``"nan"`` before ``"inf"``, None if all is finite. Syncs."""
+    values = dense(tensor)
+    if bool(torch.isfinite(values).all()):  # sync: the watched step is a diagnosis
+        return None
+    return "nan" if bool(torch.isnan(values).any()) else "inf"  # sync: as above
+
+
+def largest(tensors: Sequence[Tensor]) -> float:
+    """Returns the largest finite absolute value of all, 0 where there is none. Syncs."""
+    result = 0.0
+    for tensor in tensors:
+        values = dense(tensor)
+        if values.numel():
+            # Not nan_to_num: that replaces infinities by the largest finite number.
+            wide = values.abs().float() if values.dtype is not torch.float64 else values.abs()
+            finite = torch.where(torch.isfinite(wide), wide, 0.0)
+            result = max(result, float(finite.amax()))  # sync: the watched step is a diagnosis
+    return result
+
+
+def is_mask(tensor: Tensor) -> bool:
+    """Returns whether infinities look put there: one sign, no NaN, and one finite value beside."""
+    values = dense(tensor)
+    infinite = torch.isinf(values)
+    finite = values[torch.isfinite(values)]
+    if bool(torch.isnan(values).any()):  # sync: the watched step is a diagnosis
+        return False
+    one_sign = len(torch.unique(values[infinite])) == 1
+    return one_sign and (finite.numel() == 0 or bool((finite == finite[0]).all()))  # sync: as above
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Returns the address of a tensor's memory, which its views share; 0 if it has none."""
+    return dense(tensor).untyped_storage().data_ptr()
+
+
+def covers_storage(tensor: Tensor) -> bool:
+    """Returns whether a tensor is all of its memory, not a view of a part."""
+    values = dense(tensor)
+    return values.numel() * values.element_size() >= values.untyped_storage().nbytes()
+
+
+def has_infinite_number(value: Any) -> bool:
+    """Returns whether a Python number among nested arguments is infinite or NaN."""
+    if isinstance(value, float):
+        return not math.isfinite(value)
+    if isinstance(value, list | tuple):
+        return any(map(has_infinite_number, value))
+    return isinstance(value, dict) and any(map(has_infinite_number, value.values()))
+
+
+def largest_in_double(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> float | None:
+    """Returns the largest absolute result of an operator computed in float64.
+
+    ``inf`` where it is infinite or NaN there, too; None where the operator cannot be run again.
+
+    Args:
+        func: The operator.
+        args: Its arguments, as they were before the call.
+        kwargs: Likewise.
+    """
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return None
+    devices = {tensor.device.type for tensor in floating([args, kwargs])} or {"cpu"}
+    try:
+        wide_args, wide_kwargs = _doubled(list(args)), _doubled(kwargs)
+        with torch.autocast(devices.pop(), enabled=False), torch.no_grad():
+            result = func(*wide_args, **wide_kwargs)
+    except (RuntimeError, NotImplementedError, TypeError):  # not every kernel or device has float64
+        return None
+    results = [*floating(result), *traits(func).written(wide_args, wide_kwargs)]
+    if any(kind_of(tensor) for tensor in results):
+        return math.inf
+    return largest(results)
+
+
+def _doubled(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().double() if value.dtype in _CHECKED and _is_real(value) else value
+    if isinstance(value, torch.dtype):
+        return torch.float64 if value in _CHECKED else value
+    if isinstance(value, dict):
+        return {key: _doubled(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_doubled(item) for item in value]
+    return value
+
+
+def _is_real(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_complex()

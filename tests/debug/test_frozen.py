@@ -1,0 +1,131 @@
+"""``amp.debug.frozen_updates``: weights that a step should have moved and did not."""
+
+import pytest
+import torch
+from torch import nn
+
+from apex import amp
+from apex.debug import frozen_updates
+from apex.debug.frozen import wanted_values
+
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=1e-3),
+    "momentum": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9),
+    "adam": lambda params: torch.optim.Adam(params, lr=1e-3, foreach=True),
+    "fused adamw": lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
+}
+
+
+def weight_of(values, dtype, grad=1.0):
+    weight = nn.Parameter(torch.tensor(values, dtype=dtype))
+    weight.grad = torch.full_like(weight, grad)
+    return weight
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_update_below_half_the_rounding_step_is_frozen(make, dtype):
+    # The rounding step below 1 is 2**-9 (bf16) and 2**-12 (fp16); the update is 1e-3.
+    still = 1.0 if dtype is torch.bfloat16 else 8.0
+    optimizer = make([weight_of([still, 0.01], dtype)])
+    with frozen_updates(optimizer) as updates:
+        optimizer.step()
+    assert (updates.frozen, updates.wanted, updates.share) == (1, 2, 0.5)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_the_step_itself_is_as_without_the_block(make):
+    watched, plain = (weight_of([1.0, 0.01, -0.3], torch.bfloat16) for _ in range(2))
+    first, second = make([watched]), make([plain])
+    for _ in range(3):
+        with frozen_updates(first):
+            first.step()
+        second.step()
+    assert torch.equal(watched, plain)
+    for name, value in second.state[plain].items():
+        assert torch.equal(torch.as_tensor(first.state[watched][name]), torch.as_tensor(value))
+
+
+def test_the_wanted_value_is_that_of_the_wider_step():
+    weight = weight_of([1.0, 2.0], torch.bfloat16, grad=0.5)
+    optimizer = torch.optim.SGD([weight], lr=1e-3)
+    (wanted,) = wanted_values(optimizer).values()
+    assert torch.equal(wanted, torch.tensor([1.0, 2.0]) - 1e-3 * torch.tensor(0.5))
+    assert torch.equal(weight, torch.tensor([1.0, 2.0], dtype=torch.bfloat16))
+
+
+def test_a_weight_without_a_gradient_wants_nothing():
+    idle = nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([idle, weight_of([1.0], torch.bfloat16)], lr=1e-3)
+    with frozen_updates(optimizer) as updates:
+        optimizer.step()
+    assert updates.wanted == 1
+
+
+def test_an_update_of_zero_is_not_frozen():
+    optimizer = torch.optim.SGD([weight_of([1.0, 2.0], torch.bfloat16, grad=0.0)], lr=1e-3)
+    with frozen_updates(optimizer) as updates:
+        optimizer.step()
+    assert (updates.wanted, updates.share) == (0, 0.0)
+
+
+@pytest.mark.parametrize("grad", [torch.inf, torch.nan])
+def test_a_step_with_a_gradient_that_is_not_finite_counts_for_nothing(grad):
+    weights = [weight_of([1.0], torch.bfloat16, grad), weight_of([1.0], torch.bfloat16)]
+    optimizer = torch.optim.SGD(weights, lr=1e-3)
+    with frozen_updates(optimizer) as updates:
+        optimizer.step()
+    assert updates.wanted == 0
+
+
+def trained(**options):
+    model = nn.Linear(4, 4)
+    nn.init.ones_(model.weight)
+    nn.init.zeros_(model.bias)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O5", verbosity=0, **options)
+    with amp.scale_loss(model(torch.rand(2, 4)).sum(), optimizer) as loss:
+        loss.backward()
+    return model, optimizer
+
+
+def test_masters_are_not_frozen_where_the_model_s_own_weights_are():
+    for options, frozen in (({}, 0), ({"master_weights": False}, 16)):
+        _, optimizer = trained(**options)
+        with frozen_updates(optimizer) as updates:
+            optimizer.step()
+        assert (updates.frozen, updates.wanted) == (frozen, 20)
+
+
+def test_an_amp_optimizer_steps_as_without_the_block():
+    results = []
+    for watch in (True, False):
+        torch.manual_seed(0)
+        model, optimizer = trained()
+        if watch:
+            with frozen_updates(optimizer):
+                optimizer.step()
+        else:
+            optimizer.step()
+        results.append([*model.parameters(), *amp.master_params(optimizer)])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_hooks_and_schedulers_see_one_step_only():
+    optimizer = torch.optim.SGD([weight_of([1.0], torch.float32)], lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    with frozen_updates(optimizer):
+        optimizer.step()
+    scheduler.step()
+    assert calls == [1]
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused():
+    optimizer = torch.optim.LBFGS([weight_of([1.0], torch.float32)])
+    with (
+        pytest.raises(ValueError, match="got LBFGS, whose step needs a closure"),
+        frozen_updates(optimizer),
+    ):
+        pass
