@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.profiler import profile
 
+from apex._engine.masters import Master
 from benchmarks.loops import Task, device, fused_adamw, with_amp
 from benchmarks.measurement import Goal, Measurement
 from benchmarks.race import Work
@@ -66,11 +67,11 @@ def allocated_bytes(task: Task, level: str) -> int:
 def storages() -> dict[int, int]:
     """Returns the size in bytes of each storage in use by a tensor, by its address.
 
-    Subclasses of Tensor (those that compiling leaves behind) have no storage of their own.
+    Other subclasses of Tensor (those that compiling leaves behind) have no storage of their own.
     """
     found: dict[int, int] = {}
     for thing in gc.get_objects():
-        if type(thing) in (Tensor, nn.Parameter, nn.Buffer):
+        if type(thing) in (Tensor, nn.Parameter, nn.Buffer, Master):
             for tensor in (thing, thing.grad if thing.is_leaf else None):
                 if tensor is not None and _has_storage(tensor):
                     storage = tensor.untyped_storage()

@@ -66,30 +66,32 @@ def test_a_parameter_without_a_gradient_is_refused():
         master.fp32_grads([param([0.0])])
 
 
-def test_a_first_gradient_is_taken_as_it_is():
-    own, grad = param([0.0]), torch.tensor([2.0])
-    master.add_grads_([own], [grad])
-    assert own.grad is grad
-
-
-def test_a_further_gradient_is_added_in_place():
-    own = param([0.0], grad=[1.0])
-    before = own.grad
-    master.add_grads_([own], [torch.tensor([2.0])])
-    assert own.grad is before
-    assert own.grad == 3.0
+def test_sums_are_made_in_the_memory_of_the_values():
+    values, addends = [torch.tensor([1.0]), torch.tensor([5.0])], [torch.tensor([2.0]), None]
+    first, second = master.sums(values, addends)
+    assert first is values[0]
+    assert first == 3.0
+    assert second is values[1]
+    assert addends[0] == 2.0
 
 
 @pytest.mark.parametrize("first_sparse", [True, False])
 @pytest.mark.parametrize("second_sparse", [True, False])
 def test_sparse_and_dense_gradients_add_up_in_any_order(first_sparse, second_sparse):
-    dense, own = torch.tensor([1.0, 0.0, 1.0]), param([0.0, 0.0, 0.0])
+    dense = torch.tensor([1.0, 0.0, 1.0])
     first = sparse([0, 1], [2.0, 2.0]) if first_sparse else dense.clone()
     second = sparse([0, 1], [2.0, 2.0]) if second_sparse else dense.clone()
     expected = first.to_dense() + second.to_dense()
-    own.grad = first
-    master.add_grads_([own], [second])
-    assert torch.equal(own.grad.to_dense(), expected)
+    (total,) = master.sums([first], [second])
+    assert torch.equal(total.to_dense(), expected)
+
+
+def test_fp32_gradients_have_the_layout_that_is_asked_for():
+    param = torch.nn.Parameter(torch.zeros(2, 3, 4, 4, dtype=torch.bfloat16))
+    param.grad = torch.randn(2, 3, 4, 4).bfloat16().to(memory_format=torch.channels_last)
+    (grad,) = master.fp32_grads([param], [torch.zeros(2, 3, 4, 4)])
+    assert grad.is_contiguous()
+    assert torch.equal(grad, param.grad.float())
 
 
 def test_fp32_gradients_have_the_layout_of_their_parameter():

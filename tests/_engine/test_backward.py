@@ -73,7 +73,7 @@ def test_finishing_twice_unscales_once():
     block = Block()
     with block.open() as scaled_loss:
         scaled_loss.backward()
-        block.binding.open_pass.finish()
+        block.binding.gradients.open_pass.finish()
     assert torch.equal(block.param.grad, torch.ones(2))
     assert len(block.reported) == 1
 
@@ -82,7 +82,7 @@ def test_a_delayed_pass_reports_nothing_and_stays_open():
     block = Block(8.0)
     grad = block.run(delay_unscale=True)
     assert torch.equal(grad, torch.full((2,), 8.0))
-    assert block.binding.open_pass is not None
+    assert block.binding.gradients.open_pass is not None
     assert block.reported == []
 
 
@@ -91,15 +91,15 @@ def test_a_pass_without_overflow_check_unscales_and_leaves_the_scale():
     block.run(math.inf, delay_overflow_check=True)
     assert block.reported == []
     assert block.scaler.read_scale() == 2.0**16
-    assert block.binding.found_inf == 1.0
+    assert block.binding.gradients.found_inf == 1.0
 
 
 def test_after_an_exception_nothing_is_open_or_reported():
     block = Block()
     with pytest.raises(KeyError), block.open():
         raise KeyError
-    assert block.binding.open_pass is None
-    assert block.scaler.open_blocks == 0
+    assert block.binding.gradients.open_pass is None
+    assert not block.scaler.open_blocks
     assert block.reported == []
 
 

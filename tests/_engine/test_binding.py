@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from apex._core.scale import ScaleRule
+from apex._engine.masters import Masters
 from apex._engine.optimizer import step as stepping
 from apex._engine.optimizer.binding import Binding
 from apex._engine.scaler import Scaler
@@ -19,14 +20,19 @@ def param(value=1.0, dtype=LOW, requires_grad=True):
     return torch.nn.Parameter(torch.full((2,), value, dtype=dtype), requires_grad=requires_grad)
 
 
-def bound(*params, kind=torch.optim.SGD, exact=None, master_weights=True, **options):
+def bound(*params, kind=torch.optim.SGD, source=None, master_weights=True, **options):
     optimizer = kind(list(params), lr=0.5, **options)
     return optimizer, Binding(
         optimizer,
         master_weights=master_weights,
         casts_off=contextlib.nullcontext,
-        exact=exact,
+        source=source,
     )
+
+
+def unscale(binding, scaler):
+    binding.gradients.add_up(scaler.unscale_)
+    binding.gradients.keep()
 
 
 def step(optimizer, binding):
@@ -49,10 +55,14 @@ def test_without_master_weights_every_parameter_stays():
     assert binding.pairs == []
 
 
-def test_masters_take_the_exact_values():
-    low, exact = param(1 / 3), torch.full((2,), 1 / 3)
-    optimizer, _ = bound(low, exact={id(low): exact})
-    assert torch.equal(optimizer.param_groups[0]["params"][0], exact)
+def test_two_optimizers_of_one_session_step_the_same_master():
+    low, source = param(1 / 3), Masters()
+    exact = torch.full((2,), 1 / 3)
+    pair = source.make(low, source, exact)
+    for _ in range(2):
+        optimizer, _ = bound(low, source=source)
+        assert optimizer.param_groups[0]["params"] == [pair.master]
+    assert torch.equal(pair.master, exact)
 
 
 def test_the_state_of_a_parameter_goes_to_its_master():
@@ -66,13 +76,13 @@ def test_the_state_of_a_parameter_goes_to_its_master():
     assert optimizer.state[binding.pairs[0].master]["momentum_buffer"] is momentum
 
 
-def test_release_puts_parameters_and_state_back():
+def test_close_puts_parameters_and_state_back():
     low = param()
     optimizer, binding = bound(low, momentum=0.9)
     params = optimizer.param_groups[0]["params"]
     low.grad = torch.ones_like(low)
     step(optimizer, binding)
-    binding.release()
+    binding.close()
     assert optimizer.param_groups[0]["params"] is params
     assert params[0] is low
     assert list(optimizer.state) == [low]
@@ -82,9 +92,8 @@ def test_release_puts_parameters_and_state_back():
 def test_a_step_moves_the_master_and_rounds_it_into_the_model():
     low = param(1.0)
     optimizer, binding = bound(low)
-    low.grad = torch.full_like(low, 2.0**-9)
     for _ in range(8):
-        binding.gathered = False
+        low.grad = torch.full_like(low, 2.0**-9)
         step(optimizer, binding)
     # One step alone is below half a rounding step of bf16; eight are not.
     assert torch.equal(optimizer.param_groups[0]["params"][0], torch.full((2,), 1 - 2.0**-7))
@@ -97,10 +106,10 @@ def test_a_pass_sets_earlier_gradients_aside_and_adds_them_afterwards(dtype):
     optimizer, binding = bound(own)
     scaler = Scaler(8.0, ScaleRule())
     for scaled in (8.0, 16.0):
-        binding.begin(identity=False)
+        binding.gradients.begin(identity=False)
         assert own.grad is None
         own.grad = torch.full_like(own, scaled)
-        binding.unscale(scaler.unscale_)
+        unscale(binding, scaler)
     (stepped,) = optimizer.param_groups[0]["params"]
     assert torch.equal(stepped.grad, torch.full((2,), 3.0))
 
@@ -110,11 +119,11 @@ def test_an_earlier_gradient_without_a_fresh_one_stays(dtype):
     own = param(dtype=dtype)
     optimizer, binding = bound(own)
     scaler = Scaler(8.0, ScaleRule())
-    binding.begin(identity=False)
+    binding.gradients.begin(identity=False)
     own.grad = torch.full_like(own, 8.0)
-    binding.unscale(scaler.unscale_)
-    binding.begin(identity=False)
-    binding.unscale(scaler.unscale_)
+    unscale(binding, scaler)
+    binding.gradients.begin(identity=False)
+    unscale(binding, scaler)
     (stepped,) = optimizer.param_groups[0]["params"]
     assert torch.equal(stepped.grad, torch.ones(2))
 
@@ -125,37 +134,39 @@ def test_a_raised_flag_skips_the_step(fused, raised):
     low = param()
     optimizer, binding = bound(low, kind=torch.optim.Adam, fused=fused)
     low.grad = torch.ones_like(low)
-    binding.raise_flag(torch.tensor(raised))
+    binding.gradients.raise_flag(torch.tensor(raised))
     step(optimizer, binding)
     assert torch.equal(low.detach(), torch.ones_like(low)) is bool(raised)
 
 
 @pytest.mark.parametrize("flags", [(1.0, 0.0), (0.0, 1.0)])
-def test_a_flag_raised_once_holds_until_the_step(flags):
+def test_a_flag_raised_once_holds_until_the_gradients_are_cleared(flags):
     low = param()
     optimizer, binding = bound(low)
     low.grad = torch.ones_like(low)
     for flag in flags:
-        binding.raise_flag(torch.tensor(flag))
-    step(optimizer, binding)
-    assert torch.equal(low.detach(), torch.ones_like(low))
-    binding.raise_flag(torch.tensor(0.0))
-    assert binding.found_inf == 0.0
+        binding.gradients.raise_flag(torch.tensor(flag))
+    for _ in range(2):
+        step(optimizer, binding)
+        assert torch.equal(low.detach(), torch.ones_like(low))
+    binding.gradients.zero(set_to_none=True)
+    binding.gradients.raise_flag(torch.tensor(0.0))
+    assert binding.gradients.found_inf == 0.0
 
 
 def test_the_flag_is_a_copy_that_the_scaler_may_clear():
     _, binding = bound(param())
     flag = torch.tensor(1.0)
-    binding.raise_flag(flag)
+    binding.gradients.raise_flag(flag)
     flag.zero_()
-    assert binding.found_inf == 1.0
+    assert binding.gradients.found_inf == 1.0
 
 
 def test_a_fused_optimizer_keeps_no_flag_after_the_step():
     low = param()
     optimizer, binding = bound(low, kind=torch.optim.Adam, fused=True)
     low.grad = torch.ones_like(low)
-    binding.raise_flag(torch.tensor(1.0))
+    binding.gradients.raise_flag(torch.tensor(1.0))
     step(optimizer, binding)
     assert "found_inf" not in vars(optimizer)
 
@@ -204,19 +215,8 @@ def test_a_frozen_parameter_gets_its_master_once_it_is_unfrozen():
     optimizer, binding = bound(frozen, param())
     assert optimizer.param_groups[0]["params"][0] is frozen
     frozen.requires_grad_()
-    binding.begin(identity=True)
+    binding.read_model()
     assert optimizer.param_groups[0]["params"][0] is binding.pairs[-1].master
-
-
-def test_clearing_some_models_leaves_other_masters():
-    first, second = param(), param()
-    optimizer, binding = bound(first, second)
-    for low in (first, second):
-        low.grad = torch.ones_like(low)
-    binding.settle()
-    binding.clear({id(first)}, set_to_none=True)
-    cleared = [stepped.grad is None for stepped in optimizer.param_groups[0]["params"]]
-    assert cleared == [True, False]
 
 
 def test_a_binding_does_not_keep_its_optimizer():

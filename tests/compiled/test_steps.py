@@ -117,7 +117,12 @@ def test_a_normal_step_moves_scale_count_and_flags_in_place(level):
     scaler = binding.owner.scalers[0]
 
     def places():
-        held = [scaler.loss_scale, scaler.found_inf, scaler.clean_steps, binding.found_inf]
+        held = [
+            scaler.loss_scale,
+            scaler.found_inf,
+            scaler.clean_steps,
+            binding.gradients.found_inf,
+        ]
         held += [*model.parameters(), *amp.master_params(optimizer)]
         return [tensor.data_ptr() for tensor in held]
 

@@ -129,10 +129,13 @@ def block(model, first, second, x, y):
 def facts(model, *optimizers):
     """What can be seen of one pass: masters and their gradients, state, scale, pending skips."""
     bindings = [binding_of(optimizer) for optimizer in optimizers]
-    flags = [(each.checked, each.scaled_gradients, each.open_pass) for each in bindings]
+    flags = [
+        (each.gradients.checked, each.gradients.state, each.gradients.open_pass)
+        for each in bindings
+    ]
     scaler = bindings[0].owner.scalers[0]
     seen = [snapshot(each)[2:] for each in optimizers]
-    return seen, flags, scaler.read_scale(), scaler.read_clean_steps(), scaler.open_blocks
+    return seen, flags, scaler.read_scale(), scaler.read_clean_steps(), len(scaler.open_blocks)
 
 
 @every_failure
@@ -176,7 +179,8 @@ def test_a_block_that_cannot_begin_leaves_the_gradients_from_before(level, lasti
         made[-1].__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
 
     first = facts(*two_optimizers(level))
-    for (*made, _), _ in sweep(make, begin, lasting=lasting):
+    # Without memory for it, the model does not show the earlier gradients again: nothing is lost.
+    for (*made, _), _ in sweep(make, begin, lasting=lasting, spare=("aten::_to_copy",)):
         assert same_facts(facts(*made), first)
         block(*made, x, y).__exit__(None, None, None)
         assert same_facts(facts(*made), facts(*expected))
@@ -226,7 +230,7 @@ def test_a_step_that_failed_keeps_gradients_and_the_model_follows_the_masters(le
 
 
 @every_failure
-@pytest.mark.parametrize("level", ["O0", "O2"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_step_with_a_closure_that_failed_has_changed_nothing(level, lasting):
     def make():
         model, optimizer = cases.prepared(level, cases.OPTIMIZERS["LBFGS closure"])

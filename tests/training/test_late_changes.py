@@ -51,9 +51,3 @@ def test_masters_written_before_the_first_pass_stay(level):
     cases.train_step(model, optimizer, *cases.batch())
     assert torch.equal(next(amp.master_params(optimizer)), torch.full((8, 4), 1 / 3))
     assert torch.equal(model[0].weight, torch.full((8, 4), 1 / 3).to(model[0].weight.dtype))
-
-
-@pytest.mark.parametrize("level", MASTERS)
-def test_after_the_first_pass_no_copy_of_the_model_is_kept(level):
-    _, optimizer = written(level, lambda weight: None)
-    assert optimizer._apex_binding._untried == []

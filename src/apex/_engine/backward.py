@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from apex._engine.optimizer.gradient_pass import GradState
 from apex._torch.dynamo import untraced
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class BackwardPass:
         casts_off: CastsOff,
         communication: Callable[[Binding], Communication],
         ended: Callable[[Sequence[ScaleUpdate], bool], None],
+        flagged: Sequence[Binding] | None = None,
         delay_unscale: bool = False,
         delay_overflow_check: bool = False,
     ) -> None:
@@ -48,6 +50,7 @@ class BackwardPass:
             communication: What becomes of a binding's gradients.
             ended: Called with the scale updates that are readable on the host by now, and whether
                 an exception ended the pass; not after a pass that leaves the scale to a later one.
+            flagged: The optimizers whose next step an overflow skips; ``None`` for ``bindings``.
             delay_unscale: Leave the gradients scaled, for a later pass to unscale.
             delay_overflow_check: Do not move the scale by this pass; a later one does.
         """
@@ -57,8 +60,10 @@ class BackwardPass:
         self._casts_off = casts_off
         self._communication = communication
         self._ended = ended
+        self._flagged = bindings if flagged is None else flagged
         self._delay_unscale = delay_unscale
         self._delay_overflow_check = delay_overflow_check
+        self._off: AbstractContextManager[None] | None = None
         self._finished = False
         self._earlier: list[OpenPass | None] = []
         self._sends: list[bool] = []
@@ -71,7 +76,7 @@ class BackwardPass:
             RuntimeError: Inside another block for one of the same optimizers: the gradients of the
                 two would mix before either is unscaled.
         """
-        if any(b.open_pass is not None and not b.scaled_gradients for b in self._bindings):
+        if any(binding.gradients.state is GradState.OPEN for binding in self._bindings):
             raise RuntimeError(
                 "amp.scale_loss was entered inside another amp.scale_loss block of the same "
                 "optimizer. Close the first block before the second, or add the losses up in one."
@@ -79,30 +84,32 @@ class BackwardPass:
         try:
             for binding in self._bindings:
                 self._begin(binding)
-        except BaseException:
-            self._abort()
-            raise
-        self._off: AbstractContextManager[None] = self._casts_off()
-        self._off.__enter__()
-        self._scaler.open_blocks += 1
-        try:
+            self._off = self._casts_off()
+            self._off.__enter__()
+            self._scaler.open_blocks.add(self)
             scaled_loss = self._scaler.scale(self._loss)
             self._scaled_by = self._scaler.loss_scale
             return scaled_loss
-        except BaseException as error:
-            self.__exit__(type(error), error, error.__traceback__)
+        except BaseException:
+            self._leave()
+            self._abort()
             raise
 
     def _begin(self, binding: Binding) -> None:
         communication = self._communication(binding)
-        binding.begin(
+        binding.read_model()
+        self._earlier.append(binding.gradients.open_pass)
+        self._sends.append(communication.sends)
+        binding.gradients.begin(
+            self,
             identity=self._scaler.is_identity,
             sent_with=self._sent_with(communication),
             keeps=not communication.in_buckets,
         )
-        self._sends.append(communication.sends)
-        self._earlier.append(binding.open_pass)
-        binding.open_pass = self
+
+    def _sent_with(self, communication: Communication) -> Tensor | float | None:
+        # Delayed ones stay in place until they are sent.
+        return self._scaler.factor() if communication.sends or self._delay_unscale else None
 
     @untraced
     def __exit__(
@@ -112,40 +119,45 @@ class BackwardPass:
         traceback: TracebackType | None,
     ) -> None:
         """Unscales; after an exception puts the earlier gradients back."""
-        self._scaler.open_blocks -= 1
         try:
+            self._scaler.open_blocks.discard(self)
             if error is not None:
                 self._abort()
             elif not self._delay_unscale:
                 self.finish()
             elif not self._finished:  # a step inside the block has unscaled them already
                 for binding in self._bindings:
-                    binding.scaled_gradients = True
-        finally:
-            self._off.__exit__(None, None, None)
+                    binding.gradients.delay()
+        finally:  # twice, for a Ctrl-C may hit the first
+            try:
+                self._leave()
+            finally:
+                self._leave()
 
-    def _sent_with(self, communication: Communication) -> Tensor | float | None:
-        # Delayed ones stay in place until they are sent.
-        return self._scaler.factor() if communication.sends or self._delay_unscale else None
+    def _leave(self) -> None:
+        self._scaler.open_blocks.discard(self)
+        off = self._off
+        if off is not None:
+            off.__exit__(None, None, None)
+            self._off = None
 
     def finish(self) -> None:
         """Unscales the gradients and moves the scale, once; all or, on failure, nothing."""
         if self._finished:
             return
         self._finished = True
-        before = self._scaler.pass_state, [binding.checked for binding in self._bindings]
+        before = self._scaler.pass_state, [b.gradients.checked for b in self._flagged]
         try:
             self._unscale()
         except BaseException:
             self._scaler.pass_state = before[0]
-            for binding, checked in zip(self._bindings, before[1], strict=True):
-                binding.checked = checked
-                binding.drop()
+            for binding, checked in zip(self._flagged, before[1], strict=True):
+                binding.gradients.checked = checked
+            for binding in self._bindings:
+                binding.gradients.drop()
             raise
         for binding, sends in zip(self._bindings, self._sends, strict=True):
-            binding.open_pass = None
-            binding.unsent = not sends
-            binding.keep()
+            binding.gradients.keep(sent=sends)
         if self._moves_scale:
             self._ended(self._scaler.arrived(), False)
 
@@ -155,11 +167,11 @@ class BackwardPass:
         return all(self._sends) and not self._delay_overflow_check
 
     def _unscale(self) -> None:
-        """Does all that may fail, and nothing that ``Binding.drop`` could not take back."""
+        """Does all that may fail, and nothing that ``Gradients.drop`` could not take back."""
         scaler = self._scaler
         if scaler.open_blocks:
             scaler.renew()
-        scaler.begin_pass(continues=any(binding.unsent for binding in self._bindings))
+        scaler.begin_pass(continues=any(b.gradients.continues_local for b in self._bindings))
         unscale_ = (
             None
             if scaler.is_identity
@@ -167,12 +179,11 @@ class BackwardPass:
         )
         done: set[int] = set()
         for binding in self._bindings:
-            if unscale_ is not None or binding.pairs:
-                binding.add_up(unscale_, done)
+            binding.gradients.add_up(unscale_, done)
         if scaler.dynamic:
             scaler.share_overflow([param for b in self._bindings for param in b.params()])
-            for binding in self._bindings:
-                binding.raise_flag(scaler.found_inf)
+            for binding in self._flagged:
+                binding.gradients.raise_flag(scaler.found_inf)
         if not all(self._sends):
             scaler.hold()
         elif self._moves_scale:
@@ -182,5 +193,5 @@ class BackwardPass:
         if not self._finished:
             self._finished = True
             for binding, earlier in zip(self._bindings, self._earlier, strict=False):
-                binding.abort(earlier)
+                binding.gradients.abort(self, earlier)
             self._ended((), True)

@@ -1,4 +1,4 @@
-"""The way back: what models held before ``initialize``, and plain objects again after it."""
+"""The way back: plain models and optimizers again."""
 
 from __future__ import annotations
 
@@ -12,23 +12,8 @@ from torch.optim import LBFGS, Optimizer
 from apex._core import dtypes, tree
 from apex._engine import model as conversion
 from apex._engine.optimizer import optimizer_class
-
-
-class Before:
-    """What models hold before they are converted, to the last bit."""
-
-    def __init__(self, models: Iterable[nn.Module]) -> None:
-        """Keeps the storages of parameters, buffers and gradients; copies nothing."""
-        self._held = [
-            (tensor, tensor.data, tensor.grad if tensor.is_leaf else None)
-            for model in models
-            for tensor in (*model.parameters(), *model.buffers())
-        ]
-
-    def put_back(self) -> None:
-        """Gives every tensor its own again."""
-        for tensor, data, grad in self._held:
-            conversion.assign(tensor, data, grad)
+from apex._engine.optimizer.binding import Binding
+from apex._torch import parameters
 
 
 def restore(models: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> None:
@@ -42,21 +27,32 @@ def restore(models: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> Non
         conversion.check_restorable(model)
     before = dtypes_of(optimizers)
     bindings = [b for opt in optimizers if (b := optimizer_class.binding_of(opt)) is not None]
-    masters = {key: value for b in bindings for key, value in b.exact().items()}
+    for binding in bindings:
+        binding.settle()
+    known = {id(pair.model): pair.master for binding in bindings for pair in binding.pairs}
     for model in models:
-        conversion.restore(model, masters)
-    for optimizer in optimizers:
-        binding = optimizer_class.binding_of(optimizer)
-        if binding is None:
-            continue
-        for pair in binding.pairs:
-            if dtypes.is_low_precision(pair.model):  # of a module that was taken out since
-                pair.model.grad, pair.model.data = None, pair.master.data
-        binding.release()
-        optimizer_class.unbind_class(optimizer)
+        conversion.restore(model, known)
+    for binding in bindings:
+        _release(binding)
+    for binding in bindings:
         if binding.owner is not None:
-            binding.owner.forget(binding)
+            for holder in (binding, *models):
+                binding.owner.masters.release(holder)
     match_states(optimizers, before)
+
+
+def _release(binding: Binding) -> None:
+    """Makes the optimizer plain: it steps the model's parameters, with their masters' gradients."""
+    pairs, optimizer = list(binding.pairs), binding.optimizer
+    for pair in pairs:
+        if dtypes.is_low_precision(pair.model):  # of a module that was taken out since
+            pair.model.grad, pair.model.data = None, parameters.uncounted(pair.master)
+        grad = pair.master.grad
+        pair.model.grad = None if grad is None else grad.to(pair.model.dtype)
+    binding.close()
+    optimizer_class.unbind_class(optimizer)
+    if binding.owner is not None:
+        binding.owner.forget(binding)
 
 
 def dtypes_of(optimizers: Iterable[Optimizer]) -> dict[int, torch.dtype]:

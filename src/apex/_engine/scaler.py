@@ -25,7 +25,7 @@ class Scaler:
     when somebody asks.
 
     Attributes:
-        open_blocks: How many ``scale_loss`` blocks are inside now: their scaled losses may still
+        open_blocks: The ``scale_loss`` blocks that are open now: their scaled losses may still
             be used.
         patient: Whether ``arrived`` waits for the device, so that a report still finds the
             gradients that it speaks of.
@@ -60,7 +60,7 @@ class Scaler:
         self._skipped_in_row = 0
         self._updated = True
         self._held = False
-        self.open_blocks = 0
+        self.open_blocks: set[object] = set()
         self.patient = False
 
     # -- one backward pass -------------------------------------------------------------------

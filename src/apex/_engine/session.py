@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -13,24 +12,22 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Wrapper
 from torch.optim import Optimizer
 
-from apex._core import finite
-from apex._core.master import copy_to_model
+from apex._core import dtypes
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine import model as conversion
+from apex._engine import restoring
 from apex._engine.autocast.region import CastRegion, CastSpec, UncastRegion, no_casts
 from apex._engine.backward import BackwardPass
+from apex._engine.communication import Communicator
 from apex._engine.events import PassEnd, ScaleUpdate
+from apex._engine.masters import Masters
 from apex._engine.model import ModelPlan, sharding
 from apex._engine.optimizer import optimizer_class
 from apex._engine.optimizer.binding import Binding
 from apex._engine.optimizer.optimizer_class import AmpOptimizer
-from apex._engine.restoring import Before, dtypes_of, match_states
 from apex._engine.scaler import Scaler
-from apex._torch import ddp, dtensor, ranks
-from apex._torch.ddp import ALONE, Communication, Wrappers
-
-_log = logging.getLogger("apex")
+from apex._engine.undo import Undo, all_or_nothing
 
 Listener = Callable[["Session", ScaleUpdate], None]
 
@@ -69,6 +66,7 @@ class Session:
         spec: CastSpec | None = None,
         functions: Functions | None = None,
         listeners: Sequence[Listener] = (),
+        keep_fp32: bool = False,
     ) -> None:
         """Makes the scalers and, for op casts, registers their kernels.
 
@@ -79,6 +77,7 @@ class Session:
             spec: The op casts; ``None`` for none.
             functions: User-registered functions, applied while the session lives.
             listeners: Called with every scale update, once it is readable on the host.
+            keep_fp32: Whether 16-bit parameters that no optimizer steps keep their fp32 values.
         """
         self.policy = policy
         rule = rule or ScaleRule()
@@ -90,14 +89,14 @@ class Session:
         )
         self._functions = functions if spec is not None else None
         self._listeners = tuple(listeners)
+        self._keep_fp32 = keep_fp32
         self._pass_listeners: list[PassListener] = []
+        self.masters = Masters()
         self._bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._wrappers = Wrappers()
-        self._told_of_join = False
+        self._communicator = Communicator()
         self._shards: list[weakref.ref[object]] = []
         self._prepared: frozenset[int] = frozenset()
-        self._before: dict[int, Tensor] = {}
         self._end: weakref.finalize[..., Session] | None = None
         self.options: object = None
 
@@ -119,41 +118,54 @@ class Session:
             plan: The conversion.
             mixin: The overrides that the optimizers get.
         """
-        if self.policy.master_weights:
-            self._before = {id(p): p.detach() for model in models for p in model.parameters()}
-        before = Before(models)
-        converted: list[nn.Module] = []
-        old_dtypes = dtypes_of(optimizers)
-        try:
+        old_dtypes = restoring.dtypes_of(optimizers)
+        with all_or_nothing() as undo:
             for model in models:
-                conversion.convert(model, plan, self.region, masters=self, owner=self)
-                converted.append(model)
+                self._convert(model, plan, undo, trains=bool(optimizers))
             for optimizer in optimizers:
-                self._bind(optimizer, mixin)
+                self.bind(optimizer, mixin=mixin, undo=undo)
+            undo.push(self.stop)
             self.start()
-            match_states(optimizers, old_dtypes)
-        except BaseException:
-            self._withdraw(converted, optimizers)
-            before.put_back()
-            raise
-        finally:
-            self._before = {}
+            restoring.match_states(optimizers, old_dtypes)
         self._models.update(models)
         self._prepared = frozenset(id(p) for model in models for p in model.parameters())
         groups = (group for model in models for group in sharding.param_groups(model))
         self._shards += map(weakref.ref, groups)
 
-    def _withdraw(self, models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
-        """Takes back all but the tensors' values; allocates nothing, for memory may be full."""
-        self.stop()
-        for model in models:
-            conversion.withdraw(model)
-        for optimizer in optimizers:
-            binding = optimizer_class.binding_of(optimizer)
-            if binding is not None:
-                binding.withdraw()
-                optimizer_class.unbind_class(optimizer)
-                self.forget(binding)
+    def _convert(self, model: nn.Module, plan: ModelPlan, undo: Undo, *, trains: bool) -> None:
+        tensors = [*model.parameters(), *model.buffers()]
+        for tensor in tensors:
+            grad = tensor.grad if tensor.is_leaf else None
+            undo.push(conversion.assign, tensor, tensor.data, grad)
+        before = {id(tensor): tensor.detach() for tensor in tensors}
+        conversion.convert(model, plan, self.region, masters=self, owner=self)
+        undo.push(conversion.withdraw, model)
+        undo.push(self.masters.release, model)
+        self._make_masters(model, before, trains=trains)
+
+    def _make_masters(
+        self, model: nn.Module, before: Mapping[int, Tensor], *, trains: bool
+    ) -> None:
+        """Makes the masters of a model's trainable parameters from their fp32 values.
+
+        Other 16-bit tensors keep their fp32 values where that was asked for.
+
+        Args:
+            model: A converted model.
+            before: Every tensor's value before conversion, by id.
+            trains: Whether optimizers came with the model.
+        """
+        kept: list[tuple[Tensor, Tensor]] = []
+        for tensor in (*model.parameters(), *model.buffers()):
+            if not dtypes.is_low_precision(tensor):
+                continue
+            exact = before.get(id(tensor))
+            masters = trains and self.policy.master_weights and tensor.requires_grad
+            if masters and isinstance(tensor, nn.Parameter):
+                self.masters.make(tensor, model, exact)
+            elif exact is not None and (self._keep_fp32 or not isinstance(tensor, nn.Parameter)):
+                kept.append((tensor, exact))
+        self.masters.keep(kept, model)
 
     def start(self) -> None:
         """Turns op casts on in this thread, until the session ends."""
@@ -176,31 +188,39 @@ class Session:
         """Whether op casts are on: from the start to the end of a session that has them."""
         return self._end is not None and self._end.alive
 
-    def _bind(self, optimizer: Optimizer, mixin: type[AmpOptimizer]) -> None:
+    def bind(
+        self,
+        optimizer: Optimizer,
+        *,
+        mixin: type[AmpOptimizer] = AmpOptimizer,
+        undo: Undo | None = None,
+    ) -> None:
+        """Binds one more optimizer; receives in ``undo`` how to take that back."""
         binding = Binding(
             optimizer,
             master_weights=self.policy.master_weights,
             casts_off=no_casts,
             owner=self,
-            exact=self._before,
-            # Only rounded weights are sent round by DistributedDataParallel, so bits beyond them
-            # might differ from rank to rank.
-            exact_later=ranks.world_size() > 1,
         )
         try:
             optimizer_class.bind_class(optimizer, binding, mixin)
         except BaseException:
-            binding.withdraw()
+            binding.close()
             raise
         self.register(binding)
-
-    def bind(self, optimizer: Optimizer, *, mixin: type[AmpOptimizer] = AmpOptimizer) -> None:
-        """Binds one more optimizer."""
-        self._bind(optimizer, mixin)
+        if undo is not None:
+            undo.push(self.forget, binding)
+            undo.push(optimizer_class.unbind_class, optimizer)
+            undo.push(binding.close)
 
     def register(self, binding: Binding) -> None:
         """Takes in a binding that was made or copied."""
         self._bindings.add(binding)
+
+    @property
+    def can_skip(self) -> bool:
+        """Whether an overflow may skip a step: whether any loss scale is dynamic."""
+        return any(scaler.dynamic for scaler in self.scalers)
 
     def forget(self, binding: Binding) -> None:
         """Lets go of a binding that was released."""
@@ -231,32 +251,27 @@ class Session:
             bindings,
             scaler,
             casts_off=no_casts,
-            communication=self._communication,
+            communication=functools.partial(
+                self._communicator.of_pass, dynamic=any(s.dynamic for s in self.scalers)
+            ),
             ended=functools.partial(self._end_pass, scaler.loss_id, bindings),
+            flagged=self._with_sharers(bindings),
             # Gradients that fully_shard keeps back are scaled, and so is what a later pass adds.
             delay_unscale=delay_unscale or sharding.keeps_back(ref() for ref in self._shards),
             delay_overflow_check=delay_overflow_check,
         )
 
-    def _communication(self, binding: Binding) -> Communication:
-        if not self._wrappers.seen:
-            return ALONE
-        wrappers = self._wrappers.of(binding, binding.trained)
-        if binding.untried:
-            _share_masters(binding, wrappers)
-        if any(map(ddp.joins, wrappers)):
-            self._join(binding)
-        return self._wrappers.communication(wrappers)
-
-    def _join(self, binding: Binding) -> None:
-        binding.follow_writes()
-        if not self._told_of_join and any(scaler.dynamic for scaler in self.scalers):
-            self._told_of_join = True
-            if ranks.rank() == 0:
-                _log.warning(
-                    "amp: in DistributedDataParallel.join() the loss scale of a rank that is "
-                    "through stays behind. After the join load one rank's amp.state_dict() on all."
-                )
+    def _with_sharers(self, bindings: Sequence[Binding]) -> Sequence[Binding]:
+        """Returns ``bindings`` and every other optimizer that steps one of their masters."""
+        if len(self._bindings) == len(bindings):
+            return bindings
+        stepped = {id(pair) for binding in bindings for pair in binding.pairs}
+        others = [
+            other
+            for other in self._bindings
+            if other not in bindings and any(id(pair) in stepped for pair in other.pairs)
+        ]
+        return [*bindings, *others]
 
     def _end_pass(
         self,
@@ -288,88 +303,54 @@ class Session:
         """The models that live and are still prepared."""
         return [model for model in self._models if conversion.is_converted(model)]
 
+    @property
+    def bindings(self) -> list[Binding]:
+        """What amp added to the session's living optimizers, copies included."""
+        return list(self._bindings)
+
     # -- what the models ask -----------------------------------------------------------------
 
-    def exact(self) -> Mapping[int, Tensor]:
-        """Returns the fp32 values behind low-precision parameters, by ``id`` of the parameter."""
-        exact = dict(self._before)
-        for binding in self._bindings:
-            exact.update(binding.exact())
-        return exact
+    def master_of(self, param: Tensor) -> Tensor | None:
+        """Returns the fp32 value behind a parameter or buffer, as far as it is known."""
+        return self.masters.master_of(param)
 
-    @torch.no_grad()
+    def exact(self) -> Mapping[int, Tensor]:
+        """TEMP."""
+        found: dict[int, Tensor] = {id(p.model): p.master for p in self.masters.all()}
+        for kept in self.masters._kept.values():
+            found.update({k: v[1] for k, v in kept.items()})
+        return found
+
     def set_exact(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Sets the masters of parameters, in every optimizer that has one, to fp32 values."""
-        written: set[int] = set()
-        masters: dict[int, list[Tensor]] = {}
-        for binding in self._bindings:
-            for pair in binding.pairs:
-                masters.setdefault(id(pair.model), []).append(pair.master)
-        try:
-            for param, value in values:
-                for master in masters.get(id(param), ()):
-                    master.copy_(value)
-                written.add(id(param))
-        except BaseException:
-            # Half loaded: the parameters go back to their masters, so that both agree again.
-            for binding in self._bindings:
-                if not binding.untried:
-                    copy_to_model(binding.pairs)
-            raise
-        for binding in self._bindings:
-            binding.forget_exact(written)
+        """Sets masters: pairs of a parameter that was just loaded and its value in the file."""
+        self.masters.set_exact(values)
+
+    def write_back(self) -> None:
+        """Brings what was written into masters to the models."""
+        self.masters.write_back()
 
     def runs_under(self, wrapper: Wrapper, *, traced: bool = False) -> None:
-        """Takes note that a model's forward pass begins, or is traced, under a wrapper."""
-        self._wrappers.note(wrapper, traced=traced)
+        """Notes that a model's forward pass begins, or is traced, under a wrapper."""
+        self._communicator.note(wrapper, traced=traced)
 
-    def convert_late(self, params: Iterable[Tensor]) -> Mapping[int, Tensor]:
-        """Casts what was added to a model since, where ``params`` are among its parameters.
-
-        Returns:
-            The values that ``params`` had before, by ``id`` of the parameter.
-        """
-        self._wrappers.forget_users()  # the optimizer may have got parameters of another wrapper
-        before = {id(param): param.detach() for param in params}
+    def convert_late(self, params: Iterable[Tensor]) -> None:
+        """Converts what was added to a model since, where ``params`` are among its parameters."""
+        self._communicator.forget_users()  # they may be of another wrapper
+        wanted = {id(param) for param in params}
         for model in self._models:
-            if any(id(param) in before for param in model.parameters()):
-                conversion.convert_late(model)
-        return before
+            if not any(id(param) in wanted for param in model.parameters()):
+                continue
+            before = {id(t): t.detach() for t in (*model.parameters(), *model.buffers())}
+            conversion.convert_late(model)
+            late = {key: v for key, v in before.items() if v.dtype is torch.float32}
+            self._make_masters(model, late, trains=True)
 
     def clear_grads(self, params: Iterable[Tensor], *, set_to_none: bool) -> None:
         """Clears the gradients of the masters of ``params``, when a model's are cleared."""
         cleared = {id(param) for param in params}
+        self.masters.clear_grads(cleared, set_to_none=set_to_none)
         for binding in self._bindings:
-            binding.clear(cleared, set_to_none=set_to_none)
-
-    def nonfinite_gradients(self, only: Binding | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yields name and gradient of every parameter whose gradient holds inf or NaN.
-
-        Waits for the device: for a diagnosis, never in a normal step.
-
-        Args:
-            only: The optimizer whose parameters to look at; ``None`` for all.
-        """
-        names = {id(p): name for model in self._models for name, p in model.named_parameters()}
-        for binding in self._bindings if only is None else (only,):
-            models = {id(pair.master): pair.model for pair in binding.pairs}
-            for param in binding.params():
-                # The step has cleared a master's; the model's own is left, still scaled.
-                grad = models.get(id(param), param).grad if param.grad is None else param.grad
-                if grad is None:
-                    continue
-                values = finite.summed_values(dtensor.local(grad))
-                if not bool(torch.isfinite(values).all()):  # sync: a diagnosis after 50 skips
-                    own = models.get(id(param), param)
-                    yield names.get(id(own), "(a parameter of no initialized model)"), values
-
-
-def _share_masters(binding: Binding, wrappers: Iterable[Wrapper]) -> None:
-    sent = {w: ddp.sent_params(w) for w in wrappers if not ddp.joins(w)}
-    binding.take_over_changes(shared=set().union(*sent.values()))
-    for wrapper, params in sent.items():
-        masters = [pair.master for pair in binding.pairs if id(pair.model) in params]
-        ddp.share(masters, wrapper)
+            binding.gradients.cleared(cleared)
 
 
 def _end(region: CastRegion, functions: Functions | None) -> None:

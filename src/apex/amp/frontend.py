@@ -47,6 +47,7 @@ def initialize(
     growth_interval: int = 2000,
     growth_factor: float = 2.0,
     backoff_factor: float = 0.5,
+    keep_fp32_values: bool = False,
 ) -> Any:
     """Prepares models and optimizers for mixed precision and returns them.
 
@@ -94,6 +95,9 @@ def initialize(
         growth_interval: Clean steps before a dynamic scale grows.
         growth_factor: Its multiplier then; above 1.
         backoff_factor: Its multiplier after an overflow; between 0 and 1.
+        keep_fp32_values: Whether :func:`restore` gives every weight back to the last bit, also
+            those that no optimizer steps (frozen ones, inference-only models). Costs 4 bytes for
+            each of their elements; weights with masters and buffers come back exactly in any case.
 
     Returns:
         The models as given (one, list or tuple), and the optimizers as given if there were any:
@@ -159,7 +163,9 @@ def initialize(
     inputs.check_models(model_list, plan)
     optimizer_list = inputs.optimizer_list(optimizers)
     inputs.check_optimizers(optimizer_list, model_list, master_weights=policy.master_weights)
-    made = _session(policy, rule, model_list, inputs.checked_count(num_losses))
+    made = _session(
+        policy, rule, model_list, inputs.checked_count(num_losses), keep_fp32=keep_fp32_values
+    )
     report.start_up(defaults, properties)
     own = [unwrap(optimizer) for optimizer in optimizer_list]
     made.prepare(model_list, own, plan, mixin=AmpStashOptimizer)
@@ -256,7 +262,12 @@ def _living_scalers() -> list[Scaler]:
 
 
 def _session(
-    policy: Policy, rule: ScaleRule, models: Sequence[nn.Module], num_losses: int
+    policy: Policy,
+    rule: ScaleRule,
+    models: Sequence[nn.Module],
+    num_losses: int,
+    *,
+    keep_fp32: bool,
 ) -> Session:
     types = device_types(models)
     warn_if_emulated(policy.low_precision, types)
@@ -270,6 +281,7 @@ def _session(
         spec=spec,
         functions=_amp_state.functions,
         listeners=(report.scale_update,),
+        keep_fp32=keep_fp32,
     )
     for scaler in made.scalers:
         scaler.patient = report.tells_why()

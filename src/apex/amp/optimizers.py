@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from apex._core import master
+from apex._engine import masters
 from apex._engine.optimizer.binding import Binding
+from apex._engine.optimizer.gradient_pass import GradState
 from apex._engine.optimizer.optimizer_class import AmpOptimizer, binding_of
 
 if TYPE_CHECKING:
@@ -38,9 +39,12 @@ def unwrap(optimizer: Any) -> Optimizer:
 def master_params(optimizer: Any) -> Iterator[Tensor]:
     """Yields the parameters that the optimizer steps: fp32 masters where there are any.
 
-    For clipping: ``torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)``. Works on
-    an optimizer that amp never saw, too.
+    For clipping: ``torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)``. Gradients
+    of a plain ``loss.backward()`` are on the masters, too. Works without amp as well.
     """
+    binding = None if not isinstance(optimizer, Optimizer) else binding_of(optimizer)
+    if binding is not None:
+        binding.gradients.take_raw()
     for group in optimizer.param_groups:
         yield from group["params"]
 
@@ -90,11 +94,11 @@ class AmpStash:
     @property
     def params_have_scaled_gradients(self) -> bool:
         """Whether ``delay_unscale`` left gradients scaled."""
-        return self._binding.scaled_gradients
+        return self._binding.gradients.state is GradState.DELAYED
 
     @params_have_scaled_gradients.setter
     def params_have_scaled_gradients(self, value: bool) -> None:
-        self._binding.scaled_gradients = value
+        self._binding.gradients.mark_scaled(value)
 
 
 class AmpStashOptimizer(AmpOptimizer):
@@ -116,18 +120,21 @@ class AmpStashOptimizer(AmpOptimizer):
 
     def _master_params_to_model_params(self) -> None:
         """Rounds the masters' values into the model."""
-        master.copy_to_model(_required(self).pairs)
+        masters.round_into_model(_required(self).pairs)
 
     def _prepare_amp_backward(self) -> None:
         """Sets unscaled gradients aside, before a backward pass."""
-        _required(self).begin(identity=False)
+        binding = _required(self)
+        binding.read_model()
+        binding.gradients.begin(identity=False)
 
     def _post_amp_backward(self, scaler: LossScaler) -> None:
         """Unscales the gradients of the pass by ``scaler``."""
-        binding = _required(self)
-        binding.unscale(scaler._scaler.unscale_)
+        gradients = _required(self).gradients
+        gradients.add_up(scaler._scaler.unscale_)
+        gradients.keep()
         if scaler.dynamic:
-            binding.raise_flag(scaler._scaler.found_inf)
+            gradients.raise_flag(scaler._scaler.found_inf)
 
 
 def _required(optimizer: Optimizer) -> Binding:

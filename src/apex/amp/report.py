@@ -11,7 +11,7 @@ from apex._engine.events import ScaleUpdate
 from apex._engine.session import Session
 from apex._torch import ranks
 from apex.amp._amp_state import _amp_state
-from apex.amp.nonfinite import found_in, sentence
+from apex.amp.nonfinite import found_in, nonfinite_gradients, sentence
 from apex.amp.properties import DESCRIPTIONS, Properties
 
 SKIPS_BEFORE_WARNING = 50
@@ -60,7 +60,7 @@ def scale_update(session: Session, update: ScaleUpdate) -> None:
             f"reducing loss scale to {update.loss_scale}"
         )
     if tells_why() and ranks.rank() == 0:
-        say(sentence(found_in(session.nonfinite_gradients())))
+        say(sentence(found_in(nonfinite_gradients(session))))
     if update.skipped_in_row == SKIPS_BEFORE_WARNING:
         warnings.warn(_skipping(session, update), UserWarning, stacklevel=5)
 
@@ -75,7 +75,7 @@ def _skipping(session: Session, update: ScaleUpdate) -> str:
         f"amp has skipped {update.skipped_in_row} steps in a row for loss {update.loss_id}; its "
         f"scale is down to {update.loss_scale:g} and the model does not train. "
     )
-    found = next(session.nonfinite_gradients(), None)
+    found = next(nonfinite_gradients(session), None)
     if found is None:
         return text + "The gradients of this step are finite or cleared; look at the next one."
     name, grad = found

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex._engine.model.state import state_of
 from apex._engine.session import Session
+from apex.amp.nonfinite import nonfinite_gradients
 from apex.debug import tensors
 from apex.debug.calls import Call
 from apex.debug.faults import Cause, Fault, cause_of
@@ -62,7 +63,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _stale_gradients(self) -> set[int]:
         """Returns the memory of gradients that are not finite already, from before the watch."""
         grads = [p.grad for model in self._models for p in model.parameters()]
-        of_sessions = [grad for s in self._sessions() for _, grad in s.nonfinite_gradients()]
+        of_sessions = [grad for s in self._sessions() for _, grad in nonfinite_gradients(s)]
         held = tensors.floating([*grads, *of_sessions])
         return {tensors.storage_key(grad) for grad in held if tensors.kind_of(grad)}
 

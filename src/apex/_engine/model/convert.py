@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from apex._core import dtypes
+from apex._core import dtypes, rounding
 from apex._engine.model import tensors
 from apex._engine.model.application import apply_plan, flatten_rnns, remove_hooks
 from apex._engine.model.module_class import converted_class, plain_class, swap_class
@@ -112,4 +112,4 @@ def _to_fp32(model: nn.Module, exact: Mapping[int, Tensor], undo: tensors.Undo) 
         if dtypes.is_low_precision(tensor):
             master = exact.get(id(tensor))
             candidates: list[Tensor] = [] if master is None else [master]
-            undo.set(tensor, tensors.exact_value(tensor, candidates))
+            undo.set(tensor, rounding.exact_value(tensor, candidates))

@@ -190,6 +190,8 @@ def _casting_forward(base: type[nn.Module]) -> Callable[..., Any]:
             state.note_wrapper_of_trace()
         else:
             state.note_wrapper()
+            if state.source is not None:
+                state.source.write_back()
         if plan.input_dtype is not None:
             if plan.cast is None:
                 args, kwargs = tree.cast_arguments(args, kwargs, plan.input_dtype)

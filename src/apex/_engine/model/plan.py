@@ -35,6 +35,9 @@ class MasterSource(Protocol):
     def clear_grads(self, params: Iterable[Tensor], *, set_to_none: bool) -> None:
         """Clears the gradients of the masters of ``params``."""
 
+    def write_back(self) -> None:
+        """Brings what was written into masters to the models."""
+
     def runs_under(self, wrapper: DistributedDataParallel, *, traced: bool = False) -> None:
         """Takes note that the model's forward pass begins, or is traced, under ``wrapper``."""
 

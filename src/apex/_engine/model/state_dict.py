@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from apex._core import dtypes
+from apex._core.rounding import exact_value
 from apex._engine.model.plan import MasterSource
-from apex._engine.model.tensors import exact_value
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -50,26 +50,6 @@ def all_or_nothing() -> Iterator[Undo]:
     except BaseException:
         undo.all()
         raise
-
-
-def exact_value(param: Tensor, candidates: Iterable[Tensor]) -> Tensor:
-    """Returns the value of ``param`` in fp32, as exactly as it is known.
-
-    That is the last candidate which rounds to the parameter's value, for each element by itself,
-    and otherwise the element as it is. Reads no value on the host.
-
-    Args:
-        param: A low-precision tensor.
-        candidates: Unrounded values of it, such as its master; those of another shape are left out.
-    """
-    value = dtensor.local(param.detach())
-    result = value.to(torch.float32)
-    for candidate in candidates:
-        if candidate.shape == param.shape:
-            known = dtensor.local(dtensor.laid_out_as(param, candidate.detach()))
-            exact = known.to(device=value.device, dtype=torch.float32)
-            result = torch.where(exact.to(value.dtype) == value, exact, result)
-    return dtensor.with_local(param, result)
 
 
 def assign(tensor: Tensor, data: Tensor, grad: Tensor | None) -> None:

@@ -1,49 +1,56 @@
-"""One optimizer under amp: fp32 masters, gradients in, the skip, values back into the model."""
+"""What amp adds to one optimizer: masters in its groups, and the gradients that it steps by."""
 
 from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from apex._core import dtypes, master
-from apex._core.master import Pair
-from apex._engine.autocast.thread_casts import backward_id
-from apex._engine.optimizer.gradient_pass import PassGradients
-from apex._torch import dtensor
+from apex._core import dtypes
+from apex._engine import masters
+from apex._engine.masters import Masters, TrackedPair
+from apex._engine.optimizer.gradient_pass import Gradients
+from apex._engine.undo import Undo, all_or_nothing
 from apex._torch.dynamo import untraced
+from apex._torch.private import backward_id
 
 CastsOff = Callable[[], AbstractContextManager[None]]
-
-_Untried = tuple[Pair, Tensor, Tensor | None]
-"""A pair, the parameter's values when its master was made, and the exact ones it waits for."""
 
 
 class Owner(Protocol):
     """The session of a binding."""
 
+    @property
+    def masters(self) -> Masters:
+        """The session's masters."""
+
+    @property
+    def can_skip(self) -> bool:
+        """Whether an overflow may skip a step: whether any loss scale is dynamic."""
+
     def register(self, binding: Binding) -> None:
         """Takes in a binding that was made or copied."""
 
     def forget(self, binding: Binding) -> None:
-        """Lets go of a binding that was released."""
+        """Lets go of a binding that was closed."""
 
-    def convert_late(self, params: Iterable[Tensor]) -> Mapping[int, Tensor]:
-        """Casts what was added to a model, and returns the values of ``params`` before, by id."""
+    def convert_late(self, params: Iterable[Tensor]) -> None:
+        """Converts modules that were added to a model, where ``params`` are among theirs."""
 
 
-class Binding(PassGradients):
+class Binding:
     """What amp adds to one optimizer.
 
     Attributes:
-        pairs: Low-precision model parameters with the fp32 masters that ``param_groups`` holds.
+        pairs: Low-precision model parameters whose masters ``param_groups`` holds, in order.
+        gradients: The gradients of its parameters, and where a pass has left them.
         owner: The session, kept alive; ``None`` in an optimizer that was unpickled.
+        master_weights: Whether low-precision parameters get fp32 masters.
         inner_step: The ``step`` that the instance had before (an LR scheduler's wrapper).
         view: Space for the compatibility view of this binding.
     """
@@ -55,8 +62,7 @@ class Binding(PassGradients):
         master_weights: bool,
         casts_off: CastsOff,
         owner: Owner | None = None,
-        exact: Mapping[int, Tensor] | None = None,
-        exact_later: bool = False,
+        source: Masters | None = None,
     ) -> None:
         """Puts masters into the optimizer's groups, with its state.
 
@@ -65,22 +71,20 @@ class Binding(PassGradients):
             master_weights: Whether low-precision parameters get fp32 masters.
             casts_off: Context without op casts, for the step.
             owner: The session.
-            exact: Fp32 values that parameters had before they were rounded, by ``id``.
-            exact_later: Masters begin with the rounded values, and get the exact ones only where
-                the first pass shares them with the other ranks.
+            source: Where masters are made and found; ``None`` for the owner's, or new ones.
         """
-        super().__init__()
         self.attach(optimizer)
+        self.pairs: list[TrackedPair] = []
+        self.gradients = Gradients(self)
         self.master_weights = master_weights
         self.casts_off = casts_off
         self.owner = owner
         self.inner_step: Callable[..., Any] | None = None
         self.view: object = None
+        self._source = source or (Masters() if owner is None else owner.masters)
         self._frozen: list[nn.Parameter] = []
-        self._untried: list[_Untried] = []
-        self._exact_later = exact_later
-        self._versions: list[int] | None = None
-        self.adopt(optimizer.param_groups, exact or {})
+        with all_or_nothing() as undo:
+            self.adopt(optimizer.param_groups, undo)
 
     # -- parameters --------------------------------------------------------------------------
 
@@ -100,224 +104,149 @@ class Binding(PassGradients):
         """Returns every parameter that the optimizer steps, masters included."""
         return [param for group in self.optimizer.param_groups for param in group["params"]]
 
-    def adopt(self, groups: Iterable[dict[str, Any]], exact: Mapping[int, Tensor]) -> None:
-        """Replaces the groups' low-precision parameters by fp32 masters; all of them or none.
+    def direct(self) -> list[nn.Parameter]:
+        """Returns the parameters that are stepped themselves, without a master."""
+        own = {id(pair.master) for pair in self.pairs}
+        return [param for param in self.params() if id(param) not in own]
 
-        Each in its group's own list. A frozen one stays, and gets its master when it is unfrozen.
-        """
-        if not self.master_weights:
-            return
-        masters = {id(pair.model): pair.master for pair in self.pairs}
-        made: list[_Untried] = []
-        replaced: list[tuple[list[nn.Parameter], int, nn.Parameter]] = []
-        frozen: list[nn.Parameter] = []
-        for group in groups:
-            for index, param in enumerate(group["params"]):
-                if not dtypes.is_low_precision(param):
-                    continue
-                known = id(param) in masters  # a tied weight that is listed twice
-                if not known and not param.requires_grad:
-                    frozen.append(param)
-                    continue
-                if not known:
-                    made.append(self._pair(param, exact.get(id(param))))
-                    masters[id(param)] = made[-1][0].master
-                replaced.append((group["params"], index, masters[id(param)]))
-        self._take_up(made)  # from here on nothing allocates, so nothing fails
-        for params, index, new in replaced:
-            params[index] = new
-        self._frozen += frozen
+    def trained(self) -> list[nn.Parameter]:
+        """Returns the models' parameters that the optimizer trains, by a master or themselves."""
+        return [*(pair.model for pair in self.pairs), *self.direct()]
 
-    def adopt_unfrozen(self) -> None:
-        """Gives a master to every parameter that was frozen and no longer is; all or none."""
-        late = [p for p in self._frozen if p.requires_grad and p.grad is not None]
-        if not any(param.requires_grad for param in self._frozen):
-            return
-        grads = dict(zip(map(id, late), master.fp32_grads(late), strict=True))
-        known = len(self.pairs)
-        self.adopt(self.optimizer.param_groups, {})
-        still = {id(param): param for param in self._frozen if not param.requires_grad}
-        self._frozen = list(still.values())
-        for pair in self.pairs[known:]:
-            pair.master.grad = grads.get(id(pair.model))
+    def owns(self, param: Tensor) -> bool:
+        """Returns whether the optimizer steps the master of ``param``, a model's parameter."""
+        return any(pair.model is param for pair in self.pairs)
 
     def waits(self, param: Tensor) -> bool:
         """Returns whether ``param`` is frozen, and gets its master when it is unfrozen."""
         return any(each is param for each in self._frozen)
 
-    @property
-    def untried(self) -> bool:
-        """Whether masters wait for the first pass, to take over what was written until then."""
-        return bool(self._untried)
+    def adopt(self, groups: Iterable[dict[str, Any]], undo: Undo) -> None:
+        """Replaces the groups' low-precision parameters by their masters, each in its own list.
 
-    @untraced
-    def take_over_changes(self, shared: Container[int] = ()) -> None:
-        """Brings what was written into the model before its first pass to the masters.
-
-        DistributedDataParallel's broadcast, and weights that a script initializes late: from the
-        first pass on it is the masters that are written into the model. Until then a copy of each
-        low-precision parameter tells what has changed; what a script wrote into a master stays.
+        A frozen one stays, and gets its master when it is unfrozen.
 
         Args:
-            shared: Ids of model parameters whose masters the caller sends to all ranks next: these
-                masters get their exact values, where they wait for them.
+            groups: Groups of the optimizer.
+            undo: Receives how to put the model's parameters back.
         """
-        while self._untried:
-            pair, before, exact = self._untried[0]
-            if exact is not None and id(pair.model) in shared:
-                master.take_exact(pair, before, exact)
-            master.follow_model(pair, before)
-            del self._untried[0]  # after a failure above the rest still waits
+        if not self.master_weights:
+            return
+        owned = {id(pair.model) for pair in self.pairs}
+        waiting = {id(param) for param in self._frozen}
+        for group in groups:
+            params = group["params"]
+            for index, param in enumerate(params):
+                if not dtypes.is_low_precision(param) or id(param) in waiting:
+                    continue
+                if not (param.requires_grad or id(param) in owned):
+                    self._frozen.append(param)
+                    waiting.add(id(param))
+                    undo.push(self._frozen.pop)
+                    continue
+                pair = self._source.make(param, self)
+                if id(param) not in owned:  # a tied weight may be listed twice
+                    self._take(pair, undo)
+                    owned.add(id(param))
+                params[index] = pair.master
+                undo.push(params.__setitem__, index, param)
 
-    def exact(self) -> dict[int, Tensor]:
-        """Returns the fp32 value behind each low-precision parameter, by ``id`` of that."""
-        if self._versions is not None:
-            self.follow_writes()  # a join may have ended, with no pass since
-        values: dict[int, Tensor] = {id(pair.model): pair.master for pair in self.pairs}
-        for pair, before, exact in self._untried:
-            if exact is not None:
-                values[id(pair.model)] = torch.where(pair.master == before, exact, pair.master)
-        return values
+    def _take(self, pair: TrackedPair, undo: Undo) -> None:
+        self.pairs.append(pair)
+        undo.push(self.pairs.pop)
+        _move_state(self.optimizer, pair.model, pair.master)
+        undo.push(_move_state, self.optimizer, pair.master, pair.model)
 
-    def forget_exact(self, params: Container[int]) -> None:
-        """Drops the values that masters of these parameters wait for: others were loaded."""
-        self._untried = [
-            (pair, before, None if id(pair.model) in params else exact)
-            for pair, before, exact in self._untried
-        ]
+    def adopt_unfrozen(self) -> None:
+        """Gives a master to every parameter that was frozen and no longer is; all or none."""
+        if not any(param.requires_grad for param in self._frozen):
+            return
+        with all_or_nothing() as undo:
+            before = self._frozen
+            undo.push(setattr, self, "_frozen", before)
+            self._frozen = [param for param in before if not param.requires_grad]
+            self.adopt(self.optimizer.param_groups, undo)
 
-    def follow_writes(self) -> None:
-        """Starts the masters anew where something else than the step has written into the model.
-
-        For the end of a ``join``, where torch sends the last rank's weights to all: low bits that
-        ranks do not share would let them drift apart. The first call begins to watch.
-        """
-        versions = [pair.model._version for pair in self.pairs]
-        if self._versions is not None and self._versions != versions:
-            for pair in self.pairs:
-                pair.master.data.copy_(pair.model.data)
-        self._versions = versions
-
-    def owns(self, param: Tensor) -> bool:
-        """Returns whether ``param`` is a model parameter that already has its master here."""
-        return any(pair.model is param for pair in self.pairs)
-
-    def _pair(self, param: nn.Parameter, exact: Tensor | None) -> _Untried:
-        # Each rank has its own part of a DTensor, which nobody sends round.
-        waits = self._exact_later and not dtensor.is_dtensor(param)
-        later = exact if waits else None
-        new = master.make_master(param, None if waits else exact)
-        return Pair(param, new), param.detach().clone(), later
-
-    def _take_up(self, made: list[_Untried]) -> None:
-        state = self.optimizer.state
-        for pair, _, _ in made:
-            self.pairs.append(pair)
-            if pair.model in state:
-                state[pair.master] = state.pop(pair.model)
-        self._untried += made
-
-    def release(self) -> None:
-        """Puts the model's own parameters back into the groups, with state and gradients."""
-        self.settle()
-        grads = [(pair.model, _grad_for(pair)) for pair in self.pairs]
-        self.withdraw()
-        for param, grad in grads:
-            param.grad = grad
-
-    def withdraw(self) -> None:
+    def close(self) -> None:
         """Puts the model's own parameters back into the groups, with the optimizer's state.
 
         Allocates nothing: it works when memory has run out.
         """
-        originals = {id(pair.master): pair for pair in self.pairs}
-        optimizer = self.optimizer
-        for group in optimizer.param_groups:
+        originals = {id(pair.master): pair.model for pair in self.pairs}
+        for group in self.optimizer.param_groups:
             params = group["params"]
             for index, param in enumerate(params):
-                pair = originals.get(id(param))
-                if pair is None:
-                    continue
-                params[index] = pair.model
-                if param in optimizer.state:
-                    optimizer.state[pair.model] = optimizer.state.pop(param)
+                if id(param) in originals:
+                    params[index] = originals[id(param)]
+        for pair in self.pairs:
+            _move_state(self.optimizer, pair.master, pair.model)
         self.pairs = []
 
-    # -- one backward pass -------------------------------------------------------------------
+    # -- before a pass or a step -------------------------------------------------------------
 
-    def begin(
-        self, *, identity: bool, sent_with: Tensor | float | None = 1.0, keeps: bool = True
-    ) -> None:
-        """Makes room for the gradients of one backward pass, as :class:`PassGradients` says.
-
-        What was written into the model, and parameters that were unfrozen, are taken up before.
-        """
-        if self._untried:
-            self.take_over_changes()
+    def read_model(self) -> None:
+        """Brings what was written into the model to the masters, and adopts what was unfrozen."""
+        masters.read_model(self.pairs)
         if self._frozen:
             self.adopt_unfrozen()
-        super().begin(identity=identity, sent_with=sent_with, keeps=keeps)
 
     @untraced
     def settle(self) -> None:
         """Brings every gradient to where the optimizer finds it: unscaled, on the masters."""
-        if self.open_pass is not None:
+        gradients = self.gradients
+        if gradients.open_pass is not None:
             if backward_id() == -1:
-                self.open_pass.finish()
+                gradients.open_pass.finish()
             else:
                 self._begin_step_in_backward()
-        if self._untried:
-            self.take_over_changes()
-        if self._frozen:
-            self.adopt_unfrozen()
-        if self.pairs:
-            self._gather_left_over()
+        self.read_model()
+        gradients.take_raw()
 
     def _begin_step_in_backward(self) -> None:
-        if self._model_scaled:
+        if self.gradients.scaled_now:
             raise RuntimeError(
                 "optimizer.step() was called during the backward pass of amp.scale_loss (by a "
                 "hook), where the gradients are still scaled. Step after the pass, or use a loss "
                 "scale of 1 (loss_scale=1.0; the default of O0, O3, O4 and O5)."
             )
-        self.gathered = False  # what the pass has brought so far goes into the step
-
-    # -- after the step ----------------------------------------------------------------------
-
-    def end_step(self) -> None:
-        """Clears what the step has used up."""
-        super().end_step()
-        if self._versions is not None:
-            self._versions = [pair.model._version for pair in self.pairs]
+        self.gradients.take_unfinished()
 
     # -- copies ------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
-        """Copies pairs and flags; the copy belongs to the same session.
+        """Copies pairs and gradients' state; the copy belongs to the same session.
 
         Deep-copied together with its model, the optimizer steps the model's copy.
         """
+        masters.write_back(self.pairs)
         new = object.__new__(type(self))
         memo[id(self)] = new
-        new.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         new.owner = self.owner
         if new.owner is not None:
+            new._source = new.owner.masters
             new.owner.register(new)
+        new._source.hold(new.pairs, new)
         return new
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out what belongs to this process: the optimizer, the session, an open pass."""
+        masters.write_back(self.pairs)
         state = self.__dict__.copy()
-        del state["_optimizer"]
-        state.update(owner=None, open_pass=None, inner_step=None, view=None)
-        state.update(_stash=[], _versions=None)
+        del state["_optimizer"], state["_source"]
+        state.update(owner=None, inner_step=None, view=None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes over everything but the optimizer, which attaches itself."""
         self.__dict__.update(state)
+        self._source = Masters()
+        self.gradients.attach(self)
+        for pair in self.pairs:
+            pair.agree()
+            pair.shows_grad = False  # copies and files leave gradients out
 
 
-def _grad_for(pair: Pair) -> Tensor | None:
-    grad = pair.master.grad
-    return None if grad is None else grad.to(pair.model.dtype)
+def _move_state(optimizer: Optimizer, old: nn.Parameter, new: nn.Parameter) -> None:
+    if old in optimizer.state:
+        optimizer.state[new] = optimizer.state.pop(old)

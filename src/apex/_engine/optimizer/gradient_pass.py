@@ -1,19 +1,46 @@
-"""The gradients of one optimizer through a backward pass: set aside, unscaled, added up, kept."""
+"""The gradients of one optimizer through backward passes: set aside, unscaled, added up, kept.
+
+Note [Gradients of a pair]
+    A model's 16-bit gradient is what a pass writes; the master's is the fp32 sum that clipping and
+    the optimizer see. After a pass the model's gradient *shows* the master's: it is marked with its
+    version, and while it is there, the master's gradient counts. A script that clears it, by a
+    wrapper's ``zero_grad`` or by hand, has cleared both. A new gradient in its place, from a plain
+    ``loss.backward()``, replaces both. At a loss scale of exactly 1 the shown gradient is the
+    rounded sum, so what is done to it in place (a plain backward adds, a script clips) counts, too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+import enum
+import weakref
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from apex._core import finite, master
-from apex._core.master import Pair
+from apex._engine.masters import TrackedPair, clear_grad
 from apex._torch import dtensor
 from apex._torch.dynamo import untraced
 
 _Grads = list[tuple[nn.Parameter, Tensor]]
+
+_MARK = "_apex_shown"
+"""Attribute of a shown gradient: its version then, and whether changes of it count."""
+
+
+class GradState(enum.Enum):
+    """Where the gradients of an optimizer are between begin and end of its passes."""
+
+    READY = enum.auto()
+    """Unscaled, where the optimizer finds them; or there are none."""
+    LOCAL = enum.auto()
+    """As ``READY``, but accumulated under ``no_sync``: other ranks have not seen them."""
+    OPEN = enum.auto()
+    """A ``scale_loss`` block is making them."""
+    DELAYED = enum.auto()
+    """Left scaled by ``delay_unscale``; a later pass adds to them and unscales all."""
 
 
 class OpenPass(Protocol):
@@ -23,64 +50,83 @@ class OpenPass(Protocol):
         """Unscales them now; later calls do nothing."""
 
 
-class PassGradients:
-    """Gradients of the parameters that one optimizer trains, in whatever state a pass leaves them.
+class Stepped(Protocol):
+    """The parameters of one optimizer."""
 
-    A pass is :meth:`begin`, autograd, :meth:`add_up`, and :meth:`keep` or :meth:`drop`; or
-    :meth:`abort`.
-
-    Attributes:
-        pairs: Low-precision model parameters with their fp32 masters.
-        found_inf: 0-d fp32 flag: a gradient since the last step held inf or NaN; ``None`` until
-            a checked backward pass.
-        checked: Whether a pass since the last step has set the flag.
-        gathered: Whether the model's gradients are in those of the masters.
-        scaled_gradients: Whether gradients were left scaled, for a later pass to unscale.
-        open_pass: The backward pass still to be finished, if any.
-        unsent: Whether gradients accumulated under ``no_sync`` wait to be sent to other ranks.
-    """
-
-    def __init__(self) -> None:
-        """Starts without pairs and gradients."""
-        self.pairs: list[Pair] = []
-        self.found_inf: Tensor | None = None
-        self.checked = False
-        self.gathered = False
-        self.scaled_gradients = False
-        self.open_pass: OpenPass | None = None
-        self.unsent = False
-        self._stash: _Grads = []
-        self._fresh: _Grads = []
-        self._in_place = True
-        self._returned = False
-        self._model_scaled = False
-        self._model_shows = False
+    pairs: list[TrackedPair]
 
     def params(self) -> list[nn.Parameter]:
         """Returns every parameter that the optimizer steps, masters included."""
-        raise NotImplementedError
-
-    def trained(self) -> list[nn.Parameter]:
-        """Returns the models' parameters that the optimizer trains, by a master or themselves."""
-        return [*(pair.model for pair in self.pairs), *self.direct()]
 
     def direct(self) -> list[nn.Parameter]:
         """Returns the parameters that are stepped themselves, without a master."""
-        masters = {id(pair.master) for pair in self.pairs}
-        return [param for param in self.params() if id(param) not in masters]
+
+
+class Gradients:
+    """The gradients that one optimizer steps by, and the state that passes leave them in.
+
+    A pass is :meth:`begin`, autograd, :meth:`add_up`, and :meth:`keep` or :meth:`drop`; or
+    :meth:`delay`; or :meth:`abort`. Only these methods write what they change.
+
+    Attributes:
+        state: Where the gradients are.
+        open_pass: The backward pass still to be finished, if any.
+        found_inf: 0-d fp32 flag: a gradient that is still there held inf or NaN; ``None`` until a
+            checked pass.
+        checked: Whether the flag speaks of the present gradients.
+    """
+
+    def __init__(self, stepped: Stepped) -> None:
+        """Starts without gradients."""
+        self.attach(stepped)
+        self.state = GradState.READY
+        self.open_pass: OpenPass | None = None
+        self.found_inf: Tensor | None = None
+        self.checked = False
+        self._before = GradState.READY
+        self._aside: _Grads = []
+        self._fresh: _Grads = []
+        self._views: _Grads = []
+        self._unshown: list[TrackedPair] = []
+        self._in_place = True
+        self._in_buckets = False
+        self._returned = False
+        self._scaled = False
+
+    def attach(self, stepped: Stepped) -> None:
+        """Makes these the gradients of ``stepped``, which keeps this object alive."""
+        self._stepped = weakref.ref(stepped)
+
+    @property
+    def _of(self) -> Stepped:
+        stepped = self._stepped()
+        if stepped is None:
+            raise RuntimeError("The optimizer of these gradients has been deleted.")
+        return stepped
+
+    @property
+    def continues_local(self) -> bool:
+        """Whether the open pass, or the passes that it closes, began with local gradients."""
+        return self._before is GradState.LOCAL
 
     # -- one backward pass -------------------------------------------------------------------
 
     def begin(
-        self, *, identity: bool, sent_with: Tensor | float | None = 1.0, keeps: bool = True
+        self,
+        opened: OpenPass | None = None,
+        *,
+        identity: bool,
+        sent_with: Tensor | float | None = 1.0,
+        keeps: bool = True,
     ) -> None:
         """Makes room for the gradients of one backward pass.
 
         Gradients that are already unscaled are set aside, so that the pass starts from none; ones
-        that are still scaled (``delay_unscale``) stay and accumulate. Ones that other ranks still
-        miss go back to where the pass accumulates, so that they are sent with its own.
+        that are still scaled (``delay_unscale``) stay and accumulate. Ones that other ranks have
+        not seen go back to where the pass accumulates, so that they are sent with its own.
 
         Args:
+            opened: The pass.
             identity: Whether the loss scale is exactly 1 and unchecked: then the parameters
                 without a master accumulate in place.
             sent_with: The scale of the gradients that this pass sends to other ranks; ``None``
@@ -88,103 +134,135 @@ class PassGradients:
             keeps: Whether a gradient that is set aside keeps its values; False where its memory is
                 a bucket of messages.
         """
-        self._notice_cleared()
-        returned = self.unsent and sent_with is not None
+        self.take_raw()
+        returned = self.state is GradState.LOCAL and sent_with is not None
         aside: _Grads = []
         back: _Grads = []
-        if not self.scaled_gradients:
-            if self.pairs:
-                self._gather_left_over()
-            if returned:
-                aside, back = self._unsent(1.0 if sent_with is None else sent_with, identity)
-            elif not identity:
-                aside = self._present(keeps=keeps)
-        # Nothing below fails: a pass that does not begin leaves no trace.
-        self._in_place = identity or self.scaled_gradients
-        self._model_scaled = not identity
-        if self.scaled_gradients:
+        delayed = self.state is GradState.DELAYED
+        if returned:
+            aside, back = self._unseen(1.0 if sent_with is None else sent_with, identity)
+        elif not (delayed or identity):
+            aside = self._present(keeps=keeps)
+        # Nothing below fails, and what abort goes by is set before any gradient changes.
+        self._in_place = identity or delayed
+        self._in_buckets = not keeps
+        self._scaled = not identity
+        self.open_pass = opened
+        if delayed:
             return
-        self._returned = returned
-        self._model_shows = False
-        for pair in self.pairs:
-            pair.model.grad = None
+        self._unshown = [pair for pair in self._of.pairs if pair.shows_grad]
+        self._aside, self._returned, self._before = aside, returned, self.state
+        self.state = GradState.OPEN
+        for pair in self._of.pairs:
+            pair.model.grad, pair.shows_grad = None, False
         for param, _ in aside:
             param.grad = None
         for param, grad in back:
             param.grad = grad
-        self._stash += aside
 
     def _present(self, *, keeps: bool) -> _Grads:
         # Masters too: a loss may use them directly, and then they get scaled gradients.
-        present = {id(p): (p, grad) for p in self.params() if (grad := p.grad) is not None}
+        present = {id(p): (p, grad) for p in self._of.params() if (grad := p.grad) is not None}
         return [(param, grad if keeps else grad.clone()) for param, grad in present.values()]
 
-    def _unsent(self, scale: Tensor | float, identity: bool) -> tuple[_Grads, _Grads]:
+    def _unseen(self, scale: Tensor | float, identity: bool) -> tuple[_Grads, _Grads]:
         """Returns gradients that other ranks miss, and them scaled where the pass accumulates."""
-        places = {id(pair.master): (pair.master, pair.model) for pair in self.pairs}
+        places = {id(pair.master): (pair.master, pair.model) for pair in self._of.pairs}
         if not identity:
-            places.update((id(param), (param, param)) for param in self.direct())
+            places.update((id(param), (param, param)) for param in self._of.direct())
         aside = [(own, grad) for own, _ in places.values() if (grad := own.grad) is not None]
         back = [
-            (target, (grad * scale).to(target.dtype))
+            (target, (grad * scale).to(device=target.device, dtype=target.dtype))
             for own, target in places.values()
             if (grad := own.grad) is not None
         ]
         return aside, back
 
-    def unscale(
-        self, unscale_: Callable[[list[Tensor]], None] | None, done: set[int] | None = None
-    ) -> None:
-        """Turns the scaled gradients of the pass into unscaled fp32 ones, added to earlier ones.
-
-        Args:
-            unscale_: Divides dense gradients by the loss scale in place; ``None`` for a
-                scale of exactly 1.
-            done: Ids of parameters that another optimizer of the pass has unscaled; those of this
-                one are added.
-        """
-        self.add_up(unscale_, done)
-        self.keep()
+    def delay(self) -> None:
+        """Leaves the gradients of the pass scaled, for a later pass to unscale."""
+        self.state = GradState.DELAYED
 
     def add_up(
         self, unscale_: Callable[[list[Tensor]], None] | None, done: set[int] | None = None
     ) -> None:
-        """Does the work of :meth:`unscale`; until :meth:`keep`, :meth:`drop` takes it back.
+        """Computes the unscaled fp32 gradients of the pass, added to earlier ones.
 
-        The sums are made in the memory of the fresh gradients: those set aside are as they were.
+        Until :meth:`keep`, :meth:`drop` takes it back: the sums are made in the memory of the fresh
+        gradients, and those set aside are as they were.
+
+        Args:
+            unscale_: Divides dense gradients by the loss scale in place; ``None`` for a scale of
+                exactly 1.
+            done: Ids of parameters that another optimizer of the pass has added up; those of this
+                one are added.
         """
-        pairs = [pair for pair in self.pairs if pair.model.grad is not None]
-        fresh = master.fp32_grads([pair.model for pair in pairs])
+        done = set() if done is None else done
+        pairs = [p for p in self._of.pairs if id(p.model) not in done and _is_fresh(p)]
+        done.update(id(pair.model) for pair in pairs)
+        fresh = _fp32_grads(pairs)
         if unscale_ is not None:
-            done = set() if done is None else done
-            present = {id(param): param for param in self.params() if param.grad is not None}
-            own = {k: p for k, p in present.items() if k not in done} if done else present
+            present = {id(param): param for param in self._of.params() if param.grad is not None}
+            own = {k: p for k, p in present.items() if k not in done}
             done.update(own)
             unscale_(finite.dense_values(fresh + _grads(list(own.values()))))
-        # A loss may use masters directly, too.
-        fresh = master.sums(fresh, [pair.master.grad for pair in pairs])
+        # A loss may use masters directly, too; and at a scale of 1 earlier gradients are there.
+        earlier = [pair.master.grad for pair in pairs]
+        fresh = master.sums(fresh, earlier)
         self._fresh = [(pair.master, grad) for pair, grad in zip(pairs, fresh, strict=True)]
-        if self._stash and not self._returned:
-            self._add_stash()
+        if self._aside and not self._returned:
+            self._add_aside()
+        if not self._scaled:
+            self._show_sums(pairs, earlier)
+        self._views = self._unreached_views()
 
-    def _add_stash(self) -> None:
+    def _add_aside(self) -> None:
         known = {id(param) for param, _ in self._fresh}
-        params = [param for param, _ in self._stash if id(param) not in known]
+        params = [param for param, _ in self._aside if id(param) not in known]
         self._fresh += [(param, grad) for param in params if (grad := param.grad) is not None]
-        earlier = {id(param): grad for param, grad in self._stash}
+        earlier = {id(param): grad for param, grad in self._aside}
         added = [earlier.get(id(param)) for param, _ in self._fresh]
         total = master.sums([grad for _, grad in self._fresh], added)
         self._fresh = [(param, grad) for (param, _), grad in zip(self._fresh, total, strict=True)]
 
-    def keep(self) -> None:
-        """Makes what :meth:`add_up` computed the gradients. Cannot fail."""
-        earlier = [] if self._returned else self._stash  # the pass has added to returned ones
-        for param, grad in (*earlier, *self._fresh):
+    def _show_sums(self, pairs: Sequence[TrackedPair], earlier: Sequence[Tensor | None]) -> None:
+        """Lets the model show the sum where the pass has added to earlier gradients."""
+        sums = {id(param): grad for param, grad in self._fresh}
+        shown: list[Tensor] = []
+        totals: list[Tensor] = []
+        for pair, before in zip(pairs, earlier, strict=True):
+            grad, total = pair.model.grad, sums[id(pair.master)]
+            if before is None or grad is None:
+                continue
+            if grad.is_sparse or total.is_sparse:
+                pair.model.grad = _rounded(total, pair.model)
+            else:
+                shown.append(grad)
+                totals.append(total)
+        if shown:
+            torch._foreach_copy_(dtensor.locals_of(shown), dtensor.locals_of(totals))
+
+    def _unreached_views(self) -> _Grads:
+        """Returns what the model is to show of gradients that the pass has not reached."""
+        aside = {id(param): grad for param, grad in self._aside}
+        views: _Grads = []
+        for pair in self._unshown:
+            grad = aside.get(id(pair.master), pair.master.grad)
+            if pair.model.grad is None and grad is not None:
+                views.append((pair.model, _rounded(grad, pair.model)))
+        return views
+
+    def keep(self, *, sent: bool = True) -> None:
+        """Makes what :meth:`add_up` computed the gradients. Cannot fail.
+
+        Args:
+            sent: Whether other ranks have seen the gradients, or need not.
+        """
+        earlier = [] if self._returned else self._aside  # the pass has added to returned ones
+        for param, grad in (*earlier, *self._fresh, *self._views):
             param.grad = grad
-        self._stash, self._fresh = [], []
-        self._model_shows = bool(self.pairs)
-        self.gathered = True
-        self.scaled_gradients = False
+        for pair in self._of.pairs:
+            _show(pair, counts=not self._scaled)
+        self._close(GradState.READY if sent else GradState.LOCAL)
 
     def drop(self) -> None:
         """Forgets a pass that could not be unscaled, and those that it was to close.
@@ -192,13 +270,95 @@ class PassGradients:
         The gradients are those from before the first of them; at a scale of exactly 1 as
         :meth:`abort` says.
         """
-        self._fresh = []
-        self.scaled_gradients = False
-        self._in_place = not self._model_scaled
-        self.abort()
+        self.state = GradState.OPEN
+        self._in_place = not self._scaled
+        self.abort(self.open_pass)
+
+    def abort(self, aborted: OpenPass | None = None, earlier: OpenPass | None = None) -> None:
+        """Forgets the pass: the gradients are those from before it, where they were set aside.
+
+        A pass that accumulated in place (scale 1, or gradients still scaled) leaves what it added,
+        as plain autograd does.
+
+        Args:
+            aborted: The pass; nothing happens where it is not the open one.
+            earlier: The pass before it that delayed, still to be finished.
+        """
+        if aborted is not self.open_pass:
+            return
+        if self.state is GradState.DELAYED:
+            self.open_pass = earlier
+            return
+        for pair in self._of.pairs:
+            pair.model.grad = None
+        if not self._in_place:
+            for param in self._of.params():
+                param.grad = None
+        for param, grad in self._aside:
+            param.grad = grad
+        unshown = self._unshown
+        self._close(self._before)
+        self.open_pass = earlier
+        self._show_again(unshown)
+
+    def _close(self, state: GradState) -> None:
+        self._aside, self._fresh, self._views, self._unshown = [], [], [], []
+        self._before = self.state = state
+        self.open_pass = None
+
+    def _show_again(self, pairs: Iterable[TrackedPair]) -> None:
+        for pair in pairs:
+            grad = pair.master.grad
+            if grad is None or pair.model.grad is not None:
+                continue
+            try:
+                pair.model.grad = _rounded(grad, pair.model)
+            except RuntimeError:  # memory has run out: then nothing is shown, and nothing is lost
+                continue
+            _show(pair, counts=not self._scaled)
+
+    # -- outside of passes -------------------------------------------------------------------
+
+    @untraced
+    def take_raw(self) -> None:
+        """Takes in what scripts did to gradients outside of passes, see Note [Gradients of a pair].
+
+        That is what a plain ``loss.backward()`` has brought, and what was cleared.
+        """
+        if self.state in (GradState.OPEN, GradState.DELAYED):
+            return
+        pairs = self._of.pairs
+        # DistributedDataParallel moves shown gradients when it builds its buckets anew.
+        moved = self._in_buckets
+        raw = [pair for pair in pairs if _is_raw(pair) and not (moved and pair.shows_grad)]
+        for pair in pairs:
+            if pair.shows_grad and pair.model.grad is None:
+                pair.master.grad, pair.shows_grad = None, False
+        self._take(raw)
+        if (self.checked or self.state is GradState.LOCAL) and not self._any():
+            self.forget()
+
+    def _take(self, raw: Sequence[TrackedPair]) -> None:
+        if not raw:
+            return
+        fresh = _fp32_grads(raw)
+        # A shown gradient that was replaced or changed takes its master's with it.
+        earlier = [None if pair.shows_grad else pair.master.grad for pair in raw]
+        for pair, grad in zip(raw, master.sums(fresh, earlier), strict=True):
+            pair.master.grad = grad
+            _show(pair, counts=True)
+
+    def take_unfinished(self) -> None:
+        """Takes in what an open pass at scale 1 has brought so far, for a step in its middle."""
+        self._take([pair for pair in self._of.pairs if _is_raw(pair)])
+
+    @property
+    def scaled_now(self) -> bool:
+        """Whether the pass that is open multiplies gradients by something else than 1."""
+        return self._scaled
 
     def raise_flag(self, found_inf: Tensor) -> None:
-        """Makes the next step skip where ``found_inf`` (0-d) is set."""
+        """Makes steps skip where ``found_inf`` (0-d) is set, until the gradients are cleared."""
         if self.found_inf is None or self.found_inf.device != found_inf.device:
             self.found_inf = torch.zeros_like(found_inf)
             self.checked = False
@@ -208,97 +368,82 @@ class PassGradients:
             self.found_inf.copy_(found_inf)
         self.checked = True
 
-    def abort(self, earlier: OpenPass | None = None) -> None:
-        """Forgets the pass: the gradients are those from before it, where they were set aside.
+    def zero(self, *, set_to_none: bool) -> None:
+        """Clears the gradients of all pairs, model and master, and forgets any overflow."""
+        for pair in self._of.pairs:
+            clear_grad(pair.model, set_to_none=set_to_none)
+            clear_grad(pair.master, set_to_none=set_to_none)
+            pair.shows_grad = pair.shows_grad and not set_to_none
+        self.forget()
 
-        A pass that accumulated in place (scale 1, or gradients still scaled) leaves what it added,
-        as plain autograd does.
+    def cleared(self, models: Container[int]) -> None:
+        """Forgets overflow and passes where the cleared parameters were all that had gradients.
 
         Args:
-            earlier: The pass before it that delayed, still to be finished.
+            models: Ids of the models' parameters whose gradients were just cleared.
         """
-        self.open_pass = earlier
-        if self.scaled_gradients:
-            return
-        self._model_shows = False
-        for pair in self.pairs:
-            pair.model.grad = None
-        if not self._in_place:
-            for param in self.params():
-                param.grad = None
-        for param, grad in self._stash:
-            param.grad = grad
-        self._stash = []
+        pairs = {id(pair.master): id(pair.model) for pair in self._of.pairs}
+        if all(p.grad is None or pairs.get(id(p), id(p)) in models for p in self._of.params()):
+            self.forget()
 
-    def _gather_left_over(self) -> None:
-        """Takes gradients of a plain ``loss.backward()``, which nobody scaled, to the masters."""
-        if not self.gathered:
-            self.gathered = self._gather_raw(self.pairs)
-
-    def _gather_raw(self, pairs: Iterable[Pair]) -> bool:
-        raw = [pair for pair in pairs if pair.model.grad is not None]
-        if raw:
-            fresh = master.fp32_grads([pair.model for pair in raw])
-            master.add_grads_([pair.master for pair in raw], fresh)
-        return bool(raw)
-
-    # -- after the step ----------------------------------------------------------------------
-
-    @untraced
-    def end_step(self) -> None:
-        """Clears what the step has used up."""
-        # Nobody else clears the masters' gradients when the model's own are zeroed by
-        # ``model.zero_grad()`` under a wrapper, so they go once they are used.
-        for pair in self.pairs:
-            pair.master.grad = None
-        # The model's gradients stay; a plain backward after them is to be found, unless they are
-        # scaled: those must not be taken for unscaled ones.
-        self.gathered = self._model_scaled
+    def forget(self) -> None:
+        """Has no pass open and no overflow pending."""
+        self._close(GradState.READY)
         self.checked = False
 
-    def zero_grad(self, *, set_to_none: bool) -> None:
-        """Clears the gradients of all pairs, model and master, and forgets any overflow."""
-        for pair in self.pairs:
-            _clear(pair.model, set_to_none=set_to_none)
-            _clear(pair.master, set_to_none=set_to_none)
-        self._forget()
+    def mark_scaled(self, scaled: bool) -> None:
+        """Says whether the gradients are still scaled, for scripts that set apex's flag."""
+        self.state = GradState.DELAYED if scaled else GradState.READY
 
-    def clear(self, models: Container[int], *, set_to_none: bool) -> None:
-        """Clears the masters' gradients of the model parameters with these ids.
+    def __getstate__(self) -> dict[str, object]:
+        """Leaves out what is under way in this process."""
+        state = self.__dict__ | {"open_pass": None, "_stepped": None}
+        if self.state is GradState.OPEN:
+            state["state"] = self._before
+        return state | dict.fromkeys(("_aside", "_fresh", "_views", "_unshown"), ())
 
-        Once no master has a gradient, the binding is as after :meth:`zero_grad`.
-        """
-        for pair in self.pairs:
-            if id(pair.model) in models:
-                _clear(pair.master, set_to_none=set_to_none)
-        if self.pairs and all(pair.master.grad is None for pair in self.pairs):
-            self._forget()
+    def __setstate__(self, state: dict[str, object]) -> None:
+        """Goes on without a pass."""
+        self.__dict__.update(state)
+        self._aside, self._fresh, self._views, self._unshown = [], [], [], []
 
-    def _notice_cleared(self) -> None:
-        if self._model_shows and all(pair.model.grad is None for pair in self.pairs):
-            # A module around the model, by its zero_grad, could not reach those of the masters.
-            for pair in self.pairs:
-                pair.master.grad = None
-            self._model_shows = self.gathered = False
-            if all(param.grad is None for param in self.params()):
-                self._forget()
-        if self.unsent and all(param.grad is None for param in (*self.params(), *self.trained())):
-            self.unsent = self.checked = False  # dropped: what one rank alone knows goes with them
-
-    def _forget(self) -> None:
-        self._stash = []
-        self._model_shows = False
-        self.open_pass = None
-        self.checked = self.gathered = self.scaled_gradients = self.unsent = False
+    def _any(self) -> bool:
+        return any(param.grad is not None for param in self._of.params())
 
 
-def _clear(param: nn.Parameter, *, set_to_none: bool) -> None:
-    if set_to_none:
-        param.grad = None
-    elif param.grad is not None:
-        if param.grad.grad_fn is not None:
-            param.grad = param.grad.detach()  # not in place: it may be a view of a bucket
-        param.grad.requires_grad_(False).zero_()
+def _fp32_grads(pairs: Sequence[TrackedPair]) -> list[Tensor]:
+    # In the masters' layout: a model that was moved to channels_last hands over another.
+    return master.fp32_grads([pair.model for pair in pairs], [pair.master for pair in pairs])
+
+
+def _rounded(grad: Tensor, param: nn.Parameter) -> Tensor:
+    return grad.to(device=param.device, dtype=param.dtype)
+
+
+def _show(pair: TrackedPair, *, counts: bool) -> None:
+    grad = pair.model.grad
+    if grad is not None:
+        setattr(grad, _MARK, (grad._version, counts))
+    pair.shows_grad = grad is not None
+
+
+def _is_fresh(pair: TrackedPair) -> bool:
+    grad = pair.model.grad
+    if grad is None:
+        return False
+    # A mark alone says nothing: a bucket of DistributedDataParallel keeps it over the passes.
+    return not pair.shows_grad or getattr(grad, _MARK, None) != (grad._version, True)
+
+
+def _is_raw(pair: TrackedPair) -> bool:
+    grad = pair.model.grad
+    if grad is None:
+        return False
+    mark = getattr(grad, _MARK, None)
+    if mark is None or not pair.shows_grad:
+        return True
+    version, counts = mark
+    return bool(counts and version != grad._version)
 
 
 def _grads(params: list[nn.Parameter]) -> list[Tensor]:

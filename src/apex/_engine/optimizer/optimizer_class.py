@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from apex._engine.optimizer import step as stepping
 from apex._engine.optimizer.binding import Binding
+from apex._engine.undo import all_or_nothing
 from apex._torch.dynamo import untraced, untraced_frame
 
 ATTRIBUTE = "_apex_binding"
@@ -60,7 +61,7 @@ class AmpOptimizer(Optimizer):
             own(set_to_none=set_to_none)
         binding = binding_of(self)
         if binding is not None:
-            binding.zero_grad(set_to_none=set_to_none)
+            binding.gradients.zero(set_to_none=set_to_none)
 
     @untraced
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -70,15 +71,13 @@ class AmpOptimizer(Optimizer):
             super().add_param_group(param_group)
             return
         _refuse_unfit(binding, param_group)
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        owner = binding.owner
-        try:
-            exact = {} if owner is None else owner.convert_late(group["params"])
-            binding.adopt([group], exact)
-        except BaseException:
-            del self.param_groups[-1]
-            raise
+        with all_or_nothing() as undo:
+            super().add_param_group(param_group)
+            undo.push(self.param_groups.pop)
+            group = self.param_groups[-1]
+            if binding.owner is not None:
+                binding.owner.convert_late(group["params"])
+            binding.adopt([group], undo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles and copies by the optimizer's own class, so that no generated name is stored."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
-from apex._core import master
+from apex._engine import masters
 from apex._torch.dynamo import untraced, untraced_frame
 
 if TYPE_CHECKING:
@@ -23,8 +23,11 @@ Run = Callable[..., Any]
 Closure = Callable[[], Any]
 
 
-class _SkipStep(Exception):  # noqa: N818 - a signal between our own frames, not an error
-    """Leaves ``optimizer.step(closure)`` when the closure's gradients overflowed."""
+class _SkipStep(BaseException):
+    """Leaves ``optimizer.step(closure)`` when the closure's gradients overflowed.
+
+    No ``Exception``: an optimizer that catches those around its closure would step all the same.
+    """
 
 
 @untraced_frame
@@ -42,14 +45,21 @@ def step(binding: Binding, run: Run, closure: Closure | None) -> Any:
     if closure is not None:
         return _step_with_closure(binding, run, closure)
     binding.settle()
-    with binding.casts_off():
+    try:
+        _expect_writes(binding)
+        with binding.casts_off():
+            return _run_unless_overflow(binding, run) if binding.gradients.checked else run()
+    finally:  # also where the step failed half way; twice, for a Ctrl-C may hit the first
         try:
-            result = _run_unless_overflow(binding, run) if binding.checked else run()
-        finally:  # also where the step failed half way: masters and model agree
-            if binding.pairs:
-                master.copy_to_model(binding.pairs)
-    binding.end_step()
-    return result
+            masters.write_back(binding.pairs)
+        finally:
+            masters.write_back(binding.pairs)
+
+
+@untraced
+def _expect_writes(binding: Binding) -> None:
+    for pair in binding.pairs:
+        pair.expect_write()
 
 
 def skips_in_kernel(optimizer: Optimizer) -> bool:
@@ -82,7 +92,7 @@ def _run_unless_overflow(binding: Binding, run: Run) -> Any:
     optimizer: Any = binding.optimizer
     if not skips_in_kernel(optimizer):
         return None if _overflowed(binding) else run()
-    optimizer.found_inf = binding.found_inf
+    optimizer.found_inf = binding.gradients.found_inf
     try:
         return run()
     finally:
@@ -91,41 +101,74 @@ def _run_unless_overflow(binding: Binding, run: Run) -> Any:
 
 @untraced
 def _overflowed(binding: Binding) -> bool:
-    if not binding.checked or binding.found_inf is None:
+    gradients = binding.gradients
+    if not gradients.checked or gradients.found_inf is None:
         return False
-    return bool(binding.found_inf.tolist())  # sync: an optimizer in Python needs the answer
+    return bool(gradients.found_inf.tolist())  # sync: an optimizer in Python needs the answer
 
 
 @untraced_frame
 def _step_with_closure(binding: Binding, run: Run, closure: Closure) -> Any:
-    binding.take_over_changes()
+    binding.read_model()
+    off = binding.casts_off()
+    try:
+        _expect_writes(binding)
+        with off:
+            evaluate = _evaluation(binding, closure, off)
+            if binding.owner is not None and binding.owner.can_skip:
+                return _run_or_put_back(binding, run, evaluate)
+            return run(evaluate)
+    finally:
+        try:
+            masters.write_back(binding.pairs)
+        finally:
+            masters.write_back(binding.pairs)
+
+
+@untraced_frame
+def _run_or_put_back(binding: Binding, run: Run, closure: Closure) -> Any:
+    """Runs the step, and takes all of it back where any evaluation of ``closure`` overflows."""
     params, state = _copies(binding)
     losses: list[Any] = []
-    off = binding.casts_off()
+    skipped: list[bool] = []
 
     @untraced_frame
     def evaluate() -> Any:
-        master.copy_to_model(binding.pairs)
-        with _left(off):
-            loss = closure()
-        losses.append(loss)
-        binding.settle()
+        losses.append(closure())
         if _overflowed(binding):
+            skipped.append(True)
             raise _SkipStep
-        return loss
+        return losses[-1]
 
     try:
-        with off:
-            result = run(evaluate)
+        result = run(evaluate)
     except BaseException as error:
         _put_back(binding, params, state)
         if not isinstance(error, _SkipStep):
             raise
-        result = losses[0]
-    finally:
-        master.copy_to_model(binding.pairs)
-        binding.end_step()
+        return losses[0]
+    if skipped:  # the optimizer has caught the signal
+        _put_back(binding, params, state)
+        return losses[0]
     return result
+
+
+@untraced_frame
+def _evaluation(
+    binding: Binding, closure: Closure, off: AbstractContextManager[None]
+) -> Callable[[], Any]:
+    """Returns the closure for the optimizer: the model is up to date and casts as in training."""
+
+    @untraced_frame
+    def evaluate() -> Any:
+        masters.write_back(binding.pairs)
+        with _left(off):
+            loss = closure()
+        binding.settle()
+        _expect_writes(binding)
+        return loss
+
+    return evaluate
 
 
 @untraced

@@ -1,0 +1,80 @@
+"""Follows DistributedDataParallel: whose gradients are sent, and masters alike on all ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+from torch.nn.parallel import DistributedDataParallel
+
+from apex._engine import masters
+from apex._engine.masters import TrackedPair
+from apex._engine.optimizer.binding import Binding
+from apex._torch import ddp, ranks
+from apex._torch.ddp import ALONE, Communication, Wrappers
+
+_log = logging.getLogger("apex")
+
+
+class Communicator:
+    """Knows the wrappers that the models of a session run under."""
+
+    def __init__(self) -> None:
+        """Starts without wrappers."""
+        self._wrappers = Wrappers()
+        self._told_of_join = False
+
+    def note(self, wrapper: DistributedDataParallel, *, traced: bool = False) -> None:
+        """Notes that a model's forward pass begins, or is traced, under a wrapper."""
+        self._wrappers.note(wrapper, traced=traced)
+
+    def forget_users(self) -> None:
+        """Looks up anew which optimizer trains parameters of which wrapper."""
+        self._wrappers.forget_users()
+
+    def of_pass(self, binding: Binding, *, dynamic: bool) -> Communication:
+        """Returns what becomes of the gradients of a pass that begins now.
+
+        At an optimizer's first pass its masters become alike on all ranks.
+
+        Args:
+            binding: The optimizer.
+            dynamic: Whether the session has a dynamic loss scale.
+        """
+        if not self._wrappers.seen:
+            return ALONE
+        wrappers = self._wrappers.of(binding, binding.trained)
+        new = [pair for pair in binding.pairs if pair.new]
+        if new:
+            _share(new, [wrapper for wrapper in wrappers if not ddp.joins(wrapper)])
+        if any(map(ddp.joins, wrappers)):
+            self._join(binding, dynamic=dynamic)
+        return self._wrappers.communication(wrappers)
+
+    def _join(self, binding: Binding, *, dynamic: bool) -> None:
+        # A join ends with the last rank's rounded weights sent to all: low bits that ranks do not
+        # share would let them drift apart.
+        for pair in binding.pairs:
+            pair.low_bits = False
+        if dynamic and not self._told_of_join:
+            self._told_of_join = True
+            if ranks.rank() == 0:
+                _log.warning(
+                    "amp: in DistributedDataParallel.join(), ranks that finish early stop updating "
+                    "their loss scale. After the join, load one rank's amp.state_dict() on all."
+                )
+
+
+def _share(new: Sequence[TrackedPair], wrappers: Iterable[DistributedDataParallel]) -> None:
+    """Gives the masters that a wrapper keeps alike the exact values of its group's first rank.
+
+    The wrapper has sent rounded weights only. Every rank is about to send gradients in the same
+    order, so nothing waits for ever, which a collective in ``initialize`` could.
+    """
+    for wrapper in wrappers:
+        sent = ddp.sent_params(wrapper)
+        shared = [pair for pair in new if id(pair.model) in sent and pair.new]
+        masters.read_model(shared, alike=True)
+        ddp.share([pair.master.detach() for pair in shared], wrapper)
+        for pair in shared:
+            pair.expect_write()

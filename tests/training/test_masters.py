@@ -1,0 +1,428 @@
+"""One master per weight: what is written on either side, by whoever steps, reaches the other."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from apex import amp
+from tests.training import cases
+
+MASTERS = cases.WITH_MASTERS
+OPTIMIZERS = ("SGD", "fused AdamW", "fused SGD", "Adam")
+
+
+def agree(model, optimizer):
+    """Whether every 16-bit weight of the model is its rounded master."""
+    stash = optimizer._amp_stash
+    return all(
+        torch.equal(low, master.to(low.dtype))
+        for low, master in zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params, strict=True)
+    )
+
+
+def forward(model):
+    with torch.no_grad():
+        return model(cases.batch()[0])
+
+
+def rounded(model, optimizer):
+    """A plain fp32 model with the rounded masters as weights."""
+    plain = cases.net()
+    low = next(model.parameters()).dtype
+    with torch.no_grad():
+        for param, master in zip(plain.parameters(), amp.master_params(optimizer), strict=True):
+            param.copy_(master.to(low))
+    return plain
+
+
+# -- masters are written ---------------------------------------------------------------------
+
+
+def write_in_place(param):
+    param.mul_(0.5)
+
+
+def write_through_data(param):
+    param.data.clamp_(-0.01, 0.01)
+
+
+def write_through_a_view(param):
+    param.data.view(-1)[::2].fill_(1 / 3)
+
+
+def assign_data(param):
+    param.data = torch.full_like(param.data, 1 / 3)
+
+
+WRITES = [write_in_place, write_through_data, write_through_a_view, assign_data]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("level", MASTERS)
+def test_what_is_written_into_masters_reaches_the_next_forward(level, write, trained):
+    model, optimizer = cases.prepared(level)
+    if trained:
+        cases.train_step(model, optimizer, *cases.batch())
+    with torch.no_grad():
+        for param in amp.master_params(optimizer):
+            write(param)
+    expected = rounded(model, optimizer)
+    low = next(model.parameters()).dtype
+    assert torch.equal(forward(model), expected.to(low)(cases.batch()[0].to(low)).float())
+    assert agree(model, optimizer)
+
+
+@pytest.mark.parametrize("level", MASTERS)
+@pytest.mark.parametrize("read", ["state_dict", "deepcopy", "pickle", "restore"])
+def test_what_is_written_into_masters_reaches_copies_and_files(level, read):
+    model, optimizer = cases.prepared(level)
+    cases.train_step(model, optimizer, *cases.batch())
+    for param in amp.master_params(optimizer):
+        param.data.fill_(1 / 3)
+    if read == "state_dict":
+        found = list(model.state_dict().values())
+    elif read == "deepcopy":
+        found = [p.float() for p in copy.deepcopy(model).parameters()]
+    elif read == "pickle":
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        found = [p.float() for p in torch.load(file, weights_only=False).parameters()]
+    else:
+        amp.restore(model, optimizer)
+        found = list(model.parameters())
+    exact = read in ("state_dict", "restore")
+    low = torch.float16 if level == "O2" else torch.bfloat16
+    third = torch.tensor(1 / 3) if exact else torch.tensor(1 / 3).to(low).float()
+    assert all(torch.equal(value, third.expand_as(value)) for value in found)
+
+
+class SAM(torch.optim.Optimizer):
+    """Sharpness-aware minimization, as scripts write it: a base optimizer over the same groups."""
+
+    def __init__(self, params, base, rho=0.05, **options):
+        super().__init__(params, {"rho": rho, **options})
+        self.base_optimizer = base(self.param_groups, **options)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def first_step(self):
+        norm = torch.stack([p.grad.norm() for g in self.param_groups for p in g["params"]]).norm()
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["old"] = p.data.clone()
+                p.add_(p.grad * (group["rho"] / norm))
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = self.state[p]["old"]
+        self.base_optimizer.step()
+        self.zero_grad()
+
+    @torch.no_grad()
+    def step(self, closure):
+        closure = torch.enable_grad()(closure)
+        self.first_step()
+        loss = closure()
+        self.second_step()
+        return loss
+
+
+def sam(params, **options):
+    return SAM(params, torch.optim.SGD, lr=0.1, momentum=0.9, **options)
+
+
+def sam_reference(level, steps):
+    """The same steps on explicit masters and a 16-bit model, by hand."""
+    low = torch.float16 if level == "O2" else torch.bfloat16
+    model, plain = cases.net().to(low), cases.net()
+    masters = list(plain.parameters())
+    optimizer = sam(masters, rho=0.5)
+    scale = 128.0
+
+    def gradients(x, y):
+        with torch.no_grad():
+            for param, master in zip(model.parameters(), masters, strict=True):
+                param.copy_(master)
+        model.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(x.to(low)).float(), y)
+        (loss * scale).backward()
+        for param, master in zip(model.parameters(), masters, strict=True):
+            master.grad = param.grad.float() / scale
+
+    for x, y in cases.batches(steps):
+        gradients(x, y)
+        optimizer.first_step()
+        gradients(x, y)
+        optimizer.second_step()
+    return cases.values(masters)
+
+
+@pytest.mark.parametrize("form", ["two steps", "closure"])
+@pytest.mark.parametrize("level", MASTERS)
+def test_sharpness_aware_steps_perturb_the_model(level, form):
+    model, optimizer = cases.prepared(level, lambda params: sam(params, rho=0.5), loss_scale=128.0)
+    for x, y in cases.batches(3):
+        if form == "two steps":
+            cases.backward(model, optimizer, x, y)
+            optimizer.first_step()
+            cases.backward(model, optimizer, x, y)
+            optimizer.second_step()
+        else:
+            cases.backward(model, optimizer, x, y)
+            optimizer.step(lambda x=x, y=y: cases.backward(model, optimizer, x, y))
+    assert cases.same(cases.masters(optimizer), sam_reference(level, 3))
+    forward(model)
+    assert agree(model, optimizer)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Slow weights that pull the fast ones back every second step."""
+
+    def __init__(self, base):
+        self.base, self.param_groups, self.state = base, base.param_groups, base.state
+        self.defaults, self.steps = base.defaults, 0
+        self.slow = [[p.detach().clone() for p in g["params"]] for g in self.param_groups]
+
+    def step(self, closure=None):
+        loss = self.base.step(closure)
+        self.steps += 1
+        if self.steps % 2 == 0:
+            for group, slow in zip(self.param_groups, self.slow, strict=True):
+                for p, q in zip(group["params"], slow, strict=True):
+                    q.add_(p.data - q, alpha=0.5)
+                    p.data.copy_(q)
+        return loss
+
+    def zero_grad(self, set_to_none=True):
+        self.base.zero_grad(set_to_none)
+
+
+@pytest.mark.parametrize("base", ["SGD", "fused AdamW"])
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("level", MASTERS)
+def test_lookahead_moves_model_and_masters(level, order, base):
+    model = cases.net()
+    optimizer = cases.OPTIMIZERS[base](model.parameters())
+    if order == "before":
+        outer = Lookahead(optimizer)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    if order == "after":
+        outer = Lookahead(optimizer)
+    for x, y in cases.batches(4):
+        cases.backward(model, optimizer, x, y)
+        outer.step()
+        outer.zero_grad()
+    forward(model)
+    assert agree(model, optimizer)
+    flat = [q for slow in outer.slow for q in slow]
+    assert all(map(torch.equal, flat, amp.master_params(optimizer)))
+
+
+@pytest.mark.parametrize("level", MASTERS)
+def test_an_optimizer_that_amp_has_not_seen_may_step_the_masters(level):
+    model, optimizer = cases.prepared(level)
+    cases.backward(model, optimizer, *cases.batch())
+    before = forward(model)
+    torch.optim.AdamW(list(amp.master_params(optimizer)), lr=0.1, fused=True).step()
+    assert not torch.equal(forward(model), before)
+    assert agree(model, optimizer)
+
+
+# -- the model is written --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", MASTERS)
+@pytest.mark.parametrize("part", ["model", "submodule"])
+def test_loaded_weights_reach_the_masters_exactly(level, part):
+    model, optimizer = cases.prepared(level, lambda params: cases.sgd(params, lr=0.0))
+    cases.train_step(model, optimizer, *cases.batch())
+    other = cases.net(seed=5)
+    if part == "model":
+        model.load_state_dict(other.state_dict())
+    else:
+        for name in ("0", "2"):
+            model.get_submodule(name).load_state_dict(other.get_submodule(name).state_dict())
+    cases.train_step(model, optimizer, *cases.batch())
+    assert cases.same(cases.masters(optimizer), cases.values(other.parameters()))
+    assert agree(model, optimizer)
+
+
+@pytest.mark.parametrize("level", MASTERS)
+@pytest.mark.parametrize("write", ["copy_", "init", "data"])
+def test_written_weights_reach_the_masters_where_they_differ(level, write):
+    model, optimizer = cases.prepared(level, lambda params: cases.sgd(params, lr=0.0))
+    cases.train_step(model, optimizer, *cases.batch())
+    before = cases.masters(optimizer)
+    weight = model[0].weight
+    new = weight.detach().clone()
+    new[0] = 0.25
+    with torch.no_grad():
+        if write == "copy_":
+            weight.copy_(new)
+        elif write == "init":
+            nn.init.constant_(weight[0], 0.25)
+        else:
+            weight.data = new
+    cases.train_step(model, optimizer, *cases.batch())
+    after = cases.masters(optimizer)
+    assert torch.equal(after[0][0], torch.full((4,), 0.25))
+    assert torch.equal(after[0][1:], before[0][1:])
+    assert cases.same(after[1:], before[1:])
+
+
+@pytest.mark.parametrize("level", MASTERS)
+@pytest.mark.parametrize("by", ["copy_", "data", "state_dict"])
+def test_weights_swapped_for_an_evaluation_leave_masters_as_they_were(level, by):
+    model, optimizer = cases.prepared(level, lambda params: cases.sgd(params, lr=0.0))
+    cases.train_step(model, optimizer, *cases.batch())
+    before = cases.masters(optimizer)
+    own = {k: v.clone() for k, v in model.state_dict().items()}
+    backup = [param.data.clone() for param in model.parameters()]
+    params = list(model.parameters())
+    with torch.no_grad():
+        if by == "state_dict":
+            model.load_state_dict(cases.net(seed=3).state_dict())
+        for param in params:
+            if by == "copy_":
+                param.copy_(torch.zeros_like(param))
+            elif by == "data":
+                param.data = torch.zeros_like(param)
+        forward(model)
+        model.state_dict()
+        if by == "state_dict":
+            model.load_state_dict(own)
+        for param, value in zip(params, backup, strict=True):
+            if by == "copy_":
+                param.copy_(value)
+            elif by == "data":
+                param.data = value
+    cases.train_step(model, optimizer, *cases.batch())
+    assert cases.same(cases.masters(optimizer), before)
+
+
+@pytest.mark.parametrize("level", MASTERS)
+def test_written_on_both_sides_the_master_wins(level):
+    model, optimizer = cases.prepared(level)
+    cases.train_step(model, optimizer, *cases.batch())
+    with torch.no_grad():
+        model[0].weight.fill_(5.0)
+        next(amp.master_params(optimizer)).fill_(1 / 3)
+    forward(model)
+    assert torch.equal(next(amp.master_params(optimizer)), torch.full((8, 4), 1 / 3))
+    assert agree(model, optimizer)
+
+
+@pytest.mark.parametrize("level", MASTERS)
+def test_a_submodule_gives_the_masters_exact_values(level):
+    model, optimizer = cases.prepared(level)
+    cases.train_step(model, optimizer, *cases.batch())
+    masters = cases.masters(optimizer)
+    assert cases.same(list(model[0].state_dict().values()), masters[:2])
+    assert cases.same(list(model[2].state_dict().values()), masters[2:])
+
+
+# -- several optimizers ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("names", [("SGD", "SGD"), ("SGD", "fused AdamW"), ("fused SGD", "Adam")])
+@pytest.mark.parametrize("joined", ["initialize", "add_param_group"])
+def test_two_optimizers_over_the_same_weights_share_one_master(names, joined):
+    model, plain = cases.net(), cases.net()
+    own = [cases.OPTIMIZERS[name](model.parameters()) for name in names[:1]]
+    if joined == "initialize":
+        own.append(cases.OPTIMIZERS[names[1]](model.parameters()))
+        model, own = amp.initialize(model, own, opt_level="O5", verbosity=0)
+    else:
+        extra = nn.Parameter(torch.zeros(1))
+        own.append(cases.OPTIMIZERS[names[1]]([*model[2].parameters(), extra]))
+        model, own = amp.initialize(model, own, opt_level="O5", verbosity=0)
+        own[1].add_param_group({"params": list(model[0].parameters())})
+    reference = [cases.OPTIMIZERS[name](plain.parameters()) for name in names]
+    shadow = cases.net().bfloat16()
+    for x, y in cases.batches(4):
+        own[0].zero_grad()
+        cases.backward(model, own, x, y)
+        for optimizer in own:
+            optimizer.step()
+        with torch.no_grad():
+            for low, param in zip(shadow.parameters(), plain.parameters(), strict=True):
+                low.copy_(param)
+        shadow.zero_grad()
+        torch.nn.functional.mse_loss(shadow(x.bfloat16()).float(), y).backward()
+        for low, param in zip(shadow.parameters(), plain.parameters(), strict=True):
+            param.grad = low.grad.float()
+        for optimizer in reference:
+            optimizer.step()
+    assert cases.same(cases.masters(own[0]), cases.values(plain.parameters()))
+    assert agree(model, own[0])
+
+
+# -- layout and restore ----------------------------------------------------------------------
+
+
+def conv_net():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
+
+
+@pytest.mark.parametrize("name", ["fused AdamW", "fused SGD", "Adam"])
+@pytest.mark.parametrize("moved", ["before the first step", "after it"])
+def test_a_model_moved_to_channels_last_trains_alike(name, moved):
+    x = torch.randn(2, 3, 8, 8)
+    results = []
+    for channels_last in (False, True):
+        model, optimizer = cases.prepared("O5", cases.OPTIMIZERS[name], model=conv_net())
+        for step in range(3):
+            if channels_last and step == (moved == "after it"):
+                model.to(memory_format=torch.channels_last)
+            optimizer.zero_grad()
+            with amp.scale_loss(model(x).square().mean(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+        results.append(cases.masters(optimizer))
+    for plain, moved_master in zip(*results, strict=True):
+        torch.testing.assert_close(moved_master.contiguous(), plain, rtol=0.0, atol=2e-3)
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.trained = nn.Linear(4, 4)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.unused = nn.Linear(4, 4)
+        self.register_buffer("table", torch.randn(4, 4))
+
+    def forward(self, x):
+        return self.unused(self.frozen(self.trained(x))) @ self.table
+
+
+@pytest.mark.parametrize("level", MASTERS)
+def test_restore_gives_trained_weights_and_buffers_back_to_the_last_bit(level):
+    model = Mixed()
+    exact = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = cases.sgd([*model.trained.parameters(), *model.frozen.parameters()])
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    amp.restore(model, optimizer)
+    held = {k: v for k, v in exact.items() if not k.startswith("frozen")}
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in held.items())
+
+
+@pytest.mark.parametrize("optimizers", [True, False])
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_keep_fp32_values_gives_every_weight_back_to_the_last_bit(level, optimizers):
+    model = Mixed()
+    exact = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = cases.sgd(model.trained.parameters()) if optimizers else None
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, keep_fp32_values=True)
+    assert cases.same(dict(model.state_dict()), exact)
+    amp.restore(model, optimizer)
+    assert cases.same(dict(model.state_dict()), exact)
