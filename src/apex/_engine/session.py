@@ -26,7 +26,7 @@ from apex._engine.optimizer import optimizer_class
 from apex._engine.optimizer.binding import Binding
 from apex._engine.optimizer.optimizer_class import AmpOptimizer
 from apex._engine.restoring import Before, dtypes_of, match_states
-from apex._engine.scaler import Scaler
+from apex._engine.scaler import Scaler, scaler_for
 from apex._torch import ddp, dtensor, ranks
 from apex._torch.ddp import ALONE, Communication, Wrappers
 
@@ -83,7 +83,7 @@ class Session:
         self.policy = policy
         rule = rule or ScaleRule()
         self.scalers = [
-            Scaler(policy.loss_scale, rule, loss_id=index) for index in range(num_losses)
+            scaler_for(policy.loss_scale, rule, loss_id=index) for index in range(num_losses)
         ]
         self.region: CastRegion | UncastRegion = (
             UncastRegion() if spec is None else CastRegion(spec)

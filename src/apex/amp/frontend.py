@@ -272,7 +272,7 @@ def _session(
         listeners=(report.scale_update,),
     )
     for scaler in made.scalers:
-        scaler.patient = report.tells_why()
+        scaler.block_on_read = report.tells_why()
     return made
 
 

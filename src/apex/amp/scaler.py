@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from apex._core.scale import ScaleRule
-from apex._engine.scaler import INITIAL_SCALE, Scaler
+from apex._engine.scaler import INITIAL_SCALE, Scaler, scaler_for
 from apex.amp.properties import as_loss_scale
 
 
@@ -51,7 +51,7 @@ class LossScaler:
             ceiling=max_loss_scale,
         )
         scale = as_loss_scale("loss_scale", loss_scale)
-        self._scaler = Scaler(scale, rule, initial=init_scale)
+        self._scaler = scaler_for(scale, rule, initial=init_scale)
 
     @classmethod
     def over(cls, scaler: Scaler) -> LossScaler:

@@ -69,9 +69,7 @@ def put(scalers: Sequence[Scaler], states: Sequence[State]) -> None:
     for scaler, state in zip(scalers, states, strict=False):
         if _belongs(state, scaler):
             scaler.set_scale(state.loss_scale)
-            # A count beyond the interval (another one at the time) would never meet it again.
-            most = scaler.rule.growth_interval - 1 if scaler.dynamic else _MOST_STEPS
-            scaler.set_clean_steps(min(state.unskipped, most))
+            scaler.set_clean_steps(state.unskipped)
         else:
             _tell_left(state, scaler)
 

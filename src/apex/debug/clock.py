@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from apex._torch.copies import record
+
 R = TypeVar("R")
 Span = Callable[[], float]
 """Reads one measured span, in seconds; after ``Clock.finish``."""
@@ -80,10 +82,9 @@ class DeviceClock(Clock):
         torch.accelerator.synchronize(self._device)  # sync: a report, after the run
 
     def _measure(self, call: Callable[..., R], *args: Any, **kwargs: Any) -> tuple[R, Span]:
-        start, end = (torch.Event(self._device, enable_timing=True) for _ in range(2))
-        start.record()
+        start = record(self._device, timing=True)
         result = call(*args, **kwargs)
-        end.record()
+        end = record(self._device, timing=True)
         return result, lambda: float(start.elapsed_time(end)) / 1000.0
 
 

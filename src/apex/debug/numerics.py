@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from apex._core import dtypes, finite
-from apex._torch import dtensor
+from apex._torch import copies, dtensor
 from apex.debug.skips import prepared
 
 NAMED = 10
@@ -163,12 +163,10 @@ def _counted(tensors: list[Tensor]) -> list[list[float]]:
                 torch.isnan(values).sum().double(),
                 torch.where(torch.isfinite(values), values, 0.0).abs().max().double(),
             ]
-        ).to("cpu", non_blocking=True)
+        )
         for values in tensors
     ]
-    if any(values.device.type != "cpu" for values in tensors):
-        torch.accelerator.synchronize()  # sync: a diagnosis, asked for
-    return [counts.tolist() for counts in found]
+    return [counts.tolist() for counts in copies.fetched(found)]  # sync: a diagnosis, asked for
 
 
 def _values(tensor: Tensor) -> Tensor:

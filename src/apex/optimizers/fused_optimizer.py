@@ -9,12 +9,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from apex._core.dtypes import is_low_precision
 from apex._core.foreach.gate import Gate, Scalar, as_scalar
 from apex._core.foreach.working import math_dtype, store, working
+from apex._torch.copies import moved
+from apex._torch.grad_scaler import signals
 
 MASTER = "master_param"
 """The state key of an fp32 master that the optimizer keeps of a 16-bit parameter."""
@@ -125,15 +126,7 @@ class FusedOptimizer(Optimizer):
         """Returns what gradients are to be divided by, and the flag that skips the step."""
         if grad_scaler is None:
             return getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if not grad_scaler.is_enabled():
-            return None, None
-        # What GradScaler itself does for an optimizer that takes no grad_scaler argument.
-        state = grad_scaler._per_optimizer_states[id(self)]
-        unscaled = state["stage"] is OptState.UNSCALED
-        flags = grad_scaler._check_inf_per_device(self) if not unscaled else None
-        found = list((flags or state["found_inf_per_device"]).values())
-        total = torch.stack([flag.reshape(()).to(found[0].device) for flag in found]).sum()
-        return None if unscaled else grad_scaler._get_scale_async(), total
+        return signals(grad_scaler, self)
 
     def _batches(self, group: dict[str, Any]) -> Iterator[Batch]:
         batches: dict[torch.device, Batch] = {}
@@ -174,11 +167,11 @@ class FusedOptimizer(Optimizer):
             return step + 1
         if not isinstance(step, Tensor):
             step = torch.full((), int(step), dtype=torch.int32, device=batch.device)
-        group["step"] = step = step.to(batch.device, non_blocking=True)
+        group["step"] = step = moved(step, batch.device)
         if found_inf is None:
             step.add_(1)
         else:
-            taken = found_inf.to(batch.device, non_blocking=True).reshape(step.shape) == 0
+            taken = moved(found_inf, batch.device).reshape(step.shape) == 0
             step.add_(taken.to(step.dtype))
         return step
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from apex._torch import dtensor
+from apex._torch.copies import moved
 
 Scalar = float | Tensor
 """A host number, or a 0-d tensor on the device of the parameters."""
@@ -37,7 +38,7 @@ class Gate:
         """Returns the gate of ``flag``: any non-zero value of a one-element tensor means skip."""
         if flag is None:
             return cls()
-        flag = flag.to(device, non_blocking=True).reshape(())
+        flag = moved(flag, device).reshape(())
         return cls((flag != 0).to(torch.float32))
 
     def coefficient(self, value: Scalar, neutral: float) -> Scalar:
@@ -89,7 +90,7 @@ def add_(tensors: list[Tensor], value: Scalar) -> None:
 def as_tensor(value: Scalar, device: torch.device) -> Tensor:
     """Returns a number or a one-element tensor as 0-d fp32 on ``device``, without a host sync."""
     if isinstance(value, Tensor):
-        return value.to(device, torch.float32, non_blocking=True).reshape(())
+        return moved(value, device, torch.float32).reshape(())
     # torch.as_tensor would copy it from the host, and wait for that.
     return torch.full((), value, dtype=torch.float32, device=device)
 
@@ -98,4 +99,4 @@ def as_scalar(value: Scalar, device: torch.device) -> Scalar:
     """Returns a host number as it is and a one-element tensor as 0-d on ``device``."""
     if not isinstance(value, Tensor):
         return value
-    return value.to(device, non_blocking=True).reshape(())
+    return moved(value, device).reshape(())
