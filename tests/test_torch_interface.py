@@ -169,8 +169,8 @@ KNOWN = {
     "._to_copy": (DEBUG, "a name of torch.ops.aten"),
     "._unsafe_view": (DEBUG, "a name of torch.ops.aten"),
     "._values": (
-        f"apex/_core/finite.py apex/_engine/scaler.py {DEBUG}",
-        "the values of a sparse gradient to write into: Tensor.values() gives a copy's",
+        "apex/_torch/sparse.py",
+        "the values of a sparse gradient to write into: Tensor.values() wants it coalesced",
     ),
     "._version": (
         "apex/_engine/optimizer/binding.py",

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex._core.scale import (
     SMALLEST_SCALE,
@@ -137,6 +138,23 @@ def test_the_short_form_within_the_bounds_is_the_long_one(rule, overflows, share
         short.update(overflow, rule, in_range=True)
         long.update(overflow, rule)
         assert short.state() == long.state()
+
+
+class Operators(TorchDispatchMode):
+    """Counts what reaches the dispatcher."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_short_form_takes_two_operators():
+    found_inf, device = torch.zeros(()), Device(2.0**16, 0)
+    with Operators() as operators:
+        update_scale_(device.scale, device.clean_steps, found_inf, ScaleRule(), in_range=True)
+    assert operators.count == 2
 
 
 @given(st.lists(st.booleans(), max_size=60), st.integers(1, 4))

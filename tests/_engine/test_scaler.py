@@ -35,6 +35,13 @@ def test_a_dynamic_scale_starts_within_its_bounds():
     assert dynamic(floor=2.0**20).read_scale() == 2.0**20
 
 
+def test_a_dynamic_scale_starts_where_it_is_told_and_halves_from_there():
+    scaler = scaler_for("dynamic", ScaleRule(ceiling=2.0**24), initial=2.0**30)
+    for _ in range(10):
+        run_pass(scaler, math.inf)
+    assert scaler.read_scale() == 2.0**20
+
+
 @given(st.lists(st.booleans(), max_size=30), st.integers(1, 4))
 def test_passes_move_a_dynamic_scale_by_the_plain_rule(overflows, interval):
     rule = ScaleRule(growth_interval=interval, floor=2.0**10, ceiling=2.0**20)

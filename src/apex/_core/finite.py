@@ -1,4 +1,4 @@
-"""Unscale gradients in place and say on the device whether any held inf or NaN."""
+"""Unscaling of gradients in place, with a device flag for inf and NaN."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from apex._torch import dtensor, foreach
 from apex._torch.copies import moved
+from apex._torch.sparse import stored_values
 
 
 def dense_values(grads: list[Tensor]) -> list[Tensor]:
@@ -21,7 +22,7 @@ def dense_values(grads: list[Tensor]) -> list[Tensor]:
     grads = dtensor.locals_of(grads)
     if {grad.layout for grad in grads} <= {torch.strided}:
         return grads
-    return [grad._values() if grad.is_sparse else grad for grad in grads]
+    return [stored_values(grad) if grad.is_sparse else grad for grad in grads]
 
 
 def summed_values(grad: Tensor) -> Tensor:

@@ -131,7 +131,7 @@ def update_scale_(
         found_inf: 0-d fp32 on the same device; non-zero means overflow.
         rule: Factors, interval and bounds.
         in_range: Whether the scale is known to lie within the rule's bounds and the count below
-            its interval, where both stay. Takes two kernels then, in place of seven.
+            its interval, where both stay. Takes two kernels then, in place of nine.
     """
     if not in_range:
         clean_steps.clamp_(max=rule.window - 1)  # the kernel grows at the interval, not beyond it

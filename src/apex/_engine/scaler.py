@@ -22,12 +22,12 @@ INITIAL_SCALE = 2.0**16
 
 
 class PassState(enum.Enum):
-    """What became of the overflow flag of the last backward pass."""
+    """What has become of the overflow flag of the last backward pass."""
 
     UPDATED = enum.auto()
-    """It has moved the scale: the next pass starts with a clear flag."""
+    """It has moved the scale; the next pass clears it."""
     PENDING = enum.auto()
-    """It has not moved the scale yet (or the pass is under way): the next pass adds to it."""
+    """It has yet to move the scale, or the pass is under way; the next pass adds to it."""
     HELD = enum.auto()
     """As PENDING, for gradients that stay in this process until a later pass sends them."""
 
@@ -45,8 +45,9 @@ class Scaler(ABC):
         rule: How a dynamic scale moves.
         loss_id: Which of the session's losses.
         open_blocks: How many ``scale_loss`` blocks are open: their scaled losses may still be used.
-        block_on_read: Whether ``arrived`` blocks on the readback, so that a report can still
-            inspect the gradients it names.
+        block_on_read: Whether to block on the readback, so that a report can still inspect the
+            gradients it names.
+        pass_state: What has become of the flag; set back by callers where a pass failed.
     """
 
     dynamic: ClassVar[bool]
@@ -89,28 +90,28 @@ class Scaler(ABC):
 
     @abstractmethod
     def factor(self) -> Tensor | float:
-        """Returns what losses are multiplied by, without waiting: 0-d where it is dynamic."""
+        """Returns what multiplies the loss, without waiting: a 0-d tensor if dynamic."""
 
     @abstractmethod
     def begin_pass(self, *, continues: bool = False) -> None:
-        """Clears the overflow flag of the last pass, before gradients are unscaled.
+        """Begins a pass, before its gradients are unscaled: clears a flag that is used up.
 
-        After a pass whose update was left out the flag stays up: it has not moved the scale yet.
+        A flag that has yet to move the scale stays up.
 
         Args:
-            continues: Whether gradients of a held pass are still there to be sent.
+            continues: Whether gradients of a held pass are still waiting to be sent.
         """
 
     @abstractmethod
     def hold(self) -> None:
-        """Ends a pass whose gradients stay in this process; the scale moves when they are sent."""
+        """Ends a pass whose gradients stay in this process until a later pass sends them."""
 
     @abstractmethod
     def renew(self) -> None:
-        """Goes on with copies of scale and flag, and leaves the present ones as they are.
+        """Continues with copies of scale and flag, leaving the present tensors unchanged.
 
-        For autograd graphs that are still to be used: they hold the scale that they were made
-        with, and refuse to run when it has moved in place.
+        For autograd graphs that have yet to run: they saved the scale that they were made with,
+        and autograd refuses a tensor that was changed in place.
         """
 
     @abstractmethod
@@ -130,9 +131,9 @@ class Scaler(ABC):
         """
 
     def share_overflow(self, params: Sequence[Tensor]) -> None:
-        """Raises the flag where a rank that holds other parts of ``params`` has raised its own.
+        """Raises the flag if a rank that holds other shards of ``params`` has raised its own.
 
-        Every rank of a sharded model has to call it in every pass: they step or skip together, and
+        Every rank of a sharded model must call it in every pass: so all step or skip together, and
         their scales stay equal.
         """
         if over := dtensor.groups(params):
@@ -140,7 +141,7 @@ class Scaler(ABC):
 
     @abstractmethod
     def update(self, optimizers: int) -> None:
-        """Ends the pass: moves a dynamic scale by its flag, and counts a clean step.
+        """Ends the pass: moves a dynamic scale by its flag, or counts a step of a static one.
 
         Args:
             optimizers: How many optimizers the pass was for, for the report.
@@ -154,11 +155,11 @@ class Scaler(ABC):
 
     @abstractmethod
     def read_scale(self) -> float:
-        """Returns the scale as a number. Waits for the device where it is dynamic."""
+        """Returns the scale as a number. Waits for the device if it is dynamic."""
 
     @abstractmethod
     def read_clean_steps(self) -> int:
-        """Returns the clean steps since the scale last changed. Waits where it is dynamic."""
+        """Returns the clean steps since the scale last changed. Waits if it is dynamic."""
 
     def read_found_inf(self) -> bool:
         """Returns whether the last pass overflowed. Waits for the device."""
@@ -182,16 +183,16 @@ class Scaler(ABC):
 
     def move_to(self, device: torch.device) -> None:
         """Moves scale and flag to ``device``, with their values."""
-        self._bind(moved(self._values, device))
+        self._bind(moved(self._scale_and_flag, device))
 
     def _bind(self, values: Tensor) -> None:
         # One tensor holds scale and flag, so that one copy brings both to the host.
-        self._values = values
+        self._scale_and_flag = values
         self.loss_scale, self.found_inf = values[0], values[1]
 
 
 class StaticScaler(Scaler):
-    """A scale that stays: applied as a Python number, without a check and without a kernel at 1."""
+    """A constant scale, applied as a Python number; gradients are not checked."""
 
     dynamic = False
 
@@ -233,7 +234,7 @@ class StaticScaler(Scaler):
         override: float | None = None,
         scaled_by: Tensor | None = None,
     ) -> None:
-        """Divides gradients by the scale in place, unchecked; ``scaled_by`` is the same scale."""
+        """Divides gradients by the scale in place, unchecked; ignores ``scaled_by``."""
         divisor = override or self._scale
         if values and divisor != 1.0:
             unscale_(values, 1.0 / divisor)
@@ -265,17 +266,21 @@ class StaticScaler(Scaler):
 
 
 class DynamicScaler(Scaler):
-    """A scale that follows the gradients, on the device; the host reads it when somebody asks."""
+    """A scale that backs off on overflow and grows after clean steps, all on the device."""
 
     dynamic = True
 
-    def __init__(
-        self, rule: ScaleRule, *, loss_id: int = 0, initial: float = INITIAL_SCALE
-    ) -> None:
-        """Starts at ``initial``, or at the bound of the rule that is closest to it."""
-        super().__init__(min(max(initial, rule.least), rule.greatest), rule, loss_id)
+    def __init__(self, rule: ScaleRule, *, loss_id: int = 0, initial: float | None = None) -> None:
+        """Starts at ``initial``; by default at 2**16, moved within the rule's bounds.
+
+        Raises:
+            ValueError: If ``initial`` is not positive and finite.
+        """
+        if initial is None:
+            initial = min(max(INITIAL_SCALE, rule.least), rule.greatest)
+        super().__init__(checked_static(initial), rule, loss_id)
         self._clean_steps = torch.tensor(0, dtype=torch.int32)
-        self._in_range = True
+        self._in_range = rule.least <= initial <= rule.greatest
         self._readback = Readback()
         self._passes_sent: list[int] = []
         self._skipped_in_row = 0
@@ -289,8 +294,8 @@ class DynamicScaler(Scaler):
     def rule(self) -> ScaleRule:
         """How the scale moves; may be set, without a host sync.
 
-        A count at or above a new interval becomes the last one below it, so that the next clean
-        step grows the scale.
+        A count that has reached the new interval is set just below it, so that the next clean step
+        grows the scale.
         """
         return self._rule
 
@@ -320,8 +325,8 @@ class DynamicScaler(Scaler):
         self.pass_state = PassState.HELD
 
     def renew(self) -> None:
-        """Goes on with copies of scale and flag."""
-        self._bind(self._values.clone())
+        """Continues with copies of scale and flag."""
+        self._bind(self._scale_and_flag.clone())
 
     def unscale_(
         self,
@@ -347,7 +352,7 @@ class DynamicScaler(Scaler):
             in_range=self._in_range,
         )
         self.pass_state = PassState.UPDATED
-        if self._readback.send(self._values):
+        if self._readback.send(self._scale_and_flag):
             self._passes_sent.append(optimizers)
 
     def arrived(self) -> list[ScaleUpdate]:
@@ -371,13 +376,13 @@ class DynamicScaler(Scaler):
         return int(self._clean_steps)  # sync: the caller asks for a host number
 
     def set_scale(self, loss_scale: float) -> None:
-        """Sets the scale; beyond the rule's bounds too, from where it then moves."""
+        """Sets the scale, also beyond the rule's bounds; it then moves from there."""
         loss_scale = checked_static(float(loss_scale))
         self._in_range = self._rule.least <= loss_scale <= self._rule.greatest
         self.loss_scale.fill_(loss_scale)
 
     def set_clean_steps(self, clean_steps: int) -> None:
-        """Sets the count, to the last one below the interval where it is not below."""
+        """Sets the count; one that has reached the interval is set just below it."""
         self._clean_steps.fill_(min(clean_steps, self._rule.window - 1))
 
     def move_to(self, device: torch.device) -> None:
@@ -391,7 +396,7 @@ def scaler_for(
     rule: ScaleRule,
     *,
     loss_id: int = 0,
-    initial: float = INITIAL_SCALE,
+    initial: float | None = None,
 ) -> Scaler:
     """Returns the scaler of ``loss_scale``.
 
@@ -399,10 +404,11 @@ def scaler_for(
         loss_scale: A number, or ``"dynamic"``.
         rule: How a dynamic scale moves.
         loss_id: Which of the session's losses.
-        initial: First dynamic scale (multiplier), moved within the rule's bounds.
+        initial: First dynamic scale (multiplier); ``None`` means 2**16, moved within the rule's
+            bounds.
 
     Raises:
-        ValueError: If a static scale is not positive and finite.
+        ValueError: If the scale is not positive and finite.
     """
     if loss_scale == "dynamic":
         return DynamicScaler(rule, loss_id=loss_id, initial=initial)

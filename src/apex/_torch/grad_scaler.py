@@ -13,14 +13,14 @@ from apex._torch.copies import moved
 
 
 def signals(scaler: Any, optimizer: Optimizer) -> tuple[Tensor | None, Tensor | None]:
-    """Returns what the gradients are to be divided by, and the flag that skips the step.
+    """Returns the divisor of the gradients, and the flag that skips the step.
 
-    What ``GradScaler.step`` itself does for an optimizer that takes no ``grad_scaler`` argument.
-    Does not wait for the device.
+    Does what ``GradScaler.step`` does for an optimizer that takes no ``grad_scaler`` argument. Does
+    not wait for the device.
 
     Args:
-        scaler: Whose scaled gradients these are.
-        optimizer: Whose parameters hold them.
+        scaler: The ``torch.amp.GradScaler`` that scaled the gradients.
+        optimizer: Holds the parameters.
     """
     if not scaler.is_enabled():
         return None, None

@@ -234,7 +234,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     """
     scalers = _living_scalers()
     if not scalers and not _amp_state.enabled:
-        scaler_states.tell("amp.load_state_dict: amp is off, the state is left.", logging.INFO)
+        scaler_states.log_rank0("amp.load_state_dict: amp is off; state ignored.", logging.INFO)
         return
     states = scaler_states.parsed(state_dict)
     _amp_state.waiting = [] if scalers else states
