@@ -10,7 +10,7 @@ from torch import nn
 
 import apex
 from apex import amp
-from apex._torch import private
+from apex._torch import autograd, foreach
 from tests.training import cases
 
 SOURCES = Path(apex.__file__).parents[1]
@@ -88,9 +88,11 @@ def scan():
 # class in the docs of SyncBatchNorm, TorchDispatchMode in "Extending PyTorch").
 DOCUMENTED = ("torch._foreach_", "torch.ops.aten._foreach_", "torch.utils._python_dispatch.Torch")
 
-PLACE = "apex/_torch/private.py"
+DISPATCH = "apex/_torch/dispatch.py"
+AUTOGRAD = "apex/_torch/autograd.py"
+FOREACH = "apex/_torch/foreach.py"
+GRAD_SCALERS = "apex/_torch/grad_scaler.py"
 TRACING = "apex/_torch/dynamo.py"
-MULTI = "apex/_core/foreach/"
 KERNELS = "apex/_engine/autocast/kernels.py"
 DEBUG = "apex/debug/"
 TOOLS = "apex/tools/"
@@ -101,21 +103,21 @@ TOOL = "a tool for diagnosis, outside of training"
 
 KNOWN = {
     "torch._C": (
-        f"{PLACE} {TRACING} {KERNELS} {DEBUG}",
+        f"{DISPATCH} {AUTOGRAD} {TRACING} {KERNELS} {DEBUG}",
         "the module itself",
     ),
-    "torch._C._dispatch_has_kernel": (PLACE, NO_PLAIN_FORM),
-    "torch._C._dispatch_has_kernel_for_dispatch_key": (PLACE, NO_PLAIN_FORM),
+    "torch._C._dispatch_has_kernel": (DISPATCH, NO_PLAIN_FORM),
+    "torch._C._dispatch_has_kernel_for_dispatch_key": (DISPATCH, NO_PLAIN_FORM),
     "torch._C._dispatch_keyset_full_after": (KERNELS, NO_PLAIN_FORM),
     "torch._C._dispatch_tls_set_dispatch_key_excluded": (KERNELS, NO_PLAIN_FORM),
     "torch._C._autograd": (DEBUG, TOOL),
-    "torch._utils": (PLACE, "plain_flatten, plain_unflatten"),
+    "torch._utils": (FOREACH, "plain_flatten, plain_unflatten"),
     "torch._disable_dynamo": (TRACING, "the plain form of what tracing does faster"),
     "torch._guards": (TRACING, "asked only where dynamo is loaded"),
-    "torch._fused_adagrad_": (f"{MULTI}adagrad.py", FUSED),
-    "torch._fused_adam_": (f"{MULTI}adam.py", FUSED),
-    "torch._fused_adamw_": (f"{MULTI}adam.py", FUSED),
-    "torch._fused_sgd_": (f"{MULTI}sgd.py", FUSED),
+    "torch._fused_adagrad_": (FOREACH, FUSED),
+    "torch._fused_adam_": (FOREACH, FUSED),
+    "torch._fused_adamw_": (FOREACH, FUSED),
+    "torch._fused_sgd_": (FOREACH, FUSED),
     "torch._weight_norm": (
         "apex/reparameterization/weight_norm.py",
         "torch.nn.utils.weight_norm itself calls it; old checkpoints depend on its formula",
@@ -137,7 +139,7 @@ KNOWN = {
     "._backward_hooks": ("apex/_engine/model/sharding.py", "hooks that torch keeps nowhere else"),
     "._base": (KERNELS, "an attribute of our own class"),
     "._cdata": (DEBUG, TOOL),
-    "._check_inf_per_device": ("apex/optimizers/fused_optimizer.py", GRAD_SCALER),
+    "._check_inf_per_device": (GRAD_SCALERS, GRAD_SCALER),
     "._destroy": (
         "apex/_engine/autocast/kernel_registry.py",
         "torch.library's only way to end a registration",
@@ -146,7 +148,7 @@ KNOWN = {
         "apex/parallel/delayed_reduction.py",
         "queue_callback of Variable: how torch's own DDP and FSDP end a backward pass",
     ),
-    "._get_scale_async": ("apex/optimizers/fused_optimizer.py", GRAD_SCALER),
+    "._get_scale_async": (GRAD_SCALERS, GRAD_SCALER),
     "._getframe": (DEBUG, "of Python's sys"),
     "._load_from_state_dict": (
         "apex/_engine/model/module_class.py",
@@ -157,7 +159,7 @@ KNOWN = {
         "apex/_engine/optimizer/optimizer_class.py",
         "gives an unpickled optimizer's class the step hooks, as Optimizer.__setstate__ does",
     ),
-    "._per_optimizer_states": ("apex/optimizers/fused_optimizer.py", GRAD_SCALER),
+    "._per_optimizer_states": (GRAD_SCALERS, GRAD_SCALER),
     "._replace": ("apex/fp16_utils/host_scale.py", "of Python's named tuples"),
     "._schema": (
         f"{KERNELS} {DEBUG}",
@@ -167,8 +169,8 @@ KNOWN = {
     "._to_copy": (DEBUG, "a name of torch.ops.aten"),
     "._unsafe_view": (DEBUG, "a name of torch.ops.aten"),
     "._values": (
-        f"apex/_core/finite.py apex/_engine/scaler.py {DEBUG}",
-        "the values of a sparse gradient to write into: Tensor.values() gives a copy's",
+        "apex/_torch/sparse.py",
+        "the values of a sparse gradient to write into: Tensor.values() wants it coalesced",
     ),
     "._version": (
         "apex/_engine/optimizer/binding.py",
@@ -188,7 +190,7 @@ def test_every_private_name_of_torch_is_known_with_its_places_and_a_reason():
     gone = [f"{n}: {where}" for n, where in sorted(listed.items()) if found.get(n) != where]
     assert not new + gone, (
         f"Private names of torch, as used: {new}; as listed in KNOWN: {gone}. A name that several "
-        f"files use belongs into {PLACE}, with a plain form for a torch that lacks it."
+        f"files use belongs into apex/_torch, with a plain form for a torch that lacks it."
     )
 
 
@@ -199,19 +201,18 @@ def test_the_reasons_are_given():
 # -- the plain forms are forced --------------------------------------------------------------
 
 PLAIN = {
-    "check_and_unscale_": private.plain_check_and_unscale_,
-    "update_scale_": private.plain_update_scale_,
-    "group": private.plain_group,
-    "flatten": private.plain_flatten,
-    "unflatten": private.plain_unflatten,
-    "backward_id": private._not_in_backward,
+    (foreach, "_check_and_unscale_kernel_"): foreach.plain_check_and_unscale_,
+    (foreach, "update_scale_"): foreach.plain_update_scale_,
+    (foreach, "group"): foreach.plain_group,
+    (foreach, "flatten"): foreach.plain_flatten,
+    (foreach, "unflatten"): foreach.plain_unflatten,
+    (autograd, "backward_id"): autograd.plain_backward_id,
 }
 
 
 def test_each_name_that_may_be_missing_has_a_plain_form():
-    without = private._found(object(), "_anything", PLAIN["group"])
-    assert without is PLAIN["group"]
-    chosen = [name for name in PLAIN if getattr(private, name) is PLAIN[name]]
+    assert foreach._found(object(), "_anything", foreach.plain_group) is foreach.plain_group
+    chosen = [name for (module, name), plain in PLAIN.items() if getattr(module, name) is plain]
     assert chosen == [], "this torch lacks what the plain forms stand in for"
 
 
@@ -225,19 +226,20 @@ def test_plain_unscaling_is_bit_equal_to_torch_s(dtype, bad, scale):
     copies = [grad.clone() for grad in grads]
     flags = [torch.zeros(()), torch.zeros(())]
     inverse = torch.tensor(1.0 / scale)
-    private.check_and_unscale_(grads, flags[0], inverse)
-    private.plain_check_and_unscale_(copies, flags[1], inverse)
+    foreach.check_and_unscale_(grads, flags[0], inverse)
+    foreach.plain_check_and_unscale_(copies, flags[1], inverse)
     assert cases.same(copies, grads)
     assert flags[0] == flags[1] == (bad is not None)
 
 
 @pytest.mark.parametrize("overflow", [0.0, 1.0])
+@pytest.mark.parametrize("factors", [(2.0, 0.5), (1.1, 0.3)])
 @pytest.mark.parametrize("start", [(2.0**16, 0), (8.0, 2), (torch.finfo(torch.float32).max, 2)])
-def test_plain_scale_update_is_torch_s(overflow, start):
+def test_plain_scale_update_is_torch_s(overflow, start, factors):
     results = []
-    for update in (private.update_scale_, private.plain_update_scale_):
+    for update in (foreach.update_scale_, foreach.plain_update_scale_):
         scale, steps = torch.tensor(start[0]), torch.tensor(start[1], dtype=torch.int32)
-        update(scale, steps, torch.tensor(overflow), 2.0, 0.5, 3)
+        update(scale, steps, torch.tensor(overflow), *factors, 3)
         results.append((scale, steps))
     assert cases.same(*results)
 
@@ -245,15 +247,15 @@ def test_plain_scale_update_is_torch_s(overflow, start):
 def test_plain_groups_flattening_and_views_are_torch_s():
     tensors = [torch.randn(2, 3), torch.randn(4).half(), torch.randn(1), torch.randn(()).half()]
     pairs = [tensors, [tensor + 1 for tensor in tensors]]
-    groups = [make(pairs) for make in (private.group, private.plain_group)]
+    groups = [make(pairs) for make in (foreach.group, foreach.plain_group)]
     parts = [{key: value[0] for key, value in group.items()} for group in groups]
     assert parts[0].keys() == parts[1].keys()
     assert all(cases.same(parts[0][key], parts[1][key]) for key in parts[0])
     same = tensors[::2]
-    flat = private.plain_flatten(same)
-    assert cases.same(flat, private.flatten(same))
-    views = private.plain_unflatten(flat, same)
-    assert cases.same(list(views), list(private.unflatten(flat, same)))
+    flat = foreach.plain_flatten(same)
+    assert cases.same(flat, foreach.flatten(same))
+    views = foreach.plain_unflatten(flat, same)
+    assert cases.same(list(views), list(foreach.unflatten(flat, same)))
     assert all(view.untyped_storage().data_ptr() == flat.data_ptr() for view in views)
 
 
@@ -265,6 +267,40 @@ def test_training_is_the_same_with_every_plain_form(level, monkeypatch):
         return losses, cases.masters(made[1]), dict(amp.state_dict())
 
     expected = result()
-    for name, plain in PLAIN.items():
-        monkeypatch.setattr(private, name, plain)
+    for (module, name), plain in PLAIN.items():
+        monkeypatch.setattr(module, name, plain)
     assert cases.same(result(), expected)
+
+
+# -- copies between devices ------------------------------------------------------------------
+
+
+COPIES = "apex/_torch/copies.py"
+
+
+def others_than_copies():
+    return [f for f in files() if f.relative_to(SOURCES).as_posix() != COPIES]
+
+
+def starts_copy(node):
+    if not isinstance(node, ast.Call):
+        return False
+    named = any(keyword.arg == "non_blocking" for keyword in node.keywords)
+    is_copy = isinstance(node.func, ast.Attribute) and node.func.attr == "copy_"
+    return named or (is_copy and len(node.args) > 1)
+
+
+def test_only_the_copies_module_starts_a_copy_that_nobody_waits_for():
+    """A scan of the sources, see Note [Copies]: elsewhere such a copy would be read too early."""
+    found = [
+        f"{file.relative_to(SOURCES)}:{node.lineno}"
+        for file in others_than_copies()
+        for node in filter(starts_copy, ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+    ]
+    assert found == [], "use apex._torch.copies: moved, or HostCopy"
+
+
+def test_the_copies_module_alone_records_events():
+    """``Event.record()`` takes the stream of the thread's current device, not of the event's."""
+    found = [f for f in others_than_copies() if "torch.Event(" in f.read_text(encoding="utf-8")]
+    assert found == [], "use apex._torch.copies.record"

@@ -57,6 +57,27 @@ def test_the_flag_says_whether_any_number_was_non_finite(grads):
     assert bool(found_inf) == expected
 
 
+@pytest.mark.parametrize("bad", [None, 0, 3, 5])
+def test_every_mix_of_dtypes_is_unscaled_in_the_wider_precision_and_checked(bad):
+    torch.manual_seed(0)
+    grads = [torch.randn(7, dtype=dtype) for dtype in (*DTYPES, *COMPLEX) for _ in range(2)]
+    if bad is not None:
+        grads[2 * bad][3] = torch.inf
+    inverse, found_inf = torch.tensor(1 / 3.0), flag()
+    expected = [unscaled(grad, inverse) for grad in grads]
+    finite.unscale_and_check_(grads, inverse, found_inf)
+    assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
+    assert bool(found_inf) == (bad is not None)
+
+
+def unscaled(grad, inverse):
+    """Returns the product in fp32, or in the gradient's own precision where that is wider."""
+    if grad.is_complex():
+        return torch.view_as_complex(unscaled(torch.view_as_real(grad), inverse))
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    return (grad.to(wide) * inverse.to(wide)).to(grad.dtype)
+
+
 @pytest.mark.parametrize("dtype", [*DTYPES, *COMPLEX])
 def test_unscaling_without_a_check_multiplies_in_place(dtype):
     grad = torch.tensor([2.0, -4.0], dtype=dtype)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex._core.scale import (
     SMALLEST_SCALE,
@@ -58,33 +59,102 @@ def test_growth_at_the_ceiling_restarts_the_count():
     assert next_scale(ScaleState(8.0, 1), rule, overflow=False) == ScaleState(8.0, 0)
 
 
-bounds = st.one_of(st.none(), st.floats(2.0**-20, 2.0**20, width=32))
+def test_the_ceiling_bounds_growth_not_a_scale_that_was_set_higher():
+    rule, state = ScaleRule(ceiling=2.0**24, growth_interval=5), ScaleState(2.0**30, 0)
+    for _ in range(10):
+        state = next_scale(state, rule, overflow=True)
+    assert state.scale == 2.0**20
+    assert next_scale(ScaleState(2.0**30, 3), rule, overflow=False).scale == 2.0**30
+    assert next_scale(ScaleState(2.0**30, 4), rule, overflow=False).scale == 2.0**24
+
+
+def test_the_floor_bounds_backoff_not_a_scale_that_was_set_lower():
+    rule = ScaleRule(floor=8.0)
+    assert next_scale(ScaleState(2.0, 0), rule, overflow=False).scale == 2.0
+    assert next_scale(ScaleState(2.0, 0), rule, overflow=True).scale == 8.0
+
+
+bounds = st.one_of(st.none(), st.floats(2.0**-20, 2.0**20, width=32), st.floats(1e-44, 1e300))
 
 
 @st.composite
-def rules(draw):
+def rules(draw, most=5):
     floor, ceiling = draw(bounds), draw(bounds)
-    if floor is not None and ceiling is not None and floor > ceiling:
-        floor, ceiling = ceiling, floor
+    if ceiling is not None:
+        ceiling = max(ceiling, SMALLEST_SCALE)
+    if floor is not None:
+        floor = min(floor, FLOAT32_MAX, math.inf if ceiling is None else ceiling)
     return ScaleRule(
-        growth_factor=draw(st.sampled_from([2.0, 4.0, 1.5, 1.0009765625])),
-        backoff_factor=draw(st.sampled_from([0.5, 0.25, 0.75])),
-        growth_interval=draw(st.integers(1, 5)),
+        growth_factor=draw(st.sampled_from([2.0, 1.5]) | st.floats(1.0, 1e9, exclude_min=True)),
+        backoff_factor=draw(st.sampled_from([0.5]) | st.floats(1e-9, 0.999)),
+        growth_interval=draw(st.integers(1, most)),
         floor=floor,
         ceiling=ceiling,
     )
 
 
-@given(rules(), st.lists(st.booleans(), max_size=60), st.floats(2.0**-130, 2.0**127, width=32))
-def test_the_device_form_follows_the_plain_rule_bit_for_bit(rule, overflows, start):
-    state = ScaleState(start, 0)
-    scale = torch.tensor(start, dtype=torch.float32)
-    clean_steps = torch.tensor(0, dtype=torch.int32)
+class Device:
+    """The state as 0-d tensors."""
+
+    def __init__(self, scale, clean_steps):
+        self.scale = torch.tensor(scale, dtype=torch.float32)
+        self.clean_steps = torch.tensor(clean_steps, dtype=torch.int32)
+
+    def update(self, overflow, rule, **known):
+        found_inf = torch.tensor(float(overflow))
+        update_scale_(self.scale, self.clean_steps, found_inf, rule, **known)
+
+    def state(self):
+        return ScaleState(float(self.scale), int(self.clean_steps))
+
+
+scales = st.floats(SMALLEST_SCALE, FLOAT32_MAX, width=32)
+
+
+@given(rules(), st.lists(st.booleans(), max_size=60), scales, st.integers(0, 2**31 - 1))
+def test_the_device_form_follows_the_plain_rule_bit_for_bit(rule, overflows, scale, clean_steps):
+    state, device = ScaleState(scale, clean_steps), Device(scale, clean_steps)
     for overflow in overflows:
         plain = next_scale(state, rule, overflow=overflow)
         state = ScaleState(fp32(plain.scale), plain.clean_steps)
-        update_scale_(scale, clean_steps, torch.tensor(float(overflow)), rule)
-        assert ScaleState(float(scale), int(clean_steps)) == state
+        device.update(overflow, rule)
+        assert device.state() == state
+
+
+@given(rules(2**40), scales, st.integers(0, 2**31 - 1), st.booleans())
+def test_both_forms_agree_at_every_interval_and_count(rule, scale, clean_steps, overflow):
+    plain = next_scale(ScaleState(scale, clean_steps), rule, overflow=overflow)
+    device = Device(scale, clean_steps)
+    device.update(overflow, rule)
+    assert device.state() == ScaleState(fp32(plain.scale), plain.clean_steps)
+
+
+@given(rules(), st.lists(st.booleans(), max_size=60), st.floats(0.0, 1.0), st.integers(0, 4))
+def test_the_short_form_within_the_bounds_is_the_long_one(rule, overflows, share, clean_steps):
+    start = fp32(min(max(share * 2.0**40, rule.least), rule.greatest))
+    count = min(clean_steps, rule.window - 1)
+    short, long = Device(start, count), Device(start, count)
+    for overflow in overflows:
+        short.update(overflow, rule, in_range=True)
+        long.update(overflow, rule)
+        assert short.state() == long.state()
+
+
+class Operators(TorchDispatchMode):
+    """Counts what reaches the dispatcher."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_short_form_takes_two_operators():
+    found_inf, device = torch.zeros(()), Device(2.0**16, 0)
+    with Operators() as operators:
+        update_scale_(device.scale, device.clean_steps, found_inf, ScaleRule(), in_range=True)
+    assert operators.count == 2
 
 
 @given(st.lists(st.booleans(), max_size=60), st.integers(1, 4))
@@ -99,12 +169,21 @@ def test_the_plain_rule_equals_the_one_written_by_hand(overflows, interval):
         assert state == by_hand
 
 
-@given(rules(), st.lists(st.booleans(), max_size=60), st.floats(2.0**-130, 2.0**127, width=32))
-def test_the_scale_stays_within_its_bounds(rule, overflows, start):
-    state = ScaleState(start, 0)
+@given(rules(), st.lists(st.booleans(), max_size=60), st.floats(0.0, 1.0))
+def test_a_scale_that_starts_within_its_bounds_stays_there(rule, overflows, share):
+    state = ScaleState(min(max(share * 2.0**40, rule.least), rule.greatest), 0)
     for overflow in overflows:
         state = next_scale(state, rule, overflow=overflow)
         assert 0.0 < rule.least <= state.scale <= rule.greatest < math.inf
+
+
+@given(rules(), scales, st.integers(0, 4))
+def test_the_scale_never_reaches_0(rule, scale, clean_steps):
+    state = ScaleState(scale, clean_steps)
+    for _ in range(40):
+        state = next_scale(state, rule, overflow=True)
+    assert fp32(state.scale) >= SMALLEST_SCALE
+    assert math.isfinite(fp32(1.0 / fp32(state.scale)))
 
 
 @pytest.mark.parametrize(
@@ -125,7 +204,7 @@ def test_a_rule_out_of_range_is_refused_by_name(options, message):
         ScaleRule(**options)
 
 
-@pytest.mark.parametrize("loss_scale", [0.0, -1.0, math.inf, math.nan])
+@pytest.mark.parametrize("loss_scale", [0.0, -1.0, math.inf, math.nan, 1e-50, 1e50])
 def test_a_static_scale_that_is_not_positive_and_finite_is_refused(loss_scale):
     with pytest.raises(ValueError, match="must be a positive, finite number"):
         checked_static(loss_scale)

@@ -9,7 +9,7 @@ import torch
 from apex._core.scale import ScaleRule
 from apex._engine.backward import BackwardPass
 from apex._engine.optimizer.binding import Binding
-from apex._engine.scaler import Scaler
+from apex._engine.scaler import scaler_for
 from apex._torch.ddp import Communication
 
 
@@ -22,7 +22,7 @@ class Block:
         self.binding = Binding(
             self.optimizer, master_weights=False, casts_off=contextlib.nullcontext
         )
-        self.scaler = Scaler(loss_scale, ScaleRule())
+        self.scaler = scaler_for(loss_scale, ScaleRule())
         self.reported = []
 
     def ended(self, updates, failed):

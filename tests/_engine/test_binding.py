@@ -11,7 +11,7 @@ from apex._core.scale import ScaleRule
 from apex._engine.masters import Masters
 from apex._engine.optimizer import step as stepping
 from apex._engine.optimizer.binding import Binding
-from apex._engine.scaler import Scaler
+from apex._engine.scaler import scaler_for
 
 LOW = torch.bfloat16
 
@@ -104,7 +104,7 @@ def test_a_step_moves_the_master_and_rounds_it_into_the_model():
 def test_a_pass_sets_earlier_gradients_aside_and_adds_them_afterwards(dtype):
     own = param(dtype=dtype)
     optimizer, binding = bound(own)
-    scaler = Scaler(8.0, ScaleRule())
+    scaler = scaler_for(8.0, ScaleRule())
     for scaled in (8.0, 16.0):
         binding.gradients.begin(identity=False)
         assert own.grad is None
@@ -118,7 +118,7 @@ def test_a_pass_sets_earlier_gradients_aside_and_adds_them_afterwards(dtype):
 def test_an_earlier_gradient_without_a_fresh_one_stays(dtype):
     own = param(dtype=dtype)
     optimizer, binding = bound(own)
-    scaler = Scaler(8.0, ScaleRule())
+    scaler = scaler_for(8.0, ScaleRule())
     binding.gradients.begin(identity=False)
     own.grad = torch.full_like(own, 8.0)
     unscale(binding, scaler)

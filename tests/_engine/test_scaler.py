@@ -1,6 +1,7 @@
 """One loss's scale on the device."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,11 +10,11 @@ from hypothesis import strategies as st
 
 from apex._core.scale import ScaleRule, ScaleState, next_scale
 from apex._engine.events import ScaleUpdate
-from apex._engine.scaler import Scaler
+from apex._engine.scaler import scaler_for
 
 
 def dynamic(**options):
-    return Scaler("dynamic", ScaleRule(**options))
+    return scaler_for("dynamic", ScaleRule(**options))
 
 
 def run_pass(scaler, grad, optimizers=1):
@@ -34,10 +35,17 @@ def test_a_dynamic_scale_starts_within_its_bounds():
     assert dynamic(floor=2.0**20).read_scale() == 2.0**20
 
 
+def test_a_dynamic_scale_starts_where_it_is_told_and_halves_from_there():
+    scaler = scaler_for("dynamic", ScaleRule(ceiling=2.0**24), initial=2.0**30)
+    for _ in range(10):
+        run_pass(scaler, math.inf)
+    assert scaler.read_scale() == 2.0**20
+
+
 @given(st.lists(st.booleans(), max_size=30), st.integers(1, 4))
 def test_passes_move_a_dynamic_scale_by_the_plain_rule(overflows, interval):
     rule = ScaleRule(growth_interval=interval, floor=2.0**10, ceiling=2.0**20)
-    scaler, state = Scaler("dynamic", rule), ScaleState(2.0**16, 0)
+    scaler, state = scaler_for("dynamic", rule), ScaleState(2.0**16, 0)
     for overflow in overflows:
         run_pass(scaler, math.inf if overflow else 1.0)
         state = next_scale(state, rule, overflow=overflow)
@@ -45,15 +53,47 @@ def test_passes_move_a_dynamic_scale_by_the_plain_rule(overflows, interval):
         assert scaler.read_found_inf() is overflow
 
 
+changes = st.one_of(
+    st.tuples(st.just("growth_interval"), st.integers(1, 6)),
+    st.tuples(st.just("ceiling"), st.sampled_from([None, 2.0**14, 2.0**18])),
+    st.tuples(st.just("floor"), st.sampled_from([None, 2.0**12, 2.0**13])),
+    st.tuples(st.just("scale"), st.sampled_from([1.0, 2.0**16, 2.0**30])),
+    st.tuples(st.just("clean_steps"), st.integers(0, 8)),
+    st.tuples(st.just("pass"), st.booleans()),
+)
+
+
+@given(st.lists(changes, max_size=40))
+def test_a_dynamic_scale_follows_the_plain_rule_whatever_is_set_in_between(steps):
+    scaler = dynamic(growth_interval=4)
+    state = ScaleState(2.0**16, 0)
+    for kind, value in steps:
+        if kind == "pass":
+            run_pass(scaler, math.inf if value else 1.0)
+            state = next_scale(state, scaler.rule, overflow=value)
+        elif kind == "scale":
+            scaler.set_scale(value)
+            state = state._replace(scale=value)
+        elif kind == "clean_steps":
+            scaler.set_clean_steps(value)
+            state = state._replace(clean_steps=value)
+        else:
+            scaler.rule = replace(scaler.rule, **{kind: value})
+        if kind in ("clean_steps", "growth_interval"):
+            count = min(state.clean_steps, scaler.rule.growth_interval - 1)
+            state = state._replace(clean_steps=count)
+        assert scaler.state() == {"loss_scale": state.scale, "unskipped": state.clean_steps}
+
+
 @pytest.mark.parametrize("loss_scale", ["dynamic", 1.0, 3.0])
 def test_unscaling_undoes_scaling(loss_scale):
-    scaler = Scaler(loss_scale, ScaleRule())
+    scaler = scaler_for(loss_scale, ScaleRule())
     scaled = float(scaler.scale(torch.tensor(0.75)))
     assert run_pass(scaler, scaled) == 0.75
 
 
 def test_a_static_scale_counts_steps_and_neither_checks_nor_moves():
-    scaler = Scaler(8.0, ScaleRule(growth_interval=1))
+    scaler = scaler_for(8.0, ScaleRule(growth_interval=1))
     for _ in range(3):
         run_pass(scaler, math.inf)
     assert scaler.state() == {"loss_scale": 8.0, "unskipped": 3}
@@ -65,25 +105,25 @@ def test_a_static_scale_counts_steps_and_neither_checks_nor_moves():
     ("loss_scale", "expected"), [(1.0, True), (2.0, False), ("dynamic", False)]
 )
 def test_only_a_static_one_is_the_identity(loss_scale, expected):
-    assert Scaler(loss_scale, ScaleRule()).is_identity is expected
+    assert scaler_for(loss_scale, ScaleRule()).is_identity is expected
 
 
 def test_a_dynamic_scale_of_one_is_not_the_identity():
-    assert not Scaler("dynamic", ScaleRule(), initial=1.0).is_identity
+    assert not scaler_for("dynamic", ScaleRule(), initial=1.0).is_identity
 
 
 def test_the_identity_returns_an_fp32_loss_itself():
     loss = torch.tensor(1.0)
-    assert Scaler(1.0, ScaleRule()).scale(loss) is loss
+    assert scaler_for(1.0, ScaleRule()).scale(loss) is loss
 
 
 @pytest.mark.parametrize("loss_scale", [0.0, -2.0, math.inf, math.nan])
 def test_a_static_scale_that_is_not_positive_and_finite_is_refused(loss_scale):
     with pytest.raises(ValueError, match="positive, finite"):
-        Scaler(loss_scale, ScaleRule())
+        scaler_for(loss_scale, ScaleRule())
 
 
-@pytest.mark.parametrize("loss_scale", [0.0, -2.0, math.inf, math.nan])
+@pytest.mark.parametrize("loss_scale", [0.0, -2.0, math.inf, math.nan, 1e-50, 1e50])
 def test_setting_a_scale_that_is_not_positive_and_finite_is_refused(loss_scale):
     scaler = dynamic()
     with pytest.raises(ValueError, match="positive, finite"):
@@ -93,7 +133,7 @@ def test_setting_a_scale_that_is_not_positive_and_finite_is_refused(loss_scale):
 
 @pytest.mark.parametrize("loss_scale", ["dynamic", 1.0])
 def test_set_scale_and_count_are_read_back_and_used(loss_scale):
-    scaler = Scaler(loss_scale, ScaleRule())
+    scaler = scaler_for(loss_scale, ScaleRule())
     scaler.set_scale(32.0)
     scaler.set_clean_steps(7)
     assert scaler.state() == {"loss_scale": 32.0, "unskipped": 7}
@@ -101,7 +141,7 @@ def test_set_scale_and_count_are_read_back_and_used(loss_scale):
 
 
 def test_updates_arrive_once_with_scale_overflow_and_skips_in_a_row():
-    scaler = Scaler("dynamic", ScaleRule(), loss_id=3)
+    scaler = scaler_for("dynamic", ScaleRule(), loss_id=3)
     for grad in (math.inf, math.inf, 1.0, math.nan):
         run_pass(scaler, grad, optimizers=2)
     assert scaler.arrived() == [
@@ -147,7 +187,7 @@ def test_the_state_moves_to_the_device_of_the_loss():
     scaler = dynamic()
     run_pass(scaler, math.inf)
     scaler.scale(torch.zeros((), device="cuda"))
-    tensors = (scaler.loss_scale, scaler.found_inf, scaler.clean_steps)
+    tensors = (scaler.loss_scale, scaler.found_inf, scaler._clean_steps)
     assert [tensor.device.type for tensor in tensors] == ["cuda"] * 3
     assert scaler.state() == {"loss_scale": 2.0**15, "unskipped": 0}
     assert scaler.read_found_inf()

@@ -109,6 +109,24 @@ def test_bounds_and_window_read_and_write():
     assert scale() == 2.0**17
 
 
+def test_a_window_set_below_the_count_grows_at_the_next_clean_step():
+    model, optimizer = prepared("O2")
+    train(model, optimizer, steps=3)
+    scaler()._scale_seq_len = 2
+    train(model, optimizer, steps=1)
+    assert (scale(), unskipped()) == (2.0**17, 0)
+
+
+def test_a_scale_set_above_its_maximum_halves_from_where_it_is():
+    made = LossScaler("dynamic")
+    made._loss_scale = 2.0**30
+    for _ in range(10):
+        made.clear_overflow_state()
+        made.unscale([torch.tensor([torch.inf])], [torch.empty(1)])
+        made.update_scale()
+    assert made.loss_scale() == 2.0**20
+
+
 @pytest.mark.parametrize(("given", "dynamic"), [("dynamic", True), (1.0, False), ("128", False)])
 def test_dynamic_tells_the_kind(given, dynamic):
     keep = prepared("O2", loss_scale=given)

@@ -154,9 +154,9 @@ def test_names_of_later_versions_are_ignored_in_an_entry(present):
 @pytest.mark.parametrize(
     ("present", "saved", "words"),
     [
-        ("dynamic", static(1.0, 9), r"scale \(1\) is static.*gradients, now at 65536"),
-        (1.0, entry(512.0, 9), r"scale is static \(1\).*go on with 512"),
-        (1.0, {**entry(1.0, 9), "apex_amp_v1": {"dynamic": True}}, r"scale is static \(1\)"),
+        ("dynamic", static(1.0, 9), r"scale is static \(1\).*dynamic, at 65536"),
+        (1.0, entry(512.0, 9), r"scaler is static \(1\).*the checkpoint's 512"),
+        (1.0, {**entry(1.0, 9), "apex_amp_v1": {"dynamic": True}}, r"scaler is static \(1\)"),
     ],
 )
 def test_a_dynamic_scale_says_nothing_to_a_static_one_nor_the_other_way(
@@ -166,7 +166,7 @@ def test_a_dynamic_scale_says_nothing_to_a_static_one_nor_the_other_way(
     before = amp.state_dict()
     amp.load_state_dict({"loss_scaler0": saved})
     assert amp.state_dict() == before
-    assert re.search(f"amp left loss_scaler0.*{words}", caplog.text)
+    assert re.search(f"amp skipped loss_scaler0.*{words}", caplog.text)
     assert {record.name for record in caplog.records} == {"apex"}
     del keep
 
@@ -210,7 +210,7 @@ def test_it_is_taken_once():
 def test_several_sessions_take_it_in_order(caplog):
     amp.load_state_dict({f"loss_scaler{i}": entry(2.0**i, i) for i in range(1, -1, -1)})
     first = prepared("O2")
-    assert "loss_scaler1 of the checkpoint wait for the next amp.initialize" in caplog.text
+    assert "loss_scaler1 of the checkpoint will go to the next amp.initialize" in caplog.text
     second = prepared("O2")
     assert [(scale(i), unskipped(i)) for i in range(2)] == [(1.0, 0), (2.0, 1)]
     del first, second
@@ -220,7 +220,7 @@ def test_a_loss_without_a_waiting_scale_starts_anew_and_is_named(caplog):
     amp.load_state_dict({"loss_scaler0": entry(512.0, 7)})
     keep = prepared("O2", num_losses=3)
     assert [scale(i) for i in range(3)] == [512.0, 2.0**16, 2.0**16]
-    assert "no scale for loss 1, 2, which starts anew" in caplog.text
+    assert "no scale for loss 1, 2, which starts at its default" in caplog.text
     del keep
 
 

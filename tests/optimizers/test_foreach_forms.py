@@ -6,8 +6,8 @@ import torch
 from apex._core.foreach.adagrad import AdagradRule, adagrad_, foreach_adagrad_
 from apex._core.foreach.adam import AdamRule, adam_, foreach_adam_
 from apex._core.foreach.gate import Gate
-from apex._core.foreach.kernels import has_fused
 from apex._core.foreach.sgd import SGDRule, foreach_sgd_, sgd_
+from apex._torch.foreach import has_fused
 from tests.optimizers import cases
 
 GATES = {"no flag": Gate(), "flag down": Gate(torch.zeros(())), "flag up": Gate(torch.ones(()))}
@@ -64,12 +64,10 @@ def test_adagrad(gate):
     compare(lambda *x: adagrad_(*x, **options), lambda *x: foreach_adagrad_(*x, **options), 1)
 
 
-@pytest.mark.parametrize(
-    "name", ["_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"]
-)
+@pytest.mark.parametrize("name", ["fused_adam_", "fused_adamw_", "fused_sgd_", "fused_adagrad_"])
 def test_cpu_has_the_fused_kernel(name):
     assert has_fused(name, torch.device("cpu"))
 
 
 def test_a_device_without_kernels_has_none():
-    assert not has_fused("_fused_adam_", torch.device("meta"))
+    assert not has_fused("fused_adam_", torch.device("meta"))

@@ -41,14 +41,15 @@ LEVELS = {
 
 
 def next_scale(scale, clean_steps, *, overflow, interval=2000, least=0.0, greatest=2.0**24):
-    """Halves on overflow, doubles after ``interval`` clean steps, within the bounds."""
+    """Halves on overflow, down to ``least``; doubles after ``interval`` clean steps, up to
+    ``greatest``: apex's rule, with a floor of its own under it.
+    """
     if overflow:
-        scale, clean_steps = scale / 2, 0
-    else:
-        clean_steps += 1
-        if clean_steps == interval:
-            scale, clean_steps = scale * 2, 0
-    return min(max(scale, least, SMALLEST_SCALE), greatest), clean_steps
+        return max(scale / 2, least, SMALLEST_SCALE), 0
+    clean_steps += 1
+    if clean_steps == interval:
+        return min(scale * 2, greatest), 0
+    return scale, clean_steps
 
 
 class Overflow(Exception):

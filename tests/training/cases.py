@@ -30,7 +30,7 @@ def sgd(params, lr=0.1):
 
 
 def net(seed=0):
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
 

@@ -170,3 +170,20 @@ def test_an_overflow_is_printed_once_for_each_optimizer(capsys):
 def test_verbosity_0_prints_nothing(capsys):
     step(*one_param(), INF)
     assert capsys.readouterr().out == ""
+
+
+def check_16_bit_gradients(model, dtype):
+    """Clean and overflowing passes at O3 with a dynamic scale: right weights, right scale."""
+    model, optimizer = cases.prepared(
+        "O3", cases.sgd, model=model, cast_model_type=dtype, loss_scale="dynamic"
+    )
+    model.weight.data.fill_(1.0)
+    for gradient, after, scale in ((0.25, 0.975, 16), (INF, 0.975, 15), (-0.25, 1.0, 15)):
+        step(model, optimizer, gradient)
+        assert float(model.weight.detach()) == pytest.approx(after, rel=2**-8)
+        assert cases.loss_scale() == 2.0**scale
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_dynamic_scale_without_masters_trains_16_bit_weights(dtype):
+    check_16_bit_gradients(torch.nn.Linear(1, 1, bias=False), dtype)

@@ -1,4 +1,4 @@
-"""Unscale gradients in place and say on the device whether any held inf or NaN."""
+"""Unscaling of gradients in place, with a device flag for inf and NaN."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex._torch import dtensor, private
+from apex._torch import dtensor, foreach
+from apex._torch.copies import moved
+from apex._torch.sparse import stored_values
 
 
 def dense_values(grads: list[Tensor]) -> list[Tensor]:
@@ -20,7 +22,7 @@ def dense_values(grads: list[Tensor]) -> list[Tensor]:
     grads = dtensor.locals_of(grads)
     if {grad.layout for grad in grads} <= {torch.strided}:
         return grads
-    return [grad._values() if grad.is_sparse else grad for grad in grads]
+    return [stored_values(grad) if grad.is_sparse else grad for grad in grads]
 
 
 def summed_values(grad: Tensor) -> Tensor:
@@ -33,7 +35,7 @@ def group(grads: list[Tensor]) -> Iterator[list[Tensor]]:
 
     Complex ones come as their real view, so that one kernel serves all.
     """
-    groups: Any = private.group([[*grads]])
+    groups: Any = foreach.group([[*grads]])
     for (_, dtype), ((same,), _) in groups.items():
         yield [torch.view_as_real(grad) for grad in same] if dtype.is_complex else same
 
@@ -51,14 +53,11 @@ def unscale_and_check_(values: list[Tensor], inverse_scale: Tensor, found_inf: T
     for grads in group(values):
         device = grads[0].device
         if device == found_inf.device:
-            private.check_and_unscale_(grads, found_inf, inverse_scale)
+            foreach.check_and_unscale_(grads, found_inf, inverse_scale)
             continue
         found_here = torch.zeros((), device=device)
-        # A copy to the CPU that nobody waits for is read before it has arrived.
-        inverse_here = inverse_scale.to(device, non_blocking=device.type != "cpu")
-        private.check_and_unscale_(grads, found_here, inverse_here)
-        there = found_inf.device
-        raise_flag_(found_inf, found_here.to(there, non_blocking=there.type != "cpu"))
+        foreach.check_and_unscale_(grads, found_here, moved(inverse_scale, device))
+        raise_flag_(found_inf, moved(found_here, found_inf.device))
 
 
 def unscale_(values: list[Tensor], inverse_scale: float) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from apex._core.dtypes import CASTABLE, LOW_PRECISION
 from apex._core.op_table import CastSpec, Category
-from apex._torch.private import backward_id
+from apex._torch.autograd import backward_id
 
 Args = Sequence[Any]
 Kwargs = dict[str, Any]

@@ -5,7 +5,6 @@ Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2.
 
 from __future__ import annotations
 
-import math
 import numbers
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from apex._torch import private
+from apex._torch import foreach
 
 SMALLEST_SCALE: float = torch.finfo(torch.float32).tiny
 """The floor under every dynamic scale: its inverse is finite in fp32, so no step divides by 0."""
@@ -22,6 +21,11 @@ SMALLEST_SCALE: float = torch.finfo(torch.float32).tiny
 _PUBLIC = {"floor": "min_loss_scale", "ceiling": "max_loss_scale"}
 
 _LARGEST_SCALE = torch.finfo(torch.float32).max
+
+_FIRST_INF = 2.0**128 - 2.0**103
+"""From here on fp32 rounds to inf."""
+
+_MOST_STEPS = torch.iinfo(torch.int32).max
 
 
 class ScaleState(NamedTuple):
@@ -35,12 +39,15 @@ class ScaleState(NamedTuple):
 class ScaleRule:
     """How a dynamic scale moves.
 
+    As in apex the ceiling bounds growth and the floor bounds backoff: a scale that was set beyond
+    one of them (by a script, by a checkpoint) moves from where it is.
+
     Attributes:
         growth_factor: Multiplier after ``growth_interval`` clean steps; above 1.
         backoff_factor: Multiplier after an overflow; between 0 and 1.
         growth_interval: Clean steps before growth; at least 1.
-        floor: Least scale; ``None`` means the smallest normal fp32.
-        ceiling: Greatest scale; ``None`` means the greatest finite fp32.
+        floor: Least scale after a backoff; ``None`` means the smallest normal fp32.
+        ceiling: Greatest scale after growth; ``None`` means the greatest finite fp32.
 
     Raises:
         TypeError: For a value that is no number, or an interval that is no integer.
@@ -74,37 +81,48 @@ class ScaleRule:
 
     @property
     def least(self) -> float:
-        """The least scale, always above 0."""
+        """The least scale after a backoff, always above 0."""
         return max(SMALLEST_SCALE, self.floor or 0.0)
 
     @property
     def greatest(self) -> float:
-        """The greatest scale, always finite in fp32."""
+        """The greatest scale after growth, always finite in fp32."""
         return _LARGEST_SCALE if self.ceiling is None else min(_LARGEST_SCALE, self.ceiling)
+
+    @property
+    def window(self) -> int:
+        """The growth interval, within what a count on a device can hold."""
+        return min(self.growth_interval, _MOST_STEPS)
 
 
 def next_scale(state: ScaleState, rule: ScaleRule, *, overflow: bool) -> ScaleState:
     """Returns the loss-scale state after one backward pass: the reference form.
 
-    Backs off on overflow, grows after ``rule.growth_interval`` clean steps, and keeps the scale
-    within the rule's bounds.
+    Backs off on overflow, to no less than ``rule.least``; grows after ``rule.growth_interval``
+    clean steps, to no more than ``rule.greatest``. A growth that fp32 cannot hold is left out.
 
     Args:
         state: Scale (multiplier on a 0-d loss) and clean steps so far.
         rule: Factors, interval and bounds.
         overflow: Whether any gradient held inf or NaN.
     """
-    scale, clean_steps = state.scale, state.clean_steps + 1
     if overflow:
-        scale, clean_steps = scale * rule.backoff_factor, 0
-    elif clean_steps >= rule.growth_interval:
-        grown = scale * rule.growth_factor
-        # The device form takes no step that fp32 cannot hold.
-        scale, clean_steps = grown if grown <= _LARGEST_SCALE else scale, 0
-    return ScaleState(min(max(scale, rule.least), rule.greatest), clean_steps)
+        return ScaleState(max(state.scale * rule.backoff_factor, rule.least), 0)
+    clean_steps = state.clean_steps + 1
+    if clean_steps < rule.window:
+        return ScaleState(state.scale, clean_steps)
+    grown = state.scale * rule.growth_factor
+    return ScaleState(min(grown if grown < _FIRST_INF else state.scale, rule.greatest), 0)
 
 
-def update_scale_(scale: Tensor, clean_steps: Tensor, found_inf: Tensor, rule: ScaleRule) -> None:
+def update_scale_(
+    scale: Tensor,
+    clean_steps: Tensor,
+    found_inf: Tensor,
+    rule: ScaleRule,
+    *,
+    in_range: bool = False,
+) -> None:
     """Moves ``scale`` and ``clean_steps`` in place by :func:`next_scale`, without a host sync.
 
     Args:
@@ -112,24 +130,31 @@ def update_scale_(scale: Tensor, clean_steps: Tensor, found_inf: Tensor, rule: S
         clean_steps: 0-d int32 on the same device.
         found_inf: 0-d fp32 on the same device; non-zero means overflow.
         rule: Factors, interval and bounds.
+        in_range: Whether the scale is known to lie within the rule's bounds and the count below
+            its interval, where both stay. Takes two kernels then, in place of nine.
     """
-    private.update_scale_(
-        scale,
-        clean_steps,
-        found_inf,
-        rule.growth_factor,
-        rule.backoff_factor,
-        rule.growth_interval,
+    if not in_range:
+        clean_steps.clamp_(max=rule.window - 1)  # the kernel grows at the interval, not beyond it
+    foreach.update_scale_(
+        scale, clean_steps, found_inf, rule.growth_factor, rule.backoff_factor, rule.window
     )
-    scale.clamp_(rule.least, rule.greatest)
+    if in_range:
+        scale.clamp_(rule.least, rule.greatest)
+    else:
+        grown = torch.where(clean_steps == 0, scale.clamp(max=rule.greatest), scale)
+        scale.copy_(torch.where(found_inf != 0, scale.clamp(min=rule.least), grown))
 
 
 def checked_static(loss_scale: float) -> float:
-    """Returns a static scale, or raises ValueError unless it is positive and finite."""
-    if not (loss_scale > 0.0 and math.isfinite(loss_scale)):
+    """Returns a scale given as a number.
+
+    Raises:
+        ValueError: Unless it and its inverse are positive and finite in fp32.
+    """
+    if not SMALLEST_SCALE <= loss_scale <= _LARGEST_SCALE:
         raise ValueError(
-            f"loss_scale is {loss_scale}; a static loss scale must be a positive, finite number. "
-            'Pass such a number, or "dynamic".'
+            f"loss_scale is {loss_scale}; it must be a positive, finite number that fp32 can hold "
+            f'({SMALLEST_SCALE:.2g} to {_LARGEST_SCALE:.2g}). Pass such a number, or "dynamic".'
         )
     return loss_scale
 

@@ -1,8 +1,11 @@
-"""One loss's scale: a 0-d tensor on the device of the loss, moved there without a host sync."""
+"""One loss's scale, static or dynamic, on the device of the loss."""
 
 from __future__ import annotations
 
+import enum
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,112 +14,107 @@ from apex._core.finite import unscale_, unscale_and_check_
 from apex._core.policy import LossScale
 from apex._core.scale import ScaleRule, checked_static, update_scale_
 from apex._engine.events import ScaleUpdate
-from apex._engine.readback import Arrivals
+from apex._engine.readback import Readback
 from apex._torch import dtensor
+from apex._torch.copies import moved
 
 INITIAL_SCALE = 2.0**16
 
 
-class Scaler:
-    """The scale of one loss, dynamic or static.
+class PassState(enum.Enum):
+    """What has become of the overflow flag of the last backward pass."""
 
-    The scale, the count of clean steps and the overflow flag of the present pass live on the
-    device of the first loss that is scaled (until then on the CPU) and are read on the host only
-    when somebody asks.
+    UPDATED = enum.auto()
+    """It has moved the scale; the next pass clears it."""
+    PENDING = enum.auto()
+    """It has yet to move the scale, or the pass is under way; the next pass adds to it."""
+    HELD = enum.auto()
+    """As PENDING, for gradients that stay in this process until a later pass sends them."""
+
+
+class Scaler(ABC):
+    """The scale of one loss.
+
+    Scale, overflow flag and count of clean steps live on the device of the first loss that is
+    scaled (until then on the CPU).
 
     Attributes:
-        open_blocks: The ``scale_loss`` blocks that are open now: their scaled losses may still
-            be used.
-        patient: Whether ``arrived`` waits for the device, so that a report still finds the
-            gradients that it speaks of.
+        dynamic: Whether the scale follows the gradients.
+        loss_scale: The scale, 0-d fp32 (multiplier).
+        found_inf: Whether the present pass overflowed, 0-d fp32.
+        rule: How a dynamic scale moves.
+        loss_id: Which of the session's losses.
+        open_blocks: The ``scale_loss`` blocks that are open: their scaled losses may still be used.
+        block_on_read: Whether to block on the readback, so that a report can still inspect the
+            gradients it names.
+        pass_state: What has become of the flag; set back by callers where a pass failed.
     """
 
-    def __init__(
-        self,
-        loss_scale: LossScale,
-        rule: ScaleRule,
-        *,
-        loss_id: int = 0,
-        initial: float = INITIAL_SCALE,
-    ) -> None:
-        """Starts a dynamic scale at ``initial`` within the rule's bounds, or a static one.
+    dynamic: ClassVar[bool]
+    loss_scale: Tensor
+    found_inf: Tensor
 
-        Raises:
-            ValueError: If a static scale is not positive and finite.
-        """
-        self.dynamic = loss_scale == "dynamic"
-        self.rule = rule
+    def __init__(self, first: float, rule: ScaleRule, loss_id: int) -> None:
+        """Starts at ``first`` (multiplier), on the CPU."""
+        self._bind(torch.tensor([first, 0.0], dtype=torch.float32))
+        self._rule = rule
         self.loss_id = loss_id
-        if loss_scale == "dynamic":
-            initial = min(max(initial, rule.least), rule.greatest)
-        else:
-            initial = checked_static(loss_scale)
-        # Only the dynamic scale is on the device: a static one takes no kernel to apply or count.
-        self._static = initial
-        self._static_steps = 0
-        self._place(torch.device("cpu"), initial, 0)
-        self._arrivals = Arrivals()
-        self._passes_sent: list[int] = []
-        self._skipped_in_row = 0
-        self._updated = True
-        self._held = False
         self.open_blocks: set[object] = set()
-        self.patient = False
+        self.block_on_read = False
+        self.pass_state = PassState.UPDATED
+
+    @property
+    def rule(self) -> ScaleRule:
+        """How a dynamic scale moves; may be set."""
+        return self._rule
+
+    @rule.setter
+    def rule(self, rule: ScaleRule) -> None:
+        self._rule = rule
 
     # -- one backward pass -------------------------------------------------------------------
 
     @property
+    @abstractmethod
     def is_identity(self) -> bool:
-        """Whether scaling by it changes nothing: static and exactly 1."""
-        return not self.dynamic and self._static == 1.0
+        """Whether scaling by it changes nothing, whatever the gradients."""
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Returns the loss in fp32, times the scale; for a static 1 just in fp32."""
-        if self._values.device != loss.device and loss.device.type != "meta":
+        """Returns the loss times the scale, in fp32 (fp64 of an fp64 loss)."""
+        if self.loss_scale.device != loss.device and loss.device.type != "meta":
             self.move_to(loss.device)
-        loss = loss.float() if loss.dtype is not torch.float64 else loss
-        if not self.dynamic:
-            return loss if self._static == 1.0 else loss * self._static
-        return loss * self.loss_scale
+        return self._scaled(loss if loss.dtype is torch.float64 else loss.float())
 
+    @abstractmethod
+    def _scaled(self, loss: Tensor) -> Tensor: ...
+
+    @abstractmethod
     def factor(self) -> Tensor | float:
-        """Returns what losses are multiplied by, without waiting: 0-d where it is dynamic."""
-        return self.loss_scale if self.dynamic else self._static
+        """Returns what multiplies the loss, without waiting: a 0-d tensor if dynamic."""
 
+    @abstractmethod
     def begin_pass(self, *, continues: bool = False) -> None:
-        """Clears the overflow flag of the last pass, before gradients are unscaled.
+        """Begins a pass, before its gradients are unscaled: clears a flag that is used up.
 
-        After a pass whose update was left out the flag stays up: it has not moved the scale yet.
+        A flag that has yet to move the scale stays up.
 
         Args:
-            continues: Whether gradients of a held pass are still there to be sent.
+            continues: Whether gradients of a held pass are still waiting to be sent.
         """
-        if self.dynamic and (self._updated or (self._held and not continues)):
-            self.found_inf.zero_()
-        self._updated = self._held = False
 
-    @property
-    def pass_state(self) -> tuple[bool, bool]:
-        """What :meth:`begin_pass` goes by; set back where a pass failed."""
-        return self._updated, self._held
-
-    @pass_state.setter
-    def pass_state(self, state: tuple[bool, bool]) -> None:
-        self._updated, self._held = state
-
+    @abstractmethod
     def hold(self) -> None:
-        """Ends a pass whose gradients stay in this process; the scale moves when they are sent."""
-        self._held = True
+        """Ends a pass whose gradients stay in this process until a later pass sends them."""
 
+    @abstractmethod
     def renew(self) -> None:
-        """Goes on with copies of scale and flag, and leaves the present ones as they are.
+        """Continues with copies of scale and flag, leaving the present tensors unchanged.
 
-        For autograd graphs that are still to be used: they hold the scale that they were made
-        with, and refuse to run when it has moved in place.
+        For autograd graphs that have yet to run: they saved the scale that they were made with,
+        and autograd refuses a tensor that was changed in place.
         """
-        if self.dynamic:
-            self._bind(self._values.clone(), self.clean_steps)
 
+    @abstractmethod
     def unscale_(
         self,
         values: list[Tensor],
@@ -131,41 +129,236 @@ class Scaler:
             override: Divide by this instead of the scale.
             scaled_by: The dynamic scale (0-d) of the pass; ``None`` means the present one.
         """
-        if not values:
-            return
-        if self.dynamic:
-            inverse = self._inverse(override) if scaled_by is None else scaled_by.reciprocal()
-            unscale_and_check_(values, inverse, self.found_inf)
-        elif (override or self._static) != 1.0:
-            unscale_(values, 1.0 / (override or self._static))
 
     def share_overflow(self, params: Sequence[Tensor]) -> None:
-        """Raises the flag where a rank that holds other parts of ``params`` has raised its own.
+        """Raises the flag if a rank that holds other shards of ``params`` has raised its own.
 
-        Every rank of a sharded model has to call it in every pass: they step or skip together, and
+        Every rank of a sharded model must call it in every pass: so all step or skip together, and
         their scales stay equal.
         """
         if over := dtensor.groups(params):
             dtensor.greatest_(self.found_inf, over)
 
+    @abstractmethod
     def update(self, optimizers: int) -> None:
-        """Ends the pass: moves a dynamic scale by its flag, and counts a clean step.
+        """Ends the pass: moves a dynamic scale by its flag, or counts a step of a static one.
 
         Args:
             optimizers: How many optimizers the pass was for, for the report.
         """
-        if self.dynamic:
-            update_scale_(self.loss_scale, self.clean_steps, self.found_inf, self.rule)
-            self._updated = True
-            if self._arrivals.send(self._values):
-                self._passes_sent.append(optimizers)
-        else:
-            self._static_steps += 1
 
+    @abstractmethod
     def arrived(self) -> list[ScaleUpdate]:
         """Returns the updates that have reached the host since the last call, oldest first."""
+
+    # -- state -------------------------------------------------------------------------------
+
+    @abstractmethod
+    def read_scale(self) -> float:
+        """Returns the scale as a number. Waits for the device if it is dynamic."""
+
+    @abstractmethod
+    def read_clean_steps(self) -> int:
+        """Returns the clean steps since the scale last changed. Waits if it is dynamic."""
+
+    def read_found_inf(self) -> bool:
+        """Returns whether the last pass overflowed. Waits for the device."""
+        return bool(self.found_inf)  # sync: the caller asks for a host number
+
+    @abstractmethod
+    def set_scale(self, loss_scale: float) -> None:
+        """Sets the scale.
+
+        Raises:
+            ValueError: If it is not positive and finite.
+        """
+
+    @abstractmethod
+    def set_clean_steps(self, clean_steps: int) -> None:
+        """Sets the count of clean steps since the scale last changed."""
+
+    def state(self) -> Mapping[str, float | int]:
+        """Returns ``{"loss_scale": float, "unskipped": int}``, apex's checkpoint of one scaler."""
+        return {"loss_scale": self.read_scale(), "unskipped": self.read_clean_steps()}
+
+    def move_to(self, device: torch.device) -> None:
+        """Moves scale and flag to ``device``, with their values."""
+        self._bind(moved(self._scale_and_flag, device))
+
+    def _bind(self, values: Tensor) -> None:
+        # One tensor holds scale and flag, so that one copy brings both to the host.
+        self._scale_and_flag = values
+        self.loss_scale, self.found_inf = values[0], values[1]
+
+
+class StaticScaler(Scaler):
+    """A constant scale, applied as a Python number; gradients are not checked."""
+
+    dynamic = False
+
+    def __init__(self, loss_scale: float, rule: ScaleRule, *, loss_id: int = 0) -> None:
+        """Takes the scale.
+
+        Raises:
+            ValueError: If it is not positive and finite.
+        """
+        super().__init__(checked_static(loss_scale), rule, loss_id)
+        self._scale = loss_scale  # to the last bit, which fp32 need not hold
+        self._clean_steps = 0
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether it is exactly 1."""
+        return self._scale == 1.0
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        return loss if self.is_identity else loss * self._scale
+
+    def factor(self) -> float:
+        """Returns the scale."""
+        return self._scale
+
+    def begin_pass(self, *, continues: bool = False) -> None:
+        """Does nothing: no pass raises a flag."""
+
+    def hold(self) -> None:
+        """Does nothing: no update follows."""
+
+    def renew(self) -> None:
+        """Does nothing: no graph holds the scale."""
+
+    def unscale_(
+        self,
+        values: list[Tensor],
+        *,
+        override: float | None = None,
+        scaled_by: Tensor | None = None,
+    ) -> None:
+        """Divides gradients by the scale in place, unchecked; ignores ``scaled_by``."""
+        divisor = override or self._scale
+        if values and divisor != 1.0:
+            unscale_(values, 1.0 / divisor)
+
+    def update(self, optimizers: int) -> None:
+        """Counts a step."""
+        self._clean_steps += 1
+
+    def arrived(self) -> list[ScaleUpdate]:
+        """Returns nothing: there are no updates."""
+        return []
+
+    def read_scale(self) -> float:
+        """Returns the scale."""
+        return self._scale
+
+    def read_clean_steps(self) -> int:
+        """Returns the steps so far."""
+        return self._clean_steps
+
+    def set_scale(self, loss_scale: float) -> None:
+        """Sets the scale."""
+        self._scale = checked_static(float(loss_scale))
+        self.loss_scale.fill_(self._scale)
+
+    def set_clean_steps(self, clean_steps: int) -> None:
+        """Sets the count of steps."""
+        self._clean_steps = clean_steps
+
+
+class DynamicScaler(Scaler):
+    """A scale that backs off on overflow and grows after clean steps, all on the device."""
+
+    dynamic = True
+
+    def __init__(self, rule: ScaleRule, *, loss_id: int = 0, initial: float | None = None) -> None:
+        """Starts at ``initial``; by default at 2**16, moved within the rule's bounds.
+
+        Raises:
+            ValueError: If ``initial`` is not positive and finite.
+        """
+        if initial is None:
+            initial = min(max(INITIAL_SCALE, rule.least), rule.greatest)
+        super().__init__(checked_static(initial), rule, loss_id)
+        self._clean_steps = torch.tensor(0, dtype=torch.int32)
+        self._in_range = rule.least <= initial <= rule.greatest
+        self._readback = Readback()
+        self._passes_sent: list[int] = []
+        self._skipped_in_row = 0
+
+    @property
+    def is_identity(self) -> bool:
+        """False, at a scale of 1 too: gradients are checked."""
+        return False
+
+    @property
+    def rule(self) -> ScaleRule:
+        """How the scale moves; may be set, without a host sync.
+
+        A count that has reached the new interval is set just below it, so that the next clean step
+        grows the scale.
+        """
+        return self._rule
+
+    @rule.setter
+    def rule(self, rule: ScaleRule) -> None:
+        wider = rule.least <= self._rule.least and self._rule.greatest <= rule.greatest
+        self._in_range = self._in_range and wider
+        self._rule = rule
+        self._clean_steps.clamp_(max=rule.window - 1)
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        return loss * self.loss_scale
+
+    def factor(self) -> Tensor:
+        """Returns the scale, 0-d."""
+        return self.loss_scale
+
+    def begin_pass(self, *, continues: bool = False) -> None:
+        """Clears the flag, unless it has yet to move the scale."""
+        held = self.pass_state is PassState.HELD and not continues
+        if held or self.pass_state is PassState.UPDATED:
+            self.found_inf.zero_()
+        self.pass_state = PassState.PENDING
+
+    def hold(self) -> None:
+        """Leaves the flag for the pass that sends the gradients."""
+        self.pass_state = PassState.HELD
+
+    def renew(self) -> None:
+        """Continues with copies of scale and flag."""
+        self._bind(self._scale_and_flag.clone())
+
+    def unscale_(
+        self,
+        values: list[Tensor],
+        *,
+        override: float | None = None,
+        scaled_by: Tensor | None = None,
+    ) -> None:
+        """Divides gradients by the scale in place, and raises the flag on inf or NaN."""
+        if values:
+            inverse = (self.loss_scale if scaled_by is None else scaled_by).reciprocal()
+            if override is not None and scaled_by is None:
+                inverse = torch.full_like(self.loss_scale, 1.0 / override)
+            unscale_and_check_(values, inverse, self.found_inf)
+
+    def update(self, optimizers: int) -> None:
+        """Moves the scale by the flag, on the device, and sends both to the host."""
+        update_scale_(
+            self.loss_scale,
+            self._clean_steps,
+            self.found_inf,
+            self._rule,
+            in_range=self._in_range,
+        )
+        self.pass_state = PassState.UPDATED
+        if self._readback.send(self._scale_and_flag):
+            self._passes_sent.append(optimizers)
+
+    def arrived(self) -> list[ScaleUpdate]:
+        """Returns the updates that have reached the host, all of them with ``block_on_read``."""
         updates = []
-        for loss_scale, found_inf in self._arrivals.poll(wait=self.patient):
+        for loss_scale, found_inf in self._readback.poll(wait=self.block_on_read):
             overflow = found_inf != 0.0
             self._skipped_in_row = self._skipped_in_row + 1 if overflow else 0
             optimizers = self._passes_sent.pop(0)
@@ -174,61 +367,49 @@ class Scaler:
             )
         return updates
 
-    def _inverse(self, override: float | None) -> Tensor:
-        if override is not None:
-            return torch.full_like(self.loss_scale, 1.0 / override)
-        return self.loss_scale.reciprocal()
-
-    # -- state -------------------------------------------------------------------------------
-
     def read_scale(self) -> float:
-        """Returns the scale as a number. Waits for the device where it is dynamic."""
-        if not self.dynamic:
-            return self._static  # to the last bit, which fp32 need not hold
+        """Returns the scale as a number. Waits for the device."""
         return float(self.loss_scale)  # sync: the caller asks for a host number
 
     def read_clean_steps(self) -> int:
         """Returns the clean steps since the scale last changed. Waits for the device."""
-        if not self.dynamic:
-            return self._static_steps
-        return int(self.clean_steps)  # sync: the caller asks for a host number
-
-    def read_found_inf(self) -> bool:
-        """Returns whether the last pass overflowed. Waits for the device."""
-        return bool(self.found_inf)  # sync: the caller asks for a host number
+        return int(self._clean_steps)  # sync: the caller asks for a host number
 
     def set_scale(self, loss_scale: float) -> None:
-        """Sets the scale.
-
-        Raises:
-            ValueError: If it is not positive and finite.
-        """
-        self._static = checked_static(float(loss_scale))
-        self.loss_scale.fill_(self._static)
+        """Sets the scale, also beyond the rule's bounds; it then moves from there."""
+        loss_scale = checked_static(float(loss_scale))
+        self._in_range = self._rule.least <= loss_scale <= self._rule.greatest
+        self.loss_scale.fill_(loss_scale)
 
     def set_clean_steps(self, clean_steps: int) -> None:
-        """Sets the count of clean steps since the scale last changed."""
-        self._static_steps = clean_steps
-        self.clean_steps.fill_(clean_steps)
-
-    def state(self) -> Mapping[str, float | int]:
-        """Returns ``{"loss_scale": float, "unskipped": int}``, apex's checkpoint of one scaler."""
-        return {"loss_scale": self.read_scale(), "unskipped": self.read_clean_steps()}
+        """Sets the count; one that has reached the interval is set just below it."""
+        self._clean_steps.fill_(min(clean_steps, self._rule.window - 1))
 
     def move_to(self, device: torch.device) -> None:
-        """Moves scale, count and flag to ``device``, with their values."""
-        values, clean_steps = self._values, self.clean_steps
-        self._bind(values.to(device, non_blocking=True), clean_steps.to(device, non_blocking=True))
+        """Moves scale, flag and count to ``device``, with their values."""
+        super().move_to(device)
+        self._clean_steps = moved(self._clean_steps, device)
 
-    def _place(self, device: torch.device, loss_scale: float, clean_steps: int) -> None:
-        self._bind(
-            torch.tensor([loss_scale, 0.0], dtype=torch.float32, device=device),
-            torch.tensor(clean_steps, dtype=torch.int32, device=device),
-        )
 
-    def _bind(self, values: Tensor, clean_steps: Tensor) -> None:
-        # One tensor holds scale and flag, so that one copy brings both to the host.
-        self._values = values
-        self.loss_scale = values[0]
-        self.found_inf = values[1]
-        self.clean_steps = clean_steps
+def scaler_for(
+    loss_scale: LossScale,
+    rule: ScaleRule,
+    *,
+    loss_id: int = 0,
+    initial: float | None = None,
+) -> Scaler:
+    """Returns the scaler of ``loss_scale``.
+
+    Args:
+        loss_scale: A number, or ``"dynamic"``.
+        rule: How a dynamic scale moves.
+        loss_id: Which of the session's losses.
+        initial: First dynamic scale (multiplier); ``None`` means 2**16, moved within the rule's
+            bounds.
+
+    Raises:
+        ValueError: If the scale is not positive and finite.
+    """
+    if loss_scale == "dynamic":
+        return DynamicScaler(rule, loss_id=loss_id, initial=initial)
+    return StaticScaler(loss_scale, rule, loss_id=loss_id)

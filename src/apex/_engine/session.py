@@ -26,7 +26,7 @@ from apex._engine.model import ModelPlan, sharding
 from apex._engine.optimizer import optimizer_class
 from apex._engine.optimizer.binding import Binding
 from apex._engine.optimizer.optimizer_class import AmpOptimizer
-from apex._engine.scaler import Scaler
+from apex._engine.scaler import Scaler, scaler_for
 from apex._engine.undo import Undo, all_or_nothing
 
 Listener = Callable[["Session", ScaleUpdate], None]
@@ -82,7 +82,7 @@ class Session:
         self.policy = policy
         rule = rule or ScaleRule()
         self.scalers = [
-            Scaler(policy.loss_scale, rule, loss_id=index) for index in range(num_losses)
+            scaler_for(policy.loss_scale, rule, loss_id=index) for index in range(num_losses)
         ]
         self.region: CastRegion | UncastRegion = (
             UncastRegion() if spec is None else CastRegion(spec)

@@ -240,7 +240,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     """
     scalers = _living_scalers()
     if not scalers and not _amp_state.enabled:
-        scaler_states.tell("amp.load_state_dict: amp is off, the state is left.", logging.INFO)
+        scaler_states.log_rank0("amp.load_state_dict: amp is off; state ignored.", logging.INFO)
         return
     states = scaler_states.parsed(state_dict)
     _amp_state.waiting = [] if scalers else states
@@ -284,7 +284,7 @@ def _session(
         keep_fp32=keep_fp32,
     )
     for scaler in made.scalers:
-        scaler.patient = report.tells_why()
+        scaler.block_on_read = report.tells_why()
     return made
 
 

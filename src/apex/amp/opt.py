@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from apex._core.scale import ScaleRule
-from apex._engine.scaler import Scaler
+from apex._engine.scaler import scaler_for
 from apex._torch.dynamo import untraced, untraced_frame
 
 if TYPE_CHECKING:
@@ -35,7 +35,8 @@ class OptimWrapper:
         self._loss_index = 0
         scale = "dynamic" if session is None else session.policy.loss_scale
         self._loss_scaler = [
-            Scaler(scale, ScaleRule(ceiling=2.0**24), loss_id=index) for index in range(num_loss)
+            scaler_for(scale, ScaleRule(ceiling=2.0**24), loss_id=index)
+            for index in range(num_loss)
         ]
 
     @untraced

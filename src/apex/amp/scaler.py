@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from apex._core.scale import ScaleRule
-from apex._engine.scaler import INITIAL_SCALE, Scaler
+from apex._engine.scaler import INITIAL_SCALE, Scaler, scaler_for
 from apex.amp.properties import as_loss_scale
 
 
 class LossScaler:
-    """The scale of one loss, as apex's scripts read and set it.
+    """The scale of one loss, as scripts written for apex read and set it.
 
     Reading ``_loss_scale``, ``_unskipped`` or ``_has_overflow`` waits for the device; setting one
     of the first two does not.
@@ -33,15 +33,15 @@ class LossScaler:
         min_loss_scale: float | None = None,
         max_loss_scale: float = 2.0**24,
     ) -> None:
-        """Makes a scaler of its own.
+        """Creates a scaler that belongs to no ``amp.initialize`` call.
 
         Args:
             loss_scale: A number, or ``"dynamic"``.
             init_scale: First value of a dynamic scale (multiplier).
             scale_factor: Growth factor; its inverse is the backoff factor.
             scale_window: Clean steps before growth.
-            min_loss_scale: Least dynamic scale.
-            max_loss_scale: Greatest dynamic scale.
+            min_loss_scale: Least scale after a backoff.
+            max_loss_scale: Greatest scale after growth.
         """
         rule = ScaleRule(
             growth_factor=scale_factor,
@@ -51,11 +51,13 @@ class LossScaler:
             ceiling=max_loss_scale,
         )
         scale = as_loss_scale("loss_scale", loss_scale)
-        self._scaler = Scaler(scale, rule, initial=init_scale)
+        # apex's default moves within the bounds; a scale that the caller chose does not.
+        initial = None if init_scale == INITIAL_SCALE else init_scale
+        self._scaler = scaler_for(scale, rule, initial=initial)
 
     @classmethod
     def over(cls, scaler: Scaler) -> LossScaler:
-        """Returns the view of a scaler that exists."""
+        """Returns a view of ``scaler``."""
         view = cls.__new__(cls)
         view._scaler = scaler
         return view
@@ -129,7 +131,7 @@ class LossScaler:
         self._scaler.rule = replace(self._scaler.rule, **changes)
 
     def clear_overflow_state(self) -> None:
-        """Forgets the overflow of the last pass."""
+        """Clears the overflow flag of the last pass."""
         self._scaler.found_inf.zero_()
 
     def unscale(
@@ -145,8 +147,8 @@ class LossScaler:
         Args:
             model_grads: Scaled gradients.
             master_grads: Gradients to write, of any floating dtype; may be the same tensors.
-            unused_scale: Accepted for old callers, not used.
-            models_are_masters: Accepted for old callers, not used.
+            unused_scale: Ignored; accepted for old callers.
+            models_are_masters: Ignored; accepted for old callers.
             scale_override: Divide by this instead of the scale.
         """
         del unused_scale, models_are_masters
@@ -170,7 +172,7 @@ class LossScaler:
             torch._foreach_add_(list(master_grads), stashed)
 
     def update_scale(self) -> bool:
-        """Moves the scale by the flag of the last pass; returns whether the step is to be skipped.
+        """Moves the scale by the flag of the last pass; returns whether to skip the step.
 
         Waits for the device.
         """

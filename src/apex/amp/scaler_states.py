@@ -1,11 +1,10 @@
 """Loss scales in apex's checkpoint format: written, read and checked, and set.
 
-Note [Versioned key]: an entry holds apex's two names, ``loss_scale`` and ``unskipped``. What this
-project adds is under ``apex_amp_v1`` beside them, where apex does not look; a later version writes
-under a number of its own, and every name that is not known here is ignored. So far it tells one
-thing, and only where it holds: ``{"dynamic": False}`` for a scale that is static. Without that a
-checkpoint of O4 (static, 1.0) would start the dynamic scale of O2 at 1.0, and fp16 gradients would
-underflow until it has grown.
+Note [Versioned key]: an entry holds apex's two keys, ``loss_scale`` and ``unskipped``. What this
+project adds is under ``apex_amp_v1`` beside them, which apex does not read; a later version will
+use a key with its own number, and unknown keys are ignored. So far the key exists only for static
+scales, as ``{"dynamic": False}``. Without it a checkpoint of O4 (static, 1.0) would start the
+dynamic scale of O2 at 1.0, and fp16 gradients would underflow until the scale had grown.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class State(NamedTuple):
         key: ``"loss_scaler0"`` and so on.
         loss_scale: The multiplier of the loss.
         unskipped: Clean steps since it last changed.
-        static: Whether it stays as it is; ``None`` where the file does not tell.
+        static: Whether the scale is static; ``None`` if the file does not say.
     """
 
     key: str
@@ -60,37 +59,39 @@ def entry(
 
 
 def put(scalers: Sequence[Scaler], states: Sequence[State]) -> None:
-    """Sets the scalers from the states, as far as both go.
+    """Sets the scalers from the states, in order; extra scalers and states are left alone.
 
-    A dynamic scale says nothing to a scaler that is static, nor the other way: such a state is
-    left, with a line in the log. One of which the file does not tell (apex's own) is for a dynamic
-    scaler, or a static one of the same scale.
+    Skips a static state for a dynamic scaler and the other way round, and logs it. A state that
+    does not say which it is (apex's own) fits a dynamic scaler, or a static one of the same scale.
     """
     for scaler, state in zip(scalers, states, strict=False):
         if _belongs(state, scaler):
             scaler.set_scale(state.loss_scale)
-            # A count beyond the interval (another one at the time) would never meet it again.
-            most = scaler.rule.growth_interval - 1 if scaler.dynamic else _MOST_STEPS
-            scaler.set_clean_steps(min(state.unskipped, most))
+            scaler.set_clean_steps(state.unskipped)
         else:
-            _tell_left(state, scaler)
+            _log_skipped(state, scaler)
 
 
 def hand_over(scalers: Sequence[Scaler], waiting: Sequence[State]) -> list[State]:
-    """Sets the scalers of a new session from the states that wait, and returns the rest."""
+    """Sets the scalers of a new session from the waiting states; returns those left over."""
     rest = list(waiting[len(scalers) :])
     put(scalers, waiting)
     if waiting and len(waiting) < len(scalers):
         fresh = ", ".join(map(str, range(len(waiting), len(scalers))))
-        tell(f"amp.initialize: the checkpoint has no scale for loss {fresh}, which starts anew.")
+        log_rank0(
+            f"amp.initialize: the checkpoint has no scale for loss {fresh}, which starts at its "
+            "default."
+        )
     if rest:
         left = ", ".join(state.key for state in rest)
-        tell(f"amp.initialize: {left} of the checkpoint wait for the next amp.initialize.")
+        log_rank0(
+            f"amp.initialize: {left} of the checkpoint will go to the next amp.initialize call."
+        )
     return rest
 
 
-def tell(message: str, level: int = logging.WARNING) -> None:
-    """Logs ``message`` as ``apex``, on rank 0."""
+def log_rank0(message: str, level: int = logging.WARNING) -> None:
+    """Logs ``message`` to the logger ``apex``, on rank 0 only."""
     if ranks.rank() == 0:
         _log.log(level, message)
 
@@ -104,7 +105,7 @@ def parsed(state_dict: Any) -> list[State]:
     """Returns every scaler's state in a checkpoint, in order.
 
     Raises:
-        RuntimeError: For a key or value that does not belong there, naming it.
+        RuntimeError: For an unexpected key or value, naming it.
     """
     if not isinstance(state_dict, Mapping):
         raise RuntimeError(
@@ -124,7 +125,7 @@ def parsed(state_dict: Any) -> list[State]:
         if index not in indices:
             raise RuntimeError(
                 f"amp.load_state_dict: 'loss_scaler{index}' is missing beside "
-                f"{', '.join(state_dict)}. The checkpoint is cut short."
+                f"{', '.join(state_dict)}. The checkpoint is truncated."
             )
     return [indices[index] for index in sorted(indices)]
 
@@ -132,16 +133,16 @@ def parsed(state_dict: Any) -> list[State]:
 def checked(
     place: str, values: Mapping[str, Any], names: tuple[str, str] = ("loss_scale", "unskipped")
 ) -> tuple[float, int]:
-    """Returns the scale and the count that ``values`` holds under ``names``.
+    """Returns the scale and the count in ``values``, under ``names``.
 
     Raises:
-        RuntimeError: Where one is missing or makes no sense, naming ``place`` and it.
+        RuntimeError: If one is missing or out of range, naming it and ``place``.
     """
     for name in names:
         if isinstance(values.get(name), bool) or not isinstance(values.get(name), int | float):
             raise RuntimeError(
                 f"{place}[{name!r}] is {_shown(values.get(name))}; it must be a number. The "
-                "checkpoint is cut short or of another kind."
+                "checkpoint is truncated or of another kind."
             )
     loss_scale, unskipped = values[names[0]], values[names[1]]
     if not _LEAST <= loss_scale <= _GREATEST:
@@ -179,17 +180,17 @@ def _belongs(state: State, scaler: Scaler) -> bool:
     return scaler.dynamic or state.loss_scale == scaler.read_scale()
 
 
-def _tell_left(state: State, scaler: Scaler) -> None:
+def _log_skipped(state: State, scaler: Scaler) -> None:
     if scaler.dynamic:
-        tell(
-            f"amp left {state.key} of the checkpoint: its scale ({state.loss_scale:g}) is static, "
-            f"and here it follows the gradients, now at {scaler.read_scale():g}."
+        log_rank0(
+            f"amp skipped {state.key}: the checkpoint's scale is static ({state.loss_scale:g}) but "
+            f"this scaler is dynamic, at {scaler.read_scale():g}."
         )
     else:
-        tell(
-            f"amp left {state.key} of the checkpoint: here the scale is static "
-            f"({scaler.read_scale():g}). To go on with {state.loss_scale:g}, pass it or "
-            "'dynamic' as loss_scale to amp.initialize."
+        log_rank0(
+            f"amp skipped {state.key}: this scaler is static ({scaler.read_scale():g}). To "
+            f"continue with the checkpoint's {state.loss_scale:g}, pass it or 'dynamic' as "
+            "loss_scale to amp.initialize."
         )
 
 

@@ -19,7 +19,7 @@ from apex._engine.autocast.user_functions import Kind
 from apex._engine.model.selection import fp32_modules
 from apex._engine.model.state import ModelState, state_of
 from apex._engine.session import Session
-from apex._torch.private import has_kernel, has_operator
+from apex._torch.dispatch import has_kernel, has_operator
 from apex.amp._amp_state import _amp_state
 from apex.debug.module_tracker import Direction
 

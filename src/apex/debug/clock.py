@@ -9,24 +9,25 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from apex._torch.copies import record
+
 R = TypeVar("R")
 Span = Callable[[], float]
-"""Reads one measured span, in seconds; after ``Clock.finish``."""
+"""Returns one measured time, in seconds; call it after ``Clock.finish``."""
 
 aten = torch.ops.aten
 
-# Views that do not call themselves so.
+# Views whose schema does not say so.
 _SHARING = {aten._unsafe_view, aten.unsafe_split, aten.unsafe_split_with_sizes, aten.unsafe_chunk}
 
 
 class Clock:
-    """Measures the calls of equal passes on the host, by wall time.
+    """Times each call of several identical passes on the host, by wall time.
 
-    What runs as the same call of every pass takes the least of its times: other work on the machine
-    falls on one of them only.
+    A call's time is its least over all passes: other work on the machine slows down some of them.
 
     Attributes:
-        measures: What a span is, in words.
+        measures: What a time is, in words, for reports.
     """
 
     measures = "wall time around each operator on the host"
@@ -40,7 +41,7 @@ class Clock:
         self._passes.append([])
 
     def time(self, call: Callable[..., R], *args: Any, **kwargs: Any) -> tuple[R, Span]:
-        """Returns the call's result and how long it took."""
+        """Returns the call's result and its time."""
         result, measured = self._measure(call, *args, **kwargs)
         spans = self._passes[-1]
         index = len(spans)
@@ -48,7 +49,7 @@ class Clock:
         return result, lambda: self._least(index)
 
     def finish(self) -> None:
-        """Makes every span readable."""
+        """Makes every time readable."""
 
     def _measure(self, call: Callable[..., R], *args: Any, **kwargs: Any) -> tuple[R, Span]:
         start = time.perf_counter()
@@ -62,16 +63,16 @@ class Clock:
 
 
 class DeviceClock(Clock):
-    """Measures calls on an accelerator's queue, between two events around the operator.
+    """Times each call on an accelerator, between two events on the device's current stream.
 
-    The queue is short while a recorder looks at every result, so a span holds the launch too where
-    the device waits for the host: kernels under some 10 us look alike.
+    A recorder inspects every result, so the device often waits for the host; a time then includes
+    the launch, and kernels below about 10 us look alike.
     """
 
     measures = "time between two events on the device around each operator, launch included"
 
     def __init__(self, device: torch.device) -> None:
-        """Measures on the current queue of ``device``."""
+        """Times calls on ``device``."""
         super().__init__()
         self._device = device
 
@@ -80,15 +81,14 @@ class DeviceClock(Clock):
         torch.accelerator.synchronize(self._device)  # sync: a report, after the run
 
     def _measure(self, call: Callable[..., R], *args: Any, **kwargs: Any) -> tuple[R, Span]:
-        start, end = (torch.Event(self._device, enable_timing=True) for _ in range(2))
-        start.record()
+        start = record(self._device, timing=True)
         result = call(*args, **kwargs)
-        end.record()
+        end = record(self._device, timing=True)
         return result, lambda: float(start.elapsed_time(end)) / 1000.0
 
 
 class Stopwatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Times every operator that computes; views are let through. Once entered, one pass."""
+    """Times every operator that computes, not views. Enter it once for each pass."""
 
     def __init__(self, clock: Clock) -> None:
         """Times by ``clock``."""
@@ -113,7 +113,7 @@ class Stopwatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _observe(
         self, func: Any, args: Any, kwargs: dict[str, Any], result: Any, span: Span
     ) -> None:
-        """Sees an operator that ran."""
+        """Called after each timed operator."""
 
 
 def clock_for(device: torch.device) -> Clock:

@@ -14,7 +14,7 @@ from torch import Tensor
 from apex._core import finite
 from apex._engine.events import PassEnd
 from apex._engine.optimizer.binding import Binding
-from apex._engine.readback import Arrivals
+from apex._engine.readback import Readback
 from apex._engine.session import Session
 from apex._torch import dtensor
 from apex.debug.skips import prepared
@@ -90,7 +90,7 @@ class History:
             )
         self._bindings: list[Binding] = [binding for _, binding in owners]
         self._grad_norms = grad_norms
-        self._arrivals = Arrivals()
+        self._readback = Readback()
         self._losses: deque[int] = deque()
         self._passes: deque[Pass] = deque(maxlen=limit)
         self._seen = 0
@@ -154,7 +154,7 @@ class History:
         if end.failed or not own:
             return
         scaler = session.scalers[end.loss_id]
-        if self._arrivals.send(self._numbers(own, scaler.loss_scale, scaler.found_inf)):
+        if self._readback.send(self._numbers(own, scaler.loss_scale, scaler.found_inf)):
             self._losses.append(end.loss_id)
         self._read(wait=False)
 
@@ -166,7 +166,7 @@ class History:
         return torch.stack(numbers)
 
     def _read(self, *, wait: bool) -> None:
-        for loss_scale, found_inf, *norm in self._arrivals.poll(wait=wait):
+        for loss_scale, found_inf, *norm in self._readback.poll(wait=wait):
             self._passes.append(
                 Pass(
                     index=self._seen,

@@ -1,4 +1,4 @@
-"""Which tensors of a model hold inf or NaN, and how close the others are to their dtype's end."""
+"""Which tensors of a model hold inf or NaN, and how much headroom the others have."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from apex._core import dtypes, finite
-from apex._torch import dtensor
+from apex._torch import copies, dtensor
 from apex.debug.skips import prepared
 
 NAMED = 10
@@ -19,7 +19,7 @@ NAMED = 10
 
 @dataclass(frozen=True)
 class TensorNumerics:
-    """What one tensor holds.
+    """The numbers in one tensor, in short.
 
     Attributes:
         name: Qualified name of the parameter or buffer in the model.
@@ -48,18 +48,18 @@ class TensorNumerics:
 
     @property
     def headroom(self) -> float:
-        """How many times it could double before it overflows; inf for zeros."""
+        """How often the largest value can double before it overflows; inf if all are 0."""
         return math.log2(self.limit / self.largest) if self.largest else math.inf
 
     def __str__(self) -> str:
-        """Returns name, role and what is wrong, or the largest value."""
+        """Returns name, role, and the count of inf and NaN or else the largest value."""
         counts = [f"{n} {kind}" for n, kind in ((self.inf, "inf"), (self.nan, "nan")) if n]
         what = f"{', '.join(counts)} of {self.elements}" if counts else f"up to {self.largest:.3g}"
         return f"{self.name} ({self.role}, {self.dtype}): {what}"
 
 
 class Numerics(tuple[TensorNumerics, ...]):
-    """What :func:`check_numerics` found: a tuple, true if all tensors are finite."""
+    """The result of :func:`check_numerics`: a tuple, true if all tensors are finite."""
 
     __slots__ = ()
 
@@ -70,15 +70,15 @@ class Numerics(tuple[TensorNumerics, ...]):
 
     @property
     def least_headroom(self) -> TensorNumerics | None:
-        """The finite tensor that is closest to its dtype's end; None for an empty model."""
+        """The finite tensor with the least headroom; None if there is none."""
         return min((i for i in self if i.finite), key=lambda item: item.headroom, default=None)
 
     def __bool__(self) -> bool:
-        """Whether all is finite."""
+        """Whether all tensors are finite."""
         return not self.nonfinite
 
     def __str__(self) -> str:
-        """Returns the tensors that are not finite, or the one closest to overflow."""
+        """Returns the tensors that are not finite, or else the one closest to overflow."""
         bad = self.nonfinite
         if bad:
             more = [f"and {len(bad) - NAMED} more"] if len(bad) > NAMED else []
@@ -90,15 +90,15 @@ class Numerics(tuple[TensorNumerics, ...]):
 
 
 def check_numerics(model: nn.Module, optimizer: Any = None) -> Numerics:
-    """Looks through parameters, buffers and gradients, and through masters and optimizer state.
+    """Finds inf and NaN in parameters, buffers and gradients, in masters and optimizer state.
 
-    For a look between two steps, after a NaN came out of nowhere: a NaN that is in the optimizer's
-    state comes back at every step, whatever the batch. Reads the device once, at the end.
+    Call it between two steps when a NaN appears from nowhere: one in the optimizer's state returns
+    at every step, whatever the batch. Waits for the device once, at the end.
 
     Args:
         model: Any model, prepared or not.
-        optimizer: One that ``amp.initialize`` prepared with it, to see its masters and its state
-            under the names of the model's parameters.
+        optimizer: The optimizer that ``amp.initialize`` prepared with it, to check its masters and
+            state too, under the names of the model's parameters.
 
     Raises:
         TypeError: If ``model`` is no module.
@@ -120,7 +120,7 @@ def check_numerics(model: nn.Module, optimizer: Any = None) -> Numerics:
             f"amp.debug.check_numerics got {type(model).__name__}; it takes a torch.nn.Module."
         )
     tensors = [*_of_model(model), *(() if optimizer is None else _of_optimizer(model, optimizer))]
-    held = [(name, role, _values(tensor)) for name, role, tensor in tensors]
+    held = [(name, role, _local_values(tensor)) for name, role, tensor in tensors]
     held = [item for item in held if item[2].numel() and item[2].is_floating_point()]
     return Numerics(
         _numerics(name, role, values, counts)
@@ -155,7 +155,7 @@ def _of_optimizer(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, str, 
 
 @torch.no_grad()
 def _counted(tensors: list[Tensor]) -> list[list[float]]:
-    """Returns for each tensor: infinities, NaNs, largest finite absolute value."""
+    """Returns, for each tensor, the infinities, the NaNs and the largest finite magnitude."""
     found = [
         torch.stack(
             [
@@ -163,15 +163,13 @@ def _counted(tensors: list[Tensor]) -> list[list[float]]:
                 torch.isnan(values).sum().double(),
                 torch.where(torch.isfinite(values), values, 0.0).abs().max().double(),
             ]
-        ).to("cpu", non_blocking=True)
+        )
         for values in tensors
     ]
-    if any(values.device.type != "cpu" for values in tensors):
-        torch.accelerator.synchronize()  # sync: a diagnosis, asked for
-    return [counts.tolist() for counts in found]
+    return [counts.tolist() for counts in copies.fetched(found)]  # sync: a diagnosis, asked for
 
 
-def _values(tensor: Tensor) -> Tensor:
+def _local_values(tensor: Tensor) -> Tensor:
     return finite.summed_values(dtensor.local(tensor.detach()))
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from apex._torch import dtensor
+from apex._torch.sparse import stored_values
 
 Kind = Literal["inf", "nan"]
 
@@ -81,7 +82,7 @@ def dense(tensor: Tensor) -> Tensor:
     if tensor.layout is torch.strided:
         return tensor.detach()
     if tensor.layout is torch.sparse_coo:
-        return tensor.detach()._values()
+        return stored_values(tensor.detach())
     return tensor.detach().values()
 
 

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from apex._core import dtypes, master, tree
 from apex._core.master import Pair
-from apex._torch import private
+from apex._torch import foreach
 
 clip_grad_norm = nn.utils.clip_grad_norm_
 
@@ -166,7 +166,7 @@ def master_params_to_model_params(
             [Pair(*pair) for pair in zip(model_params, master_params, strict=True)]
         )
         return
-    values = private.unflatten(master_params[0].detach(), tuple(model_params))
+    values = foreach.unflatten(master_params[0].detach(), tuple(model_params))
     with torch.no_grad():
         torch._foreach_copy_(list(model_params), list(values))
 
@@ -187,7 +187,7 @@ def _master_of(param: nn.Parameter) -> nn.Parameter:
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    flat: Tensor = private.flatten(tuple(tensors))
+    flat: Tensor = foreach.flatten(tuple(tensors))
     return flat
 
 

@@ -13,6 +13,7 @@ from apex._core.foreach.adam import AdamRule
 from apex._core.foreach.gate import Gate, Scalar
 from apex._core.foreach.lamb import clip_divisor, lamb_
 from apex._core.foreach.norms import l2_norms, stacked, total
+from apex._torch.copies import moved
 from apex.optimizers.fused_optimizer import (
     Batch,
     FusedOptimizer,
@@ -103,7 +104,7 @@ class FusedLAMB(FusedOptimizer):
         group = batch.group
         divisor = torch.ones((), device=batch.device)
         if self._divisor is not None:
-            divisor = self._divisor.to(batch.device, non_blocking=True)
+            divisor = moved(self._divisor, batch.device)
         beta1, beta2 = group["betas"]
         rule = AdamRule(
             lr=batch.option("lr"),

@@ -1,4 +1,4 @@
-"""What all fused optimizers share: the step around the rule, the skip, checkpoints."""
+"""The base of the fused optimizers: the step around the rule, skips, checkpoints."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from apex._core.dtypes import is_low_precision
 from apex._core.foreach.gate import Gate, Scalar, as_scalar
 from apex._core.foreach.working import math_dtype, store, working
+from apex._torch.copies import moved
+from apex._torch.grad_scaler import signals
 
 MASTER = "master_param"
 """The state key of an fp32 master that the optimizer keeps of a 16-bit parameter."""
@@ -22,7 +23,7 @@ MASTER = "master_param"
 
 @dataclass
 class Batch:
-    """The parameters of one group on one device that have gradients.
+    """Those parameters of one group that are on one device and have gradients.
 
     Attributes:
         group: Their group.
@@ -37,7 +38,7 @@ class Batch:
     grads: list[Tensor]
 
     def option(self, name: str) -> Any:
-        """Returns a hyperparameter of the group, a tensor as 0-d on the batch's device."""
+        """Returns a hyperparameter of the group; a tensor comes as 0-d on the batch's device."""
         value = self.group[name]
         return as_scalar(value, self.device) if isinstance(value, Tensor) else value
 
@@ -45,25 +46,25 @@ class Batch:
 class FusedOptimizer(Optimizer):
     """A torch optimizer that skips a step by a device flag, without a host sync.
 
-    As torch's own fused ones it reads ``self.found_inf`` (any non-zero value leaves parameters,
-    state and step counts as they are) and ``self.grad_scale`` (gradients are divided by it), which
-    ``amp`` and ``torch.amp.GradScaler`` set for the length of a step.
+    Like torch's fused optimizers it reads ``self.found_inf`` (any value other than 0 leaves
+    parameters, state and step counts unchanged) and ``self.grad_scale`` (gradients are divided by
+    it), which ``amp`` and ``torch.amp.GradScaler`` set during a step.
 
     Attributes:
-        set_grad_none: Whether ``zero_grad`` drops gradients instead of filling them with zeros.
+        set_grad_none: Whether ``zero_grad`` drops gradients instead of setting them to zero.
     """
 
     _step_supports_amp_scaling = True
     settings: ClassVar[tuple[str, ...]] = ()
-    """Attributes beside torch's own that copies and pickles keep."""
+    """Attributes that copies and pickles keep, beside torch's own."""
 
     state_stays_fp32 = True
-    """What amp reads: the state of 16-bit parameters is fp32, also where they were converted."""
+    """Read by amp: the state of 16-bit parameters is fp32, also of those that amp converted."""
 
     set_grad_none = True
 
     steps_dtensors: ClassVar[bool] = False
-    """Whether the rule is right for DTensors: norms over all ranks, and nothing plain beside."""
+    """Whether the rule supports DTensors: takes norms over all ranks, mixes in no plain tensors."""
 
     @abstractmethod
     def update(self, batch: Batch, step: Scalar, gate: Gate) -> None:
@@ -72,11 +73,11 @@ class FusedOptimizer(Optimizer):
         Args:
             batch: Parameters and unscaled gradients.
             step: Count of this step, from 1.
-            gate: Whether to leave everything as it is.
+            gate: Whether to skip the step.
         """
 
     def prepare(self, batches: list[Batch]) -> None:
-        """Looks at all unscaled gradients before the first update."""
+        """Called with all unscaled gradients before the first update."""
 
     @property
     def _dummy_overflow_buf(self) -> Tensor:
@@ -87,7 +88,7 @@ class FusedOptimizer(Optimizer):
     # -- the step ----------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears gradients; drops them only if ``set_grad_none`` says so, too."""
+        """Clears gradients; drops them only if ``set_grad_none`` is set, too."""
         super().zero_grad(set_to_none=set_to_none and self.set_grad_none)
 
     @torch.no_grad()
@@ -96,9 +97,9 @@ class FusedOptimizer(Optimizer):
 
         Args:
             closure: Recomputes the loss; called once, before the step.
-            scaling: ``grad_scaler``, a ``torch.amp.GradScaler`` whose scaled gradients these are.
-                Not named in the signature: ``GradScaler.step`` would take that for the old
-                protocol, and warn.
+            scaling: ``grad_scaler``, the ``torch.amp.GradScaler`` that scaled the gradients. Not in
+                the signature, because ``GradScaler.step`` takes that for a deprecated protocol and
+                warns.
 
         Returns:
             What the closure returned.
@@ -122,18 +123,10 @@ class FusedOptimizer(Optimizer):
         return loss
 
     def _signals(self, grad_scaler: Any = None) -> tuple[Tensor | None, Tensor | None]:
-        """Returns what gradients are to be divided by, and the flag that skips the step."""
+        """Returns the divisor of the gradients, and the flag that skips the step."""
         if grad_scaler is None:
             return getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if not grad_scaler.is_enabled():
-            return None, None
-        # What GradScaler itself does for an optimizer that takes no grad_scaler argument.
-        state = grad_scaler._per_optimizer_states[id(self)]
-        unscaled = state["stage"] is OptState.UNSCALED
-        flags = grad_scaler._check_inf_per_device(self) if not unscaled else None
-        found = list((flags or state["found_inf_per_device"]).values())
-        total = torch.stack([flag.reshape(()).to(found[0].device) for flag in found]).sum()
-        return None if unscaled else grad_scaler._get_scale_async(), total
+        return signals(grad_scaler, self)
 
     def _batches(self, group: dict[str, Any]) -> Iterator[Batch]:
         batches: dict[torch.device, Batch] = {}
@@ -165,7 +158,7 @@ class FusedOptimizer(Optimizer):
     def _advance(self, batch: Batch, found_inf: Tensor | None) -> Scalar:
         """Counts one step of the group, unless it is skipped; returns the count.
 
-        The count is a plain number until a flag decides on the device whether a step counts.
+        The count is a Python number until a flag on a device decides whether a step counts.
         """
         group = batch.group
         step: Scalar = group.get("step", 0)
@@ -174,16 +167,16 @@ class FusedOptimizer(Optimizer):
             return step + 1
         if not isinstance(step, Tensor):
             step = torch.full((), int(step), dtype=torch.int32, device=batch.device)
-        group["step"] = step = step.to(batch.device, non_blocking=True)
+        group["step"] = step = moved(step, batch.device)
         if found_inf is None:
             step.add_(1)
         else:
-            taken = found_inf.to(batch.device, non_blocking=True).reshape(step.shape) == 0
+            taken = moved(found_inf, batch.device).reshape(step.shape) == 0
             step.add_(taken.to(step.dtype))
         return step
 
     def buffers(self, batch: Batch, name: str) -> list[Tensor]:
-        """Returns a state tensor of every parameter, made as zeros in at least fp32."""
+        """Returns a state tensor of every parameter, initially zeros, in fp32 or wider."""
         return [self._buffer(param, name) for param in batch.params]
 
     def _buffer(self, param: Tensor, name: str) -> Tensor:
@@ -194,10 +187,10 @@ class FusedOptimizer(Optimizer):
         return buffer
 
     def masters(self, batch: Batch, dtypes: tuple[torch.dtype, ...]) -> list[Tensor]:
-        """Returns fp32 masters of the parameters of these dtypes, others themselves.
+        """Returns fp32 masters of the parameters of these dtypes, and other parameters themselves.
 
-        They are made at the first step: until then the model's values may still change (a
-        checkpoint that is loaded, a broadcast).
+        Masters are made at the first step: before that the model's values may still change (by a
+        loaded checkpoint, by a broadcast).
         """
         return [self._master(param) if param.dtype in dtypes else param for param in batch.params]
 
@@ -211,7 +204,7 @@ class FusedOptimizer(Optimizer):
     # -- copies and checkpoints --------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns torch's state and this class's own settings, which torch leaves out."""
+        """Returns torch's state and this class's settings, which torch omits."""
         own = {name: getattr(self, name) for name in ("set_grad_none", *self.settings)}
         return {**super().__getstate__(), **own}
 
@@ -233,7 +226,7 @@ class FusedOptimizer(Optimizer):
 def check_range(name: str, value: float | Tensor, *, below: float | None = None) -> None:
     """Raises ValueError unless ``value`` is at least 0, and less than ``below``.
 
-    Tensors are taken as they are: to look at one could wait for the device.
+    Tensors are not checked: reading one may wait for the device.
     """
     if isinstance(value, Tensor):
         return
@@ -243,7 +236,7 @@ def check_range(name: str, value: float | Tensor, *, below: float | None = None)
 
 
 def check_adam_options(lr: Any, betas: tuple[float, float], eps: float, decay: float) -> None:
-    """Raises ValueError for a hyperparameter outside its range."""
+    """Raises ValueError for a hyperparameter out of range."""
     check_range("lr", lr)
     check_range("betas[0]", betas[0], below=1.0)
     check_range("betas[1]", betas[1], below=1.0)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex._torch import private
+from apex._torch import foreach
 from apex.parallel.process_groups import require_running
 
 Call = Callable[..., Any]
@@ -19,13 +19,13 @@ _SPLIT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def flatten(bucket: Sequence[Tensor]) -> Tensor:
     """Returns one 1-d tensor with the elements of dense tensors of one dtype and device."""
-    flat: Tensor = private.flatten(tuple(bucket))
+    flat: Tensor = foreach.flatten(tuple(bucket))
     return flat
 
 
 def unflatten(coalesced: Tensor, bucket: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Returns views of ``coalesced`` in the shapes of ``bucket``, which it was flattened from."""
-    views: tuple[Tensor, ...] = private.unflatten(coalesced, tuple(bucket))
+    views: tuple[Tensor, ...] = foreach.unflatten(coalesced, tuple(bucket))
     return views
 
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from apex._torch.copies import moved
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -118,7 +120,7 @@ def _reduce_part(
     params: list[nn.Parameter], received: list[bool], reduction: GradientReduction
 ) -> None:
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
-    marks = torch.tensor(received, dtype=params[0].dtype).to(params[0].device, non_blocking=True)
+    marks = moved(torch.tensor(received, dtype=params[0].dtype), params[0].device)
     # The marks travel with the gradients: who got some is known without another call.
     flat = torch.cat([*(grad.reshape(-1) for grad in grads), marks])
     reduced = reduction.blocking(flat)

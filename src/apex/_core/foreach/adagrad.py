@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from apex._core.foreach.gate import Gate, Scalar, add_
-from apex._core.foreach.kernels import has_fused, same_dtype
-from apex._core.foreach.working import store, working
+from apex._core.foreach.working import same_dtype, store, working
+from apex._torch import foreach
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def adagrad_(
         # Before the step, as the rest of it does not look at the parameter.
         keep = gate.coefficient(1.0 - rule.lr * rule.weight_decay, 1.0)
         torch._foreach_mul_(lists[0], keep)
-    if has_fused("_fused_adagrad_", params[0].device):
+    if foreach.has_fused("fused_adagrad_", params[0].device):
         _fused(lists, rule, gate)
     else:
         foreach_adagrad_(*lists, rule=rule, gate=gate)
@@ -73,7 +73,7 @@ def _fused(lists: Sequence[list[Tensor]], rule: AdagradRule, gate: Gate) -> None
     # Only a decay of lr over the steps would look at the count.
     count = torch.ones((), device=lists[0][0].device)
     for params, grads, sums in same_dtype(*lists):
-        torch._fused_adagrad_(
+        foreach.fused_adagrad_(
             params,
             grads,
             sums,

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from apex._core.foreach.gate import Gate, Scalar, add_, as_tensor, bias_correction
-from apex._core.foreach.kernels import has_fused, same_dtype
-from apex._core.foreach.working import store, working
+from apex._core.foreach.working import same_dtype, store, working
+from apex._torch import foreach
 
 # The fused kernels always correct the bias of the averages; after so many steps it is 1.
 _UNBIASED_STEP = 2.0**60
@@ -75,7 +75,7 @@ def adam_(
     if not params:
         return
     lists = working(params, grads, exp_avgs, exp_avg_sqs)
-    if has_fused("_fused_adam_", params[0].device):
+    if foreach.has_fused("fused_adam_", params[0].device):
         _fused(lists, rule, step, gate)
     else:
         foreach_adam_(*lists, rule=rule, step=step, gate=gate)
@@ -86,7 +86,7 @@ def adam_(
 
 
 def _fused(lists: Sequence[list[Tensor]], rule: AdamRule, step: Scalar, gate: Gate) -> None:
-    kernel = torch._fused_adamw_ if rule.decoupled else torch._fused_adam_
+    kernel = foreach.fused_adamw_ if rule.decoupled else foreach.fused_adam_
     device = lists[0][0].device
     if not rule.bias_correction:
         step = _UNBIASED_STEP

@@ -1,4 +1,4 @@
-"""A step that a device flag turns into no step at all, without asking the host.
+"""Steps that a device flag turns off without a host sync.
 
 Note [Gate]
 Where the flag is set, the gradient of every rule becomes 0 (not multiplied by 0: inf * 0 is NaN)
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from apex._torch import dtensor
+from apex._torch.copies import moved
 
 Scalar = float | Tensor
 """A host number, or a 0-d tensor on the device of the parameters."""
@@ -24,38 +25,38 @@ Scalar = float | Tensor
 
 @dataclass(frozen=True)
 class Gate:
-    """Whether the step is to be left out.
+    """Whether to skip the step.
 
     Attributes:
-        skip: 0-d fp32, 1 where the step is left out and else 0; ``None`` means it is taken.
+        skip: 0-d fp32, 1 to skip the step and 0 to take it; ``None`` to take it in any case.
     """
 
     skip: Tensor | None = None
 
     @classmethod
     def of(cls, flag: Tensor | None, device: torch.device) -> Gate:
-        """Returns the gate of ``flag``: any non-zero value of a one-element tensor means skip."""
+        """Returns the gate of a one-element flag of any device; a value other than 0 means skip."""
         if flag is None:
             return cls()
-        flag = flag.to(device, non_blocking=True).reshape(())
+        flag = moved(flag, device).reshape(())
         return cls((flag != 0).to(torch.float32))
 
     def coefficient(self, value: Scalar, neutral: float) -> Scalar:
-        """Returns ``value``, or ``neutral`` where the step is left out."""
+        """Returns ``value``, or ``neutral`` if the step is skipped."""
         if self.skip is None:
             return value
         value = value if isinstance(value, Tensor) else torch.full_like(self.skip, value)
         return torch.where(self.skip != 0, neutral, value.to(torch.float32))
 
     def gradients(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Returns ``tensors``, or zeros where the step is left out."""
+        """Returns ``tensors``, or zeros if the step is skipped."""
         if self.skip is None:
             return list(tensors)
         skipped = self.skip != 0
         return [torch.where(skipped, 0.0, tensor) for tensor in tensors]
 
     def select(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> list[Tensor]:
-        """Returns ``new``, or ``old`` where the step is left out."""
+        """Returns ``new``, or ``old`` if the step is skipped."""
         if self.skip is None:
             return list(new)
         skipped = self.skip != 0
@@ -87,15 +88,18 @@ def add_(tensors: list[Tensor], value: Scalar) -> None:
 
 
 def as_tensor(value: Scalar, device: torch.device) -> Tensor:
-    """Returns a number or a one-element tensor as 0-d fp32 on ``device``, without a host sync."""
+    """Returns a number or a one-element tensor as 0-d fp32 on ``device``.
+
+    Waits only for a device tensor that is wanted on the CPU.
+    """
     if isinstance(value, Tensor):
-        return value.to(device, torch.float32, non_blocking=True).reshape(())
+        return moved(value, device, torch.float32).reshape(())
     # torch.as_tensor would copy it from the host, and wait for that.
     return torch.full((), value, dtype=torch.float32, device=device)
 
 
 def as_scalar(value: Scalar, device: torch.device) -> Scalar:
-    """Returns a host number as it is and a one-element tensor as 0-d on ``device``."""
+    """Returns a host number as it is, a one-element tensor as 0-d on ``device``."""
     if not isinstance(value, Tensor):
         return value
-    return value.to(device, non_blocking=True).reshape(())
+    return moved(value, device).reshape(())

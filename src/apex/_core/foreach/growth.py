@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from apex._torch.copies import moved
+
 
 def update_scale_hysteresis_(
     scale: Tensor,
@@ -34,7 +36,7 @@ def update_scale_hysteresis_(
         growth_interval: Clean steps before growth.
         hysteresis: Overflows in a row of which the last one backs off.
     """
-    overflow = found_inf.reshape(scale.shape).to(scale.device, non_blocking=True) > 0
+    overflow = moved(found_inf, scale.device).reshape(scale.shape) > 0
     left = tolerance.reshape(scale.shape) - overflow.to(tolerance.dtype)
     steps = clean_steps.reshape(scale.shape) + 1
     grows = steps == growth_interval

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from apex._torch.copies import moved
+
 
 def l2_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Returns the 2-norm of every tensor: 0-d, fp32 (fp64 of fp64 tensors)."""
@@ -31,7 +33,7 @@ def stacked(norms: Sequence[Tensor], device: torch.device) -> Tensor:
     """Returns 0-d norms as one fp32 tensor of shape ``[N]`` on ``device``."""
     if not norms:
         return torch.zeros(0, device=device)
-    return torch.stack([n.to(device, torch.float32, non_blocking=True) for n in norms])
+    return torch.stack([moved(n, device, torch.float32) for n in norms])
 
 
 def total(norms: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from apex._core.finite import group
 from apex._core.foreach.gate import Scalar, as_tensor
 from apex._core.foreach.norms import any_non_finite
 from apex._core.foreach.working import fresh, math_dtype, store, working
-from apex._torch import private
+from apex._torch import foreach
 
 
 def scale_(sources: Sequence[Tensor], targets: Sequence[Tensor], scale: Scalar) -> Tensor:
@@ -27,7 +27,7 @@ def scale_(sources: Sequence[Tensor], targets: Sequence[Tensor], scale: Scalar) 
     values = [_product(s, t) for s, t in zip(sources, targets, strict=True)]
     store(values, sources)
     for same in group(values):
-        private.check_and_unscale_(same, found_inf, factor)
+        foreach.check_and_unscale_(same, found_inf, factor)
     store(targets, values)
     return found_inf
 

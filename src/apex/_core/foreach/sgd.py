@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from apex._core.foreach.gate import Gate, Scalar
-from apex._core.foreach.kernels import has_fused, same_dtype
-from apex._core.foreach.working import store, working
+from apex._core.foreach.working import same_dtype, store, working
+from apex._torch import foreach
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def sgd_(
     if not params:
         return
     lists = working(params, grads, *((buffers,) if rule.momentum else ()))
-    fused = has_fused("_fused_sgd_", params[0].device)
+    fused = foreach.has_fused("fused_sgd_", params[0].device)
     if fused and not (rule.decay_after_momentum and rule.weight_decay):
         _fused(lists, rule, first_run, gate)
     else:
@@ -69,7 +69,7 @@ def sgd_(
 
 def _fused(lists: Sequence[list[Tensor]], rule: SGDRule, first_run: bool, gate: Gate) -> None:
     for params, grads, *buffers in same_dtype(*lists):
-        torch._fused_sgd_(
+        foreach.fused_sgd_(
             params,
             grads,
             buffers[0] if buffers else [],

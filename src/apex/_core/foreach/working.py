@@ -13,10 +13,13 @@ position get one layout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from apex._torch import foreach
 
 
 def math_dtype(*tensors: Tensor) -> torch.dtype:
@@ -60,6 +63,20 @@ def store(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 def fresh(tensors: Sequence[Tensor], originals: Sequence[Tensor]) -> list[Tensor]:
     """Returns ``tensors``, cloned where they are the originals: free to be changed in place."""
     return [t.clone() if t is o else t for t, o in zip(tensors, originals, strict=True)]
+
+
+def same_dtype(*lists: list[Tensor]) -> Iterator[list[list[Tensor]]]:
+    """Yields the lists in parts of one dtype, as the fused kernels want them.
+
+    All lists must agree in the dtype of each position.
+    """
+    dtypes = {tensor.dtype for tensor in lists[0]}
+    if len(dtypes) == 1:
+        yield list(lists)
+        return
+    groups: Any = foreach.group(lists)
+    for parts, _ in groups.values():
+        yield parts
 
 
 def _is_ready(position: tuple[Tensor, ...]) -> bool:

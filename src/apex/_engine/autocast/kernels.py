@@ -9,8 +9,8 @@ import torch
 
 from apex._core.op_casts import has_double, rules_for
 from apex._core.op_table import COVERED_INSIDE, CastSpec, Category, OpTable
+from apex._torch.dispatch import has_kernel, has_operator
 from apex._torch.dynamo import untraced
-from apex._torch.private import has_kernel, has_operator
 
 KEYS = {
     "cpu": "AutocastCPU",

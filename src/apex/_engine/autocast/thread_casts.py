@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 
 from apex._core.op_table import CastSpec
+from apex._torch.autograd import backward_id as backward_id
 from apex._torch.dynamo import is_compiling_here
-from apex._torch.private import backward_id as backward_id
 
 DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps")
 """Device types that have an autocast of their own."""

@@ -16,8 +16,8 @@ from apex._engine import masters
 from apex._engine.masters import Masters, TrackedPair
 from apex._engine.optimizer.gradient_pass import Gradients
 from apex._engine.undo import Undo, all_or_nothing
+from apex._torch.autograd import backward_id
 from apex._torch.dynamo import untraced
-from apex._torch.private import backward_id
 
 CastsOff = Callable[[], AbstractContextManager[None]]
 

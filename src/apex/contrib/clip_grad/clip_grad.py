@@ -9,6 +9,7 @@ from torch import Tensor
 
 from apex._core.finite import group
 from apex._core.foreach.norms import l2_norms, max_norms, stacked, total
+from apex._torch.copies import moved
 
 
 @torch.no_grad()
@@ -54,7 +55,7 @@ def clip_grad_norm_(
         )
     factor = (float(max_norm) / (norm + 1e-6)).clamp(max=1.0)
     for same in group(grads):
-        torch._foreach_mul_(same, factor.to(same[0].device, same[0].dtype, non_blocking=True))
+        torch._foreach_mul_(same, moved(factor, same[0].device, same[0].dtype))
     return norm
 
 

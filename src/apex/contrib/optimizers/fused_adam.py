@@ -11,6 +11,7 @@ from torch.optim.optimizer import ParamsT
 from apex._core.foreach.gate import Gate, Scalar, add_, as_tensor, bias_correction
 from apex._core.foreach.norms import l2_norms, stacked, total
 from apex._core.foreach.working import store, working
+from apex._torch.copies import moved
 from apex.contrib.optimizers.explicit import ExplicitOptimizer
 from apex.optimizers.fused_optimizer import (
     Batch,
@@ -136,4 +137,4 @@ def _clip(batches: list[Batch], max_norm: float, known: float | Tensor | None) -
     divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0)
     for batch in batches:
         (wide,) = working(batch.grads)
-        batch.grads = list(torch._foreach_div(wide, divisor.to(batch.device, non_blocking=True)))
+        batch.grads = list(torch._foreach_div(wide, moved(divisor, batch.device)))

@@ -1,7 +1,6 @@
-"""Private functions of torch that several files need, each with a plain form where one can be.
+"""Kernels over lists of tensors that torch keeps private, each with a plain form beside it.
 
-Which form is used is decided here, at import. ``tests/test_torch_interface.py`` lists every other
-private name that the sources use.
+Which form is used is decided here, at import, except where a device or a dtype lacks the kernel.
 """
 
 from __future__ import annotations
@@ -12,6 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from apex._torch.dispatch import has_kernel
+
+_BACKENDS = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "mps": "MPS"}
 
 
 def plain_check_and_unscale_(grads: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
@@ -38,9 +41,10 @@ def plain_update_scale_(
     overflow = found_inf != 0
     steps = torch.where(overflow, 0, clean_steps + 1)
     grows = steps == growth_interval
-    grown = scale * growth_factor
+    # In fp64, as the kernel multiplies: the factors are Python numbers.
+    grown, reduced = ((scale.double() * f).float() for f in (growth_factor, backoff_factor))
     grown = torch.where(grows & torch.isfinite(grown), grown, scale)
-    scale.copy_(torch.where(overflow, scale * backoff_factor, grown))
+    scale.copy_(torch.where(overflow, reduced, grown))
     clean_steps.copy_(torch.where(grows, 0, steps))
     return scale
 
@@ -68,29 +72,48 @@ def plain_unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ..
     return tuple(part.view(like.shape) for part, like in zip(parts, tensors, strict=True))
 
 
-def _not_in_backward() -> int:
-    return -1
-
-
 def _found(owner: object, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     return getattr(owner, name, plain)
 
 
-check_and_unscale_ = _found(
+_check_and_unscale_kernel_ = _found(
     torch, "_amp_foreach_non_finite_check_and_unscale_", plain_check_and_unscale_
 )
+
+
+def check_and_unscale_(grads: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
+    """Does what :func:`plain_check_and_unscale_` does, in few kernels.
+
+    Args:
+        grads: Gradients of one device and one real floating dtype.
+        found_inf: 0-d fp32 on the same device.
+        inverse: 0-d fp32 on the same device.
+    """
+    if grads and grads[0].dtype is torch.bfloat16 and grads[0].device.type != "cpu":
+        # Only the CPU's kernel takes bf16 (torch 2.13).
+        wide = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
+        torch._foreach_copy_(wide, grads)
+        _check_and_unscale_kernel_(wide, found_inf, inverse)
+        torch._foreach_copy_(grads, wide)
+    else:
+        _check_and_unscale_kernel_(grads, found_inf, inverse)
+
+
 update_scale_ = _found(torch, "_amp_update_scale_", plain_update_scale_)
 group = _found(Optimizer, "_group_tensors_by_device_and_dtype", plain_group)
 flatten = _found(torch._utils, "_flatten_dense_tensors", plain_flatten)
 unflatten = _found(torch._utils, "_unflatten_dense_tensors", plain_unflatten)
 
-# Without it a backward pass cannot be told from other code: then none is assumed.
-backward_id: Callable[[], int] = _found(torch._C, "_current_graph_task_id", _not_in_backward)
-"""Returns the number of autograd's backward pass that calls in this thread, -1 outside of one."""
 
-# No plain form: what autocast covers on a device is the ground that op casts stand on.
-has_operator: Callable[[str], bool] = torch._C._dispatch_has_kernel
-"""Returns whether this torch has an operator, such as ``"aten::exp"``."""
+# -- fused optimizer kernels; the rules of `_core.foreach` have their plain forms ------------------
 
-has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
-"""Returns whether an operator has a kernel for a dispatch key, such as ``"AutocastCPU"``."""
+fused_adagrad_ = torch._fused_adagrad_
+fused_adam_ = torch._fused_adam_
+fused_adamw_ = torch._fused_adamw_
+fused_sgd_ = torch._fused_sgd_
+
+
+def has_fused(name: str, device: torch.device) -> bool:
+    """Returns whether ``device`` has a kernel for one of them, such as ``"fused_adam_"``."""
+    key = _BACKENDS.get(device.type)
+    return key is not None and has_kernel(f"aten::_{name}", key)

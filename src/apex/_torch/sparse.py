@@ -1,0 +1,13 @@
+"""What sparse tensors store."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def stored_values(tensor: Tensor) -> Tensor:
+    """Returns the values of a sparse COO tensor, coalesced or not, sharing memory with it.
+
+    ``Tensor.values`` refuses a tensor that is not coalesced.
+    """
+    return tensor._values()
