@@ -19,7 +19,7 @@ FLAGS = {
         *("--device", "--output", "--json"),
     ],
     "doctor": ["-h", "--help", "--device", "--seconds", "--json"],
-    "migrate": ["-h", "--help", "--to", "--level", "--write", "--json"],
+    "migrate": ["-h", "--help", "--json"],
 }
 
 FEW = ["--steps", "2", "--rounds", "1"]

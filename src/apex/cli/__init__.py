@@ -25,6 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     version = f"apex-amp {apex.__version__}, torch {metadata.version('torch')}"
+    parser.set_defaults(hint="")  # appended to the error on an unknown argument
     parser.add_argument("--version", action="version", version=version)
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name in SUBCOMMANDS:
@@ -38,7 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The arguments after the command's name; ``None`` for those of the process.
     """
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{args.hint}")
     try:
         code = int(args.run(args))
         sys.stdout.flush()

@@ -12,9 +12,6 @@ BAD_INPUT = 2
 NOT_WRITTEN = 3
 """A file could not be written."""
 
-MISSING_PACKAGE = 4
-"""An optional package is not installed; the message names the extra."""
-
 INTERRUPTED = 130
 """Stopped by the user."""
 
@@ -23,7 +20,6 @@ MEANINGS = {
     FAILED: "part of it failed (the output says which); the rest is there",
     BAD_INPUT: "the arguments, or what they name, cannot be used",
     NOT_WRITTEN: "a file could not be written",
-    MISSING_PACKAGE: "an optional package is not installed (the message names the extra)",
     INTERRUPTED: "interrupted",
 }
 
