@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
-from html import escape
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from apex.tools.report.lines import Chart, Line, smooth, svg
+from apex.tools.report.lines import Chart, Line, Picture, picture, smooth
 from apex.tools.results import Comparison, Result, Training
 from apex.tools.rows import module_name
 from apex.tools.variants import SHORT
@@ -16,16 +16,41 @@ WIDE = (960, 320)
 NARROW = (360, 260)
 
 
-def curve_figures(comparison: Comparison) -> list[str]:
-    """Returns the figures that have something to show."""
+@dataclass(frozen=True)
+class CurveFigure:
+    """A chart with a title.
+
+    Attributes:
+        title: Heading.
+        caption: Explanation below the heading.
+        data: Steps and values as JSON, for the legend under the pointer.
+        unit: What a step is.
+        last_step: Step that the legend shows at first.
+        final: Value of each level at that step.
+        wide: The chart for a wide screen.
+        narrow: The chart for a phone.
+    """
+
+    title: str
+    caption: str
+    data: str
+    unit: str
+    last_step: str
+    final: dict[str, str]
+    wide: Picture
+    narrow: Picture
+
+
+def curve_figures(comparison: Comparison) -> list[CurveFigure]:
+    """Returns the figures that have data to show."""
     figures = (_losses, _first_losses, _modules, _frozen, _loss_scales)
-    return [figure for draw in figures if (figure := draw(comparison))]
+    return [figure for draw in figures if (figure := draw(comparison)) is not None]
 
 
-def _losses(comparison: Comparison) -> str:
+def _losses(comparison: Comparison) -> CurveFigure | None:
     records = [(name, record) for name, record, emulated in _records(comparison) if not emulated]
     if not records:
-        return ""
+        return None
     lines = tuple(Line(name, smooth(r.losses), raw=r.losses) for name, r in records)
     return _figure(
         "Training loss",
@@ -35,11 +60,11 @@ def _losses(comparison: Comparison) -> str:
     )
 
 
-def _first_losses(comparison: Comparison) -> str:
+def _first_losses(comparison: Comparison) -> CurveFigure | None:
     records = _records(comparison)
     few = max((len(record.losses) for _, record, emulated in records if emulated), default=0)
     if not few or len(records) < 2:
-        return ""
+        return None
     lines = tuple(Line(name, record.losses[:few]) for name, record, _ in records)
     return _figure(
         f"The first {few} steps",
@@ -49,12 +74,12 @@ def _first_losses(comparison: Comparison) -> str:
     )
 
 
-def _modules(comparison: Comparison) -> str:
+def _modules(comparison: Comparison) -> CurveFigure | None:
     base = comparison.baseline
     probed = [(r.name, r.probe) for r in comparison.results if r.probe and r.name != base.name]
     probed = [(name, probe) for name, probe in probed if probe.modules]
     if not probed:
-        return ""
+        return None
     names = tuple(
         f"{module.name} {module.kind}" if module.name else module_name(module.name)
         for module in probed[0][1].modules
@@ -88,11 +113,11 @@ def _modules(comparison: Comparison) -> str:
     )
 
 
-def _frozen(comparison: Comparison) -> str:
+def _frozen(comparison: Comparison) -> CurveFigure | None:
     sampled = [(name, r.frozen) for name, r, emulated in _records(comparison) if not emulated]
     sampled = [(name, samples) for name, samples in sampled if samples]
     if not sampled or len(sampled[0][1]) < 2:
-        return ""
+        return None
     steps = tuple(step for step, _ in sampled[0][1])
     lines = tuple(
         Line(name, tuple(share for _, share in samples))
@@ -113,14 +138,14 @@ def _frozen(comparison: Comparison) -> str:
     )
 
 
-def _loss_scales(comparison: Comparison) -> str:
+def _loss_scales(comparison: Comparison) -> CurveFigure | None:
     scaled = [
         (name, record)
         for name, record, _ in _records(comparison)
         if len(set(record.loss_scales)) > 1 or record.loss_scales[0] != 1
     ]
     if not scaled:
-        return ""
+        return None
     skips = sum(len(record.skipped) for _, record in scaled)
     found = {0: "No step overflowed.", 1: "A cross marks the skipped step."}.get(
         skips, f"Crosses mark the {skips} skipped steps."
@@ -145,43 +170,32 @@ def _records(comparison: Comparison) -> list[tuple[str, Training, bool]]:
     return [(r.name, r.training, r.emulated) for r in results if r.training is not None]
 
 
-def _figure(title: str, caption: str, chart: Chart) -> str:
-    short: Callable[[float], float | None] = _percent if chart.axis == "share" else _short
-    values = {line.level: [short(v) for v in (line.raw or line.values)] for line in chart.lines}
+def _figure(title: str, caption: str, chart: Chart) -> CurveFigure:
+    factor, unit = (100.0, " %") if chart.axis == "share" else (1.0, "")
+    values = {
+        line.level: [_short(value * factor) for value in line.raw or line.values]
+        for line in chart.lines
+    }
     longest = max(len(line.values) for line in chart.lines)
-    steps: list[str] | list[int] = list(chart.names)
-    if not steps:
-        steps = [chart.step(index) for index in range(longest)]
-    data = json.dumps({"steps": steps, "values": values, "unit": _unit(chart)})
-    legend = "".join(
-        f'<li><b class="chip {level}">{level}</b><output data-level="{level}">'
-        f"{_final(shown, _unit(chart))}</output></li>"
-        for level, shown in values.items()
-    )
-    where = f'<li class="where">{chart.unit} <output data-step>{escape(str(steps[-1]))}</output>'
-    return (
-        f'<figure data-chart="{escape(data)}"><figcaption><h2>{title}</h2><p>{caption}</p>'
-        f'</figcaption><ul class="legend">{where}</li>{legend}</ul>'
-        f"{svg(chart, width=WIDE[0], height=WIDE[1], kind='wide')}"
-        f"{svg(chart, width=NARROW[0], height=NARROW[1], kind='narrow')}</figure>"
+    steps: Sequence[str | int] = chart.names or [chart.step(index) for index in range(longest)]
+    return CurveFigure(
+        title,
+        caption,
+        data=json.dumps({"steps": steps, "values": values, "unit": unit}),
+        unit=chart.unit,
+        last_step=str(steps[-1]),
+        final={level: _final(shown[-1], unit) for level, shown in values.items()},
+        wide=picture(chart, width=WIDE[0], height=WIDE[1], kind="wide"),
+        narrow=picture(chart, width=NARROW[0], height=NARROW[1], kind="narrow"),
     )
 
 
-def _unit(chart: Chart) -> str:
-    return " %" if chart.axis == "share" else ""
-
-
-def _final(values: Sequence[float | None], unit: str) -> str:
-    last = values[-1]
-    return "-" if last is None else f"{last:g}{unit}"
+def _final(value: float | None, unit: str) -> str:
+    return "-" if value is None else f"{value:g}{unit}"
 
 
 def _short(value: float) -> float | None:
-    """Returns ``value`` with three digits; JSON has no NaN, so None for one."""
+    """Returns ``value`` with three digits; None if it is not finite, which JSON cannot hold."""
     if not math.isfinite(value):
         return None
-    return int(value) if value.is_integer() else float(f"{value:.3g}")
-
-
-def _percent(share: float) -> float | None:
-    return _short(share * 100)
+    return int(value) if float(value).is_integer() else float(f"{value:.3g}")

@@ -27,6 +27,16 @@ class Frame:
     top: int = 12
     bottom: int = 30
 
+    @property
+    def plot_right(self) -> int:
+        """Right edge of the plot area."""
+        return self.width - self.right
+
+    @property
+    def plot_bottom(self) -> int:
+        """Bottom edge of the plot area."""
+        return self.height - self.bottom
+
     def x(self, step: float) -> float:
         """Returns the horizontal coordinate of ``step``."""
         first, last = self.steps
@@ -88,17 +98,16 @@ def _even_ticks(low: float, high: float, most: int) -> list[float]:
     return [round(index * gap, 9) for index in range(first, last + 1)]
 
 
-def tick_label(value: float, axis: Axis) -> str:
-    """Returns a tick's label, as the content of an SVG text."""
+def tick_label(value: float, axis: Axis) -> tuple[str, str]:
+    """Returns a tick's label and the exponent after it, which may be empty."""
     if axis == "share":
-        return f"{value * 100:.3g} %"
+        return f"{value * 100:.3g} %", ""
     if axis == "log10" and 1e-4 < value < 1e5:
-        return f"{value:f}".rstrip("0").rstrip(".")
+        return f"{value:f}".rstrip("0").rstrip("."), ""
     base = BASES[axis]
     power = math.floor(math.log(value, base) + 1e-9)
     factor = round(value / base**power)
-    front = f"{factor}·" if factor > 1 else ""
-    return f'{front}{base}<tspan class="power" dy="-5">{power}</tspan>'
+    return (f"{factor}·{base}" if factor > 1 else str(base)), str(power)
 
 
 def _round_up(share: float) -> float:
