@@ -10,7 +10,7 @@ import pytest
 from apex.tools.report import report
 from apex.tools.report.lines import Chart, Line, picture, smooth
 from apex.tools.report.scales import step_ticks, tick_label, value_range, value_ticks
-from apex.tools.results import Stored
+from apex.tools.results import ModuleError, Stored
 from apex.tools.text import comparison_text, text_table
 from apex.tools.variants import VARIANTS
 from tests.tools.cases import comparison_of, result_of
@@ -47,6 +47,29 @@ def test_what_comes_from_outside_is_escaped():
     assert not re.findall("<b> error|<i>.py|<note>", text)
 
 
+def test_names_of_modules_are_escaped():
+    modules = (ModuleError("<script>", "A<b>", 0.5), ModuleError("", "Sequential", 0.5))
+    text = page(result_of(), result_of("O4", probe={"modules": modules}))
+    assert text.count("<script>") == 1  # the page's own
+    assert "&lt;script&gt; A&lt;b&gt;" in text
+    assert charts(text)[1]["steps"][0] == "<script> A<b>"
+
+
+@pytest.mark.parametrize("package", ["apex.tools.report", "apex.debug.rendering"])
+def test_the_installed_package_holds_its_templates_and_styles(package):
+    from importlib import resources
+
+    folder = resources.files(package) / "page"
+    suffixes = {each.name.partition(".")[2] for each in folder.iterdir()}
+    assert {"html.jinja", "css"} <= suffixes
+
+
+def test_torch_brings_jinja2():
+    from importlib.metadata import requires
+
+    assert any(re.match(r"jinja2\b(?!.*;)", each) for each in requires("torch"))
+
+
 def test_every_level_s_colour_is_in_the_style_for_light_and_dark():
     style = re.search("<style>(.*?)</style>", page(result_of()), re.DOTALL)[1]
     for name in VARIANTS:
@@ -74,8 +97,6 @@ def test_a_loss_that_is_not_finite_ends_its_curve():
 
 
 def test_an_infinite_distance_of_a_module_breaks_no_chart():
-    from apex.tools.results import ModuleError
-
     broken = (ModuleError("0", "Linear", math.inf), ModuleError("", "Sequential", 0.5))
     text = page(result_of(), result_of("O4", probe={"modules": broken}))
     assert "Infinity" not in text

@@ -19,5 +19,6 @@ def render(package: str, template: str, **values: object) -> str:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
     return environment.get_template(template).render(values)
