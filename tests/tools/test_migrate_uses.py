@@ -287,7 +287,7 @@ def test_a_name_that_does_not_exist_is_not_supported_and_named(name, said):
 def test_an_argument_that_is_not_taken_is_not_supported():
     verdict = verdict_of_use(Use("apex.amp.initialize", 1, 1, keywords=("combine_grad",)))
     assert verdict.kind is Kind.NOT_SUPPORTED
-    assert verdict.text == "apex.amp.initialize takes no argument combine_grad: leave it out."
+    assert verdict.text == "apex.amp.initialize takes no argument combine_grad: remove it."
 
 
 def test_an_argument_without_effect_is_a_note():

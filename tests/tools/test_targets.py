@@ -88,7 +88,7 @@ def test_a_model_that_must_be_copied_and_cannot_is_refused_with_the_remedy(modul
         ("import no_such_module\n", "Executing .* failed: ModuleNotFoundError"),
         ("raise SystemExit(7)\n", "Executing .* failed: SystemExit: 7"),
         ("model = 1\n", r"no function setup\(\).*no optimizer, batches, loss"),
-        ("def setup():\n    return 1, 2\n", "gave tuple; it must give model, optimizer"),
+        ("def setup():\n    return 1, 2\n", "returned tuple; it must return model, optimizer"),
         (TARGET + "model = 3\n", "model is int, not a torch.nn.Module"),
         (TARGET + "loss = 3\nbatches = 4\n", "batches is int.*; loss is int"),
     ],
@@ -103,7 +103,7 @@ def test_a_target_that_gives_no_experiment_is_refused(tmp_path, text, said):
     ("target", "said"),
     [
         ("no/such/file.py", "There is no file"),
-        ("no_such_package:setup", "Importing no_such_package failed.*A file is named by its path"),
+        ("no_such_package:setup", "Importing no_such_package failed.*A file name needs its suffix"),
         ("math:setup", r"no function setup\(\)\."),
     ],
 )

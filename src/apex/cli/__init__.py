@@ -1,4 +1,4 @@
-"""The command ``apex``: arguments in, a function of ``apex.tools`` called, an exit code out."""
+"""The command ``apex``: parses arguments, calls ``apex.tools``, returns an exit code."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import apex
 from apex.cli import exit_codes
 
 SUBCOMMANDS = ("compare", "doctor", "migrate")
-"""Modules of this package, in the order of the help; each has ``add_parser`` and ``run``."""
+"""Modules of this package, in help order; each has ``add_parser`` and ``run``."""
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command and all its subcommands."""
     parser = argparse.ArgumentParser(
         prog="apex",
-        description="Mixed precision, made visible: tools of apex-amp.",
+        description="Mixed-precision tools of apex-amp.",
         epilog=exit_codes.epilog(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

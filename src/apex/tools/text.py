@@ -1,4 +1,4 @@
-"""A comparison for the terminal."""
+"""A comparison as text for the terminal."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from apex.tools.rows import HEADINGS, MEANINGS, footnote, rows, shown
 WIDTH = 100
 
 LEFT = ("level", "compute", "first")
-"""Columns of words, aligned to the left."""
+"""Left-aligned columns."""
 
 
 def comparison_text(comparison: Comparison) -> str:
-    """Returns the table, what failed, the notes and the recommendation."""
+    """Returns the table, failures, notes and the recommendation."""
     parts = [
         f"{comparison.target}: {comparison.steps} steps on {comparison.machine}",
         text_table(comparison),
@@ -31,7 +31,7 @@ def comparison_text(comparison: Comparison) -> str:
 
 
 def text_table(comparison: Comparison) -> str:
-    """Returns the table with its legend; columns without anything to show are left out."""
+    """Returns the table with its legend; empty columns are omitted."""
     cells = rows(comparison)
     names = [name for name in shown(cells) if name != "spread"]
     lines = [[getattr(row, name) for name in names] for row in (HEADINGS, *cells)]

@@ -1,4 +1,4 @@
-"""What a path uses of apex, for the terminal and as JSON."""
+"""The uses of apex at a path, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _INDENT = " " * 17
 
 
 def migration_text(migration: Migration) -> str:
-    """Returns a paragraph per file, then what could not be read, then the counts."""
+    """Returns a paragraph per file, then the unread files, then the counts."""
     parts = [_script_text(script) for script in migration.scripts if script.uses]
     parts += [f"{path}: {reason}" for path, reason in migration.unread]
     return "\n\n".join([*parts, _summary(migration)])
 
 
 def to_json(migration: Migration) -> dict[str, Any]:
-    """Returns every use with its verdict, the files not read, and the counts by verdict."""
+    """Returns every use with its verdict, the unread files, and the counts by verdict."""
     return {
         "uses": [
             {
@@ -44,8 +44,8 @@ def to_json(migration: Migration) -> dict[str, Any]:
     }
 
 
-def folded(text: str, indent: str = "") -> str:
-    """Returns ``text`` in lines that fit a terminal."""
+def wrapped(text: str, indent: str = "") -> str:
+    """Returns ``text`` wrapped to the width of a terminal."""
     return textwrap.fill(
         text,
         WIDTH,
@@ -61,7 +61,7 @@ def _script_text(script: ScriptUses) -> str:
 
 
 def _rows(uses: Iterable[tuple[Use, Verdict]]) -> Iterable[str]:
-    """Yields a row for each name and verdict, the lines of its uses behind it."""
+    """Yields a row for each name and verdict, followed by the lines of its uses."""
 
     def by_name(pair: tuple[Use, Verdict]) -> tuple[str, str]:
         return pair[0].name, pair[1].text
@@ -72,7 +72,7 @@ def _rows(uses: Iterable[tuple[Use, Verdict]]) -> Iterable[str]:
         lines = ", ".join(map(str, dict.fromkeys(use.line for use, _ in group)))
         yield f"  {verdict.kind.value:<13}  {use.name}  (line {lines})"
         if verdict.text:
-            yield folded(verdict.text, _INDENT)
+            yield wrapped(verdict.text, _INDENT)
 
 
 def _summary(migration: Migration) -> str:

@@ -1,4 +1,4 @@
-"""The figures with curves: losses, distance module by module, frozen updates, loss scales."""
+"""The charts: losses, distance module by module, frozen updates, loss scales."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def _losses(comparison: Comparison) -> CurveFigure | None:
     lines = tuple(Line(name, smooth(r.losses), raw=r.losses) for name, r in records)
     return _figure(
         "Training loss",
-        "Thin: every step. Bold: the running mean. Where the curves lie on top of one another, "
-        "the reduced precision changes nothing that matters.",
+        "Thin: every step. Bold: the running mean. If the curves coincide, reduced precision does "
+        "not affect training.",
         Chart("Training loss of each level", lines),
     )
 
@@ -68,8 +68,8 @@ def _first_losses(comparison: Comparison) -> CurveFigure | None:
     lines = tuple(Line(name, record.losses[:few]) for name, record, _ in records)
     return _figure(
         f"The first {few} steps",
-        "All levels, the emulated ones included. A step that is skipped at the first, high loss "
-        "scale leaves a curve one step behind.",
+        "All levels, including emulated ones. A step skipped because of the high initial loss "
+        "scale puts a curve one step behind.",
         Chart(f"Training loss of all levels in the first {few} steps", lines),
     )
 
@@ -99,9 +99,9 @@ def _modules(comparison: Comparison) -> CurveFigure | None:
     }
     return _figure(
         "Distance from fp32, module by module",
-        "Norm of the difference of a module's output over the norm of fp32's: one batch, from the "
-        "weights that fp32 training ended with, in the order of the forward. What lies above its "
-        "dtype's line has left fp32 by more than one rounding.",
+        "Relative distance of each module's output from fp32, on one batch with the final fp32 "
+        "weights, in forward order. Points above the line of their dtype differ from fp32 by more "
+        "than one rounding.",
         Chart(
             "Distance of each module's output from fp32",
             lines,
@@ -126,10 +126,10 @@ def _frozen(comparison: Comparison) -> CurveFigure | None:
     )
     return _figure(
         "Frozen updates",
-        "Share of the weights that a step should have moved and did not, because the update was "
-        "less than half of the weight's rounding step. This is what fp32 masters are for.",
+        "Share of the weights whose update in a step was lost, because it was smaller than half "
+        "the weight's rounding step. fp32 masters prevent this.",
         Chart(
-            "Share of updates that rounding swallowed",
+            "Share of updates lost to rounding",
             lines,
             axis="share",
             shape="dots",
@@ -152,8 +152,8 @@ def _loss_scales(comparison: Comparison) -> CurveFigure | None:
     )
     return _figure(
         "Loss scale",
-        "fp16 gradients underflow, so the loss is multiplied; when they overflow, the step is "
-        f"skipped and the scale halves. {found} Levels not shown keep it at 1.",
+        "Scaling the loss keeps fp16 gradients from underflowing; when they overflow, the step is "
+        f"skipped and the scale is halved. {found} Levels not shown use a scale of 1.",
         Chart(
             "Loss scale of each level with loss scaling",
             tuple(Line(name, r.loss_scales, marks=r.skipped) for name, r in scaled),
@@ -165,7 +165,7 @@ def _loss_scales(comparison: Comparison) -> CurveFigure | None:
 
 
 def _records(comparison: Comparison) -> list[tuple[str, Training, bool]]:
-    """Returns name, training and whether it is emulated, of what trained."""
+    """Returns name, record and whether the dtype is emulated, for each variant that trained."""
     results: Sequence[Result] = comparison.results
     return [(r.name, r.training, r.emulated) for r in results if r.training is not None]
 

@@ -26,11 +26,11 @@ class Line:
     """One variant's curve.
 
     Attributes:
-        level: Its name, also the CSS class that colours it.
-        values: One per step, the first at ``Chart.first_step``; not drawn from the first value on
-            that is not finite.
+        level: Name of the variant, also the CSS class of its colour.
+        values: One per step from ``Chart.first_step`` on; drawing stops at the first value that is
+            not finite.
         marks: Steps to mark with a cross.
-        raw: Values to draw faintly behind, for example before smoothing.
+        raw: Values to draw faintly behind the line, such as those before smoothing.
     """
 
     level: str
@@ -41,18 +41,18 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """What a chart shows, whatever its size.
+    """The content of a chart, at any size.
 
     Attributes:
         title: Read aloud by screen readers.
-        lines: Drawn in this order, the last on top.
-        axis: Of the values.
-        shape: "line" joins the values, "stairs" holds each until the next, "dots" joins and dots.
-        first_step: The step of every line's first value.
-        steps: The step of every value, where they are not one apart.
-        rules: Values to draw a horizontal line at, with their labels.
+        lines: In drawing order, the last on top.
+        axis: Scale of the value axis.
+        shape: "line" joins the values, "stairs" holds each until the next, "dots" adds dots.
+        first_step: Step of every line's first value.
+        steps: Step of every value, unless they are one apart.
+        rules: Values with a horizontal line, and their labels.
         unit: What a step is.
-        names: Of the steps, to write below a wide chart where they are few.
+        names: Names of the steps, written below a wide chart if they are few.
     """
 
     title: str
@@ -66,7 +66,7 @@ class Chart:
     names: tuple[str, ...] = ()
 
     def step(self, index: int) -> int:
-        """Returns the step of every line's value number ``index``."""
+        """Returns the step of each line's value ``index``."""
         return self.steps[index] if self.steps else self.first_step + index
 
     @property
@@ -152,9 +152,9 @@ def picture(chart: Chart, *, width: int, height: int, kind: str) -> Picture:
 
 
 def smooth(values: Sequence[float], keep: float = 0.8) -> tuple[float, ...]:
-    """Returns the running mean that weights each step ``keep`` times the next one.
+    """Returns the exponential moving average with decay ``keep``.
 
-    Divided by the sum of the weights, so that the first values are not pulled to zero.
+    It is divided by the sum of the weights, so that the first values are not biased towards zero.
     """
     mean, weight, means = 0.0, 0.0, []
     for value in values:
@@ -165,7 +165,7 @@ def smooth(values: Sequence[float], keep: float = 0.8) -> tuple[float, ...]:
 
 
 def _stroke(place: int, count: int) -> float:
-    """Returns a curve's width: the first is the broadest, so that all show where they coincide."""
+    """Returns a curve's width; the first is the widest, so that coinciding curves stay visible."""
     return 2.0 if count == 1 else 7.0 - 5.0 * place / (count - 1)
 
 

@@ -1,4 +1,4 @@
-"""Axes: round ticks, and values and steps as coordinates of a picture."""
+"""Axes: round ticks, and the coordinates of values and steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Axis = Literal["log10", "log2", "share"]
-"""How values are laid out: by powers of ten or of two, or from 0 to 1."""
+"""Scale of an axis: powers of ten or two, or shares from 0 to 1."""
 
 BASES = {"log10": 10, "log2": 2}
 
@@ -44,7 +44,7 @@ class Frame:
         return self.left + share * (self.width - self.left - self.right)
 
     def y(self, value: float) -> float:
-        """Returns the vertical coordinate of ``value``, at the edge if it lies outside."""
+        """Returns the vertical coordinate of ``value``, clamped to the plot area."""
         low, high = self.values
         value = min(max(value, low), high)
         if self.axis != "share":
@@ -54,7 +54,7 @@ class Frame:
 
 
 def value_range(values: Sequence[float], axis: Axis) -> tuple[float, float]:
-    """Returns the ends of an axis that shows ``values``, with a margin."""
+    """Returns the ends of an axis for ``values``, with a margin."""
     found = [value for value in values if math.isfinite(value) and value > 0]
     if axis == "share":
         return 0.0, min(1.0, _round_up(max(found, default=1.0)))
