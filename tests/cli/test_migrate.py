@@ -34,7 +34,7 @@ def apex(tmp_path, capsys, monkeypatch):
 def test_a_script_that_works_is_exit_code_0(apex):
     code, out, err = apex("train.py")
     assert (code, err) == (exit_codes.OK, "")
-    assert out.endswith("1 file: 3 uses work unchanged, 0 work with a note, 0 are not supported.\n")
+    assert out.endswith("1 file: 3 uses work unchanged, 0 with a note, 0 unsupported.\n")
 
 
 def test_a_use_that_is_not_supported_is_exit_code_1(apex, tmp_path):

@@ -12,7 +12,7 @@ import pytest
 import apex
 from apex._unavailable import INSTEAD
 from apex.tools.migrate.migration import migration_of
-from apex.tools.migrate.notes import NOTED_KEYWORDS, NOTES, OF_OPTIMIZERS, REFUSED_KEYWORDS
+from apex.tools.migrate.notes import NOTED_KEYWORDS, NOTES, OPTIMIZER_ATTRIBUTES, REFUSED_KEYWORDS
 from apex.tools.migrate.report import migration_text, to_json
 from apex.tools.migrate.script import Script
 from apex.tools.migrate.uses import Use, uses
@@ -253,7 +253,7 @@ def test_what_is_not_here_is_not_supported_and_says_what_to_use(name):
     assert verdict.text == f"Use {INSTEAD[name]}."
 
 
-@pytest.mark.parametrize("attribute", OF_OPTIMIZERS)
+@pytest.mark.parametrize("attribute", OPTIMIZER_ATTRIBUTES)
 def test_attributes_of_optimizers_exist(attribute):
     from apex.amp.optimizers import AmpStashOptimizer
     from apex.fp16_utils import FP16_Optimizer
@@ -293,7 +293,7 @@ def test_an_argument_that_is_not_taken_is_not_supported():
 def test_an_argument_without_effect_is_a_note():
     verdict = verdict_of_use(Use("apex.optimizers.FusedSGD", 1, 1, ("materialize_master_grads",)))
     assert verdict.kind is Kind.NOTE
-    assert verdict.text == "materialize_master_grads changes nothing: leave it out."
+    assert verdict.text == "materialize_master_grads has no effect: remove it."
 
 
 # -- the rows of docs/compatibility.md -----------------------------------------------------------
@@ -387,7 +387,7 @@ def test_the_report_has_a_row_for_each_name_with_its_lines_and_remedy(folder):
         "                 Use Megatron-LM's megatron.core, which took these modules over.",
         "  works          apex.amp.initialize  (line 6)",
         "",
-        "1 file: 2 uses work unchanged, 2 work with a note, 1 are not supported.",
+        "1 file: 2 uses work unchanged, 2 with a note, 1 unsupported.",
     ]
 
 

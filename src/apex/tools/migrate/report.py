@@ -81,8 +81,8 @@ def _summary(migration: Migration) -> str:
     if not sum(counts.values()):
         return f"{files}: no use of apex."
     return (
-        f"{files}: {counts[Kind.WORKS]} uses work unchanged, {counts[Kind.NOTE]} work with a note, "
-        f"{counts[Kind.NOT_SUPPORTED]} are not supported."
+        f"{files}: {counts[Kind.WORKS]} uses work unchanged, {counts[Kind.NOTE]} with a note, "
+        f"{counts[Kind.NOT_SUPPORTED]} unsupported."
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 
-from apex.tools.migrate.notes import OF_OPTIMIZERS
+from apex.tools.migrate.notes import OPTIMIZER_ATTRIBUTES
 from apex.tools.migrate.script import ROOTS, Script, is_of_apex
 
 OPTIMIZER = "optimizer."
@@ -33,7 +33,7 @@ class Use:
 
 def may_use_apex(text: str) -> bool:
     """Returns whether ``text`` is worth parsing."""
-    return any(word in text for word in (*ROOTS, *OF_OPTIMIZERS))
+    return any(word in text for word in (*ROOTS, *OPTIMIZER_ATTRIBUTES))
 
 
 def uses(script: Script) -> list[Use]:
@@ -72,7 +72,7 @@ class _UseVisitor(ast.NodeVisitor):
         if name is not None:
             self._add(node, name)
             return
-        if node.attr in OF_OPTIMIZERS:
+        if node.attr in OPTIMIZER_ATTRIBUTES:
             self._add_attribute(node)
         self.generic_visit(node)
 

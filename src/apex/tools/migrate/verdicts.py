@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from apex._unavailable import INSTEAD
-from apex.tools.migrate.notes import NOTED_KEYWORDS, NOTES, OF_OPTIMIZERS, REFUSED_KEYWORDS
+from apex.tools.migrate.notes import NOTED_KEYWORDS, NOTES, OPTIMIZER_ATTRIBUTES, REFUSED_KEYWORDS
 from apex.tools.migrate.uses import OPTIMIZER, Use
 
 NOT_IMPORTED = ("apex.integrations",)
@@ -52,7 +52,7 @@ def verdict_of_use(use: Use) -> Verdict:
 def verdict_of(name: str) -> Verdict:
     """Returns the verdict on a full name, such as ``apex.optimizers.FusedAdam``."""
     if name.startswith(OPTIMIZER):
-        return _noted(OF_OPTIMIZERS[name.removeprefix(OPTIMIZER)])
+        return _noted(OPTIMIZER_ATTRIBUTES[name.removeprefix(OPTIMIZER)])
     if (instead := _instead(name)) is not None:
         return Verdict(Kind.NOT_SUPPORTED, f"Use {instead}.")
     try:
