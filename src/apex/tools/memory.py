@@ -18,7 +18,7 @@ from apex.tools.results import Stored
 def stored(model: nn.Module, optimizer: Optimizer) -> Stored:
     """Returns the bytes of parameters, masters and optimizer state; shared storage counts once."""
     seen: set[int] = set()
-    state = [tensor for entry in optimizer.state.values() for tensor in _tensors(entry)]
+    state = [tensor for entry in optimizer.state.values() for tensor in tensors_in(entry)]
     return Stored(
         params=sum(param.numel() for param in model.parameters()),
         model=_new_bytes(model.parameters(), seen),
@@ -52,7 +52,8 @@ def saved_for_backward(model: nn.Module) -> Iterator[SavedBytes]:
         yield saved
 
 
-def _tensors(nest: Any) -> list[Tensor]:
+def tensors_in(nest: Any) -> list[Tensor]:
+    """Returns the tensors of a nested container, in order."""
     found: list[Tensor] = []
 
     def take(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from apex._core import dtypes, tree
+from apex._core import dtypes
 from apex.tools import memory
 from apex.tools.results import ModuleError, Probe
 from apex.tools.seeds import seed_all
@@ -108,15 +108,7 @@ def _recorded_outputs(
 
 def _floating(output: Any) -> Tensor | None:
     """Returns the first floating tensor of a module's output."""
-    found: list[Tensor] = []
-
-    def look(tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point():
-            found.append(tensor)
-        return tensor
-
-    tree.map_tensors(look, output)
-    return found[0] if found else None
+    return next((t for t in memory.tensors_in(output) if t.is_floating_point()), None)
 
 
 def _kept(tensor: Tensor) -> Tensor:

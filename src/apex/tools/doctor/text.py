@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 
 from apex.tools.doctor.examination import Health
 from apex.tools.doctor.speeds import DTYPES, WORK, Speed
+from apex.tools.wrapping import wrapped
 
-WIDTH = 100
 _NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 
 
@@ -22,7 +21,7 @@ def health_text(health: Health) -> str:
         f"Start with {health.advice.opt_level}: {health.advice.reason} `apex compare` measures the "
         "gain on your model.",
     ]
-    return "\n\n".join("\n".join(_folded(line) for line in part.splitlines()) for part in parts)
+    return "\n\n".join("\n".join(wrapped(line) for line in part.splitlines()) for part in parts)
 
 
 def _speed_lines(health: Health) -> Iterator[str]:
@@ -56,7 +55,3 @@ def _step_lines(health: Health) -> Iterator[str]:
         yield "No host sync per step under a dynamic loss scale: " + ", ".join(free) + "."
     for name, count in waiting.items():
         yield f"{name} makes the host wait {count} times per step."
-
-
-def _folded(line: str) -> str:
-    return textwrap.fill(line, WIDTH) if len(line) > WIDTH else line

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections import Counter
 from collections.abc import Iterable
 from itertools import groupby
@@ -11,8 +10,8 @@ from typing import Any
 from apex.tools.migrate.migration import Migration, ScriptUses
 from apex.tools.migrate.uses import Use
 from apex.tools.migrate.verdicts import Kind, Verdict
+from apex.tools.wrapping import wrapped
 
-WIDTH = 100
 _INDENT = " " * 17
 
 
@@ -42,18 +41,6 @@ def to_json(migration: Migration) -> dict[str, Any]:
         "files": migration.files,
         "counts": {kind.value: count for kind, count in _counts(migration).items()},
     }
-
-
-def wrapped(text: str, indent: str = "") -> str:
-    """Returns ``text`` wrapped to the width of a terminal."""
-    return textwrap.fill(
-        text,
-        WIDTH,
-        initial_indent=indent,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
 
 
 def _script_text(script: ScriptUses) -> str:
