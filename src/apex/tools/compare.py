@@ -95,8 +95,8 @@ class _Run:
         self.notes: list[str] = []
         if options.device.type != "cuda":
             self.notes.append(
-                f"Peak memory is not measured on {options.device.type}; stored bytes and bytes "
-                "saved for backward are."
+                f"Peak memory is not measured on {options.device.type}; stored bytes and "
+                "bytes saved for backward are."
             )
         self._build = build
         first = build()
@@ -112,7 +112,7 @@ class _Run:
         total = sum(self._steps(r) + self._rounds(r) + 2 for r in self.results.values())
         progress.start(total)
 
-    # -- the three parts ---------------------------------------------------------------------
+    # -- the three phases ----------------------------------------------------------------------
 
     def train(self) -> None:
         """Trains under each variant, one after another."""
@@ -184,7 +184,7 @@ class _Run:
         for name, timing in times.items():
             self._put(name, timing=timing)
 
-    # -- their parts -------------------------------------------------------------------------
+    # -- helpers of the phases -----------------------------------------------------------------
 
     def _fresh(
         self, result: Result, state: State, *, settled: bool = False

@@ -110,7 +110,7 @@ def _executed(path: Path) -> ModuleType:
     sys.modules[_MODULE] = module  # dataclasses and pickles look for it there
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # a script may end itself
+    except (Exception, SystemExit) as error:  # a script may call sys.exit
         raise TargetError(f"Executing {path} failed: {format_error(error)}") from error
     return module
 

@@ -1,4 +1,4 @@
-"""The FP16_Optimizer beside apex's deprecated optimizers."""
+"""The ``FP16_Optimizer`` of apex's deprecated optimizers."""
 
 from __future__ import annotations
 

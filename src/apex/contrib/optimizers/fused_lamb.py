@@ -1,4 +1,4 @@
-"""apex's first FusedLAMB: today's, without ``use_nvlamb``."""
+"""apex's first FusedLAMB: like the current one, but without ``use_nvlamb``."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def advise(speeds: list[Speed], device: str) -> Advice:
         )
     return Advice(
         "O0",
-        f"stay in fp32: on {device} bf16 is {bf16:.1f} times as fast and fp16 {fp16:.1f} times, "
-        "too little to benefit. O5 still halves the bytes of weights and gradients sent between "
-        "processes.",
+        f"stay in fp32, because bf16 is {bf16:.1f} times and fp16 {fp16:.1f} times as fast on "
+        f"{device}, too little to benefit. O5 still halves the bytes of weights and gradients "
+        "sent between processes.",
     )

@@ -19,11 +19,11 @@ class Scope:
         self._owners: dict[str, Scope] = {}
 
     def bind(self, name: str, imported: str | None = None) -> None:
-        """Binds ``name``, to the full name that an import gives it or to anything else."""
+        """Binds ``name`` to an imported full name or, by default, to a local value."""
         self._owners.get(name, self)._imports[name].update([imported] if imported else [])
 
     def declare(self, name: str, owner: Scope) -> None:
-        """Makes ``name`` that of another scope, as ``global`` and ``nonlocal`` do."""
+        """Makes ``name`` refer to another scope, as ``global`` and ``nonlocal`` do."""
         self._owners[name] = owner
 
     def imports_of(self, name: str) -> set[str]:
@@ -35,7 +35,7 @@ class Scope:
 
     @property
     def enclosing(self) -> Scope | None:
-        """The next scope that Python searches: classes do not lend their names to functions."""
+        """The next scope that Python searches; names of a class are not visible in its methods."""
         scope = self.parent
         while scope is not None and scope.is_class:
             scope = scope.parent
@@ -78,12 +78,12 @@ class ScopeVisitor(ast.NodeVisitor):
             self._scope.bind(alias.asname or alias.name, full)
 
     def visit_Global(self, node: ast.Global) -> None:
-        """Hands the names to the module."""
+        """Declares the names in the module."""
         for name in node.names:
             self._scope.declare(name, self._scope.module)
 
     def visit_Nonlocal(self, node: ast.Nonlocal) -> None:
-        """Hands the names to the enclosing function."""
+        """Declares the names in the enclosing function."""
         for name in node.names:
             self._scope.declare(name, self._scope.enclosing or self._scope)
 
@@ -94,14 +94,14 @@ class ScopeVisitor(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        """Visits the body in a scope of its own."""
+        """Visits the body in a new scope."""
         self._scope.bind(node.name)
         self._visit_all([*node.decorator_list, *node.bases, *node.keywords])
         with self._inside(is_class=True):
             self._visit_all(node.body)
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        """Visits the body in a scope of its own, with the arguments bound."""
+        """Visits the body in a new scope with the arguments bound."""
         self._scope.bind(node.name)
         self._visit_all(node.decorator_list)
         self._visit_function(node.args, [*([node.returns] if node.returns else [])], node.body)
@@ -109,11 +109,11 @@ class ScopeVisitor(ast.NodeVisitor):
     visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815 - ast names them
 
     def visit_Lambda(self, node: ast.Lambda) -> None:
-        """Visits the body in a scope of its own, with the arguments bound."""
+        """Visits the body in a new scope with the arguments bound."""
         self._visit_function(node.args, [], [node.body])
 
     def visit_ListComp(self, node: ast.expr) -> None:
-        """Visits a comprehension in a scope of its own."""
+        """Visits a comprehension in a new scope."""
         with self._inside():
             self.generic_visit(node)
 

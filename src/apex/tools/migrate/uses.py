@@ -78,7 +78,7 @@ class _UseVisitor(ast.NodeVisitor):
 
     def visit_Name(self, node: ast.Name) -> None:
         name = self.script.apex_name(node)
-        # Neither `amp = None` nor `apex is None` says anything that the import does not.
+        # `amp = None` and `apex is None` add nothing to the import.
         if isinstance(node.ctx, ast.Load) and name is not None and name not in ROOTS:
             self._add(node, name)
 
@@ -88,7 +88,7 @@ class _UseVisitor(ast.NodeVisitor):
             self._add(node, value, quoted=True)
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
-        for part in node.values:  # a constant part is no name in full
+        for part in node.values:  # a constant part is not a full name
             if not isinstance(part, ast.Constant):
                 self.visit(part)
 

@@ -100,8 +100,8 @@ def _modules(comparison: Comparison) -> CurveFigure | None:
     return _figure(
         "Distance from fp32, module by module",
         "Relative distance of each module's output from fp32, on one batch with the final fp32 "
-        "weights, in forward order. Points above the line of their dtype differ from fp32 by more "
-        "than one rounding.",
+        "weights, in forward order. Points above the eps line of their dtype differ from fp32 by "
+        "more than one rounding.",
         Chart(
             "Distance of each module's output from fp32",
             lines,
@@ -195,7 +195,7 @@ def _final(value: float | None, unit: str) -> str:
 
 
 def _short(value: float) -> float | None:
-    """Returns ``value`` with three digits; None if it is not finite, which JSON cannot hold."""
+    """Returns ``value`` with three digits; None for NaN and infinity, which JSON lacks."""
     if not math.isfinite(value):
         return None
     return int(value) if float(value).is_integer() else float(f"{value:.3g}")

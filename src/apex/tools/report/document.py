@@ -49,6 +49,6 @@ def _headline(comparison: Comparison) -> dict[str, str]:
 
 
 def _levels_of(reason: str, comparison: Comparison) -> list[str]:
-    """Returns the levels that a reason speaks against; empty if it speaks for the choice."""
+    """Returns the levels that a reason rules out; empty if it supports the choice."""
     names = reason.partition(": ")[0].split(", ")
     return names if {result.name for result in comparison.results}.issuperset(names) else []

@@ -80,9 +80,9 @@ class Element:
     """One SVG element.
 
     Attributes:
-        tag: Its name.
-        attributes: By their names in SVG.
-        text: Its content.
+        tag: Tag name.
+        attributes: Attributes by their SVG names.
+        text: Text content.
         power: An exponent after the text.
     """
 
@@ -99,13 +99,13 @@ class Picture:
     Attributes:
         kind: CSS class.
         title: Read aloud by screen readers.
-        width: Of the view box.
-        height: Of the view box.
-        left: Where the plot area begins.
-        right: Where it ends.
-        top: Where it begins.
-        bottom: Where it ends.
-        elements: In drawing order.
+        width: Width of the view box.
+        height: Height of the view box.
+        left: Left edge of the plot area.
+        right: Right edge of the plot area.
+        top: Top edge of the plot area.
+        bottom: Bottom edge of the plot area.
+        elements: Elements in drawing order.
     """
 
     kind: str
