@@ -114,7 +114,7 @@ def findings(explanation: Explanation) -> Iterator[Finding]:
     )
     if explanation.gradients:
         yield Finding(
-            "Gradient underflow in fp16",
+            "Gradients below fp16's range",
             percent(totals.gradient_underflow_share),
             f"zero or subnormal in fp16 at loss scale {number(explanation.loss_scale)};"
             f" overflow: {percent(totals.gradient_overflow_share)};"
