@@ -53,7 +53,7 @@ def test_a_syntax_error_is_exit_code_1_and_the_rest_is_there(apex, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["no_such.py"], "There is no file or folder no_such.py."),
         (["latin.py"], "latin.py cannot be decoded"),
@@ -62,11 +62,11 @@ def test_a_syntax_error_is_exit_code_1_and_the_rest_is_there(apex, tmp_path):
         ([], "PATH"),
     ],
 )
-def test_bad_usage_is_exit_code_2_and_says_what_is_wrong(apex, tmp_path, arguments, said):
+def test_bad_usage_is_exit_code_2_and_says_what_is_wrong(apex, tmp_path, arguments, message):
     (tmp_path / "latin.py").write_bytes(b"# \xe9\n")
     code, out, err = apex(*arguments)
     assert (code, out) == (exit_codes.BAD_INPUT, "")
-    assert said in err
+    assert message in err
 
 
 def test_json_goes_to_a_file_or_alone_to_standard_output(apex, tmp_path):

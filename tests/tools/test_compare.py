@@ -155,7 +155,7 @@ def test_the_target_of_the_how_to_trains(tmp_path):
 # -- bad input -------------------------------------------------------------------------------
 
 
-def test_batches_that_run_out_end_the_training_and_are_said(tmp_path):
+def test_batches_that_run_out_end_the_training_and_are_noted(tmp_path):
     found = compared(written(tmp_path, TARGET + "batches = iter(batches)\n"), steps=5)
     assert found.steps == 3
     assert "The batches ran out after 3 of 5 steps." in found.notes
@@ -168,14 +168,14 @@ def test_a_list_of_batches_is_gone_through_again(every):
 
 
 @pytest.mark.parametrize(
-    ("batches", "said"),
+    ("batches", "message"),
     [
         ("[]", "The target gives no batches"),
         ("(1 / 0 for _ in [1])", "ZeroDivisionError: division"),
     ],
 )
-def test_batches_that_give_nothing_are_refused(tmp_path, batches, said):
-    with pytest.raises(TargetError, match=said):
+def test_batches_that_give_nothing_are_refused(tmp_path, batches, message):
+    with pytest.raises(TargetError, match=message):
         compared(written(tmp_path, TARGET + f"batches = {batches}\n"))
 
 

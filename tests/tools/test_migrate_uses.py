@@ -271,17 +271,17 @@ def test_a_thing_has_one_note_under_all_its_names():
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("apex.optimizers.NpuFusedSGD", "apex.optimizers.NpuFusedSGD is not part of this apex."),
         ("apex.contrib.nothing.Thing", "apex.contrib.nothing is not part of this apex."),
         ("apex.amp.wrap.cached_cast", "apex.amp.wrap.cached_cast is not here: it replaced"),
     ],
 )
-def test_a_name_that_does_not_exist_is_not_supported_and_named(name, said):
+def test_a_name_that_does_not_exist_is_not_supported_and_named(name, message):
     verdict = verdict_of(name)
     assert verdict.kind is Kind.NOT_SUPPORTED
-    assert verdict.text.startswith(said)
+    assert verdict.text.startswith(message)
 
 
 def test_an_argument_that_is_not_taken_is_not_supported():

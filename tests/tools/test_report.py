@@ -140,7 +140,7 @@ def test_the_table_tells_speed_memory_skips_and_the_first_module():
     assert "1 of 10" in " ".join(row)
 
 
-def test_a_level_that_failed_is_in_the_table_and_said_below():
+def test_a_level_that_failed_is_in_the_table_and_reported_below():
     from dataclasses import replace
 
     broken = replace(result_of("O4"), training=None, timing=None, probe=None, errors=("no kernel",))

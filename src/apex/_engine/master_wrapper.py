@@ -148,7 +148,7 @@ class MasterWrapper:
             pair.master.grad = grad
         direct = _coalesced_grads(self._all_direct())
         scaled = [(fresh, self._scale_of_low), (direct, self._scale_of_direct)]
-        self.overflow = _unscale_and_check_(scaled) if check else _unscale_(scaled)
+        self.overflow = _unscale_(scaled, check=check)
         self._scale_of_direct = 1.0
         self._pending = False
 
@@ -187,22 +187,14 @@ def _rescale_(params: list[nn.Parameter], factor: float) -> None:
         finite.unscale_(finite.dense_values(grads), factor)
 
 
-def _unscale_(scaled: list[tuple[list[Tensor], float]]) -> bool:
-    """Divides each list by its scale in place; returns False, for nothing is checked."""
+def _unscale_(scaled: list[tuple[list[Tensor], float]], *, check: bool) -> bool:
+    """Divides each list by its scale in place; returns whether checked values held inf or NaN."""
+    found_inf: Tensor | None = None
     for grads, scale in scaled:
-        if grads and scale != 1.0:
-            finite.unscale_(finite.dense_values(grads), 1.0 / scale)
-    return False
-
-
-def _unscale_and_check_(scaled: list[tuple[list[Tensor], float]]) -> bool:
-    """Divides each list by its scale in place; returns whether any value was inf or NaN."""
-    every = [grad for grads, _ in scaled for grad in grads]
-    if not every:
-        return False
-    found_inf = torch.zeros((), device=every[0].device)
-    for grads, scale in scaled:
-        if grads:
-            inverse = torch.full_like(found_inf, 1.0 / scale)
-            finite.unscale_and_check_(finite.dense_values(grads), inverse, found_inf)
-    return bool(found_inf)  # sync: apex's `overflow` is a host value
+        values = finite.dense_values(grads)
+        if values and check:
+            found_inf = torch.zeros((), device=values[0].device) if found_inf is None else found_inf
+            finite.unscale_and_check_(values, torch.full_like(found_inf, 1.0 / scale), found_inf)
+        elif values and scale != 1.0:
+            finite.unscale_(values, 1.0 / scale)
+    return found_inf is not None and bool(found_inf)  # sync: apex's `overflow` is a host value
