@@ -154,13 +154,13 @@ KNOWN = {
         "apex/_engine/model/module_class.py",
         "the documented place for subclasses to change what is loaded",
     ),
+    "._op": (KERNELS, "an overload's callable, 0.2 us faster than the overload itself"),
     "._overloadpacket": (DEBUG, TOOL),
     "._patch_step_function": (
         "apex/_engine/optimizer/optimizer_class.py",
         "gives an unpickled optimizer's class the step hooks, as Optimizer.__setstate__ does",
     ),
     "._per_optimizer_states": (GRAD_SCALERS, GRAD_SCALER),
-    "._replace": ("apex/fp16_utils/host_scale.py", "of Python's named tuples"),
     "._schema": (
         f"{KERNELS} {DEBUG}",
         "an operator's schema; torch.library documents it as the way to read one",

@@ -177,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print("|---|---|---|")
     for way, curve in curves.items():
         print(f"| {way} | {curve.final:.4f} | {curve.apart:.4f} |")
-    print(f"| fp32, other first weights | | {spread:.4f} |")
+    print(f"| fp32, other initial weights | | {spread:.4f} |")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ FLAGS = {
         *("--device", "--output", "--json"),
     ],
     "doctor": ["-h", "--help", "--device", "--seconds", "--json"],
-    "migrate": ["-h", "--help", "--to", "--level", "--write", "--json"],
+    "migrate": ["-h", "--help", "--json"],
 }
 
 FEW = ["--steps", "2", "--rounds", "1"]
@@ -131,7 +131,7 @@ def test_a_level_that_fails_is_exit_code_1_and_the_rest_is_there(apex, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["compare"], "TARGET"),
         (["compare", "x.py", "--steps", "0"], "0 is not a number of at least 1"),
@@ -145,10 +145,10 @@ def test_a_level_that_fails_is_exit_code_1_and_the_rest_is_there(apex, tmp_path)
         ([], "COMMAND"),
     ],
 )
-def test_bad_usage_is_exit_code_2_and_says_what_is_wrong(apex, arguments, said):
+def test_bad_usage_is_exit_code_2_and_says_what_is_wrong(apex, arguments, message):
     code, out, err = apex(*arguments)
     assert (code, out) == (exit_codes.BAD_INPUT, "")
-    assert said in err
+    assert message in err
 
 
 def test_a_factory_that_raises_is_exit_code_2_and_quoted(apex, tmp_path):

@@ -74,10 +74,10 @@ def test_colours_change_nothing_but_colours(found):
 
 def test_text_leaves_out_the_rows_that_took_least_time_and_says_so(found):
     text = found.to_text(rows=2)
-    assert f"{len(found.ops) - 2} rows that took less time are left out" in text
+    assert f"{len(found.ops) - 2} faster rows omitted" in text
     slowest = max(found.ops, key=lambda row: row.seconds)
     assert slowest.op.removeprefix("aten.")[:20] in text
-    assert "left out: see" not in found.to_text(rows=None)
+    assert "omitted" not in found.to_text(rows=None)
 
 
 def test_markdown_tables_have_as_many_cells_in_every_row(found):
@@ -119,10 +119,13 @@ def test_the_page_marks_what_is_wrong(found):
 
 
 def test_names_are_escaped_on_the_page(found):
-    html = replace(found, model="<script>", kinds={**found.kinds, "": "A<b>"}).to_html()
+    kinds = {**found.kinds, "": "A<b>", "unused": "<script>"}
+    ops = (replace(found.ops[0], op='aten.<script>"', decided_by="<script>"), *found.ops[1:])
+    html = replace(found, model="<script>", kinds=kinds, ops=ops, notes=("<script>",)).to_html()
     assert "&lt;script&gt;, explained" in html
     assert "A&lt;b&gt;" in html
-    Page(html)
+    assert html.count("&lt;script&gt;") == 9
+    assert "script" not in Page(html).tags
 
 
 @pytest.mark.parametrize(

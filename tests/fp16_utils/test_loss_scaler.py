@@ -68,6 +68,22 @@ def test_large_finite_gradients_are_no_overflow():
     assert not DynamicLossScaler().has_overflow([bad])
 
 
+def test_large_finite_fp64_gradients_are_no_overflow():
+    big = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    big.grad = torch.full((1,), 1e300, dtype=torch.float64)
+    assert not DynamicLossScaler().has_overflow([big])
+
+
+def test_a_scaler_that_apex_pickled_goes_on():
+    scaler = DynamicLossScaler.__new__(DynamicLossScaler)
+    state = {"cur_scale": 8.0, "cur_iter": 3, "last_overflow_iter": 1}
+    scaler.__dict__.update(**state, scale_factor=2.0, scale_window=2)
+    scaler.update_scale(False)
+    assert scaler.loss_scale == 16.0
+    scaler.update_scale(True)
+    assert (scaler.loss_scale, scaler.last_overflow_iter) == (8.0, 4)
+
+
 def test_overflow_is_seen_in_sparse_gradients():
     bad = torch.nn.Parameter(torch.zeros(3, 1))
     bad.grad = torch.sparse_coo_tensor([[0, 0]], [[3e38], [3e38]], (3, 1), check_invariants=True)

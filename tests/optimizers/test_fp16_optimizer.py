@@ -147,6 +147,31 @@ def test_backward_accumulates():
 
 
 @both
+def test_gradients_that_stay_over_a_step_add_up_unscaled(wrapper):
+    """Also those of fp32 parameters, and when the scale moves in between."""
+    params = [nn.Parameter(torch.ones(2).bfloat16()), nn.Parameter(torch.ones(2))]
+    arguments = {"init_scale": 4.0, "scale_window": 1}
+    optimizer = wrapper(
+        torch.optim.SGD(params, lr=1.0), dynamic_loss_scale=True, dynamic_loss_args=arguments
+    )
+    for _ in range(2):
+        optimizer.backward(params[0].float().sum() + params[1].sum())
+        optimizer.step()
+    assert optimizer.cur_scale == 16.0
+    assert [m.tolist() for m in masters_of(optimizer)] == [[-2.0, -2.0]] * 2
+
+
+@both
+def test_state_of_a_used_optimizer_moves_to_the_masters_in_fp32(wrapper):
+    param = nn.Parameter(torch.ones(2).bfloat16())
+    inner = torch.optim.SGD([param], lr=1.0, momentum=0.5)
+    param.grad = torch.ones_like(param)
+    inner.step()
+    (master,) = masters_of(wrapper(inner))
+    assert inner.state[master]["momentum_buffer"].dtype is torch.float32
+
+
+@both
 def test_save_load_continue_is_the_uninterrupted_run(wrapper):
     model, optimizer = setup(wrapper, dynamic_loss_scale=True)
     for factor in (1.0, float("inf"), 1.0):

@@ -155,10 +155,10 @@ def test_the_target_of_the_how_to_trains(tmp_path):
 # -- bad input -------------------------------------------------------------------------------
 
 
-def test_batches_that_run_out_end_the_training_and_are_said(tmp_path):
+def test_batches_that_run_out_end_the_training_and_are_noted(tmp_path):
     found = compared(written(tmp_path, TARGET + "batches = iter(batches)\n"), steps=5)
     assert found.steps == 3
-    assert "The batches ran out: 3 of 5 steps were trained." in found.notes
+    assert "The batches ran out after 3 of 5 steps." in found.notes
     assert not found.failed
 
 
@@ -168,11 +168,14 @@ def test_a_list_of_batches_is_gone_through_again(every):
 
 
 @pytest.mark.parametrize(
-    ("batches", "said"),
-    [("[]", "The batches are empty"), ("(1 / 0 for _ in [1])", "ZeroDivisionError: division")],
+    ("batches", "message"),
+    [
+        ("[]", "The target gives no batches"),
+        ("(1 / 0 for _ in [1])", "ZeroDivisionError: division"),
+    ],
 )
-def test_batches_that_give_nothing_are_refused(tmp_path, batches, said):
-    with pytest.raises(TargetError, match=said):
+def test_batches_that_give_nothing_are_refused(tmp_path, batches, message):
+    with pytest.raises(TargetError, match=message):
         compared(written(tmp_path, TARGET + f"batches = {batches}\n"))
 
 
@@ -204,7 +207,7 @@ def test_without_an_fp32_run_the_others_train_and_no_advice_is_given(tmp_path):
     )
     found = compared(written(tmp_path, text))
     assert by_name(found)["O4"].training is not None
-    assert found.recommendation.text.startswith("No advice")
+    assert found.recommendation.text.startswith("No recommendation")
 
 
 @pytest.mark.parametrize(
@@ -230,5 +233,5 @@ def test_levels_that_do_not_fit_side_by_side_are_timed_one_by_one(tmp_path):
         "    raise MemoryError('no room')\n"
     )
     found = compared(written(tmp_path, text), "O0,O4,O5")
-    assert any("one after another, not in turns" in note for note in found.notes)
+    assert any("one after another, not interleaved" in note for note in found.notes)
     assert all(result.timing is not None for result in found.results)

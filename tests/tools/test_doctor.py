@@ -118,7 +118,7 @@ def test_the_text_is_one_screen(health):
 def test_a_conflict_is_told_and_sets_the_exit_code(monkeypatch, capsys):
     monkeypatch.setattr(examination.installed, "conflicts", lambda: ["something is in the way"])
     assert main(["doctor", "--seconds", "0"]) == exit_codes.FAILED
-    assert "In the way: something is in the way." in capsys.readouterr().out
+    assert "Conflict: something is in the way." in capsys.readouterr().out
 
 
 def test_json_holds_what_was_found(tmp_path, capsys):
@@ -127,7 +127,7 @@ def test_json_holds_what_was_found(tmp_path, capsys):
     written = json.loads(file.read_text("utf-8"))
     assert written["well"] is True
     assert {speed["dtype"] for speed in written["speeds"]} == {"float32", "float16", "bfloat16"}
-    assert "Begin with" in capsys.readouterr().out
+    assert "Start with" in capsys.readouterr().out
     assert main(["doctor", "--seconds", "0", "--json", "-"]) == exit_codes.OK
     assert json.loads(capsys.readouterr().out)["versions"]["torch"] == torch.__version__
 

@@ -4,22 +4,28 @@ import importlib
 import inspect
 import pkgutil
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("libcst", reason="the migrate extra is not installed")
-
 import apex
 from apex._unavailable import INSTEAD
 from apex.tools.migrate.migration import migration_of
-from apex.tools.migrate.notes import NOTED_KEYWORDS, NOTES, OF_OPTIMIZERS, REFUSED_KEYWORDS
+from apex.tools.migrate.notes import NOTED_KEYWORDS, NOTES, OPTIMIZER_ATTRIBUTES, REFUSED_KEYWORDS
 from apex.tools.migrate.report import migration_text, to_json
+from apex.tools.migrate.script import Script
 from apex.tools.migrate.uses import Use, uses
 from apex.tools.migrate.verdicts import Kind, resolve, verdict_of, verdict_of_use
-from tests.tools.migrate_cases import script_of
 
 COMPATIBILITY = Path(__file__).parents[2] / "docs" / "compatibility.md"
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def script_of(program):
+    return Script(textwrap.dedent(program))
 
 
 def found(program):
@@ -87,6 +93,69 @@ def test_names_of_others_are_no_uses():
 def test_a_local_name_hides_the_import():
     program = "from apex import amp\ndef f(amp):\n    return amp.initialize\n"
     assert found(program) == [(1, "apex.amp")]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "def f(x, amp=amp.initialize):\n    return amp.state_dict\n",
+        "def f():\n    for amp in amp_values:\n        amp.state_dict\namp.initialize\n",
+        "def f():\n    try: pass\n    except E as amp: amp.state_dict\namp.initialize\n",
+        "[amp.state_dict for amp in x], amp.initialize\n",
+        "(lambda amp: amp.state_dict), amp.initialize\n",
+        "class A:\n    amp = 1\n    def f(self):\n        amp.initialize\n",
+        "def f():\n    def amp(): amp.state_dict\namp.initialize\n",
+        "def f():\n    import other as amp\n    amp.state_dict\namp.initialize\n",
+        "async def f() -> amp.initialize:\n    amp: int = 1\n    amp.state_dict\n",
+    ],
+)
+def test_a_name_bound_in_a_scope_hides_the_import_there_only(program):
+    names = [name for _, name in found(f"from apex import amp\n{program}")]
+    assert names == ["apex.amp", "apex.amp.initialize"]
+
+
+def test_global_and_nonlocal_imports_are_followed():
+    program = """
+    def f():
+        global amp
+        from apex import amp
+    def g():
+        opt = None
+        def h():
+            nonlocal opt
+            from apex import optimizers as opt
+        return amp.initialize, opt.FusedAdam
+    """
+    assert [name for _, name in found(program)] == [
+        *("apex.amp", "apex.optimizers"),
+        *("apex.amp.initialize", "apex.optimizers.FusedAdam"),
+    ]
+
+
+def test_columns_count_characters_and_attributes_their_own():
+    program = "from apex import amp\nx = 'é', amp.initialize\ny = 'é', (opt).\\\n  _amp_stash\n"
+    assert [(use.line, use.column) for use in uses(script_of(program))] == [
+        (1, 18),
+        (2, 10),
+        (4, 3),
+    ]
+
+
+def test_an_assigned_name_and_a_part_of_an_f_string_are_no_uses():
+    program = "from apex.optimizers import FusedAdam\nFusedAdam = None\nf'apex.amp{1}'\n"
+    assert found(program) == [(1, "apex.optimizers.FusedAdam")]
+
+
+def test_invalid_escapes_and_line_ends_of_any_kind_are_read():
+    assert found("import apex\r\nx = '\\d'\r\napex.amp.initialize\r\n")[-1][0] == 3
+
+
+def test_all_examples_work_with_this_package():
+    migration = migration_of(EXAMPLES)
+    verdicts = [verdict for script in migration.scripts for _, verdict in script.uses]
+    assert len(verdicts) > 30
+    assert not [verdict for verdict in verdicts if verdict.kind is Kind.NOT_SUPPORTED]
+    assert not migration.unread
 
 
 def test_calls_and_indices_end_a_name():
@@ -184,7 +253,7 @@ def test_what_is_not_here_is_not_supported_and_says_what_to_use(name):
     assert verdict.text == f"Use {INSTEAD[name]}."
 
 
-@pytest.mark.parametrize("attribute", OF_OPTIMIZERS)
+@pytest.mark.parametrize("attribute", OPTIMIZER_ATTRIBUTES)
 def test_attributes_of_optimizers_exist(attribute):
     from apex.amp.optimizers import AmpStashOptimizer
     from apex.fp16_utils import FP16_Optimizer
@@ -202,29 +271,29 @@ def test_a_thing_has_one_note_under_all_its_names():
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("apex.optimizers.NpuFusedSGD", "apex.optimizers.NpuFusedSGD is not part of this apex."),
         ("apex.contrib.nothing.Thing", "apex.contrib.nothing is not part of this apex."),
         ("apex.amp.wrap.cached_cast", "apex.amp.wrap.cached_cast is not here: it replaced"),
     ],
 )
-def test_a_name_that_does_not_exist_is_not_supported_and_named(name, said):
+def test_a_name_that_does_not_exist_is_not_supported_and_named(name, message):
     verdict = verdict_of(name)
     assert verdict.kind is Kind.NOT_SUPPORTED
-    assert verdict.text.startswith(said)
+    assert verdict.text.startswith(message)
 
 
 def test_an_argument_that_is_not_taken_is_not_supported():
     verdict = verdict_of_use(Use("apex.amp.initialize", 1, 1, keywords=("combine_grad",)))
     assert verdict.kind is Kind.NOT_SUPPORTED
-    assert verdict.text == "apex.amp.initialize takes no argument combine_grad: leave it out."
+    assert verdict.text == "apex.amp.initialize takes no argument combine_grad: remove it."
 
 
 def test_an_argument_without_effect_is_a_note():
     verdict = verdict_of_use(Use("apex.optimizers.FusedSGD", 1, 1, ("materialize_master_grads",)))
     assert verdict.kind is Kind.NOTE
-    assert verdict.text == "materialize_master_grads changes nothing: leave it out."
+    assert verdict.text == "materialize_master_grads has no effect: remove it."
 
 
 # -- the rows of docs/compatibility.md -----------------------------------------------------------
@@ -301,7 +370,7 @@ def test_a_folder_is_read_but_for_what_is_not_its_own(folder):
 def test_files_that_cannot_be_read_are_named_and_the_rest_goes_on(folder):
     migration = migration_of(folder)
     assert {path.name: reason for path, reason in migration.unread} == {
-        "broken.py": "line 2: not the syntax of Python 3.",
+        "broken.py": "line 2: not valid Python 3 syntax.",
         "latin.py": f"{folder / 'latin.py'} cannot be decoded: invalid or missing encoding "
         f"declaration for '{folder / 'latin.py'}'.",
     }
@@ -318,7 +387,7 @@ def test_the_report_has_a_row_for_each_name_with_its_lines_and_remedy(folder):
         "                 Use Megatron-LM's megatron.core, which took these modules over.",
         "  works          apex.amp.initialize  (line 6)",
         "",
-        "1 file: 2 uses work unchanged, 2 work with a note, 1 are not supported.",
+        "1 file: 2 uses work unchanged, 2 with a note, 1 unsupported.",
     ]
 
 

@@ -29,8 +29,8 @@ def test_of_equally_fast_levels_the_first_in_the_table_is_advised():
 def test_no_gain_means_stay_in_fp32_and_says_why():
     found = advised(result_of("O4", milliseconds=9.9))
     assert found.level == "O0"
-    assert found.text.startswith("Stay in fp32: no gain expected here, because the fastest sound")
-    assert "O4, trains 1.01x as fast as fp32 (9.9 ms (9.8 to 10) a step" in found.text
+    assert found.text.startswith("Stay in fp32: the fastest usable level")
+    assert "O4, runs at 1.01x the speed of fp32 (9.9 ms (9.8 to 10) a step" in found.text
 
 
 def test_a_gain_within_the_spread_of_the_times_is_none():
@@ -51,9 +51,9 @@ def test_much_less_memory_at_the_same_speed_is_a_gain(size, level):
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"losses": (1.0,) * 9 + (math.nan,)}, "the loss is not finite at the end."),
-        ({"losses": SLOW_LOSSES}, "loss 0.2111 at the end, against 0.1056 in fp32."),
-        ({"frozen": ((5, 0.1), (10, 0.7))}, "up to 70% of the weights did not move"),
+        ({"losses": (1.0,) * 9 + (math.nan,)}, "the final loss is not finite."),
+        ({"losses": SLOW_LOSSES}, "final loss 0.2111, against 0.1056 in fp32."),
+        ({"frozen": ((5, 0.1), (10, 0.7))}, "updates of up to 70% of the weights"),
         ({"loss_scales": tuple(2.0**-i for i in range(11))}, "10 of 10 steps were skipped."),
         ({"emulated": True}, "bf16 is emulated on this machine (30x the time of fp32)."),
         ({"errors": ("training failed: RuntimeError: no",)}, "training failed: RuntimeError: no"),
@@ -88,7 +88,7 @@ def test_levels_that_are_there_to_compare_with_are_never_advised():
 
 def test_where_no_level_is_sound_the_text_says_so():
     found = advised(result_of("O1", milliseconds=1.0, emulated=True))
-    assert found.text.endswith("no other level trained soundly on this machine.")
+    assert found.text.endswith("no other level trained successfully on this machine.")
 
 
 def test_fp32_alone_gets_no_advice():
@@ -100,9 +100,9 @@ def test_the_reasons_give_time_loss_and_memory():
     reasons = advised(result_of("O5", milliseconds=5.0, stored=masters)).reasons
     assert [reason.partition(":")[0] for reason in reasons] == [
         "Time",
-        "Loss at the end",
+        "Final loss",
         "Stored",
-        "Kept for the backward pass",
+        "Saved for backward",
     ]
     assert "14.0 bytes per parameter, against 12.0" in reasons[2]
 

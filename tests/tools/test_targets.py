@@ -82,33 +82,33 @@ def test_a_model_that_must_be_copied_and_cannot_is_refused_with_the_remedy(modul
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("def setup():\n    raise OSError('no data')\n", r"setup\(\) raised OSError: no data"),
         ("import no_such_module\n", "Executing .* failed: ModuleNotFoundError"),
         ("raise SystemExit(7)\n", "Executing .* failed: SystemExit: 7"),
         ("model = 1\n", r"no function setup\(\).*no optimizer, batches, loss"),
-        ("def setup():\n    return 1, 2\n", "gave tuple; it must give model, optimizer"),
+        ("def setup():\n    return 1, 2\n", "returned tuple; it must return model, optimizer"),
         (TARGET + "model = 3\n", "model is int, not a torch.nn.Module"),
         (TARGET + "loss = 3\nbatches = 4\n", "batches is int.*; loss is int"),
     ],
     ids=["raises", "import", "exit", "nothing", "two", "model", "several"],
 )
-def test_a_target_that_gives_no_experiment_is_refused(tmp_path, text, said):
-    with pytest.raises(TargetError, match=said), opened(written(tmp_path, text)):
+def test_a_target_that_gives_no_experiment_is_refused(tmp_path, text, message):
+    with pytest.raises(TargetError, match=message), opened(written(tmp_path, text)):
         pass
 
 
 @pytest.mark.parametrize(
-    ("target", "said"),
+    ("target", "message"),
     [
         ("no/such/file.py", "There is no file"),
-        ("no_such_package:setup", "Importing no_such_package failed.*A file is named by its path"),
+        ("no_such_package:setup", "Importing no_such_package failed.*A file name needs its suffix"),
         ("math:setup", r"no function setup\(\)\."),
     ],
 )
-def test_a_target_that_is_not_there_is_refused(target, said):
-    with pytest.raises(TargetError, match=said), opened(target):
+def test_a_target_that_is_not_there_is_refused(target, message):
+    with pytest.raises(TargetError, match=message), opened(target):
         pass
 
 

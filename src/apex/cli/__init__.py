@@ -1,4 +1,4 @@
-"""The command ``apex``: arguments in, a function of ``apex.tools`` called, an exit code out."""
+"""The command ``apex``: parses arguments, calls ``apex.tools``, returns an exit code."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ import apex
 from apex.cli import exit_codes
 
 SUBCOMMANDS = ("compare", "doctor", "migrate")
-"""Modules of this package, in the order of the help; each has ``add_parser`` and ``run``."""
+"""Modules of this package, in help order; each has ``add_parser`` and ``run``."""
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command and all its subcommands."""
     parser = argparse.ArgumentParser(
         prog="apex",
-        description="Mixed precision, made visible: tools of apex-amp.",
+        description="Mixed-precision tools of apex-amp.",
         epilog=exit_codes.epilog(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     version = f"apex-amp {apex.__version__}, torch {metadata.version('torch')}"
+    parser.set_defaults(hint="")  # appended to the error on an unknown argument
     parser.add_argument("--version", action="version", version=version)
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name in SUBCOMMANDS:
@@ -38,7 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The arguments after the command's name; ``None`` for those of the process.
     """
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{args.hint}")
     try:
         code = int(args.run(args))
         sys.stdout.flush()

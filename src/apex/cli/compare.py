@@ -1,4 +1,4 @@
-"""``apex compare``: train a target at every level, side by side."""
+"""``apex compare``: trains a target at every level and compares the results."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Trains TARGET at every level of amp and with torch.autocast, from the same weights on the same
-batches, and shows side by side: time per step (the levels take turns), memory, loss curves, the
-distance from fp32, the first module that leaves fp32 by more than its dtype's eps, skipped steps
-and the loss scale, weights that no update moved, gradients that became zero. Prints a table and a
-recommendation, and writes a report that needs no network."""
+batches, and compares time per step (steps are interleaved), memory, loss curves, distance from
+fp32, the first module whose output differs from fp32 by more than its dtype's eps, loss scale and
+skipped steps, updates lost to rounding, and gradients that underflow. Prints a table and a
+recommendation, and writes a self-contained HTML report."""
 
 PROTOCOL = """\
 target:
@@ -30,18 +30,18 @@ target:
 
   model      a torch.nn.Module in fp32
   optimizer  a torch.optim.Optimizer over its parameters
-  batches    an iterable, gone through again when it ends; a batch is any nesting of tensors
+  batches    an iterable, restarted when it ends; a batch is any nesting of tensors
   loss       loss(model, batch) -> the 0-d loss tensor
-  evaluate   optional: evaluate(model) -> a number to show at the end, such as an accuracy
+  evaluate   optional: evaluate(model) -> a metric of the trained model, such as accuracy
 
-  A function returns them in this order, or as a dict with these names. Each level gets objects of
-  its own: a file is executed anew for it, a function called anew; what comes back the same is
-  deep-copied.
+  A function returns them in this order, or as a dict with these names. Each level gets its own
+  objects: the file is executed, or the function called, once per level; objects that are the same
+  each time are deep-copied.
 
 levels:
-  O0 to O5, autocast-fp16, autocast-bf16, and bf16 (all in bf16 without fp32 masters, to see what
-  masters are for). O0 always runs: it is what the others are measured against. A level whose dtype
-  this machine only emulates (fp16 on most CPUs) trains for a few steps and is marked with *.
+  O0 to O5, autocast-fp16, autocast-bf16, and bf16 (bf16 throughout, without fp32 masters, to show
+  their effect). O0 always runs, as the baseline. A level whose dtype this machine emulates (fp16 on
+  most CPUs) trains for a few steps only and is marked with *.
 
 examples:
   apex compare examples/digits/experiment.py
@@ -54,14 +54,14 @@ def add_parser(subparsers: Any) -> None:
     """Adds the subcommand."""
     parser = subparsers.add_parser(
         "compare",
-        help="train at every level, side by side, and say which to use",
+        help="train at every level, compare, and recommend one",
         description=DESCRIPTION,
         epilog=PROTOCOL + exit_codes.epilog(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("target", metavar="TARGET", help="what to train, see below")
+    parser.add_argument("target", metavar="TARGET", help="what to train; see below")
     parser.add_argument(
-        "--levels", metavar="NAMES", help="separated by commas, such as O0,O4,O5 (default: all)"
+        "--levels", metavar="NAMES", help="comma-separated, such as O0,O4,O5 (default: all)"
     )
     parser.add_argument(
         "--steps", type=_count, default=100, metavar="N", help="training steps (default: 100)"
@@ -71,18 +71,20 @@ def add_parser(subparsers: Any) -> None:
         type=_count,
         default=10,
         metavar="N",
-        help="steps of a level whose dtype this machine emulates (default: 10)",
+        help="training steps of a level whose dtype this machine emulates (default: 10)",
     )
     parser.add_argument(
         "--rounds",
         type=_count,
         default=20,
         metavar="N",
-        help="timed steps of each level, taken in turns (default: 20)",
+        help="timed steps of each level, interleaved (default: 20)",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
     parser.add_argument(
-        "--device", metavar="NAME", help="such as cpu or cuda:1 (default: the accelerator, or cpu)"
+        "--device",
+        metavar="NAME",
+        help="such as cpu or cuda:1 (default: the accelerator if there is one)",
     )
     parser.add_argument(
         "--output",
@@ -94,13 +96,14 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--json",
         metavar="FILE",
-        help="write the figures too; - for standard output, and the table goes to standard error",
+        help="also write the results as JSON; - writes them to standard output and the table to "
+        "standard error",
     )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compares, prints, writes; returns the exit code."""
+    """Compares, prints the table, writes the files; returns the exit code."""
     from apex.tools.compare import compare
     from apex.tools.progress import progress_on
     from apex.tools.targets import TargetError
@@ -143,7 +146,7 @@ def _options(args: argparse.Namespace) -> Options:
 
 
 def _show(comparison: Comparison, args: argparse.Namespace) -> bool:
-    """Writes the files and prints the table; returns whether all could be written."""
+    """Writes the files and prints the table; returns whether all files could be written."""
     from apex.tools.report import report
     from apex.tools.results import to_json
     from apex.tools.text import comparison_text
@@ -153,7 +156,7 @@ def _show(comparison: Comparison, args: argparse.Namespace) -> bool:
     files = {"report": (args.output, report(comparison))}
     if args.json not in (None, "-"):
         files["json"] = (Path(args.json), data)
-    # Before anything is printed: the reader of a pipe may be gone.
+    # Before anything is printed, because the reader of a pipe may be gone.
     errors = {kind: _write(*file) for kind, file in files.items()}
     print("\n" + comparison_text(comparison), file=stream)
     if args.json == "-":
@@ -167,7 +170,7 @@ def _show(comparison: Comparison, args: argparse.Namespace) -> bool:
 
 
 def _write(path: Path, text: str) -> str | None:
-    """Writes a file; returns what went wrong."""
+    """Writes a file; returns the error message, if any."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -176,7 +179,7 @@ def _write(path: Path, text: str) -> str | None:
 
 
 def _count(text: str) -> int:
-    """Reads a whole number of at least 1."""
+    """Parses an integer of at least 1."""
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{value} is not a number of at least 1")
     return value

@@ -1,4 +1,4 @@
-"""``apex doctor``: what this machine and this installation are good for."""
+"""``apex doctor``: examines this machine and this installation."""
 
 from __future__ import annotations
 
@@ -11,38 +11,42 @@ from apex.cli import exit_codes
 from apex.cli.json_output import write_json
 
 DESCRIPTION = """\
-Tells on one screen: versions and devices, how fast fp32, fp16 and bf16 are here (measured, a few
-seconds), whether another package apex is in the way, whether the steps of fused optimizers run
-without a host sync, and which level to begin with and why."""
+Reports versions and devices, the measured speed of fp32, fp16 and bf16 (this takes a few seconds),
+conflicting apex installations, whether fused optimizers step without a host sync, and which level
+to start with and why."""
 
 
 def add_parser(subparsers: Any) -> None:
     """Adds the subcommand."""
     parser = subparsers.add_parser(
         "doctor",
-        help="what is fast here, what is in the way, which level to begin with",
+        help="measure this machine, find conflicting packages, suggest a level",
         description=DESCRIPTION,
         epilog=exit_codes.epilog(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--device", metavar="NAME", help="such as cpu or cuda:1 (default: the accelerator, or cpu)"
+        "--device",
+        metavar="NAME",
+        help="such as cpu or cuda:1 (default: the accelerator if there is one)",
     )
     parser.add_argument(
         "--seconds",
         type=_seconds,
         default=0.2,
         metavar="S",
-        help="time for each operator and dtype (default: 0.2)",
+        help="time per operator and dtype (default: 0.2)",
     )
     parser.add_argument(
-        "--json", metavar="FILE", help="write what was found; - for standard output, without text"
+        "--json",
+        metavar="FILE",
+        help="also write the report as JSON; - writes it to standard output instead of the text",
     )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examines, prints, writes; returns the exit code."""
+    """Examines, prints the report, writes the JSON; returns the exit code."""
     from apex.tools.devices import device_named
     from apex.tools.doctor import examine
     from apex.tools.doctor.text import health_text
@@ -61,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _seconds(text: str) -> float:
-    """Reads a time that is not negative and ends."""
+    """Parses a finite time of at least 0 seconds."""
     if not 0.0 <= (value := float(text)) < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not a time of at least 0 seconds")
     return value

@@ -1,33 +1,29 @@
-"""What the command's exit status means."""
+"""The exit codes of the command."""
 
 OK = 0
-"""All went well."""
+"""Success."""
 
 FAILED = 1
-"""The command ran, and part of what it looked at failed; the output says which."""
+"""The command ran, but part of its work failed; the output names it."""
 
 BAD_INPUT = 2
-"""The arguments, or what they name, cannot be used."""
+"""The arguments, or the objects they name, cannot be used."""
 
 NOT_WRITTEN = 3
 """A file could not be written."""
-
-MISSING_PACKAGE = 4
-"""An optional package is not installed; the message names the extra."""
 
 INTERRUPTED = 130
 """Stopped by the user."""
 
 MEANINGS = {
-    OK: "all went well",
-    FAILED: "part of it failed (the output says which); the rest is there",
-    BAD_INPUT: "the arguments, or what they name, cannot be used",
+    OK: "success",
+    FAILED: "part of the work failed; the output names it and holds the rest",
+    BAD_INPUT: "the arguments, or the objects they name, cannot be used",
     NOT_WRITTEN: "a file could not be written",
-    MISSING_PACKAGE: "an optional package is not installed (the message names the extra)",
     INTERRUPTED: "interrupted",
 }
 
 
 def epilog() -> str:
-    """Returns the exit codes as the end of a help text."""
+    """Returns the exit codes for the end of a help text."""
     return "exit codes:\n" + "\n".join(f"  {code:<4} {text}" for code, text in MEANINGS.items())

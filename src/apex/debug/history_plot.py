@@ -1,4 +1,4 @@
-"""A history as a figure: loss scales over time with the overflows marked, and gradient norms."""
+"""A history as a figure: loss scales with overflows marked, and gradient norms."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ OVERFLOW = "tab:red"
 
 
 def figure(passes: Sequence[Pass]) -> Figure:
-    """Returns the figure, for ``savefig`` or a notebook; it belongs to no window.
+    """Returns the figure, for ``savefig`` or a notebook; no window is opened.
 
     Args:
         passes: Oldest first.
 
     Raises:
-        ImportError: Without matplotlib, with the way to get it.
+        ImportError: If matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            "amp.debug.History.plot needs matplotlib: pip install 'apex-amp[plot]'. The figures "
-            "are also in history.to_json()."
+            "amp.debug.History.plot needs matplotlib: pip install 'apex-amp[plot]'. "
+            "history.to_json() has the same data."
         ) from error
     with_norms = any(item.grad_norm is not None for item in passes)
     result = Figure(figsize=(9, 5.5 if with_norms else 3), layout="constrained")

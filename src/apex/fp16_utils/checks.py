@@ -1,4 +1,4 @@
-"""What ``FP16_Optimizer`` refuses, told before anything changes."""
+"""Validates the arguments of ``FP16_Optimizer`` before anything changes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def checked_args(args: dict[str, Any] | None) -> dict[str, Any]:
-    """Returns the options of a dynamic scale, or raises TypeError for unknown ones."""
+    """Returns the options of a dynamic scale; raises TypeError for unknown ones."""
     accepted = ("init_scale", "scale_factor", "scale_window", "min_loss_scale", "max_loss_scale")
     given = dict(args or {})
     unknown = [key for key in given if key not in accepted]
@@ -47,7 +47,7 @@ def checked_args(args: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def check_state(state_dict: Any, groups: list[list[nn.Parameter]]) -> None:
-    """Raises ValueError where a state dict does not fit the masters in ``groups``."""
+    """Raises ValueError if a state dict does not fit the masters in ``groups``."""
     missing = [key for key in _KEYS if key not in state_dict]
     if missing:
         raise ValueError(

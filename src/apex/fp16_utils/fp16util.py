@@ -1,4 +1,4 @@
-"""Half-precision models and fp32 master parameters, for hand-written training loops."""
+"""Half-precision models and fp32 masters, for hand-written training loops."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class tofp16(nn.Module):  # noqa: N801 - apex's name
 
 
 def BN_convert_float(module: Module) -> Module:  # noqa: N802 - apex's name
-    """Puts every batch norm with a weight and a bias back into fp32, in place; returns ``module``.
+    """Casts every batch norm with a weight and a bias to fp32, in place; returns ``module``.
 
-    Statistics and weights that were rounded to fp16 before stay rounded.
+    Statistics and weights that are already rounded to fp16 keep their rounded values.
     """
     for part in module.modules():
         if _keeps_fp32(part):
@@ -38,15 +38,15 @@ def BN_convert_float(module: Module) -> Module:  # noqa: N802 - apex's name
 
 
 def network_to_half(network: nn.Module) -> nn.Sequential:
-    """Returns the network in fp16, batch norm in fp32, behind a cast of the input.
+    """Returns the network in fp16, with batch norm in fp32 and its input cast to fp16.
 
-    The network itself is changed. :class:`FP16Model` keeps its names in the ``state_dict``.
+    Changes the network in place. :class:`FP16Model` keeps the names in its ``state_dict``.
     """
     return nn.Sequential(tofp16(), BN_convert_float(convert_network(network, torch.float16)))
 
 
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
-    """Casts the floating parameters, gradients and buffers of one module, not of its children.
+    """Casts the floating parameters, gradients and buffers of one module, without its children.
 
     Raises:
         TypeError: If ``dtype`` is not a floating dtype.
@@ -65,7 +65,7 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def convert_network(network: Module, dtype: torch.dtype) -> Module:
-    """Casts a whole network in place, except batch norm with a weight and a bias; returns it.
+    """Casts a network in place, except batch norm with a weight and a bias; returns it.
 
     Raises:
         TypeError: If ``dtype`` is not a floating dtype.
@@ -80,7 +80,7 @@ def convert_network(network: Module, dtype: torch.dtype) -> Module:
 
 
 class FP16Model(nn.Module):
-    """A network in fp16, batch norm in fp32, that casts its inputs.
+    """A network in fp16, with batch norm in fp32, that casts its inputs.
 
     Attributes:
         network: The network, changed in place.
@@ -100,14 +100,14 @@ class FP16Model(nn.Module):
 def prep_param_lists(
     model: nn.Module, flat_master: bool = False
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Returns the model's parameters that want gradients, and fp32 masters for the optimizer.
+    """Returns the model's trainable parameters, and fp32 masters for the optimizer.
 
     Args:
         model: Any model.
-        flat_master: One master that holds all parameters one after another, with a gradient.
+        flat_master: Whether to make one master that holds all parameters, with a gradient.
 
     Raises:
-        ValueError: If ``flat_master`` is to join parameters of several dtypes or devices.
+        ValueError: If ``flat_master`` would join parameters of several dtypes or devices.
     """
     params = [param for param in model.parameters() if param.requires_grad]
     if not flat_master:
@@ -129,12 +129,12 @@ def model_grads_to_master_grads(
     master_params: Sequence[nn.Parameter],
     flat_master: bool = False,
 ) -> None:
-    """Copies the model's gradients into the masters', in fp32.
+    """Copies the model's gradients to the masters, in fp32.
 
-    A master whose parameter has no gradient has none afterwards; in a flat master it is zero there.
+    Where a parameter has no gradient, its master has none afterwards, and a flat master has zeros.
 
     Raises:
-        ValueError: If the lists do not fit together.
+        ValueError: If the lists do not match.
     """
     _require_fit(model_params, master_params, flat_master)
     if flat_master:
@@ -155,10 +155,10 @@ def master_params_to_model_params(
     master_params: Sequence[nn.Parameter],
     flat_master: bool = False,
 ) -> None:
-    """Copies the masters into the model, rounded to its dtype.
+    """Copies the masters to the model, rounded to its dtype.
 
     Raises:
-        ValueError: If the lists do not fit together.
+        ValueError: If the lists do not match.
     """
     _require_fit(model_params, master_params, flat_master)
     if not flat_master:
@@ -172,7 +172,7 @@ def master_params_to_model_params(
 
 
 def to_python_float(t: Any) -> Any:
-    """Returns the number in a tensor, or the first item of anything else. Waits for the device."""
+    """Returns the value of a tensor, or the first item of a sequence. Waits for the device."""
     return t.item() if isinstance(t, Tensor) else t[0]  # sync: the caller asks for a host number
 
 

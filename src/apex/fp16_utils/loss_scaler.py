@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from apex._core import finite
-from apex._core.scale import ScaleRule, ScaleState, next_scale
+from apex._core.finite import dense_values, summed_values
+from apex._core.foreach.norms import any_non_finite
+from apex._engine.host_scale import HostScale
 from apex.fp16_utils.fp16util import to_python_float
 
 __all__ = ["DynamicLossScaler", "LossScaler", "to_python_float"]
@@ -23,7 +22,7 @@ class LossScaler:
     """
 
     def __init__(self, scale: float = 1) -> None:
-        """Takes the scale."""
+        """Sets the scale."""
         self.cur_scale = scale
 
     @property
@@ -32,7 +31,7 @@ class LossScaler:
         return self.cur_scale
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """Returns False: a static scale checks nothing."""
+        """Returns False: gradients are not checked at a static scale."""
         return False
 
     def update_scale(self, overflow: bool) -> None:
@@ -41,7 +40,7 @@ class LossScaler:
     def scale_gradient(
         self, module: object, grad_in: Sequence[Tensor], grad_out: object
     ) -> tuple[Tensor, ...]:
-        """Returns ``grad_in`` times the scale: a module's backward hook."""
+        """Returns ``grad_in`` times the scale; for use as a module's backward hook."""
         return tuple(self.loss_scale * grad for grad in grad_in)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
@@ -49,11 +48,11 @@ class LossScaler:
         (loss * self.loss_scale).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
 
-class DynamicLossScaler(LossScaler):
+class DynamicLossScaler(HostScale, LossScaler):
     """A loss scale that falls on overflow and grows after ``scale_window`` clean steps.
 
-    Never below 1. The script asks ``has_overflow``, skips the step if so, and calls
-    ``update_scale``.
+    It never falls below 1. The script calls ``has_overflow``, skips the step if it returns True,
+    and calls ``update_scale``.
 
     Attributes:
         cur_scale: The scale (multiplier).
@@ -66,50 +65,24 @@ class DynamicLossScaler(LossScaler):
     def __init__(
         self, init_scale: float = 2**32, scale_factor: float = 2.0, scale_window: int = 1000
     ) -> None:
-        """Takes the first scale and how it moves.
+        """Sets the initial scale and the rule.
 
         Raises:
-            ValueError: If ``scale_factor`` is not above 1, or ``scale_window`` below 1.
+            ValueError: If ``scale_factor`` is not above 1, or ``scale_window`` is below 1.
         """
-        super().__init__(init_scale)
-        self.cur_iter = 0
-        self.last_overflow_iter = -1
-        self.scale_factor = scale_factor
-        self.scale_window = scale_window
-        self._rule()
+        super().__init__(init_scale, scale_factor, scale_window)
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
         """Returns whether the gradient of any parameter holds inf or NaN. Waits for the device."""
-        grads = [param.grad for param in params if param.grad is not None]
-        return any_not_finite(grads)
+        return _any_non_finite([param.grad for param in params if param.grad is not None])
 
     @staticmethod
     def _has_inf_or_nan(x: Tensor) -> bool:
-        return any_not_finite([x])
-
-    def update_scale(self, overflow: bool) -> None:
-        """Moves the scale after one backward pass."""
-        clean_steps = (self.cur_iter - self.last_overflow_iter - 1) % self.scale_window
-        state = ScaleState(float(self.cur_scale), clean_steps)
-        self.cur_scale = next_scale(state, self._rule(), overflow=overflow).scale
-        if overflow:
-            self.last_overflow_iter = self.cur_iter
-        self.cur_iter += 1
-
-    def _rule(self) -> ScaleRule:
-        return ScaleRule(self.scale_factor, 1.0 / self.scale_factor, self.scale_window, floor=1.0)
+        return _any_non_finite([x])
 
 
-def any_not_finite(grads: Sequence[Tensor]) -> bool:
-    """Returns whether any tensor holds inf or NaN; changes none. Waits for the device once."""
-    dense = finite.dense_values([g.coalesce() if g.is_sparse else g for g in grads])
-    values = [value for value in dense if value.numel() > 0]
+def _any_non_finite(tensors: list[Tensor]) -> bool:
+    values = dense_values([summed_values(tensor) for tensor in tensors])
     if not values:
         return False
-    flags: list[Any] = []
-    for group in finite.group(values):
-        # The largest magnitude is inf or NaN exactly where some element is.
-        flags += [norm.isfinite() for norm in torch._foreach_norm(group, float("inf"))]
-    first = flags[0].device
-    together = torch.stack([flag.to(first) for flag in flags])
-    return not bool(together.all())  # sync: the caller asks for a host value
+    return bool(any_non_finite(values, values[0].device))  # sync: the caller asks for a host value

@@ -3,38 +3,40 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from apex._core import finite, master
-from apex._core.dtypes import is_low_precision
-from apex._core.master import Pair
+from apex._engine.host_scale import HostScale
+from apex._engine.master_wrapper import MasterWrapper, scaler_attribute
 
 _LOG = logging.getLogger("apex")
 _DYNAMIC = {"init_scale": 2.0**16, "scale_factor": 2.0, "scale_window": 1000}
 
 
-class FP16_Optimizer:  # noqa: N801 - apex's name
-    """Trains a model that is in 16 bits: fp32 masters, a loss scale, steps that overflow skipped.
+class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
+    """Trains a 16-bit model with fp32 masters and a loss scale; skips steps that overflow.
 
-    ``loss.backward()`` becomes ``optimizer.backward(loss)``. Any optimizer may be inside; its
-    groups hold the masters. Waits for the device once per step.
+    ``loss.backward()`` becomes ``optimizer.backward(loss)``. Wraps any optimizer; its groups hold
+    the masters. Waits for the device once per step.
 
     Attributes:
-        optimizer: The optimizer inside.
-        fp16_groups: The model's own parameters, group by group.
-        overflow: Whether the last gathered gradients held inf or NaN.
-        dynamic_loss_scale: Whether the scale follows the gradients.
-        cur_scale: The loss scale.
-        cur_iter: Steps so far, skipped ones included.
-        last_overflow_iter: The last skipped one, -1 for none.
-        scale_factor: What a dynamic scale grows and shrinks by.
-        scale_window: Steps without overflow before it grows.
+        optimizer: The wrapped optimizer.
+        fp16_groups: The model's own parameters, per group.
+        overflow: Whether the last gradients held inf or NaN.
         verbose: Whether skipped steps are logged.
     """
+
+    _adopts_frozen: ClassVar[bool] = True
+
+    dynamic_loss_scale = scaler_attribute("dynamic", "Whether the scale follows the gradients.")
+    cur_scale = scaler_attribute("cur_scale", "The loss scale (multiplier).")
+    cur_iter = scaler_attribute("cur_iter", "Steps so far, skipped ones included.")
+    last_overflow_iter = scaler_attribute("last_overflow_iter", "Last skipped step; -1 for none.")
+    scale_factor = scaler_attribute("scale_factor", "Growth factor; its inverse backs off.")
+    scale_window = scaler_attribute("scale_window", "Clean steps before growth.")
 
     def __init__(
         self,
@@ -44,17 +46,18 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
         dynamic_loss_args: dict[str, float] | None = None,
         verbose: bool = True,
     ) -> None:
-        """Puts fp32 masters into the optimizer's groups.
+        """Replaces the 16-bit parameters in the optimizer's groups by masters.
 
         Args:
-            init_optimizer: An optimizer of the model's parameters.
-            static_loss_scale: A scale that stays.
-            dynamic_loss_scale: Whether the scale follows the gradients instead.
-            dynamic_loss_args: ``init_scale``, ``scale_factor``, ``scale_window`` of that.
+            init_optimizer: An optimizer over the model's parameters.
+            static_loss_scale: The scale (multiplier) unless it is dynamic.
+            dynamic_loss_scale: Whether the scale follows the gradients.
+            dynamic_loss_args: ``init_scale``, ``scale_factor``, ``scale_window`` of a dynamic
+                scale.
             verbose: Whether skipped steps are logged.
 
         Raises:
-            TypeError: If ``init_optimizer`` is no torch optimizer.
+            TypeError: If ``init_optimizer`` is not a torch optimizer.
             ValueError: For an unknown key, or a scale that is not positive.
         """
         if not isinstance(init_optimizer, Optimizer):
@@ -64,64 +67,31 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
             )
         options = _dynamic_options(dynamic_loss_args)
         scale = options["init_scale"] if dynamic_loss_scale else static_loss_scale
-        if not scale > 0:
-            raise ValueError(f"The loss scale is {scale!r}; it must be a positive number.")
-        self.optimizer = init_optimizer
+        scaler = HostScale(scale, options["scale_factor"], options["scale_window"])
+        scaler.dynamic = dynamic_loss_scale
         self.fp16_groups = [list(group["params"]) for group in init_optimizer.param_groups]
-        self.overflow = False
-        self.dynamic_loss_scale = dynamic_loss_scale
-        self.cur_scale = scale
-        self.cur_iter = 0
-        self.last_overflow_iter = -1
-        self.scale_factor = options["scale_factor"]
-        self.scale_window = options["scale_window"]
-        self.verbose = verbose
-        self._gathered = False
-        self._pairs = [pair for group in init_optimizer.param_groups for pair in self._adopt(group)]
-
-    def _adopt(self, group: dict[str, Any]) -> list[Pair]:
-        pairs = []
-        for index, param in enumerate(group["params"]):
-            if not is_low_precision(param):
-                continue
-            pair = Pair(param, master.make_master(param))
-            group["params"][index] = pair.master
-            if param in self.optimizer.state:
-                self.optimizer.state[pair.master] = self.optimizer.state.pop(param)
-            pairs.append(pair)
-        return pairs
+        super().__init__(init_optimizer, scaler, verbose=verbose)
+        self._received = False
 
     # -- one step ----------------------------------------------------------------------------
 
-    @property
-    def loss_scale(self) -> float:
-        """The loss scale."""
-        return self.cur_scale
-
     def zero_grad(self, set_grads_to_None: bool = True) -> None:  # noqa: N803 - apex's name
         """Clears the gradients of model and masters."""
-        self._gathered = False
-        for pair in self._pairs:
-            pair.master.grad = None
-        for group in self.fp16_groups:
-            for param in group:
-                if set_grads_to_None:
-                    param.grad = None
-                elif param.grad is not None:
-                    param.grad.detach_().zero_()
+        self._received = False
+        self._clear_grads(set_to_none=set_grads_to_None)
 
     def backward(self, loss: Tensor) -> None:
-        """Runs backward on the loss in fp32, times the scale; several calls accumulate.
+        """Runs the backward pass of the loss times the scale, in fp32; several calls accumulate.
 
         Raises:
             RuntimeError: Between ``clip_master_grads`` and ``step``.
         """
-        if self._gathered:
+        if self._received:
             raise RuntimeError(
                 "FP16_Optimizer.backward was called between clip_master_grads and step. "
                 "Accumulate first, then clip, then step."
             )
-        torch.autograd.backward(loss.float() * self.cur_scale)
+        self._backward(loss)
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> float | Tensor:
         """Clips the masters' gradients to a global norm.
@@ -129,10 +99,10 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
         Returns:
             The norm before clipping; -1 if a gradient overflowed.
         """
-        self._gather()
+        self._receive()
         if self.overflow:
             return -1
-        return nn.utils.clip_grad_norm_(self._masters(), max_norm, norm_type)
+        return nn.utils.clip_grad_norm_(self._stepped(), max_norm, norm_type)
 
     def step(self, closure: None = None) -> None:
         """Steps the masters and rounds them into the model, unless a gradient overflowed.
@@ -145,74 +115,26 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
                 "FP16_Optimizer.step takes no closure. Call optimizer.backward(loss), then "
                 "optimizer.step()."
             )
-        self._gather()
+        self._receive()
         if not self.overflow:
             self.optimizer.step()
-            master.copy_to_model(self._pairs)
-        self._gathered = False
-        for pair in self._pairs:
-            pair.master.grad = None
-        self._update_scale(self.overflow)
-
-    def _masters(self) -> list[nn.Parameter]:
-        return [param for group in self.optimizer.param_groups for param in group["params"]]
-
-    @torch.no_grad()
-    def _gather(self) -> None:
-        """Brings unscaled fp32 gradients to the masters and looks for inf and NaN."""
-        if self._gathered:
-            return
-        fresh = [pair for pair in self._pairs if pair.model.grad is not None]
-        grads = master.fp32_grads([pair.model for pair in fresh])
-        for pair, grad in zip(fresh, grads, strict=True):
-            pair.master.grad = grad
-        values = [param.grad for param in self._masters() if param.grad is not None]
-        self._gathered = True
-        self.overflow = False
-        if values:
-            device = values[0].device
-            found_inf = torch.zeros((), device=device)
-            inverse = torch.full((), 1.0 / self.cur_scale, device=device)
-            finite.unscale_and_check_(finite.dense_values(values), inverse, found_inf)
-            self.overflow = bool(found_inf)  # sync: decides on the host whether to step, as ever
-
-    def _update_scale(self, skip: bool) -> None:
-        if skip and self.verbose:
+            self._master_params_to_model_params()
+        elif self.verbose:
             _LOG.info(
                 "Gradient overflow at iteration %d with loss scale %g; the step is skipped.",
                 self.cur_iter,
                 self.cur_scale,
             )
-        if self.dynamic_loss_scale:
-            self._move_scale(skip)
-        self.cur_iter += 1
+        self._received = False
+        for pair in self._all_pairs():
+            pair.master.grad = None
+        self.loss_scaler.update_scale(self.overflow)
 
-    def _move_scale(self, skip: bool) -> None:
-        if skip:
-            self.cur_scale = max(self.cur_scale / self.scale_factor, 1.0)
-            self.last_overflow_iter = self.cur_iter
-        elif (self.cur_iter - self.last_overflow_iter) % self.scale_window == 0:
-            self.cur_scale *= self.scale_factor
-
-    # -- the optimizer's own -----------------------------------------------------------------
-
-    @property
-    def state(self) -> Any:
-        """The optimizer's state."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups, with the masters."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = value
+    def _receive(self) -> None:
+        """Gives the masters their gradients, once per step."""
+        if not self._received:
+            self._give_masters_grads(check=True)
+            self._received = True
 
     # -- checkpoints -------------------------------------------------------------------------
 
@@ -233,14 +155,11 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
         """Loads what :meth:`state_dict` returned; the model gets the rounded masters.
 
         Raises:
-            ValueError: If the masters do not fit; nothing has been changed then.
+            ValueError: If the masters do not fit; nothing has changed then.
         """
-        masters = self._loaded_masters(state_dict)
+        masters = self._masters_from(state_dict)
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
-        with torch.no_grad():
-            for param, saved in zip(self._masters(), masters, strict=True):
-                param.copy_(saved)
-        master.copy_to_model(self._pairs)
+        self._load_masters(list(self._stepped()), masters)
         for name in ("dynamic_loss_scale", "cur_scale", "cur_iter"):
             setattr(self, name, state_dict[name])
         for name in ("last_overflow_iter", "scale_factor", "scale_window"):
@@ -253,25 +172,22 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
         ]
         return {"fp32_groups_flat": flat}
 
-    def _loaded_masters(self, state_dict: dict[str, Any]) -> list[Tensor]:
+    def _masters_from(self, state_dict: dict[str, Any]) -> list[Tensor]:
+        """Returns the saved masters, one for each parameter."""
         groups = [group["params"] for group in self.optimizer.param_groups]
-        expected = [sum(param.numel() for param in params) for params in groups]
+        sizes = [[param.numel() for param in params] for params in groups]
         flats: list[Tensor] = state_dict["fp32_groups_flat"]
-        given = [flat.numel() for flat in flats]
+        given, expected = [flat.numel() for flat in flats], [sum(own) for own in sizes]
         if given != expected:
             raise ValueError(
                 f"The state dict holds masters of {given} elements per group; this optimizer's "
-                f"groups have {expected}. Make model and groups as they were when it was saved."
+                f"groups have {expected}. Build model and groups as they were when it was saved."
             )
+        pieces = [torch.split(flat, own) for flat, own in zip(flats, sizes, strict=True)]
         return [
             piece.view(param.shape)
-            for params, flat in zip(groups, flats, strict=True)
-            for param, piece in zip(params, _pieces(flat, params), strict=True)
+            for param, piece in zip(self._stepped(), (p for ps in pieces for p in ps), strict=True)
         ]
-
-
-def _pieces(flat: Tensor, params: list[nn.Parameter]) -> tuple[Tensor, ...]:
-    return torch.split(flat, [param.numel() for param in params])
 
 
 def _dynamic_options(given: dict[str, float] | None) -> dict[str, Any]:

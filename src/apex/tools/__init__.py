@@ -1,1 +1,1 @@
-"""What the command line does, as functions: compare levels, and write what was found."""
+"""The functions behind the command line: compare levels, examine a machine, check scripts."""

@@ -1,4 +1,4 @@
-"""Trains, probes and times a target under every variant, and finishes when some of them fail."""
+"""Trains, probes and times a target under every variant; a failing one does not stop the rest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from apex.tools import probing, training
 from apex.tools.emulation import EMULATION_RATIO, slowdown
-from apex.tools.errors import said
+from apex.tools.errors import format_error
 from apex.tools.progress import Progress
 from apex.tools.recommend import recommendation
 from apex.tools.results import Comparison, Result
@@ -28,7 +28,7 @@ from apex.tools.variants import BASELINE, Variant
 FEW_STEPS = 20
 
 WIDE_SPREAD = 0.3
-"""Times whose middle half is wider than this share of their median are those of a busy machine."""
+"""If the interquartile range exceeds this share of the median, timings count as noisy."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Options:
     """What to compare, and how long.
 
     Attributes:
-        variants: In the order to show, the baseline first.
+        variants: In display order, the baseline first.
         steps: Training steps.
         emulated_steps: Training steps of a variant whose dtype the machine emulates.
         rounds: Timed steps of each variant.
-        seed: Of all random numbers.
-        device: Where to train.
+        seed: Seed of all random numbers.
+        device: Device to train on.
     """
 
     variants: tuple[Variant, ...]
@@ -53,12 +53,12 @@ class Options:
 
 
 def compare(target: str, options: Options, progress: Progress) -> Comparison:
-    """Returns what training ``target`` under each variant shows.
+    """Trains ``target`` under each variant and returns the results.
 
-    What fails under one variant is written into its result, and the others go on.
+    A failure under one variant is recorded in its result; the others continue.
 
     Raises:
-        TargetError: If the target cannot be used at all.
+        TargetError: If the target cannot be used under any variant.
     """
     with opened(target, seed=options.seed) as build, _quiet():
         run = _Run(build, options, progress)
@@ -87,16 +87,16 @@ def machine(device: torch.device) -> str:
 
 
 class _Run:
-    """One comparison under way."""
+    """One comparison in progress."""
 
     def __init__(self, build: Build, options: Options, progress: Progress) -> None:
-        """Draws the batches and looks at the machine."""
+        """Draws the batches and checks which dtypes the machine emulates."""
         self.options, self.progress = options, progress
         self.notes: list[str] = []
         if options.device.type != "cuda":
             self.notes.append(
-                f"Peak memory is not measured on {options.device.type}; what is stored and what "
-                "autograd keeps is."
+                f"Peak memory is not measured on {options.device.type}; stored bytes and "
+                "bytes saved for backward are."
             )
         self._build = build
         first = build()
@@ -108,17 +108,17 @@ class _Run:
         }
         self._tracks: dict[str, Track] = {}
         self._slowdowns: dict[torch.dtype, float | None] = {}
-        self.results = {variant.name: self._looked_at(variant) for variant in options.variants}
+        self.results = {variant.name: self._initial_result(variant) for variant in options.variants}
         total = sum(self._steps(r) + self._rounds(r) + 2 for r in self.results.values())
         progress.start(total)
 
-    # -- the three parts ---------------------------------------------------------------------
+    # -- the three phases ----------------------------------------------------------------------
 
     def train(self) -> None:
         """Trains under each variant, one after another."""
         for name, result in self.results.items():
             self.progress.describe(f"train {name}" + (" (emulated)" if result.emulated else ""))
-            with self._noted(name, "training"):
+            with self._recording_errors(name, "training"):
                 self._train_one(name, result)
 
     def _train_one(self, name: str, result: Result) -> None:
@@ -134,40 +134,40 @@ class _Run:
             record = training.with_distance(record, self._tracks[name], self._tracks[BASELINE])
         self._put(name, training=record)
         if name != BASELINE:
-            del self._tracks[name]  # only what the others are compared with is kept
-        with self._noted(name, "evaluating"):
+            del self._tracks[name]  # only the baseline is needed later
+        with self._recording_errors(name, "evaluating"):
             self._put(name, training=training.evaluated(record, trainer, experiment))
 
     def probe(self) -> None:
-        """Passes one batch forward and backward under each variant, from fp32's last weights."""
+        """Runs one batch forward and backward under each variant, from fp32's final weights."""
         if BASELINE not in self._tracks:
             return
-        fp32: probing.Seen | None = None
+        fp32: probing.Observation | None = None
         for name in self._trained():
             self.progress.describe(f"probe {name}")
-            with self._noted(name, "probing"):
+            with self._recording_errors(name, "probing"):
                 seen = self._observed(self.results[name])
                 fp32 = fp32 or seen
                 self._put(name, probe=probing.compare(self.results[name].variant, seen, fp32))
             self.progress.step()
 
-    def _observed(self, result: Result) -> probing.Seen:
+    def _observed(self, result: Result) -> probing.Observation:
         weights = self._tracks[BASELINE].weights[len(self.batches)]
         _, trainer = self._fresh(result, weights, settled=True)
         batch = training.placed(self.batches[0], self.options.device)
         return probing.observe(trainer, batch, seed=self.options.seed)
 
     def time(self) -> None:
-        """Times all that trained, in turns; one by one where they do not fit side by side."""
-        self.progress.describe("time all in turns")
+        """Times all trained variants interleaved, or one by one if memory is too small."""
+        self.progress.describe("time all, interleaved")
         try:
             self._time_together(self._trained())
             return
         except Exception as error:  # noqa: BLE001 - memory, or the user's code
-            self.notes.append(f"Timed one after another, not in turns: {said(error)}.")
-        # After the block: the exception has let go of what did not fit.
+            self.notes.append(f"Timed one after another, not interleaved: {format_error(error)}.")
+        # Outside the handler, so that the exception no longer holds the memory.
         for name in self._trained():
-            with self._noted(name, "timing"):
+            with self._recording_errors(name, "timing"):
                 self._time_together([name])
 
     def _time_together(self, names: Sequence[str]) -> None:
@@ -184,16 +184,16 @@ class _Run:
         for name, timing in times.items():
             self._put(name, timing=timing)
 
-    # -- their parts -------------------------------------------------------------------------
+    # -- helpers of the phases -----------------------------------------------------------------
 
     def _fresh(
         self, result: Result, state: State, *, settled: bool = False
     ) -> tuple[Experiment, Trainer]:
-        """Returns an experiment that holds ``state``, prepared under the result's variant.
+        """Returns an experiment with weights ``state``, prepared under the result's variant.
 
-        With ``settled`` the loss scale is the one that the training ended with.
+        With ``settled``, the loss scale starts where training ended.
         """
-        gc.collect()  # the variant before must be gone: its memory would count
+        gc.collect()  # memory of the previous variant would count
         experiment = self._build()
         experiment.model.load_state_dict(state)
         last = result.training if settled else None
@@ -203,22 +203,24 @@ class _Run:
         return experiment, trainer
 
     def _draw(self, experiment: Experiment) -> list[Any]:
-        """Returns the batch of every step; notes where there are fewer."""
+        """Returns the batch of every step; adds a note if there are fewer."""
         try:
-            batches = list(itertools.islice(_again_and_again(experiment), self.options.steps))
+            batches = list(itertools.islice(_cycle(experiment), self.options.steps))
         except Exception as error:
-            raise TargetError(f"Drawing the batches failed: {said(error)}") from error
+            raise TargetError(f"Drawing the batches failed: {format_error(error)}") from error
         if not batches:
-            raise TargetError("The batches are empty: there is nothing to train on.")
+            raise TargetError("The target gives no batches.")
         if len(batches) < self.options.steps:
             self.notes.append(
-                f"The batches ran out: {len(batches)} of {self.options.steps} steps were trained."
+                f"The batches ran out after {len(batches)} of {self.options.steps} steps."
             )
         if len(batches) < FEW_STEPS:
-            self.notes.append(f"{len(batches)} steps say little about training; try more.")
+            self.notes.append(
+                f"{len(batches)} steps are too few to judge training; use more --steps."
+            )
         return batches
 
-    def _looked_at(self, variant: Variant) -> Result:
+    def _initial_result(self, variant: Variant) -> Result:
         dtype = variant.dtype
         if dtype not in self._slowdowns:
             try:
@@ -242,12 +244,12 @@ class _Run:
         self.results[name] = replace(self.results[name], **found)
 
     @contextmanager
-    def _noted(self, name: str, part: str) -> Iterator[None]:
-        """Writes an error of the block into the variant's result, and goes on."""
+    def _recording_errors(self, name: str, part: str) -> Iterator[None]:
+        """Records an error of the block in the variant's result and suppresses it."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - the user's code, or what this machine lacks
-            errors = (*self.results[name].errors, f"{part} failed: {said(error)}")
+            errors = (*self.results[name].errors, f"{part} failed: {format_error(error)}")
             self._put(name, errors=errors)
 
 
@@ -255,13 +257,13 @@ def _timing_notes(base: Result) -> Iterator[str]:
     timing = base.timing
     if timing is not None and timing.high - timing.low > WIDE_SPREAD * timing.median:
         yield (
-            f"The machine was busy: the middle half of fp32's steps took {timing.low:.3g} to "
-            f"{timing.high:.3g} ms. Times of a quiet machine, or more --rounds, say more."
+            f"Timings are noisy: the interquartile range of fp32 steps is {timing.low:.3g} to "
+            f"{timing.high:.3g} ms. Use an idle machine or more --rounds."
         )
 
 
-def _again_and_again(experiment: Experiment) -> Iterator[Any]:
-    """Yields the batches, and again from the first where they can be gone through again."""
+def _cycle(experiment: Experiment) -> Iterator[Any]:
+    """Yields the batches, starting over if they can be iterated again."""
     once: Callable[[], Iterator[Any]] = lambda: iter(experiment.batches)  # noqa: E731
     while True:
         count = 0
@@ -274,7 +276,7 @@ def _again_and_again(experiment: Experiment) -> Iterator[Any]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Leaves out warnings of what the result says itself."""
+    """Suppresses warnings about what the result reports anyway."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fp16 is emulated")
         yield

@@ -1,4 +1,4 @@
-"""The device that a user names, or the best one there is."""
+"""The device that the user named, or the best one available."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def device_named(name: str | None) -> torch.device:
     """Returns the device called ``name``; for ``None`` the accelerator, or the CPU without one.
 
     Raises:
-        ValueError: If there is no such device here.
+        ValueError: If this machine has no such device.
     """
     accelerator = torch.accelerator.current_accelerator()
     if name is None:

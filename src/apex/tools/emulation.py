@@ -1,4 +1,4 @@
-"""Whether a machine has arithmetic of its own for a dtype."""
+"""Whether a machine computes natively in a dtype."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import torch
 from apex.tools.stopwatch import seconds
 
 EMULATION_RATIO = 4.0
-"""A dtype is emulated if its matrix product takes this many times that of fp32."""
+"""A dtype counts as emulated if its matrix product takes this many times as long as fp32's."""
 
 
 def slowdown(dtype: torch.dtype, device: torch.device) -> float:
-    """Returns the time of a matrix product in ``dtype`` over that in fp32 on ``device``.
+    """Returns the time of a matrix product in ``dtype`` relative to fp32 on ``device``.
 
     Raises:
         RuntimeError: If the device has no such product.

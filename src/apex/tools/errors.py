@@ -1,4 +1,4 @@
-"""An error of the user's code, in a line."""
+"""An error in the user's code, as one line."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import traceback
 from apex.debug import frames
 
 
-def said(error: BaseException) -> str:
-    """Returns the kind of an error, the first line of what it says, and the user's line it is from.
+def format_error(error: BaseException) -> str:
+    """Returns an error's type, the first line of its message and the user's line that raised it.
 
-    The line is left out where the error began in no code of the user's.
+    The location is omitted if no user code is in the traceback.
     """
     lines = str(error).strip().splitlines()
     text = type(error).__name__ + (f": {lines[0]}" if lines else "")

@@ -1,4 +1,4 @@
-"""Bytes: what lives between two steps, and what autograd keeps for a backward pass."""
+"""Memory in bytes: stored between steps, and saved by autograd for a backward pass."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from apex.tools.results import Stored
 def stored(model: nn.Module, optimizer: Optimizer) -> Stored:
     """Returns the bytes of parameters, masters and optimizer state; shared storage counts once."""
     seen: set[int] = set()
-    state = [tensor for entry in optimizer.state.values() for tensor in _tensors(entry)]
+    state = [tensor for entry in optimizer.state.values() for tensor in tensors_in(entry)]
     return Stored(
         params=sum(param.numel() for param in model.parameters()),
         model=_new_bytes(model.parameters(), seen),
@@ -28,19 +28,18 @@ def stored(model: nn.Module, optimizer: Optimizer) -> Stored:
 
 
 class SavedBytes:
-    """What autograd kept for the backward pass, in bytes; filled while the block runs."""
+    """Bytes that autograd saved for backward; counted while the block runs."""
 
     def __init__(self) -> None:
-        """Starts at none."""
+        """Starts at zero."""
         self.total = 0
 
 
 @contextmanager
 def saved_for_backward(model: nn.Module) -> Iterator[SavedBytes]:
-    """Counts the storages that autograd keeps for the backward pass of the forward inside.
+    """Counts the storages that autograd saves for backward during the forward pass inside.
 
-    The model's own parameters are not counted: they are there anyway. Copies that a cast made of
-    them are.
+    The model's own parameters do not count, since they exist anyway; cast copies of them do.
     """
     saved = SavedBytes()
     seen = {_key(param) for param in model.parameters()}
@@ -53,7 +52,8 @@ def saved_for_backward(model: nn.Module) -> Iterator[SavedBytes]:
         yield saved
 
 
-def _tensors(nest: Any) -> list[Tensor]:
+def tensors_in(nest: Any) -> list[Tensor]:
+    """Returns the tensors of a nested container, in order."""
     found: list[Tensor] = []
 
     def take(tensor: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def _tensors(nest: Any) -> list[Tensor]:
 
 
 def _new_bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
-    """Returns the bytes of storages not in ``seen``, and adds them there."""
+    """Returns the bytes of storages not in ``seen`` and adds those storages to it."""
     total = 0
     for tensor in tensors:
         if tensor.layout is torch.strided and _key(tensor) not in seen:

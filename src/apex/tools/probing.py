@@ -1,4 +1,4 @@
-"""One pass beside fp32: where the forward leaves it, and which gradients underflow."""
+"""One pass compared with fp32: where outputs diverge, and which gradients underflow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from apex._core import dtypes, tree
+from apex._core import dtypes
 from apex.tools import memory
 from apex.tools.results import ModuleError, Probe
 from apex.tools.seeds import seed_all
@@ -25,14 +25,14 @@ DROPOUT = (
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What one pass gave.
+class Observation:
+    """Outputs and gradients of one pass.
 
     Attributes:
-        outputs: By module and number of its call: class of the module, output on the CPU in fp32.
+        outputs: Class and output (fp32, on the CPU), by module name and call number.
         dtypes: Floating dtypes of the outputs.
-        grads: Of what the optimizer steps, on the CPU in fp32; ``None`` for none.
-        activation_bytes: What autograd kept for the backward pass.
+        grads: Gradients of the stepped parameters (fp32, on the CPU); ``None`` if missing.
+        activation_bytes: Bytes that autograd saved for backward.
     """
 
     outputs: dict[tuple[str, int], tuple[str, Tensor]]
@@ -41,25 +41,25 @@ class Seen:
     activation_bytes: int
 
 
-def observe(trainer: Trainer, batch: Any, *, seed: int) -> Seen:
-    """Returns what one forward and backward pass of ``trainer`` gives; nothing steps.
+def observe(trainer: Trainer, batch: Any, *, seed: int) -> Observation:
+    """Runs one forward and backward pass of ``trainer`` without a step.
 
-    Dropout modules are off: their masks would differ from dtype to dtype.
+    Dropout is disabled, because masks would differ between dtypes.
     """
     for module in trainer.model.modules():
         if isinstance(module, DROPOUT):
             module.eval()
     seed_all(seed)
-    with _watched(trainer.model) as (outputs, kinds):
+    with _recorded_outputs(trainer.model) as (outputs, kinds):
         with memory.saved_for_backward(trainer.model) as saved:
             trainer.backward(batch)
         trainer.unscale()
     params = (param for group in trainer.optimizer.param_groups for param in group["params"])
     grads = [None if param.grad is None else _kept(param.grad.to_dense()) for param in params]
-    return Seen(outputs, frozenset(kinds), grads, saved.total)
+    return Observation(outputs, frozenset(kinds), grads, saved.total)
 
 
-def compare(variant: Variant, seen: Seen, fp32: Seen) -> Probe:
+def compare(variant: Variant, seen: Observation, fp32: Observation) -> Probe:
     """Returns how ``seen`` differs from the same pass in fp32."""
     modules = [
         ModuleError(name, kind, _relative(output, fp32.outputs[name, call][1]))
@@ -77,10 +77,10 @@ def compare(variant: Variant, seen: Seen, fp32: Seen) -> Probe:
 
 
 @contextmanager
-def _watched(
+def _recorded_outputs(
     model: nn.Module,
 ) -> Iterator[tuple[dict[tuple[str, int], tuple[str, Tensor]], set[torch.dtype]]]:
-    """Records the outputs of the modules without children, and of the model."""
+    """Records the outputs of leaf modules and of the model."""
     outputs: dict[tuple[str, int], tuple[str, Tensor]] = {}
     kinds: set[torch.dtype] = set()
     calls: dict[str, int] = {}
@@ -89,7 +89,7 @@ def _watched(
         found = _floating(output)
         if found is None:
             return
-        if name:  # what the model puts out may have been cast for the caller
+        if name:  # the model's output may have been cast for the caller
             kinds.add(found.dtype)
         calls[name] = calls.get(name, -1) + 1
         outputs[name, calls[name]] = type(module).__name__, _kept(found)
@@ -108,15 +108,7 @@ def _watched(
 
 def _floating(output: Any) -> Tensor | None:
     """Returns the first floating tensor of a module's output."""
-    found: list[Tensor] = []
-
-    def look(tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point():
-            found.append(tensor)
-        return tensor
-
-    tree.map_tensors(look, output)
-    return found[0] if found else None
+    return next((t for t in memory.tensors_in(output) if t.is_floating_point()), None)
 
 
 def _kept(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""How far a long run is: a bar where tqdm is installed, else a line now and then."""
+"""Progress of a long run: a bar if tqdm is installed, otherwise a line every few seconds."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ SECONDS_BETWEEN_LINES = 5.0
 
 
 class Progress(Protocol):
-    """Shows how far a run is."""
+    """Displays the progress of a run."""
 
     def start(self, total: int) -> None:
-        """Says how many steps there will be."""
+        """Sets the number of steps."""
 
     def describe(self, text: str) -> None:
-        """Says what is being done now."""
+        """Sets the description of the current activity."""
 
     def step(self) -> None:
         """Counts one step."""
@@ -26,7 +26,7 @@ class Progress(Protocol):
 
 
 def progress_on(stream: TextIO) -> Progress:
-    """Returns a bar on ``stream`` where tqdm is installed; plain lines and the reason otherwise."""
+    """Returns a bar on ``stream`` if tqdm is installed; otherwise plain lines, after a notice."""
     try:
         tqdm = importlib.import_module("tqdm").tqdm
     except ImportError:
@@ -36,7 +36,7 @@ def progress_on(stream: TextIO) -> Progress:
 
 
 class BarProgress:
-    """A bar of tqdm."""
+    """A tqdm progress bar."""
 
     def __init__(self, tqdm: Any, stream: TextIO) -> None:
         """Shows nothing yet."""
@@ -58,13 +58,13 @@ class BarProgress:
         self._bar.update()
 
     def close(self) -> None:
-        """Ends the bar where it stands."""
+        """Closes the bar as it is."""
         if self._bar is not None:
             self._bar.close()
 
 
 class PlainProgress:
-    """A line for each thing that is done, and one every few seconds."""
+    """A line for each activity, and one every few seconds."""
 
     def __init__(self, stream: TextIO) -> None:
         """Shows nothing yet."""
@@ -74,7 +74,7 @@ class PlainProgress:
         self._shown = time.monotonic()
 
     def start(self, total: int) -> None:
-        """Takes note of the total."""
+        """Stores the total."""
         self._total = total
 
     def describe(self, text: str) -> None:
@@ -83,13 +83,13 @@ class PlainProgress:
         self._line()
 
     def step(self) -> None:
-        """Writes a line when the last one is a while ago."""
+        """Writes a line if the last one is a few seconds old."""
         self._done += 1
         if time.monotonic() - self._shown >= SECONDS_BETWEEN_LINES:
             self._line()
 
     def close(self) -> None:
-        """Writes nothing more."""
+        """Does nothing."""
 
     def _line(self) -> None:
         self._shown = time.monotonic()

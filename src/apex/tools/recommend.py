@@ -1,4 +1,4 @@
-"""Which level to use, in words, with the figures that say so."""
+"""The recommended level, with the measurements behind it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from apex.tools.training import end_loss, last
 from apex.tools.variants import BASELINE, SHORT
 
 LEAST_GAIN = 1.05
-"""A speed-up below this is not worth a change of numerics."""
+"""Least speed-up that justifies a change of numerics."""
 
 LEAST_MEMORY_GAIN = 0.9
-"""Neither is memory above this share of fp32's, ..."""
+"""Greatest share of fp32's memory that does, ..."""
 
 LEAST_BYTES_SAVED = 32e6
-"""... nor a saving of less than this."""
+"""... together with this saving in bytes."""
 
 MOST_FROZEN = 0.05
 MOST_SKIPPED = 0.1
@@ -25,12 +25,12 @@ LOSS_TOLERANCE = 0.05
 
 
 def recommendation(comparison: Comparison) -> Recommendation:
-    """Returns the fastest variant that trains as fp32 does, or fp32 where none gains anything."""
+    """Returns the fastest variant that trains as well as fp32, or fp32 if none gains anything."""
     base = comparison.baseline
     if base.training is None:
         return Recommendation(
             BASELINE,
-            "No advice: the fp32 run, which the others are measured against, failed.",
+            "No recommendation: the fp32 baseline failed.",
             base.errors,
         )
     if len(comparison.results) == 1:
@@ -41,21 +41,21 @@ def recommendation(comparison: Comparison) -> Recommendation:
     best = _first_of_the_fastest(gaining)
     others = _grouped(refusals)
     if best is None:
-        text = "Stay in fp32: no gain expected here, because " + _because(sound, base)
+        text = "Stay in fp32: " + _because(sound, base)
         return Recommendation(BASELINE, text, tuple(others))
     text = f"Use {best.name} ({best.variant.meaning}): {_gain(best, base)}."
     return Recommendation(best.name, text, (*_reasons(best, base), *others))
 
 
 def speedup(result: Result, base: Result) -> float | None:
-    """Returns how many times as fast as fp32 a variant's step is; ``None`` where not timed."""
+    """Returns a variant's speed relative to fp32; ``None`` if it was not timed."""
     if result.timing is None or base.timing is None or not result.timing.median:
         return None
     return base.timing.median / result.timing.median
 
 
 def gains(result: Result, base: Result) -> bool:
-    """Returns whether a variant is clearly faster than fp32, or clearly smaller and not slower."""
+    """Returns whether a variant is clearly faster than fp32, or clearly smaller and no slower."""
     speed = speedup(result, base)
     if speed is None or result.timing is None or base.timing is None:
         return False
@@ -67,7 +67,7 @@ def gains(result: Result, base: Result) -> bool:
 
 
 def loss_is_worse(result: Result, base: Result) -> bool:
-    """Returns whether a variant's loss at the end is above fp32's by more than fp32's own noise."""
+    """Returns whether a variant's final loss exceeds fp32's by more than fp32's own noise."""
     if result.training is None or base.training is None:
         return False
     losses = base.training.losses[: len(result.training.losses)]
@@ -76,7 +76,7 @@ def loss_is_worse(result: Result, base: Result) -> bool:
 
 
 def _first_of_the_fastest(results: list[Result]) -> Result | None:
-    """Returns the fastest; of those that its own spread covers, the first in the table."""
+    """Returns the fastest; of those within its spread, the first in the table."""
     fastest = min(results, key=_time, default=None)
     if fastest is None or fastest.timing is None:
         return None
@@ -85,9 +85,11 @@ def _first_of_the_fastest(results: list[Result]) -> Result | None:
 
 
 def _refusal(result: Result, base: Result) -> str:
-    """Returns why a variant is out of the question; empty where it is not."""
+    """Returns why a variant is ruled out; empty if it is not."""
     record = result.training
-    own = [error for error in result.errors if error not in base.errors]  # else the target's
+    own = [
+        error for error in result.errors if error not in base.errors
+    ]  # shared ones are the target's
     if own or record is None:
         return "; ".join(own or result.errors)
     if result.name == base.name:
@@ -100,11 +102,11 @@ def _refusal(result: Result, base: Result) -> str:
             f"{name} is emulated on this machine"
             + ("" if result.slowdown is None else f" ({result.slowdown:.0f}x the time of fp32)"),
         ),
-        (not math.isfinite(record.losses[-1]), "the loss is not finite at the end"),
+        (not math.isfinite(record.losses[-1]), "the final loss is not finite"),
         (not result.emulated and loss_is_worse(result, base), _worse(result, base)),
         (
             frozen > MOST_FROZEN,
-            f"up to {frozen:.0%} of the weights did not move though their update was not zero",
+            f"rounding swallowed the updates of up to {frozen:.0%} of the weights",
         ),
         (
             len(record.skipped) > 2 + MOST_SKIPPED * len(record.losses),
@@ -115,7 +117,7 @@ def _refusal(result: Result, base: Result) -> str:
 
 
 def _grouped(refusals: Mapping[str, str]) -> list[str]:
-    """Returns a line for each reason, with the names of all levels that it holds for."""
+    """Returns a line for each reason, with the names of the levels it applies to."""
     names: dict[str, list[str]] = {}
     for name, reason in refusals.items():
         if reason:
@@ -127,19 +129,19 @@ def _worse(result: Result, base: Result) -> str:
     if result.training is None or base.training is None:
         return ""
     fp32 = end_loss(base.training.losses[: len(result.training.losses)])
-    return f"loss {end_loss(result.training.losses):.4g} at the end, against {fp32:.4g} in fp32"
+    return f"final loss {end_loss(result.training.losses):.4g}, against {fp32:.4g} in fp32"
 
 
 def _because(sound: list[Result], base: Result) -> str:
-    """Returns why nothing gains."""
+    """Returns why no variant gains."""
     timed = [result for result in sound if result.timing is not None]
     if not timed:
-        return "no other level trained soundly on this machine."
+        return "no other level trained successfully on this machine."
     best = min(timed, key=_time)
     speed = speedup(best, base) or 0.0
     return (
-        f"the fastest sound level, {best.name}, trains {speed:.2f}x as fast as fp32 "
-        f"({_spread(best)} a step against {_spread(base)}) and keeps "
+        f"the fastest usable level, {best.name}, runs at {speed:.2f}x the speed of fp32 "
+        f"({_spread(best)} a step against {_spread(base)}) and uses "
         f"{_memory_ratio(best, base):.0%} of its memory."
     )
 
@@ -152,7 +154,7 @@ def _gain(best: Result, base: Result) -> str:
         words.append(f"{1 - ratio:.0%} less memory")
     if speed < LEAST_GAIN:
         words.reverse()
-    return ", ".join([*words, "and a loss that fp32's own noise covers"])
+    return ", ".join([*words, "and a final loss within the noise of fp32"])
 
 
 def _reasons(best: Result, base: Result) -> list[str]:
@@ -160,8 +162,8 @@ def _reasons(best: Result, base: Result) -> list[str]:
     if best.training is not None and base.training is not None:
         losses = base.training.losses
         reasons.append(
-            f"Loss at the end: {end_loss(best.training.losses):.4g}, against "
-            f"{end_loss(losses):.4g} in fp32, whose last steps vary by {_noise(losses):.2g}."
+            f"Final loss: {end_loss(best.training.losses):.4g}, against "
+            f"{end_loss(losses):.4g} in fp32 (standard deviation {_noise(losses):.2g})."
         )
         reasons.append(
             f"Stored: {best.training.stored.per_param:.1f} bytes per parameter, against "
@@ -169,14 +171,14 @@ def _reasons(best: Result, base: Result) -> list[str]:
         )
     if best.probe is not None and base.probe is not None:
         reasons.append(
-            f"Kept for the backward pass: {megabytes(best.probe.activation_bytes)}, against "
+            f"Saved for backward: {megabytes(best.probe.activation_bytes)}, against "
             f"{megabytes(base.probe.activation_bytes)}."
         )
     return reasons
 
 
 def megabytes(count: int) -> str:
-    """Returns a number of bytes in megabytes, in words; in kilobytes where it is less than 0.1."""
+    """Returns bytes as megabytes, or as kilobytes below 0.1 MB."""
     value = count / 1e6
     if value < 0.1:
         return f"{count / 1e3:.1f} kB"
@@ -184,7 +186,7 @@ def megabytes(count: int) -> str:
 
 
 def _memory_ratio(result: Result, base: Result) -> float:
-    """Returns the memory of a variant over fp32's: what is stored and what a backward keeps."""
+    """Returns a variant's memory relative to fp32."""
     ours, fp32 = _memory(result), _memory(base)
     return ours / fp32 if ours and fp32 else 1.0
 

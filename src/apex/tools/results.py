@@ -1,4 +1,4 @@
-"""What a comparison found: frozen values, and the same as plain data for JSON."""
+"""The results of a comparison, and their form as JSON."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from apex._core import dtypes
 from apex.tools.variants import BASELINE, Variant
 
 Sample = tuple[int, float]
-"""A step, counted from 1, and what was measured there."""
+"""A step, counted from 1, and the value measured there."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Bytes that live between two steps.
+    """Bytes stored between steps.
 
     Attributes:
-        params: How many parameters the model has.
+        params: Number of the model's parameters.
         model: Bytes of the model's parameters.
         masters: Bytes of fp32 masters.
         optimizer: Bytes of the optimizer's state.
@@ -35,18 +35,18 @@ class Stored:
 
     @property
     def per_param(self) -> float:
-        """Bytes per parameter, all of them together."""
+        """Bytes per parameter, in total."""
         return (self.model + self.masters + self.optimizer) / max(self.params, 1)
 
 
 @dataclass(frozen=True)
 class Distance:
-    """How far a trained model is from the fp32 one after as many steps from the same start.
+    """Distance of a trained model from the fp32 one after the same number of steps.
 
     Attributes:
-        steps: After which both are compared.
-        weights: Norm of the difference over the norm of the fp32 weights.
-        loss: Difference over the fp32 loss, both the mean of the last steps.
+        steps: Number of steps before the comparison.
+        weights: Norm of the difference divided by the norm of the fp32 weights.
+        loss: Relative difference of the losses, averaged over the last steps.
     """
 
     steps: int
@@ -61,12 +61,12 @@ class Training:
     Attributes:
         losses: One per step.
         loss_scales: Before the first step, then after each.
-        frozen: Share of the weights that did not move though their update was not zero, at some
-            steps; empty where it cannot be measured.
-        stored: Between two steps.
-        peak_bytes: Most that was allocated on the device; ``None`` where it is not measured.
-        distance: From fp32; ``None`` without an fp32 run.
-        evaluation: What the target's ``evaluate`` returned.
+        frozen: Share of the weights whose nonzero update was lost to rounding, at some steps; empty
+            if it cannot be measured.
+        stored: Bytes between steps.
+        peak_bytes: Peak memory allocated on the device; ``None`` if it is not measured.
+        distance: Distance from fp32; ``None`` without an fp32 run.
+        evaluation: Result of the target's ``evaluate``.
     """
 
     losses: tuple[float, ...]
@@ -79,20 +79,20 @@ class Training:
 
     @property
     def skipped(self) -> tuple[int, ...]:
-        """Steps, counted from 1, that overflowed: there the loss scale fell."""
+        """Steps, counted from 1, that overflowed, as a fall of the loss scale shows."""
         pairs = itertools.pairwise(self.loss_scales)
         return tuple(step for step, (old, new) in enumerate(pairs, start=1) if new < old)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds per training step, of steps that all variants took in turns.
+    """Milliseconds per training step, measured over interleaved steps of all variants.
 
     Attributes:
-        median: Half of the steps took less.
-        low: A quarter of the steps took less.
-        high: A quarter of the steps took more.
-        steps: How many were timed.
+        median: Median.
+        low: First quartile.
+        high: Third quartile.
+        steps: Number of timed steps.
     """
 
     median: float
@@ -103,12 +103,12 @@ class Timing:
 
 @dataclass(frozen=True)
 class ModuleError:
-    """How far one module's output is from that of fp32.
+    """Distance of one module's output from fp32.
 
     Attributes:
         name: Qualified name in the model; ``""`` for the model itself.
         kind: The module's class.
-        error: Norm of the difference over the norm of the fp32 output.
+        error: Norm of the difference divided by the norm of the fp32 output.
     """
 
     name: str
@@ -118,14 +118,14 @@ class ModuleError:
 
 @dataclass(frozen=True)
 class Probe:
-    """One forward and backward pass beside fp32, from the same weights on the same batch.
+    """One forward and backward pass compared with fp32, from the same weights on the same batch.
 
     Attributes:
-        compute_dtype: The lowest floating dtype that a module put out, as "float16".
-        modules: Every module without children, in the order of the forward, then the model.
-        eps: The relative rounding step of the variant's dtype.
-        underflow: Share of the gradients that are zero here and not in fp32.
-        activation_bytes: What autograd kept for the backward pass, weights not counted.
+        compute_dtype: The narrowest floating dtype of any module's output, such as "float16".
+        modules: Leaf modules in forward order, then the model.
+        eps: Relative rounding step of the variant's dtype.
+        underflow: Share of the gradients that are zero here but not in fp32.
+        activation_bytes: Bytes that autograd saved for backward, not counting weights.
     """
 
     compute_dtype: str
@@ -136,23 +136,23 @@ class Probe:
 
     @property
     def first_divergence(self) -> ModuleError | None:
-        """The first module whose output is further from fp32 than ``eps``."""
+        """The first module whose output differs from fp32 by more than ``eps``."""
         return next((module for module in self.modules if module.error > self.eps), None)
 
 
 @dataclass(frozen=True)
 class Result:
-    """All that was found of one variant; a part is ``None`` where it failed.
+    """The results of one variant; a part is ``None`` if it failed.
 
     Attributes:
-        variant: Which.
-        slowdown: Time of a matrix product in its dtype over that in fp32; ``None`` where this
-            machine has no such product.
-        emulated: Whether the machine has no arithmetic of its own for the dtype.
-        training: The whole training.
+        variant: The variant.
+        slowdown: Time of a matrix product in its dtype relative to fp32; ``None`` if this machine
+            does not support it.
+        emulated: Whether the machine emulates the dtype.
+        training: Record of the training.
         timing: Time per step.
-        probe: One pass beside fp32.
-        errors: What failed, in words.
+        probe: One pass compared with fp32.
+        errors: Messages of what failed.
     """
 
     variant: Variant
@@ -171,12 +171,12 @@ class Result:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """Which level to use.
+    """The recommended level.
 
     Attributes:
-        level: "O0" to stay in fp32.
-        text: In one sentence.
-        reasons: One sentence each, with the figures.
+        level: The level; "O0" to stay in fp32.
+        text: The recommendation in one sentence.
+        reasons: One sentence each, with measurements.
     """
 
     level: str
@@ -190,12 +190,12 @@ class Comparison:
 
     Attributes:
         target: As named by the user.
-        machine: What it ran on, in words.
+        machine: Description of the machine.
         steps: Training steps of a variant that is not emulated.
-        seed: Of all random numbers.
-        results: In the order to show, the fp32 baseline first.
-        notes: What the reader should know.
-        recommendation: Made from the results.
+        seed: Seed of all random numbers.
+        results: In display order, the fp32 baseline first.
+        notes: Remarks for the reader.
+        recommendation: Derived from the results.
     """
 
     target: str
@@ -213,12 +213,12 @@ class Comparison:
 
     @property
     def failed(self) -> tuple[Result, ...]:
-        """Those of which something failed."""
+        """The variants in which something failed."""
         return tuple(result for result in self.results if result.errors)
 
 
 def to_json(comparison: Comparison) -> dict[str, Any]:
-    """Returns ``comparison`` as plain data: JSON has no NaN or infinity, so None for these."""
+    """Returns ``comparison`` as plain data, with None for NaN and infinity, which JSON lacks."""
     data = {name: value for name, value in asdict(comparison).items() if name != "results"}
     results = [_result_data(result) for result in comparison.results]
     return {"format": "apex-compare/1", **_plain(data), "levels": _plain(results)}

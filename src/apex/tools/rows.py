@@ -1,4 +1,4 @@
-"""The comparison as cells of text, for the terminal and for the report."""
+"""The comparison as table cells, for the terminal and the report."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ HEADINGS = Row(
     level="level",
     compute="compute",
     time="ms / step",
-    spread="middle half",
+    spread="IQR",
     speed="speed",
     stored="bytes / param",
-    kept="kept",
+    kept="saved",
     peak="peak",
-    loss="end loss",
+    loss="final loss",
     evaluation="evaluate",
     distance="from fp32",
     skipped="skipped",
@@ -54,16 +54,16 @@ HEADINGS = Row(
 )
 
 MEANINGS = {
-    "spread": "a quarter of the steps took less, a quarter more",
-    "stored": "weights, masters and optimizer state between two steps",
-    "kept": "what autograd keeps for the backward pass, weights not counted",
-    "peak": "most that was allocated on the device",
-    "loss": "mean of the last steps",
-    "distance": "norm of the weights' difference over the norm of fp32's, after as many steps",
+    "spread": "interquartile range of the time per step",
+    "stored": "weights, masters and optimizer state between steps",
+    "kept": "bytes that autograd saves for backward, not counting weights",
+    "peak": "peak memory allocated on the device",
+    "loss": "mean over the last steps",
+    "distance": "relative distance of the weights from fp32's after the same number of steps",
     "skipped": "steps that overflowed",
-    "frozen": "weights that the last step should have moved and did not",
-    "underflow": "gradients that are zero here and not in fp32, from the same weights",
-    "first": "first module whose output is further from fp32 than its dtype's rounding step",
+    "frozen": "weights whose last update was lost to rounding",
+    "underflow": "gradients that are zero here but not in fp32, from the same weights",
+    "first": "first module whose output differs from fp32 by more than its dtype's eps",
 }
 
 
@@ -73,20 +73,20 @@ def rows(comparison: Comparison) -> list[Row]:
 
 
 def shown(cells: list[Row]) -> list[str]:
-    """Returns the names of the columns in which some variant has something to show."""
+    """Returns the names of the columns in which any variant has a value."""
     names = [field.name for field in fields(Row)]
     return [name for name in names if any(getattr(row, name) != NOTHING for row in cells)]
 
 
 def footnote(comparison: Comparison) -> str:
-    """Returns what the asterisk means; empty if no variant carries one."""
+    """Returns the meaning of the asterisk; empty if no variant has one."""
     few = [r for r in comparison.results if r.emulated and r.training is not None]
     if not few:
         return ""
     steps = max(len(r.training.losses) for r in few if r.training is not None)
     return (
-        f"* emulated: this machine has no arithmetic of its own for it. Trained for {steps} steps "
-        "only, so its loss compares with nothing but fp32 after as many steps."
+        f"* emulated: this machine does not compute in it natively. Trained for only "
+        f"{steps} steps; compare its loss with fp32 after the same number of steps."
     )
 
 

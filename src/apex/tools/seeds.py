@@ -9,7 +9,7 @@ import torch
 
 
 def seed_all(seed: int) -> None:
-    """Seeds torch, Python, and NumPy where it is in use."""
+    """Seeds torch, Python and, if it is loaded, NumPy."""
     torch.manual_seed(seed)
     random.seed(seed)
     numpy = sys.modules.get("numpy")

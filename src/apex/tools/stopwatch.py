@@ -1,4 +1,4 @@
-"""How long work on a device takes."""
+"""Wall time of work on a device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Returns the wall time of ``work()``, until the device has done all that it was given."""
+    """Returns the wall time of ``work()``, including all device work it starts."""
     _wait(device)
     start = time.perf_counter()
     work()

@@ -1,10 +1,10 @@
-"""What is to be compared: a user's model, optimizer, batches and loss, made anew as often as asked.
+"""The user's model, optimizer, batches and loss, built anew for each level.
 
 Note [Fresh objects]
-    Each level needs a model and an optimizer that no other level has touched. A file is executed
-    anew for each of them, and a function called anew. Where that gives the same objects again (the
-    names of an imported module, a function that keeps what it made) model and optimizer are
-    deep-copied together, before anything has trained.
+    Each level needs a model and an optimizer that no other level has touched, so a file is executed
+    again, or a function called again, for each of them. If that returns the same objects (names of
+    an imported module, a function with a cache), model and optimizer are deep-copied together
+    before any training.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from apex.tools.errors import said
+from apex.tools.errors import format_error
 from apex.tools.seeds import seed_all
 
 FUNCTION = "setup"
-"""The function looked for in a file or module that is named without one."""
+"""Default function in a file or module."""
 
 NAMES = ("model", "optimizer", "batches", "loss")
 
@@ -36,19 +36,19 @@ _MODULE = "apex_compare_target"
 
 
 class TargetError(Exception):
-    """A target that cannot be used; the message says why and what to do."""
+    """A target that cannot be used; the message gives the reason and the remedy."""
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """What a target gives.
+    """What a target provides.
 
     Attributes:
         model: In fp32, not prepared by amp.
         optimizer: Over the model's parameters.
-        batches: Of any nesting of tensors.
+        batches: Batches of arbitrarily nested tensors.
         loss: Returns the loss of the model on a batch (0-d).
-        evaluate: Returns a figure of the trained model; ``None`` for none.
+        evaluate: Returns a metric of the trained model; ``None`` if there is none.
     """
 
     model: nn.Module
@@ -59,18 +59,18 @@ class Experiment:
 
 
 Build = Callable[[], Experiment]
-"""Returns an experiment whose model and optimizer nobody else has."""
+"""Returns an experiment with a model and an optimizer of its own."""
 
 
 @contextmanager
 def opened(target: str, *, seed: int = 0) -> Iterator[Build]:
-    """Gives the function that makes the experiment of ``target``.
+    """Yields a function that builds the experiment of ``target``.
 
-    ``apex compare --help`` tells what a target is. Random numbers start from ``seed`` before each.
-    A file's folder is on ``sys.path`` inside, as when Python runs the file.
+    ``apex compare --help`` defines targets. Random numbers are seeded with ``seed`` before each
+    build. Inside the block, a file's folder is on ``sys.path``, as when Python runs the file.
 
     Raises:
-        TargetError: If there is no such target, or it does not give what it should.
+        TargetError: If there is no such target, or it lacks a part.
     """
     place, _, function = _split(target)
     path = list(sys.path)
@@ -89,7 +89,7 @@ def opened(target: str, *, seed: int = 0) -> Iterator[Build]:
 
 
 def _split(target: str) -> tuple[str, str, str]:
-    # A drive letter's colon is no separator.
+    # The colon of a drive letter is not a separator.
     place, colon, function = target.rpartition(":")
     if colon and function.isidentifier() and len(place) > 1:
         return place, colon, function
@@ -110,8 +110,8 @@ def _executed(path: Path) -> ModuleType:
     sys.modules[_MODULE] = module  # dataclasses and pickles look for it there
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # a script may end itself
-        raise TargetError(f"Executing {path} failed: {said(error)}") from error
+    except (Exception, SystemExit) as error:  # a script may call sys.exit
+        raise TargetError(f"Executing {path} failed: {format_error(error)}") from error
     return module
 
 
@@ -120,7 +120,7 @@ def _imported(name: str) -> ModuleType:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
         raise TargetError(
-            f"Importing {name} failed: {said(error)}. A file is named by its path, with .py."
+            f"Importing {name} failed: {format_error(error)}. A file name needs its suffix .py."
         ) from error
 
 
@@ -134,12 +134,12 @@ def _made(target: str, module: ModuleType, function: str) -> Experiment:
         raise TargetError(
             f"{target} has no function {function or FUNCTION}()"
             + ("." if function else f", and at module level no {', '.join(missing)}.")
-            + " See apex compare --help for what a target is."
+            + " apex compare --help defines targets."
         )
     try:
         given = maker()
     except Exception as error:
-        raise TargetError(f"{target}: {maker.__name__}() raised {said(error)}") from error
+        raise TargetError(f"{target}: {maker.__name__}() raised {format_error(error)}") from error
     return _checked(target, given)
 
 
@@ -148,8 +148,8 @@ def _checked(target: str, given: Any) -> Experiment:
         given = dict(zip((*NAMES, "evaluate"), given, strict=False))
     if not isinstance(given, Mapping) or any(name not in given for name in NAMES):
         raise TargetError(
-            f"{target} gave {type(given).__name__}; it must give model, optimizer, batches, loss "
-            "in this order, or a dict with these names."
+            f"{target} returned {type(given).__name__}; it must return model, optimizer, "
+            "batches and loss in this order, or a dict with these names."
         )
     wrong = [
         f"{name} is {type(given[name]).__name__}, not {kind}"
@@ -169,10 +169,10 @@ def _checked(target: str, given: Any) -> Experiment:
 
 
 def _repeatable(target: str, make: Build) -> Build:
-    """Returns ``make``, or a function that copies where ``make`` gives the same objects again."""
+    """Returns ``make``, or a function that copies if ``make`` returns the same objects again."""
     first, second = make(), make()
     if second.model is first.model:
-        _copied(target, first)  # fails now rather than after the first level
+        _copied(target, first)  # to fail now rather than after the first level
         return lambda: _copied(target, first)
     made = [second, first]
     return lambda: made.pop() if made else make()
@@ -183,7 +183,7 @@ def _copied(target: str, first: Experiment) -> Experiment:
         model, optimizer = copy.deepcopy((first.model, first.optimizer))
     except Exception as error:
         raise TargetError(
-            f"{target} gives the same model each time, and it cannot be deep-copied: "
-            f"{said(error)}. Make TARGET a function that builds a new one at every call."
+            f"{target} returns the same model each time, and it cannot be deep-copied: "
+            f"{format_error(error)}. Make TARGET a function that builds a new one at every call."
         ) from error
     return Experiment(model, optimizer, first.batches, first.loss, first.evaluate)

@@ -1,37 +1,35 @@
-"""A comparison for the terminal."""
+"""A comparison as text for the terminal."""
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 
 from apex.tools.results import Comparison
 from apex.tools.rows import HEADINGS, MEANINGS, footnote, rows, shown
-
-WIDTH = 100
+from apex.tools.wrapping import wrapped
 
 LEFT = ("level", "compute", "first")
-"""Columns of words, aligned to the left."""
+"""Left-aligned columns."""
 
 
 def comparison_text(comparison: Comparison) -> str:
-    """Returns the table, what failed, the notes and the recommendation."""
+    """Returns the table, failures, notes and the recommendation."""
     parts = [
         f"{comparison.target}: {comparison.steps} steps on {comparison.machine}",
         text_table(comparison),
         "\n".join(
-            _folded(f"{result.name}: {error}")
+            wrapped(f"{result.name}: {error}")
             for result in comparison.failed
             for error in result.errors
         ),
-        "\n".join(map(_folded, comparison.notes)),
+        "\n".join(map(wrapped, comparison.notes)),
         advice(comparison),
     ]
     return "\n\n".join(part for part in parts if part)
 
 
 def text_table(comparison: Comparison) -> str:
-    """Returns the table with its legend; columns without anything to show are left out."""
+    """Returns the table with its legend; empty columns are omitted."""
     cells = rows(comparison)
     names = [name for name in shown(cells) if name != "spread"]
     lines = [[getattr(row, name) for name in names] for row in (HEADINGS, *cells)]
@@ -39,22 +37,15 @@ def text_table(comparison: Comparison) -> str:
     body = [_aligned(line, names, widths) for line in lines]
     rule = "-" * max(map(len, body))
     legend = "; ".join(f"{getattr(HEADINGS, n)}: {MEANINGS[n]}" for n in names if n in MEANINGS)
-    below = [_folded(text) for text in (footnote(comparison), legend) if text]
+    below = [wrapped(text) for text in (footnote(comparison), legend) if text]
     return "\n".join([body[0], rule, *body[1:], rule, *below])
 
 
 def advice(comparison: Comparison) -> str:
     """Returns the recommendation and its reasons."""
     found = comparison.recommendation
-    reasons = [
-        textwrap.fill(r, WIDTH, initial_indent="  - ", subsequent_indent="    ")
-        for r in found.reasons
-    ]
-    return "\n".join([_folded(found.text), *reasons])
-
-
-def _folded(text: str) -> str:
-    return textwrap.fill(text, WIDTH)
+    reasons = [wrapped(reason, "    ", first="  - ") for reason in found.reasons]
+    return "\n".join([wrapped(found.text), *reasons])
 
 
 def _aligned(cells: Sequence[str], names: Sequence[str], widths: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Time per step, of variants that take turns."""
+"""Time per step of variants whose steps are interleaved."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def time_in_turns(
     device: torch.device,
     on_step: Callable[[], object] = lambda: None,
 ) -> dict[str, Timing]:
-    """Returns the time of a training step of each trainer, after one step that is not counted.
+    """Returns the time of a training step of each trainer, after one warm-up step.
 
-    They take turns, one step each, so that a busy moment of the machine meets all alike.
+    Steps are interleaved, so that load on the machine affects all variants alike.
 
     Args:
         trainers: By name.
-        batch: What every step trains on, on the device.
-        rounds: How many steps to time, by name.
-        device: Waited for before and after each step.
-        on_step: Called after each step, the first included.
+        batch: The batch of every step, on the device.
+        rounds: Number of timed steps, by name.
+        device: Synchronized before and after each step.
+        on_step: Called after each step, warm-up included.
     """
     times: dict[str, list[float]] = {name: [] for name in trainers}
     for turn in range(-1, max(rounds.values(), default=0)):

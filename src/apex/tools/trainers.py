@@ -1,4 +1,4 @@
-"""One experiment under one variant: backward, step and loss scale, whatever the engine."""
+"""One experiment under one variant, with the same interface for amp and autocast."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class Trainer(Protocol):
     optimizer: Optimizer
 
     def backward(self, batch: Any) -> Tensor:
-        """Returns the loss (0-d, detached); the gradients are on what the optimizer steps."""
+        """Returns the loss (0-d, detached) and leaves gradients on the stepped parameters."""
 
     def unscale(self) -> None:
-        """Makes sure that these gradients are unscaled; at most once a step."""
+        """Unscales these gradients if they are scaled; call at most once per step."""
 
     def step(self) -> None:
-        """Steps, unless a gradient overflowed, and clears the gradients."""
+        """Steps unless a gradient overflowed, then clears the gradients."""
 
     def loss_scale(self) -> float:
-        """Returns the present loss scale (multiplier). Waits for the device."""
+        """Returns the current loss scale (multiplier). Waits for the device."""
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Returns ``function(*args)`` under the variant's casts."""
@@ -53,13 +53,13 @@ def prepare(
     *,
     loss_scale: float = INITIAL_SCALE,
 ) -> Trainer:
-    """Returns the trainer of ``experiment``, whose model is moved to ``device`` and prepared.
+    """Moves the experiment's model to ``device``, prepares it and returns the trainer.
 
     Args:
         variant: How to train.
-        experiment: With a model and an optimizer that nobody else uses.
-        device: Where to.
-        loss_scale: Where a dynamic scale starts.
+        experiment: With a model and an optimizer of its own.
+        device: Device to train on.
+        loss_scale: Initial value of a dynamic scale.
     """
     experiment.model.to(device)
     if variant.engine == "amp":
@@ -68,7 +68,7 @@ def prepare(
 
 
 class _AmpTrainer:
-    """Trains by ``amp.initialize`` and ``amp.scale_loss``."""
+    """Trains with ``amp.initialize`` and ``amp.scale_loss``."""
 
     def __init__(self, variant: Variant, experiment: Experiment, loss_scale: float) -> None:
         self._loss = experiment.loss
@@ -83,7 +83,7 @@ class _AmpTrainer:
         self._scaler = self._session.scalers[0]
         if self._scaler.dynamic:
             self._scaler.set_scale(loss_scale)
-        # Several levels live at once when they are timed in turns. Their ambient casts would rule
+        # Several levels are alive at once while they are timed. Their ambient casts would apply to
         # one another's losses, so each forward enters the casts of its own session instead.
         if isinstance(self._session.region, CastRegion):
             self._session.region.leave_ambient()
@@ -95,7 +95,7 @@ class _AmpTrainer:
         return loss.detach()
 
     def unscale(self) -> None:
-        """Does nothing: ``scale_loss`` has done it."""
+        """Does nothing: ``scale_loss`` already unscaled them."""
 
     def step(self) -> None:
         self.optimizer.step()
@@ -109,7 +109,7 @@ class _AmpTrainer:
 
 
 class _AutocastTrainer:
-    """Trains by ``torch.autocast``, and by ``GradScaler`` where it is fp16."""
+    """Trains with ``torch.autocast`` and, in fp16, with ``GradScaler``."""
 
     def __init__(
         self, variant: Variant, experiment: Experiment, device: torch.device, loss_scale: float

@@ -20,21 +20,21 @@ from apex.tools.targets import Experiment
 from apex.tools.trainers import Trainer
 
 FROZEN_SAMPLES = 8
-"""At how many steps frozen updates are counted."""
+"""Number of steps at which frozen updates are counted."""
 
 LAST_STEPS = 10
-"""A loss at the end is the mean of so many steps."""
+"""Number of steps that the final loss is averaged over."""
 
 State = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Track:
-    """The fp32 run, for the others to be compared with.
+    """A run that others can be compared with.
 
     Attributes:
         losses: One per step.
-        weights: The model's state after some numbers of steps, by that number.
+        weights: State of the model, by the number of steps before it.
     """
 
     losses: Sequence[float]
@@ -55,11 +55,11 @@ def train(
         trainer: Freshly prepared.
         batches: One per step.
         device: Where the model is.
-        keep_at: After how many steps to keep the weights; the end is always kept.
+        keep_at: Step numbers after which to keep the weights; the final ones are always kept.
         on_step: Called after each step.
 
     Returns:
-        The record, without evaluation and distance from fp32, and what distances are measured from.
+        The record, without evaluation and distance from fp32, and the track to compare with.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -87,7 +87,7 @@ def train(
 
 
 def evaluated(record: Training, trainer: Trainer, experiment: Experiment) -> Training:
-    """Returns the record with the figure that the target's ``evaluate`` gives, if it has one."""
+    """Returns the record with the result of the target's ``evaluate``, if it has one."""
     if experiment.evaluate is None:
         return record
     with torch.no_grad():
@@ -95,7 +95,7 @@ def evaluated(record: Training, trainer: Trainer, experiment: Experiment) -> Tra
 
 
 def placed(batch: Any, device: torch.device) -> Any:
-    """Returns ``batch`` with its tensors, and what else can be moved, on ``device``."""
+    """Returns ``batch`` with its tensors and other movable objects on ``device``."""
     return tree.map_tensors(lambda tensor: tensor.to(device), batch, lambda o: o.to(device))
 
 
@@ -136,7 +136,7 @@ def snapshot(trainer: Trainer) -> State:
 
 
 def _step(trainer: Trainer, step: int, *, count: bool) -> list[Sample]:
-    """Steps; where asked, counts the frozen updates, for the optimizers that allow it."""
+    """Steps and, if ``count``, counts frozen updates for optimizers that allow it."""
     if not count:
         trainer.step()
         return []
@@ -144,7 +144,7 @@ def _step(trainer: Trainer, step: int, *, count: bool) -> list[Sample]:
     with ExitStack() as stack:
         try:
             updates = stack.enter_context(frozen_updates(trainer.optimizer))
-        except Exception:  # noqa: BLE001 - one that cannot be copied, or steps by a closure only
+        except Exception:  # noqa: BLE001 - it cannot be copied, or needs a closure
             updates = None
         trainer.step()
     return [(step, updates.share)] if updates is not None and updates.wanted else []

@@ -1,4 +1,4 @@
-"""The ways of training that are compared: each level of amp, and torch's own."""
+"""The ways of training to compare: each level of amp, and torch.autocast."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Variant:
 
     Attributes:
         name: As on the command line.
-        dtype: Of its heavy arithmetic.
-        meaning: In a few words.
-        engine: "amp" for ``amp.initialize``, "autocast" for ``torch.autocast``, with a
-            ``GradScaler`` where it is fp16.
-        options: What ``amp.initialize`` gets.
-        advised: Whether a recommendation may name it; the others are there to compare with.
+        dtype: Dtype of matrix products and convolutions.
+        meaning: Short description.
+        engine: "amp" for ``amp.initialize``, "autocast" for ``torch.autocast``, in fp16 with a
+            ``GradScaler``.
+        options: Arguments of ``amp.initialize``.
+        advised: Whether it may be recommended; the others are only compared with.
     """
 
     name: str
@@ -39,7 +39,7 @@ SHORT: Mapping[torch.dtype, str] = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
 }
-"""How a dtype is called in tables."""
+"""Names of dtypes in tables."""
 
 _ALL = (
     Variant("O0", torch.float32, "fp32 throughout", advised=False),
@@ -60,16 +60,16 @@ _ALL = (
 )
 
 VARIANTS: Mapping[str, Variant] = {variant.name: variant for variant in _ALL}
-"""By name, in the order to show."""
+"""By name, in display order."""
 
 
 def chosen(names: str) -> tuple[Variant, ...]:
-    """Returns the variants of a list such as ``"O0,O4,autocast-bf16"``, in the order to show.
+    """Returns the variants in a list such as ``"O0,O4,autocast-bf16"``, in display order.
 
-    The baseline is always among them: the others are measured against it.
+    The baseline is always included.
 
     Raises:
-        ValueError: For a name that there is not.
+        ValueError: For an unknown name.
     """
     wanted = {name.strip() for name in names.split(",") if name.strip()}
     unknown = sorted(wanted - VARIANTS.keys())

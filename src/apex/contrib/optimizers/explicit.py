@@ -1,4 +1,4 @@
-"""Steps on gradients that are passed in, with the results passed out."""
+"""Steps with explicit gradients and output tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GivenTensors = Iterable[Tensor] | list[list[Tensor]]
 
 
 class ExplicitOptimizer(FusedOptimizer):
-    """An optimizer whose ``step`` takes gradients, 16-bit copies to write, and their scale."""
+    """An optimizer whose ``step`` accepts gradients, their scale, and 16-bit outputs."""
 
     def step(
         self,
@@ -30,17 +30,17 @@ class ExplicitOptimizer(FusedOptimizer):
 
         Args:
             closure: Recomputes the loss; called once, before the step.
-            grads: Gradients in place of the parameters' own, for one group or a list per group.
-            output_params: Tensors to write the rounded parameters to, likewise.
-            scale: What gradients are divided by.
-            grad_norms: The 2-norm of each group's scaled gradients, where known.
-            scaling: ``grad_scaler``, a ``torch.amp.GradScaler`` whose scaled gradients these are.
+            grads: Gradients to use instead of the parameters' own; one list, or a list per group.
+            output_params: Tensors that receive the rounded parameters, in the same form.
+            scale: Divisor of the gradients.
+            grad_norms: The 2-norm of each group's scaled gradients, if known.
+            scaling: ``grad_scaler``, the ``torch.amp.GradScaler`` that scaled the gradients.
 
         Returns:
-            What the closure returned.
+            The result of the closure.
 
         Raises:
-            ValueError: If the lists do not fit the groups.
+            ValueError: If the lists do not match the groups.
         """
         groups = self.param_groups
         given = _per_group("grads", grads, groups)
@@ -73,7 +73,7 @@ class ExplicitOptimizer(FusedOptimizer):
 def _per_group(
     name: str, given: GivenTensors | None, groups: list[dict[str, Any]]
 ) -> list[Tensor | None] | None:
-    """Returns one tensor for each parameter, in the order of the groups."""
+    """Returns one tensor per parameter, in group order."""
     if given is None:
         return None
     lists = list(given)

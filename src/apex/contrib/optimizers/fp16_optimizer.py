@@ -1,4 +1,4 @@
-"""The FP16_Optimizer beside apex's deprecated optimizers."""
+"""The ``FP16_Optimizer`` of apex's deprecated optimizers."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from apex import optimizers
 
 
 class FP16_Optimizer(optimizers.FP16_Optimizer):  # noqa: N801 - apex's name
-    """As :class:`apex.optimizers.FP16_Optimizer`; its checkpoints hold masters one by one."""
+    """Like :class:`apex.optimizers.FP16_Optimizer`, but saves masters one by one."""
 
     @property
     def fp32_groups(self) -> list[list[Tensor]]:
-        """The fp32 masters (fp32 parameters themselves), group by group."""
+        """The fp32 masters, or the fp32 parameters themselves, per group."""
         return [group["params"] for group in self.optimizer.param_groups]
 
     def _saved_masters(self) -> dict[str, Any]:
         groups = [[param.detach() for param in params] for params in self.fp32_groups]
         return {"fp32_groups": groups}
 
-    def _loaded_masters(self, state_dict: dict[str, Any]) -> list[Tensor]:
+    def _masters_from(self, state_dict: dict[str, Any]) -> list[Tensor]:
         groups = state_dict["fp32_groups"]
         given = [[tuple(tensor.shape) for tensor in tensors] for tensors in groups]
         expected = [[tuple(param.shape) for param in params] for params in self.fp32_groups]
         if given != expected:
             raise ValueError(
                 f"The state dict holds masters of shapes {given}; this optimizer's groups have "
-                f"{expected}. Make model and groups as they were when it was saved."
+                f"{expected}. Build model and groups as they were when it was saved."
             )
         return [tensor for tensors in groups for tensor in tensors]

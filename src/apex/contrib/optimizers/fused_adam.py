@@ -1,4 +1,4 @@
-"""apex's first FusedAdam: clipping inside, gradients and outputs as arguments of ``step``."""
+"""apex's first FusedAdam: clips, and takes gradients and outputs as arguments of ``step``."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from apex.optimizers.fused_optimizer import (
 
 
 class FusedAdam(ExplicitOptimizer):
-    """Adam with decoupled weight decay, in the form of apex's first version.
+    """Adam with decoupled weight decay, as in apex's first version.
 
-    The bias is corrected in the step size, ``lr * sqrt(1 - beta2**t) / (1 - beta1**t)``, which
-    multiplies weight decay, too.
+    Bias correction applies to the step size, ``lr * sqrt(1 - beta2**t) / (1 - beta1**t)``, and thus
+    to weight decay, too.
 
     Attributes:
-        eps_mode: 0 if ``eps`` is added under the square root, 1 if outside.
+        eps_mode: 0 if ``eps`` is added inside the square root, 1 if outside.
     """
 
     settings: ClassVar[tuple[str, ...]] = ("eps_mode",)
@@ -47,24 +47,24 @@ class FusedAdam(ExplicitOptimizer):
         use_mt: bool = False,
         amp_scale_adjustment: float = 1.0,
     ) -> None:
-        """Makes the optimizer.
+        """Creates the optimizer.
 
         Args:
             params: Parameters or groups.
             lr: Learning rate.
-            bias_correction: Whether the step size corrects the bias of the averages.
+            bias_correction: Whether to correct the bias of the averages in the step size.
             betas: Decay of the averages of gradients and of their squares, per step.
             eps: Added to the denominator.
-            eps_inside_sqrt: Whether it is added under the square root.
+            eps_inside_sqrt: Whether to add ``eps`` inside the square root.
             weight_decay: Decay rate.
             max_grad_norm: Greatest norm of a group's gradients; 0 for no clipping.
-            amsgrad: Refused.
-            use_mt: Changes nothing: all parameters are stepped together.
+            amsgrad: Not supported.
+            use_mt: Ignored: all parameters are always stepped together.
             amp_scale_adjustment: Must be 1: amp unscales gradients before the step.
 
         Raises:
             RuntimeError: For ``amsgrad``.
-            ValueError: For a value outside its range.
+            ValueError: For a value out of range.
         """
         del use_mt
         refuse_amsgrad("FusedAdam", amsgrad)
@@ -72,7 +72,7 @@ class FusedAdam(ExplicitOptimizer):
         check_range("max_grad_norm", max_grad_norm)
         if amp_scale_adjustment != 1.0:
             raise ValueError(
-                f"amp_scale_adjustment is {amp_scale_adjustment!r}; only 1 has a meaning: amp "
+                f"amp_scale_adjustment is {amp_scale_adjustment!r}; it must be 1, because amp "
                 "unscales gradients before the step."
             )
         defaults = {
@@ -87,7 +87,7 @@ class FusedAdam(ExplicitOptimizer):
         self.eps_mode = 0 if eps_inside_sqrt else 1
 
     def prepare(self, batches: list[Batch]) -> None:
-        """Takes each group's norm and clips its gradients."""
+        """Clips each group's gradients by their norm."""
         for index, group in enumerate(self.param_groups):
             own = [batch for batch in batches if batch.group is group]
             if own and group["max_grad_norm"] > 0:

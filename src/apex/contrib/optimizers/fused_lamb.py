@@ -1,4 +1,4 @@
-"""apex's first FusedLAMB: today's, without ``use_nvlamb``."""
+"""apex's first FusedLAMB: like the current one, but without ``use_nvlamb``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from apex import optimizers
 
 
 class FusedLAMB(optimizers.FusedLAMB):
-    """LAMB; tensors without weight decay get no trust ratio."""
+    """LAMB without a trust ratio for tensors without weight decay."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class FusedLAMB(optimizers.FusedLAMB):
         set_grad_none: bool = True,
         max_grad_norm: float = 1.0,
     ) -> None:
-        """Makes the optimizer; see :class:`apex.optimizers.FusedLAMB`."""
+        """Creates the optimizer; see :class:`apex.optimizers.FusedLAMB`."""
         super().__init__(
             params,
             lr=lr,

@@ -10,7 +10,7 @@ from apex.contrib.optimizers.explicit import ExplicitOptimizer
 
 
 class FusedSGD(ExplicitOptimizer, optimizers.FusedSGD):
-    """SGD with momentum; steps the parameters' own gradients where none are passed."""
+    """SGD with momentum; uses the parameters' own gradients unless others are passed."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class FusedSGD(ExplicitOptimizer, optimizers.FusedSGD):
         wd_after_momentum: bool = False,
         materialize_master_grads: bool = True,
     ) -> None:
-        """Makes the optimizer; see :class:`apex.optimizers.FusedSGD`."""
+        """Creates the optimizer; see :class:`apex.optimizers.FusedSGD`."""
         optimizers.FusedSGD.__init__(
             self,
             params,

@@ -1,1 +1,1 @@
-"""Explanations for people: a terminal's tables, Markdown, a page."""
+"""The output formats of an explanation: terminal text, Markdown and HTML."""

@@ -1,8 +1,9 @@
-"""Numbers, dtypes and findings in words; the same in every format."""
+"""Numbers, dtypes and findings as text, the same in every output format."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from apex.debug.explanation import Explanation, Totals
 from apex.debug.records import OpRow
@@ -10,13 +11,31 @@ from apex.debug.records import OpRow
 SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
+_NEAR = 2.0
+"""Headroom (powers of two) below which a row is marked."""
+
+
+class Finding(NamedTuple):
+    """One of the totals: its name, its value, a remark, and whether it deserves attention."""
+
+    name: str
+    value: str
+    remark: str
+    is_alarm: bool = False
+
+
+def is_near(headroom: float | None) -> bool:
+    """Returns whether a result came close to its dtype's limit."""
+    return headroom is not None and headroom < _NEAR
+
+
 def short(dtype: str) -> str:
-    """Returns a dtype's short name, such as ``"bf16"``; a dash for none."""
+    """Returns a dtype's short name, such as ``"bf16"``, or a dash."""
     return SHORT.get(dtype, dtype) or "—"
 
 
 def percent(share: float | None) -> str:
-    """Returns a share as a percentage; a dash for None."""
+    """Returns a share as a percentage, or a dash for None."""
     if share is None:
         return "—"
     value = 100.0 * share
@@ -28,27 +47,27 @@ def percent(share: float | None) -> str:
 
 
 def size(count: int) -> str:
-    """Returns bytes in a unit that fits."""
+    """Returns bytes in a suitable unit."""
     return f"{count} B" if count < 1024 else _scaled(count, 1024.0, ("KiB", "MiB", "GiB", "TiB"))
 
 
 def amount(count: int) -> str:
-    """Returns a count with a suffix for thousands, millions, ..."""
+    """Returns a count, with an SI suffix from 1000 on."""
     return str(count) if count < 1000 else _scaled(count, 1000.0, ("k", "M", "G", "T", "P"))
 
 
 def number(value: float) -> str:
-    """Returns a number in three digits, large powers of two whole."""
+    """Returns a number with three significant digits; integers in full."""
     return f"{value:.0f}" if value >= 1 and value == int(value) else f"{value:.3g}"
 
 
 def bits(headroom: float | None) -> str:
-    """Returns headroom in whole powers of two; a dash for None."""
+    """Returns headroom in whole powers of two, or a dash for None."""
     return "—" if headroom is None else str(int(headroom))
 
 
 def place(module: str, inside: bool = True) -> str:
-    """Returns where something ran: a module, the model itself, or outside of it."""
+    """Returns where something ran: a module, the model itself, or outside the model."""
     return module or ("(model)" if inside else "(outside)")
 
 
@@ -58,42 +77,55 @@ def types(row: OpRow) -> str:
 
 
 def casts(row: OpRow) -> str:
-    """Returns the casts made for an operator, such as ``"3 fp32→bf16, 384 B"``; or nothing."""
+    """Returns an operator's casts, such as ``"3 fp32→bf16, 384 B"``; empty if it has none."""
     made = [f"{cast.count} {short(cast.source)}→{short(cast.target)}" for cast in row.casts]
     return f"{', '.join(made)}, {size(sum(cast.bytes for cast in row.casts))}" if made else ""
 
 
-def findings(explanation: Explanation) -> Iterator[tuple[str, str, str]]:
-    """Yields the totals: a name, its value, and what to know about it."""
+def findings(explanation: Explanation) -> Iterator[Finding]:
+    """Yields the totals."""
     totals = explanation.totals
-    yield (
+    yield Finding(
         "FLOPs in low precision",
         percent(totals.low_precision_share),
         f"of {amount(totals.flops)} floating-point operations",
     )
-    yield "Casts", amount(totals.casts), f"{size(totals.cast_bytes)} read and written"
-    yield "Casts there and back", amount(totals.wasted_casts), _round_trips(explanation)
-    yield "Nearest to its limit", bits(totals.headroom), _nearest(totals)
-    yield (
-        "Lost in casts to 16 bits",
-        percent(totals.underflow_share),
-        f"to zero or subnormal; {percent(totals.overflow_share)} to inf",
+    yield Finding("Casts", amount(totals.casts), f"{size(totals.cast_bytes)} read and written")
+    yield Finding(
+        "Round-trip casts",
+        amount(totals.wasted_casts),
+        _round_trips(explanation),
+        bool(totals.wasted_casts),
     )
-    yield "Results not finite", percent(totals.nonfinite_share), "inf or NaN, of all results"
+    yield Finding(
+        "Least headroom", bits(totals.headroom), _nearest(totals), is_near(totals.headroom)
+    )
+    yield Finding(
+        "Underflow in 16-bit casts",
+        percent(totals.underflow_share),
+        f"to zero or subnormal; overflow to inf: {percent(totals.overflow_share)}",
+        bool(totals.overflow_share),
+    )
+    yield Finding(
+        "Non-finite results",
+        percent(totals.nonfinite_share),
+        "inf or NaN, of all results",
+        bool(totals.nonfinite_share),
+    )
     if explanation.gradients:
-        yield (
-            "Gradients under fp16",
+        yield Finding(
+            "Gradients below fp16's range",
             percent(totals.gradient_underflow_share),
-            f"would go to zero or subnormal in fp16 at loss scale {number(explanation.loss_scale)}"
-            f"; {percent(totals.gradient_overflow_share)} beyond its range,"
-            f" {percent(totals.gradient_zero_share)} zero already",
+            f"zero or subnormal in fp16 at loss scale {number(explanation.loss_scale)};"
+            f" overflow: {percent(totals.gradient_overflow_share)};"
+            f" exactly zero already: {percent(totals.gradient_zero_share)}",
         )
 
 
 def _round_trips(explanation: Explanation) -> str:
     trips = sorted(explanation.round_trips, key=lambda trip: -trip.bytes)
     if not trips:
-        return "none is undone by the next"
+        return "no cast is undone by the next one"
     first = trips[0]
     path = " → ".join(map(short, first.path))
     more = f" and {len(trips) - 1} more" if len(trips) > 1 else ""
@@ -103,9 +135,9 @@ def _round_trips(explanation: Explanation) -> str:
 
 def _nearest(totals: Totals) -> str:
     if totals.largest is None:
-        return "no forward result to look at"
+        return "no forward result to measure"
     powers = "power" if bits(totals.headroom) == "1" else "powers"
-    left = f"{powers} of two left above {totals.largest:.3g}"
+    left = f"{powers} of two above {totals.largest:.3g}"
     module = f"module {totals.largest_module}" if totals.largest_module else "the model itself"
     return f"{left} ({short(totals.largest_dtype)} in {module})"
 

@@ -9,7 +9,7 @@ from apex.debug.rendering import formatting
 
 
 def markdown(explanation: Explanation) -> str:
-    """Returns the explanation with every row; for an issue, or a file beside the run."""
+    """Returns the explanation with every row, for an issue or a file."""
     modules = (
         (
             f"`{formatting.place(row.name)}`",
@@ -39,7 +39,7 @@ def markdown(explanation: Explanation) -> str:
     parts = [
         f"# {explanation.model}, explained",
         f"Level {explanation.level}, loss scale {scale}.",
-        _table(("", "", "what it is"), formatting.findings(explanation)),
+        _table(("", "", "details"), (each[:3] for each in formatting.findings(explanation))),
         "## Modules",
         _table(("module", "class", "dtype", "time", "casts:", "headroom:"), modules),
         "## Operators",
@@ -56,7 +56,7 @@ _OPERATORS = (
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns a table; a name that ends in a colon aligns its column to the right."""
+    """Returns a table; columns whose name ends in a colon are right-aligned."""
     names = [name.rstrip(":") for name in head]
     rules = ["--:" if name.endswith(":") else "---" for name in head]
     escaped = ([cell.replace("|", "\\|") for cell in row] for row in rows)

@@ -13,12 +13,12 @@ _BLOCKS = " ▏▎▍▌▋▊▉█"
 
 
 def text(explanation: Explanation, *, rows: int | None = 40, colour: bool = False) -> str:
-    """Returns the explanation as tables of box-drawing characters.
+    """Returns the explanation as tables drawn with box characters.
 
     Args:
         explanation: What was found.
-        rows: At most so many operators, those that took most time; None for all.
-        colour: Whether dtypes are coloured by ANSI sequences.
+        rows: Number of operators to show, slowest first; None for all.
+        colour: Whether to colour dtypes with ANSI escape sequences.
     """
     shown = _longest(explanation, rows)
     parts = [
@@ -29,7 +29,7 @@ def text(explanation: Explanation, *, rows: int | None = 40, colour: bool = Fals
     ]
     hidden = len(explanation.ops) - len(shown)
     if hidden:
-        parts.append(f"{hidden} rows that took less time are left out: see to_json() or to_html().")
+        parts.append(f"{hidden} faster rows omitted; to_json() and to_html() show all.")
     return "\n\n".join([*parts, "\n".join(explanation.notes)])
 
 
@@ -45,10 +45,10 @@ def _title(explanation: Explanation) -> str:
 
 def _totals(explanation: Explanation) -> Iterator[str]:
     lines = list(formatting.findings(explanation))
-    names = max(len(name) for name, _, _ in lines)
-    values = max(len(value) for _, value, _ in lines)
-    for name, value, more in lines:
-        yield f"  {name:<{names}}  {value:>{values}}  {more}"
+    names = max(len(line.name) for line in lines)
+    values = max(len(line.value) for line in lines)
+    for line in lines:
+        yield f"  {line.name:<{names}}  {line.value:>{values}}  {line.remark}"
 
 
 def _modules(explanation: Explanation) -> Iterator[tuple[str, ...]]:
@@ -65,7 +65,7 @@ def _modules(explanation: Explanation) -> Iterator[tuple[str, ...]]:
 
 
 def _branch(modules: Sequence[ModuleRow], index: int) -> str:
-    """Returns a module's own name behind the lines of the tree that lead to it."""
+    """Returns a module's own name after the tree lines that lead to it."""
     name = modules[index].name
     if not name:
         return "(model)"
@@ -109,7 +109,7 @@ def _longest(explanation: Explanation, count: int | None) -> list[OpRow]:
 def _table(
     head: Sequence[str], rows: Sequence[tuple[str, ...] | str], colour: bool
 ) -> Iterator[str]:
-    """Yields the lines of a table; a row that is one string heads the rows below it."""
+    """Yields the lines of a table; a row that is a single string is a heading."""
     names = [name.lstrip("<") for name in head]
     cells = [names, *(row for row in rows if not isinstance(row, str))]
     widths = [max(len(row[index]) for row in cells) for index in range(len(head))]

@@ -1,4 +1,4 @@
-"""What this machine and this installation are good for: ``apex doctor``."""
+"""``apex doctor``: examines the machine and the installation."""
 
 from apex.tools.doctor.examination import Health, examine
 

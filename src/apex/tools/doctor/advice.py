@@ -1,4 +1,4 @@
-"""Which level a machine is made for."""
+"""The level that suits a machine."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from dataclasses import dataclass
 from apex.tools.doctor.speeds import Speed, ratio
 
 LEAST_GAIN = 1.2
-"""A dtype less than this many times as fast as fp32 in single operators gains nothing in a model,
-where they are a part of the time."""
+"""Least speed-up over fp32 in single operators that still pays off in a whole model."""
 
 MUCH_FASTER = 1.5
-"""fp16 has to be this many times as fast as bf16 to be worth its loss scaling."""
+"""Speed of fp16 relative to bf16 that justifies loss scaling."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A level and why.
+    """A level and the reason for it.
 
     Attributes:
         opt_level: Such as ``"O4"``.
-        reason: One sentence with the measured figures.
+        reason: One sentence with measurements.
     """
 
     opt_level: str
@@ -28,7 +27,7 @@ class Advice:
 
 
 def advise(speeds: list[Speed], device: str) -> Advice:
-    """Returns the level to begin with on ``device``.
+    """Returns the level to start with on ``device``.
 
     Args:
         speeds: What :func:`apex.tools.doctor.speeds.measure` returned for it.
@@ -49,7 +48,7 @@ def advise(speeds: list[Speed], device: str) -> Advice:
         )
     return Advice(
         "O0",
-        f"stay in fp32: on {device} bf16 is {bf16:.1f} times as fast and fp16 {fp16:.1f} times, "
-        "too little to gain from. O5 still halves the bytes of weights and gradients that "
-        "processes send.",
+        f"stay in fp32, because bf16 is {bf16:.1f} times and fp16 {fp16:.1f} times as fast on "
+        f"{device}, too little to benefit. O5 still halves the bytes of weights and gradients "
+        "sent between processes.",
     )

@@ -1,4 +1,4 @@
-"""The whole examination: versions, devices, speeds, conflicts, advice."""
+"""Versions, devices, speeds, conflicts and advice."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Health:
     """What :func:`examine` found.
 
     Attributes:
-        versions: Of apex-amp, torch, Python and the system, by name.
-        devices: Each device, and what it is.
+        versions: Versions of apex-amp, torch, Python and the system, by name.
+        devices: Description of each device.
         speeds: Measured operators.
-        conflicts: Installations in the way, a sentence each.
-        host_reads: Reads of a tensor by the host in one step, by fused optimizer.
-        advice: The level to begin with.
+        conflicts: Conflicting installations, one sentence each.
+        host_reads: Host reads of a tensor in one step, by fused optimizer.
+        advice: The level to start with.
     """
 
     versions: dict[str, str]
@@ -36,7 +36,7 @@ class Health:
 
     @property
     def well(self) -> bool:
-        """Whether nothing is in the way: no conflict, and no fused optimizer that waits."""
+        """Whether there is no conflict and no fused optimizer waits for the device."""
         return not self.conflicts and not any(self.host_reads.values())
 
     def to_dict(self) -> dict[str, Any]:
@@ -45,11 +45,11 @@ class Health:
 
 
 def examine(device: torch.device, *, budget: float = 0.2) -> Health:
-    """Measures and looks around; takes seconds, and leaves nothing behind.
+    """Examines machine and installation in a few seconds, without side effects.
 
     Args:
-        device: What to advise for; the CPU is measured beside it.
-        budget: Seconds for each operator and dtype.
+        device: Device to advise on; the CPU is measured, too.
+        budget: Seconds per operator and dtype.
     """
     devices = dict.fromkeys([str(device), "cpu"])
     measured = [s for name in devices for s in speeds.measure(torch.device(name), budget=budget)]

@@ -1,4 +1,4 @@
-"""Which packages called apex there are, beside this one."""
+"""Other installed packages named apex."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 import apex
 
 MODULES = ("amp_C", "apex_C")
-"""Top-level modules of ours that NVIDIA's apex compiles."""
+"""Our top-level modules that in NVIDIA's apex are compiled extensions."""
 
 
 def conflicts() -> list[str]:
-    """Returns a sentence for each installation that is, or may come, in the way; empty if none."""
+    """Returns a sentence for each installation that conflicts with this one, or may do so."""
     return [*_distributions(), *_hidden_packages(), *_compiled_modules()]
 
 
@@ -25,7 +25,7 @@ def _distributions() -> list[str]:
         modules = [f for f in files or () if f.parts and f.parts[0] == "apex"]
         if files is None or modules:
             found.append(
-                f"the distribution `apex` {distribution.version} has modules of its own; "
+                f"the distribution `apex` {distribution.version} contains modules; "
                 f"uninstall it: {sys.executable} -m pip uninstall apex"
             )
     return found
@@ -36,8 +36,8 @@ def _hidden_packages() -> list[str]:
     folders = {(Path(entry) / "apex").resolve() for entry in sys.path}
     others = sorted(f for f in folders if f != ours and (f / "__init__.py").is_file())
     return [
-        f"another package apex in {folder} comes after this one on the path and is never imported; "
-        "remove it, so that nothing depends on the order"
+        f"another package apex in {folder} is shadowed by this one; remove it, so that the order "
+        "of sys.path does not matter"
         for folder in others
     ]
 
@@ -48,10 +48,10 @@ def _compiled_modules() -> list[str]:
     for name in MODULES:
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:
-            found.append(f"the module {name} is missing; install apex-amp again")
+            found.append(f"the module {name} is missing; reinstall apex-amp")
         elif site not in Path(spec.origin).resolve().parents:
             found.append(
-                f"the module {name} is that of {spec.origin}, not this package's; uninstall the "
-                "apex it came with"
+                f"the module {name} comes from {spec.origin}, not from this package; uninstall "
+                "that apex"
             )
     return found

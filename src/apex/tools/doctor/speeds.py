@@ -1,4 +1,4 @@
-"""How fast a device multiplies matrices and convolves in each dtype."""
+"""The speed of matrix products and convolutions in each dtype."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WORK = ("matmul", "conv")
 LEAST_CALLS = 2
 _TINY = 1e-9
-"""Seconds: below what a clock tells apart."""
+"""Seconds; below the resolution of any clock."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Speed:
         device: Such as ``"cpu"``.
         work: ``"matmul"`` or ``"conv"``.
         dtype: Such as ``"bfloat16"``.
-        seconds: Of the fastest call; None where the device cannot.
+        seconds: Time of the fastest call; None if the device does not support it.
         flops: Floating-point operations of a call.
-        error: Why the device cannot; empty where it can.
+        error: Why the device does not support it; empty if it does.
     """
 
     device: str
@@ -43,7 +43,7 @@ class Speed:
 
     @property
     def per_second(self) -> float:
-        """Floating-point operations in a second; 0 where the device cannot."""
+        """Floating-point operations per second; 0 if the device does not support it."""
         return self.flops / self.seconds if self.seconds else 0.0
 
 
@@ -51,16 +51,16 @@ def measure(device: torch.device, *, budget: float = 0.2) -> list[Speed]:
     """Returns the speed of every operator in every dtype.
 
     Args:
-        device: Where.
-        budget: Seconds for one operator in one dtype, beyond two calls.
+        device: Device to measure.
+        budget: Seconds per operator and dtype, beyond two calls.
     """
     return [_measured(device, work, dtype, budget) for work in WORK for dtype in DTYPES]
 
 
 def ratio(speeds: list[Speed], device: str, dtype: str) -> float:
-    """Returns how many times as fast as fp32 a dtype is, the geometric mean of the operators.
+    """Returns the speed of a dtype relative to fp32, as the geometric mean over operators.
 
-    It is 0 where one of them fails.
+    It is 0 if one of them fails.
 
     Args:
         speeds: What :func:`measure` returned.

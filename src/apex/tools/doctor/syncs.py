@@ -1,4 +1,4 @@
-"""Whether the steps of fused optimizers make the host wait for the device."""
+"""Whether fused optimizers make the host wait for the device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OPTIMIZERS: dict[str, Make] = {
 
 READS = {Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__float__, Tensor.__int__}
 STEPS_BEFORE = 2
-"""Steps that set up state; the one after them is looked at."""
+"""Steps that set up state before the measured one."""
 
 
 class _HostReads(TorchFunctionMode):
@@ -45,13 +45,13 @@ class _HostReads(TorchFunctionMode):
 
 
 def host_reads(device: torch.device) -> dict[str, int]:
-    """Returns, by optimizer, how often a steady step under a dynamic loss scale reads a tensor.
+    """Returns how often one step reads a tensor on the host under a dynamic scale, by optimizer.
 
-    On a device each read waits for it. The scales are dynamic, as fp16 wants them, in bf16, which
-    no machine emulates slowly.
+    On an accelerator each read waits for the device. The loss scale is dynamic, as fp16 needs it,
+    but the dtype is bf16, which is fast everywhere.
 
     Args:
-        device: Where to train.
+        device: Device to train on.
     """
     found = {}
     for name, make in OPTIMIZERS.items():

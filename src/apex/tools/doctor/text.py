@@ -1,14 +1,13 @@
-"""An examination as one screen of text."""
+"""An examination as text for the terminal."""
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 
 from apex.tools.doctor.examination import Health
 from apex.tools.doctor.speeds import DTYPES, WORK, Speed
+from apex.tools.wrapping import wrapped
 
-WIDTH = 100
 _NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 
 
@@ -19,10 +18,10 @@ def health_text(health: Health) -> str:
         "\n".join(_speed_lines(health)),
         "\n".join(_conflict_lines(health)),
         "\n".join(_step_lines(health)),
-        f"Begin with {health.advice.opt_level}: {health.advice.reason} Whether a model gains as "
-        "much, `apex compare` measures.",
+        f"Start with {health.advice.opt_level}: {health.advice.reason} `apex compare` measures the "
+        "gain on your model.",
     ]
-    return "\n\n".join("\n".join(_folded(line) for line in part.splitlines()) for part in parts)
+    return "\n\n".join("\n".join(wrapped(line) for line in part.splitlines()) for part in parts)
 
 
 def _speed_lines(health: Health) -> Iterator[str]:
@@ -37,26 +36,22 @@ def _speed_lines(health: Health) -> Iterator[str]:
 
 def _cell(speed: Speed, base: float) -> str:
     if speed.seconds is None:
-        return "not on this device"
+        return "not supported"
     times = f"{speed.per_second / base:.2f}x" if base else ""
     return f"{speed.per_second / 1e9:,.0f} GFLOP/s {times:>7}"
 
 
 def _conflict_lines(health: Health) -> Iterator[str]:
     if not health.conflicts:
-        yield "Installation: no other apex in the way."
+        yield "Installation: no conflicting apex."
     for conflict in health.conflicts:
-        yield f"In the way: {conflict}."
+        yield f"Conflict: {conflict}."
 
 
 def _step_lines(health: Health) -> Iterator[str]:
     waiting = {name: count for name, count in health.host_reads.items() if count}
     free = [name for name in health.host_reads if name not in waiting]
     if free:
-        yield "Steps without a host sync under a dynamic loss scale: " + ", ".join(free) + "."
+        yield "No host sync per step under a dynamic loss scale: " + ", ".join(free) + "."
     for name, count in waiting.items():
-        yield f"{name} makes the host wait {count} times a step."
-
-
-def _folded(line: str) -> str:
-    return textwrap.fill(line, WIDTH) if len(line) > WIDTH else line
+        yield f"{name} makes the host wait {count} times per step."

@@ -1,4 +1,1 @@
-"""What old scripts use of apex: a verdict on each use, and the way to ``torch.amp``.
-
-libcst, which reads the scripts, is the extra ``migrate``.
-"""
+"""Every use of apex in old scripts, with a verdict on whether it works here."""

@@ -1,12 +1,9 @@
-"""The uses of apex below a path, each with its verdict."""
+"""All uses of apex in the files at a path, each with its verdict."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-from libcst import ParserSyntaxError
 
 from apex.tools.migrate.script import Script
 from apex.tools.migrate.sources import UnreadableError, python_files, read
@@ -24,12 +21,12 @@ class ScriptUses:
 
 @dataclass(frozen=True)
 class Migration:
-    """What a path uses of apex.
+    """The uses of apex found at a path.
 
     Attributes:
-        scripts: Those that mention apex.
-        unread: Files that could not be read or parsed, and why.
-        files: How many were looked at.
+        scripts: The scripts that mention apex.
+        unread: Files that could not be read or parsed, with the reason.
+        files: Number of files searched.
     """
 
     scripts: tuple[ScriptUses, ...]
@@ -38,61 +35,40 @@ class Migration:
 
     @property
     def failed(self) -> bool:
-        """Whether something is not supported, or was not read."""
+        """Whether any use is unsupported or any file could not be read."""
         verdicts = (verdict for script in self.scripts for _, verdict in script.uses)
         return bool(self.unread) or any(v.kind is Kind.NOT_SUPPORTED for v in verdicts)
 
 
 def migration_of(path: Path) -> Migration:
-    """Returns the uses of apex in a file, or in all Python files below a folder.
+    """Returns the uses of apex in a file, or in all Python files under a folder.
 
     Raises:
         UnreadableError: If the path itself cannot be read.
     """
-    scripts = Scripts(path)
-    found = [
-        ScriptUses(script.path, tuple((use, verdict_of_use(use)) for use in _known(script)))
-        for script in scripts
-    ]
-    return Migration(tuple(found), tuple(scripts.unread), len(scripts.files))
-
-
-def _known(script: Script) -> Iterator[Use]:
-    """Yields the uses; of strings those only that name something of apex."""
-    return (use for use in uses(script) if not use.quoted or is_known(use.name))
-
-
-class Scripts:
-    """The files of a path that may use apex, parsed one after the other.
-
-    Attributes:
-        files: All Python files of the path.
-        unread: Those that could not be read so far, and why.
-
-    Raises:
-        UnreadableError: If the path itself cannot be read; for a file while iterating.
-    """
-
-    def __init__(self, path: Path) -> None:
-        """Lists the files, and reads none."""
-        self.files = python_files(path)
-        self.unread: list[tuple[Path, str]] = []
-        self._is_file = self.files == [path]
-
-    def __iter__(self) -> Iterator[Script]:
-        """Yields them in order."""
-        for file in self.files:
-            if (script := self._script(file)) is not None:
-                yield script
-
-    def _script(self, file: Path) -> Script | None:
+    files = python_files(path)
+    scripts: list[ScriptUses] = []
+    unread: list[tuple[Path, str]] = []
+    for file in files:
         try:
-            text = read(file)
-            return Script(file, text) if may_use_apex(text) else None
-        except UnreadableError as error:
-            if self._is_file:
+            found = _uses_in(file)
+        except UnreadableError as error:  # noqa: PERF203 - one bad file must not end the search
+            if file == path:
                 raise
-            self.unread.append((file, str(error)))
-        except ParserSyntaxError as error:
-            self.unread.append((file, f"line {error.raw_line}: not the syntax of Python 3."))
+            unread.append((file, str(error)))
+        except (SyntaxError, ValueError) as error:  # ValueError: null bytes, before Python 3.12
+            line = error.lineno if isinstance(error, SyntaxError) else None
+            unread.append((file, f"line {line or 1}: not valid Python 3 syntax."))
+        else:
+            scripts += [ScriptUses(file, found)] if found is not None else []
+    return Migration(tuple(scripts), tuple(unread), len(files))
+
+
+def _uses_in(file: Path) -> tuple[tuple[Use, Verdict], ...] | None:
+    """Returns each use with its verdict; ``None`` if the file never mentions apex."""
+    text = read(file)
+    if not may_use_apex(text):
         return None
+    # Any string may look like a full name; only those that apex has, or had, count.
+    known = (use for use in uses(Script(text)) if not use.quoted or is_known(use.name))
+    return tuple((use, verdict_of_use(use)) for use in known)

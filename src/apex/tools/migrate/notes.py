@@ -1,90 +1,90 @@
-"""What is to be said of a name: the rows of docs/compatibility.md that a script may notice."""
+"""Remarks on names of apex: the differences in docs/compatibility.md that scripts may notice."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
 
-_FUNCTION = "a class with apply and forward, no torch.autograd.Function: backward is not there."
-_LEGACY_STATE = "Optimizer states that apex saved in 2019 do not load; models and scales do."
+_FUNCTION = "a class with apply and forward, not a torch.autograd.Function; it has no backward."
+_LEGACY_STATE = "Optimizer states saved by apex in 2019 do not load; models and loss scales do."
 _PARAMETRIZED = (
-    "State dicts have torch's keys (parametrizations.weight.original0); those with weight_g load."
+    "State dicts use torch's keys (parametrizations.weight.original0); those with weight_g load."
 )
-_STACKED = "batch_first and dropout have an effect, which apex ignored; check what you pass."
+_STACKED = "batch_first and dropout take effect; apex ignored them. Check what you pass."
 
 NOTES: Mapping[str, str] = MappingProxyType(
     {
         # -- amp
         "apex.amp.init": (
-            "The interface of 2018; docs/migrating.md turns it into amp.initialize. "
-            "enable_caching and verbose change nothing."
+            "The interface of 2018; docs/migrating.md shows the same with amp.initialize. "
+            "enable_caching and verbose have no effect."
         ),
         "apex.amp.half_function": "Means the level's 16-bit type: bf16 at O4.",
         "apex.amp.register_half_function": "Means the level's 16-bit type: bf16 at O4.",
-        "apex.amp.float_function": "Inside the function all casts are off.",
-        "apex.amp.register_float_function": "Inside the function all casts are off.",
+        "apex.amp.float_function": "All casts are off inside the function.",
+        "apex.amp.register_float_function": "All casts are off inside the function.",
         "apex.amp._amp_state": (
-            "loss_scalers and handle are those of the newest initialize; reading a scale waits for "
-            "the device. amp.state_dict() has all scales."
+            "loss_scalers and handle belong to the latest initialize call; reading a scale waits "
+            "for the device. amp.state_dict() has all scales."
         ),
         "apex.amp.scaler.LossScaler": (
-            "unscale_python is not there: use unscale, which works on every device."
+            "Has no unscale_python: use unscale, which works on every device."
         ),
         "apex.amp.lists": (
-            "A function and the method of its name are one operator: removing either removes both. "
-            "Change the lists before amp.initialize."
+            "A function and the method of the same name are one operator: removing either removes "
+            "both. Change the lists before amp.initialize."
         ),
         "apex.amp.wrap": (
-            "Only make_cast_wrapper and make_promote_wrapper: no function of torch is replaced. "
-            "Use amp.register_half_function and its like for functions of your own."
+            "Only make_cast_wrapper and make_promote_wrapper exist, because no torch function is "
+            "replaced. Use amp.register_half_function and the like for your own functions."
         ),
-        "apex.amp._initialize": "A replaced applier is seen by the next amp.initialize.",
+        "apex.amp._initialize": "A replaced applier takes effect at the next amp.initialize.",
         # -- optimizers
         "apex.optimizers.FusedNovoGrad": (
-            "Running norms are state of each parameter: those of apex's checkpoints do not load."
+            "Running norms are per-parameter state: apex's optimizer checkpoints do not load."
         ),
         "apex.optimizers.FusedLAMB": (
-            "Gradients are left as they are; max_grad_norm=0 clips nothing (apex divided by it)."
+            "Leaves gradients unchanged; max_grad_norm=0 disables clipping (apex divided by it)."
         ),
         "apex.optimizers.FP16_Optimizer": (
-            f"{_LEGACY_STATE} amp.initialize(opt_level='O2') is today's form (docs/migrating.md)."
+            f"{_LEGACY_STATE} New code uses amp.initialize(opt_level='O2') (docs/migrating.md)."
         ),
         "apex.contrib.optimizers.FP16_Optimizer": (
-            f"{_LEGACY_STATE} amp.initialize(opt_level='O2') is today's form (docs/migrating.md)."
+            f"{_LEGACY_STATE} New code uses amp.initialize(opt_level='O2') (docs/migrating.md)."
         ),
         "apex.fp16_utils.FP16_Optimizer": (
-            "Logs as 'apex' in place of printing; amp.initialize(opt_level='O2') is today's form "
+            "Logs as 'apex' instead of printing. New code uses amp.initialize(opt_level='O2') "
             "(docs/migrating.md)."
         ),
         "apex.fp16_utils.DynamicLossScaler": (
-            "Large finite gradients are no overflow; has_overflow waits for the device."
+            "Large finite gradients do not count as overflow; has_overflow waits for the device."
         ),
         # -- parallel
         "apex.parallel.DistributedDataParallel": (
-            "Built on torch's: where a parameter may stay unused pass delay_allreduce=True or "
-            "find_unused_parameters=True. There is no allreduce_buffers attribute."
+            "Built on torch's: if a parameter may be unused, pass delay_allreduce=True or "
+            "find_unused_parameters=True. It has no attribute allreduce_buffers."
         ),
         "apex.parallel.SyncBatchNorm": (
-            "In eval() without running statistics each rank goes by its own batch; one value per "
-            "channel is refused in training."
+            "In eval() without running statistics, each rank uses its own batch; a single value "
+            "per channel is refused in training."
         ),
         "apex.parallel.multiproc": (
-            "Works, but all ranks write to the terminal (no GPU_<i>.log); torchrun is today's way."
+            "All ranks write to the terminal (no GPU_<i>.log). New code uses torchrun."
         ),
         "apex.parallel.distributed.flat_dist_call": (
-            "all_reduce averages over the group in extra_args; integers are refused."
+            "all_reduce averages over the group in extra_args; it refuses integers."
         ),
         "apex.parallel.distributed.apply_flat_dist_call": (
-            "all_reduce averages over the group in extra_args; integers are refused."
+            "all_reduce averages over the group in extra_args; it refuses integers."
         ),
         # -- new here
         "apex.integrations": "Needs MMEngine: pip install 'apex-amp[mmengine]'.",
         # -- layers and losses
         "apex.normalization.MixedFusedLayerNorm": (
-            "The result has the weight's dtype on a CPU, too (apex: the input's)."
+            "The result has the weight's dtype on the CPU, too (in apex: the input's)."
         ),
         "apex.normalization.MixedFusedRMSNorm": (
-            "The result has the weight's dtype on a CPU, too (apex: the input's)."
+            "The result has the weight's dtype on the CPU, too (in apex: the input's)."
         ),
         **{
             f"apex.normalization.fused_layer_norm.{name}Function": f"This is {_FUNCTION}"
@@ -95,11 +95,11 @@ NOTES: Mapping[str, str] = MappingProxyType(
         },
         "apex.contrib.layer_norm.layer_norm.FastLayerNormFN": f"This is {_FUNCTION}",
         "apex.contrib.xentropy.SoftmaxCrossEntropyLoss": (
-            "A module whose apply is a static method, no torch.autograd.Function: backward is not "
-            "there."
+            "A module with a static method apply, not a torch.autograd.Function; it has no "
+            "backward."
         ),
-        "apex.mlp.MlpFunction": "apply follows torch.autocast, too; backward is not there.",
-        "apex.mlp.MLP": "weights and biases are lists made when read: change the parameters.",
+        "apex.mlp.MlpFunction": "apply also follows torch.autocast; there is no backward.",
+        "apex.mlp.MLP": "weights and biases are new lists on each read: change the parameters.",
         "apex.RNN.LSTM": _STACKED,
         "apex.RNN.GRU": f"{_STACKED} Another output_size is refused.",
         "apex.RNN.ReLU": _STACKED,
@@ -114,9 +114,9 @@ NOTES: Mapping[str, str] = MappingProxyType(
         },
     }
 )
-"""A note by full name; it holds for what is reached through a module named here, too."""
+"""Notes by full name; the note on a module also applies to its contents."""
 
-_TO_CONTRIB = "use apex.contrib.optimizers.FusedAdam, which still takes it."
+_TO_CONTRIB = "use apex.contrib.optimizers.FusedAdam, which still accepts it."
 
 REFUSED_KEYWORDS: Mapping[tuple[str, str], str] = MappingProxyType(
     {
@@ -128,19 +128,19 @@ REFUSED_KEYWORDS: Mapping[tuple[str, str], str] = MappingProxyType(
             f"eps_inside_sqrt is refused: {_TO_CONTRIB}"
         ),
         ("apex.optimizers.FusedAdam", "use_mt"): (
-            "use_mt is refused: leave it out, all parameters are stepped together."
+            "use_mt is refused: remove it; all parameters are always stepped together."
         ),
         ("apex.optimizers.FusedAdam", "amp_scale_adjustment"): (
-            "amp_scale_adjustment is refused: leave it out, amp unscales before the step."
+            "amp_scale_adjustment is refused: remove it; amp unscales before the step."
         ),
         ("apex.parallel.DistributedDataParallel", "shared_param"): (
             "shared_param is refused, as in apex: use delay_allreduce=True."
         ),
     }
 )
-"""Why an argument is refused and what to do, by callable and argument."""
+"""Why an argument is refused, and the remedy, by callable and argument."""
 
-_IDLE = "{} changes nothing: leave it out."
+_IDLE = "{} has no effect: remove it."
 
 NOTED_KEYWORDS: Mapping[tuple[str, str], str] = MappingProxyType(
     {
@@ -159,16 +159,16 @@ NOTED_KEYWORDS: Mapping[tuple[str, str], str] = MappingProxyType(
         for keyword in keywords
     }
 )
-"""What is to be said of an argument, by callable and argument."""
+"""Notes on arguments, by callable and argument."""
 
-OF_OPTIMIZERS: Mapping[str, str] = MappingProxyType(
+OPTIMIZER_ATTRIBUTES: Mapping[str, str] = MappingProxyType(
     {
         "_amp_stash": (
-            "Absent before amp.initialize. Its lists are made when read: change param_groups, not "
-            "them."
+            "Absent before amp.initialize. Its lists are new on each read: change param_groups "
+            "instead."
         ),
-        "_lazy_init_maybe_master_weights": "Does nothing: masters exist from initialize on.",
-        "_amp_lazy_init": "Does nothing: masters exist from initialize on.",
+        "_lazy_init_maybe_master_weights": "Does nothing: masters exist from amp.initialize on.",
+        "_amp_lazy_init": "Does nothing: masters exist from amp.initialize on.",
         "_master_params_to_model_params": "",
         "_prepare_amp_backward": "",
         "_post_amp_backward": "",
@@ -176,4 +176,4 @@ OF_OPTIMIZERS: Mapping[str, str] = MappingProxyType(
         "update_master_grads": "",
     }
 )
-"""What is to be said of attributes of optimizers that only amp and FP16_Optimizer have."""
+"""Notes on attributes of optimizers that only amp and FP16_Optimizer add."""

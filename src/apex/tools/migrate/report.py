@@ -1,8 +1,7 @@
-"""What a path uses of apex, for the terminal and as JSON."""
+"""The uses of apex at a path, as text and as JSON."""
 
 from __future__ import annotations
 
-import textwrap
 from collections import Counter
 from collections.abc import Iterable
 from itertools import groupby
@@ -11,20 +10,20 @@ from typing import Any
 from apex.tools.migrate.migration import Migration, ScriptUses
 from apex.tools.migrate.uses import Use
 from apex.tools.migrate.verdicts import Kind, Verdict
+from apex.tools.wrapping import wrapped
 
-WIDTH = 100
 _INDENT = " " * 17
 
 
 def migration_text(migration: Migration) -> str:
-    """Returns a paragraph per file, then what could not be read, then the counts."""
+    """Returns a paragraph per file, then the unread files, then the counts."""
     parts = [_script_text(script) for script in migration.scripts if script.uses]
     parts += [f"{path}: {reason}" for path, reason in migration.unread]
     return "\n\n".join([*parts, _summary(migration)])
 
 
 def to_json(migration: Migration) -> dict[str, Any]:
-    """Returns every use with its verdict, the files not read, and the counts by verdict."""
+    """Returns every use with its verdict, the unread files, and the counts by verdict."""
     return {
         "uses": [
             {
@@ -44,24 +43,12 @@ def to_json(migration: Migration) -> dict[str, Any]:
     }
 
 
-def folded(text: str, indent: str = "") -> str:
-    """Returns ``text`` in lines that fit a terminal."""
-    return textwrap.fill(
-        text,
-        WIDTH,
-        initial_indent=indent,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-
-
 def _script_text(script: ScriptUses) -> str:
     return "\n".join([str(script.path), *_rows(script.uses)])
 
 
 def _rows(uses: Iterable[tuple[Use, Verdict]]) -> Iterable[str]:
-    """Yields a row for each name and verdict, the lines of its uses behind it."""
+    """Yields a row for each name and verdict, followed by the lines of its uses."""
 
     def by_name(pair: tuple[Use, Verdict]) -> tuple[str, str]:
         return pair[0].name, pair[1].text
@@ -72,7 +59,7 @@ def _rows(uses: Iterable[tuple[Use, Verdict]]) -> Iterable[str]:
         lines = ", ".join(map(str, dict.fromkeys(use.line for use, _ in group)))
         yield f"  {verdict.kind.value:<13}  {use.name}  (line {lines})"
         if verdict.text:
-            yield folded(verdict.text, _INDENT)
+            yield wrapped(verdict.text, _INDENT)
 
 
 def _summary(migration: Migration) -> str:
@@ -81,8 +68,8 @@ def _summary(migration: Migration) -> str:
     if not sum(counts.values()):
         return f"{files}: no use of apex."
     return (
-        f"{files}: {counts[Kind.WORKS]} uses work unchanged, {counts[Kind.NOTE]} work with a note, "
-        f"{counts[Kind.NOT_SUPPORTED]} are not supported."
+        f"{files}: {counts[Kind.WORKS]} uses work unchanged, {counts[Kind.NOTE]} with a note, "
+        f"{counts[Kind.NOT_SUPPORTED]} unsupported."
     )
 
 

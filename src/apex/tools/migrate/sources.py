@@ -1,4 +1,4 @@
-"""The Python files that a path names."""
+"""The Python files at a path."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import tokenize
 from pathlib import Path
 
 SKIPPED = frozenset({"site-packages", "dist-packages", "build", "__pycache__"})
-"""Folders that hold copies or other people's code; hidden ones are left out, too."""
+"""Folders skipped as copies or third-party code; hidden folders are skipped too."""
 
 
 class UnreadableError(Exception):
-    """A path that cannot be read; the message names it and says why."""
+    """A path that cannot be read; the message names it and gives the reason."""
 
 
 def python_files(path: Path) -> list[Path]:
@@ -37,7 +37,7 @@ def python_files(path: Path) -> list[Path]:
 
 
 def read(path: Path) -> str:
-    """Returns the source, by the encoding that the file declares; line ends as they are.
+    """Returns the source, decoded as the file declares; line ends are kept.
 
     Raises:
         UnreadableError: If it cannot be read or decoded.
@@ -50,17 +50,6 @@ def read(path: Path) -> str:
         raise UnreadableError(f"{path} cannot be read: {error.strerror}.") from error
     except (SyntaxError, UnicodeDecodeError) as error:
         raise UnreadableError(f"{path} cannot be decoded: {error}.") from error
-
-
-def write(path: Path, text: str) -> None:
-    """Writes the source back in the encoding that it declares.
-
-    Raises:
-        OSError: If the file cannot be written.
-    """
-    with path.open("rb") as file:
-        encoding, _ = tokenize.detect_encoding(file.readline)
-    path.write_bytes(text.encode(encoding))
 
 
 def _is_left_out(folder: Path, name: str) -> bool:

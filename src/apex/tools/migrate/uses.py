@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ast
 from dataclasses import dataclass
 
-import libcst as cst
-
-from apex.tools.migrate.notes import OF_OPTIMIZERS
-from apex.tools.migrate.script import ROOTS, Script, dotted, is_of_apex
+from apex.tools.migrate.notes import OPTIMIZER_ATTRIBUTES
+from apex.tools.migrate.script import ROOTS, Script, is_of_apex
 
 OPTIMIZER = "optimizer."
-"""Begins the names of what amp and apex's wrappers put on optimizers."""
+"""Prefix for the attributes that amp and apex's wrappers add to optimizers."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +20,7 @@ class Use:
         name: In full, such as ``apex.amp.initialize``, or ``optimizer._amp_stash``.
         line: From 1.
         column: From 1.
-        keywords: Those it is called with.
+        keywords: Keyword arguments of the call.
         quoted: Whether it is a string, as in configs and for ``import_module``.
     """
 
@@ -35,75 +33,80 @@ class Use:
 
 def may_use_apex(text: str) -> bool:
     """Returns whether ``text`` is worth parsing."""
-    return any(word in text for word in (*ROOTS, *OF_OPTIMIZERS))
+    return any(word in text for word in (*ROOTS, *OPTIMIZER_ATTRIBUTES))
 
 
 def uses(script: Script) -> list[Use]:
-    """Returns the uses in the order of the file; imports are uses, too."""
-    visitor = _Visitor(script)
-    script.module.visit(visitor)
+    """Returns the uses, imports included, in the order of the file."""
+    visitor = _UseVisitor(script)
+    visitor.visit(script.module)
     return sorted(visitor.found, key=lambda use: (use.line, use.column))
 
 
-class _Visitor(cst.CSTVisitor):
+class _UseVisitor(ast.NodeVisitor):
     def __init__(self, script: Script) -> None:
-        super().__init__()
         self.script = script
         self.found: list[Use] = []
-        self._calls: dict[cst.CSTNode, cst.Call] = {}
+        self._calls: dict[ast.expr, ast.Call] = {}
 
-    def visit_Import(self, node: cst.Import) -> bool:  # noqa: N802 - libcst's name
+    def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
-            name = dotted(alias.name)
-            if name and is_of_apex(name):
-                self._add(alias, name)
-        return False
+            if is_of_apex(alias.name):
+                self._add(alias, alias.name)
 
-    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:  # noqa: N802
-        module = dotted(node.module)
-        if module and not node.relative and is_of_apex(module):
-            if isinstance(node.names, cst.ImportStar):
-                self._add(node, module)
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        if node.level or not node.module or not is_of_apex(node.module):
+            return
+        for alias in node.names:
+            if alias.name == "*":
+                self._add(node, node.module)
             else:
-                for alias in node.names:
-                    self._add(alias, f"{module}.{dotted(alias.name)}")
-        return False
+                self._add(alias, f"{node.module}.{alias.name}")
 
-    def visit_Call(self, node: cst.Call) -> None:  # noqa: N802
+    def visit_Call(self, node: ast.Call) -> None:
         self._calls[node.func] = node
+        self.generic_visit(node)
 
-    def visit_Attribute(self, node: cst.Attribute) -> bool:  # noqa: N802
+    def visit_Attribute(self, node: ast.Attribute) -> None:
         name = self.script.apex_name(node)
         if name is not None:
             self._add(node, name)
-            return False
-        if node.attr.value in OF_OPTIMIZERS:
-            self._add(node.attr, OPTIMIZER + node.attr.value)
-        return True
+            return
+        if node.attr in OPTIMIZER_ATTRIBUTES:
+            self._add_attribute(node)
+        self.generic_visit(node)
 
-    def visit_Name(self, node: cst.Name) -> None:  # noqa: N802
+    def visit_Name(self, node: ast.Name) -> None:
         name = self.script.apex_name(node)
-        # A bare module (`amp = None`, `apex is None`) says nothing that its import does not.
-        if name is not None and name not in ROOTS:
+        # `amp = None` and `apex is None` add nothing to the import.
+        if isinstance(node.ctx, ast.Load) and name is not None and name not in ROOTS:
             self._add(node, name)
 
-    def visit_SimpleString(self, node: cst.SimpleString) -> None:  # noqa: N802
-        value = node.evaluated_value
+    def visit_Constant(self, node: ast.Constant) -> None:
+        value = node.value
         if isinstance(value, str) and is_of_apex(value) and _is_dotted(value):
             self._add(node, value, quoted=True)
 
-    def _add(self, node: cst.CSTNode, name: str, *, quoted: bool = False) -> None:
-        call = self._calls.get(node)
-        keywords = tuple(_keywords(call)) if call else ()
-        at = self.script
-        self.found.append(Use(name, at.line(node), at.column(node), keywords, quoted))
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
+        for part in node.values:  # a constant part is not a full name
+            if not isinstance(part, ast.Constant):
+                self.visit(part)
+
+    def _add(
+        self, node: ast.expr | ast.stmt | ast.alias, name: str, *, quoted: bool = False
+    ) -> None:
+        column = self.script.column(node.lineno, node.col_offset)
+        self.found.append(Use(name, node.lineno, column, self._keywords(node), quoted))
+
+    def _add_attribute(self, node: ast.Attribute) -> None:
+        line, end = node.end_lineno or node.lineno, node.end_col_offset or 0
+        column = self.script.column(line, end) - len(node.attr)
+        self.found.append(Use(OPTIMIZER + node.attr, line, column, self._keywords(node)))
+
+    def _keywords(self, node: ast.AST) -> tuple[str, ...]:
+        call = self._calls.get(node) if isinstance(node, ast.expr) else None
+        return tuple(each.arg for each in call.keywords if each.arg) if call else ()
 
 
 def _is_dotted(text: str) -> bool:
     return "." in text and all(part.isidentifier() for part in text.split("."))
-
-
-def _keywords(call: cst.Call) -> Iterator[str]:
-    for argument in call.args:
-        if argument.keyword is not None:
-            yield argument.keyword.value

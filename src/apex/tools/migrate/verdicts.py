@@ -1,4 +1,4 @@
-"""Whether a name of apex works here: the package itself is asked, the notes come on top."""
+"""Whether a name of apex works here, according to the package itself and the notes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from types import ModuleType
 from typing import Any
 
 from apex._unavailable import INSTEAD
-from apex.tools.migrate.notes import NOTED_KEYWORDS, NOTES, OF_OPTIMIZERS, REFUSED_KEYWORDS
+from apex.tools.migrate.notes import NOTED_KEYWORDS, NOTES, OPTIMIZER_ATTRIBUTES, REFUSED_KEYWORDS
 from apex.tools.migrate.uses import OPTIMIZER, Use
 
 NOT_IMPORTED = ("apex.integrations",)
-"""Packages whose modules import another library: their names are taken to be there."""
+"""Packages whose modules import another library; their names are assumed to exist."""
 
 
 class Kind(str, Enum):
-    """What becomes of a use."""
+    """Whether a use works."""
 
     WORKS = "works"
     NOTE = "note"
@@ -29,14 +29,14 @@ class Kind(str, Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """A kind, and what to know or do; the text is empty for what works unchanged."""
+    """A kind and a remark or remedy; the text is empty if the use works unchanged."""
 
     kind: Kind
     text: str = ""
 
 
 def verdict_of_use(use: Use) -> Verdict:
-    """Returns the verdict on one use, its arguments included."""
+    """Returns the verdict on one use, including its arguments."""
     verdict = verdict_of(use.name)
     if verdict.kind is Kind.NOT_SUPPORTED or use.name.startswith(OPTIMIZER):
         return verdict
@@ -52,7 +52,7 @@ def verdict_of_use(use: Use) -> Verdict:
 def verdict_of(name: str) -> Verdict:
     """Returns the verdict on a full name, such as ``apex.optimizers.FusedAdam``."""
     if name.startswith(OPTIMIZER):
-        return _noted(OF_OPTIMIZERS[name.removeprefix(OPTIMIZER)])
+        return _noted(OPTIMIZER_ATTRIBUTES[name.removeprefix(OPTIMIZER)])
     if (instead := _instead(name)) is not None:
         return Verdict(Kind.NOT_SUPPORTED, f"Use {instead}.")
     try:
@@ -63,15 +63,15 @@ def verdict_of(name: str) -> Verdict:
 
 
 def is_known(name: str) -> bool:
-    """Returns whether apex has or had something by this name."""
+    """Returns whether apex has or had this name."""
     return verdict_of(name).kind is not Kind.NOT_SUPPORTED or _instead(name) is not None
 
 
 def resolve(name: str) -> Any:
-    """Returns what a full name stands for; of an object's attributes, the object.
+    """Returns the object with a full name; for an attribute of an object, the object.
 
     Raises:
-        LookupError: If the package has no such name; the message says so.
+        LookupError: If the package has no such name.
     """
     parts = name.split(".")
     found: Any = importlib.import_module(parts[0])
@@ -90,15 +90,15 @@ def _member(module: ModuleType, part: str, name: str) -> Any:
             return importlib.import_module(name)
         except ImportError as error:
             own = not isinstance(error, ModuleNotFoundError) or error.name != name
-            said = str(error) if own else str(missing)
-            # Modules that explain themselves name what was asked for in full.
-            text = said if name in said and own else _explained(said, name)
+            message = str(error) if own else str(missing)
+            # Our own explanations name the missing object in full.
+            text = message if name in message and own else _explained(message, name)
             raise LookupError(text) from error
 
 
-def _explained(said: str, name: str) -> str:
-    plain = f"{name} is not part of this apex. If it is your own, or of a fork, keep that package."
-    return said if said.startswith(name) else plain
+def _explained(message: str, name: str) -> str:
+    plain = f"{name} is not part of this apex. If it comes from a fork, keep that fork."
+    return message if message.startswith(name) else plain
 
 
 def _instead(name: str) -> str | None:
@@ -110,7 +110,7 @@ def _noted(text: str) -> Verdict:
 
 
 def _noted_name(name: str) -> str:
-    """Returns the name that the notes use for the same thing: apex has most things twice."""
+    """Returns the name that the notes use for the same object, which apex exports twice."""
     parts = name.split(".")
     for end in range(len(parts), 1, -1):
         if (prefix := ".".join(parts[:end])) in NOTES:
@@ -132,11 +132,11 @@ def _refusals(use: Use) -> Iterable[str]:
         if (name, keyword) in REFUSED_KEYWORDS:
             yield REFUSED_KEYWORDS[name, keyword]
         elif taken is not None and keyword not in taken:
-            yield f"{use.name} takes no argument {keyword}: leave it out."
+            yield f"{use.name} takes no argument {keyword}: remove it."
 
 
 def _parameters(function: Any) -> frozenset[str] | None:
-    """Returns the names of the arguments; None where any is taken."""
+    """Returns the names of the arguments; None if any name is accepted."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):

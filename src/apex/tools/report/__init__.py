@@ -1,4 +1,4 @@
-"""A comparison as one self-contained page: no network, no library, inline SVG."""
+"""A comparison as one self-contained HTML page with inline SVG."""
 
 from apex.tools.report.document import report
 

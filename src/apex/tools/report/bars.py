@@ -1,4 +1,4 @@
-"""Bars: time per step with its spread, and memory by what it is for."""
+"""Bars: time per step with its spread, and memory by use."""
 
 from __future__ import annotations
 
@@ -10,106 +10,122 @@ from apex.tools.results import Comparison, Result, Timing
 
 
 @dataclass(frozen=True)
-class Part:
+class Piece:
     """One piece of a bar.
 
     Attributes:
-        kind: CSS class, for its colour.
-        size: In any unit that is common to the figure.
-        label: What it is, in words.
+        kind: CSS classes.
+        style: CSS that places it.
+        title: Shown on hover.
     """
 
     kind: str
-    size: float
-    label: str
+    style: str
+    title: str = ""
 
 
-def time_figure(comparison: Comparison) -> str:
-    """Returns time per step as bars; emulated variants dwarf the rest and are off the scale."""
+@dataclass(frozen=True)
+class Bar:
+    """One variant's bar, with the value beside it."""
+
+    name: str
+    pieces: tuple[Piece, ...]
+    value: str
+    remark: str = ""
+
+
+@dataclass(frozen=True)
+class BarFigure:
+    """Bars with a title; ``legend`` holds CSS class and label of each kind of piece."""
+
+    title: str
+    caption: str
+    bars: tuple[Bar, ...]
+    legend: tuple[tuple[str, str], ...] = ()
+
+
+def bar_figures(comparison: Comparison) -> list[BarFigure]:
+    """Returns the figures that have data to show."""
+    return [*_time(comparison), *_memory(comparison)]
+
+
+def _time(comparison: Comparison) -> list[BarFigure]:
     timed = [(r, r.timing) for r in comparison.results if r.timing is not None]
     if not timed:
-        return ""
-    longest = max(
-        (timing.high for result, timing in timed if not result.emulated), default=math.inf
-    )
-    lines = [
-        _line(
-            result,
-            _time_bar(timing, longest, off_scale=result.emulated),
-            f"<b>{_milliseconds(timing.median)}</b> {_speed(result, comparison.baseline)}",
+        return []
+    longest = max((t.high for result, t in timed if not result.emulated), default=math.inf)
+    bars = tuple(
+        Bar(
+            result.name,
+            # An emulated variant takes so long that the others would shrink to nothing.
+            (Piece("bar off", "width:100%"),) if result.emulated else _time_bar(timing, longest),
+            _milliseconds(timing.median),
+            _speed(result, comparison.baseline),
         )
         for result, timing in timed
-    ]
-    caption = "Median of steps taken in turns; the whisker spans the middle half of them."
+    )
+    caption = "Median over interleaved steps; the whisker spans the interquartile range."
     if any(result.emulated for result, _ in timed):
-        caption += " Pale: emulated here, and off the scale."
-    return _figure("Time per step", caption, lines)
+        caption += " Pale bars: emulated here, and not to scale."
+    return [BarFigure("Time per step", caption, bars)]
 
 
-def memory_figure(comparison: Comparison) -> str:
-    """Returns what is stored and what a backward pass keeps, as stacked bars."""
-    rows = [(result, _parts(result)) for result in comparison.results if result.training]
-    if not rows:
-        return ""
-    largest = max(sum(part.size for part in parts) for _, parts in rows) or 1.0
-    lines = [
-        _line(
-            result,
-            "".join(
-                f'<i class="bar {part.kind}" style="width:{part.size / largest:.1%}" '
-                f'title="{part.label}: {megabytes(round(part.size))}"></i>'
-                for part in parts
-                if part.size
-            ),
-            f"<b>{megabytes(round(sum(part.size for part in parts)))}</b>",
-        )
-        for result, parts in rows
-    ]
-    used = {part.kind for _, parts in rows for part in parts if part.size}
-    legend = "".join(
-        f'<li class="key {part.kind}">{part.label}</li>' for part in rows[0][1] if part.kind in used
-    )
-    caption = "Weights, masters and optimizer state live between two steps."
-    return _figure("Memory", caption, lines, legend=f'<ul class="legend">{legend}</ul>')
-
-
-def _parts(result: Result) -> list[Part]:
-    if result.training is None:
-        return []
-    stored = result.training.stored
-    kept = 0 if result.probe is None else result.probe.activation_bytes
-    return [
-        Part("model", stored.model, "weights"),
-        Part("masters", stored.masters, "fp32 masters"),
-        Part("optimizer", stored.optimizer, "optimizer state"),
-        Part("kept", kept, "kept for the backward pass"),
-    ]
-
-
-def _line(result: Result, bars: str, value: str) -> str:
-    return (
-        f'<li class="{result.name}"><b class="chip {result.name}">{result.name}</b>'
-        f'<span class="track">{bars}</span><span class="value">{value}</span></li>'
-    )
-
-
-def _time_bar(timing: Timing, longest: float, *, off_scale: bool) -> str:
-    if off_scale:
-        return '<i class="bar off" style="width:100%"></i>'
-    bar = f'<i class="bar" style="width:{timing.median / longest:.1%}"></i>'
-    return bar + _whisker(timing, longest)
-
-
-def _whisker(timing: Timing, longest: float) -> str:
+def _time_bar(timing: Timing, longest: float) -> tuple[Piece, ...]:
     left, width = timing.low / longest, (timing.high - timing.low) / longest
-    return f'<i class="whisker" style="left:{left:.1%};width:{width:.1%}"></i>'
-
-
-def _figure(title: str, caption: str, lines: list[str], *, legend: str = "") -> str:
     return (
-        f"<figure><figcaption><h2>{title}</h2><p>{caption}</p></figcaption>{legend}"
-        f'<ul class="bars">{"".join(lines)}</ul></figure>'
+        Piece("bar", f"width:{timing.median / longest:.1%}"),
+        Piece("whisker", f"left:{left:.1%};width:{width:.1%}"),
     )
+
+
+_LABELS = {
+    "model": "weights",
+    "masters": "fp32 masters",
+    "optimizer": "optimizer state",
+    "kept": "saved for backward",
+}
+"""What memory is for: CSS class and label."""
+
+
+def _memory(comparison: Comparison) -> list[BarFigure]:
+    used = {result.name: _bytes_by_use(result) for result in comparison.results if result.training}
+    if not used:
+        return []
+    totals = {name: sum(sizes.values()) for name, sizes in used.items()}
+    largest = max(totals.values()) or 1
+    bars = tuple(
+        Bar(
+            name,
+            tuple(
+                Piece(
+                    f"bar {kind}",
+                    f"width:{size / largest:.1%}",
+                    f"{_LABELS[kind]}: {megabytes(size)}",
+                )
+                for kind, size in sizes.items()
+            ),
+            megabytes(totals[name]),
+        )
+        for name, sizes in used.items()
+    )
+    shown = {kind for sizes in used.values() for kind in sizes}
+    legend = tuple((kind, label) for kind, label in _LABELS.items() if kind in shown)
+    caption = "Weights, masters and optimizer state persist between steps."
+    return [BarFigure("Memory", caption, bars, legend)]
+
+
+def _bytes_by_use(result: Result) -> dict[str, int]:
+    """Returns the bytes of each use that takes any, by its CSS class."""
+    if result.training is None:
+        return {}
+    stored = result.training.stored
+    sizes = {
+        "model": stored.model,
+        "masters": stored.masters,
+        "optimizer": stored.optimizer,
+        "kept": result.probe.activation_bytes if result.probe else 0,
+    }
+    return {kind: size for kind, size in sizes.items() if size}
 
 
 def _milliseconds(value: float) -> str:

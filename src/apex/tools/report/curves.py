@@ -1,13 +1,13 @@
-"""The figures with curves: losses, distance module by module, frozen updates, loss scales."""
+"""The charts: losses, distance module by module, frozen updates, loss scales."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
-from html import escape
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from apex.tools.report.lines import Chart, Line, smooth, svg
+from apex.tools.report.lines import Chart, Line, Picture, picture, smooth
 from apex.tools.results import Comparison, Result, Training
 from apex.tools.rows import module_name
 from apex.tools.variants import SHORT
@@ -16,45 +16,70 @@ WIDE = (960, 320)
 NARROW = (360, 260)
 
 
-def curve_figures(comparison: Comparison) -> list[str]:
-    """Returns the figures that have something to show."""
+@dataclass(frozen=True)
+class CurveFigure:
+    """A chart with a title.
+
+    Attributes:
+        title: Heading.
+        caption: Explanation below the heading.
+        data: Steps and values as JSON, for the legend under the pointer.
+        unit: What a step is.
+        last_step: Step that the legend shows at first.
+        final: Value of each level at that step.
+        wide: The chart for a wide screen.
+        narrow: The chart for a phone.
+    """
+
+    title: str
+    caption: str
+    data: str
+    unit: str
+    last_step: str
+    final: dict[str, str]
+    wide: Picture
+    narrow: Picture
+
+
+def curve_figures(comparison: Comparison) -> list[CurveFigure]:
+    """Returns the figures that have data to show."""
     figures = (_losses, _first_losses, _modules, _frozen, _loss_scales)
-    return [figure for draw in figures if (figure := draw(comparison))]
+    return [figure for draw in figures if (figure := draw(comparison)) is not None]
 
 
-def _losses(comparison: Comparison) -> str:
+def _losses(comparison: Comparison) -> CurveFigure | None:
     records = [(name, record) for name, record, emulated in _records(comparison) if not emulated]
     if not records:
-        return ""
+        return None
     lines = tuple(Line(name, smooth(r.losses), raw=r.losses) for name, r in records)
     return _figure(
         "Training loss",
-        "Thin: every step. Bold: the running mean. Where the curves lie on top of one another, "
-        "the reduced precision changes nothing that matters.",
+        "Thin: every step. Bold: the running mean. If the curves coincide, reduced precision does "
+        "not affect training.",
         Chart("Training loss of each level", lines),
     )
 
 
-def _first_losses(comparison: Comparison) -> str:
+def _first_losses(comparison: Comparison) -> CurveFigure | None:
     records = _records(comparison)
     few = max((len(record.losses) for _, record, emulated in records if emulated), default=0)
     if not few or len(records) < 2:
-        return ""
+        return None
     lines = tuple(Line(name, record.losses[:few]) for name, record, _ in records)
     return _figure(
         f"The first {few} steps",
-        "All levels, the emulated ones included. A step that is skipped at the first, high loss "
-        "scale leaves a curve one step behind.",
+        "All levels, including emulated ones. A step skipped because of the high initial loss "
+        "scale puts a curve one step behind.",
         Chart(f"Training loss of all levels in the first {few} steps", lines),
     )
 
 
-def _modules(comparison: Comparison) -> str:
+def _modules(comparison: Comparison) -> CurveFigure | None:
     base = comparison.baseline
     probed = [(r.name, r.probe) for r in comparison.results if r.probe and r.name != base.name]
     probed = [(name, probe) for name, probe in probed if probe.modules]
     if not probed:
-        return ""
+        return None
     names = tuple(
         f"{module.name} {module.kind}" if module.name else module_name(module.name)
         for module in probed[0][1].modules
@@ -74,9 +99,9 @@ def _modules(comparison: Comparison) -> str:
     }
     return _figure(
         "Distance from fp32, module by module",
-        "Norm of the difference of a module's output over the norm of fp32's: one batch, from the "
-        "weights that fp32 training ended with, in the order of the forward. What lies above its "
-        "dtype's line has left fp32 by more than one rounding.",
+        "Relative distance of each module's output from fp32, on one batch with the final fp32 "
+        "weights, in forward order. Points above the eps line of their dtype differ from fp32 by "
+        "more than one rounding.",
         Chart(
             "Distance of each module's output from fp32",
             lines,
@@ -88,11 +113,11 @@ def _modules(comparison: Comparison) -> str:
     )
 
 
-def _frozen(comparison: Comparison) -> str:
+def _frozen(comparison: Comparison) -> CurveFigure | None:
     sampled = [(name, r.frozen) for name, r, emulated in _records(comparison) if not emulated]
     sampled = [(name, samples) for name, samples in sampled if samples]
     if not sampled or len(sampled[0][1]) < 2:
-        return ""
+        return None
     steps = tuple(step for step, _ in sampled[0][1])
     lines = tuple(
         Line(name, tuple(share for _, share in samples))
@@ -101,10 +126,10 @@ def _frozen(comparison: Comparison) -> str:
     )
     return _figure(
         "Frozen updates",
-        "Share of the weights that a step should have moved and did not, because the update was "
-        "less than half of the weight's rounding step. This is what fp32 masters are for.",
+        "Share of the weights whose update in a step was lost, because it was smaller than half "
+        "the weight's rounding step. fp32 masters prevent this.",
         Chart(
-            "Share of updates that rounding swallowed",
+            "Share of updates lost to rounding",
             lines,
             axis="share",
             shape="dots",
@@ -113,22 +138,22 @@ def _frozen(comparison: Comparison) -> str:
     )
 
 
-def _loss_scales(comparison: Comparison) -> str:
+def _loss_scales(comparison: Comparison) -> CurveFigure | None:
     scaled = [
         (name, record)
         for name, record, _ in _records(comparison)
         if len(set(record.loss_scales)) > 1 or record.loss_scales[0] != 1
     ]
     if not scaled:
-        return ""
+        return None
     skips = sum(len(record.skipped) for _, record in scaled)
     found = {0: "No step overflowed.", 1: "A cross marks the skipped step."}.get(
         skips, f"Crosses mark the {skips} skipped steps."
     )
     return _figure(
         "Loss scale",
-        "fp16 gradients underflow, so the loss is multiplied; when they overflow, the step is "
-        f"skipped and the scale halves. {found} Levels not shown keep it at 1.",
+        "Scaling the loss keeps fp16 gradients from underflowing; when they overflow, the step is "
+        f"skipped and the scale is halved. {found} Levels not shown use a scale of 1.",
         Chart(
             "Loss scale of each level with loss scaling",
             tuple(Line(name, r.loss_scales, marks=r.skipped) for name, r in scaled),
@@ -140,48 +165,37 @@ def _loss_scales(comparison: Comparison) -> str:
 
 
 def _records(comparison: Comparison) -> list[tuple[str, Training, bool]]:
-    """Returns name, training and whether it is emulated, of what trained."""
+    """Returns name, record and whether the dtype is emulated, for each variant that trained."""
     results: Sequence[Result] = comparison.results
     return [(r.name, r.training, r.emulated) for r in results if r.training is not None]
 
 
-def _figure(title: str, caption: str, chart: Chart) -> str:
-    short: Callable[[float], float | None] = _percent if chart.axis == "share" else _short
-    values = {line.level: [short(v) for v in (line.raw or line.values)] for line in chart.lines}
+def _figure(title: str, caption: str, chart: Chart) -> CurveFigure:
+    factor, unit = (100.0, " %") if chart.axis == "share" else (1.0, "")
+    values = {
+        line.level: [_short(value * factor) for value in line.raw or line.values]
+        for line in chart.lines
+    }
     longest = max(len(line.values) for line in chart.lines)
-    steps: list[str] | list[int] = list(chart.names)
-    if not steps:
-        steps = [chart.step(index) for index in range(longest)]
-    data = json.dumps({"steps": steps, "values": values, "unit": _unit(chart)})
-    legend = "".join(
-        f'<li><b class="chip {level}">{level}</b><output data-level="{level}">'
-        f"{_final(shown, _unit(chart))}</output></li>"
-        for level, shown in values.items()
-    )
-    where = f'<li class="where">{chart.unit} <output data-step>{escape(str(steps[-1]))}</output>'
-    return (
-        f'<figure data-chart="{escape(data)}"><figcaption><h2>{title}</h2><p>{caption}</p>'
-        f'</figcaption><ul class="legend">{where}</li>{legend}</ul>'
-        f"{svg(chart, width=WIDE[0], height=WIDE[1], kind='wide')}"
-        f"{svg(chart, width=NARROW[0], height=NARROW[1], kind='narrow')}</figure>"
+    steps: Sequence[str | int] = chart.names or [chart.step(index) for index in range(longest)]
+    return CurveFigure(
+        title,
+        caption,
+        data=json.dumps({"steps": steps, "values": values, "unit": unit}),
+        unit=chart.unit,
+        last_step=str(steps[-1]),
+        final={level: _final(shown[-1], unit) for level, shown in values.items()},
+        wide=picture(chart, width=WIDE[0], height=WIDE[1], kind="wide"),
+        narrow=picture(chart, width=NARROW[0], height=NARROW[1], kind="narrow"),
     )
 
 
-def _unit(chart: Chart) -> str:
-    return " %" if chart.axis == "share" else ""
-
-
-def _final(values: Sequence[float | None], unit: str) -> str:
-    last = values[-1]
-    return "-" if last is None else f"{last:g}{unit}"
+def _final(value: float | None, unit: str) -> str:
+    return "-" if value is None else f"{value:g}{unit}"
 
 
 def _short(value: float) -> float | None:
-    """Returns ``value`` with three digits; JSON has no NaN, so None for one."""
+    """Returns ``value`` with three digits; None for NaN and infinity, which JSON lacks."""
     if not math.isfinite(value):
         return None
-    return int(value) if value.is_integer() else float(f"{value:.3g}")
-
-
-def _percent(share: float) -> float | None:
-    return _short(share * 100)
+    return int(value) if float(value).is_integer() else float(f"{value:.3g}")

@@ -1,89 +1,54 @@
-"""The whole page: what to do and why, the plots, the table."""
+"""The whole page: the recommendation and its reasons, the plots, the table."""
 
 from __future__ import annotations
 
-from html import escape
-from importlib import resources
-
-from apex.tools.report.bars import memory_figure, time_figure
+from apex.debug.rendering.pages import render
+from apex.tools.report.bars import bar_figures
 from apex.tools.report.curves import curve_figures
-from apex.tools.report.table import table
 from apex.tools.results import Comparison
+from apex.tools.rows import HEADINGS, MEANINGS, footnote, rows, shown
 from apex.tools.variants import BASELINE
 
 
 def report(comparison: Comparison) -> str:
     """Returns the page as HTML; the same comparison gives the same page."""
-    bars = [figure for figure in (time_figure(comparison), memory_figure(comparison)) if figure]
-    body = [
-        _header(comparison),
-        _advice(comparison),
-        f'<div class="pair">{"".join(bars)}</div>' if bars else "",
-        *curve_figures(comparison),
-        table(comparison),
-        "<footer>Written by <code>apex compare</code>. The same seed gives the same curves; only "
-        "the times vary.</footer>",
-    ]
-    page = _asset("page.html")
-    for name, text in {
-        "title": f"apex compare: {escape(comparison.target)}",
-        "style": _asset("style.css"),
-        "script": _asset("hover.js"),
-        "body": "\n".join(part for part in body if part),
-    }.items():
-        page = page.replace(f"<!-- {name} -->", text)
-    return page
-
-
-def chip(name: str) -> str:
-    """Returns a variant's name with its colour."""
-    return f'<b class="chip {name}">{name}</b>'
-
-
-def _header(comparison: Comparison) -> str:
-    headline, colon, rest = comparison.recommendation.text.partition(": ")
-    level = comparison.recommendation.level
-    if level != BASELINE:
-        headline = escape(headline).replace(escape(level), f'<b class="{level}">{level}</b>', 1)
-    else:
-        headline = escape(headline)
-    rest = rest[:1].upper() + rest[1:]
-    return (
-        f'<header><p class="eyebrow">apex compare <code>{escape(comparison.target)}</code></p>'
-        f"<h1>{headline}</h1>"
-        + (f'<p class="lead">{escape(rest)}</p>' if colon else "")
-        + f'<p class="machine">{comparison.steps} steps from the same weights on the same batches, '
-        f"seed {comparison.seed}. {escape(comparison.machine)}.</p></header>"
+    reasons = comparison.recommendation.reasons
+    cells = rows(comparison)
+    return render(
+        "apex.tools.report",
+        "report.html.jinja",
+        comparison=comparison,
+        headline=_headline(comparison),
+        reasons=[reason for reason in reasons if not _levels_of(reason, comparison)],
+        refusals=[
+            (levels, reason.partition(": ")[2])
+            for reason in reasons
+            if (levels := _levels_of(reason, comparison))
+        ],
+        bar_figures=bar_figures(comparison),
+        curve_figures=curve_figures(comparison),
+        columns=[name for name in shown(cells) if name != "spread"],
+        headings=HEADINGS,
+        meanings=MEANINGS,
+        rows=list(zip(comparison.results, cells, strict=True)),
+        footnote=footnote(comparison),
     )
 
 
-def _advice(comparison: Comparison) -> str:
-    refused = [r for r in comparison.recommendation.reasons if _names_a_level(r, comparison)]
-    reasons = [r for r in comparison.recommendation.reasons if r not in refused]
-    parts = [
-        _list("Why", [escape(reason) for reason in reasons], ""),
-        _list("Why not the others", [_refusal(reason) for reason in refused], ""),
-        _list("To know", [escape(note) for note in comparison.notes], "notes"),
-    ]
-    return f'<section class="advice">{"".join(parts)}</section>' if any(parts) else ""
+def _headline(comparison: Comparison) -> dict[str, str]:
+    """Returns the recommendation as a headline, split at the level, and the sentence after it."""
+    headline, _, rest = comparison.recommendation.text.partition(": ")
+    level = comparison.recommendation.level
+    before, named, after = headline.partition(level) if level != BASELINE else (headline, "", "")
+    return {
+        "before": before,
+        "level": named,
+        "after": after,
+        "lead": rest[:1].upper() + rest[1:],
+    }
 
 
-def _names_a_level(reason: str, comparison: Comparison) -> bool:
+def _levels_of(reason: str, comparison: Comparison) -> list[str]:
+    """Returns the levels that a reason rules out; empty if it supports the choice."""
     names = reason.partition(": ")[0].split(", ")
-    return {result.name for result in comparison.results}.issuperset(names)
-
-
-def _refusal(reason: str) -> str:
-    names, _, why = reason.partition(": ")
-    return f"{' '.join(map(chip, names.split(', ')))} {escape(why)}"
-
-
-def _list(title: str, items: list[str], kind: str) -> str:
-    if not items:
-        return ""
-    lines = "".join(f"<li>{item}</li>" for item in items)
-    return f'<div class="{kind}"><h2>{title}</h2><ul>{lines}</ul></div>'
-
-
-def _asset(name: str) -> str:
-    return (resources.files("apex.tools.report") / "page" / name).read_text(encoding="utf-8")
+    return names if {result.name for result in comparison.results}.issuperset(names) else []

@@ -1,11 +1,10 @@
-"""Line charts as inline SVG."""
+"""Line charts as SVG elements."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Literal
 
 from apex.tools.report.scales import (
@@ -27,11 +26,11 @@ class Line:
     """One variant's curve.
 
     Attributes:
-        level: Its name, also the CSS class that colours it.
-        values: One per step, the first at ``Chart.first_step``; not drawn from the first value on
-            that is not finite.
+        level: Name of the variant, also the CSS class of its colour.
+        values: One per step from ``Chart.first_step`` on; drawing stops at the first value that is
+            not finite.
         marks: Steps to mark with a cross.
-        raw: Values to draw faintly behind, for example before smoothing.
+        raw: Values to draw faintly behind the line, such as those before smoothing.
     """
 
     level: str
@@ -42,18 +41,18 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """What a chart shows, whatever its size.
+    """The content of a chart, at any size.
 
     Attributes:
         title: Read aloud by screen readers.
-        lines: Drawn in this order, the last on top.
-        axis: Of the values.
-        shape: "line" joins the values, "stairs" holds each until the next, "dots" joins and dots.
-        first_step: The step of every line's first value.
-        steps: The step of every value, where they are not one apart.
-        rules: Values to draw a horizontal line at, with their labels.
+        lines: In drawing order, the last on top.
+        axis: Scale of the value axis.
+        shape: "line" joins the values, "stairs" holds each until the next, "dots" adds dots.
+        first_step: Step of every line's first value.
+        steps: Step of every value, unless they are one apart.
+        rules: Values with a horizontal line, and their labels.
         unit: What a step is.
-        names: Of the steps, to write below a wide chart where they are few.
+        names: Names of the steps, written below a wide chart if they are few.
     """
 
     title: str
@@ -67,7 +66,7 @@ class Chart:
     names: tuple[str, ...] = ()
 
     def step(self, index: int) -> int:
-        """Returns the step of every line's value number ``index``."""
+        """Returns the step of each line's value ``index``."""
         return self.steps[index] if self.steps else self.first_step + index
 
     @property
@@ -76,38 +75,86 @@ class Chart:
         return self.step(max(len(line.values) for line in self.lines) - 1)
 
 
-def svg(chart: Chart, *, width: int, height: int, kind: str) -> str:
-    """Returns ``chart`` as one SVG element of class ``kind``."""
+@dataclass(frozen=True)
+class Element:
+    """One SVG element.
+
+    Attributes:
+        tag: Tag name.
+        attributes: Attributes by their SVG names.
+        text: Text content.
+        power: An exponent after the text.
+    """
+
+    tag: str
+    attributes: Mapping[str, str | int]
+    text: str = ""
+    power: str = ""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A chart drawn at one size; lengths are units of its view box.
+
+    Attributes:
+        kind: CSS class.
+        title: Read aloud by screen readers.
+        width: Width of the view box.
+        height: Height of the view box.
+        left: Left edge of the plot area.
+        right: Right edge of the plot area.
+        top: Top edge of the plot area.
+        bottom: Bottom edge of the plot area.
+        elements: Elements in drawing order.
+    """
+
+    kind: str
+    title: str
+    width: int
+    height: int
+    left: int
+    right: int
+    top: int
+    bottom: int
+    elements: tuple[Element, ...]
+
+
+def picture(chart: Chart, *, width: int, height: int, kind: str) -> Picture:
+    """Returns ``chart`` drawn at a size."""
     drawn = [v for line in chart.lines for v in (*line.values, *line.raw)]
     drawn += [value for value, _ in chart.rules]
-    ends = value_range(drawn, chart.axis)
     named = 0 < len(chart.names) <= MOST_NAMES and width > NARROW
     frame = Frame(
         width,
         height + (NAME_ROOM // 2 if named else 0),
         chart.axis,
         (chart.step(0), chart.last_step),
-        ends,
+        value_range(drawn, chart.axis),
         right=NAME_ROOM - 14 if named else 14,
         bottom=NAME_ROOM if named else 30,
     )
-    parts = _grid(chart, frame, _name_ticks(chart, frame) if named else _ticks(chart, frame))
+    elements = _grid(chart, frame)
+    elements += _name_ticks(chart, frame) if named else _ticks(chart, frame)
+    elements += [_line("axis", frame, frame.plot_bottom)]
     for place, line in enumerate(chart.lines):
-        parts += _curve(chart, line, frame, width=_stroke(place, len(chart.lines)))
-    bottom = frame.height - frame.bottom
-    return (
-        f'<svg class="{kind}" viewBox="0 0 {frame.width} {frame.height}" role="img" '
-        f'aria-label="{escape(chart.title)}" data-left="{frame.left}" '
-        f'data-right="{frame.width - frame.right}">'
-        + "".join(parts)
-        + f'<line class="cursor" y1="{frame.top}" y2="{bottom}"/></svg>'
+        elements += _curve(chart, line, frame, width=_stroke(place, len(chart.lines)))
+    return Picture(
+        kind,
+        chart.title,
+        frame.width,
+        frame.height,
+        frame.left,
+        frame.plot_right,
+        frame.top,
+        frame.plot_bottom,
+        tuple(elements),
     )
 
 
 def smooth(values: Sequence[float], keep: float = 0.8) -> tuple[float, ...]:
-    """Returns the running mean that weights each step ``keep`` times the next one.
+    """Returns the exponential moving average with decay ``keep``.
 
-    Divided by the sum of the weights, so that the first values are not pulled to zero.
+    It is divided by the sum of the weights, so that the first values are not biased towards zero.
     """
     mean, weight, means = 0.0, 0.0, []
     for value in values:
@@ -118,66 +165,72 @@ def smooth(values: Sequence[float], keep: float = 0.8) -> tuple[float, ...]:
 
 
 def _stroke(place: int, count: int) -> float:
-    """Returns a curve's width: the first is the broadest, so that all show where they coincide."""
+    """Returns a curve's width; the first is the widest, so that coinciding curves stay visible."""
     return 2.0 if count == 1 else 7.0 - 5.0 * place / (count - 1)
 
 
-def _ticks(chart: Chart, frame: Frame) -> list[str]:
-    bottom = frame.height - frame.bottom
-    ticks = step_ticks(*frame.steps, most=max(frame.width // 90, 3))
-    parts = [f'<text class="tick y" x="{frame.left - 8}" y="{bottom + 14}">{chart.unit}</text>']
-    for x, step in ((f"{frame.x(step):.1f}", step) for step in ticks):
-        parts.append(f'<line class="grid" x1="{x}" x2="{x}" y1="{bottom}" y2="{bottom + 4}"/>')
-        parts.append(f'<text class="tick x" x="{x}" y="{bottom + 18}">{step}</text>')
-    return parts
+def _element(tag: str, kind: str, text: str = "", power: str = "", **at: str | float) -> Element:
+    """Returns an element; ``at`` holds attributes, with ``_`` for ``-``."""
+    shown = {
+        name.replace("_", "-"): f"{value:.1f}" if isinstance(value, float) else value
+        for name, value in at.items()
+    }
+    return Element(tag, {"class": kind, **shown}, text, power)
 
 
-def _name_ticks(chart: Chart, frame: Frame) -> list[str]:
-    y = frame.height - frame.bottom + 16
+def _line(kind: str, frame: Frame, y: float) -> Element:
+    return _element("line", kind, x1=frame.left, x2=frame.plot_right, y1=y, y2=y)
+
+
+def _ticks(chart: Chart, frame: Frame) -> list[Element]:
+    bottom = frame.plot_bottom
+    drawn = [_element("text", "tick y", chart.unit, x=frame.left - 8, y=bottom + 14)]
+    for step in step_ticks(*frame.steps, most=max(frame.width // 90, 3)):
+        x = frame.x(step)
+        drawn.append(_element("line", "grid", x1=x, x2=x, y1=bottom, y2=bottom + 4))
+        drawn.append(_element("text", "tick x", str(step), x=x, y=bottom + 18))
+    return drawn
+
+
+def _name_ticks(chart: Chart, frame: Frame) -> list[Element]:
+    y = frame.plot_bottom + 16
+    places = [frame.x(chart.step(index)) - 4 for index in range(len(chart.names))]
     return [
-        f'<text class="tick" transform="translate({frame.x(chart.step(index)) - 4:.1f} {y}) '
-        f'rotate(30)">{escape(name)}</text>'
-        for index, name in enumerate(chart.names)
+        _element("text", "tick", name, transform=f"translate({x:.1f} {y}) rotate(30)")
+        for x, name in zip(places, chart.names, strict=True)
     ]
 
 
-def _grid(chart: Chart, frame: Frame, ticks: list[str]) -> list[str]:
-    parts = []
-    right, bottom = frame.width - frame.right, frame.height - frame.bottom
+def _grid(chart: Chart, frame: Frame) -> list[Element]:
+    drawn = []
     for value in value_ticks(*frame.values, chart.axis):
-        y, label = f"{frame.y(value):.1f}", tick_label(value, chart.axis)
-        parts.append(f'<line class="grid" x1="{frame.left}" x2="{right}" y1="{y}" y2="{y}"/>')
-        parts.append(f'<text class="tick y" x="{frame.left - 8}" y="{y}">{label}</text>')
-    for value, label in chart.rules:
-        at = frame.y(value)
-        parts.append(
-            f'<line class="rule" x1="{frame.left}" x2="{right}" y1="{at:.1f}" y2="{at:.1f}"/>'
-            f'<text class="tick rule-name" x="{right}" y="{at - 6:.1f}">{escape(label)}</text>'
-        )
-    axis = f'<line class="axis" x1="{frame.left}" x2="{right}" y1="{bottom}" y2="{bottom}"/>'
-    return [*parts, *ticks, axis]
+        y = frame.y(value)
+        drawn.append(_line("grid", frame, y))
+        label = tick_label(value, chart.axis)
+        drawn.append(_element("text", "tick y", *label, x=frame.left - 8, y=y))
+    for value, name in chart.rules:
+        y = frame.y(value)
+        drawn.append(_line("rule", frame, y))
+        drawn.append(_element("text", "tick rule-name", name, x=frame.plot_right, y=y - 6))
+    return drawn
 
 
-def _curve(chart: Chart, line: Line, frame: Frame, *, width: float) -> list[str]:
-    parts = []
+def _curve(chart: Chart, line: Line, frame: Frame, *, width: float) -> list[Element]:
+    drawn = []
     if line.raw:
-        parts.append(f'<path class="raw {line.level}" d="{_path(chart, line.raw, frame)}"/>')
-    parts.append(
-        f'<path class="line {line.level}" stroke-width="{width:.1f}" '
-        f'd="{_path(chart, line.values, frame)}"/>'
-    )
+        drawn.append(_element("path", f"raw {line.level}", d=_path(chart, line.raw, frame)))
+    path = _path(chart, line.values, frame)
+    drawn.append(_element("path", f"line {line.level}", stroke_width=width, d=path))
     if chart.shape == "dots":
-        radius = width / 2 + 1.5
-        parts += [
-            f'<circle class="dot {line.level}" cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}"/>'
+        drawn += [
+            _element("circle", f"dot {line.level}", cx=x, cy=y, r=width / 2 + 1.5)
             for x, y in _points(chart, line.values, frame)
         ]
     for step in line.marks:
         x, y = frame.x(step), frame.y(line.values[step - chart.first_step])
-        parts.append(
-            f'<path class="mark {line.level}" d="M{x - 8:.1f} {y - 8:.1f}l16 16m0 -16l-16 16"/>'
-        )
-    return parts
+        cross = f"M{x - 8:.1f} {y - 8:.1f}l16 16m0 -16l-16 16"
+        drawn.append(_element("path", f"mark {line.level}", d=cross))
+    return drawn
 
 
 def _path(chart: Chart, values: Sequence[float], frame: Frame) -> str:

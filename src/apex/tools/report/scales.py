@@ -1,4 +1,4 @@
-"""Axes: round ticks, and values and steps as coordinates of a picture."""
+"""Axes: round ticks, and the coordinates of values and steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Axis = Literal["log10", "log2", "share"]
-"""How values are laid out: by powers of ten or of two, or from 0 to 1."""
+"""Scale of an axis: powers of ten or two, or shares from 0 to 1."""
 
 BASES = {"log10": 10, "log2": 2}
 
@@ -27,6 +27,16 @@ class Frame:
     top: int = 12
     bottom: int = 30
 
+    @property
+    def plot_right(self) -> int:
+        """Right edge of the plot area."""
+        return self.width - self.right
+
+    @property
+    def plot_bottom(self) -> int:
+        """Bottom edge of the plot area."""
+        return self.height - self.bottom
+
     def x(self, step: float) -> float:
         """Returns the horizontal coordinate of ``step``."""
         first, last = self.steps
@@ -34,7 +44,7 @@ class Frame:
         return self.left + share * (self.width - self.left - self.right)
 
     def y(self, value: float) -> float:
-        """Returns the vertical coordinate of ``value``, at the edge if it lies outside."""
+        """Returns the vertical coordinate of ``value``, clamped to the plot area."""
         low, high = self.values
         value = min(max(value, low), high)
         if self.axis != "share":
@@ -44,7 +54,7 @@ class Frame:
 
 
 def value_range(values: Sequence[float], axis: Axis) -> tuple[float, float]:
-    """Returns the ends of an axis that shows ``values``, with a margin."""
+    """Returns the ends of an axis for ``values``, with a margin."""
     found = [value for value in values if math.isfinite(value) and value > 0]
     if axis == "share":
         return 0.0, min(1.0, _round_up(max(found, default=1.0)))
@@ -88,17 +98,16 @@ def _even_ticks(low: float, high: float, most: int) -> list[float]:
     return [round(index * gap, 9) for index in range(first, last + 1)]
 
 
-def tick_label(value: float, axis: Axis) -> str:
-    """Returns a tick's label, as the content of an SVG text."""
+def tick_label(value: float, axis: Axis) -> tuple[str, str]:
+    """Returns a tick's label and the exponent after it, which may be empty."""
     if axis == "share":
-        return f"{value * 100:.3g} %"
+        return f"{value * 100:.3g} %", ""
     if axis == "log10" and 1e-4 < value < 1e5:
-        return f"{value:f}".rstrip("0").rstrip(".")
+        return f"{value:f}".rstrip("0").rstrip("."), ""
     base = BASES[axis]
     power = math.floor(math.log(value, base) + 1e-9)
     factor = round(value / base**power)
-    front = f"{factor}·" if factor > 1 else ""
-    return f'{front}{base}<tspan class="power" dy="-5">{power}</tspan>'
+    return (f"{factor}·{base}" if factor > 1 else str(base)), str(power)
 
 
 def _round_up(share: float) -> float:

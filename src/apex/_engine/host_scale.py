@@ -1,0 +1,66 @@
+"""A loss scale in plain numbers, for training loops that ask the host whether to step."""
+
+from __future__ import annotations
+
+from apex._core.scale import ScaleRule, ScaleState, checked_static, next_scale
+
+
+class HostScale:
+    """A static or dynamic loss scale, moved by :func:`apex._core.scale.next_scale`.
+
+    All attributes may be set at any time, as old scripts do.
+
+    Attributes:
+        cur_scale: The scale (multiplier).
+        cur_iter: Updates so far.
+        last_overflow_iter: Number of the last update with an overflow; -1 for none.
+        scale_factor: Growth factor; its inverse is the backoff factor.
+        scale_window: Clean steps before growth.
+        dynamic: Whether the scale follows the gradients.
+        floor: Least dynamic scale; ``None`` for the smallest normal fp32.
+        ceiling: Greatest dynamic scale; ``None`` for the greatest fp32.
+    """
+
+    # Defaults for objects unpickled from apex's checkpoints, which lack these.
+    dynamic: bool = True
+    floor: float | None = 1.0
+    ceiling: float | None = None
+
+    def __init__(self, scale: float, scale_factor: float = 2.0, scale_window: int = 1000) -> None:
+        """Sets the initial scale and the rule.
+
+        Raises:
+            ValueError: If a number is out of range.
+        """
+        self.cur_scale = checked_static(scale)
+        self.cur_iter = 0
+        self.last_overflow_iter = -1
+        self.scale_factor = scale_factor
+        self.scale_window = scale_window
+        self.rule()
+
+    def rule(self) -> ScaleRule:
+        """Returns how a dynamic scale moves.
+
+        Raises:
+            ValueError: If an attribute is out of range.
+        """
+        factor = self.scale_factor
+        # A factor that is not positive has no inverse; the rule refuses it by its own name.
+        backoff = 1.0 / factor if factor > 0 else 0.5
+        return ScaleRule(factor, backoff, self.scale_window, self.floor, self.ceiling)
+
+    @property
+    def clean_steps(self) -> int:
+        """Steps without overflow since the scale last changed."""
+        steps = self.cur_iter - self.last_overflow_iter - 1
+        return steps % self.scale_window if self.dynamic else steps
+
+    def update_scale(self, overflow: bool) -> None:
+        """Moves the scale after one backward pass."""
+        if self.dynamic:
+            state = ScaleState(float(self.cur_scale), self.clean_steps)
+            self.cur_scale = next_scale(state, self.rule(), overflow=overflow).scale
+            if overflow:
+                self.last_overflow_iter = self.cur_iter
+        self.cur_iter += 1

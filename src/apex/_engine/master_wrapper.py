@@ -1,0 +1,200 @@
+"""What apex's three ``FP16_Optimizer`` classes share: masters and a loss scale on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from apex._core import dtypes, finite, master
+from apex._core.master import Pair
+from apex._core.scale import checked_static
+from apex._engine.host_scale import HostScale
+
+
+class MasterWrapper:
+    """Wraps any optimizer over 16-bit parameters and steps fp32 masters in their place.
+
+    Gradients of several backward passes add up exactly: before each pass, those already there are
+    rescaled to the current loss scale.
+
+    Attributes:
+        optimizer: The wrapped optimizer, whose groups hold the masters.
+        loss_scaler: The loss scale.
+        overflow: Whether the gradients that the masters last received held inf or NaN.
+        verbose: Whether overflows are logged.
+    """
+
+    _adopts_frozen: ClassVar[bool] = False
+    """Whether parameters that do not require gradients get masters, too."""
+
+    def __init__(self, optimizer: Any, loss_scaler: HostScale, *, verbose: bool) -> None:
+        """Replaces 16-bit parameters in the optimizer's groups, and moves its state."""
+        self.optimizer = optimizer
+        self.loss_scaler: Any = loss_scaler
+        self.overflow = False
+        self.verbose = verbose
+        self._pairs: list[list[Pair]] = []
+        self._direct: list[list[nn.Parameter]] = []
+        # What the gradients in the model are currently multiplied by.
+        self._scale_of_low = self._scale_of_direct = 1.0
+        self._pending = False
+        for group in optimizer.param_groups:
+            self._adopt(group)
+
+    def _adopt(self, group: dict[str, Any]) -> None:
+        pairs: list[Pair] = []
+        direct: list[nn.Parameter] = []
+        for index, param in enumerate(group["params"]):
+            if not (param.requires_grad or self._adopts_frozen):
+                continue
+            if not dtypes.is_low_precision(param):
+                direct.append(param)
+                continue
+            pair = Pair(param, master.make_master(param))
+            group["params"][index] = pair.master
+            pairs.append(pair)
+            self._move_state(pair)
+        self._pairs.append(pairs)
+        self._direct.append(direct)
+
+    def _move_state(self, pair: Pair) -> None:
+        state = self.optimizer.state.pop(pair.model, None)
+        if state is not None:
+            self.optimizer.state[pair.master] = {
+                key: dtypes.cast(value, torch.float32) if _is_like(value, pair.model) else value
+                for key, value in state.items()
+            }
+
+    # -- the wrapped optimizer ---------------------------------------------------------------
+
+    @property
+    def loss_scale(self) -> float:
+        """The current loss scale (multiplier)."""
+        return float(self.loss_scaler.cur_scale)
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self.loss_scaler.cur_scale = checked_static(float(value))
+
+    @property
+    def state(self) -> Any:
+        """The optimizer's state."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
+
+    @property
+    def param_groups(self) -> Any:
+        """The optimizer's groups, which hold the masters."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: Any) -> None:
+        self.optimizer.param_groups = value
+
+    def _all_pairs(self) -> list[Pair]:
+        return [pair for pairs in self._pairs for pair in pairs]
+
+    def _stepped(self) -> Iterator[nn.Parameter]:
+        for group in self.optimizer.param_groups:
+            yield from group["params"]
+
+    def _master_params_to_model_params(self) -> None:
+        master.copy_to_model(self._all_pairs())
+
+    def _load_masters(self, masters: list[nn.Parameter], saved: list[Tensor]) -> None:
+        """Writes saved values into masters and, rounded, into the model."""
+        with torch.no_grad():
+            for param, value in zip(masters, saved, strict=True):
+                param.copy_(value)
+        self._master_params_to_model_params()
+
+    # -- gradients ---------------------------------------------------------------------------
+
+    def _clear_grads(self, *, set_to_none: bool) -> None:
+        for param in (*self._stepped(), *(pair.model for pair in self._all_pairs())):
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.detach_().zero_()
+        self._pending = False
+
+    def _backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        """Runs the backward pass of the scaled loss; the masters do not receive gradients yet."""
+        scale = self.loss_scale
+        _rescale_([pair.model for pair in self._all_pairs()], scale / self._scale_of_low)
+        _rescale_(self._all_direct(), scale / self._scale_of_direct)
+        self._scale_of_low = self._scale_of_direct = scale
+        self._pending = True
+        torch.autograd.backward(loss.float() * scale, retain_graph=retain_graph)
+
+    @torch.no_grad()
+    def _give_masters_grads(self, *, check: bool) -> None:
+        """Gives the masters unscaled fp32 gradients, and sets ``overflow`` if they are checked.
+
+        The model keeps its scaled 16-bit gradients. A check is one host sync.
+        """
+        pairs = self._all_pairs()
+        received = [pair for pair in pairs if pair.model.grad is not None]
+        fresh = master.fp32_grads([pair.model for pair in received])
+        for pair in pairs:
+            pair.master.grad = None
+        for pair, grad in zip(received, fresh, strict=True):
+            pair.master.grad = grad
+        direct = _coalesced_grads(self._all_direct())
+        scaled = [(fresh, self._scale_of_low), (direct, self._scale_of_direct)]
+        self.overflow = _unscale_(scaled, check=check)
+        self._scale_of_direct = 1.0
+        self._pending = False
+
+    def _all_direct(self) -> list[nn.Parameter]:
+        return [param for params in self._direct for param in params]
+
+
+def scaler_attribute(name: str, doc: str) -> Any:
+    """Returns a property of a wrapper that reads and sets an attribute of its loss scale."""
+
+    def read(self: MasterWrapper) -> Any:
+        return getattr(self.loss_scaler, name)
+
+    def write(self: MasterWrapper, value: Any) -> None:
+        setattr(self.loss_scaler, name, value)
+
+    return property(read, write, doc=doc)
+
+
+def _is_like(value: object, param: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == param.shape
+
+
+def _coalesced_grads(params: list[nn.Parameter]) -> list[Tensor]:
+    """Returns the parameters' gradients; in sparse ones, duplicate rows are summed."""
+    for param in params:
+        if param.grad is not None and param.grad.is_sparse:
+            param.grad = param.grad.coalesce()
+    return [param.grad for param in params if param.grad is not None]
+
+
+@torch.no_grad()
+def _rescale_(params: list[nn.Parameter], factor: float) -> None:
+    grads = _coalesced_grads(params) if factor != 1.0 else []
+    if grads:
+        finite.unscale_(finite.dense_values(grads), factor)
+
+
+def _unscale_(scaled: list[tuple[list[Tensor], float]], *, check: bool) -> bool:
+    """Divides each list by its scale in place; returns whether checked values held inf or NaN."""
+    found_inf: Tensor | None = None
+    for grads, scale in scaled:
+        values = finite.dense_values(grads)
+        if values and check:
+            found_inf = torch.zeros((), device=values[0].device) if found_inf is None else found_inf
+            finite.unscale_and_check_(values, torch.full_like(found_inf, 1.0 / scale), found_inf)
+        elif values and scale != 1.0:
+            finite.unscale_(values, 1.0 / scale)
+    return found_inf is not None and bool(found_inf)  # sync: apex's `overflow` is a host value

@@ -1,0 +1,24 @@
+"""HTML pages from Jinja templates, with every value escaped."""
+
+from __future__ import annotations
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+
+def render(package: str, template: str, **values: object) -> str:
+    """Returns the page that a template makes of ``values``.
+
+    Args:
+        package: The package whose folder ``page`` holds the template.
+        template: File name of the template.
+        values: Names that the template uses; a missing one raises ``jinja2.UndefinedError``.
+    """
+    environment = Environment(
+        loader=PackageLoader(package, "page"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template(template).render(values)

@@ -1,0 +1,25 @@
+"""Text wrapped to the width of a terminal."""
+
+from __future__ import annotations
+
+import textwrap
+
+WIDTH = 100
+
+
+def wrapped(text: str, indent: str = "", *, first: str | None = None) -> str:
+    """Returns ``text`` in lines of at most ``WIDTH`` characters.
+
+    Args:
+        text: One paragraph.
+        indent: Prefix of every line.
+        first: Prefix of the first line, if another.
+    """
+    return textwrap.fill(
+        text,
+        WIDTH,
+        initial_indent=indent if first is None else first,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
