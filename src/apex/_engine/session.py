@@ -27,7 +27,7 @@ from apex._engine.optimizer.binding import Binding
 from apex._engine.optimizer.optimizer_class import AmpOptimizer
 from apex._engine.restoring import Before, dtypes_of, match_states
 from apex._engine.scaler import Scaler
-from apex._torch import ddp, dtensor, ranks
+from apex._torch import ddp, dtensor, fsdp, ranks
 from apex._torch.ddp import ALONE, Communication, Wrappers
 
 _log = logging.getLogger("apex")
@@ -140,7 +140,7 @@ class Session:
             self._before = {}
         self._models.update(models)
         self._prepared = frozenset(id(p) for model in models for p in model.parameters())
-        groups = (group for model in models for group in sharding.param_groups(model))
+        groups = (group for model in models for group in fsdp.param_groups(model))
         self._shards += map(weakref.ref, groups)
 
     def _withdraw(self, models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
@@ -234,7 +234,7 @@ class Session:
             communication=self._communication,
             ended=functools.partial(self._end_pass, scaler.loss_id, bindings),
             # Gradients that fully_shard keeps back are scaled, and so is what a later pass adds.
-            delay_unscale=delay_unscale or sharding.keeps_back(ref() for ref in self._shards),
+            delay_unscale=delay_unscale or fsdp.defers_reduction(ref() for ref in self._shards),
             delay_overflow_check=delay_overflow_check,
         )
 
@@ -296,6 +296,13 @@ class Session:
         for binding in self._bindings:
             exact.update(binding.exact())
         return exact
+
+    def master_of(self, param: Tensor) -> Tensor | None:
+        """Returns the fp32 value behind a low-precision parameter."""
+        return self.exact().get(id(param))
+
+    def write_back(self) -> None:
+        """Masters reach the model at the end of a step."""
 
     @torch.no_grad()
     def set_exact(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:

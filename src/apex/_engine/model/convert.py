@@ -7,11 +7,18 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from apex._core import dtypes
-from apex._engine.model import tensors
-from apex._engine.model.application import apply_plan, flatten_rnns, remove_hooks
 from apex._engine.model.module_class import converted_class, plain_class, swap_class
 from apex._engine.model.plan import MasterSource, ModelPlan, Region
-from apex._engine.model.state import STATE, ModelState, stash_forward, state_of
+from apex._engine.model.state import (
+    STATE,
+    ModelState,
+    Undo,
+    all_or_nothing,
+    flatten_rnns,
+    stash_forward,
+    state_of,
+)
+from apex._engine.model.state_dict import MasterLink, exact_value
 
 
 def convert(
@@ -33,13 +40,13 @@ def convert(
         masters: Source of exact values for ``state_dict`` and ``restore``; receives loaded ones.
         owner: Kept alive as long as the model, and not copied with it.
     """
-    state = ModelState(plan, region, masters, owner)
+    state = ModelState(plan, region, MasterLink(masters), owner)
     new_class = converted_class(type(model))
     swap_class(model, new_class)
     try:
-        apply_plan(model, state)
+        state.apply(model)
     except BaseException:
-        remove_hooks(state)
+        state.remove_hooks()
         swap_class(model, plain_class(new_class))
         raise
     stash_forward(model, state)
@@ -50,7 +57,7 @@ def convert_late(model: nn.Module) -> None:
     """Casts what a converted model was given since, such as a new head; all or nothing."""
     state = state_of(model)
     if state is not None:
-        apply_plan(model, state)
+        state.apply(model)
 
 
 def set_region(model: nn.Module, region: Region) -> None:
@@ -80,10 +87,10 @@ def restore(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> No
             "a model that amp.initialize returned, once."
         )
     old_class = plain_class(type(model))
-    with tensors.all_or_nothing() as undo:
+    state.link.write_back()
+    with all_or_nothing() as undo:
         if state.plan.casts_down:
-            known = {} if state.source is None else state.source.exact()
-            _to_fp32(model, {**known, **(masters or {})}, undo)
+            _to_fp32(model, state.link.source, masters or {}, undo)
         swap_class(model, old_class)
     _forget(model, state)
     flatten_rnns(model)
@@ -101,15 +108,16 @@ def withdraw(model: nn.Module) -> None:
 
 
 def _forget(model: nn.Module, state: ModelState) -> None:
-    remove_hooks(state)
+    state.remove_hooks()
     del model.__dict__[STATE]
     if state.inner_forward is not None:
         model.__dict__.setdefault("forward", state.inner_forward)
 
 
-def _to_fp32(model: nn.Module, exact: Mapping[int, Tensor], undo: tensors.Undo) -> None:
+def _to_fp32(
+    model: nn.Module, source: MasterSource | None, masters: Mapping[int, Tensor], undo: Undo
+) -> None:
     for tensor in [*model.parameters(), *model.buffers()]:
         if dtypes.is_low_precision(tensor):
-            master = exact.get(id(tensor))
-            candidates: list[Tensor] = [] if master is None else [master]
-            undo.set(tensor, tensors.exact_value(tensor, candidates))
+            known = [None if source is None else source.master_of(tensor), masters.get(id(tensor))]
+            undo.set(tensor, exact_value(tensor, [value for value in known if value is not None]))

@@ -14,8 +14,10 @@ from torch.optim import Optimizer
 
 from apex._core import dtypes, master
 from apex._core.master import Pair
+from apex._engine.autocast.region import no_casts
 from apex._engine.autocast.thread_casts import backward_id
 from apex._engine.optimizer.gradient_pass import PassGradients
+from apex._pickle import empty
 from apex._torch import dtensor
 from apex._torch.dynamo import untraced
 
@@ -300,7 +302,7 @@ class Binding(PassGradients):
         new = object.__new__(type(self))
         memo[id(self)] = new
         new.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
-        new.owner = self.owner
+        new.owner, new.casts_off = self.owner, self.casts_off
         if new.owner is not None:
             new.owner.register(new)
         return new
@@ -310,12 +312,17 @@ class Binding(PassGradients):
         state = self.__dict__.copy()
         del state["_optimizer"]
         state.update(owner=None, open_pass=None, inner_step=None, view=None)
-        state.update(_stash=[], _versions=None)
+        state.update(_stash=[], _versions=None, casts_off=None)
         return state
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles by its kind; see :mod:`apex._pickle`."""
+        return empty, ("binding",), self.__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes over everything but the optimizer, which attaches itself."""
         self.__dict__.update(state)
+        self.casts_off = no_casts
 
 
 def _grad_for(pair: Pair) -> Tensor | None:
