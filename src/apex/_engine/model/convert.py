@@ -7,7 +7,12 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from apex._core import dtypes
-from apex._engine.model.module_class import converted_class, plain_class, swap_class
+from apex._engine.model.module_class import (
+    ConvertedModule,
+    converted_class,
+    plain_class,
+    swap_class,
+)
 from apex._engine.model.plan import MasterSource, ModelPlan, Region
 from apex._engine.model.state import (
     STATE,
@@ -41,16 +46,14 @@ def convert(
         owner: Kept alive as long as the model, and not copied with it.
     """
     state = ModelState(plan, region, MasterLink(masters), owner)
-    new_class = converted_class(type(model))
-    swap_class(model, new_class)
+    model.__dict__[STATE] = state  # first of all: from here on it can be withdrawn
     try:
+        swap_class(model, converted_class(type(model)))
+        stash_forward(model, state)
         state.apply(model)
     except BaseException:
-        state.remove_hooks()
-        swap_class(model, plain_class(new_class))
+        withdraw(model)
         raise
-    stash_forward(model, state)
-    model.__dict__[STATE] = state
 
 
 def convert_late(model: nn.Module) -> None:
@@ -102,16 +105,18 @@ def withdraw(model: nn.Module) -> None:
     Allocates nothing: it works when memory has run out.
     """
     state = state_of(model)
-    if state is not None:
+    if state is None:
+        return
+    if isinstance(model, ConvertedModule):
         swap_class(model, plain_class(type(model)))
-        _forget(model, state)
+    _forget(model, state)
 
 
 def _forget(model: nn.Module, state: ModelState) -> None:
     state.remove_hooks()
-    del model.__dict__[STATE]
     if state.inner_forward is not None:
         model.__dict__.setdefault("forward", state.inner_forward)
+    del model.__dict__[STATE]
 
 
 def _to_fp32(

@@ -73,10 +73,10 @@ class ModelState:
         self.remove_hooks()
         if self.plan.param_dtype is not None and self.plan.casts_down:
             for module in topmost_fp32_modules(model, self.plan):
-                self.handles += _cast_around(module, self.plan.param_dtype)
+                _cast_around(module, self.plan.param_dtype, self.handles)
             for module in model.modules():
                 if any(map(dtypes.is_low_precision, chain(module.parameters(), module.buffers()))):
-                    self.handles += Fp32Hooks(self.link).attach(module)
+                    Fp32Hooks(self.link).attach(module, self.handles)
         flatten_rnns(model)
 
     def remove_hooks(self) -> None:
@@ -138,12 +138,10 @@ def flatten_rnns(model: nn.Module) -> None:
 # -- fp32 modules inside a low-precision model ---------------------------------------------------
 
 
-def _cast_around(module: nn.Module, dtype: torch.dtype) -> list[RemovableHandle]:
+def _cast_around(module: nn.Module, dtype: torch.dtype, handles: list[RemovableHandle]) -> None:
     """Casts the inputs of ``module`` to fp32 and its outputs to ``dtype``, until removed."""
-    return [
-        module.register_forward_pre_hook(InputCast(), with_kwargs=True),
-        module.register_forward_hook(OutputCast(dtype)),
-    ]
+    handles.append(module.register_forward_pre_hook(InputCast(), with_kwargs=True))
+    handles.append(module.register_forward_hook(OutputCast(dtype)))
 
 
 @dataclass(frozen=True)

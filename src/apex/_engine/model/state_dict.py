@@ -125,17 +125,16 @@ class Fp32Hooks:
         self._link = link
         self._loading: list[_Loading] = []
 
-    def attach(self, module: nn.Module) -> list[RemovableHandle]:
-        """Registers the hooks with ``module``; returns their handles."""
-        saving = module.register_state_dict_post_hook(self)  # type: ignore[no-untyped-call]
-        # First of all: a hook of the user may rename entries.
-        saving.hooks_dict_ref().move_to_end(saving.id, last=False)
-        return [
-            saving,
-            module.register_state_dict_pre_hook(self.before_saving),  # type: ignore[no-untyped-call]
-            module.register_load_state_dict_pre_hook(self.before_loading),  # type: ignore[no-untyped-call]
-            module.register_load_state_dict_post_hook(self.after_loading),  # type: ignore[no-untyped-call]
-        ]
+    def attach(self, module: nn.Module, handles: list[RemovableHandle]) -> None:
+        """Registers the hooks with ``module``; adds their handles to ``handles`` one by one."""
+        hooks: Any = module  # torch does not annotate the methods that register them
+        handles.append(hooks.register_state_dict_post_hook(self))
+        # The first of its kind: a hook of the user may rename entries.
+        order: Any = handles[-1].hooks_dict_ref()
+        order.move_to_end(handles[-1].id, last=False)
+        handles.append(hooks.register_state_dict_pre_hook(self.before_saving))
+        handles.append(hooks.register_load_state_dict_pre_hook(self.before_loading))
+        handles.append(hooks.register_load_state_dict_post_hook(self.after_loading))
 
     def __call__(
         self,
