@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 
 from apex._engine.model import ModelPlan, convert, is_converted, owner_of, restore
 from tests._engine.conversion_cases import (
@@ -156,6 +157,35 @@ def test_own_deepcopy_is_honoured():
     twin = copy.deepcopy(model)
     assert not is_converted(twin)
     assert torch.equal(twin.weight, model.weight.float())
+
+
+def test_an_object_of_the_generated_class_that_is_not_converted_copies():
+    model = type(converted(nn.Linear(3, 2)))(3, 2)
+    for duplicate in (copy.copy, copy.deepcopy):
+        twin = duplicate(model)
+        assert not is_converted(twin)
+        assert torch.equal(twin.weight, model.weight)
+
+
+def test_a_model_that_refers_to_itself_copies_with_its_reference():
+    model = nn.Linear(3, 2)
+    model.__dict__["me"] = model
+    for twin in (copy.deepcopy(converted(model)), pickle.loads(pickle.dumps(model))):
+        assert twin.me is twin
+    plain = nn.Linear(3, 2)
+    plain.__dict__["me"] = plain
+    twin = pickle.loads(pickle.dumps(converted(plain, O1)))
+    assert twin.me is twin
+    assert type(twin) is nn.Linear
+
+
+def test_a_parametrized_model_that_is_converted_copies():
+    before = converted(parametrizations.weight_norm(nn.Linear(3, 2)))
+    after = parametrizations.weight_norm(converted(nn.Linear(3, 2)))
+    for model in (before, after):
+        twin = copy.deepcopy(model)
+        assert torch.equal(twin(x()), model(x()))
+        assert twin.parametrizations.weight.original0 is not model.parametrizations.weight.original0
 
 
 def test_shallow_copies_share_parameters_and_masters():

@@ -100,7 +100,7 @@ class ConvertedModule(nn.Module):
     def __copy__(self) -> Any:
         """Returns a converted model that shares parameters, owner and masters."""
         own = getattr(super(), "__copy__", None)
-        return copy.copy(self._as_reduced({})) if own is None else own()
+        return self._copied({}, copy.copy) if own is None else own()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Returns a converted model with parameters of its own; masters come with optimizers."""
@@ -110,16 +110,19 @@ class ConvertedModule(nn.Module):
         if own is not None:
             return own(memo)
         if is_generated(type(self)):
-            return copy.deepcopy(self._as_reduced(memo), memo)
+            return self._copied(memo, functools.partial(copy.deepcopy, memo=memo))
         # A class put on top since, such as a parametrization's, which does not reduce.
         new = memo[id(self)] = type(self).__new__(type(self))
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return new
 
-    def _as_reduced(self, memo: dict[int, Any]) -> _Reduced:
+    def _copied(self, memo: dict[int, Any], copied: Callable[[_Reduced], Any]) -> Any:
         state = self._apex_state
-        reduced = super().__reduce_ex__(4) if state is None else self._reduced(state, 4)
-        return _Reduced(self, reduced, memo)
+        if state is None or not is_generated(type(self)):
+            reduced: Any = super().__reduce_ex__(4)
+        else:
+            reduced = self._reduced(state, 4)
+        return self if isinstance(reduced, str) else copied(_Reduced(self, reduced, memo))
 
     def __setstate__(self, saved: Any) -> None:
         """Takes back what ``__reduce_ex__`` gave."""
@@ -145,8 +148,6 @@ class _Reduced:
         self._memo = memo
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if isinstance(self._reduced, str):
-            return self._reduced
         func, args, *rest = self._reduced
 
         def make(*args: Any) -> Any:
