@@ -1,10 +1,12 @@
 import copy
+import gc
 import io
 import pickle
 import subprocess
 import sys
 import textwrap
 import threading
+import weakref
 
 import pytest
 import torch
@@ -186,6 +188,18 @@ def test_a_parametrized_model_that_is_converted_copies():
         twin = copy.deepcopy(model)
         assert torch.equal(twin(x()), model(x()))
         assert twin.parametrizations.weight.original0 is not model.parametrizations.weight.original0
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])
+def test_a_copy_is_gone_with_its_last_reference(duplicate):
+    model = converted(Net())
+    gc.collect()
+    gc.disable()
+    try:
+        twin = weakref.ref(duplicate(model))
+        assert twin() is None
+    finally:
+        gc.enable()
 
 
 def test_shallow_copies_share_parameters_and_masters():

@@ -122,7 +122,13 @@ class ConvertedModule(nn.Module):
             reduced: Any = super().__reduce_ex__(4)
         else:
             reduced = self._reduced(state, 4)
-        return self if isinstance(reduced, str) else copied(_Reduced(self, reduced, memo))
+        if isinstance(reduced, str):
+            return self
+        given = _Reduced(self, reduced, memo)
+        try:
+            return copied(given)
+        finally:
+            given.memo = {}  # which holds it: a cycle would outlive the copy
 
     def __setstate__(self, saved: Any) -> None:
         """Takes back what ``__reduce_ex__`` gave."""
@@ -145,14 +151,14 @@ class _Reduced:
     def __init__(self, model: nn.Module, reduced: Any, memo: dict[int, Any]) -> None:
         self._model = model
         self._reduced = reduced
-        self._memo = memo
+        self.memo = memo
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         func, args, *rest = self._reduced
 
         def make(*args: Any) -> Any:
             # What the model refers to may refer to it: known before its state is copied.
-            new = self._memo[id(self._model)] = func(*args)
+            new = self.memo[id(self._model)] = func(*args)
             return new
 
         return make, args, *rest
