@@ -37,13 +37,13 @@ def check(
         model: The model to convert.
         plan: The conversion.
         allow_not_fp32: Whether the model may come with 16-bit parameters and buffers.
-        others: Further models of the same call: an entry of ``plan.fp32_modules`` has to match in
-            one of them all.
+        others: Further models of the same call: it is enough that an entry of
+            ``plan.fp32_modules`` matches in one of them.
 
     Raises:
         TypeError: If ``model`` is no ``torch.nn.Module``.
         RuntimeError: If it is converted, wrapped for parallel training, scripted, not
-            materialized, not in fp32, or sharded in a way that does not take the plan's dtypes.
+            materialized, not in fp32, or sharded in a way that conflicts with the plan's dtypes.
         ValueError: If ``plan.fp32_modules`` does not fit the model.
     """
     _check_kind(model)

@@ -57,7 +57,7 @@ def convert(
 
 
 def convert_late(model: nn.Module) -> None:
-    """Casts what a converted model was given since, such as a new head; all or nothing."""
+    """Casts what was added to a converted model since, such as a new head; all or nothing."""
     state = state_of(model)
     if state is not None:
         state.apply(model)
@@ -100,9 +100,9 @@ def restore(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> No
 
 
 def withdraw(model: nn.Module) -> None:
-    """Makes a converted model plain again, but for the dtypes of its tensors.
+    """Makes a converted model plain again, but leaves the dtypes of its tensors.
 
-    Allocates nothing: it works when memory has run out.
+    Allocates nothing, so it works when memory has run out.
     """
     state = state_of(model)
     if state is None:

@@ -17,7 +17,7 @@ def explain(model: nn.Module, plan: ModelPlan, error: RuntimeError) -> None:
     """Raises ``error`` again with its remedy; returns if the plan's dtypes are not its cause.
 
     Args:
-        model: A converted model, in the state in which its forward pass failed.
+        model: A converted model whose forward pass failed.
         plan: Its conversion.
         error: What the forward pass raised.
 
@@ -37,7 +37,7 @@ def explain(model: nn.Module, plan: ModelPlan, error: RuntimeError) -> None:
 
 
 def _strays(model: nn.Module, plan: ModelPlan) -> list[str]:
-    """Returns names and dtypes of the tensors that the plan wants in another dtype."""
+    """Returns names and dtypes of the tensors whose dtype differs from the plan's."""
     return [
         f"{name} ({dtypes.name(tensor.dtype)})"
         for name, tensor, dtype in planned_dtypes(model, plan)

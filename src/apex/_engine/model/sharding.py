@@ -20,11 +20,11 @@ ORDER = (
 
 
 def check_order(models: Iterable[nn.Module], params: Sequence[Tensor]) -> None:
-    """Raises where ``fully_shard`` came after ``initialize`` and left stale parameters.
+    """Raises if ``fully_shard`` was called after ``initialize`` and left stale parameters.
 
     Args:
         models: The models of a session.
-        params: What they held then and the session's optimizers train.
+        params: The models' parameters at ``initialize`` that the session's optimizers train.
 
     Raises:
         RuntimeError: If the optimizers train parameters that ``fully_shard`` has replaced.
@@ -44,12 +44,12 @@ def check_order(models: Iterable[nn.Module], params: Sequence[Tensor]) -> None:
 def check(
     model: nn.Module, planned: Iterable[tuple[str, Tensor, torch.dtype]], remedy: str
 ) -> None:
-    """Raises where the parameters of a sharded model cannot get their dtypes; changes nothing.
+    """Raises if the parameters of a sharded model cannot take their dtypes; changes nothing.
 
     Args:
         model: A model whose parameters are to be cast.
         planned: Name, tensor and dtype of everything that is to be cast.
-        remedy: What lets parameters that stay in fp32 share a group with ones that are cast.
+        remedy: The option that casts the parameters which otherwise stay in fp32.
 
     Raises:
         RuntimeError: With the reason.
@@ -69,7 +69,7 @@ def check(
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Raises where the optimizer's step does not take the DTensors that it has.
+    """Raises if the optimizer cannot step the DTensors that it holds.
 
     Raises:
         RuntimeError: With the reason.
@@ -93,7 +93,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
 
 def check_restorable(model: nn.Module) -> None:
-    """Raises where ``fully_shard`` no longer takes other dtypes, as those of ``amp.restore``.
+    """Raises if ``fully_shard`` no longer takes the dtypes that ``amp.restore`` gives back.
 
     Raises:
         RuntimeError: If the model has run.
