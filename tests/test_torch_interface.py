@@ -123,7 +123,7 @@ KNOWN = {
         "torch.nn.utils.weight_norm itself calls it; old checkpoints depend on its formula",
     ),
     "torch.nn.modules.batchnorm._BatchNorm": (
-        "apex/_engine/model/selection.py apex/fp16_utils/fp16util.py "
+        "apex/_engine/model/plan.py apex/fp16_utils/fp16util.py "
         "apex/parallel/convert_syncbn.py apex/parallel/optimized_sync_batchnorm.py "
         f"{DEBUG}",
         "the common class of batch norms, in torch since 0.2; scripts test for it by this name",
@@ -150,10 +150,6 @@ KNOWN = {
     ),
     "._get_scale_async": (GRAD_SCALERS, GRAD_SCALER),
     "._getframe": (DEBUG, "of Python's sys"),
-    "._load_from_state_dict": (
-        "apex/_engine/model/module_class.py",
-        "the documented place for subclasses to change what is loaded",
-    ),
     "._op": (KERNELS, "an overload's callable, 0.2 us faster than the overload itself"),
     "._overloadpacket": (DEBUG, TOOL),
     "._patch_step_function": (
@@ -173,7 +169,7 @@ KNOWN = {
         "the values of a sparse gradient to write into: Tensor.values() wants it coalesced",
     ),
     "._version": (
-        "apex/_engine/optimizer/binding.py",
+        "apex/_engine/model/state_dict.py apex/_engine/optimizer/binding.py",
         "autograd's count of in-place writes, in the docs of torch.autograd",
     ),
 }

@@ -33,13 +33,18 @@ class Masters:
             id(p): p.detach().float() * (1 + 2.0**-12) for p in model.parameters() if p.dtype is LOW
         }
 
-    def exact(self):
-        return self.by_id
+        self.written_back = 0
+
+    def master_of(self, param):
+        return self.by_id.get(id(param))
+
+    def write_back(self):
+        self.written_back += 1
 
     @torch.no_grad()
     def set_exact(self, values):
         for param, value in values:
-            self.exact()[id(param)].copy_(value)
+            self.by_id[id(param)].copy_(value)
 
     def runs_under(self, wrapper, *, traced=False):
         self.wrapper = wrapper
@@ -94,7 +99,7 @@ def converted(model, plan=O5, region=None, **kwargs):
 def with_masters(model, plan=O5):
     convert(model, plan, PlainRegion())
     masters = Masters(model)
-    model.__dict__["_apex_state"].masters = masters
+    model.__dict__["_apex_state"].link._masters = masters
     return model, masters
 
 

@@ -1,14 +1,17 @@
 import copy
+import gc
 import io
 import pickle
 import subprocess
 import sys
 import textwrap
 import threading
+import weakref
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 
 from apex._engine.model import ModelPlan, convert, is_converted, owner_of, restore
 from tests._engine.conversion_cases import (
@@ -95,8 +98,8 @@ def test_a_copy_leaves_owner_and_masters_behind(duplicate):
     convert(model, O5, PlainRegion(), masters=masters, owner=threading.Lock())
     twin = duplicate(model)
     assert owner_of(twin) is None
-    assert twin._apex_state.masters is None
-    assert model._apex_state.masters is masters
+    assert twin._apex_state.link._masters is None
+    assert model._apex_state.link.source is masters
 
 
 @every_copy
@@ -131,7 +134,7 @@ def test_pickle_names_the_plain_class():
 def test_own_getstate_and_setstate_are_honoured(duplicate):
     model = converted(CustomState(), O1).eval()
     twin = duplicate(model).eval()
-    assert is_converted(twin)
+    assert is_converted(twin) is (duplicate is copy.deepcopy)
     assert torch.equal(twin(x()), model(x()))
 
 
@@ -156,6 +159,47 @@ def test_own_deepcopy_is_honoured():
     twin = copy.deepcopy(model)
     assert not is_converted(twin)
     assert torch.equal(twin.weight, model.weight.float())
+
+
+def test_an_object_of_the_generated_class_that_is_not_converted_copies():
+    model = type(converted(nn.Linear(3, 2)))(3, 2)
+    for duplicate in (copy.copy, copy.deepcopy):
+        twin = duplicate(model)
+        assert not is_converted(twin)
+        assert torch.equal(twin.weight, model.weight)
+
+
+def test_a_model_that_refers_to_itself_copies_with_its_reference():
+    model = nn.Linear(3, 2)
+    model.__dict__["me"] = model
+    for twin in (copy.deepcopy(converted(model)), pickle.loads(pickle.dumps(model))):
+        assert twin.me is twin
+    plain = nn.Linear(3, 2)
+    plain.__dict__["me"] = plain
+    twin = pickle.loads(pickle.dumps(converted(plain, O1)))
+    assert twin.me is twin
+    assert type(twin) is nn.Linear
+
+
+def test_a_parametrized_model_that_is_converted_copies():
+    before = converted(parametrizations.weight_norm(nn.Linear(3, 2)))
+    after = parametrizations.weight_norm(converted(nn.Linear(3, 2)))
+    for model in (before, after):
+        twin = copy.deepcopy(model)
+        assert torch.equal(twin(x()), model(x()))
+        assert twin.parametrizations.weight.original0 is not model.parametrizations.weight.original0
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])
+def test_a_copy_is_gone_with_its_last_reference(duplicate):
+    model = converted(Net())
+    gc.collect()
+    gc.disable()
+    try:
+        twin = weakref.ref(duplicate(model))
+        assert twin() is None
+    finally:
+        gc.enable()
 
 
 def test_shallow_copies_share_parameters_and_masters():

@@ -1,3 +1,7 @@
+import copy
+import gc
+import pickle
+import weakref
 from collections import OrderedDict
 
 import pytest
@@ -6,6 +10,7 @@ from torch import nn
 from torch.distributed import HashStore, destroy_process_group, init_process_group
 from torch.nn.parallel import DistributedDataParallel
 
+from apex._engine.model import restore
 from tests._engine.conversion_cases import LOW, O0, O1, Net, Tied, converted, with_masters, x
 
 
@@ -19,7 +24,7 @@ def random_state(model):
 
 
 def exact_of(model, masters, name):
-    return masters.exact()[id(model.get_parameter(name))]
+    return masters.master_of(model.get_parameter(name))
 
 
 def test_low_precision_entries_are_fp32_and_others_stay():
@@ -196,10 +201,151 @@ def test_an_entry_of_shape_one_reaches_a_scalar_master():
     assert torch.equal(exact_of(model, masters, "w"), torch.tensor(1 / 3))
 
 
-def test_loading_holds_no_state_dict_afterwards():
-    model, _ = with_masters(Net())
-    model.load_state_dict(random_state(model))
-    assert model._apex_state.loading is None
+def test_any_submodule_gives_and_takes_exact_values():
+    model, masters = with_masters(nn.Sequential(nn.Sequential(Net()), nn.ReLU()))
+    exact = exact_of(model, masters, "0.0.last.weight")
+    assert torch.equal(model[0].state_dict()["0.last.weight"], exact)
+    assert torch.equal(model[0][0].last.state_dict(prefix="p.")["p.weight"], exact)
+    for part, name in ((model[0], "0.last.weight"), (model[0][0].last, "weight")):
+        state = {k: torch.rand(v.shape) for k, v in part.state_dict().items() if k == name}
+        part.load_state_dict(state, strict=False)
+        assert torch.equal(exact, state[name])
+        assert torch.equal(model[0][0].last.weight, state[name].to(LOW))
+
+
+def test_a_submodule_loads_a_file_of_another_size_as_far_as_it_fits():
+    model, masters = with_masters(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)))
+    before = exact_of(model, masters, "0.weight").clone()
+    bias = torch.rand(2)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model[0].load_state_dict({"weight": torch.rand(5, 5), "bias": bias})
+    assert torch.equal(exact_of(model, masters, "0.bias"), bias)
+    assert torch.equal(exact_of(model, masters, "0.weight"), before)
+
+
+def test_a_module_s_own_hooks_that_rename_entries_rename_fp32_ones():
+    def rename(module, entries, prefix, metadata):
+        entries[prefix + "old"] = entries.pop(prefix + "weight")
+
+    def rename_back(module, entries, prefix, *rest):
+        entries[prefix + "weight"] = entries.pop(prefix + "old")
+
+    model = Net()
+    model.last.register_state_dict_post_hook(rename)
+    model.last.register_load_state_dict_pre_hook(rename_back)
+    model, masters = with_masters(model)
+    state = model.state_dict()
+    assert torch.equal(state["last.old"], exact_of(model, masters, "last.weight"))
+    state["last.old"] = torch.rand(2, 4)
+    model.load_state_dict(state)
+    assert torch.equal(exact_of(model, masters, "last.weight"), state["last.old"])
+
+
+def test_masters_are_written_back_once_per_call_before_entries_are_taken():
+    model, masters = with_masters(nn.Sequential(Net(), Tied()))
+    target, asked = exact_of(model, masters, "0.first.weight"), []
+    master_of = masters.master_of
+    masters.master_of = lambda param: asked.append(id(param)) or master_of(param)
+
+    def write_back():
+        masters.written_back += 1
+        model[0].first.weight.data.copy_(target)
+
+    masters.write_back = write_back
+    with torch.no_grad():
+        target.fill_(1 / 3)
+    state = model.state_dict()
+    assert torch.equal(state["0.first.weight"], target)
+    assert masters.written_back == 1
+    assert len(asked) == len(set(asked)) < len(state)
+    model[0].last.state_dict()
+    assert masters.written_back == 2
+    assert model.state_dict(keep_vars=True)["0.first.weight"] is model[0].first.weight
+    assert masters.written_back == 3
+
+
+def test_two_calls_into_one_dict_take_values_of_their_own_time():
+    model, masters = with_masters(Tied())
+    both = OrderedDict()
+    model.state_dict(destination=both)
+    with torch.no_grad():
+        exact_of(model, masters, "embed.weight").zero_()
+        model.embed.weight.zero_()
+    model.state_dict(destination=both, prefix="later.")
+    assert both["embed.weight"].count_nonzero() > 0
+    assert both["later.embed.weight"].count_nonzero() == 0
+    assert both["later.head.weight"] is both["later.embed.weight"]
+    assert masters.written_back == 2
+
+
+def test_a_call_that_fails_half_way_leaves_nothing_for_the_next():
+    class Failing(nn.Module):
+        fails = True
+
+        def get_extra_state(self):
+            if self.fails:
+                raise KeyboardInterrupt
+            return 3
+
+        def set_extra_state(self, state):
+            if self.fails:
+                raise KeyboardInterrupt
+
+    model, masters = with_masters(nn.Sequential(Tied(), Failing()))
+    with pytest.raises(KeyboardInterrupt):
+        model.state_dict()
+    model[1].fails = False
+    state = model.state_dict()
+    assert masters.written_back == 2
+    model[1].fails = True
+    entry = weakref.ref(state["0.embed.weight"])
+    with pytest.raises(KeyboardInterrupt):
+        model.load_state_dict(state)
+    del state
+    gc.collect()
+    assert entry() is None
+
+
+def test_the_forward_begins_with_what_was_written_to_masters():
+    model, masters = with_masters(nn.Linear(3, 2, bias=False))
+    masters.write_back = model.weight.data.zero_
+    assert model(x()).count_nonzero() == 0
+
+
+@pytest.mark.parametrize("part", ["", "last"])
+def test_assign_is_refused_by_every_module_with_16_bit_entries(part):
+    model, _ = with_masters(nn.Sequential(OrderedDict(norm=nn.BatchNorm1d(2), last=Net())))
+    module = model.get_submodule(part)
+    before = dict(model.named_parameters())
+    with pytest.raises(RuntimeError, match="assign=True"):
+        module.load_state_dict(module.state_dict(), assign=True)
+    assert all(before[name] is param for name, param in model.named_parameters())
+
+
+def hooks_of(model):
+    return [
+        hook
+        for module in model.modules()
+        for name, hooks in vars(module).items()
+        if name.endswith("_hooks") and isinstance(hooks, dict)
+        for hook in hooks.values()
+    ]
+
+
+def test_restore_removes_every_hook():
+    model = nn.Sequential(Net(), nn.ReLU())
+    converted(model)
+    assert hooks_of(model)
+    restore(model)
+    assert hooks_of(model) == []
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copied_submodule_has_an_fp32_state_dict(duplicate):
+    model, _ = with_masters(nn.Sequential(Net()))
+    state = duplicate(model[0]).state_dict()
+    assert state["last.weight"].dtype is torch.float32
+    assert torch.equal(state["last.weight"], model[0].last.weight.float())
 
 
 def test_loading_without_masters_rounds():

@@ -41,6 +41,7 @@ ADDED = {
     "growth_interval": 2000,
     "growth_factor": 2.0,
     "backoff_factor": 0.5,
+    "keep_fp32_values": False,
 }
 
 

@@ -101,7 +101,9 @@ def test_a_model_saved_whole_computes_and_saves_what_the_original_does(level):
 def test_a_model_saved_whole_is_trained_on_after_restore_with_its_masters_loaded(level):
     model, optimizer = cases.prepared(level)
     train(model, optimizer, seed=1)
-    loaded = amp.restore(saved_and_loaded(model))
+    loaded = saved_and_loaded(model)
+    if level not in ("O0", "O1", "O4"):  # a model that casts no parameters is saved as plain
+        amp.restore(loaded)
     loaded.load_state_dict(model.state_dict())
     resumed = cases.prepared(level, model=loaded)
     for pair in ((model, optimizer), resumed):

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import (
 )
 
 from apex import amp, optimizers
-from apex._engine.model import sharding
+from apex._torch import fsdp
 from tests.sharded.cases import close, mesh, net, prepared, shard, sharded, whole, wholes
 from tests.training.cases import MIXED, backward, batch, loss_of, same, sgd
 
@@ -193,14 +193,14 @@ def test_a_model_that_has_evaluated_can_be_prepared_where_parameters_stay(on_two
 
 def groups_where_torch_keeps_other_state(rank):
     model = shard(net(), mesh(2))
-    known = len(sharding.param_groups(model))
+    known = len(fsdp.param_groups(model))
     for layer in (model, model[0], model[2]):
         state = layer._get_fsdp_state()
         # The second is the name of torch 2.11.
         delattr(
             state, next(n for n in ("_fsdp_param_groups", "_fsdp_param_group") if n in vars(state))
         )
-    return known, sharding.param_groups(model), sharding.keeps_back(sharding.param_groups(model))
+    return known, fsdp.param_groups(model), fsdp.defers_reduction(fsdp.param_groups(model))
 
 
 def test_a_torch_that_keeps_its_state_elsewhere_is_not_looked_into(on_two_ranks):

@@ -4,7 +4,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from apex._engine.model import tensors
+from apex._engine.model.state import all_or_nothing
 from apex._torch import dtensor
 from tests.sharded.cases import mesh
 
@@ -78,7 +78,7 @@ def undone(rank):
     (tensor * 3.0).sum().backward()
     seen = []
     try:
-        with tensors.all_or_nothing() as undo:
+        with all_or_nothing() as undo:
             undo.cast(tensor, torch.bfloat16)
             seen.append((tensor.dtype, tensor.to_local().dtype, tensor.grad.dtype, tensor.note))
             raise KeyError

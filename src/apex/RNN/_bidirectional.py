@@ -21,6 +21,8 @@ class bidirectionalRNN(nn.Module):
     under ``fwd`` or ``bckwrd``, and under ``rnns``.
     """
 
+    __module__ = "apex.RNN.RNNBackend"  # its public name, which files hold
+
     def __init__(
         self,
         inputRNN: RNNCell,

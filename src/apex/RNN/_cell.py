@@ -26,6 +26,8 @@ class RNNCell(nn.Module):
         output_size: Features of the output, by a projection; None means ``hidden_size``.
     """
 
+    __module__ = "apex.RNN.RNNBackend"  # its public name, which files hold
+
     def __init__(
         self,
         gate_multiplier: int,

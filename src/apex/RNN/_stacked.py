@@ -31,6 +31,8 @@ class stackedRNN(nn.Module):
         ValueError: If the list has another length, or the probability is none.
     """
 
+    __module__ = "apex.RNN.RNNBackend"  # its public name, which files hold
+
     def __init__(
         self,
         inputRNN: RNNCell | list[RNNCell],

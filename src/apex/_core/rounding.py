@@ -10,6 +10,7 @@ from torch import Tensor
 from apex._torch import dtensor, parameters
 
 
+@torch.no_grad()
 def exact_value(param: Tensor, candidates: Iterable[Tensor]) -> Tensor:
     """Returns the value of ``param`` in fp32, as exactly as it is known.
 

@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from apex._core import master, rounding
+from apex._pickle import rebuild
 from apex._torch import dtensor, parameters, ranks
 from apex._torch.dynamo import untraced
 
@@ -93,6 +94,10 @@ class TrackedPair:
         self.shows_grad = False
         self.agree()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles both sides, without their gradients."""
+        return rebuild, ("tracked_pair", self.model, self.master, self.new, self.low_bits)
+
     def agree(self) -> None:
         """Notes that the model holds the rounded master."""
         self._master_version = self.master._version
@@ -113,6 +118,15 @@ class TrackedPair:
         """Whether the model's parameter was written, or given another storage, since then."""
         model = self.model
         return model._version != self._model_version or model.data_ptr() != self._model_place
+
+
+def revived(model: nn.Parameter, made: nn.Parameter, new: bool, low_bits: bool) -> TrackedPair:
+    """Returns the pair of two parameters that belong together, from a copy or a file."""
+    pair = TrackedPair.__new__(TrackedPair)
+    pair.model, pair.master = model, made
+    pair.new, pair.low_bits, pair.shows_grad = new, low_bits, False
+    pair.agree()
+    return pair
 
 
 @untraced

@@ -28,6 +28,7 @@ from apex._engine.optimizer.binding import Binding
 from apex._engine.optimizer.optimizer_class import AmpOptimizer
 from apex._engine.scaler import Scaler, scaler_for
 from apex._engine.undo import Undo, all_or_nothing
+from apex._torch import fsdp
 
 Listener = Callable[["Session", ScaleUpdate], None]
 
@@ -129,7 +130,7 @@ class Session:
             restoring.match_states(optimizers, old_dtypes)
         self._models.update(models)
         self._prepared = frozenset(id(p) for model in models for p in model.parameters())
-        groups = (group for model in models for group in sharding.param_groups(model))
+        groups = (group for model in models for group in fsdp.param_groups(model))
         self._shards += map(weakref.ref, groups)
 
     def _convert(self, model: nn.Module, plan: ModelPlan, undo: Undo, *, trains: bool) -> None:
@@ -257,7 +258,7 @@ class Session:
             ended=functools.partial(self._end_pass, scaler.loss_id, bindings),
             flagged=self._with_sharers(bindings),
             # Gradients that fully_shard keeps back are scaled, and so is what a later pass adds.
-            delay_unscale=delay_unscale or sharding.keeps_back(ref() for ref in self._shards),
+            delay_unscale=delay_unscale or fsdp.defers_reduction(ref() for ref in self._shards),
             delay_overflow_check=delay_overflow_check,
         )
 
@@ -313,13 +314,6 @@ class Session:
     def master_of(self, param: Tensor) -> Tensor | None:
         """Returns the fp32 value behind a parameter or buffer, as far as it is known."""
         return self.masters.master_of(param)
-
-    def exact(self) -> Mapping[int, Tensor]:
-        """TEMP."""
-        found: dict[int, Tensor] = {id(p.model): p.master for p in self.masters.all()}
-        for kept in self.masters._kept.values():
-            found.update({k: v[1] for k, v in kept.items()})
-        return found
 
     def set_exact(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Sets masters: pairs of a parameter that was just loaded and its value in the file."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from apex._core import dtypes, tree
+from apex._pickle import rebuild
 
 Applier = Callable[[Any, Callable[[Tensor], Tensor]], Any]
 
@@ -31,6 +32,10 @@ class AppliedCast:
     def __call__(self, value: Any, dtype: torch.dtype) -> Any:
         """Returns ``value`` with its floating tensors in ``dtype``."""
         return self._replaced(value, lambda tensor: dtypes.cast(tensor, dtype))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles by its kind; see :mod:`apex._pickle`."""
+        return rebuild, ("cast", self._replaced)
 
 
 def replaced_cast() -> AppliedCast | None:

@@ -16,7 +16,7 @@ from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine import restoring
 from apex._engine.autocast.region import CastSpec
-from apex._engine.model import ModelPlan
+from apex._engine.model import ModelPlan, is_converted
 from apex._engine.scaler import Scaler
 from apex._engine.session import Session
 from apex.amp import _initialize, inputs, lists, report, scaler_states
@@ -205,7 +205,7 @@ def restore(models: Any, optimizers: Any = None) -> Any:
     given = map(unwrap, inputs.optimizer_list(optimizers))
     own = [optimizer for optimizer in given if not skip(optimizer)]
     inputs.check_prepared(model_list, own)
-    restoring.restore(model_list, own)
+    restoring.restore(filter(is_converted, model_list), own)
     return models if optimizers is None else (models, optimizers)
 
 

@@ -135,9 +135,14 @@ def _check_takes_masters(optimizer: Optimizer) -> None:
 
 
 def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-    """Raises ValueError unless all are prepared, and optimizers with masters with their models."""
+    """Raises ValueError unless all are prepared, and optimizers with masters with their models.
+
+    A model that casts no parameters leaves a file plain, beside an optimizer that is prepared.
+    """
+    bindings = [binding for opt in optimizers if (binding := binding_of(opt)) is not None]
+    unpickled = any(binding.owner is None for binding in bindings)
     for model in models:
-        if not conversion.is_converted(model):
+        if not (unpickled or conversion.is_converted(model)):
             raise ValueError(
                 f"amp.restore got a model ({type(model).__name__}) that amp has not prepared. "
                 "Pass what amp.initialize returned, without a wrapper."

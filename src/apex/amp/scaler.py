@@ -62,6 +62,18 @@ class LossScaler:
         view._scaler = scaler
         return view
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles and copies by values, as a scaler of its own; waits for the device."""
+        rule, scale = self._scaler.rule, self._scaler.read_scale()
+        if not self.dynamic:
+            return type(self), (scale,)
+        bounds = rule.growth_interval, rule.floor, rule.ceiling
+        return type(self), ("dynamic", scale, rule.growth_factor, *bounds), self._unskipped
+
+    def __setstate__(self, unskipped: int) -> None:
+        """Takes over the count of clean steps, which the constructor does not know."""
+        self._unskipped = unskipped
+
     def __eq__(self, other: object) -> bool:
         """Views of the same scaler are equal."""
         return isinstance(other, LossScaler) and other._scaler is self._scaler

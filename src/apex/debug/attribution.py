@@ -16,7 +16,7 @@ from apex._core.policy import Policy
 from apex._engine.autocast.kernels import KEYS
 from apex._engine.autocast.region import CastRegion, active_spec
 from apex._engine.autocast.user_functions import Kind
-from apex._engine.model.selection import fp32_modules
+from apex._engine.model.plan import fp32_modules
 from apex._engine.model.state import ModelState, state_of
 from apex._engine.session import Session
 from apex._torch.dispatch import has_kernel, has_operator

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from apex import amp
-from apex._engine import model as conversion
+from apex._engine.model import is_converted
 from apex.integrations import scales
 
 try:
@@ -190,7 +190,7 @@ class ApexOptimWrapper(OptimWrapper):
     def _initialize(self, model: Any) -> None:
         if is_model_wrapper(model):
             model = model.module
-        if conversion.is_converted(model):
+        if is_converted(model):
             raise RuntimeError(
                 f"ApexOptimWrapper.optim_context got a model ({type(model).__name__}) that amp has "
                 "already prepared for another optimizer. Give each wrapper the part that its "

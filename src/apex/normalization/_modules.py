@@ -62,6 +62,8 @@ class FusedLayerNorm(_FusedNorm):
         ValueError: If it is empty.
     """
 
+    __module__ = "apex.normalization.fused_layer_norm"  # its public name, which files hold
+
     def __init__(
         self,
         normalized_shape: Shape,
@@ -108,6 +110,8 @@ class FusedRMSNorm(_FusedNorm):
         ValueError: If it is empty.
     """
 
+    __module__ = "apex.normalization.fused_layer_norm"  # its public name, which files hold
+
     def __init__(
         self,
         normalized_shape: Shape,
@@ -151,6 +155,8 @@ class MixedFusedLayerNorm(FusedLayerNorm):
         RuntimeError: If ``elementwise_affine`` is False.
     """
 
+    __module__ = "apex.normalization.fused_layer_norm"  # its public name, which files hold
+
     def __init__(
         self,
         normalized_shape: Shape,
@@ -171,6 +177,8 @@ class MixedFusedRMSNorm(FusedRMSNorm):
 
     Arguments and errors as `MixedFusedLayerNorm`.
     """
+
+    __module__ = "apex.normalization.fused_layer_norm"  # its public name, which files hold
 
     def __init__(
         self,

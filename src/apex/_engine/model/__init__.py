@@ -3,8 +3,7 @@
 from apex._engine.model.checks import check, check_restorable
 from apex._engine.model.convert import convert, convert_late, restore, set_region, withdraw
 from apex._engine.model.plan import MasterSource, ModelPlan, Region
-from apex._engine.model.state import is_converted, owner_of
-from apex._engine.model.tensors import assign
+from apex._engine.model.state import assign, is_converted, owner_of
 
 __all__ = [
     "MasterSource",

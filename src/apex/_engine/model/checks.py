@@ -1,7 +1,8 @@
-"""Every refusal of a model, told before anything changes."""
+"""Validates a model before conversion; raises before changing it."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor, jit, nn
@@ -9,9 +10,18 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from apex._core import dtypes
-from apex._engine.model import selection, sharding
-from apex._engine.model.plan import ModelPlan
+from apex._engine.model import sharding
+from apex._engine.model.plan import (
+    ModelPlan,
+    Rule,
+    fp32_modules,
+    matches,
+    named_submodules,
+    own_tensors,
+    planned_dtypes,
+)
 from apex._engine.model.state import is_converted, state_of
+from apex._torch import fsdp
 
 
 def check(
@@ -27,24 +37,24 @@ def check(
         model: The model to convert.
         plan: The conversion.
         allow_not_fp32: Whether the model may come with 16-bit parameters and buffers.
-        others: Further models of the same call: an entry of ``plan.fp32_modules`` has to match in
-            one of them all.
+        others: Further models of the same call: it is enough that an entry of
+            ``plan.fp32_modules`` matches in one of them.
 
     Raises:
         TypeError: If ``model`` is no ``torch.nn.Module``.
         RuntimeError: If it is converted, wrapped for parallel training, scripted, not
-            materialized, not in fp32, or sharded in a way that does not take the plan's dtypes.
+            materialized, not in fp32, or sharded in a way that conflicts with the plan's dtypes.
         ValueError: If ``plan.fp32_modules`` does not fit the model.
     """
     _check_kind(model)
-    sharding.reshard(model)
+    fsdp.reshard(model)
     for name, tensor in _tensors(model):
         _check_materialized(name, tensor)
         if not allow_not_fp32:
             _check_precision(name, tensor)
     _check_fp32_modules(model, plan, others)
     if plan.param_dtype is not None:
-        sharding.check(model, selection.castable_tensors(model, plan), _remedy(plan))
+        sharding.check(model, planned_dtypes(model, plan), _remedy(plan))
 
 
 def check_restorable(model: nn.Module) -> None:
@@ -75,7 +85,7 @@ def _check_kind(model: object) -> None:
             f"amp.initialize got a model that is wrapped in {kind}. It takes the model itself: "
             f"call amp.initialize first, then wrap what it returns in {kind}."
         )
-    if any(sharding.is_wrapped(module) for module in model.modules()):
+    if any(fsdp.is_fsdp1(module) for module in model.modules()):
         raise RuntimeError(
             f"amp.initialize got a model ({kind}) with FullyShardedDataParallel in it, which keeps "
             "parameters in flat pieces that amp cannot tell apart. Use fully_shard of "
@@ -116,15 +126,15 @@ def _check_precision(name: str, tensor: Tensor) -> None:
 
 
 def _check_fp32_modules(model: nn.Module, plan: ModelPlan, others: Sequence[nn.Module]) -> None:
-    for rule in selection.unmatched_rules((model, *others), plan):
+    for rule in _unmatched_rules((model, *others), plan):
         shown = repr(rule) if isinstance(rule, str) else rule.__name__
-        close = selection.close_matches(rule, (model, *others))
+        close = _close_matches(rule, (model, *others))
         hint = f"Close to it: {', '.join(close)}." if close else "Nothing comes close to it."
         raise ValueError(
             f"fp32_modules holds {shown}, which matches no module below {type(model).__name__}. "
             f"{hint} Names are those of model.named_modules()."
         )
-    shared = selection.shared_across(model, plan)
+    shared = _shared_across(model, plan)
     if shared:
         kept, cast = shared
         raise ValueError(
@@ -132,6 +142,39 @@ def _check_fp32_modules(model: nn.Module, plan: ModelPlan, others: Sequence[nn.M
             f"tensor as {cast}, which is to be cast. Let both stay, by an entry in fp32_modules "
             "for the second module, or neither."
         )
+
+
+def _unmatched_rules(models: Sequence[nn.Module], plan: ModelPlan) -> list[Rule]:
+    modules = [pair for model in models for pair in named_submodules(model)]
+    return [
+        rule
+        for rule in plan.fp32_modules
+        if not any(matches(rule, name, module) for name, module in modules)
+    ]
+
+
+def _close_matches(rule: Rule, models: Sequence[nn.Module]) -> list[str]:
+    """Returns the names or class names below the models that look most like ``rule``."""
+    modules = [pair for model in models for pair in named_submodules(model)]
+    if isinstance(rule, str):
+        return difflib.get_close_matches(rule, [name for name, _ in modules], cutoff=0.5)
+    kinds = sorted({type(module).__name__ for _, module in modules})
+    return difflib.get_close_matches(rule.__name__, kinds, cutoff=0.5)
+
+
+def _shared_across(model: nn.Module, plan: ModelPlan) -> tuple[str, str] | None:
+    """Returns the names of a tensor that a fp32 and a cast module share: (fp32 one, cast one)."""
+    kept = fp32_modules(model, plan)
+    names: dict[int, str] = {}
+    for name, module in model.named_modules():
+        if module in kept:
+            names.update({id(tensor): key for key, tensor in own_tensors(module, name)})
+    for name, module in model.named_modules():
+        if module not in kept:
+            for key, tensor in own_tensors(module, name):
+                if id(tensor) in names:
+                    return names[id(tensor)], key
+    return None
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

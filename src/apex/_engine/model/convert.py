@@ -6,12 +6,25 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from apex._core import dtypes, rounding
-from apex._engine.model import tensors
-from apex._engine.model.application import apply_plan, flatten_rnns, remove_hooks
-from apex._engine.model.module_class import converted_class, plain_class, swap_class
+from apex._core import dtypes
+from apex._core.rounding import exact_value
+from apex._engine.model.module_class import (
+    ConvertedModule,
+    converted_class,
+    plain_class,
+    swap_class,
+)
 from apex._engine.model.plan import MasterSource, ModelPlan, Region
-from apex._engine.model.state import STATE, ModelState, stash_forward, state_of
+from apex._engine.model.state import (
+    STATE,
+    ModelState,
+    flatten_rnns,
+    set_in_place,
+    stash_forward,
+    state_of,
+)
+from apex._engine.model.state_dict import MasterLink
+from apex._engine.undo import Undo, all_or_nothing
 
 
 def convert(
@@ -33,24 +46,22 @@ def convert(
         masters: Source of exact values for ``state_dict`` and ``restore``; receives loaded ones.
         owner: Kept alive as long as the model, and not copied with it.
     """
-    state = ModelState(plan, region, masters, owner)
-    new_class = converted_class(type(model))
-    swap_class(model, new_class)
+    state = ModelState(plan, region, MasterLink(masters), owner)
+    model.__dict__[STATE] = state  # first of all: from here on it can be withdrawn
     try:
-        apply_plan(model, state)
+        swap_class(model, converted_class(type(model)))
+        stash_forward(model, state)
+        state.apply(model)
     except BaseException:
-        remove_hooks(state)
-        swap_class(model, plain_class(new_class))
+        withdraw(model)
         raise
-    stash_forward(model, state)
-    model.__dict__[STATE] = state
 
 
 def convert_late(model: nn.Module) -> None:
-    """Casts what a converted model was given since, such as a new head; all or nothing."""
+    """Casts what was added to a converted model since, such as a new head; all or nothing."""
     state = state_of(model)
     if state is not None:
-        apply_plan(model, state)
+        state.apply(model)
 
 
 def set_region(model: nn.Module, region: Region) -> None:
@@ -80,36 +91,40 @@ def restore(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> No
             "a model that amp.initialize returned, once."
         )
     old_class = plain_class(type(model))
-    with tensors.all_or_nothing() as undo:
+    state.link.write_back()
+    with all_or_nothing() as undo:
         if state.plan.casts_down:
-            known = {} if state.source is None else state.source.exact()
-            _to_fp32(model, {**known, **(masters or {})}, undo)
+            _to_fp32(model, state.link.source, masters or {}, undo)
         swap_class(model, old_class)
     _forget(model, state)
     flatten_rnns(model)
 
 
 def withdraw(model: nn.Module) -> None:
-    """Makes a converted model plain again, but for the dtypes of its tensors.
+    """Makes a converted model plain again, but leaves the dtypes of its tensors.
 
-    Allocates nothing: it works when memory has run out.
+    Allocates nothing, so it works when memory has run out.
     """
     state = state_of(model)
-    if state is not None:
+    if state is None:
+        return
+    if isinstance(model, ConvertedModule):
         swap_class(model, plain_class(type(model)))
-        _forget(model, state)
+    _forget(model, state)
 
 
 def _forget(model: nn.Module, state: ModelState) -> None:
-    remove_hooks(state)
-    del model.__dict__[STATE]
+    state.remove_hooks()
     if state.inner_forward is not None:
         model.__dict__.setdefault("forward", state.inner_forward)
+    del model.__dict__[STATE]
 
 
-def _to_fp32(model: nn.Module, exact: Mapping[int, Tensor], undo: tensors.Undo) -> None:
+def _to_fp32(
+    model: nn.Module, source: MasterSource | None, masters: Mapping[int, Tensor], undo: Undo
+) -> None:
     for tensor in [*model.parameters(), *model.buffers()]:
         if dtypes.is_low_precision(tensor):
-            master = exact.get(id(tensor))
-            candidates: list[Tensor] = [] if master is None else [master]
-            undo.set(tensor, rounding.exact_value(tensor, candidates))
+            known = [None if source is None else source.master_of(tensor), masters.get(id(tensor))]
+            exact = exact_value(tensor, [value for value in known if value is not None])
+            set_in_place(tensor, exact, undo)

@@ -1,4 +1,4 @@
-"""Say what to do where the forward pass of a converted model fails over a dtype."""
+"""Adds the remedy to errors about dtypes in the forward pass of a converted model."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ import re
 from torch import nn
 
 from apex._core import dtypes
-from apex._engine.model import selection
-from apex._engine.model.plan import ModelPlan
+from apex._engine.model.plan import ModelPlan, planned_dtypes
 
 _ABOUT_DTYPES = re.compile("type|Half|BFloat16|Float")
 _NO_KERNEL = re.compile("not implemented for '(Half|BFloat16)'|Low precision dtypes not supported")
 
 
 def explain(model: nn.Module, plan: ModelPlan, error: RuntimeError) -> None:
-    """Raises ``error`` anew with its remedy; returns where the plan's dtypes are not its cause.
+    """Raises ``error`` again with its remedy; returns if the plan's dtypes are not its cause.
 
     Args:
-        model: A converted model, in the state in which its forward pass failed.
+        model: A converted model whose forward pass failed.
         plan: Its conversion.
         error: What the forward pass raised.
 
@@ -38,10 +37,10 @@ def explain(model: nn.Module, plan: ModelPlan, error: RuntimeError) -> None:
 
 
 def _strays(model: nn.Module, plan: ModelPlan) -> list[str]:
-    """Returns names and dtypes of the tensors that the plan wants in another dtype."""
+    """Returns names and dtypes of the tensors whose dtype differs from the plan's."""
     return [
         f"{name} ({dtypes.name(tensor.dtype)})"
-        for name, tensor, dtype in selection.castable_tensors(model, plan)
+        for name, tensor, dtype in planned_dtypes(model, plan)
         if dtypes.is_castable(tensor) and tensor.dtype is not dtype
     ]
 

@@ -9,10 +9,10 @@ bound to the first object in all these cases.
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
-from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,9 +20,8 @@ from torch import Tensor, nn
 
 from apex._core import tree
 from apex._engine.model import dtype_errors
-from apex._engine.model import state_dict as state_values
-from apex._engine.model.application import apply_plan
 from apex._engine.model.state import STATE, ModelState, stash_forward
+from apex._pickle import rebuild
 from apex._torch.dynamo import untraced
 
 _is_compiling = torch.compiler.is_compiling
@@ -36,31 +35,8 @@ class ConvertedModule(nn.Module):
     def __init_subclass__(cls) -> None:
         """Keeps the generated class out of registries that the model's class fills by this."""
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the model's state with 16-bit entries in fp32.
-
-        Takes and does what the model's own ``state_dict`` does.
-        """
-        state = self._apex_state
-        if state is None or not state.plan.casts_down:
-            return super().state_dict(*args, **kwargs)
-        call = state_values.StateDictCall.parse(args, kwargs)
-        result = super().state_dict(*args, **kwargs)
-        if not call.keep_vars and isinstance(result, MutableMapping):
-            call.give_fp32(self, result, state.source)
-        return result
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *args: Any
-    ) -> None:
-        state = self._apex_state
-        if state is not None and state.plan.casts_down:
-            state_values.refuse_assign(self, local_metadata)
-            state.loading = (state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Does what ``to``, ``cuda``, ``float`` and the like ask, apart from another dtype.
+        """Does what ``to``, ``cuda``, ``float`` and the like ask, but changes no dtype.
 
         Raises:
             RuntimeError: If the model is one that amp trains in 16 bits, and its dtypes would
@@ -86,53 +62,121 @@ class ConvertedModule(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the parameters and of their masters."""
         super().zero_grad(set_to_none)
-        source = None if self._apex_state is None else self._apex_state.source
+        source = None if self._apex_state is None else self._apex_state.link.source
         if source is not None:
             source.clear_grads(self.parameters(), set_to_none=set_to_none)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Names the model's own class, which a fresh process can import."""
-        reduced: Any = super().__reduce_ex__(protocol)
-        own = type(self)
-        if self._apex_state is None or isinstance(reduced, str) or not is_generated(own):
+        """Pickles a model that casts no parameters as the plain model that it is.
+
+        Any other is named by its own class, which a fresh process can import.
+        """
+        state = self._apex_state
+        if state is None or not is_generated(type(self)):
+            return super().__reduce_ex__(protocol)
+        if not state.plan.casts_down:
+            return self._reduced_as_plain(state)
+        state.link.write_back()
+        return self._reduced(state, protocol)
+
+    def _reduced_as_plain(self, state: ModelState) -> Any:
+        reduced: Any = super().__reduce_ex__(1)  # from 2 on the object has to be of its class
+        if isinstance(reduced, str):
             return reduced
-        func, args, *rest = reduced
-        base = plain_class(own)
-        args = tuple(base if arg is own else arg for arg in args)
-        inner = rest[0] if rest else None
-        return (
-            _revive,
-            (base if func is own else func, *args),
-            _Saved(self._apex_state, inner),
-            *rest[1:],
-        )
+        func, args, inner = _of_plain_class(type(self), reduced)
+        if isinstance(inner, dict):
+            inner = {name: value for name, value in inner.items() if name != STATE}
+            if state.inner_forward is not None:
+                inner.setdefault("forward", state.inner_forward)
+        return func, args, inner, *reduced[3:]
+
+    def _reduced(self, state: ModelState, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        if isinstance(reduced, str):
+            return reduced
+        func, args, inner = _of_plain_class(type(self), reduced)
+        return rebuild, ("model", func, *args), (state, inner), *reduced[3:]
+
+    def __copy__(self) -> Any:
+        """Returns a converted model that shares parameters, owner and masters."""
+        own = getattr(super(), "__copy__", None)
+        return self._copied({}, copy.copy) if own is None else own()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Returns a converted model with parameters of its own; masters come with optimizers."""
+        if self._apex_state is not None:
+            self._apex_state.link.write_back()
+        own = getattr(super(), "__deepcopy__", None)
+        if own is not None:
+            return own(memo)
+        if is_generated(type(self)):
+            return self._copied(memo, functools.partial(copy.deepcopy, memo=memo))
+        # A class put on top since, such as a parametrization's, which does not reduce.
+        new = memo[id(self)] = type(self).__new__(type(self))
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return new
+
+    def _copied(self, memo: dict[int, Any], copied: Callable[[_Reduced], Any]) -> Any:
+        state = self._apex_state
+        if state is None or not is_generated(type(self)):
+            reduced: Any = super().__reduce_ex__(4)
+        else:
+            reduced = self._reduced(state, 4)
+        if isinstance(reduced, str):
+            return self
+        given = _Reduced(self, reduced, memo)
+        try:
+            return copied(given)
+        finally:
+            given.memo = {}  # which holds it: a cycle would outlive the copy
 
     def __setstate__(self, saved: Any) -> None:
         """Takes back what ``__reduce_ex__`` gave."""
-        if not isinstance(saved, _Saved):
+        if not (isinstance(saved, tuple) and saved and isinstance(saved[0], ModelState)):
             super().__setstate__(saved)  # type: ignore[no-untyped-call]
             return
-        if saved.inner is not None:
-            super().__setstate__(saved.inner)  # type: ignore[no-untyped-call]
-        intact = self.__dict__.get(STATE) is saved.state
-        self.__dict__[STATE] = saved.state
-        stash_forward(self, saved.state)
+        state, inner = saved
+        if inner is not None:
+            super().__setstate__(inner)  # type: ignore[no-untyped-call]
+        intact = self.__dict__.get(STATE) is state
+        self.__dict__[STATE] = state
+        stash_forward(self, state)
         if not intact:  # its own class made it anew, from something less than its whole state
-            apply_plan(self, saved.state)
+            state.apply(self)
 
 
-@dataclass
-class _Saved:
-    """The pickled state of a converted model: ours, and what its own class gave."""
+class _Reduced:
+    """Copies as a model would that has no ``__deepcopy__``: by what its ``__reduce_ex__`` gives."""
 
-    state: ModelState
-    inner: Any
+    def __init__(self, model: nn.Module, reduced: Any, memo: dict[int, Any]) -> None:
+        self._model = model
+        self._reduced = reduced
+        self.memo = memo
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        func, args, *rest = self._reduced
+
+        def make(*args: Any) -> Any:
+            # What the model refers to may refer to it: known before its state is copied.
+            new = self.memo[id(self._model)] = func(*args)
+            return new
+
+        return make, args, *rest
 
 
-def _revive(func: Callable[..., nn.Module], *args: Any) -> nn.Module:
+def revive(func: Callable[..., nn.Module], *args: Any) -> nn.Module:
+    """Makes a converted model from how its own class is rebuilt; its state follows."""
     model = func(*args)
     swap_class(model, converted_class(type(model)))
     return model
+
+
+def _of_plain_class(own: type[nn.Module], reduced: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns function, arguments and state of a reduced model with its plain class in them."""
+    func, args, *rest = reduced
+    base = plain_class(own)
+    args = tuple(base if arg is own else arg for arg in args)
+    return base if func is own else func, args, rest[0] if rest else None
 
 
 def swap_class(model: nn.Module, new: type[nn.Module]) -> None:
@@ -187,11 +231,9 @@ def _casting_forward(base: type[nn.Module]) -> Callable[..., Any]:
             return base.forward(self, *args, **kwargs)
         plan = state.plan
         if _is_compiling():
-            state.note_wrapper_of_trace()
+            state.begin_traced_forward()
         else:
-            state.note_wrapper()
-            if state.source is not None:
-                state.source.write_back()
+            state.begin_forward()
         if plan.input_dtype is not None:
             if plan.cast is None:
                 args, kwargs = tree.cast_arguments(args, kwargs, plan.input_dtype)

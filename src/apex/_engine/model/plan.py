@@ -1,19 +1,26 @@
-"""What a conversion does to a model, and what it needs from its caller."""
+"""The dtypes that a conversion gives a model's parts, and what it needs from its caller."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from apex._core import dtypes
+from apex._pickle import rebuild
 
 Cast = Callable[[Any, torch.dtype], Any]
 """Returns a value with the floating tensors in it in a dtype."""
+
+
+Rule = type[nn.Module] | str
+"""A module type, or an ``fnmatch`` pattern over qualified names."""
 
 
 class Region(Protocol):
@@ -24,41 +31,41 @@ class Region(Protocol):
 
 
 class MasterSource(Protocol):
-    """Knows the fp32 masters of a model's low-precision parameters."""
+    """Knows the fp32 masters of low-precision parameters."""
 
-    def exact(self) -> Mapping[int, Tensor]:
-        """Returns the fp32 value of each parameter with a master, by ``id(parameter)``."""
+    def master_of(self, param: Tensor) -> Tensor | None:
+        """Returns the fp32 master of ``param``, or the fp32 value kept for it, if there is one."""
 
     def set_exact(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Sets masters: pairs of a low-precision parameter and the fp32 value behind it."""
+        """Sets masters: pairs of a low-precision parameter and the fp32 value just loaded."""
+
+    def write_back(self) -> None:
+        """Writes to the model what was written to masters since it last agreed with them."""
 
     def clear_grads(self, params: Iterable[Tensor], *, set_to_none: bool) -> None:
         """Clears the gradients of the masters of ``params``."""
 
-    def write_back(self) -> None:
-        """Brings what was written into masters to the models."""
-
     def runs_under(self, wrapper: DistributedDataParallel, *, traced: bool = False) -> None:
-        """Takes note that the model's forward pass begins, or is traced, under ``wrapper``."""
+        """Records that the model's forward pass begins, or is traced, under ``wrapper``."""
 
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """The dtypes of a converted model; ``None`` leaves what it names as it is.
+    """The dtypes of a converted model; ``None`` leaves dtypes as they are.
 
     Attributes:
-        param_dtype: Of parameters and buffers.
-        input_dtype: Of every floating tensor that goes into ``forward``.
-        output_dtype: Of every floating tensor that comes out of it.
+        param_dtype: Dtype of parameters and buffers.
+        input_dtype: Dtype of every floating tensor passed to ``forward``.
+        output_dtype: Dtype of every floating tensor that ``forward`` returns.
         keep_batchnorm_fp32: Whether batch norm layers stay in fp32. They take low-precision inputs
             as they are, and their output has the dtype of their input.
         fp32_modules: Module types and ``fnmatch`` patterns over qualified names. Matching modules
-            and all below them stay in fp32, and compute in fp32: their inputs are cast up, their
-            outputs back to ``param_dtype``.
-        cast: Casts inputs and outputs in place of the project's own walk; ``None`` for that.
+            and their submodules stay in fp32 and compute in fp32: their inputs are cast to fp32,
+            their outputs back to ``param_dtype``.
+        cast: Replaces the cast of inputs and outputs; ``None`` for amp's own.
 
     Raises:
-        TypeError: If ``fp32_modules`` holds something else than module types and strings.
+        TypeError: If ``fp32_modules`` holds anything but module types and strings.
         ValueError: If ``fp32_modules`` is given without a low-precision ``param_dtype``.
     """
 
@@ -66,11 +73,11 @@ class ModelPlan:
     input_dtype: torch.dtype | None
     output_dtype: torch.dtype | None
     keep_batchnorm_fp32: bool = False
-    fp32_modules: tuple[type[nn.Module] | str, ...] = ()
+    fp32_modules: tuple[Rule, ...] = ()
     cast: Cast | None = None
 
     def __post_init__(self) -> None:
-        """Checks ``fp32_modules``, as far as that takes no model."""
+        """Checks ``fp32_modules`` as far as that needs no model."""
         given: object = self.fp32_modules
         if isinstance(given, str):
             raise TypeError(
@@ -86,14 +93,81 @@ class ModelPlan:
         if self.fp32_modules and not self.casts_down:
             raise ValueError(
                 "fp32_modules names parts of a model that stay in fp32 while the rest is cast, "
-                "but here the model's parameters are not cast to a 16-bit type. Use it at the "
-                "levels O2, O3 and O5, or leave it out."
+                "but this level does not cast parameters to a 16-bit type. Use it at the levels "
+                "O2, O3 and O5, or leave it out."
             )
 
     @property
     def casts_down(self) -> bool:
-        """Whether parameters go to a 16-bit type."""
+        """Whether parameters are cast to a 16-bit type."""
         return self.param_dtype in dtypes.LOW_PRECISION
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles by the values; see :mod:`apex._pickle`."""
+        return rebuild, ("plan", *(getattr(self, field.name) for field in fields(self)))
+
+
+def topmost_fp32_modules(model: nn.Module, plan: ModelPlan) -> list[nn.Module]:
+    """Returns the topmost modules that ``plan.fp32_modules`` names, each once."""
+    chosen: dict[int, nn.Module] = {}
+    parents: list[str] = []
+    for name, module in named_submodules(model):
+        if any(name.startswith(parent) for parent in parents):
+            continue
+        if any(matches(rule, name, module) for rule in plan.fp32_modules):
+            parents.append(name + ".")
+            chosen[id(module)] = module
+    return list(chosen.values())
+
+
+def fp32_modules(model: nn.Module, plan: ModelPlan) -> set[nn.Module]:
+    """Returns every module whose own parameters and buffers stay in fp32."""
+    if not plan.casts_down:
+        return set()
+    tops = topmost_fp32_modules(model, plan)
+    if plan.keep_batchnorm_fp32:
+        tops += [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    return {module for top in tops for module in top.modules()}
+
+
+def planned_dtypes(model: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, Tensor, torch.dtype]]:
+    """Yields every parameter and buffer once, with its name and the dtype that the plan gives it.
+
+    A tensor that a module kept in fp32 shares with another one is fp32 (and refused by ``check``).
+    """
+    if plan.param_dtype is None:
+        return
+    kept = fp32_modules(model, plan)
+    seen: set[int] = set()
+    # fp32 modules first: the first to yield a shared tensor decides.
+    for part in (True, False):
+        for name, module in model.named_modules():
+            if (module in kept) is not part:
+                continue
+            for key, tensor in own_tensors(module, name):
+                if id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    yield key, tensor, torch.float32 if part else plan.param_dtype
+
+
+def named_submodules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the modules below ``model`` under each of their names, parents first."""
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name:  # the model itself in fp32 would be no conversion at all
+            yield name, module
+
+
+def matches(rule: Rule, name: str, module: nn.Module) -> bool:
+    """Returns whether an entry of ``fp32_modules`` names a module."""
+    if isinstance(rule, str):
+        return fnmatchcase(name, rule)
+    return isinstance(module, rule)
+
+
+def own_tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yields the module's own parameters and buffers with their names after ``prefix``."""
+    yield from module.named_parameters(prefix, recurse=False, remove_duplicate=False)
+    yield from module.named_buffers(prefix, recurse=False, remove_duplicate=False)
 
 
 def _is_module_type(rule: object) -> bool:

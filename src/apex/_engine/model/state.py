@@ -1,17 +1,24 @@
-"""What a converted model carries, in one attribute of the object."""
+"""What a converted model carries: its plan, the casts that follow from it, and hooks to remove."""
 
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from apex._engine.model.plan import MasterSource, ModelPlan, Region
+from apex._core import dtypes, tree
+from apex._engine.autocast.region import UncastRegion
+from apex._engine.model.plan import ModelPlan, Region, planned_dtypes, topmost_fp32_modules
+from apex._engine.model.state_dict import Fp32Hooks, MasterLink
+from apex._engine.undo import Undo, all_or_nothing
+from apex._pickle import empty, rebuild
+from apex._torch import dtensor
 from apex._torch.ddp import active_wrapper
 from apex._torch.dynamo import at_tracing
 
@@ -25,53 +32,76 @@ class ModelState:
     Attributes:
         plan: The dtypes.
         region: Runs the model's own forward.
-        masters: Source of exact values; stays behind in copies.
+        link: Finds the masters of the parameters.
         owner: Kept alive with the model; stays behind in copies.
         inner_forward: A ``forward`` that the user had set on the object, run inside.
         handles: Hooks to remove at the end.
-        loading: The state dict being loaded and the model's prefix in it.
-        origin: In a deep copy, the original's source of exact values: it knows the copy's masters,
-            too, where an optimizer was copied along.
     """
 
     plan: ModelPlan
     region: Region
-    masters: MasterSource | None = None
+    link: MasterLink
     owner: object = None
     inner_forward: Callable[..., Any] | None = None
     handles: list[RemovableHandle] = field(default_factory=list)
-    loading: tuple[dict[str, Any], str] | None = None
-    origin: weakref.ref[MasterSource] | None = None
 
-    @property
-    def source(self) -> MasterSource | None:
-        """Who knows the masters of this model's parameters, if there are any."""
-        return self.masters if self.origin is None else self.origin()
-
-    def note_wrapper(self, *, traced: bool = False) -> None:
-        """Tells the source of masters which DistributedDataParallel the forward pass runs under."""
+    def begin_forward(self, *, traced: bool = False) -> None:
+        """Brings written masters to the model, and tells their owner what the pass runs under."""
+        source = self.link.source
+        if source is None:
+            return
+        if not traced:
+            source.write_back()
         wrapper = active_wrapper()
-        if wrapper is not None and (source := self.source) is not None:
+        if wrapper is not None:
             source.runs_under(wrapper, traced=traced)
 
     @at_tracing
-    def note_wrapper_of_trace(self) -> None:
-        """Tells it where the forward pass is traced: the code made from it cannot."""
-        self.note_wrapper(traced=True)
+    def begin_traced_forward(self) -> None:
+        """Does so while the forward pass is traced: the code made from it cannot."""
+        self.begin_forward(traced=True)
+
+    def apply(self, model: nn.Module) -> None:
+        """Casts parameters and buffers and attaches the hooks; all of it or, on failure, nothing.
+
+        May be called again: for parts that ``model`` got since, or for one that its own class
+        made anew from less than its whole state.
+        """
+        with all_or_nothing() as undo:
+            for _, tensor, dtype in planned_dtypes(model, self.plan):
+                cast_in_place(tensor, dtype, undo)
+        self.remove_hooks()
+        if self.plan.param_dtype is not None and self.plan.casts_down:
+            for module in topmost_fp32_modules(model, self.plan):
+                _cast_around(module, self.plan.param_dtype, self.handles)
+            for module in model.modules():
+                if any(map(dtypes.is_low_precision, chain(module.parameters(), module.buffers()))):
+                    Fp32Hooks(self.link).attach(module, self.handles)
+        flatten_rnns(model)
+
+    def remove_hooks(self) -> None:
+        """Removes every hook that ``apply`` attached."""
+        while self.handles:
+            self.handles.pop().remove()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelState:
-        """Copies what pickles, and keeps in touch with the source of the masters."""
-        new = object.__new__(type(self))
-        memo[id(self)] = new
-        new.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
-        source = self.source
-        new.origin = None if source is None else weakref.ref(source)
+        """Copies all but the owner."""
+        new = memo[id(self)] = object.__new__(type(self))
+        new.__dict__.update(copy.deepcopy({**self.__dict__, "owner": None}, memo))
         return new
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Leaves out what belongs to the original alone: its optimizer, masters and session."""
-        left = ("masters", "owner", "loading", "origin")
-        return {**self.__dict__, **dict.fromkeys(left)}
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles without owner and region: no level casts both parameters and operators.
+
+        A model that casts no parameters is plain in a file; nothing is left of its state.
+        """
+        if not self.plan.casts_down:
+            return type(None), ()
+        return empty, ("model_state",), {**self.__dict__, "owner": None, "region": None}
+
+    def __setstate__(self, saved: dict[str, Any]) -> None:
+        """Takes back what ``__reduce__`` gave."""
+        self.__dict__.update(saved, region=UncastRegion())
 
 
 def stash_forward(model: nn.Module, state: ModelState) -> None:
@@ -96,3 +126,88 @@ def owner_of(model: nn.Module) -> object | None:
     """Returns the owner that ``convert`` was given; ``None`` for a plain model and for copies."""
     state = state_of(model)
     return None if state is None else state.owner
+
+
+def flatten_rnns(model: nn.Module) -> None:
+    """Puts the weights of recurrent layers into one piece again, as cuDNN wants them."""
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+
+
+# -- fp32 modules inside a low-precision model ---------------------------------------------------
+
+
+def _cast_around(module: nn.Module, dtype: torch.dtype, handles: list[RemovableHandle]) -> None:
+    """Casts the inputs of ``module`` to fp32 and its outputs to ``dtype``, until removed."""
+    handles.append(module.register_forward_pre_hook(InputCast(), with_kwargs=True))
+    handles.append(module.register_forward_hook(OutputCast(dtype)))
+
+
+@dataclass(frozen=True)
+class InputCast:
+    """A forward pre-hook that casts floating inputs to fp32; pickles by its kind."""
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments with every floating tensor in fp32."""
+        return tree.cast_arguments(args, kwargs, torch.float32)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """See :mod:`apex._pickle`."""
+        return rebuild, ("input_cast",)
+
+
+@dataclass(frozen=True)
+class OutputCast:
+    """A forward hook that casts floating outputs; pickles by its kind."""
+
+    dtype: torch.dtype
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Returns ``output`` with every floating tensor in the dtype."""
+        return tree.cast_tensors(output, self.dtype)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """See :mod:`apex._pickle`."""
+        return rebuild, ("output_cast", self.dtype)
+
+
+# -- dtype changes in place ----------------------------------------------------------------------
+
+
+def cast_in_place(tensor: Tensor, dtype: torch.dtype, undo: Undo) -> None:
+    """Casts ``tensor`` and its gradient; the object stays, so all who share it see it."""
+    if tensor.dtype is not dtype and dtypes.is_castable(tensor):
+        set_in_place(tensor, tensor.detach().to(dtype), undo)
+
+
+def set_in_place(tensor: Tensor, value: Tensor, undo: Undo) -> None:
+    """Gives ``tensor`` the storage and dtype of ``value``, its gradient the same dtype."""
+    grad = tensor.grad if tensor.is_leaf else None
+    new_grad = None if grad is None else dtypes.cast(grad.detach(), value.dtype)
+    undo.push(assign, tensor, tensor.data, grad)
+    assign(tensor, value, new_grad)
+
+
+def assign(tensor: Tensor, data: Tensor, grad: Tensor | None) -> None:
+    """Gives ``tensor`` the storage and dtype of ``data`` and the gradient ``grad``."""
+    if tensor.is_leaf:
+        tensor.grad = None  # a gradient of another dtype than its tensor is refused
+    if not dtensor.is_dtensor(tensor):
+        tensor.data = data
+    elif tensor.dtype is not data.dtype:
+        _swap(tensor, data)
+    if grad is not None:
+        tensor.grad = grad
+
+
+def _swap(tensor: Tensor, data: Tensor) -> None:
+    """Does what setting ``tensor.data`` does for plain tensors; a DTensor keeps its local part."""
+    other = data.detach().requires_grad_(tensor.requires_grad)
+    if isinstance(tensor, nn.Parameter):
+        other = nn.Parameter(other, requires_grad=tensor.requires_grad)
+    attributes = dict(tensor.__dict__)
+    torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
+    tensor.__dict__.update(attributes)

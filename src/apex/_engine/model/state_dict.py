@@ -1,99 +1,227 @@
-"""Fp32 state dicts of low-precision models, and loading them back without loss."""
+"""Fp32 state dicts of low-precision modules, and loading them without loss.
+
+Note [One hook object per module]: ``state_dict`` and ``load_state_dict`` work on any module, so
+every module with a 16-bit tensor in it or below it carries hooks; apex did the same. They rely on
+the module's own tensors only, whoever calls: the module, a parent, a wrapper. Nothing of a call is
+kept but weak references, so that one which fails half way leaves nothing behind.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
-from typing import Any
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes
 from apex._core.rounding import exact_value
-from apex._engine.model.plan import MasterSource
+from apex._engine.model.plan import MasterSource, own_tensors
+from apex._pickle import rebuild
 
 
-@dataclass(frozen=True)
-class StateDictCall:
-    """The arguments of one ``state_dict`` call, as ``torch.nn.Module`` reads them."""
+class MasterLink:
+    """Connects a converted model's modules to the masters of their parameters.
 
-    before: Mapping[str, Any]
-    prefix: str
-    keep_vars: bool
+    A deep copy keeps a weak link to the original's source, which knows the copy's masters where an
+    optimizer was copied along. A pickle keeps none.
+    """
 
-    @classmethod
-    def parse(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StateDictCall:
-        """Reads ``destination``, ``prefix`` and ``keep_vars``, positional or by name."""
-        given = {**dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)), **kwargs}
-        destination = given.get("destination")
-        return cls(
-            before={} if destination is None else dict(destination),
-            prefix=given.get("prefix", ""),
-            keep_vars=bool(given.get("keep_vars", False)),
-        )
+    def __init__(self, masters: MasterSource | None = None) -> None:
+        """Connects to ``masters``; ``None`` if there are none."""
+        self._masters = masters
+        self._origin: weakref.ref[MasterSource] | None = None
+        self._saving: tuple[weakref.ref[nn.Module], str] | None = None
+        self._entries: dict[int, tuple[str, weakref.ref[Tensor]]] = {}
 
-    def give_fp32(
-        self, model: nn.Module, result: MutableMapping[str, Any], masters: MasterSource | None
+    @property
+    def source(self) -> MasterSource | None:
+        """Who knows the masters of the modules' parameters, if anyone does."""
+        return self._masters if self._origin is None else self._origin()
+
+    def write_back(self) -> None:
+        """Brings what was written to masters to the model."""
+        if (source := self.source) is not None:
+            source.write_back()
+
+    def begin_saving(self, module: nn.Module, prefix: str) -> None:
+        """Brings it there once per ``state_dict`` call, at the outermost module that it reaches."""
+        if not self._is_inside(module, prefix):
+            self._saving = weakref.ref(module), prefix
+            self._entries = {}
+            self.write_back()
+
+    def end_saving(self, module: nn.Module, prefix: str) -> None:
+        """Ends the call if ``module`` is the one that began it."""
+        if self._saving is not None and self._saving[1] == prefix and self._saving[0]() is module:
+            self._saving = None
+            self._entries = {}
+
+    def _is_inside(self, module: nn.Module, prefix: str) -> bool:
+        # A call that failed half way has not ended: only the path tells it from an outer one.
+        if self._saving is None:
+            return False
+        outer, outer_prefix = self._saving[0](), self._saving[1]
+        path = prefix[len(outer_prefix) : -1]
+        if outer is None or not path or not prefix.startswith(outer_prefix):
+            return False
+        try:
+            return outer.get_submodule(path) is module
+        except AttributeError:
+            return False
+
+    def fp32_entry(
+        self, destination: MutableMapping[str, Any], key: str, tensor: Tensor, entry: Tensor
+    ) -> Tensor:
+        """Returns ``entry`` in fp32 with the exact value of ``tensor``, as a new tensor.
+
+        Entries of tied parameters share memory, as in torch.
+        """
+        tied_key, tied = self._entries.get(id(tensor), (key, None))
+        if tied is not None and destination.get(tied_key) is tied():
+            return cast(Tensor, destination[tied_key])
+        source = self.source
+        master = None if source is None else source.master_of(tensor)
+        result = exact_value(entry, [] if master is None else [master])
+        self._entries[id(tensor)] = (key, weakref.ref(result))
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MasterLink:
+        """Returns a link to the same source, which the copy does not keep alive."""
+        new = memo[id(self)] = MasterLink()
+        source = self.source
+        new._origin = None if source is None else weakref.ref(source)
+        return new
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leaves everything behind."""
+        return rebuild, ("master_link",)
+
+
+class _Loading(NamedTuple):
+    """One low-precision tensor of a module that is being loaded.
+
+    Attributes:
+        tensor: The parameter or buffer.
+        version: Autograd's count of writes to it before.
+        entry: What the state dict holds under its name, if it is a tensor.
+    """
+
+    tensor: weakref.ref[Tensor]
+    version: int
+    entry: weakref.ref[Tensor] | None
+
+
+class Fp32Hooks:
+    """The ``state_dict`` and ``load_state_dict`` hooks of one module.
+
+    See Note [One hook object per module].
+    """
+
+    def __init__(self, link: MasterLink) -> None:
+        """Makes hooks that find masters through ``link``."""
+        self._link = link
+        self._loading: list[_Loading] = []
+
+    def attach(self, module: nn.Module, handles: list[RemovableHandle]) -> None:
+        """Registers the hooks with ``module``; adds their handles to ``handles`` one by one."""
+        hooks: Any = module  # torch does not annotate the methods that register them
+        handles.append(hooks.register_state_dict_post_hook(self))
+        # The first of its kind: a hook of the user may rename entries.
+        order: Any = handles[-1].hooks_dict_ref()
+        order.move_to_end(handles[-1].id, last=False)
+        handles.append(hooks.register_state_dict_pre_hook(self.before_saving))
+        handles.append(hooks.register_load_state_dict_pre_hook(self.before_loading))
+        handles.append(hooks.register_load_state_dict_post_hook(self.after_loading))
+
+    def __call__(
+        self,
+        module: nn.Module,
+        destination: MutableMapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
     ) -> None:
-        """Replaces the 16-bit entries that this call added to ``result`` by fp32 ones."""
-        params = dict(model.named_parameters(prefix=self.prefix[:-1], remove_duplicate=False))
-        exact = {} if masters is None else masters.exact()
-        shared: dict[int, Tensor] = {}  # entries of tied parameters share memory, as in torch
-        for key, entry in result.items():
-            if not key.startswith(self.prefix) or self.before.get(key) is entry:
+        """Replaces the module's own 16-bit entries by fp32 ones with the masters' exact values.
+
+        With ``keep_vars=True`` the entries are the parameters themselves, and stay.
+        """
+        for name, tensor in own_tensors(module):
+            entry = destination.get(prefix + name)
+            if entry is tensor or not isinstance(entry, Tensor):
                 continue
-            if isinstance(entry, Tensor) and dtypes.is_low_precision(entry):
-                source = params.get(key, entry)
-                if id(source) not in shared:
-                    shared[id(source)] = exact_value(entry, _master(exact, source))
-                result[key] = shared[id(source)]
+            if dtypes.is_low_precision(entry):
+                key = prefix + name
+                destination[key] = self._link.fp32_entry(destination, key, tensor, entry)
+        self._link.end_saving(module, prefix)
 
+    def before_saving(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        """Brings written masters to the model, so that entries of either kind hold them."""
+        self._link.begin_saving(module, prefix)
 
-def _master(exact: Mapping[int, Tensor], param: Tensor) -> Iterator[Tensor]:
-    master = exact.get(id(param))
-    if master is not None:
-        yield master
+    def before_loading(
+        self,
+        module: nn.Module,
+        loaded: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        *rest: Any,
+    ) -> None:
+        """Notes what is about to be loaded into the module's own low-precision tensors.
 
+        Raises:
+            RuntimeError: For ``load_state_dict(assign=True)``, before anything has changed.
+        """
+        _refuse_assign(module, local_metadata)
+        self._loading = [
+            _Loading(weakref.ref(tensor), tensor._version, _reference(loaded.get(prefix + name)))
+            for name, tensor in own_tensors(module)
+            if dtypes.is_low_precision(tensor)
+        ]
 
-def refuse_assign(model: nn.Module, local_metadata: Any) -> None:
-    """Raises for ``load_state_dict(..., assign=True)``.
+    def after_loading(self, module: nn.Module, incompatible_keys: Any) -> None:
+        """Sets the masters to the values just loaded, before their rounding.
 
-    Raises:
-        RuntimeError: Always then, before the model or anything below it changes.
-    """
-    if isinstance(local_metadata, Mapping) and local_metadata.get("assign_to_params_buffers"):
-        raise RuntimeError(
-            f"load_state_dict(assign=True) would put other parameters into the model "
-            f"{type(model).__name__}, while amp and the optimizer hold the present ones. Leave "
-            "assign out, or call amp.restore first and amp.initialize afterwards."
-        )
+        A parameter whose entry is not known, since a later hook renamed it, hands over its rounded
+        value where its master does not round to that.
+        """
+        loading, self._loading = self._loading, []
+        source = self._link.source
+        if source is not None and loading:
+            source.set_exact(_loaded_values(loading, source))
 
-
-def finish_loading(
-    model: nn.Module, loaded: Mapping[str, Any], prefix: str, masters: MasterSource
-) -> None:
-    """Sets the masters to what was just loaded into the model, before its rounding.
-
-    An element whose loaded value is not known here (a child renamed its entries) takes the value
-    of its parameter, unless its master rounds to that already.
-    """
-    masters.set_exact(_loaded_values(model, loaded, prefix, masters.exact()))
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles and copies with the link alone; see :mod:`apex._pickle`."""
+        return rebuild, ("fp32_hooks", self._link)
 
 
 def _loaded_values(
-    model: nn.Module, loaded: Mapping[str, Any], prefix: str, exact: Mapping[int, Tensor]
+    loading: Iterable[_Loading], source: MasterSource
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    names: dict[int, list[str]] = {}
-    for name, param in model.named_parameters(prefix=prefix[:-1], remove_duplicate=False):
-        names.setdefault(id(param), []).append(name)
-    for param in model.parameters():
-        master = exact.get(id(param))
-        if master is not None and dtypes.is_low_precision(param):
-            entries = [loaded.get(name) for name in names[id(param)]]
-            tensors = [_shaped(e, param) for e in entries if isinstance(e, Tensor)]
-            yield param, exact_value(param, [master, *tensors])
+    for noted in loading:
+        tensor = noted.tensor()
+        if tensor is None or tensor._version == noted.version:
+            continue
+        master = source.master_of(tensor)
+        if master is not None:
+            entry = None if noted.entry is None else noted.entry()
+            loaded = [] if entry is None else [_shaped(entry, tensor)]
+            yield tensor, exact_value(tensor, [master, *loaded])
+
+
+def _reference(entry: object) -> weakref.ref[Tensor] | None:
+    return weakref.ref(entry) if isinstance(entry, Tensor) else None
 
 
 def _shaped(entry: Tensor, param: Tensor) -> Tensor:
     # torch loads an entry of shape [1] into a 0-d parameter.
     return entry.reshape(()) if param.dim() == 0 and entry.shape == (1,) else entry
+
+
+def _refuse_assign(module: nn.Module, local_metadata: Any) -> None:
+    if isinstance(local_metadata, Mapping) and local_metadata.get("assign_to_params_buffers"):
+        raise RuntimeError(
+            f"load_state_dict(assign=True) would replace parameters of {type(module).__name__} "
+            "that amp and the optimizer hold. Leave assign out, or call amp.restore first and "
+            "amp.initialize afterwards."
+        )

@@ -13,9 +13,11 @@ from torch.optim import Optimizer
 
 from apex._core import dtypes
 from apex._engine import masters
+from apex._engine.autocast.region import no_casts
 from apex._engine.masters import Masters, TrackedPair
 from apex._engine.optimizer.gradient_pass import Gradients
 from apex._engine.undo import Undo, all_or_nothing
+from apex._pickle import empty
 from apex._torch.autograd import backward_id
 from apex._torch.dynamo import untraced
 
@@ -222,7 +224,7 @@ class Binding:
         new = object.__new__(type(self))
         memo[id(self)] = new
         new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        new.owner = self.owner
+        new.owner, new.casts_off = self.owner, self.casts_off
         if new.owner is not None:
             new._source = new.owner.masters
             new.owner.register(new)
@@ -233,18 +235,21 @@ class Binding:
         """Leaves out what belongs to this process: the optimizer, the session, an open pass."""
         masters.write_back(self.pairs)
         state = self.__dict__.copy()
-        del state["_optimizer"], state["_source"]
+        for name in ("_optimizer", "_source", "gradients", "casts_off"):
+            del state[name]
         state.update(owner=None, inner_step=None, view=None)
         return state
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles by its kind; see :mod:`apex._pickle`."""
+        return empty, ("binding",), self.__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes over everything but the optimizer, which attaches itself."""
         self.__dict__.update(state)
         self._source = Masters()
-        self.gradients.attach(self)
-        for pair in self.pairs:
-            pair.agree()
-            pair.shows_grad = False  # copies and files leave gradients out
+        self.gradients = Gradients(self)  # copies and files leave gradients out
+        self.casts_off = no_casts
 
 
 def _move_state(optimizer: Optimizer, old: nn.Parameter, new: nn.Parameter) -> None:

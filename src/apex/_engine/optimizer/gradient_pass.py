@@ -78,7 +78,7 @@ class Gradients:
 
     def __init__(self, stepped: Stepped) -> None:
         """Starts without gradients."""
-        self.attach(stepped)
+        self._stepped = weakref.ref(stepped)
         self.state = GradState.READY
         self.open_pass: OpenPass | None = None
         self.found_inf: Tensor | None = None
@@ -92,10 +92,6 @@ class Gradients:
         self._in_buckets = False
         self._returned = False
         self._scaled = False
-
-    def attach(self, stepped: Stepped) -> None:
-        """Makes these the gradients of ``stepped``, which keeps this object alive."""
-        self._stepped = weakref.ref(stepped)
 
     @property
     def _of(self) -> Stepped:
@@ -394,18 +390,6 @@ class Gradients:
     def mark_scaled(self, scaled: bool) -> None:
         """Says whether the gradients are still scaled, for scripts that set apex's flag."""
         self.state = GradState.DELAYED if scaled else GradState.READY
-
-    def __getstate__(self) -> dict[str, object]:
-        """Leaves out what is under way in this process."""
-        state = self.__dict__ | {"open_pass": None, "_stepped": None}
-        if self.state is GradState.OPEN:
-            state["state"] = self._before
-        return state | dict.fromkeys(("_aside", "_fresh", "_views", "_unshown"), ())
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        """Goes on without a pass."""
-        self.__dict__.update(state)
-        self._aside, self._fresh, self._views, self._unshown = [], [], [], []
 
     def _any(self) -> bool:
         return any(param.grad is not None for param in self._of.params())

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from apex._engine.optimizer import step as stepping
 from apex._engine.optimizer.binding import Binding
 from apex._engine.undo import all_or_nothing
+from apex._pickle import rebuild
 from apex._torch.dynamo import untraced, untraced_frame
 
 ATTRIBUTE = "_apex_binding"
@@ -85,7 +86,9 @@ class AmpOptimizer(Optimizer):
         function, arguments, *rest = reduced
         own = own_class(type(self))
         arguments = tuple(own if item is type(self) else item for item in arguments)
-        return (_rebuild, (_mixin_of(type(self)), function, arguments), *rest)
+        mixin = _mixin_of(type(self))
+        named = None if mixin is AmpOptimizer else mixin
+        return (rebuild, ("optimizer", named, function, arguments), *rest)
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the optimizer's own state and the masters' pairs."""
@@ -147,11 +150,12 @@ def _mixin_of(generated: type[Optimizer]) -> type[AmpOptimizer]:
     return cast("type[AmpOptimizer]", generated.__bases__[0])
 
 
-def _rebuild(mixin: type[AmpOptimizer], function: Callable[..., Any], arguments: Any) -> Any:
+def revive(mixin: type[AmpOptimizer] | None, function: Callable[..., Any], arguments: Any) -> Any:
+    """Makes a bound optimizer from how its own class is rebuilt; its binding follows."""
     optimizer = function(*arguments)
     # In a fresh process nothing has given the own class's step its hooks yet.
     optimizer._patch_step_function()
-    optimizer.__class__ = generated_class(mixin, type(optimizer))
+    optimizer.__class__ = generated_class(mixin or AmpOptimizer, type(optimizer))
     return optimizer
 
 

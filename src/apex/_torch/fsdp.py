@@ -1,0 +1,80 @@
+"""What ``fully_shard`` (FSDP2) keeps of a model, where torch has no public way to ask.
+
+Where another torch keeps it elsewhere, no groups of parameters are found: then the refusals that
+rely on them are torch's own, later and in its words.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_MODULE = "torch.distributed.fsdp"
+"""Looked up where a script has imported it, so that ``import apex.amp`` stays quick."""
+
+
+def is_fsdp1(module: nn.Module) -> bool:
+    """Returns whether ``module`` is a FullyShardedDataParallel (FSDP1)."""
+    fsdp = sys.modules.get(_MODULE)
+    return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
+
+
+def sharded_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """Yields the modules that ``fully_shard`` was called on."""
+    fsdp = sys.modules.get(_MODULE)
+    if fsdp is not None:
+        yield from (m for m in model.modules() if isinstance(m, fsdp.FSDPModule))
+
+
+def reshard(model: nn.Module) -> None:
+    """Makes a sharded model hold its own parameters again.
+
+    After a forward pass without a backward it holds those gathered for it.
+    """
+    for module in sharded_modules(model):
+        _call(module, "reshard")
+
+
+def param_groups(model: nn.Module) -> list[Any]:
+    """Returns the groups of parameters that are gathered together, each once."""
+    found: dict[int, Any] = {}
+    for module in sharded_modules(model):
+        state = _call(module, "_get_fsdp_state")
+        several = getattr(state, "_fsdp_param_groups", None)
+        one = getattr(state, "_fsdp_param_group", None) if several is None else None
+        for group in [one] if one is not None else several or ():
+            found[id(group)] = group
+    return list(found.values())
+
+
+def sharded_params(group: Any) -> list[Tensor]:
+    """Returns the sharded parameters of a group."""
+    return [param.sharded_param for param in group.fsdp_params]
+
+
+def has_run(group: Any) -> bool:
+    """Returns whether a group has been gathered, so that its buffers have a dtype."""
+    return any(getattr(param, "all_gather_outputs", None) for param in group.fsdp_params)
+
+
+def compute_dtype(group: Any) -> torch.dtype | None:
+    """Returns the ``param_dtype`` of the group's ``MixedPrecisionPolicy``."""
+    dtype: torch.dtype | None = getattr(getattr(group, "mp_policy", None), "param_dtype", None)
+    return dtype
+
+
+def defers_reduction(groups: Iterable[Any]) -> bool:
+    """Returns whether any group keeps its gradients to sum them with those of a later pass.
+
+    That is after ``model.set_requires_gradient_sync(False)``.
+    """
+    return any(getattr(group, "reduce_grads", True) is False for group in groups)
+
+
+def _call(module: nn.Module, name: str) -> Any:
+    method = getattr(module, name, None)
+    return None if method is None else method()

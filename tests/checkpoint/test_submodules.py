@@ -1,0 +1,74 @@
+"""``state_dict`` and ``load_state_dict`` of parts of a prepared model, and of what contains it."""
+
+import pytest
+import torch
+from torch import nn
+
+from apex import amp
+from tests.training import cases
+
+
+def trained(level):
+    inner = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
+    model, optimizer = cases.prepared(level, model=nn.Sequential(inner, nn.Linear(8, 2)))
+    for x, y in cases.batches(2):
+        cases.train_step(model, optimizer, x, y)
+    return model, optimizer
+
+
+def random_like(state):
+    generator = torch.Generator().manual_seed(7)
+    return {name: torch.rand(value.shape, generator=generator) for name, value in state.items()}
+
+
+@pytest.mark.parametrize("level", cases.LEVELS)
+def test_every_part_is_saved_as_in_the_whole(level):
+    model, _ = trained(level)
+    whole = model.state_dict()
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        part = module.state_dict(prefix=prefix)
+        assert cases.same({key: whole[key] for key in part}, dict(part))
+        assert all(value.dtype is torch.float32 for value in part.values())
+
+
+@pytest.mark.parametrize("level", cases.WITH_MASTERS)
+@pytest.mark.parametrize("part", ["0", "0.0"])
+def test_a_loaded_part_reaches_its_masters_to_the_last_bit_and_no_other(level, part):
+    model, optimizer = trained(level)
+    module = model.get_submodule(part)
+    new, before = random_like(module.state_dict()), cases.masters(optimizer)
+    module.load_state_dict(new)
+    after = cases.masters(optimizer)
+    assert cases.same(list(new.values()), after[:2])
+    assert cases.same(before[2:], after[2:])
+    assert cases.same(list(module.state_dict().values()), list(new.values()))
+    optimizer.zero_grad()
+    cases.backward(model, optimizer, *cases.batch(3))
+    grads = cases.grads(amp.master_params(optimizer))
+    optimizer.step()
+    stepped = [value.add(grad, alpha=-0.1) for value, grad in zip(after, grads, strict=True)]
+    assert cases.same(stepped, cases.masters(optimizer))
+
+
+@pytest.mark.parametrize("level", cases.WITH_MASTERS)
+def test_a_parent_with_two_prepared_models_saves_and_loads_both(level):
+    pairs = [trained(level) for _ in range(2)]
+    parent = nn.ModuleDict({"first": pairs[0][0], "second": pairs[1][0]})
+    new = random_like(parent.state_dict())
+    parent.load_state_dict(new)
+    assert cases.same(dict(parent.state_dict()), new)
+    masters = [master for _, optimizer in pairs for master in cases.masters(optimizer)]
+    assert cases.same(masters, list(new.values()))
+
+
+@pytest.mark.parametrize("level", cases.WITH_MASTERS)
+def test_a_part_that_loads_in_part_keeps_the_masters_of_the_rest(level):
+    model, optimizer = trained(level)
+    before = cases.masters(optimizer)
+    weight = torch.rand(8, 4)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model[0].load_state_dict({"0.weight": weight, "0.bias": torch.zeros(3)})
+    assert cases.same([weight, *before[1:]], cases.masters(optimizer))
+    model[1].load_state_dict({"bias": torch.full((2,), 1 / 3)}, strict=False)
+    assert cases.same([weight, *before[1:3], torch.full((2,), 1 / 3)], cases.masters(optimizer))
