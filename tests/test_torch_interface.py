@@ -91,23 +91,27 @@ DOCUMENTED = ("torch._foreach_", "torch.ops.aten._foreach_", "torch.utils._pytho
 PLACE = "apex/_torch/private.py"
 TRACING = "apex/_torch/dynamo.py"
 MULTI = "apex/_core/foreach/"
-KERNELS = "apex/_engine/autocast/kernels.py"
+DISPATCHER = "apex/_torch/dispatcher.py"
 DEBUG = "apex/debug/"
 TOOLS = "apex/tools/"
 GRAD_SCALER = "GradScaler's own interface to optimizers: called by it, or read from it"
 NO_PLAIN_FORM = "op casts stand on it: without it there are none to fall back to"
 FUSED = "only where has_fused finds its kernel; the foreach form is the plain one"
+FUNCTION_MODES = "a mode's own block cannot be ended twice, which an interrupt asks for"
 TOOL = "a tool for diagnosis, outside of training"
 
 KNOWN = {
     "torch._C": (
-        f"{PLACE} {TRACING} {KERNELS} {DEBUG}",
+        f"{PLACE} {TRACING} {DISPATCHER} {DEBUG}",
         "the module itself",
     ),
-    "torch._C._dispatch_has_kernel": (PLACE, NO_PLAIN_FORM),
-    "torch._C._dispatch_has_kernel_for_dispatch_key": (PLACE, NO_PLAIN_FORM),
-    "torch._C._dispatch_keyset_full_after": (KERNELS, NO_PLAIN_FORM),
-    "torch._C._dispatch_tls_set_dispatch_key_excluded": (KERNELS, NO_PLAIN_FORM),
+    "torch._C._dispatch_has_kernel": (DISPATCHER, NO_PLAIN_FORM),
+    "torch._C._dispatch_has_kernel_for_dispatch_key": (DISPATCHER, NO_PLAIN_FORM),
+    "torch._C._dispatch_keyset_full_after": (DISPATCHER, NO_PLAIN_FORM),
+    "torch._C._dispatch_tls_set_dispatch_key_excluded": (DISPATCHER, NO_PLAIN_FORM),
+    "torch._C._len_torch_function_stack": (PLACE, FUNCTION_MODES),
+    "torch.overrides._push_mode": (PLACE, FUNCTION_MODES),
+    "torch.overrides._pop_mode": (PLACE, FUNCTION_MODES),
     "torch._C._autograd": (DEBUG, TOOL),
     "torch._utils": (PLACE, "plain_flatten, plain_unflatten"),
     "torch._disable_dynamo": (TRACING, "the plain form of what tracing does faster"),
@@ -135,11 +139,11 @@ KNOWN = {
         "the method under Module.to and .cuda: overridden as subclasses in torch do",
     ),
     "._backward_hooks": ("apex/_engine/model/sharding.py", "hooks that torch keeps nowhere else"),
-    "._base": (KERNELS, "an attribute of our own class"),
+    "._base": ("apex/_engine/autocast/kernels.py", "an attribute of our own class"),
     "._cdata": (DEBUG, TOOL),
     "._check_inf_per_device": ("apex/optimizers/fused_optimizer.py", GRAD_SCALER),
     "._destroy": (
-        "apex/_engine/autocast/kernel_registry.py",
+        DISPATCHER,
         "torch.library's only way to end a registration",
     ),
     "._execution_engine": (
@@ -160,7 +164,7 @@ KNOWN = {
     "._per_optimizer_states": ("apex/optimizers/fused_optimizer.py", GRAD_SCALER),
     "._replace": ("apex/fp16_utils/host_scale.py", "of Python's named tuples"),
     "._schema": (
-        f"{KERNELS} {DEBUG}",
+        f"{DISPATCHER} {DEBUG}",
         "an operator's schema; torch.library documents it as the way to read one",
     ),
     "._sequence_nr": (DEBUG, TOOL),

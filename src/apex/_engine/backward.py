@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 class BackwardPass:
     """Context for one backward pass, entered with a loss and left with unscaled gradients.
 
-    Op casts are off inside: autograd works in the dtypes of the forward pass.
+    Op casts are off inside: autograd works in the dtypes of the forward pass. Python code in it,
+    such as an ``autograd.Function``'s own backward, gets casts where it mixes dtypes.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class BackwardPass:
         casts_off: CastsOff,
         communication: Callable[[Binding], Communication],
         ended: Callable[[Sequence[ScaleUpdate], bool], None],
+        python_casts: Callable[[], AbstractContextManager[Any]] = nullcontext,
         delay_unscale: bool = False,
         delay_overflow_check: bool = False,
     ) -> None:
@@ -48,6 +50,7 @@ class BackwardPass:
             communication: What becomes of a binding's gradients.
             ended: Called with the scale updates that are readable on the host by now, and whether
                 an exception ended the pass; not after a pass that leaves the scale to a later one.
+            python_casts: Context in which Python code inside the pass may mix dtypes.
             delay_unscale: Leave the gradients scaled, for a later pass to unscale.
             delay_overflow_check: Do not move the scale by this pass; a later one does.
         """
@@ -57,9 +60,10 @@ class BackwardPass:
         self._casts_off = casts_off
         self._communication = communication
         self._ended = ended
+        self._python_casts = python_casts()
         self._delay_unscale = delay_unscale
         self._delay_overflow_check = delay_overflow_check
-        self._finished = False
+        self._finished = self._in_python_casts = False
         self._earlier: list[OpenPass | None] = []
         self._sends: list[bool] = []
 
@@ -88,6 +92,8 @@ class BackwardPass:
         try:
             scaled_loss = self._scaler.scale(self._loss)
             self._scaled_by = self._scaler.loss_scale
+            self._python_casts.__enter__()
+            self._in_python_casts = True
             return scaled_loss
         except BaseException as error:
             self.__exit__(type(error), error, error.__traceback__)
@@ -114,6 +120,9 @@ class BackwardPass:
         """Unscales; after an exception puts the earlier gradients back."""
         self._scaler.open_blocks -= 1
         try:
+            if self._in_python_casts:  # what follows pays no function mode
+                self._in_python_casts = False
+                self._python_casts.__exit__(kind, error, traceback)
             if error is not None:
                 self._abort()
             elif not self._delay_unscale:

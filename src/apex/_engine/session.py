@@ -18,6 +18,7 @@ from apex._core.master import copy_to_model
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine import model as conversion
+from apex._engine.autocast.mixed import resolve_mixed
 from apex._engine.autocast.region import CastRegion, CastSpec, UncastRegion, no_casts
 from apex._engine.backward import BackwardPass
 from apex._engine.events import PassEnd, ScaleUpdate
@@ -231,6 +232,7 @@ class Session:
             bindings,
             scaler,
             casts_off=no_casts,
+            python_casts=functools.partial(resolve_mixed, self.region),
             communication=self._communication,
             ended=functools.partial(self._end_pass, scaler.loss_id, bindings),
             # Gradients that fully_shard keeps back are scaled, and so is what a later pass adds.

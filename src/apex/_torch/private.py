@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 
 def plain_check_and_unscale_(grads: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
@@ -88,9 +89,17 @@ unflatten = _found(torch._utils, "_unflatten_dense_tensors", plain_unflatten)
 backward_id: Callable[[], int] = _found(torch._C, "_current_graph_task_id", _not_in_backward)
 """Returns the number of autograd's backward pass that calls in this thread, -1 outside of one."""
 
-# No plain form: what autocast covers on a device is the ground that op casts stand on.
-has_operator: Callable[[str], bool] = torch._C._dispatch_has_kernel
-"""Returns whether this torch has an operator, such as ``"aten::exp"``."""
+# No plain form: a mode that stayed behind would slow down every call of torch's.
+push_function_mode: Callable[[TorchFunctionMode], None] = torch.overrides._push_mode
+"""Makes this thread's calls of torch's functions go through a mode."""
 
-has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
-"""Returns whether an operator has a kernel for a dispatch key, such as ``"AutocastCPU"``."""
+
+def function_modes() -> int:
+    """Returns how many function modes this thread is in."""
+    return torch._C._len_torch_function_stack()
+
+
+def leave_function_modes(count: int) -> None:
+    """Leaves the newest modes until ``count`` are left; may be called again."""
+    while function_modes() > count:
+        torch.overrides._pop_mode()  # type: ignore[no-untyped-call]

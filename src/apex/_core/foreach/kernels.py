@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex._torch import private
+from apex._torch import dispatcher, private
 
 _KEYS = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "mps": "MPS"}
 
@@ -16,7 +16,7 @@ _KEYS = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "mps": "MPS"}
 def has_fused(name: str, device: torch.device) -> bool:
     """Returns whether ``torch.<name>`` (such as ``_fused_adam_``) has a kernel for ``device``."""
     key = _KEYS.get(device.type)
-    return key is not None and private.has_kernel(f"aten::{name}", key)
+    return key is not None and dispatcher.has_kernel(f"aten::{name}", key)
 
 
 def same_dtype(*lists: list[Tensor]) -> Iterator[list[list[Tensor]]]:
