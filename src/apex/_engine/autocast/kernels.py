@@ -136,8 +136,8 @@ def build_kernel(op: str, device: str, rules: ThreadRules, native: Any) -> Kerne
         if category == "banned" and spec.allow_banned:
             category = "fp32"
         cast_args, cast_kwargs = cast_rules[category](args, kwargs, low)
-        # Kernels run only while the key is included, so clearing the flag is putting it back (twice:
-        # a Ctrl-C may hit the first).
+        # Kernels run only while the key is included, so clearing the flag puts it back; twice, for
+        # a Ctrl-C may hit the first.
         try:
             try:
                 exclude(key, True)

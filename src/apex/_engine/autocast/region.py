@@ -51,9 +51,9 @@ class _Rules:
         code that runs in the same pass: a function's own backward, a hook, a recompute. But they
         never mix dtypes, and code that does would fail. So in a backward pass mixed dtypes are
         resolved by the operator's row, all else is left as it comes. Inside ``scale_loss`` casts
-        are off in formulas altogether, and a function mode resolves what Python code mixes
-        (:mod:`apex._engine.autocast.mixed`). A plain ``loss.backward()`` meets the casts of its thread: from
-        the first one on, torch's own kernels, which would cast, have ours before them.
+        are off in formulas altogether, and :mod:`apex._engine.autocast.mixed` resolves what Python
+        code mixes. A plain ``loss.backward()`` meets the casts of its thread: from the first one
+        on, torch's own kernels, which would cast, have ours before them.
 
     Threads that no region has entered are autograd's device threads and those that run compiled
     code, or have a ``torch.autocast`` of their own: the newest session's table holds there.

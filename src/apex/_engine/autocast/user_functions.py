@@ -58,8 +58,8 @@ def cast_function(fn: Callable[P, R], kind: Kind) -> Callable[P, R]:
             return plain(*args, **kwargs)
         cast_args, cast_kwargs = map_arguments(_rule(kind, dtype, args, kwargs), args, kwargs)
         if kind == "float":
-            return _uncast.run(plain, *cast_args, **cast_kwargs)  # type: ignore[arg-type]
-        return plain(*cast_args, **cast_kwargs)  # type: ignore[arg-type]
+            return _uncast.run(plain, *cast_args, **cast_kwargs)
+        return plain(*cast_args, **cast_kwargs)
 
     setattr(wrapper, _MARK, kind)
     return wrapper
