@@ -68,7 +68,8 @@ class Registry:
             with self._lock:
                 self._leases[number] = _Lease(spec, rules)
                 for device in spec.device_types:
-                    for group in self._coverage_of(device).groups(spec.table):
+                    coverage = self._coverage_of(device)
+                    for group in (*coverage.groups(spec.table), coverage.probe):
                         self._hold(number, group)
                 self._mark_compile_caches()
         except BaseException:

@@ -49,12 +49,13 @@ class Coverage:
 
     Attributes:
         native: torch's own kernels, by operator of the default table.
+        probe: What tells that a backward pass begins.
     """
 
     def __init__(self, device: str) -> None:
         self.native: dict[str, Any] = {}
         self._device = device
-        filled = [BACKWARD_BEGINS]
+        filled: list[str] = []
         for op, category in OpTable.default().rows.items():
             if not dispatcher.has_operator(f"aten::{op}"):
                 continue  # an operator of another torch release
@@ -64,6 +65,7 @@ class Coverage:
             if _needs_kernel(op, category, device, kernel is not None):
                 filled.append(op)
         self._base = Group(device, tuple(filled))
+        self.probe = Group(device, (BACKWARD_BEGINS,))
 
     def groups(self, table: OpTable) -> Iterator[Group]:
         """Yields what a table needs: the rows that torch lacks, and each row that the user changed.
