@@ -16,7 +16,9 @@ PASSES = pytest.mark.parametrize("where", ["scale_loss", "plain"])
 
 
 def around(loss, optimizer, where):
-    return amp.scale_loss(loss, optimizer) if where == "scale_loss" else contextlib.nullcontext(loss)
+    return (
+        amp.scale_loss(loss, optimizer) if where == "scale_loss" else contextlib.nullcontext(loss)
+    )
 
 
 class Mixing(nn.Module):
