@@ -88,28 +88,32 @@ def scan():
 # class in the docs of SyncBatchNorm, TorchDispatchMode in "Extending PyTorch").
 DOCUMENTED = ("torch._foreach_", "torch.ops.aten._foreach_", "torch.utils._python_dispatch.Torch")
 
-DISPATCH = "apex/_torch/dispatch.py"
 AUTOGRAD = "apex/_torch/autograd.py"
 FOREACH = "apex/_torch/foreach.py"
 GRAD_SCALERS = "apex/_torch/grad_scaler.py"
 TRACING = "apex/_torch/dynamo.py"
-KERNELS = "apex/_engine/autocast/kernels.py"
+FUNCTION_MODES_PLACE = "apex/_torch/function_modes.py"
+DISPATCHER = "apex/_torch/dispatcher.py"
 DEBUG = "apex/debug/"
 TOOLS = "apex/tools/"
 GRAD_SCALER = "GradScaler's own interface to optimizers: called by it, or read from it"
 NO_PLAIN_FORM = "op casts stand on it: without it there are none to fall back to"
 FUSED = "only where has_fused finds its kernel; the foreach form is the plain one"
+FUNCTION_MODES = "a mode's own block cannot be ended twice, which an interrupt asks for"
 TOOL = "a tool for diagnosis, outside of training"
 
 KNOWN = {
     "torch._C": (
-        f"{DISPATCH} {AUTOGRAD} {TRACING} {KERNELS} {DEBUG}",
+        f"{FUNCTION_MODES_PLACE} {AUTOGRAD} {TRACING} {DISPATCHER} {DEBUG}",
         "the module itself",
     ),
-    "torch._C._dispatch_has_kernel": (DISPATCH, NO_PLAIN_FORM),
-    "torch._C._dispatch_has_kernel_for_dispatch_key": (DISPATCH, NO_PLAIN_FORM),
-    "torch._C._dispatch_keyset_full_after": (KERNELS, NO_PLAIN_FORM),
-    "torch._C._dispatch_tls_set_dispatch_key_excluded": (KERNELS, NO_PLAIN_FORM),
+    "torch._C._dispatch_has_kernel": (DISPATCHER, NO_PLAIN_FORM),
+    "torch._C._dispatch_has_kernel_for_dispatch_key": (DISPATCHER, NO_PLAIN_FORM),
+    "torch._C._dispatch_keyset_full_after": (DISPATCHER, NO_PLAIN_FORM),
+    "torch._C._dispatch_tls_set_dispatch_key_excluded": (DISPATCHER, NO_PLAIN_FORM),
+    "torch._C._len_torch_function_stack": (FUNCTION_MODES_PLACE, FUNCTION_MODES),
+    "torch.overrides._push_mode": (FUNCTION_MODES_PLACE, FUNCTION_MODES),
+    "torch.overrides._pop_mode": (FUNCTION_MODES_PLACE, FUNCTION_MODES),
     "torch._C._autograd": (DEBUG, TOOL),
     "torch._utils": (FOREACH, "plain_flatten, plain_unflatten"),
     "torch._disable_dynamo": (TRACING, "the plain form of what tracing does faster"),
@@ -137,11 +141,11 @@ KNOWN = {
         "the method under Module.to and .cuda: overridden as subclasses in torch do",
     ),
     "._backward_hooks": ("apex/_engine/model/sharding.py", "hooks that torch keeps nowhere else"),
-    "._base": (KERNELS, "an attribute of our own class"),
+    "._base": ("apex/_engine/autocast/kernels.py", "an attribute of our own class"),
     "._cdata": (DEBUG, TOOL),
     "._check_inf_per_device": (GRAD_SCALERS, GRAD_SCALER),
     "._destroy": (
-        "apex/_engine/autocast/kernel_registry.py",
+        DISPATCHER,
         "torch.library's only way to end a registration",
     ),
     "._execution_engine": (
@@ -150,7 +154,7 @@ KNOWN = {
     ),
     "._get_scale_async": (GRAD_SCALERS, GRAD_SCALER),
     "._getframe": (DEBUG, "of Python's sys"),
-    "._op": (KERNELS, "an overload's callable, 0.2 us faster than the overload itself"),
+    "._op": (DISPATCHER, "an overload's callable, 0.2 us faster than the overload itself"),
     "._overloadpacket": (DEBUG, TOOL),
     "._patch_step_function": (
         "apex/_engine/optimizer/optimizer_class.py",
@@ -158,7 +162,7 @@ KNOWN = {
     ),
     "._per_optimizer_states": (GRAD_SCALERS, GRAD_SCALER),
     "._schema": (
-        f"{KERNELS} {DEBUG}",
+        f"{DISPATCHER} {DEBUG}",
         "an operator's schema; torch.library documents it as the way to read one",
     ),
     "._sequence_nr": (DEBUG, TOOL),

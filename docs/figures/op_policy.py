@@ -11,7 +11,7 @@ _LOW = "16 bits"
 _LANES = [
     (
         "low precision",
-        ("low_precision", "recurrent"),
+        ("low_precision", "low_precision_inplace", "recurrent"),
         ["fp32", _LOW],
         ["linear, conv, matmul, bmm,", "einsum, attention, LSTM, GRU"],
         _LOW,

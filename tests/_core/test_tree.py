@@ -227,12 +227,80 @@ def test_without_a_conversion_objects_with_to_stay():
     assert map_tensors(lambda t: t.to(LOW), batch) is batch
 
 
-def test_objects_that_refer_to_each_other_in_a_cycle_end():
-    parent = Batch(tensor())
-    parent.label = Batch(tensor(), label=parent)
-    result = cast(parent)
-    assert result.image.dtype is LOW
-    assert result.label.image.dtype is LOW
+def test_one_tensor_stays_one_tensor():
+    x = tensor()
+    batch = Batch(x, label=[x, {"x": x}, (x,)])
+    result = cast(batch)
+    found = [result.image, result.label[0], result.label[1]["x"], result.label[2][0]]
+    assert found[0].dtype is LOW
+    assert all(each is found[0] for each in found)
+
+
+@pytest.mark.parametrize("make", CONTAINERS.values(), ids=CONTAINERS.keys())
+def test_one_container_stays_one_container(make):
+    shared = make(tensor())
+    first, second = cast([shared, {"again": shared}])
+    assert first is second["again"]
+    assert first is not shared
+
+
+def test_arguments_that_are_one_object_stay_one():
+    x, nest = tensor(), [tensor()]
+    args, kwargs = cast_arguments((x, nest, x), {"x": x, "nest": nest}, LOW)
+    assert args[0].dtype is LOW
+    assert args[0] is args[2] is kwargs["x"]
+    assert args[1] is kwargs["nest"]
+    assert args[1][0].dtype is LOW
+
+
+def ring(kind):
+    """A container that holds a tensor and itself, and how to reach both."""
+    if kind == "list":
+        obj = [tensor()]
+        obj.append(obj)
+        return obj, lambda o: o[0], lambda o: o[1]
+    if kind == "dict":
+        obj = {"x": tensor()}
+        obj["self"] = obj
+        return obj, lambda o: o["x"], lambda o: o["self"]
+    if kind == "tuple":
+        obj = (tensor(), [])
+        obj[1].append(obj)
+        return obj, lambda o: o[0], lambda o: o[1][0]
+    if kind == "subclasses":
+        obj = Words([tensor()])
+        obj.append(Point(Attributes(back=obj), 1))
+        return obj, lambda o: o[0], lambda o: o[1][0]["back"]
+    obj = Batch(tensor())
+    obj.label = Batch(tensor(), label=obj)
+    return obj, lambda o: o.image, lambda o: o.label.label
+
+
+RINGS = pytest.mark.parametrize("kind", ["list", "dict", "tuple", "subclasses", "dataclass"])
+
+
+@RINGS
+def test_a_container_in_itself_is_cast_and_keeps_its_form(kind):
+    obj, value, inner = ring(kind)
+    result = cast(obj)
+    assert type(result) is type(obj)
+    assert value(result).dtype is LOW
+    assert inner(result) is result
+    assert value(obj).dtype is torch.float32
+    assert inner(obj) is obj
+
+
+@RINGS
+def test_a_container_in_itself_comes_back_where_nothing_is_to_be_cast(kind):
+    obj, *_ = ring(kind)
+    assert map_tensors(lambda t: t, obj) is obj
+
+
+def test_tensors_of_a_ring_are_mapped_once():
+    obj, *_ = ring("dataclass")
+    seen = []
+    map_tensors(lambda t: seen.append(t) or t.to(LOW), obj)
+    assert len(seen) == 2
 
 
 def test_dataclass_fields_out_of_init_are_cast_too():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -14,11 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from apex._core.op_table import CastSpec, OpTable
+from apex._engine.autocast.mixed import resolve_mixed
 from apex._engine.autocast.region import (
     CastRegion,
     UncastRegion,
     active_dtype,
     active_spec,
+    casts_off,
     no_casts,
 )
 
@@ -168,6 +171,49 @@ def test_state_of_the_user_comes_back_after_ambient(region):
         assert state() == before
 
 
+def test_ambient_that_began_in_an_autocast_block_outlives_it_and_ends(region):
+    before = state()
+    with torch.autocast("cpu", torch.float16):
+        region.enter_ambient()
+        assert seen() == ON
+    assert region.run(seen) == ON
+    assert seen() == ON
+    region.leave_ambient()
+    assert state() == before
+
+
+def test_ambient_that_began_in_an_autocast_block_may_end_after_it_at_once(region):
+    before = state()
+    with torch.autocast("cpu", torch.float16):
+        region.enter_ambient()
+    region.leave_ambient()
+    assert state() == before
+    assert seen() == OFF
+
+
+def test_ambient_that_ends_in_an_autocast_block_is_off_after_it(region):
+    before = state()
+    region.enter_ambient()
+    with torch.autocast("cpu", torch.bfloat16):
+        region.leave_ambient()
+    assert seen() == OFF
+    assert state() == before
+
+
+def test_inner_ambient_of_a_block_leaves_the_outer_one(region):
+    half = CastRegion(FP16)
+    before = state()
+    half.enter_ambient()
+    with torch.autocast("cpu", enabled=False):
+        region.enter_ambient()
+        assert seen() == ON
+    region.leave_ambient()
+    assert active_spec() is FP16
+    assert seen() == (torch.float16, torch.float32)
+    half.leave_ambient()
+    assert state() == before
+
+
 def test_ambient_ends_with_its_region(region):
     other = CastRegion(FP16)
     other.enter_ambient()
@@ -177,16 +223,37 @@ def test_ambient_ends_with_its_region(region):
     assert active_spec() is None
 
 
-def test_ambient_left_from_another_thread_ends_at_the_next_entry(region):
+@pytest.mark.parametrize("ends", ["left", "region gone"])
+@pytest.mark.parametrize("op", ["mm", "exp", "run", "no_casts"])
+def test_ambient_ended_in_another_thread_is_off_in_its_own(ends, op):
+    holder = [CastRegion(BF16)]
     before = state()
-    region.enter_ambient()
-    other_before = in_thread(state)
-    assert in_thread(lambda: (region.leave_ambient(), state())[1]) == other_before
-    assert UncastRegion().run(seen) == OFF
-    with no_casts():
-        pass
+    holder[0].enter_ambient()
+    in_thread(holder[0].leave_ambient if ends == "left" else lambda: (holder.clear(), gc.collect()))
+    x = torch.ones(2, 2)
+    if op == "mm":
+        assert (x @ x).dtype is torch.float32
+    elif op == "exp":
+        assert torch.exp(x.bfloat16()).dtype is torch.bfloat16
+    elif op == "run":
+        assert UncastRegion().run(seen) == OFF
+    else:
+        with no_casts():
+            pass
     assert state() == before
     assert seen() == OFF
+    holder.clear()
+    gc.collect()
+    assert not kernel_is_there()
+    assert torch.compiler.config.cache_key_tag == ""
+
+
+def test_ambient_of_a_thread_that_is_gone_keeps_no_kernels():
+    holder = [CastRegion(BF16)]
+    in_thread(holder[0].enter_ambient)
+    holder.clear()
+    gc.collect()
+    assert not kernel_is_there()
 
 
 def test_ambient_left_inside_its_own_run_ends_after_it(region):
@@ -231,11 +298,6 @@ def test_regions_stay_off_inside_no_casts(region, ambient):
     assert region.run(seen) == ON
 
 
-def test_no_casts_leaves_the_users_autocast_alone(region):
-    with torch.autocast("cpu", torch.bfloat16), no_casts():
-        assert seen() == NATIVE
-
-
 def test_no_casts_can_be_left_and_entered_again(region):
     # As an optimizer's step does around the closure it is given.
     region.enter_ambient()
@@ -255,32 +317,26 @@ def test_uncast_region_is_off_inside_and_a_cast_region_in_it_on(region):
     assert seen() == ON
 
 
-# -- other code -----------------------------------------------------------------------------------
+# -- the user's own torch.autocast ----------------------------------------------------------------
 
 
-def test_users_autocast_in_another_thread_follows_torch(region):
+def test_users_autocast_follows_the_table_while_a_region_lives(region):
+    def users():
+        with torch.autocast("cpu", torch.float16):
+            return seen(), active_spec()
+
+    assert in_thread(users) == ((torch.float16, torch.float32), BF16)
     region.enter_ambient()
+    assert users() == ((torch.float16, torch.float32), BF16)
 
-    def native():
-        with torch.autocast("cpu", torch.bfloat16):
-            gru = nn.GRU(2, 2)(torch.ones(1, 1, 2))[0].dtype
-            return seen(), gru
 
-    alone = in_thread(native)
-    region.leave_ambient()
+def test_users_autocast_follows_torch_again_after_the_last_region():
+    region = CastRegion(BF16)
     del region
-    assert alone[0] == NATIVE
-
-
-def test_native_kernel_rules_outside_regions_while_one_replaces_it():
-    p, t = torch.full((2,), 0.5, dtype=torch.float16), torch.ones(2, dtype=torch.float16)
-    with torch.autocast("cpu", torch.float16):
-        before = nn.functional.binary_cross_entropy(p, t)
-        region = CastRegion(FP16)
-        during = nn.functional.binary_cross_entropy(p, t)
-    assert during.dtype is before.dtype
-    assert torch.equal(during, before)
-    del region
+    gc.collect()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert seen() == NATIVE
+        assert active_spec() is None
 
 
 def test_active_dtype_is_that_of_the_ruling_region(region):
@@ -465,22 +521,171 @@ def test_checkpoint_recomputes_in_the_dtypes_of_the_forward(region, ambient, ree
     assert dtypes == [(torch.bfloat16, torch.float32, torch.float32)] * 2
 
 
-def test_plain_backward_under_ambient_casts_keeps_the_dtypes_of_the_forward(region):
-    dtypes = []
+class Own(torch.autograd.Function):
+    """A function with a backward of its own; ``rule`` says what that computes, and is given."""
 
-    class Recording(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
+    @staticmethod
+    def forward(ctx, x, rule):
+        ctx.rule = rule
+        return x.clone()
 
-        @staticmethod
-        def backward(ctx, grad):
-            dtypes.append(grad.exp().dtype)
-            return grad
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.rule(grad)
+        return grad, None
+
+
+@contextlib.contextmanager
+def around_backward(region, where):
+    if where == "plain":
+        yield
+    else:
+        with no_casts(), resolve_mixed(region):
+            yield
+
+
+def in_backward(region, where, rule, hook=False):
+    """Runs ``rule`` with a bf16 gradient inside a backward pass; returns what it gives."""
+    results = []
+
+    def note(grad):
+        results.append(rule(grad))
 
     region.enter_ambient()
-    Recording.apply(nn.Linear(2, 2)(torch.ones(1, 2))).sum().backward()
-    assert dtypes == [torch.bfloat16]
+    x = torch.nn.Linear(2, 2)(torch.ones(2, 2))
+    if hook:
+        x.register_hook(note)
+    loss = (x if hook else Own.apply(x, note)).sum()
+    with around_backward(region, where):
+        loss.backward()
+    return results
+
+
+PASSES = pytest.mark.parametrize("where", ["plain", "scale_loss"])
+
+
+@PASSES
+@pytest.mark.parametrize("hook", [True, False], ids=["hook", "function"])
+@pytest.mark.parametrize(
+    ("rule", "wanted"),
+    [
+        (lambda g: g @ torch.ones(2, 2), torch.bfloat16),
+        (lambda g: torch.ones(2, 2) @ g, torch.bfloat16),
+        (lambda g: torch.einsum("ij,jk", g, torch.ones(2, 2)), torch.bfloat16),
+        (lambda g: torch.addmv(torch.ones(2), g, torch.ones(2)), torch.bfloat16),
+        (lambda g: torch.dot(g[0], torch.ones(2)), torch.float32),
+        (lambda g: nn.functional.linear(g, torch.ones(2, 2)), torch.bfloat16),
+        (lambda g: nn.functional.mse_loss(g, torch.ones(2, 2)), torch.float32),
+    ],
+)
+def test_python_code_in_a_backward_pass_may_mix_dtypes(region, where, hook, rule, wanted):
+    assert [result.dtype for result in in_backward(region, where, rule, hook)] == [wanted]
+
+
+@PASSES
+@pytest.mark.parametrize("hook", [True, False], ids=["hook", "function"])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        lambda g: g.exp(),
+        lambda g: g.float() @ torch.ones(2, 2),
+        lambda g: g.sum(),
+        lambda g: g @ g,
+        lambda g: g.double() @ g.double(),
+        torch.prod,
+        lambda g: g.clone().exp_(),
+    ],
+)
+def test_python_code_in_a_backward_pass_keeps_one_dtype(region, where, hook, rule):
+    plain = rule(torch.ones(2, 2, dtype=torch.bfloat16))
+    (got,) = in_backward(region, where, rule, hook)
+    assert got.dtype is plain.dtype
+    assert torch.equal(got, plain)
+
+
+@PASSES
+def test_a_recompute_by_hand_works(region, where):
+    """As in guided-diffusion's nn.py."""
+
+    class Checkpoint(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, run, length, *args):
+            ctx.run, ctx.inputs, ctx.params = run, list(args[:length]), list(args[length:])
+            with torch.no_grad():
+                return run(*ctx.inputs)
+
+        @staticmethod
+        def backward(ctx, *grads):
+            inputs = [x.detach().requires_grad_(True) for x in ctx.inputs]
+            with torch.enable_grad():
+                outputs = ctx.run(*[x.view_as(x) for x in inputs])
+            grads = torch.autograd.grad(outputs, inputs + ctx.params, grads, allow_unused=True)
+            return (None, None, *grads)
+
+    torch.manual_seed(0)
+    first, block = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    params, x = list(block.parameters()), torch.randn(3, 4)
+
+    def loss(call):
+        return region.run(lambda: call(first(x)).float().pow(2).sum())
+
+    region.enter_ambient()
+    grads = []
+    for call in (block, lambda h: Checkpoint.apply(block, 1, h, *params)):
+        value = loss(call)
+        with around_backward(region, where):
+            value.backward()
+        grads.append([p.grad for p in [*params, *first.parameters()]])
+        block.zero_grad()
+        first.zero_grad()
+    torch.testing.assert_close(grads[1], grads[0], rtol=0.05, atol=0.05)
+
+
+@PASSES
+@pytest.mark.parametrize("gradient", [None, 2.0])
+def test_gradients_of_code_under_disable_casts_are_those_of_fp32(region, where, gradient):
+    torch.manual_seed(0)
+    x, layers = torch.randn(3, 4), nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 1))
+    given = None if gradient is None else torch.tensor(gradient)
+
+    def grads():
+        layers.zero_grad()
+        loss = layers(x).pow(2).sum()
+        with around_backward(region, where):
+            loss.backward(given)
+        return [p.grad for p in layers.parameters()]
+
+    wanted = grads()
+    region.enter_ambient()
+    with casts_off():
+        loss = layers(x).pow(2).sum()
+    layers.zero_grad()
+    with around_backward(region, where):
+        loss.backward(given)
+    for ours, theirs in zip(layers.parameters(), wanted, strict=True):
+        assert torch.equal(ours.grad, theirs)
+
+
+def test_forward_code_casts_as_before_once_a_plain_backward_has_run(region):
+    region.enter_ambient()
+    nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
+    x = torch.ones(2, 2)
+    assert seen() == ON
+    assert region.run(seen) == ON
+    assert torch.prod(x.bfloat16()).dtype is torch.float32
+    with no_casts():
+        assert seen() == OFF
+
+
+def test_a_gradient_penalty_inside_a_run_keeps_the_dtypes_of_the_forward(region):
+    def penalty(x, w):
+        with no_casts():
+            y = (x @ w).sum()
+        (grad,) = torch.autograd.grad(y, x, create_graph=True)
+        return grad
+
+    x, w = torch.randn(2, 3, requires_grad=True), torch.randn(3, 2)
+    assert torch.equal(region.run(penalty, x, w), penalty(x, w))
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not-reentrant"])
@@ -536,6 +741,16 @@ def test_double_stays_in_fp32_rows_and_promotions(region):
 def test_doubles_inside_are_cast_once_asked_for(region):
     region.handle_doubles()
     assert region.run(lambda: seen(torch.ones(2, 2, dtype=torch.float64))) == ON
+
+
+def test_doubles_outside_of_runs_are_never_cast(region):
+    region.enter_ambient()
+    layer, x = nn.Linear(2, 2), torch.ones(2, 2, dtype=torch.float64)
+    region.run(layer, x)
+    assert (x @ x).dtype is torch.float64
+    assert torch.einsum("ij,jk", x, x).dtype is torch.float64
+    with pytest.raises(RuntimeError, match="dtype"):  # as without us
+        torch.mm(x, x.float())
 
 
 def test_weight_cache_works_with_doubles_handled(region):

@@ -12,7 +12,13 @@ import torch
 from torch import nn
 
 from apex._core.op_table import CastSpec, OpTable
-from apex._engine.autocast.region import CastRegion, UncastRegion, active_dtype, no_casts
+from apex._engine.autocast.region import (
+    CastRegion,
+    UncastRegion,
+    active_dtype,
+    casts_off,
+    no_casts,
+)
 from apex._engine.autocast.user_functions import cast_function
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -96,12 +102,12 @@ def test_traced_code_that_runs_in_eager_casts_alike(model, ambient):
 
 
 @pytest.mark.parametrize("cache", [None, True, False])
-def test_users_compiled_autocast_outside_regions_follows_torch(model, cache):
+def test_users_compiled_autocast_follows_the_table_while_a_region_lives(model, cache):
     def fn(x):
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
             return torch.mm(x, x).exp()
 
-    assert compiled(fn, "aot_eager")(torch.ones(2, 2)).dtype is torch.bfloat16
+    assert compiled(fn, "aot_eager")(torch.ones(2, 2)).dtype is torch.float32
 
 
 def test_code_compiled_in_a_region_is_not_used_after_it():
@@ -116,7 +122,6 @@ def test_code_compiled_in_a_region_is_not_used_after_it():
     region.leave_ambient()
     del region
     gc.collect()
-    # As in the region: the weight cache off.
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         assert run(x).dtype is torch.bfloat16
 
@@ -137,6 +142,23 @@ def test_cast_functions_compile(model, kind, wanted, ambient):
     else:
         run = compiled(lambda a, b: model.region.run(fn, a, b), "aot_eager")
     assert run(a, b).dtype is wanted
+
+
+@pytest.mark.parametrize("ambient", [True, False], ids=["ambient", "run-only"])
+def test_compiled_backward_of_code_under_disable_casts_is_that_of_fp32(model, ambient):
+    x = torch.randn(3, 4)
+
+    def fn(x):
+        with casts_off():
+            return model.linear(x).exp().sum()
+
+    fn(x).backward()
+    wanted = model.linear.weight.grad.clone()
+    model.zero_grad()
+    if ambient:
+        model.region.enter_ambient()
+    compiled(fn, "aot_eager")(x).backward()
+    assert torch.equal(model.linear.weight.grad, wanted)
 
 
 def test_active_dtype_compiles(model):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import types
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 from apex._core.op_table import CastSpec, OpTable
 from apex._engine.autocast.region import CastRegion, active_spec, no_casts
-from apex._engine.autocast.user_functions import UserRegistry, cast_function
+from apex._engine.autocast.user_functions import UserRegistry, _Entry, cast_function
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 
@@ -52,8 +53,6 @@ def test_each_kind_casts_its_arguments(region, kind, given, wanted, casts_inside
 def test_wrapper_is_a_plain_call_where_casts_are_off(region, kind):
     fn = cast_function(dtypes, kind)
     assert fn(ones(F32), ones(F16)) == ([F32, F16], False)
-    with torch.autocast("cpu", F16):
-        assert fn(ones(F32), ones(F16))[0] == [F32, F16]
     with no_casts():
         assert region.run(fn, ones(F32), ones(F16)) == ([F32, F16], False)
 
@@ -173,6 +172,64 @@ def test_replaced_until_the_last_session_undoes(region, module):
     assert module.fn is once
     registry.undo()
     assert module.fn is dtypes
+
+
+class Ends:
+    """A module whose attributes, when they are read, end another session."""
+
+    def __init__(self, registry):
+        self.fn = dtypes
+        self.end = registry.undo
+
+    def __getattribute__(self, name):
+        if name == "fn":
+            end, self.end = self.end, lambda: None
+            end()
+        return object.__getattribute__(self, name)
+
+
+def test_a_session_that_ends_while_another_begins_takes_no_function_away(module):
+    registry = UserRegistry()
+    registry.register(module, "fn", "low_precision")
+    registry.apply()
+    ours = module.fn
+    registry._entries["ends"] = _Entry(Ends(registry), "fn", "float")  # as a collection would
+    registry.apply()
+    assert module.fn is ours
+    registry.undo()
+    assert module.fn is dtypes
+
+
+def test_a_failed_session_puts_back_its_own_alone(module):
+    registry = UserRegistry()
+    registry.register(module, "fn", "float")
+    registry.apply()
+    ours = module.fn
+    registry.register(dict, "fromkeys", "float")
+    with pytest.raises(TypeError):
+        registry.apply()
+    assert module.fn is ours
+    registry.undo()
+    assert module.fn is dtypes
+
+
+def test_sessions_begin_and_end_in_threads_at_once(module):
+    registry = UserRegistry()
+    registry.register(module, "fn", "float")
+
+    def turns():
+        for _ in range(2000):
+            registry.apply()
+            registry.undo()
+
+    threads = [threading.Thread(target=turns) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert module.fn is dtypes
+    with pytest.raises(RuntimeError, match="apply"):
+        registry.undo()
 
 
 def test_function_registered_between_sessions_counts_from_the_next(module):

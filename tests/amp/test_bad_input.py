@@ -50,6 +50,51 @@ def test_a_half_model_is_accepted_where_scripts_allow_it():
     assert model.first.weight.dtype is torch.bfloat16
 
 
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_a_float64_model_is_refused_where_operators_cast(level):
+    model = Net()
+    model.last.double()
+    words = r"parameter last\.weight is float64.*model\.float\(\) first, or use a level"
+    refused(RuntimeError, words, model, sgd(model), level=level)
+
+
+def trains(model, x, **options):
+    model, optimizer = amp.initialize(model, sgd(model), verbosity=0, loss_scale=8.0, **options)
+    before = [p.detach().clone() for p in amp.master_params(optimizer)]
+    with amp.scale_loss(model(x).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    after = list(amp.master_params(optimizer))
+    assert all(p.isfinite().all() for p in after)
+    return any(not torch.equal(p, q) for p, q in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
+def test_a_float64_model_trains_where_it_is_converted(level):
+    assert trains(Net().double(), torch.ones(2, 4), opt_level=level)
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_a_float64_model_trains_where_no_operator_casts(level):
+    x = torch.ones(2, 4, dtype=torch.float64)
+    assert trains(Net().double(), x, opt_level=level, patch_torch_functions=False)
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_float64_buffers_and_scalars_are_no_obstacle(level):
+    model = Net()
+    model.register_buffer("constant", torch.ones(2, dtype=torch.float64))
+    model.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+    assert trains(model, torch.ones(2, 4), opt_level=level)
+
+
+@every_level
+def test_inference_mode_is_refused(level):
+    model = Net()
+    with torch.inference_mode():
+        refused(RuntimeError, "inference_mode.*before the block", model, sgd(model), level=level)
+
+
 @every_level
 def test_a_data_parallel_model_is_refused(level):
     model = Net()

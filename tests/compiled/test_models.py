@@ -242,10 +242,8 @@ def test_a_session_that_ends_while_dynamo_traces_leaves_no_casts():
     run = end_inside(backend_of=True)
     assert torch.is_autocast_enabled("cpu")
     run(torch.ones(2))
-    callbacks = len(gc.callbacks)
-    gc.collect()
+    assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype is torch.float32
     assert not torch.is_autocast_enabled("cpu")
-    assert len(gc.callbacks) == callbacks - 1
 
 
 def test_a_session_that_ends_in_an_autocast_block_leaves_no_casts():

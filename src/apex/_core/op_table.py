@@ -14,7 +14,14 @@ from typing import Literal, get_args
 import torch
 
 Category = Literal[
-    "low_precision", "fp32", "promote", "banned", "fp32_inplace", "recurrent", "to_cpu"
+    "low_precision",
+    "fp32",
+    "promote",
+    "banned",
+    "low_precision_inplace",
+    "fp32_inplace",
+    "recurrent",
+    "to_cpu",
 ]
 """What a row asks for.
 
@@ -22,6 +29,7 @@ Category = Literal[
 ``fp32``: fp16 and bf16 arguments go to fp32; float64 stays, a ``dtype=`` is honoured.
 ``promote``: floating arguments go to the widest floating dtype among them.
 ``banned``: as ``fp32``, but fp16 raises NotImplementedError unless the spec allows it.
+``low_precision_inplace``: writes into ``self``, so the other arguments go to its dtype.
 ``fp32_inplace``: cannot store an fp32 result, so a low-precision ``self`` raises the same.
 ``recurrent``: input, state and weights of a whole RNN go to the region's dtype.
 ``to_cpu``: ``Tensor.cpu()`` of a low-precision tensor gives fp32.
@@ -174,18 +182,41 @@ A name without operators has its result dtype from torch's own promotion (arithm
 ``cat``, ``stack``) or, written in Python, from other rows: no row of its own can change it.
 """
 
+_INPLACE_LOW = ("addmm_", "addmv_", "addr_", "addbmm_", "baddbmm_")
+
 _INPLACE_FP32 = (
     *(f"{name}_" for name in _UNARY.split()),
     *("pow_.Scalar", "pow_.Tensor", "cumprod_", "cumsum_", "renorm_"),
 )
 
 COVERED_INSIDE: frozenset[str] = frozenset(
-    {"conv1d.padding", "conv2d.padding", "conv3d.padding", "cross_entropy_loss", "nll_loss_nd"}
+    {"conv1d.padding", "conv2d.padding", "conv3d.padding", "nll_loss_nd"}
 )
 """Operators that torch writes over other rows of the table.
 
-Where a device lacks a kernel for one of them none is added: the inner rows give the same result
-dtype, and one kernel more would only cost time.
+Where a device lacks a kernel for one of them none is added: the inner rows give the same result,
+and one kernel more would only cost time. ``cross_entropy_loss`` is none of them: it asks
+``log_softmax`` for its input's own dtype, which the inner row honours.
+"""
+
+_NATIVE_ON_ACCELERATORS: Mapping[str, str] = {
+    "binary_cross_entropy": "banned",
+    "grid_sampler": "promote",
+    "tensordot": "promote",
+    "linalg_matrix_norm": "refuses",
+    "linalg_matrix_norm.str_ord": "refuses",
+}
+
+NATIVE_DIFFERENCES: Mapping[str, Mapping[str, str]] = {
+    "cpu": {"binary_cross_entropy": "fp32"},
+    "cuda": _NATIVE_ON_ACCELERATORS,
+    "xpu": _NATIVE_ON_ACCELERATORS,
+    "mps": _NATIVE_ON_ACCELERATORS,
+}
+"""What torch's own autocast does, by device type, where its category is not the table's.
+
+``refuses``: raises on the 16-bit input that its rule leaves. An autocast kernel of torch that is
+not named here follows the table (torch 2.13).
 """
 
 
@@ -307,6 +338,7 @@ def _default_table() -> OpTable:
         "fp32": fp32,
         "promote": _ops(_PROMOTE),
         "banned": functional["binary_cross_entropy"],
+        "low_precision_inplace": _INPLACE_LOW,
         "fp32_inplace": _INPLACE_FP32,
         "recurrent": _ops(_RECURRENT),
         "to_cpu": _METHODS["cpu"],

@@ -19,6 +19,9 @@ ObjectFunction = Callable[[Any], Any]
 
 # Values met most often in forward calls that hold no tensor: answered without any further test.
 _LEAVES: frozenset[type] = frozenset({type(None), bool, int, float, complex, str, bytes})
+_PLAIN: frozenset[type] = frozenset({list, tuple, dict})
+
+_is_compiling = torch.compiler.is_compiling
 
 
 def map_tensors(fn: TensorFunction, obj: T, convert: ObjectFunction | None = None) -> T:
@@ -26,15 +29,28 @@ def map_tensors(fn: TensorFunction, obj: T, convert: ObjectFunction | None = Non
 
     Containers keep their types (namedtuples, dataclasses, subclasses of dict, list and tuple) and
     are never changed in place; wherever nothing below changed, the very same object comes back.
+    What is one object in several places stays one, containers that hold themselves included.
     Everything else (strings, arrays, modules, sets, iterators) is returned untouched.
 
     Args:
-        fn: Called with each tensor; returns its replacement, or the same tensor for no change.
+        fn: Called once with each tensor; returns its replacement, or the same tensor for no change.
         obj: A tensor, a container of tensors, or anything else.
         convert: Called with each object that is neither tensor nor module and has a ``to`` method,
             instead of looking into it; such an object stays untouched where this is ``None``.
     """
-    return _Walk(fn, convert).visit(obj)  # type: ignore[no-any-return]
+    return _Walk(fn, convert).map([obj])[0]  # type: ignore[no-any-return]
+
+
+def map_arguments(
+    fn: TensorFunction,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    convert: ObjectFunction | None = None,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments of a call, mapped together as :func:`map_tensors` does."""
+    found = _Walk(fn, convert).map([*args, *kwargs.values()])
+    # By position: dynamo cannot look into tuples and dicts that it has built itself.
+    return tuple(found[: len(args)]), dict(zip(kwargs, found[len(args) :], strict=True))
 
 
 def cast_tensors(obj: T, dtype: torch.dtype) -> T:
@@ -55,10 +71,11 @@ def cast_arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the arguments of a call with every floating tensor in ``dtype``."""
-    cast_args = tuple([cast_tensors(arg, dtype) for arg in args])
-    if not kwargs:
-        return cast_args, kwargs
-    return cast_args, {name: cast_tensors(arg, dtype) for name, arg in kwargs.items()}
+    if len(args) == 1 and not kwargs:
+        return (cast_tensors(args[0], dtype),), kwargs
+    return map_arguments(
+        lambda t: dtypes.cast(t, dtype), args, kwargs, lambda o: _converted(o, dtype)
+    )
 
 
 def _converted(obj: Any, dtype: torch.dtype) -> Any:
@@ -68,7 +85,7 @@ def _converted(obj: Any, dtype: torch.dtype) -> Any:
 
 
 class _Walk:
-    """One traversal: the functions to apply and the objects on the path to the current one.
+    """One traversal: the functions to apply, what they gave, and the way to the current object.
 
     Changes are counted rather than found by comparing containers, which dynamo cannot trace.
     """
@@ -76,52 +93,77 @@ class _Walk:
     def __init__(self, fn: TensorFunction, convert: ObjectFunction | None) -> None:
         self.fn = fn
         self.convert = convert
+        self.tensors: list[tuple[Any, Any]] = []
+        self.done: dict[int, tuple[Any, Any]] = {}
         self.path: list[Any] = []
         self.changes = 0
+        self.cyclic = False
+
+    def map(self, values: list[Any]) -> list[Any]:
+        """Returns the values, mapped."""
+        found = [self.visit(value) for value in values]
+        if not (self.cyclic and self.changes):
+            return found
+        again = _CyclicWalk(self.fn, self.convert)
+        again.done = {id(old): (old, new) for old, new in self.tensors}
+        return [again.visit(value) for value in values]
 
     def visit(self, obj: Any) -> Any:
         kind = type(obj)
         if kind in _LEAVES:
             return obj
         if isinstance(obj, Tensor):
-            return self._changed(obj, self.fn(obj))
-        if kind is list or kind is tuple:
-            return self._sequence(obj)
-        if kind is dict:
-            changes = self._changes(obj.items())
-            return {**obj, **changes} if changes else obj
+            return self._changed(obj, self._mapped(obj, self.fn))
         if isinstance(obj, (nn.Module, type)):
             return obj
-        return self._special(obj)
+        # An object's own ``to`` goes first: it knows more of its class than its base type tells
+        # (a packed sequence is a named tuple, a tokenizer's batch a dict).
+        # Asked of the class: instances of attribute-style dicts answer to any name.
+        if kind not in _PLAIN and callable(getattr(kind, "to", None)):
+            if self.convert is None:
+                return obj
+            return self._changed(obj, self._mapped(obj, self.convert))
+        return self._container(obj)
 
     def _changed(self, old: Any, new: Any) -> Any:
         if new is not old:
             self.changes += 1
         return new
 
-    def _sequence(self, obj: Any) -> Any:
-        before = self.changes
-        items = [self.visit(item) for item in obj]
-        if self.changes == before:
-            return obj
-        return items if type(obj) is list else tuple(items)
+    def _mapped(self, obj: Any, fn: ObjectFunction) -> Any:
+        if _is_compiling():  # dynamo has no id() of a tensor in a graph
+            for old, new in self.tensors:
+                if old is obj:
+                    return new
+            self.tensors.append((obj, fn(obj)))
+            return self.tensors[-1][1]
+        if id(obj) not in self.done:
+            self.done[id(obj)] = obj, fn(obj)
+            self.tensors.append(self.done[id(obj)])
+        return self.done[id(obj)][1]
 
-    def _special(self, obj: Any) -> Any:
-        # An object's own ``to`` goes first: it knows more of its class than its base type tells
-        # (a packed sequence is a named tuple, a tokenizer's batch a dict).
-        # Asked of the class: instances of attribute-style dicts answer to any name.
-        if callable(getattr(type(obj), "to", None)):
-            return obj if self.convert is None else self._changed(obj, self.convert(obj))
-        # Objects refer to each other in cycles (a tree whose nodes know their parent).
+    def _container(self, obj: Any) -> Any:
+        if _is_compiling():
+            return self._rebuilt(obj)
+        if id(obj) in self.done:
+            return self._changed(obj, self.done[id(obj)][1])
         if any(obj is parent for parent in self.path):
+            self.cyclic = True
             return obj
         self.path.append(obj)
-        try:
-            return self._rebuilt(obj)
-        finally:
-            self.path.pop()
+        result = self._rebuilt(obj)
+        self.path.pop()
+        if not self.cyclic:
+            self.done[id(obj)] = obj, result
+        return result
 
     def _rebuilt(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind is list:
+            return self._list(obj)
+        if kind is dict:
+            changes = self._changes(obj.items())
+            return {**obj, **changes} if changes else obj
         if isinstance(obj, tuple):
             return self._tuple(obj)
         result = obj
@@ -133,31 +175,18 @@ class _Walk:
             result = self._fields(result)
         return result
 
+    def _list(self, obj: list[Any]) -> list[Any]:
+        before = self.changes
+        items = [self.visit(item) for item in obj]
+        return obj if self.changes == before else items
+
     def _tuple(self, obj: tuple[Any, ...]) -> tuple[Any, ...]:
         before = self.changes
         items = [self.visit(item) for item in obj]
-        if self.changes == before:
-            return obj
-        kind = type(obj)
-        try:
-            # Past the class's own ``__new__``, which may take other arguments than the items.
-            result = tuple.__new__(kind, items)
-        except TypeError:  # torch.return_types: C types, which only their own constructor makes
-            return kind(items)
-        if kind.__dictoffset__:  # a class of its own on top; a plain namedtuple has no attributes
-            result.__dict__.update(obj.__dict__)
-        return result
+        return obj if self.changes == before else _tuple_like(obj, items)
 
     def _fields(self, obj: Any) -> Any:
-        values = [(f.name, getattr(obj, f.name, None)) for f in dataclasses.fields(obj)]
-        changes = self._changes(values)
-        if not changes:
-            return obj
-        # A copy rather than ``replace``: fields with ``init=False`` and ``__post_init__`` stay out.
-        result = copy.copy(obj)
-        for name, value in changes.items():
-            object.__setattr__(result, name, value)  # frozen ones too
-        return result
+        return _with_fields(obj, self._changes(_fields(obj)), copy.copy)
 
     def _changes(self, items: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
         changes = {}
@@ -169,10 +198,65 @@ class _Walk:
         return changes
 
 
+class _CyclicWalk(_Walk):
+    """A traversal of containers that hold themselves: copies each before looking into it."""
+
+    def _container(self, obj: Any) -> Any:
+        if id(obj) in self.done:
+            return self.done[id(obj)][1]
+        if isinstance(obj, tuple):
+            items = [self.visit(item) for item in obj]
+            # What it holds may have led back to it, and have made it.
+            return self.done.setdefault(id(obj), (obj, _tuple_like(obj, items)))[1]
+        result = obj
+        if isinstance(obj, (MutableMapping, list, deque)) or dataclasses.is_dataclass(obj):
+            result = copy.copy(obj)
+        self.done[id(obj)] = obj, result
+        if isinstance(obj, MutableMapping):
+            _set_items(result, {key: self.visit(value) for key, value in obj.items()})
+        elif isinstance(obj, (list, deque)):
+            _set_items(result, {key: self.visit(value) for key, value in enumerate(obj)})
+        if dataclasses.is_dataclass(obj):
+            _with_fields(result, {k: self.visit(v) for k, v in _fields(obj)}, lambda o: o)
+        return result
+
+
+def _tuple_like(obj: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
+    kind = type(obj)
+    if kind is tuple:
+        return tuple(items)
+    try:
+        # Past the class's own ``__new__``, which may take other arguments than the items.
+        result = tuple.__new__(kind, items)
+    except TypeError:  # torch.return_types: C types, which only their own constructor makes
+        return kind(items)
+    if kind.__dictoffset__:  # a class of its own on top; a plain namedtuple has no attributes
+        result.__dict__.update(obj.__dict__)
+    return result
+
+
+def _fields(obj: Any) -> list[tuple[str, Any]]:
+    return [(field.name, getattr(obj, field.name, None)) for field in dataclasses.fields(obj)]
+
+
+def _with_fields(obj: Any, changes: dict[str, Any], copied: Callable[[Any], Any]) -> Any:
+    if not changes:
+        return obj
+    # A copy rather than ``replace``: fields with ``init=False`` and ``__post_init__`` stay out.
+    result = copied(obj)
+    for name, value in changes.items():
+        object.__setattr__(result, name, value)  # frozen ones too
+    return result
+
+
 def _with_items(obj: Any, changes: dict[Any, Any]) -> Any:
     if not changes:
         return obj
     result = copy.copy(obj)
-    for key, value in changes.items():
-        result[key] = value
+    _set_items(result, changes)
     return result
+
+
+def _set_items(obj: Any, items: dict[Any, Any]) -> None:
+    for key, value in items.items():
+        obj[key] = value

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 class BackwardPass:
     """Context for one backward pass, entered with a loss and left with unscaled gradients.
 
-    Op casts are off inside: autograd works in the dtypes of the forward pass.
+    Op casts are off inside: autograd works in the dtypes of the forward pass. Python code in it,
+    such as an ``autograd.Function``'s own backward, gets casts where it mixes dtypes.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class BackwardPass:
         communication: Callable[[Binding], Communication],
         ended: Callable[[Sequence[ScaleUpdate], bool], None],
         flagged: Sequence[Binding] | None = None,
+        python_casts: Callable[[], AbstractContextManager[Any]] = nullcontext,
         delay_unscale: bool = False,
         delay_overflow_check: bool = False,
     ) -> None:
@@ -51,6 +53,7 @@ class BackwardPass:
             ended: Called with the scale updates that are readable on the host by now, and whether
                 an exception ended the pass; not after a pass that leaves the scale to a later one.
             flagged: The optimizers whose next step an overflow skips; ``None`` for ``bindings``.
+            python_casts: Context in which Python code inside the pass may mix dtypes.
             delay_unscale: Leave the gradients scaled, for a later pass to unscale.
             delay_overflow_check: Do not move the scale by this pass; a later one does.
         """
@@ -64,7 +67,8 @@ class BackwardPass:
         self._delay_unscale = delay_unscale
         self._delay_overflow_check = delay_overflow_check
         self._off: AbstractContextManager[None] | None = None
-        self._finished = False
+        self._python_casts = python_casts()
+        self._finished = self._in_python_casts = False
         self._earlier: list[OpenPass | None] = []
         self._sends: list[bool] = []
 
@@ -89,6 +93,8 @@ class BackwardPass:
             self._scaler.open_blocks.add(self)
             scaled_loss = self._scaler.scale(self._loss)
             self._scaled_by = self._scaler.loss_scale
+            self._in_python_casts = True
+            self._python_casts.__enter__()
             return scaled_loss
         except BaseException:
             self._leave()
@@ -121,6 +127,7 @@ class BackwardPass:
         """Unscales; after an exception puts the earlier gradients back."""
         try:
             self._scaler.open_blocks.discard(self)
+            self._leave_python_casts()  # what follows pays no function mode
             if error is not None:
                 self._abort()
             elif not self._delay_unscale:
@@ -134,8 +141,14 @@ class BackwardPass:
             finally:
                 self._leave()
 
+    def _leave_python_casts(self) -> None:
+        if self._in_python_casts:
+            self._python_casts.__exit__(None, None, None)
+            self._in_python_casts = False
+
     def _leave(self) -> None:
         self._scaler.open_blocks.discard(self)
+        self._leave_python_casts()
         off = self._off
         if off is not None:
             off.__exit__(None, None, None)

@@ -17,6 +17,7 @@ from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine import model as conversion
 from apex._engine import restoring
+from apex._engine.autocast.mixed import resolve_mixed
 from apex._engine.autocast.region import CastRegion, CastSpec, UncastRegion, no_casts
 from apex._engine.backward import BackwardPass
 from apex._engine.communication import Communicator
@@ -252,6 +253,7 @@ class Session:
             bindings,
             scaler,
             casts_off=no_casts,
+            python_casts=functools.partial(resolve_mixed, self.region),
             communication=functools.partial(
                 self._communicator.of_pass, dynamic=any(s.dynamic for s in self.scalers)
             ),

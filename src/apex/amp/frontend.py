@@ -105,8 +105,9 @@ def initialize(
 
     Raises:
         RuntimeError: For an unknown level; an override that the level cannot honour; a model that
-            is not fp32, is on the meta device, lazy, wrapped or already prepared; an optimizer
-            that is already prepared; cuDNN switched off.
+            is 16-bit (or float64 at O1 and O4), on the meta device, lazy, wrapped or already
+            prepared; an optimizer that is already prepared; ``torch.inference_mode()``; cuDNN
+            switched off.
         TypeError: For models, optimizers or values of a wrong type.
         ValueError: For numbers outside their range; a model or optimizer given twice; an
             optimizer without parameters, or with none of the models' parameters.
@@ -160,7 +161,7 @@ def initialize(
     policy = to_policy(properties)
     plan = _plan(policy, inputs.fp32_rules(fp32_modules))
     model_list = inputs.model_list(models)
-    inputs.check_models(model_list, plan)
+    inputs.check_models(model_list, plan, op_casts=policy.compute_dtype is not None)
     optimizer_list = inputs.optimizer_list(optimizers)
     inputs.check_optimizers(optimizer_list, model_list, master_weights=policy.master_weights)
     made = _session(

@@ -70,7 +70,7 @@ def prepared_when_enabled(*given: object) -> Iterator[nn.Module | Optimizer]:
                 yield inner
 
 
-def check_models(models: Sequence[nn.Module], plan: ModelPlan) -> None:
+def check_models(models: Sequence[nn.Module], plan: ModelPlan, *, op_casts: bool) -> None:
     """Raises what :func:`apex.amp.initialize` documents for models."""
     if len({id(model) for model in models}) < len(models):
         raise ValueError(
@@ -81,6 +81,7 @@ def check_models(models: Sequence[nn.Module], plan: ModelPlan) -> None:
         conversion.check(
             model,
             plan,
+            op_casts=op_casts,
             allow_not_fp32=_amp_state.allow_incoming_model_not_fp32,
             others=[other for other in models if other is not model],
         )

@@ -13,13 +13,12 @@ from torch.overrides import TorchFunctionMode
 from apex._core import dtypes
 from apex._core.op_table import NAMES, CastSpec, Category
 from apex._core.policy import Policy
-from apex._engine.autocast.kernels import KEYS
 from apex._engine.autocast.region import CastRegion, active_spec
 from apex._engine.autocast.user_functions import Kind
 from apex._engine.model.plan import fp32_modules
 from apex._engine.model.state import ModelState, state_of
 from apex._engine.session import Session
-from apex._torch.dispatch import has_kernel, has_operator
+from apex._torch.dispatcher import AUTOCAST_KEYS, has_kernel, has_operator
 from apex.amp._amp_state import _amp_state
 from apex.debug.module_tracker import Direction
 
@@ -180,7 +179,7 @@ def _rows(op: str, function: str) -> Iterator[tuple[str, str]]:
 def _by_autocast(op: str, computed_in: str, call: Call) -> str:
     """Says what torch's own autocast did; it has no list that can be read, only kernels."""
     device, dtype = call.autocast or ("cpu", torch.float32)
-    key = KEYS[device]
+    key = AUTOCAST_KEYS[device]
     rows = [f"aten::{row}" for _, row in _rows(op, call.name)]
     if not any(has_operator(row) and has_kernel(row, key) for row in rows):
         return FOLLOWS
@@ -190,7 +189,7 @@ def _by_autocast(op: str, computed_in: str, call: Call) -> str:
 
 
 def _autocast() -> tuple[str, torch.dtype] | None:
-    for device in KEYS:
+    for device in AUTOCAST_KEYS:
         if torch.is_autocast_enabled(device):
             return device, torch.get_autocast_dtype(device)
     return None
@@ -198,6 +197,7 @@ def _autocast() -> tuple[str, torch.dtype] | None:
 
 _LISTS: dict[Category, str] = {
     "low_precision": "low precision list",
+    "low_precision_inplace": "low precision list",
     "recurrent": "low precision list",
     "fp32": "fp32 list",
     "fp32_inplace": "fp32 list",

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import itertools
 import sys
 import threading
-import warnings
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
 from apex._core.op_table import CastSpec
-from apex._engine.autocast.kernels import KEYS, Coverage, Group, Ruling, build_kernel
+from apex._engine.autocast.kernels import Coverage, Group, ThreadRules
+from apex._torch import dispatcher
+from apex._torch.dispatcher import AUTOCAST_KEYS
 from apex._torch.dynamo import is_compiling_here
 
 
 class Registry:
     """The one owner of registered kernels: a kernel lives while a lease asks for it.
 
-    A lease may end in any thread and inside a garbage collection, so ending one only queues it;
-    whoever can take the lock settles the queue.
+    A lease may end in any thread and inside a garbage collection, so that is only queued; whoever
+    can take the lock works the queue off.
 
     Note [Compiled code outlives the kernels]
         Code from ``torch.compile`` holds the casts of these kernels, and neither dynamo's guards
@@ -30,64 +34,83 @@ class Registry:
         ours while kernels are registered, and dynamo forgets its code when the rules change.
 
     Args:
-        ruling: Finds the spec of the calling thread, for the kernels.
+        rules: What the kernels ask about the thread that calls them.
     """
 
-    def __init__(self, ruling: Ruling) -> None:
-        self._ruling = ruling
+    def __init__(self, rules: ThreadRules) -> None:
+        self._rules = rules
         self._lock = threading.Lock()
-        self._ended: deque[int] = deque()
+        self._queue: deque[Callable[[], None]] = deque()
         self._leases: dict[int, _Lease] = {}
         self._kernels: dict[Group, _Kernels] = {}
         self._coverage: dict[str, Coverage] = {}
         self._numbers = itertools.count()
         self._tag_before: str | None = None
 
-    def lease(self, spec: CastSpec) -> int:
+    def lease(self, spec: CastSpec, *, rules: bool = True) -> int:
         """Registers what ``spec`` needs; returns the number to end the lease by.
+
+        Args:
+            spec: Rows and device types.
+            rules: Whether :meth:`newest` may return the spec.
 
         Raises:
             ValueError: If a device type has no autocast that we know.
         """
-        unknown = [device for device in spec.device_types if device not in KEYS]
+        unknown = [device for device in spec.device_types if device not in AUTOCAST_KEYS]
         if unknown:
             raise ValueError(
                 f"Op casts (O1, O4) got a model on {', '.join(unknown)}; they work on "
-                f"{', '.join(KEYS)}. Use a level without op casts (O0, O2, O3, O5) there."
+                f"{', '.join(AUTOCAST_KEYS)}. Use a level without op casts (O0, O2, O3, O5) there."
             )
         number = next(self._numbers)
         try:
             with self._lock:
-                self._leases[number] = _Lease(spec)
+                self._leases[number] = _Lease(spec, rules)
                 for device in spec.device_types:
-                    for group in self._coverage_of(device).groups(spec.table):
+                    coverage = self._coverage_of(device)
+                    for group in (*coverage.groups(spec.table), coverage.probe):
                         self._hold(number, group)
                 self._mark_compile_caches()
         except BaseException:
-            self.end(number)
+            with contextlib.suppress(Exception):  # the first error is the one to report
+                self.end(number)
             raise
-        self._settle()
+        self._work_off()
         return number
 
-    def add_doubles(self, number: int) -> None:
-        """Adds to a lease kernels that cast float64 for the operators that torch casts itself."""
-        with self._lock:
-            for device in self._leases[number].spec.device_types:
-                for group in self._coverage_of(device).native_low_precision():
-                    self._hold(number, group)
-        self._settle()
+    def replace_native(self, number: int) -> None:
+        """Puts kernels of ours before torch's own on the device types of a living lease.
+
+        They do what torch's do and cost 3 us more a call; torch's know neither float64, nor a
+        backward pass, nor that a session has ended in another thread.
+        """
+        lease = self._leases.get(number)
+        if lease is not None and not lease.replaces_native:
+            lease.replaces_native = True
+            self._queue.append(functools.partial(self._replace_native, number))
+            self._work_off()
+
+    def replace_native_of(self, spec: CastSpec) -> None:
+        """Does so for all leases of one spec object."""
+        for number, lease in list(self._leases.items()):
+            if lease.spec is spec:
+                self.replace_native(number)
 
     def end(self, number: int) -> None:
         """Ends a lease; safe in finalizers and in any thread."""
-        self._ended.append(number)
-        self._settle()
+        self._queue.append(functools.partial(self._release, number))
+        self._work_off()
 
-    def newest(self, device: str, dtype: torch.dtype) -> CastSpec | None:
-        """Returns the spec of the newest living lease for a device type and dtype."""
-        for lease in reversed(list(self._leases.values())):
-            if lease.spec.dtype is dtype and device in lease.spec.device_types:
-                return lease.spec
-        return None
+    def newest(self, device: str) -> CastSpec | None:
+        """Returns the spec of the newest living session for a device type.
+
+        One whose dtype is that of the thread's autocast goes first.
+        """
+        leases = reversed(list(self._leases.values()))
+        specs = [lease.spec for lease in leases if lease.rules and lease.covers(device)]
+        dtype = torch.get_autocast_dtype(device)
+        return next((spec for spec in specs if spec.dtype is dtype), specs[0] if specs else None)
 
     def _coverage_of(self, device: str) -> Coverage:
         if device not in self._coverage:
@@ -99,36 +122,33 @@ class Registry:
         if group in held:
             return
         if group not in self._kernels:
-            self._kernels[group] = _Kernels(self._register(group))
+            kernels = self._coverage_of(group.device).kernels(group, self._rules)
+            self._kernels[group] = _Kernels(dispatcher.register(kernels, group.device))
         self._kernels[group].leases += 1
         held.append(group)
 
-    def _register(self, group: Group) -> torch.library.Library:
-        library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-        native = self._coverage_of(group.device).native
-        with warnings.catch_warnings():
-            # torch warns of kernels that take the place of its own; ours call those, and go again.
-            warnings.filterwarnings("ignore", "Warning only once for all operators")
-            for op in group.ops:
-                kernel = build_kernel(op, group.device, self._ruling, native.get(op))
-                library.impl(op, kernel, KEYS[group.device], with_keyset=True)  # type: ignore[no-untyped-call]
-        return library
-
-    def _settle(self) -> None:
-        while self._ended and self._lock.acquire(blocking=False):
+    def _work_off(self) -> None:
+        while self._queue and self._lock.acquire(blocking=False):
             try:
-                if self._ended:  # another thread may have been faster
-                    self._release(self._ended.popleft())
+                if self._queue:  # another thread may have been faster
+                    self._queue.popleft()()
             finally:
                 self._lock.release()
 
+    def _replace_native(self, number: int) -> None:
+        if number in self._leases:
+            for device in self._leases[number].spec.device_types:
+                for group in self._coverage_of(device).native_groups():
+                    self._hold(number, group)
+
     def _release(self, number: int) -> None:
-        for group in self._leases.pop(number).groups:
+        lease = self._leases.pop(number, None)
+        for group in lease.groups if lease is not None else ():
             kernels = self._kernels[group]
             kernels.leases -= 1
             if not kernels.leases:
                 del self._kernels[group]
-                kernels.library._destroy()  # type: ignore[no-untyped-call]
+                kernels.remove()
         self._mark_compile_caches()
 
     def _mark_compile_caches(self) -> None:
@@ -152,12 +172,17 @@ class Registry:
 @dataclass
 class _Lease:
     spec: CastSpec
+    rules: bool
+    replaces_native: bool = False
     groups: list[Group] = field(default_factory=list)
+
+    def covers(self, device: str) -> bool:
+        return device in self.spec.device_types
 
 
 @dataclass
 class _Kernels:
-    library: torch.library.Library
+    remove: Callable[[], None]
     leases: int = 0
 
 

@@ -1,27 +1,40 @@
-"""One operator's autocast kernel, and what torch's own autocast covers on a device type."""
+"""One operator's autocast kernel, and which operators need one on a device type."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from apex._core.op_casts import has_double, rules_for
-from apex._core.op_table import COVERED_INSIDE, CastSpec, Category, OpTable
-from apex._torch.dispatch import has_kernel, has_operator
+from apex._core.op_casts import has_double, rules_for, widest
+from apex._core.op_table import COVERED_INSIDE, NATIVE_DIFFERENCES, CastSpec, Category, OpTable
+from apex._torch import dispatcher
+from apex._torch.autograd import backward_id
 from apex._torch.dynamo import untraced
 
-KEYS = {
-    "cpu": "AutocastCPU",
-    "cuda": "AutocastCUDA",
-    "xpu": "AutocastXPU",
-    "mps": "AutocastMPS",
-}
-"""Dispatch key of autocast by device type."""
+Kernel = Callable[..., Any]
 
-Ruling = Callable[[str], CastSpec | None]
-"""Returns the spec whose rows hold in the calling thread on a device type; None for none."""
+BACKWARD_BEGINS = "ones_like"
+"""``loss.backward()`` makes its first gradient with it, in the thread that calls."""
+
+_get_dtype, _is_on = torch.get_autocast_dtype, torch.is_autocast_enabled
+
+
+class ThreadRules(Protocol):
+    """What a kernel asks about the thread that calls it."""
+
+    def spec(self, device: str) -> CastSpec | None:
+        """Returns whose table holds on a device type; None where no session lives on it."""
+
+    def in_formulas(self) -> bool:
+        """Returns whether autograd's own formulas may be what calls."""
+
+    def casts_double(self) -> bool:
+        """Returns whether low-precision operators cast float64, too."""
+
+    def backward_begins(self) -> None:
+        """Takes note that a backward pass is about to begin with casts on."""
 
 
 class Group(NamedTuple):
@@ -36,6 +49,7 @@ class Coverage:
 
     Attributes:
         native: torch's own kernels, by operator of the default table.
+        probe: What tells that a backward pass begins.
     """
 
     def __init__(self, device: str) -> None:
@@ -43,13 +57,15 @@ class Coverage:
         self._device = device
         filled: list[str] = []
         for op, category in OpTable.default().rows.items():
-            if not has_operator(f"aten::{op}"):
+            if not dispatcher.has_operator(f"aten::{op}"):
                 continue  # an operator of another torch release
-            if has_kernel(f"aten::{op}", KEYS[device]):
-                self.native[op] = torch.library.get_kernel(f"aten::{op}", KEYS[device])
-            if _needs_kernel(op, category, device, op in self.native):
+            kernel = dispatcher.autocast_kernel(op, device)
+            if kernel is not None:
+                self.native[op] = kernel
+            if _needs_kernel(op, category, device, kernel is not None):
                 filled.append(op)
         self._base = Group(device, tuple(filled))
+        self.probe = Group(device, (BACKWARD_BEGINS,))
 
     def groups(self, table: OpTable) -> Iterator[Group]:
         """Yields what a table needs: the rows that torch lacks, and each row that the user changed.
@@ -62,63 +78,96 @@ class Coverage:
             if table.rows.get(op) != default.get(op) and op not in self._base.ops:
                 yield Group(self._device, (op,))
 
-    def native_low_precision(self) -> list[Group]:
-        """Returns the low-precision operators that torch casts itself, each a group."""
+    def native_groups(self) -> list[Group]:
+        """Returns the operators left to torch's own kernels, each a group.
+
+        Without those that promote: torch's do what ours would, everywhere.
+        """
         rows = OpTable.default().rows
-        return [Group(self._device, (op,)) for op in self.native if rows[op] == "low_precision"]
+        left = (op for op in self.native if rows[op] != "promote" and op not in self._base.ops)
+        return [Group(self._device, (op,)) for op in left]
+
+    def kernels(self, group: Group, rules: ThreadRules) -> dict[str, Kernel]:
+        """Returns a kernel for each operator of a group."""
+        return {op: _build(op, self._device, rules, self.native.get(op)) for op in group.ops}
 
 
-def build_kernel(op: str, device: str, ruling: Ruling, native: Any) -> Callable[..., Any]:
+def _build(op: str, device: str, rules: ThreadRules, native: Any) -> Kernel:
+    if op == BACKWARD_BEGINS:
+        return _probe(op, device, rules)
+    return build_kernel(op, device, rules, native)
+
+
+def build_kernel(op: str, device: str, rules: ThreadRules, native: Any) -> Kernel:
     """Returns the kernel of one operator for the autocast key of a device type.
 
-    Where a spec rules the calling thread it casts by the operator's row. Without a spec or a row it
-    does what torch does without the kernel.
+    It casts by the operator's row in the spec of the calling thread, or leaves that to torch's own
+    kernel where that follows the table. Without a spec it does what torch does without it. In a
+    backward pass it casts mixed dtypes only; see Note [Casts in a backward pass].
 
     Args:
         op: Operator and overload, such as ``"pow.Scalar"``.
         device: Device type.
-        ruling: Finds the spec of the calling thread.
+        rules: Asked about the calling thread.
         native: torch's own autocast kernel, or None where it has none.
     """
-    target = _overload(op)
-    call = target._op  # 0.2 us less than calling the overload itself
-    rules = rules_for(target._schema)
+    redispatch, call = dispatcher.overload(op).redispatch, dispatcher.direct_call(op)
+    cast_rules = rules_for(op, dispatcher.schema(op))
     default = OpTable.default().rows.get(op)
-    key = getattr(torch._C.DispatchKey, KEYS[device])
-    below = torch._C._dispatch_keyset_full_after(key)
-    # A guard object would do the same for 0.7 us more. Kernels run only while the key is included,
-    # so clearing the flag is putting it back.
-    exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
+    follows = native is not None and op not in NATIVE_DIFFERENCES[device]
+    key, below = dispatcher.autocast_key(device), dispatcher.keys_below_autocast(device)
+    exclude = dispatcher.exclude_key
 
     @untraced
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        spec = ruling(device)
+        spec = rules.spec(device)
         category = None if spec is None else spec.table.rows.get(op)
-        if native is not None and (
-            spec is None or (category == default != "banned" and not has_double(args))
-        ):
+        formulas = backward_id() != -1 and rules.in_formulas()
+        if follows and category == default and not formulas:
+            if not (has_double(args) and rules.casts_double()):
+                return native.call_boxed(keyset, *args, **kwargs)
+        elif spec is None and native is not None and _is_on(device):
             return native.call_boxed(keyset, *args, **kwargs)
-        if spec is None or category is None:
+        if spec is None or category is None or (formulas and widest(args, kwargs) is None):
             # Only this call goes below autocast: the inner operators of a composite meet it still.
-            return target.redispatch(keyset & below, *args, **kwargs)
-        cast = rules[category](op, spec, device, args, kwargs)
-        exclude(key, True)
+            return redispatch(keyset & below, *args, **kwargs)
+        if category == "low_precision" and has_double(args) and not rules.casts_double():
+            return redispatch(keyset & below, *args, **kwargs)
+        # autograd's device threads have torch's own default.
+        low = spec.dtype if formulas else _get_dtype(device)
+        if category == "banned" and spec.allow_banned:
+            category = "fp32"
+        cast_args, cast_kwargs = cast_rules[category](args, kwargs, low)
+        # Kernels run only while the key is included, so clearing the flag puts it back; twice, for
+        # a Ctrl-C may hit the first.
         try:
-            return call(*cast[0], **cast[1])
+            try:
+                exclude(key, True)
+                return call(*cast_args, **cast_kwargs)
+            finally:
+                exclude(key, False)
         finally:
             exclude(key, False)
 
     return kernel
 
 
+def _probe(op: str, device: str, rules: ThreadRules) -> Kernel:
+    redispatch = dispatcher.overload(op).redispatch
+    below = dispatcher.keys_below_autocast(device)
+
+    @untraced
+    def kernel(keyset: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if tensor.requires_grad:
+            rules.backward_begins()
+        return redispatch(keyset & below, tensor, *args, **kwargs)
+
+    return kernel
+
+
 def _needs_kernel(op: str, category: Category, device: str, native: bool) -> bool:
-    if category == "banned":
+    if op in NATIVE_DIFFERENCES[device]:
         return True
     # cuDNN's own row flattens the weights of a whole RNN again; plain casts would undo that.
     own_recurrent = category == "recurrent" and device == "cuda" and torch.version.hip is None
     return not (native or own_recurrent or op in COVERED_INSIDE)
-
-
-def _overload(op: str) -> Any:
-    name, _, overload = op.partition(".")
-    return getattr(getattr(torch.ops.aten, name), overload or "default")

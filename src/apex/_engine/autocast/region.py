@@ -6,8 +6,8 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import ParamSpec, TypeVar
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,15 +16,14 @@ from apex._core.op_table import CastSpec, OpTable
 from apex._engine.autocast.kernel_registry import Registry
 from apex._engine.autocast.thread_casts import (
     DEVICE_TYPES,
-    Ambient,
+    AmbientRequest,
     Threads,
     autocast_depth,
     backward_id,
     get_dtype,
     is_on,
-    set_on,
 )
-from apex._torch.dynamo import at_tracing, untraced
+from apex._torch.dynamo import at_tracing, is_compiling_here, untraced
 
 __all__ = [
     "CastRegion",
@@ -44,38 +43,55 @@ _is_compiling = torch.compiler.is_compiling
 _threads = Threads()
 
 
-def _ruling(device: str) -> CastSpec | None:
-    """Returns the spec whose rows hold in this thread on a device type.
+class _Rules:
+    """What kernels ask about the thread that calls them.
 
-    Note [Threads without a spec]
-        Two kinds of work arrive in threads that no region has entered, and belong to one all the
-        same: a recompute by ``torch.utils.checkpoint`` in autograd's device threads, and code from
-        ``torch.compile``, where a region's ``run`` is traced rather than run. Both find autocast on
-        with their region's dtype; they get the newest living region of that device type and dtype.
-        A user's own ``torch.autocast`` keeps torch's rules when it is compiled: a traced ``run``
-        turns on the autocast of one device type more, which nobody has, as a mark that dynamo
-        carries into the graph. (The weight cache cannot be the mark: AOTAutograd turns it off.)
+    Note [Casts in a backward pass]
+        autograd's formulas compute in the dtypes of the forward, and nothing tells them from Python
+        code that runs in the same pass: a function's own backward, a hook, a recompute. But they
+        never mix dtypes, and code that does would fail. So in a backward pass mixed dtypes are
+        resolved by the operator's row, all else is left as it comes. Inside ``scale_loss`` casts
+        are off in formulas altogether, and :mod:`apex._engine.autocast.mixed` resolves what Python
+        code mixes. A plain ``loss.backward()`` meets the casts of its thread: from the first one
+        on, torch's own kernels, which would cast, have ours before them.
+
+    Threads that no region has entered are autograd's device threads and those that run compiled
+    code, or have a ``torch.autocast`` of their own: the newest session's table holds there.
     """
-    here = _threads.here
-    spec = here.specs.get(device)
-    if backward_id() == -1:
-        return spec if spec is not None or not is_on(_TRACED_RUN) else _newest(device)
-    if here.runs:
-        return spec
-    # Ambient casts alone do not reach into a plain ``loss.backward()``: autograd's formulas work in
-    # the dtypes of the forward. A checkpoint that recomputes has entered torch.autocast.
-    return (spec or _newest(device)) if autocast_depth() else None
+
+    def spec(self, device: str) -> CastSpec | None:
+        here = _threads.here
+        if here.stale:
+            here.settle()
+            if not is_on(device):
+                return None
+        return here.specs.get(device) or _registry.newest(device)
+
+    def in_formulas(self) -> bool:
+        task = backward_id()
+        if task == -1:
+            return False
+        here = _threads.here
+        # torch.utils.checkpoint has entered torch.autocast where it recomputes.
+        return task != here.task and autocast_depth() <= here.depth
+
+    def casts_double(self) -> bool:
+        return bool(_threads.here.runs) or autocast_depth() > 0
+
+    def backward_begins(self) -> None:
+        if not is_compiling_here():
+            _prepare_plain_backward()
 
 
-def _newest(device: str) -> CastSpec | None:
-    return _registry.newest(device, get_dtype(device))
+_rules = _Rules()
+_registry = Registry(_rules)
 
 
-# Device types whose autocast nobody has.
-_TRACED_RUN = "ipu"
-_TRACED_OFF = "maia"
-
-_registry = Registry(_ruling)
+@at_tracing
+def _prepare_plain_backward() -> None:
+    """Makes this thread's ambient casts ready for a backward pass outside of ``scale_loss``."""
+    for spec in {id(spec): spec for spec in _threads.here.specs.values()}.values():
+        _registry.replace_native_of(spec)
 
 
 def _leave_parent() -> None:
@@ -85,8 +101,8 @@ def _leave_parent() -> None:
     data loader's workers compute does not depend on how they are started.
     """
     here = _threads.here
-    for order in here.ambient:
-        order.alive = False
+    for request in here.requests:
+        request.alive = False
     here.stale = True
     here.settle()
 
@@ -107,10 +123,10 @@ class CastRegion:
 
     def __init__(self, spec: CastSpec) -> None:
         self.spec = spec
-        self._orders: list[Ambient] = []
-        self._doubles = False
+        self._requests: list[AmbientRequest] = []
+        self._casts_double = False
         self._lease = _registry.lease(spec)
-        weakref.finalize(self, _end, self._lease, self._orders).atexit = False
+        weakref.finalize(self, _end, self._lease, self._requests).atexit = False
 
     def __reduce__(self) -> tuple[type[CastRegion], tuple[CastSpec]]:
         return CastRegion, (self.spec,)
@@ -122,69 +138,56 @@ class CastRegion:
         it, for the weight may change then.
         """
         if _is_compiling():
-            if is_on(_TRACED_OFF):
+            if get_dtype("cpu") is _TRACED_OFF:
                 return fn(*args, **kwargs)
             self._watch_doubles(args, kwargs)
-            devices = (*self.spec.device_types, _TRACED_RUN)
-            return _traced(devices, self.spec.dtype, fn, *args, **kwargs)
+            return _traced(self.spec.device_types, self.spec.dtype, fn, *args, **kwargs)
         here = _threads.here
         if here.stale:
             here.settle()
-        # In a backward that began inside no_casts, a checkpoint has set casts as in its forward.
-        if here.off and (here.ambient or backward_id() == here.off_task):
+        if here.off and _stays_off():
             return fn(*args, **kwargs)
-        if not self._doubles:
+        if not self._casts_double:
             self._watch_doubles(args, kwargs)
-        undo = here.turn_on(self.spec)
-        outermost = not here.runs
-        here.busy += 1
-        here.runs += 1
-        if outermost:
-            cached = torch.is_autocast_cache_enabled()
-            torch.set_autocast_cache_enabled(True)
+        before = here.state(here.other_switches(self.spec))
         try:
-            return fn(*args, **kwargs)
-        finally:
-            if outermost:
-                torch.clear_autocast_cache()
-                torch.set_autocast_cache_enabled(cached)
-            here.busy -= 1
-            here.runs -= 1
-            if undo:
-                here.put_back(undo)
-            if here.stale:
-                here.settle()
+            try:
+                here.turn_on(self.spec, before)
+                return fn(*args, **kwargs)
+            finally:
+                here.put_back(before)
+        finally:  # see Note [Interrupted blocks]
+            here.put_back(before)
 
     def enter_ambient(self) -> None:
         """Turns casts on in this thread until ``leave_ambient``.
 
         Of several ambient regions the newest living one rules; without any, what stood before.
         """
-        here = _threads.here
-        order = Ambient(self.spec, here)
-        self._orders.append(order)
-        here.ambient.append(order)
-        here.stale = True
-        here.settle()
+        lease = _registry.lease(self.spec, rules=False)
+        request = AmbientRequest(self.spec, _threads.here, lease, _registry.end)
+        self._requests.append(request)
+        _threads.here.request(request)
 
     def leave_ambient(self) -> None:
         """Withdraws this region's ambient casts; may be called again, and from any thread.
 
-        The thread that entered acts on it now if it is this one, else when it next enters a region.
+        The thread that entered acts on it now if it is this one, else before its next operator
+        with a row.
         """
-        _withdraw(self._orders)
+        _withdraw(self._requests)
 
     @at_tracing
     def handle_doubles(self) -> None:
-        """Makes low-precision operators cast float64 tensors too, for the life of the region.
+        """Makes low-precision operators cast float64 tensors too, inside runs.
 
         torch's own rows leave float64 alone, and then fail on mixed float64 and low precision.
         ``run`` calls this at the first float64 argument that it sees: always on, it would put
         Python into every matmul.
         """
-        if not self._doubles:
-            self._doubles = True
-            _registry.add_doubles(self._lease)
+        if not self._casts_double:
+            self._casts_double = True
+            _registry.replace_native_of(self.spec)
 
     def _watch_doubles(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         for value in args:
@@ -195,6 +198,16 @@ class CastRegion:
                 self.handle_doubles()
 
 
+def _stays_off() -> bool:
+    """Returns whether a run inside ``no_casts`` has no casts.
+
+    In a backward pass that began inside ``no_casts`` it has, unless torch.utils.checkpoint
+    recomputes under ambient casts: that has set the switch as it was in the forward.
+    """
+    here = _threads.here
+    return backward_id() == here.task or bool(here.requests and autocast_depth() > here.depth)
+
+
 class UncastRegion:
     """Runs functions with the casts of every region off; free of cost where none is on."""
 
@@ -202,59 +215,46 @@ class UncastRegion:
         """Returns ``fn(*args, **kwargs)`` with casts off; a cast region run inside casts again."""
         if _is_compiling():
             return _traced([d for d in DEVICE_TYPES if is_on(d)], None, fn, *args, **kwargs)
-        if not _threads.here.specs:
+        here = _threads.here
+        if not here.specs:
             return fn(*args, **kwargs)
-        with _SwitchedOff():
-            return fn(*args, **kwargs)
+        before = here.state(here.switches())
+        try:
+            try:
+                here.turn_off(for_runs=False)
+                return fn(*args, **kwargs)
+            finally:
+                here.put_back(before)
+        finally:
+            here.put_back(before)
 
 
-class _SwitchedOff(AbstractContextManager[None]):
-    """Turns the casts of every region off in this thread, until the block ends."""
-
-    __slots__ = ("_devices", "_here")
-
-    def __enter__(self) -> None:
-        here = self._here = _threads.here
-        if here.stale:
-            here.settle()
-        here.busy += 1
-        self._devices = [device for device in here.specs if is_on(device)]
-        for device in self._devices:
-            set_on(device, False)
-
-    def __exit__(self, *exc_info: object) -> None:
-        here = self._here
-        for device in self._devices:
-            set_on(device, True)
-        here.busy -= 1
-        if here.stale:
-            here.settle()
-
-
-class no_casts(_SwitchedOff):  # noqa: N801 - reads as a function, like torch.no_grad
+class no_casts(ExitStack):  # noqa: N801 - reads as a function, like torch.no_grad
     """Turns the casts of every region off in this thread, also for regions that run inside.
 
-    May be nested, and is exception-safe; cheaper than ``torch.autocast(enabled=False)``.
+    May be nested, left and entered again; cheaper than ``torch.autocast(enabled=False)``.
     """
 
-    __slots__ = ()
-
     @untraced
-    def __enter__(self) -> None:
-        super().__enter__()
-        here = self._here
-        if not here.off:
-            here.off_task = backward_id()
-        here.off += 1
+    def __enter__(self) -> Any:
+        here = _threads.here
+        if here.stale:
+            here.settle()
+        before = here.state(here.switches())
+        self.callback(here.put_back, before)
+        self.callback(here.put_back, before)  # see Note [Interrupted blocks]
+        try:
+            here.turn_off(for_runs=True)
+            return self
+        except BaseException:
+            self.close()
+            raise
 
-    @untraced
-    def __exit__(self, *exc_info: object) -> None:
-        self._here.off -= 1
-        super().__exit__(*exc_info)
 
-
-def casts_off() -> AbstractContextManager[None]:
-    """Returns ``no_casts()``, in code that is compiled a form of it that traces."""
+def casts_off() -> AbstractContextManager[Any]:
+    """Returns ``no_casts()`` for code that gradients flow through; traced, a form that traces."""
+    if torch.is_grad_enabled():
+        _prepare_plain_backward()
     if _is_compiling():
         return _traced_off([device for device in DEVICE_TYPES if is_on(device)])
     return no_casts()
@@ -265,10 +265,11 @@ def active_spec() -> CastSpec | None:
 
     Where a thread casts by several specs (one a device type), the one that began first.
     """
-    specs = _threads.here.specs
-    for device in specs or (DEVICE_TYPES if backward_id() != -1 else ()):
+    if _rules.in_formulas():
+        return None
+    for device in _threads.here.specs or DEVICE_TYPES:
         if is_on(device):
-            return _ruling(device)
+            return _rules.spec(device)
     return None
 
 
@@ -278,11 +279,18 @@ def active_dtype() -> torch.dtype | None:
     Unlike :func:`active_spec` it traces under ``torch.compile``.
     """
     if _is_compiling():
-        # The weight cache is off in the casts of regions, and on in a user's own autocast.
         on = [device for device in DEVICE_TYPES if is_on(device)]
-        return get_dtype(on[0]) if on and not torch.is_autocast_cache_enabled() else None
+        return get_dtype(on[0]) if on else None
     spec = active_spec()
     return None if spec is None else spec.dtype
+
+
+_TRACED_OFF = torch.float32
+"""The autocast dtype of a CPU where ``disable_casts`` is traced.
+
+It casts to that nowhere else, and dynamo carries it into the graph: a region that is traced inside
+finds it. Whether casts are on does not tell, for a region turns them on.
+"""
 
 
 def _traced(
@@ -305,26 +313,28 @@ def _traced(
 
 @contextmanager
 def _traced_off(devices: Sequence[str]) -> Iterator[None]:
-    device = devices[0] if devices else _TRACED_OFF
-    off = device != _TRACED_OFF
-    with torch.autocast(device, torch.bfloat16, enabled=not off, cache_enabled=False):
-        if not off:
+    if not devices:
+        with torch.autocast("cpu", _TRACED_OFF, enabled=False, cache_enabled=False):
             yield
-            return
-        with _traced_off(devices[1:]):
-            yield
+        return
+    with torch.autocast(devices[0], enabled=False, cache_enabled=False), _traced_off(devices[1:]):
+        yield
 
 
-def _withdraw(orders: list[Ambient]) -> None:
-    here = _threads.here
-    while orders:
-        order = orders.pop()
-        order.alive = False
-        order.thread.stale = True
-    if here.stale:
-        here.settle()
+def _withdraw(requests: list[AmbientRequest]) -> None:
+    while requests:
+        request = requests.pop()
+        request.alive = False
+        thread = request.thread()
+        if thread is None:
+            continue
+        thread.stale = True
+        if thread is _threads.here:
+            thread.settle()
+        if request.release.alive:  # see Note [Sessions that end elsewhere]
+            _registry.replace_native(request.lease)
 
 
-def _end(lease: int, orders: list[Ambient]) -> None:
-    _withdraw(orders)
+def _end(lease: int, requests: list[AmbientRequest]) -> None:
+    _withdraw(requests)
     _registry.end(lease)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from apex._core.dtypes import CASTABLE, LOW_PRECISION, cast
-from apex._core.tree import map_tensors
+from apex._core.tree import map_arguments
 from apex._engine.autocast.region import UncastRegion, active_dtype
 
 Kind = Literal["low_precision", "bfloat16", "float", "promote"]
@@ -55,22 +56,23 @@ def cast_function(fn: Callable[P, R], kind: Kind) -> Callable[P, R]:
         dtype = active_dtype()
         if dtype is None:
             return plain(*args, **kwargs)
-        rule = _rule(kind, dtype, args, kwargs)
-        # One by one: a walk over both would compare tuples that dynamo has built, which it cannot.
-        cast_args = [map_tensors(rule, value) for value in args]
-        cast_kwargs = {name: map_tensors(rule, value) for name, value in kwargs.items()}
+        cast_args, cast_kwargs = map_arguments(_rule(kind, dtype, args, kwargs), args, kwargs)
         if kind == "float":
-            return _uncast.run(plain, *cast_args, **cast_kwargs)  # type: ignore[arg-type]
-        return plain(*cast_args, **cast_kwargs)  # type: ignore[arg-type]
+            return _uncast.run(plain, *cast_args, **cast_kwargs)
+        return plain(*cast_args, **cast_kwargs)
 
     setattr(wrapper, _MARK, kind)
     return wrapper
 
 
 class UserRegistry:
-    """Functions of other modules that sessions cast; replaced while any session is applied."""
+    """Functions of other modules that sessions cast; replaced while any session is applied.
+
+    A session may end in another thread, and in a garbage collection anywhere inside ``apply``.
+    """
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()
         self._entries: dict[tuple[int, str], _Entry] = {}
         self._applied: list[_Replaced] = []
         self._sessions = 0
@@ -99,28 +101,32 @@ class UserRegistry:
 
     def apply(self) -> None:
         """Replaces every registered function that is not replaced yet; pairs with one ``undo``."""
-        before = len(self._applied)
-        try:
-            for entry in self._entries.values():
-                replaced = entry.replace()
-                if replaced is not None:
-                    self._applied.append(replaced)
-        except BaseException:
-            self._put_back(before)
-            raise
-        self._sessions += 1
+        with self._lock:
+            # First: a session that ends in between must not be the last one.
+            self._sessions += 1
+            added: list[_Replaced] = []
+            try:
+                for entry in list(self._entries.values()):
+                    added += entry.replace()
+                self._applied += added
+            except BaseException:
+                _put_back(added)
+                self.undo()
+                raise
 
     def undo(self) -> None:
         """Ends one ``apply``; the last one puts every function back."""
-        if self._sessions == 0:
-            raise RuntimeError("undo() of user functions without apply(): call apply() first.")
-        self._sessions -= 1
-        if self._sessions == 0:
-            self._put_back(0)
+        with self._lock:
+            if self._sessions == 0:
+                raise RuntimeError("undo() of user functions without apply(): call apply() first.")
+            self._sessions -= 1
+            if self._sessions == 0:
+                _put_back(self._applied)
 
-    def _put_back(self, keep: int) -> None:
-        while len(self._applied) > keep:
-            self._applied.pop().put_back()
+
+def _put_back(replaced: list[_Replaced]) -> None:
+    while replaced:
+        replaced.pop().put_back()
 
 
 @dataclass(frozen=True)
@@ -129,12 +135,12 @@ class _Entry:
     name: str
     kind: Kind
 
-    def replace(self) -> _Replaced | None:
-        """Sets the cast function in the module; None where it stands there already."""
+    def replace(self) -> list[_Replaced]:
+        """Sets the cast function in the module; empty where it stands there already."""
         own = vars(self.module).get(self.name, _ABSENT)
         function = getattr(self.module, self.name)
         if getattr(function, _MARK, None) == self.kind:
-            return None
+            return []
         value: Any = cast_function(function, self.kind)
         # A bound method read from a class is a class method: its replacement must not bind again.
         if inspect.isclass(self.module) and (
@@ -142,7 +148,7 @@ class _Entry:
         ):
             value = staticmethod(value)
         setattr(self.module, self.name, value)
-        return _Replaced(self, own, vars(self.module)[self.name])
+        return [_Replaced(self, own, vars(self.module)[self.name])]
 
 
 @dataclass(frozen=True)
@@ -191,6 +197,5 @@ def _widest(values: list[Any]) -> torch.dtype | None:
             found.append(tensor.dtype)
         return tensor
 
-    for value in values:
-        map_tensors(note, value)
+    map_arguments(note, tuple(values), {})
     return functools.reduce(torch.promote_types, found) if found else None

@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor, jit, nn
+from torch.nn import Parameter
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
@@ -28,6 +30,7 @@ def check(
     model: nn.Module,
     plan: ModelPlan,
     *,
+    op_casts: bool = False,
     allow_not_fp32: bool = False,
     others: Sequence[nn.Module] = (),
 ) -> None:
@@ -36,22 +39,25 @@ def check(
     Args:
         model: The model to convert.
         plan: The conversion.
+        op_casts: Whether operators cast their inputs, which float64 weights do not take.
         allow_not_fp32: Whether the model may come with 16-bit parameters and buffers.
         others: Further models of the same call: it is enough that an entry of
             ``plan.fp32_modules`` matches in one of them.
 
     Raises:
         TypeError: If ``model`` is no ``torch.nn.Module``.
-        RuntimeError: If it is converted, wrapped for parallel training, scripted, not
-            materialized, not in fp32, or sharded in a way that conflicts with the plan's dtypes.
+        RuntimeError: Under ``torch.inference_mode()``; if the model is converted, wrapped for
+            parallel training, scripted, not materialized, not in fp32, or sharded in a way that
+            conflicts with the plan's dtypes.
         ValueError: If ``plan.fp32_modules`` does not fit the model.
     """
+    _check_mode()
     _check_kind(model)
     fsdp.reshard(model)
     for name, tensor in _tensors(model):
         _check_materialized(name, tensor)
         if not allow_not_fp32:
-            _check_precision(name, tensor)
+            _check_precision(name, tensor, op_casts=op_casts)
     _check_fp32_modules(model, plan, others)
     if plan.param_dtype is not None:
         sharding.check(model, planned_dtypes(model, plan), _remedy(plan))
@@ -66,6 +72,15 @@ def check_restorable(model: nn.Module) -> None:
 
 def _remedy(plan: ModelPlan) -> str:
     return "drop entries of fp32_modules" if plan.fp32_modules else "keep_batchnorm_fp32=False"
+
+
+def _check_mode() -> None:
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "amp.initialize was called under torch.inference_mode(), where parameters cannot be "
+            "converted to train later. Call it before the block, and only the model inside; "
+            "torch.no_grad() does not have this limit."
+        )
 
 
 def _check_kind(model: object) -> None:
@@ -116,12 +131,24 @@ def _check_materialized(name: str, tensor: Tensor) -> None:
         )
 
 
-def _check_precision(name: str, tensor: Tensor) -> None:
+def _check_precision(name: str, tensor: Tensor, *, op_casts: bool) -> None:
     if dtypes.is_low_precision(tensor):
         raise RuntimeError(
             f"amp.initialize got a model whose {name} is {dtypes.name(tensor.dtype)}; amp expects "
             "fp32 models and casts them itself, as the level says. Drop .half() or .bfloat16() "
             "from your script, or call model.float() first."
+        )
+    # A 0-d one goes with any dtype, as a Python number does.
+    if (
+        op_casts
+        and tensor.dtype is torch.float64
+        and tensor.dim()
+        and isinstance(tensor, Parameter)
+    ):
+        raise RuntimeError(
+            f"amp.initialize got a model whose {name} is float64; the op casts of O1 and O4 leave "
+            "weights as they are, and float64 does not go with 16-bit inputs. Call model.float() "
+            "first, or use a level that converts the model (O0, O2, O3, O5)."
         )
 
 

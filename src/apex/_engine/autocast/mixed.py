@@ -1,0 +1,142 @@
+"""Python code inside the backward pass of ``scale_loss`` may mix dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from apex._core.op_casts import widest
+from apex._engine.autocast.region import CastRegion, UncastRegion
+from apex._torch.autograd import backward_id
+from apex._torch.dynamo import untraced
+from apex._torch.function_modes import function_modes, leave_function_modes, push_function_mode
+
+
+class resolve_mixed(ExitStack):  # noqa: N801 - reads as a function
+    """The context of a backward pass in which Python code may mix dtypes.
+
+    See Note [Casts in a backward pass]; for a region without casts nothing is resolved.
+    """
+
+    def __init__(self, region: CastRegion | UncastRegion) -> None:
+        super().__init__()
+        self._region = region
+
+    @untraced
+    def __enter__(self) -> Any:
+        if isinstance(self._region, CastRegion):
+            modes = function_modes()
+            self.callback(leave_function_modes, modes)
+            self.callback(leave_function_modes, modes)  # see Note [Interrupted blocks]
+            try:
+                push_function_mode(_ResolveMixed(self._region))
+                return self
+            except BaseException:
+                self.close()
+                raise
+        return self
+
+
+class _ResolveMixed(TorchFunctionMode):
+    """Runs calls of Python code that mix dtypes inside a backward pass in a cast region.
+
+    autograd's formulas are no calls of Python: they never come here, and pay nothing.
+    """
+
+    def __init__(self, region: CastRegion) -> None:
+        super().__init__()
+        self._run = region.run
+
+    @untraced
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        begin = _PASSES.get(func)
+        if begin is not None:
+            return begin(self, func, *args, **kwargs)
+        if backward_id() == -1 or widest(args, kwargs) is None:
+            return func(*args, **kwargs)
+        return self._run(func, *args, **kwargs)
+
+
+# torch takes a function mode off while it handles a call, so a backward pass that began in the call
+# would not have it. A call that is given edges of the graph in place of tensors is not handled.
+
+
+def _method(
+    mode: _ResolveMixed, func: Any, tensor: Tensor, gradient: Any = None, *args: Any, **kwargs: Any
+) -> None:
+    gradient = kwargs.pop("gradient", gradient)
+    _backward(mode, torch.autograd.backward, (tensor,), gradient, *args, **kwargs)
+
+
+def _backward(
+    mode: _ResolveMixed,
+    func: Any,
+    tensors: Sequence[Any],
+    *args: Any,
+    inputs: Any = None,
+    **kwargs: Any,
+) -> None:
+    inputs = _sequence(inputs)
+    if _have_edges([*tensors, *(inputs or ())]):
+        tensors, inputs = _edges(tensors), None if inputs is None else _edges(inputs)
+        _call_in(mode, torch.autograd.backward, tensors, *args, inputs=inputs, **kwargs)
+    else:
+        func(tensors, *args, inputs=inputs, **kwargs)
+
+
+def _gradients(
+    mode: _ResolveMixed, func: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any
+) -> Any:
+    tensors = [*(_sequence(outputs) or ()), *(_sequence(inputs) or ())]
+    named = isinstance(inputs, dict)
+    if named or kwargs.get("materialize_grads") or not _have_edges(tensors):
+        return func(outputs, inputs, *args, **kwargs)
+    outputs, inputs = _edges(_sequence(outputs) or ()), _edges(_sequence(inputs) or ())
+    return _call_in(mode, torch.autograd.grad, outputs, inputs, *args, **kwargs)
+
+
+def _call_in(mode: _ResolveMixed, func: Any, *args: Any, **kwargs: Any) -> Any:
+    modes = function_modes()
+    try:
+        try:
+            push_function_mode(mode)
+            return func(*args, **kwargs)
+        finally:
+            leave_function_modes(modes)
+    finally:  # see Note [Interrupted blocks]
+        leave_function_modes(modes)
+
+
+_PASSES: dict[Any, Callable[..., Any]] = {
+    Tensor.backward: _method,
+    torch.autograd.backward: _backward,
+    torch.autograd.grad: _gradients,
+}
+
+
+def _sequence(given: Any) -> Sequence[Any] | None:
+    if isinstance(given, dict):
+        return tuple(given.values())
+    return (given,) if isinstance(given, (Tensor, GradientEdge)) else given
+
+
+def _have_edges(given: Sequence[Any]) -> bool:
+    """Returns whether all are edges of the graph, or plain tensors with one."""
+    return all(
+        isinstance(each, GradientEdge)
+        or (type(each) in (Tensor, torch.nn.Parameter) and each.requires_grad)
+        for each in given
+    )
+
+
+def _edges(given: Sequence[Any]) -> list[Any]:
+    return [each if isinstance(each, GradientEdge) else get_gradient_edge(each) for each in given]

@@ -1,0 +1,141 @@
+"""What torch's own autocast does on CPU and CUDA, as far as the op table relies on it.
+
+CUDA's autocast casts fake tensors, without a device and without values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from apex._core.op_table import NAMES, NATIVE_DIFFERENCES, CastSpec, OpTable
+from apex._engine.autocast.region import CastRegion
+from apex._torch import dispatcher
+from tests._engine.op_calls import HOLDERS, Call, calls, convert, floats, tensor_dtypes
+
+LOW, FP32 = torch.bfloat16, torch.float32
+ROWS = OpTable.default().rows
+WANTED = {  # by category: dtypes of the result for fp32, bf16 and mixed inputs
+    "low_precision": (LOW, LOW, LOW),
+    "fp32": (FP32, FP32, FP32),
+    "promote": (FP32, LOW, FP32),
+    "refuses": (FP32, "raises", "raises"),
+    "banned": ("raises", "raises", "raises"),
+}
+# They read values or lay out memory, which fake tensors of a missing device do not let them.
+NOT_FAKED = {"equal", "ctc_loss", "grid_sample"}
+MORE = [
+    Call("torch", "tensordot", "", (floats(2, 3), floats(3, 2), 1), {}),
+    Call("torch.linalg", "matrix_norm", "", (floats(2, 2), 2), {}),
+]
+HOLDERS = {**HOLDERS, "torch.linalg": torch.linalg}
+
+
+@contextlib.contextmanager
+def native_autocast(device):
+    torch.set_autocast_enabled(device, True)
+    dtype = torch.get_autocast_dtype(device)
+    torch.set_autocast_dtype(device, LOW)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device, False)
+        torch.set_autocast_dtype(device, dtype)
+
+
+def fake(value, device):
+    if isinstance(value, Tensor):
+        return torch.empty(value.shape, dtype=value.dtype, device=device)
+    if isinstance(value, list | tuple):
+        return type(value)(fake(item, device) for item in value)
+    return value
+
+
+def result(call, dtypes, device):
+    """Returns the dtype that comes out, or ``"raises"``."""
+    args = convert(call.args, *dtypes)
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True) if device != "cpu" else contextlib.nullcontext()
+    ):
+        if device != "cpu":
+            args = fake(args, device)
+        try:
+            out = getattr(HOLDERS[call.namespace], call.name)(*args, **call.kwargs)
+        except (RuntimeError, NotImplementedError):
+            return "raises"
+        return out.dtype if isinstance(out, Tensor) else type(out)
+
+
+def results(call, device):
+    given = [[FP32], [LOW], [LOW, FP32]][: 3 if len(tensor_dtypes(call.args)) > 1 else 2]
+    return tuple(result(call, dtypes, device) for dtypes in given)
+
+
+def native_calls(device):
+    """Yields calls of one operator that torch casts itself, and that operator."""
+    linalg = {"tensordot": ("tensordot",), "matrix_norm": ("linalg_matrix_norm",)}
+    for call in [*calls(), *MORE]:
+        ops = NAMES.get(call.namespace, linalg).get(call.name) or linalg.get(call.name, ())
+        native = [op for op in ops if dispatcher.has_operator(f"aten::{op}")]
+        native = [op for op in native if dispatcher.autocast_kernel(op, device) is not None]
+        if native and call.namespace != "torch.Tensor":
+            yield call, native[0]
+
+
+def native_category(op, device):
+    return NATIVE_DIFFERENCES[device].get(op, ROWS[op])
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_torchs_own_kernels_have_the_categories_that_the_table_says(device):
+    gc.collect()
+    checked = set()
+    for call, op in native_calls(device):
+        if device == "cuda" and call.name in NOT_FAKED:
+            continue
+        with native_autocast(device):
+            found = results(call, device)
+        assert found == WANTED[native_category(op, device)][: len(found)], (call.name, op, found)
+        checked.add(op)
+    assert len(checked) > {"cpu": 30, "cuda": 60}[device]
+    differences = NATIVE_DIFFERENCES[device].keys() - {"grid_sampler", "linalg_matrix_norm.str_ord"}
+    assert differences <= checked | {"linalg_matrix_norm"}
+
+
+def test_under_a_region_cuda_follows_the_table_where_torchs_kernels_do_not():
+    region = CastRegion(CastSpec(LOW, ("cuda",), OpTable.default()))
+    categories = {"banned": "fp32", "refuses": "fp32"}
+    for call in [*calls(), *MORE]:
+        ops = NAMES.get(call.namespace, {}).get(call.name, ()) or ("linalg_matrix_norm",)
+        if call.namespace == "torch.Tensor" or call.name in NOT_FAKED or ops[0] not in ROWS:
+            continue
+        if call.name == "__ipow__" or (call.category and not NAMES[call.namespace].get(call.name)):
+            continue
+        found = region.run(results, call, "cuda")
+        category = categories.get(ROWS[ops[0]], ROWS[ops[0]])
+        assert found == WANTED[category][: len(found)], (call.name, found)
+
+
+def test_cross_entropy_takes_its_softmax_in_fp32():
+    """Its log_softmax is asked for the input's own dtype, which autocast honours."""
+    region = CastRegion(CastSpec(LOW, ("cpu", "cuda"), OpTable.default()))
+    logits, target = torch.randn(4, 10).to(LOW) * 10, torch.arange(4)
+    got = region.run(F.cross_entropy, logits, target)
+    assert torch.equal(got, F.cross_entropy(logits.float(), target))
+    seen = []
+
+    class Softmaxes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten._log_softmax.default:
+                seen.append(args[0].dtype)
+            return func(*args, **(kwargs or {}))
+
+    with FakeTensorMode(allow_non_fake_inputs=True), Softmaxes():
+        region.run(F.cross_entropy, *fake((logits, target), "cuda"))
+    assert seen == [FP32]

@@ -1,0 +1,133 @@
+"""Python code inside a backward pass: mixed dtypes are resolved, all else is left as it comes."""
+
+import contextlib
+import gc
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from apex import amp
+from tests.training import cases
+
+CASTING = pytest.mark.parametrize("level", ["O1", "O4"])
+PASSES = pytest.mark.parametrize("where", ["scale_loss", "plain"])
+
+
+def around(loss, optimizer, where):
+    return (
+        amp.scale_loss(loss, optimizer) if where == "scale_loss" else contextlib.nullcontext(loss)
+    )
+
+
+class Mixing(nn.Module):
+    """A linear layer whose function has a backward of its own, which mixes dtypes."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        return Product.apply(self.first(x), self.weight)
+
+
+class Product(torch.autograd.Function):
+    dtypes = ()
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grads = grad @ weight.t(), x.float().t() @ grad
+        Product.dtypes = [grad.dtype, *(g.dtype for g in grads), (grad.float() @ weight).dtype]
+        return grads
+
+
+@PASSES
+@CASTING
+def test_a_function_s_own_backward_may_mix_dtypes(level, where):
+    low = cases.LEVELS[level].compute
+    model, optimizer = cases.prepared(level, model=Mixing(), loss_scale=1.0)
+    x = torch.randn(3, 4)
+    loss = model(x).float().pow(2).mean()
+    with around(loss, optimizer, where) as scaled_loss:
+        scaled_loss.backward()
+    assert Product.dtypes == [low, low, low, torch.float32]
+    plain = Mixing()
+    plain.load_state_dict(model.state_dict())
+    plain(x).pow(2).mean().backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0.05, atol=0.05)
+
+
+@PASSES
+@CASTING
+def test_gradients_of_a_loss_under_disable_casts_are_those_of_fp32(level, where):
+    torch.manual_seed(0)
+    model, optimizer = cases.prepared(level, loss_scale=1.0)
+    head, x = nn.Linear(2, 1), torch.randn(3, 2)
+
+    def grads(around_loss, where):
+        head.zero_grad()
+        with around_loss:
+            loss = head(x).pow(2).sum()
+        with around(loss, optimizer, where) as scaled_loss:
+            scaled_loss.backward()
+        return [p.grad.clone() for p in head.parameters()]
+
+    ours = grads(amp.disable_casts(), where)
+    amp.restore(model, optimizer)
+    assert cases.same(ours, grads(contextlib.nullcontext(), "plain"))
+
+
+def product():
+    return torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype
+
+
+@CASTING
+def test_initialize_inside_an_autocast_block_leaves_autocast_off(level):
+    with torch.autocast("cpu", torch.bfloat16):
+        made = cases.prepared(level)
+    assert made[0](torch.ones(1, 4)).dtype is cases.LEVELS[level].compute
+    del made
+    gc.collect()
+    assert not torch.is_autocast_enabled("cpu")
+    assert product() is torch.float32
+
+
+@CASTING
+def test_a_session_that_ends_in_another_thread_ends_its_casts_in_this_one(level):
+    made = [cases.prepared(level)]
+    assert product() is cases.LEVELS[level].compute
+    thread = threading.Thread(target=lambda: (made.clear(), gc.collect()))
+    thread.start()
+    thread.join()
+    assert product() is torch.float32
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@CASTING
+def test_a_float64_batch_leaves_the_scripts_own_float64_products(level):
+    model, _optimizer = cases.prepared(level)
+    x = torch.ones(2, 4, dtype=torch.float64)
+    assert model(x).dtype is cases.LEVELS[level].compute
+    assert (x @ x.t()).dtype is torch.float64
+
+
+@CASTING
+def test_one_argument_given_twice_arrives_as_one(level):
+    class Same(nn.Linear):
+        def forward(self, x, y, nest):
+            assert x is y is nest[0]
+            return super().forward(x)
+
+    for each in (level, "O2", "O5"):
+        model, _optimizer = cases.prepared(each, model=Same(4, 4))
+        x = torch.ones(1, 4)
+        model(x, x, nest=[x])
