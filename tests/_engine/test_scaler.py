@@ -187,7 +187,7 @@ def test_the_state_moves_to_the_device_of_the_loss():
     scaler = dynamic()
     run_pass(scaler, math.inf)
     scaler.scale(torch.zeros((), device="cuda"))
-    tensors = (scaler.loss_scale, scaler.found_inf, scaler._clean_steps)
+    tensors = (scaler.loss_scale, scaler.found_inf, scaler.clean_steps)
     assert [tensor.device.type for tensor in tensors] == ["cuda"] * 3
     assert scaler.state() == {"loss_scale": 2.0**15, "unskipped": 0}
     assert scaler.read_found_inf()

@@ -266,7 +266,11 @@ class StaticScaler(Scaler):
 
 
 class DynamicScaler(Scaler):
-    """A scale that backs off on overflow and grows after clean steps, all on the device."""
+    """A scale that backs off on overflow and grows after clean steps, all on the device.
+
+    Attributes:
+        clean_steps: Clean steps since the scale last changed, 0-d int32.
+    """
 
     dynamic = True
 
@@ -279,7 +283,7 @@ class DynamicScaler(Scaler):
         if initial is None:
             initial = min(max(INITIAL_SCALE, rule.least), rule.greatest)
         super().__init__(checked_static(initial), rule, loss_id)
-        self._clean_steps = torch.tensor(0, dtype=torch.int32)
+        self.clean_steps = torch.tensor(0, dtype=torch.int32)
         self._in_range = rule.least <= initial <= rule.greatest
         self._readback = Readback()
         self._passes_sent: list[int] = []
@@ -304,7 +308,7 @@ class DynamicScaler(Scaler):
         wider = rule.least <= self._rule.least and self._rule.greatest <= rule.greatest
         self._in_range = self._in_range and wider
         self._rule = rule
-        self._clean_steps.clamp_(max=rule.window - 1)
+        self.clean_steps.clamp_(max=rule.window - 1)
 
     def _scaled(self, loss: Tensor) -> Tensor:
         return loss * self.loss_scale
@@ -346,7 +350,7 @@ class DynamicScaler(Scaler):
         """Moves the scale by the flag, on the device, and sends both to the host."""
         update_scale_(
             self.loss_scale,
-            self._clean_steps,
+            self.clean_steps,
             self.found_inf,
             self._rule,
             in_range=self._in_range,
@@ -373,7 +377,7 @@ class DynamicScaler(Scaler):
 
     def read_clean_steps(self) -> int:
         """Returns the clean steps since the scale last changed. Waits for the device."""
-        return int(self._clean_steps)  # sync: the caller asks for a host number
+        return int(self.clean_steps)  # sync: the caller asks for a host number
 
     def set_scale(self, loss_scale: float) -> None:
         """Sets the scale, also beyond the rule's bounds; it then moves from there."""
@@ -383,12 +387,12 @@ class DynamicScaler(Scaler):
 
     def set_clean_steps(self, clean_steps: int) -> None:
         """Sets the count; one that has reached the interval is set just below it."""
-        self._clean_steps.fill_(min(clean_steps, self._rule.window - 1))
+        self.clean_steps.fill_(min(clean_steps, self._rule.window - 1))
 
     def move_to(self, device: torch.device) -> None:
         """Moves scale, flag and count to ``device``, with their values."""
         super().move_to(device)
-        self._clean_steps = moved(self._clean_steps, device)
+        self.clean_steps = moved(self.clean_steps, device)
 
 
 def scaler_for(

@@ -32,6 +32,7 @@ def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None
         background = not tensor.is_pinned()
     else:
         background = source.type == device.type
+    # sync: onto the host, where the caller reads the result; and from pinned memory
     return tensor.to(device=device, dtype=dtype, non_blocking=background)
 
 
