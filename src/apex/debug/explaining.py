@@ -124,22 +124,22 @@ class _Run:
 
     def once(
         self,
-        here: AbstractContextManager[Any],
-        caller: AbstractContextManager[Any],
-        watch: AbstractContextManager[Any],
+        tracker: AbstractContextManager[Any],
+        calls: AbstractContextManager[Any],
+        recorder: AbstractContextManager[Any],
     ) -> tuple[GradientRow, ...]:
-        """Runs it once; returns a row for each parameter's gradient.
+        """Runs the model once and returns one record per parameter's gradient.
 
         Args:
-            here: Entered around the run.
-            caller: Entered around the forward pass.
-            watch: Entered around the forward pass, and again around the backward pass.
+            tracker: Entered around the whole run.
+            calls: Entered around the forward pass.
+            recorder: Entered around the forward pass, and again around the backward pass.
         """
         arguments = (self.inputs, self.keywords)
-        with preserve_state(self.model, arguments), torch.set_grad_enabled(self.backward), here:
+        with preserve_state(self.model, arguments), torch.set_grad_enabled(self.backward), tracker:
             with ExitStack() as forward:
-                forward.enter_context(watch)
-                forward.enter_context(caller)
+                forward.enter_context(recorder)
+                forward.enter_context(calls)
                 loss = self._loss()
             if not self.backward:
                 return ()
@@ -152,7 +152,7 @@ class _Run:
                 params = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
                 given = [t for t in tensors_in(arguments) if t.requires_grad]
                 targets = [*params.values(), *given]
-                with watch:
+                with recorder:
                     # Unlike backward(), grad() neither writes .grad nor runs its hooks.
                     grads: tuple[Tensor | None, ...] = torch.autograd.grad(
                         scaled, targets, start, allow_unused=True

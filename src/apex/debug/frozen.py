@@ -101,8 +101,8 @@ def frozen_updates(optimizer: Any) -> Iterator[FrozenUpdates]:
     for param, old in zip(params, before, strict=True):
         moves = (wide[param] != old.to(wide[param].dtype)) & torch.isfinite(wide[param])
         stays = moves & (param.detach() == old)
-        updates.wanted += int(moves.count_nonzero())  # sync: a diagnosis, asked for
-        updates.frozen += int(stays.count_nonzero())  # sync: a diagnosis, asked for
+        updates.wanted += int(moves.count_nonzero())  # sync: a diagnosis on request
+        updates.frozen += int(stays.count_nonzero())  # sync: a diagnosis on request
 
 
 def wanted_values(optimizer: Optimizer) -> dict[Tensor, Tensor]:
@@ -160,4 +160,4 @@ def _params(optimizer: Optimizer) -> list[Tensor]:
 def _finite(params: list[Tensor]) -> bool:
     grads = [param.grad for param in params if param.grad is not None]
     dense = map(finite.summed_values, grads)
-    return all(bool(torch.isfinite(grad).all()) for grad in dense)  # sync: a diagnosis, asked for
+    return all(bool(torch.isfinite(grad).all()) for grad in dense)  # sync: a diagnosis on request
