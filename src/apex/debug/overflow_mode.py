@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from apex._engine.masters import Master
 from apex._engine.model.state import state_of
 from apex._engine.session import Session
 from apex.amp.nonfinite import nonfinite_gradients
@@ -20,7 +21,7 @@ from apex.debug.module_tracker import ModuleTracker
 from apex.debug.provenance import Origin, Provenance
 from apex.debug.tensors import Kind
 
-_PLAIN = {Tensor, nn.Parameter}
+_PLAIN = {Tensor, nn.Parameter, Master}
 _MASKS = {f"aten.{name}" for name in ("nan_to_num", "nan_to_num_", "masked_fill", "masked_fill_")}
 _MASKS |= {"aten.where"}
 _EMPTY = ("empty", "new_empty", "resize", "set_")
