@@ -27,7 +27,7 @@ def generator(noise: int, width: int, channels: int, size: int) -> nn.Sequential
 def discriminator(width: int, channels: int, size: int) -> nn.Sequential:
     """Returns a net from images to the logit of "this image is real" [N].
 
-    A logit, not a probability: amp refuses ``binary_cross_entropy`` in fp16, which cannot hold
+    It returns a logit because amp rejects ``binary_cross_entropy`` in fp16, which cannot represent
     the logarithms of probabilities near 0 and 1.
     """
     layers: list[nn.Module] = [

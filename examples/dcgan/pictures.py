@@ -17,7 +17,7 @@ class Pictures(Dataset[tuple[Tensor]]):
     """The images under ``root``, as [3, size, size] in -1..1, cropped to the central square.
 
     Raises:
-        FileNotFoundError: If there are none.
+        FileNotFoundError: If there are no images.
     """
 
     def __init__(self, root: Path, size: int) -> None:

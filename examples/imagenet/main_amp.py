@@ -1,4 +1,4 @@
-"""Trains an image classifier with amp, on folders of images or on scikit-learn's digits.
+"""Trains an image classifier with amp, on image folders or on scikit-learn's digits.
 
 python examples/imagenet/main_amp.py --opt-level O4 --epochs 3
 torchrun --nproc_per_node=8 examples/imagenet/main_amp.py -a resnet50 -b 224 --opt-level O2 DIR

@@ -16,12 +16,12 @@ class Corpus:
     """The words of a text, numbered in the order of their first appearance.
 
     Attributes:
-        vocabulary: The words by number; punctuation marks and the end of a line are words.
-        train: The numbers of the first nine tenths of the text.
-        validation: Those of the rest.
+        vocabulary: The words by index; punctuation marks and line ends count as words.
+        train: The indices of the first 90 % of the text.
+        validation: The indices of the rest.
 
     Raises:
-        ValueError: If the text holds fewer than 100 words.
+        ValueError: If the text has fewer than 100 words.
     """
 
     def __init__(self, path: Path) -> None:
@@ -46,7 +46,7 @@ def columns(text: Tensor, batch_size: int) -> Tensor:
     """Returns ``text`` [N] as [N // batch_size, batch_size]; each column is a contiguous piece.
 
     Raises:
-        ValueError: If a column would hold fewer than two words.
+        ValueError: If a column would have fewer than two words.
     """
     length = len(text) // batch_size
     if length < 2:

@@ -15,10 +15,10 @@ class LanguageModel(nn.Module):
     Args:
         cell: ``"LSTM"`` or ``"GRU"``.
         words: Size of the vocabulary.
-        width: Of embeddings and hidden states.
-        layers: Of the recurrent net.
-        dropout: Probability.
-        tied: Whether one matrix serves both the embedding and the scores.
+        width: Size of embeddings and hidden states.
+        layers: Number of recurrent layers.
+        dropout: Dropout probability.
+        tied: Whether embedding and output layer share one matrix.
     """
 
     def __init__(

@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[float, float]:
 def train(args: argparse.Namespace, model: nn.Module, optimizer: Optimizer, text: Tensor) -> float:
     """Trains on the text once and returns the mean loss.
 
-    ``--accumulate`` chunks share a step: each adds its unscaled gradients to those of the others.
+    Each step accumulates the unscaled gradients of ``--accumulate`` chunks.
     """
     model.train()
     hidden, losses = None, []

@@ -21,7 +21,7 @@ class bidirectionalRNN(nn.Module):
     state dict contains every parameter twice: under ``fwd`` or ``bckwrd``, and under ``rnns``.
     """
 
-    __module__ = "apex.RNN.RNNBackend"  # its public name, which files hold
+    __module__ = "apex.RNN.RNNBackend"  # the public name, which pickles store
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ class RNNCell(nn.Module):
             without a projection.
     """
 
-    __module__ = "apex.RNN.RNNBackend"  # its public name, which files hold
+    __module__ = "apex.RNN.RNNBackend"  # the public name, which pickles store
 
     def __init__(
         self,

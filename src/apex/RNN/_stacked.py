@@ -31,7 +31,7 @@ class stackedRNN(nn.Module):
         ValueError: If the list has a different length, or ``dropout`` is not a probability.
     """
 
-    __module__ = "apex.RNN.RNNBackend"  # its public name, which files hold
+    __module__ = "apex.RNN.RNNBackend"  # the public name, which pickles store
 
     def __init__(
         self,

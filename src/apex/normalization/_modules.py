@@ -63,7 +63,7 @@ class FusedLayerNorm(_FusedNorm):
         ValueError: If it is empty.
     """
 
-    __module__ = "apex.normalization.fused_layer_norm"  # its public name, which files hold
+    __module__ = "apex.normalization.fused_layer_norm"  # the public name, which pickles store
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class FusedRMSNorm(_FusedNorm):
         ValueError: If it is empty.
     """
 
-    __module__ = "apex.normalization.fused_layer_norm"  # its public name, which files hold
+    __module__ = "apex.normalization.fused_layer_norm"  # the public name, which pickles store
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class MixedFusedLayerNorm(FusedLayerNorm):
         RuntimeError: If ``elementwise_affine`` is False.
     """
 
-    __module__ = "apex.normalization.fused_layer_norm"  # its public name, which files hold
+    __module__ = "apex.normalization.fused_layer_norm"  # the public name, which pickles store
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class MixedFusedRMSNorm(FusedRMSNorm):
     Arguments and errors are those of `MixedFusedLayerNorm`.
     """
 
-    __module__ = "apex.normalization.fused_layer_norm"  # its public name, which files hold
+    __module__ = "apex.normalization.fused_layer_norm"  # the public name, which pickles store
 
     def __init__(
         self,
