@@ -19,16 +19,25 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def parse_args() -> argparse.Namespace:
-    """Reads the command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--only", action="append", choices=list(BENCHMARKS), help="repeatable")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds, wider spread")
-    parser.add_argument("--json", type=Path, help="default: benchmarks/results/DEVICE.json")
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=list(BENCHMARKS),
+        help="run only this benchmark; repeatable",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="run fewer rounds, with a wider spread"
+    )
+    parser.add_argument(
+        "--json", type=Path, help="output file; default: benchmarks/results/DEVICE.json"
+    )
     return parser.parse_args()
 
 
 def main() -> None:
-    """Measures, prints, writes."""
+    """Runs the benchmarks, prints the table and writes the JSON file."""
     args = parse_args()
     warnings.filterwarnings("ignore", message="fp16 is emulated")
 

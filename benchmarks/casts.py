@@ -1,4 +1,4 @@
-"""What one operator costs inside a cast region."""
+"""The cost of one operator inside a cast region."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts what makes the host wait for the device."""
+"""Counts operations that make the host wait for the device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SYNC_OPS = frozenset(
         "aten::unique_dim",
     }
 )
-"""Operators whose result, or its shape, the host must know before it goes on."""
+"""Operators whose result, or its shape, the host needs before it can continue."""
 
 MASKS = (torch.bool, torch.uint8)
 

@@ -1,4 +1,4 @@
-"""What ``import apex.amp`` costs over ``import torch``."""
+"""The additional cost of ``import apex.amp`` after ``import torch``."""
 
 from __future__ import annotations
 

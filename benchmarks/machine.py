@@ -1,4 +1,4 @@
-"""What the figures were taken on."""
+"""The machine and software of a measurement."""
 
 from __future__ import annotations
 

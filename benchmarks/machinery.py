@@ -1,4 +1,4 @@
-"""What amp itself costs: an iteration of many layers too small to matter."""
+"""The overhead of amp itself: an iteration of many tiny layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a benchmark reports: a figure, its spread, and the goal that it is held against."""
+"""The result of a benchmark: a value, its spread, and a goal."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _HOLDS: dict[Relation, Callable[[float, float], bool]] = {
 
 @dataclass(frozen=True)
 class Goal:
-    """A bound that a figure should keep.
+    """A bound that a value should meet.
 
     Attributes:
-        relation: Between the figure and the bound.
-        bound: In the figure's unit.
+        relation: Relation of the value to the bound.
+        bound: Bound in the value's unit.
     """
 
     relation: Relation
     bound: float
 
     def holds(self, value: float, digits: int) -> bool:
-        """Returns whether ``value``, rounded to the printed ``digits``, keeps the bound."""
+        """Returns whether ``value``, rounded to the printed ``digits``, meets the bound."""
         return _HOLDS[self.relation](round(value, digits), self.bound)
 
     def __str__(self) -> str:
@@ -99,10 +99,10 @@ def table(measurements: Sequence[Measurement]) -> str:
 
 
 def verdict(measurements: Sequence[Measurement]) -> str:
-    """Returns one sentence: how many goals are kept, and which are not."""
+    """Returns a sentence with the number of goals met and the goals missed."""
     judged = [m for m in measurements if m.passed is not None]
     missed = [f"{m.benchmark}: {m.case}" for m in judged if not m.passed]
-    kept = f"{len(judged) - len(missed)} of {len(judged)} goals kept"
+    kept = f"{len(judged) - len(missed)} of {len(judged)} goals met"
     return f"{kept}." if not missed else f"{kept}; missed: {'; '.join(missed)}."
 
 

@@ -1,4 +1,4 @@
-"""Bytes per parameter that stay between two iterations."""
+"""Bytes per parameter that remain allocated between two iterations."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ NAME = "models"
 def run(*, quick: bool) -> Iterator[Measurement]:
     """Yields O4 and O5 against native autocast, and the gain of both over O0.
 
-    Autocast against itself says how far from 1 chance alone takes a ratio.
+    The ratio of autocast to itself shows how far noise alone moves a ratio from 1.
     """
     for name, task in TASKS.items():
         times = race(

@@ -1,8 +1,8 @@
-"""Times several pieces of work in turns, each in a process of its own.
+"""Times several workloads in turns, each in a separate process.
 
-A process of its own, because an amp session turns casts on for its thread and registers kernels
-for the whole process: beside it, native autocast would not be what its users get. In turns, because
-the machine's speed drifts: what is compared is measured within the same half second.
+Separate processes are needed because an amp session enables casts in its thread and registers
+kernels for the whole process, which would affect native autocast. Turns are needed because the
+machine's speed drifts: compared measurements lie within half a second.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Bytes that each rank hands to ``torch.distributed`` in one training step, by level and wrapper.
+"""Bytes that each rank passes to ``torch.distributed`` in one training step, by level and wrapper.
 
-Two processes on gloo, whatever the machine: what is sent does not depend on the device. Every
-collective passes torch's dispatcher, where a mode reads its name and the size of its tensors.
+It always uses two processes with gloo, because the traffic does not depend on the device. Every
+collective passes torch's dispatcher, where a mode reads its name and the sizes of its tensors.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _run(rank: int, store: str, path: str) -> None:
 
 
 def main() -> None:
-    """Measures, prints, writes."""
+    """Measures, prints and writes the traffic."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.traffic", description=__doc__)
     parser.add_argument("--json", type=Path, default=RESULT)
     path = parser.parse_args().json

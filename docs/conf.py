@@ -25,7 +25,7 @@ autodoc_typehints_description_target = "documented"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 
-# No inventories of other projects (the build runs offline): only our own names must resolve.
+# The build runs offline, without other projects' inventories: only our own names must resolve.
 nitpick_ignore_regex = [("py:.*", r"(?!apex\.).*")]
 
 html_theme = "furo"
@@ -57,7 +57,7 @@ html_theme_options = {
 
 
 class CommandHelp(Directive):
-    """``.. command-help:: compare``: what ``apex compare --help`` says, word for word."""
+    """``.. command-help:: compare``: inserts the output of ``apex compare --help``."""
 
     optional_arguments = 1
 
@@ -76,7 +76,7 @@ def subparsers(parser):
 
 
 def end_blocks(app, name, source):
-    """Takes away the blank line at the end of a block, which only the doctest of the page needs."""
+    """Removes the blank line at the end of a block, which only the page's doctest needs."""
     source[0] = source[0].replace("\n\n```\n", "\n```\n")
 
 

@@ -1,10 +1,10 @@
-"""Doctests of the pages: each begins without the sessions of an earlier one."""
+"""Doctests of the pages: each starts without the sessions of earlier pages."""
 
 import gc
 
 import pytest
 
-collect_ignore = ["conf.py"]  # imports what builds the pages, which their tests do not need
+collect_ignore = ["conf.py"]  # imports Sphinx, which the tests do not need
 
 
 @pytest.fixture(autouse=True)

@@ -53,5 +53,5 @@ def test_what_cannot_be_flat_is_refused(parts, message):
 
 @pytest.mark.parametrize("flat", [torch.zeros(6), torch.zeros(8), torch.zeros(1, 7)])
 def test_flat_tensor_of_another_size_is_refused(flat):
-    with pytest.raises(ValueError, match="1-d one with exactly as many"):
+    with pytest.raises(ValueError, match="1-d tensor with the same number"):
         apex_C.unflatten(flat, tensors())

@@ -1,7 +1,7 @@
-"""The figures of the concept pages, drawn from what the package itself says.
+"""The figures of the concept pages, drawn from the package's own data.
 
-``python -m docs.figures`` writes them to ``docs/_static/figures``; a test holds these against what
-is drawn anew.
+``python -m docs.figures`` writes them to ``docs/_static/figures``; a test compares these files with
+newly drawn ones.
 """
 
 from __future__ import annotations
@@ -24,5 +24,5 @@ FIGURES = {
 
 
 def path(name: str) -> Path:
-    """Returns where the figure ``name`` is kept."""
+    """Returns the path of the figure ``name``."""
     return FOLDER / f"{name}.svg"

@@ -1,4 +1,4 @@
-"""Who casts each row of the op table on each device type: torch's autocast, or kernels of ours."""
+"""What casts each row of the op table on each device type: torch's autocast or apex's kernels."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections import Counter
 
 from apex._core.op_table import COVERED_INSIDE, OpTable
 from apex._engine.autocast.region import (
-    _registry,  # the registry's own coverage: what it would fill
+    _registry,  # the registry's own coverage: the kernels it would add
 )
 from docs.figures.svg import Drawing
 
 TORCH = "2.13"
-"""The release whose autocast is drawn."""
+"""The torch release whose autocast the figure shows."""
 
 _DEVICES = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "mps": "MPS"}
 _COLUMNS, _STEP, _DOT, _FAINT = 12, 11, 8, 0.45
 
 
 def deciders(device: str) -> dict[str, str]:
-    """Returns who casts each operator of the table: ``torch``, ``apex`` or the ``inner`` rows."""
+    """Returns what casts each operator of the table: ``torch``, ``apex`` or ``inner`` rows."""
     (filled,) = _registry._coverage_of(device).groups(OpTable.default())
     found = dict.fromkeys(OpTable.default().rows, "torch")
     found.update(
@@ -32,8 +32,8 @@ def draw() -> str:
     """Returns the figure."""
     drawing = Drawing(
         "devices", 600, 262,
-        says=f"Rows of the op table by device: how many torch {TORCH}'s autocast casts itself, and "
-        "how many apex adds. "
+        says=f"Rows of the op table by device: how many torch {TORCH}'s autocast covers, and how "
+        "many apex adds. "
         + "; ".join(f"{name}: {_sentence(device)}" for device, name in _DEVICES.items()),
     )  # fmt: skip
     for index, (device, name) in enumerate(_DEVICES.items()):
@@ -41,7 +41,7 @@ def draw() -> str:
     drawing.squares([(8, 240)], _DOT, "plain", _FAINT)
     drawing.text(22, 249, f"torch {TORCH}'s own autocast", "small")
     drawing.squares([(228, 240)], _DOT, "fp16")
-    drawing.text(242, 249, "added by apex while a session lives", "small")
+    drawing.text(242, 249, "added by apex during a session", "small")
     return drawing.render()
 
 

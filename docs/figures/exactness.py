@@ -1,4 +1,4 @@
-"""The bits of one weight on their way through a checkpoint."""
+"""The bits of one weight as it passes through a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def bits(value: float) -> str:
 
 
 def rounded(value: float) -> float:
-    """Returns the number as bf16 holds it."""
+    """Returns the number rounded to bf16."""
     return float(torch.tensor(value).bfloat16())
 
 
@@ -28,14 +28,14 @@ def draw() -> str:
     """Returns the figure."""
     drawing = Drawing(
         "exactness", 572, 286,
-        says="The 32 bits of a master of one third and the 16 of the bf16 weight; the state_dict "
-        "holds all 32, a checkpoint of the 16-bit weight alone loses the lower 16",
+        says="The 32 bits of a master of one third and the 16 bits of the bf16 weight. The "
+        "state_dict holds all 32 bits; a checkpoint of only the 16-bit weight loses the lower 16",
     )  # fmt: skip
     for bit, label in (
         (0, "sign"),
         (1, "exponent"),
         (9, "7 bits of bf16"),
-        (16, "16 bits more of fp32"),
+        (16, "16 further bits of fp32"),
     ):
         if label != "sign":
             drawing.text(_x(bit), 18, label, "small muted")
@@ -43,8 +43,8 @@ def draw() -> str:
     rows = [
         ("master", "fp32", master, 32, "fp32"),
         ("weight", "bf16", weight, 16, "bf16"),
-        ("state_dict", "what is saved", master, 32, "fp32"),
-        ("after loading", "the master again", master, 32, "fp32"),
+        ("state_dict", "saved", master, 32, "fp32"),
+        ("after loading", "same master", master, 32, "fp32"),
         ("without masters", "16 bits saved", weight, 32, "bad"),
     ]
     for index, row in enumerate(rows):

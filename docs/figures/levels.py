@@ -1,4 +1,4 @@
-"""What each level keeps and computes in which dtype: a bar is as wide as its bits."""
+"""The dtypes that each level stores and computes in; the width of a bar is its number of bits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from apex.amp.properties import LEVELS, to_policy
 from docs.figures.svg import Drawing
 
 _NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-_BITS = 2.4  # units of width for one bit
+_BITS = 2.4  # units of width per bit
 _ROW = 46
 _COLUMNS = {
     "weights": 44,
@@ -27,7 +27,7 @@ def draw() -> str:
     drawing = Drawing(
         "levels", 640, height,
         says="Dtypes of weights, operators, batch norm and master weights at the levels O0 to O5, "
-        "bytes for each parameter, and the loss scale",
+        "bytes per parameter, and the loss scale",
     )  # fmt: skip
     for name, x in _COLUMNS.items():
         drawing.text(x, 20, name, "small muted")

@@ -1,4 +1,4 @@
-"""Where gradients lie in fp16's range, without and with a loss scale; how a dynamic scale moves."""
+"""Gradients in fp16's range with and without a loss scale, and the course of a dynamic scale."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import math
 from apex._core.scale import ScaleRule, ScaleState, next_scale
 from docs.figures.svg import Drawing
 
-# How many of the 380,362 gradients of examples/digits have which power of two as their size: in
-# fp32, seed 0, at step 100. None is 0.
+# Histogram of the 380,362 gradients of examples/digits by power of two, in fp32 with seed 0 at step
+# 100. No gradient is 0.
 GRADIENTS = {
     -32: 1, -31: 1, -30: 5, -29: 7, -28: 16, -27: 31, -26: 47, -25: 109, -24: 212, -23: 495,
     -22: 884, -21: 1674, -20: 3363, -19: 6478, -18: 13527, -17: 26507, -16: 50529, -15: 85393,
@@ -25,12 +25,12 @@ _RULE = ScaleRule(ceiling=2.0**24)
 
 
 def below_normal() -> float:
-    """Returns the share of gradients under fp16's normal range."""
+    """Returns the share of gradients below fp16's normal range."""
     return sum(n for power, n in GRADIENTS.items() if power < _NORMAL) / sum(GRADIENTS.values())
 
 
 def history(steps: int = _STEPS) -> list[ScaleState]:
-    """Returns the state before each step where the largest gradient falls from 2 to 1/8."""
+    """Returns the state before each step while the largest gradient falls from 2 to 1/8."""
     states = [ScaleState(2.0**16, 0)]
     for step in range(steps):
         largest = 2.0 ** (1 - 4 * step / steps)
@@ -43,12 +43,12 @@ def draw() -> str:
     """Returns the figure."""
     drawing = Drawing(
         "loss_scaling", 630, 566,
-        says=f"{below_normal():.0%} of the gradients of the digits example lie under fp16's normal "
-        "range; times 65536 all but a few lie inside. Below, a dynamic loss scale over 16,000 "
-        "steps: it halves at each overflow and doubles after 2000 clean steps",
+        says=f"{below_normal():.0%} of the gradients of the digits example are below fp16's normal "
+        "range; multiplied by 65536, all but a few are inside it. Below, a dynamic loss scale over "
+        "16,000 steps: it halves at each overflow and doubles after 2000 clean steps",
     )  # fmt: skip
-    _range(drawing, 24, 0, "gradients as they are", "bad")
-    _range(drawing, 154, _SCALE, "times the loss scale 2¹⁶", "bf16")
+    _range(drawing, 24, 0, "unscaled gradients", "bad")
+    _range(drawing, 154, _SCALE, "multiplied by a loss scale of 2¹⁶", "bf16")
     _axis(drawing, 280)
     _stairs(drawing, 360)
     return drawing.render()
@@ -61,21 +61,21 @@ def _range(drawing: Drawing, y: float, shift: int, label: str, kind: str) -> Non
     most = max(GRADIENTS.values())
     wide = _x(1) - _x(0)
     for power, count in GRADIENTS.items():
-        # Square roots, so that a thousandth can still be seen.
+        # Square roots, so that a share of a thousandth is still visible.
         tall = max(_TALL * math.sqrt(count / most), 1.5)
         drawing.solid(_x(power + shift) + 1, base - tall, wide - 2, tall, kind)
     drawing.rule(_LEFT, base, _LEFT + _WIDTH, base)
     drawing.text(_LEFT, y + 14, label, f"small {kind}")
     if not shift:
-        drawing.text(_x(1), y + 16, "fp16 with all its bits", "small fp16", "middle")
+        drawing.text(_x(1), y + 16, "fp16 normal range", "small fp16", "middle")
         drawing.text(_x(_LAST - 2) + 4, y + 60, "inf", "small muted")
-        drawing.text(_LEFT, y + 34, f"{below_normal():.0%} have fewer bits", "small muted")
+        drawing.text(_LEFT, y + 34, f"{below_normal():.0%} below normal", "small muted")
 
 
 def _axis(drawing: Drawing, y: float) -> None:
     for power in range(-32, 17, 8):
         drawing.text(_x(power), y + 10, f"2{_superscript(power)}", "small", "middle")
-    drawing.text(_x(_SUBNORMAL) + 6, y + 26, "fp16 with fewer bits", "small fp16")
+    drawing.text(_x(_SUBNORMAL) + 6, y + 26, "fp16 subnormal", "small fp16")
     drawing.text(_x(_SUBNORMAL) - 6, y + 26, "0 in fp16", "small muted", "end")
 
 
@@ -105,7 +105,7 @@ def _stairs(drawing: Drawing, y: float) -> None:
         x, _ = place(step, 2.0**low)
         drawing.text(x, y + tall + 20, f"{step:,}", "small", "middle")
     drawing.text(
-        left, y + tall + 40, "steps; the dots are overflows, each a skipped step", "small muted"
+        left, y + tall + 40, "steps; each dot is an overflow and a skipped step", "small muted"
     )
 
 

@@ -1,4 +1,4 @@
-"""The way of one step through masters, and what they are for: small updates of one weight."""
+"""One training step with masters, and their effect on small updates of one weight."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def draw() -> str:
     """Returns the figure."""
     drawing = Drawing(
         "master_weights", 620, 474,
-        says="The fp32 master is rounded into the 16-bit weight; its 16-bit gradient goes back to "
-        "fp32, where the step is made. Below, 16 updates of 0.001 to a weight of 1: with a master "
-        "the bf16 weight rises in steps of 0.0078, without one it stays at 1",
+        says="The fp32 master is rounded to the 16-bit weight; the weight's 16-bit gradient is "
+        "converted to fp32 for the optimizer step. Below, 16 updates of 0.001 to a weight of 1: "
+        "with a master the bf16 weight rises in steps of 0.0078, without one it stays at 1",
     )  # fmt: skip
     _loop(drawing)
     _plot(drawing)
@@ -27,7 +27,7 @@ def draw() -> str:
 
 
 def values(steps: int = _STEPS) -> tuple[list[float], list[float], list[float]]:
-    """Returns master, the weight it is rounded to, and a weight without one, at every step."""
+    """Returns the master, its rounded weight, and a weight without a master, at every step."""
     master = torch.tensor(1.0)
     alone = torch.tensor(1.0, dtype=torch.bfloat16)
     rows = [(1.0, 1.0, 1.0)]
@@ -52,14 +52,14 @@ def _loop(drawing: Drawing) -> None:
     drawing.arrow([(232, 154), (79, 154), (79, 80)])
     drawing.text(194, 42, "round", "small muted", "middle")
     drawing.text(425, 22, "forward, backward", "small muted", "middle")
-    drawing.text(533, 107, "widen, divide by the loss scale", "small muted", "end")
+    drawing.text(533, 107, "cast to fp32, divide by the loss scale", "small muted", "end")
     drawing.text(155, 172, "update", "small muted", "middle")
 
 
 def _plot(drawing: Drawing) -> None:
     masters, rounded, alone = values()
     eps = torch.finfo(torch.bfloat16).eps
-    drawing.text(_LEFT, _TOP - 18, "a weight of 1 after updates of +0.001", "small muted")
+    drawing.text(_LEFT, _TOP - 18, "a weight of 1 with updates of +0.001", "small muted")
     for step in range(3):
         y = _y(1 + step * eps)
         drawing.rule(_LEFT, y, _LEFT + _WIDTH, y)
@@ -71,8 +71,8 @@ def _plot(drawing: Drawing) -> None:
     drawing.line(_stairs(rounded), "bf16")
     drawing.line(_stairs(alone), "bad", dashed=True)
     drawing.text(_x(10.1), _y(1.0118), "fp32 master", "small fp32", "end")
-    drawing.text(_x(8.3), _y(1.0078) + 18, "bf16 weight with it", "small bf16")
-    drawing.text(_x(15.9), _y(1.0) - 8, "bf16 weight without one", "small bad", "end")
+    drawing.text(_x(8.3), _y(1.0078) + 18, "bf16 weight with a master", "small bf16")
+    drawing.text(_x(15.9), _y(1.0) - 8, "bf16 weight without a master", "small bad", "end")
     drawing.text(_LEFT - 8, _TOP + _HEIGHT + 20, "bf16 values", "small muted", "end")
 
 

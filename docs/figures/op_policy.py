@@ -1,4 +1,4 @@
-"""What happens to a call's inputs under op casts, by the list that its operator is on."""
+"""How op casts treat the inputs of a call, by the list of its operator."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""SVG drawings whose text is text and whose colours follow the page's theme, light or dark."""
+"""SVG drawings with real text and colours that follow the page's light or dark theme."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from xml.sax.saxutils import escape, quoteattr
 
-# A page that inlines a drawing sets these variables (docs/conf.py); on its own it takes the second.
+# Pages that inline a drawing set these variables (docs/conf.py); a file alone uses the defaults.
 _COLOURS = {
     "fp32": "var(--drawing-fp32, #2f6db5)",
     "fp16": "var(--drawing-fp16, #c05f0a)",

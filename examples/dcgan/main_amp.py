@@ -1,4 +1,4 @@
-"""Trains a DCGAN with amp: two models, two optimizers, three losses with a scale of their own.
+"""Trains a DCGAN with amp: two models, two optimizers, and three losses with separate scales.
 
 python examples/dcgan/main_amp.py --opt_level O4 --niter 10
 """
@@ -37,21 +37,21 @@ class Losses:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Reads the command line, in the names that the DCGAN scripts have always had."""
+    """Parses the command line, with the traditional names of DCGAN scripts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--dataroot", type=Path, help="folder of images; default: scikit-learn's digits")
     add("--workers", type=int, default=2)
     add("--batchSize", type=int, default=64)
-    add("--imageSize", type=int, default=32, help="pixels a side: 8, 16, 32, ...")
+    add("--imageSize", type=int, default=32, help="side length in pixels: 8, 16, 32, ...")
     add("--nz", type=int, default=100, help="length of the noise vector")
-    add("--ngf", type=int, default=64, help="narrowest width of the generator")
-    add("--ndf", type=int, default=64, help="narrowest width of the discriminator")
+    add("--ngf", type=int, default=64, help="smallest width of the generator")
+    add("--ndf", type=int, default=64, help="smallest width of the discriminator")
     add("--niter", type=int, default=25, help="epochs")
     add("--lr", type=float, default=2e-4)
     add("--beta1", type=float, default=0.5)
     add("--outf", type=Path, default=Path("dcgan_out"), help="folder for grids and checkpoint")
-    add("--resume", type=Path, help="checkpoint to go on from")
+    add("--resume", type=Path, help="checkpoint to resume from")
     add("--manualSeed", type=int, default=0)
     add("--opt_level", "--opt-level", default="O1", metavar="O0..O5")
     return parser.parse_args(argv)
@@ -87,7 +87,7 @@ class Gan:
         optimizer_d.step()
 
         optimizer_g.zero_grad()
-        loss_g = judged(net_d(fake), is_real=True)  # the generator wants to be taken for real
+        loss_g = judged(net_d(fake), is_real=True)  # the generator aims to pass as real
         with amp.scale_loss(loss_g, optimizer_g, loss_id=GENERATOR) as scaled_loss:
             scaled_loss.backward()
         optimizer_g.step()
@@ -99,13 +99,13 @@ class Gan:
         return self.models[1](noise)
 
     def save(self, path: Path, epoch: int) -> None:
-        """Writes all that a later run needs to go on."""
+        """Saves the state from which a later run resumes."""
         parts = {"models": self.models, "optimizers": self.optimizers}
         state = {name: [part.state_dict() for part in both] for name, both in parts.items()}
         torch.save({**state, "amp": amp.state_dict(), "epoch": epoch}, path)
 
     def load(self, path: Path, device: torch.device) -> int:
-        """Takes back what ``save`` wrote; returns the epochs done."""
+        """Loads what ``save`` wrote; returns the number of completed epochs."""
         state = torch.load(path, map_location=device, weights_only=True)
         for name, both in (("models", self.models), ("optimizers", self.optimizers)):
             for part, saved in zip(both, state[name], strict=True):
@@ -115,13 +115,13 @@ class Gan:
 
 
 def judged(logits: Tensor, *, is_real: bool) -> Tensor:
-    """Returns the loss of ``logits`` [N] against the right answer, in fp32."""
+    """Returns the loss of ``logits`` [N] against the correct answer, in fp32."""
     logits = logits.float()
     return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, float(is_real)))
 
 
 def main(argv: Sequence[str] | None = None) -> list[nn.Module]:
-    """Trains, writes a grid of drawn images after each epoch, returns both models."""
+    """Trains, writes a grid of generated images after each epoch, and returns both models."""
     args = parse_args(argv)
     torch.manual_seed(args.manualSeed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -136,14 +136,14 @@ def main(argv: Sequence[str] | None = None) -> list[nn.Module]:
 
     args.outf.mkdir(parents=True, exist_ok=True)
     save_grid(args.outf / "real_samples.png", next(iter(loader))[0][:64])
-    watched = torch.randn(64, args.nz, 1, 1, device=device)  # the same noise in every grid
+    fixed_noise = torch.randn(64, args.nz, 1, 1, device=device)  # the same noise in every grid
     for epoch in range(first, args.niter):
         for (real,) in loader:
             noise = torch.randn(len(real), args.nz, 1, 1, device=device)
             losses = gan.step(real.to(device, non_blocking=True), noise)
         scales = [state["loss_scale"] for state in amp.state_dict().values()]
         print(f"epoch {epoch}  {losses}  loss scales {scales}", flush=True)
-        save_grid(args.outf / f"fake_samples_epoch_{epoch:03d}.png", gan.draw(watched))
+        save_grid(args.outf / f"fake_samples_epoch_{epoch:03d}.png", gan.draw(fixed_noise))
         gan.save(args.outf / "checkpoint.pt", epoch + 1)
     return gan.models
 

@@ -27,7 +27,7 @@ def generator(noise: int, width: int, channels: int, size: int) -> nn.Sequential
 def discriminator(width: int, channels: int, size: int) -> nn.Sequential:
     """Returns a net from images to the logit of "this image is real" [N].
 
-    A logit, not a probability: amp refuses ``binary_cross_entropy`` in fp16, which cannot hold
+    It returns a logit because amp rejects ``binary_cross_entropy`` in fp16, which cannot represent
     the logarithms of probabilities near 0 and 1.
     """
     layers: list[nn.Module] = [
@@ -44,19 +44,19 @@ def discriminator(width: int, channels: int, size: int) -> nn.Sequential:
 
 
 def doublings_from_four(size: int) -> int:
-    """Returns how often 4 is doubled to reach ``size``.
+    """Returns how many times 4 must be doubled to reach ``size``.
 
     Raises:
         ValueError: If ``size`` is not 8, 16, 32, ...
     """
     doublings = int(math.log2(max(size, 1))) - 2
     if doublings < 1 or 4 * 2**doublings != size:
-        raise ValueError(f"--imageSize is {size}; it must be a power of two, 8 or more.")
+        raise ValueError(f"--imageSize is {size}; it must be a power of two and at least 8.")
     return doublings
 
 
 def initialize(layer: nn.Module) -> None:
-    """Draws the first weights as the paper does."""
+    """Initializes the weights as in the paper."""
     if isinstance(layer, nn.Conv2d | nn.ConvTranspose2d):
         nn.init.normal_(layer.weight, 0.0, 0.02)
     elif isinstance(layer, nn.BatchNorm2d):

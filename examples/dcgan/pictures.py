@@ -1,4 +1,4 @@
-"""Pictures to learn from, and grids of pictures to look at."""
+"""Training images, and grids of generated images."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", 
 
 
 class Pictures(Dataset[tuple[Tensor]]):
-    """The images anywhere under ``root``, as [3, size, size] in -1..1: the central square.
+    """The images under ``root``, as [3, size, size] in -1..1, cropped to the central square.
 
     Raises:
-        FileNotFoundError: If there are none.
+        FileNotFoundError: If there are no images.
     """
 
     def __init__(self, root: Path, size: int) -> None:
         self.files = sorted(p for p in root.rglob("*") if p.suffix.lower() in SUFFIXES)
         if not self.files:
-            raise FileNotFoundError(f"{root} holds no images.")
+            raise FileNotFoundError(f"{root} contains no images.")
         self.size = size
 
     def __len__(self) -> int:

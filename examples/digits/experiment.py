@@ -1,4 +1,4 @@
-"""The digits as a target of ``apex compare``: what is trained at every level.
+"""The digits as a target of ``apex compare``, which trains them at every level.
 
 apex compare examples/digits/experiment.py
 """
@@ -9,11 +9,11 @@ from train import accuracy, batches, build_model, load_data
 
 
 def setup():
-    """Returns the model, its optimizer, the batches, the loss, and a figure for the end."""
+    """Returns the model, its optimizer, the batches, the loss, and a final measurement."""
     train, _ = load_data("cpu")
     model = build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    # As many as anybody asks for: they are drawn one by one.
+    # More batches than any run needs: they are generated one by one.
     return model, optimizer, batches(train, steps=100_000, batch_size=64, seed=0), loss, evaluate
 
 
@@ -24,7 +24,7 @@ def loss(model, batch):
 
 
 def evaluate(model):
-    """Returns the fraction of the test digits that the model names right."""
+    """Returns the accuracy on the test digits, between 0 and 1."""
     _, test = load_data("cpu")
     device = next(model.parameters()).device
     return accuracy(model, tuple(part.to(device) for part in test))

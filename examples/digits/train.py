@@ -22,7 +22,7 @@ Examples = tuple[Tensor, Tensor]  # images [N, 1, 8, 8] in 0..1, labels [N]
 
 @cache
 def load_data(device: str) -> tuple[Examples, Examples]:
-    """Returns 1437 training and 360 test digits; the split never changes."""
+    """Returns 1437 training and 360 test digits, always the same split."""
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).div(16).unsqueeze(1).to(device)
     labels = torch.tensor(digits.target).to(device)
@@ -32,7 +32,7 @@ def load_data(device: str) -> tuple[Examples, Examples]:
 
 
 def batches(data: Examples, *, steps: int, batch_size: int, seed: int) -> Iterator[Examples]:
-    """Yields ``steps`` batches, shuffled anew in every epoch."""
+    """Yields ``steps`` batches, reshuffled in every epoch."""
     images, labels = data
     generator = torch.Generator().manual_seed(seed)
     while steps > 0:
@@ -69,7 +69,7 @@ def train(
 
 @torch.no_grad()
 def accuracy(model: nn.Module, data: Examples) -> float:
-    """Returns the fraction of ``data`` that ``model`` names right."""
+    """Returns the accuracy of ``model`` on ``data``, between 0 and 1."""
     images, labels = data
     model.eval()
     right = model(images).argmax(dim=1) == labels
@@ -78,27 +78,27 @@ def accuracy(model: nn.Module, data: Examples) -> float:
 
 
 def count(text: str) -> int:
-    """Reads a whole number of at least 1."""
+    """Parses an integer of at least 1."""
     if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a number of at least 1")
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
     return value
 
 
 def parse_args() -> argparse.Namespace:
-    """Reads the command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--opt-level", default="O1", metavar="O0..O5")
     parser.add_argument("--epochs", type=count, default=5)
-    parser.add_argument("--steps", type=count, help="stop after this many steps, whatever --epochs")
+    parser.add_argument("--steps", type=count, help="number of steps; overrides --epochs")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch-size", type=count, default=64)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--loss-scale", help="a number or 'dynamic'; default: the level's own")
+    parser.add_argument("--loss-scale", help="a number or 'dynamic'; default: the level's")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Trains, then prints the final loss and the test accuracy."""
+    """Trains, and prints the final loss and the test accuracy."""
     args = parse_args()
     torch.manual_seed(args.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"

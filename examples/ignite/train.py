@@ -18,7 +18,7 @@ TEST_IMAGES = 360
 
 
 def loaders(batch_size, limit=None):
-    """The last 360 of scikit-learn's 1797 images are for testing; ``limit`` takes fewer of both."""
+    """Returns loaders of 1437 training and 360 test images; ``limit`` takes fewer of both."""
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(digits.target)
@@ -52,10 +52,10 @@ def main():
         model, optimizer, loss_of, device=device, amp_mode="apex",
         gradient_accumulation_steps=options.accumulate,
     )  # fmt: skip
-    # Not the evaluator's own amp_mode: the model casts by itself, in evaluation too.
+    # The evaluator needs no amp_mode: the prepared model casts in evaluation too.
     metrics = {"accuracy": Accuracy(), "loss": Loss(loss_of)}
     evaluator = create_supervised_evaluator(model, metrics, device=device)
-    # The module amp stands for its loss scales: it has state_dict and load_state_dict.
+    # The module amp provides its loss scales through state_dict and load_state_dict.
     parts = {"model": model, "optimizer": optimizer, "amp": amp, "trainer": trainer}
     if options.resume is not None:
         Checkpoint.load_objects(parts, torch.load(options.resume, weights_only=True))
@@ -81,9 +81,9 @@ def parse():
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--accumulate", type=int, default=1, help="batches per update")
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--limit", type=int, help="train and test on the first few images only")
+    parser.add_argument("--limit", type=int, help="number of images for training and for testing")
     parser.add_argument("--work-dir", type=Path, default=Path("work_dirs/ignite"))
-    parser.add_argument("--resume", type=Path, help="a checkpoint from the work dir")
+    parser.add_argument("--resume", type=Path, help="checkpoint to resume from")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""The models that ``--arch`` names: torchvision's where it is installed and works, else ours."""
+"""The models that ``--arch`` selects: torchvision's if it imports, otherwise this example's."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import nn
 
 
 def torchvision_models() -> ModuleType | None:
-    """Returns ``torchvision.models``, or None where it is missing or made for another torch.
+    """Returns ``torchvision.models``, or None if it is missing or does not match torch.
 
-    PyPI's torchvision raises a RuntimeError on a CPU build of torch: its operators are absent.
+    PyPI's torchvision raises a RuntimeError on a CPU build of torch, which lacks its operators.
     """
     try:
         return importlib.import_module("torchvision.models")
@@ -24,8 +24,8 @@ def build_model(name: str, num_classes: int, *, pretrained: bool = False) -> nn.
     """Returns the model ``name`` for ``num_classes`` classes.
 
     Raises:
-        ValueError: For a name that neither torchvision nor this example has, and for pretrained
-            weights without torchvision.
+        ValueError: If neither torchvision nor this example has the model, or if pretrained weights
+            are requested without torchvision.
     """
     source = torchvision_models()
     if source is not None and name in source.list_models(module=source):
@@ -37,8 +37,12 @@ def build_model(name: str, num_classes: int, *, pretrained: bool = False) -> nn.
             name, weights="DEFAULT" if pretrained else None, num_classes=num_classes
         )
     if pretrained:
-        raise ValueError("--pretrained takes torchvision, which cannot be imported here.")
+        raise ValueError("--pretrained needs torchvision, which cannot be imported.")
     if name not in STAGES:
-        where = "torchvision cannot be imported here" if source is None else "nor has torchvision"
+        where = (
+            "torchvision cannot be imported"
+            if source is None
+            else "torchvision does not have it either"
+        )
         raise ValueError(f"--arch {name} is not one of {', '.join(STAGES)}; {where}.")
     return resnet(name, num_classes)

@@ -1,4 +1,4 @@
-"""Images of folders or of digits, loaded by workers and normalized on the device."""
+"""Images from folders or scikit-learn's digits, loaded by workers and normalized on the device."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
 
     Args:
         root: One folder per class.
-        size: Pixels a side.
-        augment: A random crop and flip for training; else the center.
+        size: Side length in pixels.
+        augment: Whether to crop and flip randomly, for training, instead of a center crop.
 
     Raises:
-        FileNotFoundError: If there is no image.
+        FileNotFoundError: If there are no images.
     """
 
     def __init__(self, root: Path, size: int, *, augment: bool) -> None:
@@ -41,7 +41,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
             if path.suffix.lower() in SUFFIXES
         ]
         if not self.files:
-            raise FileNotFoundError(f"{root} holds no images; they belong in {root}/<class>/.")
+            raise FileNotFoundError(f"{root} contains no images; put them in {root}/<class>/.")
         self.size = size
         self.augment = augment
 
@@ -61,7 +61,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
 
 
 def random_box(width: int, height: int) -> tuple[float, float, float, float]:
-    """Returns left, upper, right, lower of 8% to 100% of the area, 3:4 to 4:3 in shape."""
+    """Returns left, upper, right, lower of a box of 8% to 100% of the area and ratio 3:4 to 4:3."""
     area, shape, x, y = torch.rand(4).tolist()
     ratio = math.exp((2 * shape - 1) * math.log(4 / 3))
     pixels = width * height * (0.08 + 0.92 * area)
@@ -78,7 +78,7 @@ def center_box(width: int, height: int) -> tuple[float, float, float, float]:
 
 
 def load_digits() -> tuple[TensorDataset, TensorDataset]:
-    """Returns scikit-learn's 1797 digits as images of 32 pixels; 360 of them for validation."""
+    """Returns 1797 digits of scikit-learn as 32 x 32 pixel images, 360 of them for validation."""
     from sklearn.datasets import load_digits as load
 
     digits = load()
@@ -101,10 +101,10 @@ def make_loader(
     world_size: int,
     seed: int,
 ) -> DataLoader:
-    """Returns this process's share of ``dataset``: shuffled whole batches, or all in order.
+    """Returns a loader of this process's share: shuffled full batches, or all images in order.
 
     Raises:
-        ValueError: If a share that is to be shuffled holds less than one batch.
+        ValueError: If a shuffled share is smaller than one batch.
     """
     if shuffle:
         sampler = DistributedSampler(dataset, world_size, rank, seed=seed, drop_last=True)
@@ -114,7 +114,7 @@ def make_loader(
                 f"--batch-size {batch_size}. Choose a smaller batch."
             )
     else:
-        sampler = range(rank, len(dataset), world_size)  # each image once, in one process only
+        sampler = range(rank, len(dataset), world_size)  # each image in one process only
     return DataLoader(
         dataset,
         batch_size,
@@ -122,14 +122,14 @@ def make_loader(
         num_workers=workers,
         pin_memory=torch.cuda.is_available(),
         drop_last=shuffle,
-        persistent_workers=False,  # workers that start anew follow the epoch's seed
+        persistent_workers=False,  # new workers use the epoch's seed
     )
 
 
 class Prefetcher:
-    """Yields a loader's batches on the device, normalized there.
+    """Yields a loader's batches, moved to the device and normalized there.
 
-    On CUDA the next batch is copied, as bytes, and normalized while the model works on this one.
+    On CUDA, the next batch is copied as bytes and normalized while the model uses the current one.
     """
 
     def __init__(self, loader: DataLoader, device: torch.device, *, channels_last: bool) -> None:
@@ -170,5 +170,5 @@ class Prefetcher:
             current = torch.cuda.current_stream(self.device)
             current.wait_event(copied)
             for tensor in batch:
-                tensor.record_stream(current)  # the memory is not given away before its last use
+                tensor.record_stream(current)  # keeps the memory until its last use here
         return batch

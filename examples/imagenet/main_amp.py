@@ -1,4 +1,4 @@
-"""Trains an image classifier with amp, on folders of images or on scikit-learn's digits.
+"""Trains an image classifier with amp, on image folders or on scikit-learn's digits.
 
 python examples/imagenet/main_amp.py --opt-level O4 --epochs 3
 torchrun --nproc_per_node=8 examples/imagenet/main_amp.py -a resnet50 -b 224 --opt-level O2 DIR
@@ -45,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> Score:
         return fit(args, run, train_set, val_set)
     finally:
         if world_size > 1:
-            # DistributedDataParallel lies in a reference cycle and holds the group. One that is
-            # still there when Python ends may abort the process: gloo's threads are still running.
+            # DistributedDataParallel is part of a reference cycle and holds the group. A wrapper
+            # that exists when Python exits may abort the process: gloo's threads are still running.
             gc.collect()
             distributed.destroy_process_group()
 
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> Score:
 
 
 def join_processes(local_rank: int) -> tuple[int, int, torch.device]:
-    """Returns rank, number of processes and device; torchrun sets what it reads."""
+    """Joins the process group that torchrun describes; returns rank, world size and device."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
@@ -67,7 +67,7 @@ def join_processes(local_rank: int) -> tuple[int, int, torch.device]:
 
 
 def be_deterministic(wanted: bool) -> None:
-    """Chooses between the same numbers in every run and the fastest convolutions."""
+    """Selects deterministic algorithms, or otherwise the fastest convolutions."""
     if wanted:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(wanted)
@@ -81,14 +81,14 @@ def load_data(folder: Path | None, size: int) -> tuple[Dataset, Dataset, int]:
     train_set = ImageFolder(folder / "train", size, augment=True)
     val_set = ImageFolder(folder / "val", size, augment=False)
     if train_set.classes != val_set.classes:
-        raise ValueError(f"{folder}/train and {folder}/val hold different classes.")
+        raise ValueError(f"{folder}/train and {folder}/val contain different classes.")
     return train_set, val_set, len(train_set.classes)
 
 
 def prepare(
     args: argparse.Namespace, classes: int, rank: int, world_size: int, device: torch.device
 ) -> Run:
-    """Builds the model and the optimizer, and gives them to amp."""
+    """Creates the model and the optimizer and prepares them with amp."""
     model = build_model(args.arch, classes, pretrained=args.pretrained)
     if args.sync_bn:
         model = convert_syncbn_model(model)
@@ -99,7 +99,7 @@ def prepare(
         lr=args.lr,
         momentum=args.momentum,
         weight_decay=args.weight_decay,
-        fused=True,  # skips an overflowed step on the device, without waiting for it
+        fused=True,  # skips an overflowed step on the device, without a host sync
     )
     model, optimizer = amp.initialize(
         model,
@@ -116,7 +116,7 @@ def prepare(
 
 
 def fit(args: argparse.Namespace, run: Run, train_set: Dataset, val_set: Dataset) -> Score:
-    """Runs the epochs, with a validation and a checkpoint after each."""
+    """Runs the epochs, each followed by a validation and a checkpoint."""
     share = {"rank": run.rank, "world_size": run.world_size, "workers": args.workers}
     val_loader = make_loader(val_set, args.batch_size, shuffle=False, seed=args.seed, **share)
     val_batches = Prefetcher(val_loader, run.device, channels_last=args.channels_last)
@@ -130,7 +130,7 @@ def fit(args: argparse.Namespace, run: Run, train_set: Dataset, val_set: Dataset
         return profile(args, run, model, train_batches)
     score = Score(0.0, 0.0, 0.0)
     for epoch in range(run.epoch, args.epochs):
-        torch.manual_seed(args.seed + epoch)  # crops and flips: a resumed run sees the same ones
+        torch.manual_seed(args.seed + epoch)  # so that a resumed run has the same crops and flips
         train_loader.sampler.set_epoch(epoch)
         train(args, run, model, train_batches)
         score = validate(run, val_batches)
@@ -142,7 +142,7 @@ def fit(args: argparse.Namespace, run: Run, train_set: Dataset, val_set: Dataset
 
 
 def train(args: argparse.Namespace, run: Run, model: nn.Module, batches: Prefetcher) -> None:
-    """Trains one epoch, with a line every ``--print-freq`` steps."""
+    """Trains one epoch and prints a line every ``--print-freq`` steps."""
     model.train()
     tally, seen, start = Tally(run.device), 0, time.perf_counter()
     for step, batch in enumerate(batches, start=1):
@@ -151,7 +151,7 @@ def train(args: argparse.Namespace, run: Run, model: nn.Module, batches: Prefetc
         tally.add(*train_step(model, run.optimizer, batch))
         seen += global_batch(args, run)
         if step % args.print_freq == 0 or step == len(batches):
-            score = tally.read()  # waits for the device, so the time below is that of the steps
+            score = tally.read()  # syncs, so that the time below covers the steps
             speed = seen / (time.perf_counter() - start)
             say(run, f"epoch {run.epoch} [{step}/{len(batches)}]  {score}  {speed:.0f} images/s")
             tally, seen, start = Tally(run.device), 0, time.perf_counter()
@@ -160,7 +160,7 @@ def train(args: argparse.Namespace, run: Run, model: nn.Module, batches: Prefetc
 def train_step(
     model: nn.Module, optimizer: Optimizer, batch: Batch
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Trains on one batch and returns loss, logits and labels, all still on the device."""
+    """Trains on one batch and returns loss, logits and labels, all on the device."""
     images, labels = batch
     logits = model(images).float()
     loss = F.cross_entropy(logits, labels)
@@ -185,7 +185,7 @@ def validate(run: Run, batches: Iterable[Batch]) -> Score:
 
 
 def profile(args: argparse.Namespace, run: Run, model: nn.Module, batches: Prefetcher) -> Score:
-    """Profiles ``--prof`` steps after three unseen ones and returns the score over them."""
+    """Profiles ``--prof`` steps after three warm-up steps and returns their score."""
     model.train()
     stream = endless(batches)
     for batch in islice(stream, 3):
@@ -205,7 +205,7 @@ def profile(args: argparse.Namespace, run: Run, model: nn.Module, batches: Prefe
 
 
 def endless(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Yields the batches again and again."""
+    """Yields the batches repeatedly."""
     while True:
         yield from batches
 
@@ -213,8 +213,8 @@ def endless(batches: Iterable[Batch]) -> Iterator[Batch]:
 def learning_rate(progress: float) -> float:
     """Returns the multiplier of ``--lr`` at ``progress`` of the run (0 to 1).
 
-    It rises over the first 1/18 and falls to a tenth at 1/3, 2/3 and 8/9: of 90 epochs these are
-    5, 30, 60 and 80.
+    It rises over the first 1/18 and drops by a factor of 10 at 1/3, 2/3 and 8/9: in 90 epochs,
+    these are epochs 5, 30, 60 and 80.
     """
     if progress < 1 / 18:
         return 18 * progress
@@ -222,13 +222,13 @@ def learning_rate(progress: float) -> float:
 
 
 def set_learning_rate(run: Run, value: float) -> None:
-    """Sets it in every group: amp keeps the optimizer's groups, so this works at every level."""
+    """Sets the learning rate in every group; amp keeps the groups, so it works at every level."""
     for group in run.optimizer.param_groups:
         group["lr"] = value
 
 
 def global_batch(args: argparse.Namespace, run: Run) -> int:
-    """Returns the images of one step over all processes."""
+    """Returns the number of images in one step over all processes."""
     return args.batch_size * run.world_size
 
 

@@ -1,4 +1,4 @@
-"""ResNets (He et al., CVPR 2016) in torch alone, for machines without torchvision."""
+"""ResNets (He et al., CVPR 2016) in plain torch, for machines without torchvision."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STAGES: dict[str, tuple[int, tuple[int, ...]]] = {
     "resnet101": (4, (3, 4, 23, 3)),
     "resnet152": (4, (3, 8, 36, 3)),
 }
-"""Output channels per inner channel (4: a bottleneck), and the blocks of each stage."""
+"""Output channels per inner channel (4 for a bottleneck), and the number of blocks per stage."""
 
 
 class Residual(nn.Module):
@@ -29,7 +29,7 @@ class Residual(nn.Module):
 
 
 def resnet(name: str, num_classes: int) -> nn.Sequential:
-    """Returns a net for images [N, 3, H, W] of at least 32 pixels a side."""
+    """Returns a net for images [N, 3, H, W] of at least 32 x 32 pixels."""
     expansion, stages = STAGES[name]
     layers = [conv_norm(3, 64, 7, stride=2), nn.ReLU(), nn.MaxPool2d(3, stride=2, padding=1)]
     channels = 64
@@ -44,7 +44,7 @@ def resnet(name: str, num_classes: int) -> nn.Sequential:
 
 
 def block(channels: int, width: int, expansion: int, stride: int) -> Residual:
-    """Returns two 3x3 convolutions, or with an ``expansion`` the 1x1, 3x3, 1x1 bottleneck."""
+    """Returns two 3x3 convolutions or, with an ``expansion``, a 1x1, 3x3, 1x1 bottleneck."""
     if expansion == 1:
         last = conv_norm(width, width, 3)
         inside = nn.Sequential(conv_norm(channels, width, 3, stride), nn.ReLU(), last)
@@ -55,14 +55,14 @@ def block(channels: int, width: int, expansion: int, stride: int) -> Residual:
             *(conv_norm(width, width, 3, stride), nn.ReLU()),
             last,
         )
-    nn.init.zeros_(last[1].weight)  # each block starts as its shortcut, which trains better
+    nn.init.zeros_(last[1].weight)  # each block starts as its shortcut, which helps training
     out = width * expansion
     same = stride == 1 and channels == out
     return Residual(inside, nn.Identity() if same else conv_norm(channels, out, 1, stride))
 
 
 def conv_norm(channels: int, out: int, kernel: int, stride: int = 1) -> nn.Sequential:
-    """Returns a convolution and its batch norm."""
+    """Returns a convolution followed by batch norm."""
     conv = nn.Conv2d(channels, out, kernel, stride, padding=kernel // 2, bias=False)
     nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
     return nn.Sequential(conv, nn.BatchNorm2d(out))

@@ -1,4 +1,4 @@
-"""Averages of loss and accuracy, summed on the device and over processes."""
+"""Averages of loss and accuracy, accumulated on the device and over processes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Score:
     """Averages over images.
 
     Attributes:
-        loss: The loss.
-        top1: Per cent of images whose label got the highest score.
-        top5: Per cent of images whose label is among the five highest.
+        loss: Mean loss.
+        top1: Percentage of images whose label has the highest score.
+        top5: Percentage of images whose label is among the five highest scores.
     """
 
     loss: float
@@ -27,21 +27,21 @@ class Score:
 
 
 class Tally:
-    """Adds up without waiting for the device; only ``read`` waits."""
+    """Accumulates scores on the device; only ``read`` syncs."""
 
     def __init__(self, device: torch.device) -> None:
         self.sums = torch.zeros(4, device=device)
 
     @torch.no_grad()
     def add(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """Counts a batch: its mean ``loss``, ``logits`` [N, classes], ``labels`` [N]."""
+        """Adds a batch: its mean ``loss``, ``logits`` [N, classes], ``labels`` [N]."""
         best = logits.topk(min(5, logits.shape[1])).indices == labels.unsqueeze(1)
         count = len(labels)
         top1, top5 = best[:, 0].sum(), best.sum()
         self.sums += torch.stack([loss * count, top1, top5, torch.full_like(loss, count)])
 
     def read(self) -> Score:
-        """Returns the averages over all batches of all processes, which must all call it."""
+        """Returns the averages over all batches of all processes; every process must call it."""
         sums = self.sums.clone()
         if distributed.is_available() and distributed.is_initialized():
             distributed.all_reduce(sums)

@@ -1,4 +1,4 @@
-"""What one training consists of, its checkpoints, and its voice."""
+"""The state of a training run, its checkpoints and its output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from apex import amp
 
 @dataclass
 class Run:
-    """One training: what a checkpoint saves, and where it runs."""
+    """A training run: the state that a checkpoint saves, and the device and rank."""
 
     model: nn.Module  # without DistributedDataParallel
     optimizer: Optimizer
@@ -26,13 +26,13 @@ class Run:
 
 
 def say(run: Run, text: str) -> None:
-    """Prints in one process only."""
+    """Prints on rank 0 only."""
     if run.rank == 0:
         print(text, flush=True)
 
 
 def save_checkpoint(folder: Path, run: Run, *, is_best: bool) -> None:
-    """Writes ``checkpoint.pth.tar``, and ``model_best.pth.tar`` beside it."""
+    """Writes ``checkpoint.pth.tar``, and ``model_best.pth.tar`` if it is the best."""
     folder.mkdir(parents=True, exist_ok=True)
     state = {
         "epoch": run.epoch,
@@ -44,11 +44,13 @@ def save_checkpoint(folder: Path, run: Run, *, is_best: bool) -> None:
     for name in ["checkpoint", "model_best"] if is_best else ["checkpoint"]:
         unfinished = folder / f"{name}.pth.tar.part"
         torch.save(state, unfinished)
-        unfinished.replace(folder / f"{name}.pth.tar")  # never half a file under the real name
+        unfinished.replace(
+            folder / f"{name}.pth.tar"
+        )  # the final name never holds an incomplete file
 
 
 def load_checkpoint(path: Path, run: Run) -> None:
-    """Goes on where the checkpoint was saved; the run must be prepared by amp already."""
+    """Resumes from a checkpoint; amp must have prepared the run already."""
     state = torch.load(path, map_location=run.device, weights_only=True)
     run.model.load_state_dict(state["model"])
     run.optimizer.load_state_dict(state["optimizer"])

@@ -8,6 +8,6 @@ custom_imports = dict(imports=["apex.integrations.mmengine"])
 optim_wrapper = dict(
     type="apex.ApexOptimWrapper",
     opt_level="O4",
-    loss_scale=None,  # the level's own: bf16 needs none
+    loss_scale=None,  # the level's default: bf16 needs no scaling
     clip_grad=dict(max_norm=5.0),
 )

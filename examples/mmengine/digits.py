@@ -1,4 +1,4 @@
-"""Handwritten digits for MMEngine: the data that scikit-learn ships, a model, a metric."""
+"""Handwritten digits for MMEngine: scikit-learn's data, a model and a metric."""
 
 import torch
 from mmengine.evaluator import BaseMetric
@@ -12,7 +12,7 @@ TEST_IMAGES = 360
 
 
 class Digits(Dataset):
-    """8 x 8 grey images, the last 360 of 1797 for testing; ``limit`` takes the first few only."""
+    """8 x 8 grey images, the last 360 of 1797 for testing; ``limit`` keeps the first images."""
 
     def __init__(self, train, limit=None):
         digits = load_digits()
@@ -29,7 +29,7 @@ class Digits(Dataset):
 
 
 class Classifier(BaseModel):
-    """Two convolutions with batch norm. Nothing in it knows of mixed precision."""
+    """Two convolutions with batch norm, without any mixed-precision code."""
 
     def __init__(self):
         super().__init__()
@@ -47,7 +47,7 @@ class Classifier(BaseModel):
 
 
 class Accuracy(BaseMetric):
-    """The share of images whose most likely digit is the right one."""
+    """The accuracy on the test images."""
 
     def process(self, data_batch, data_samples):
         guesses = torch.stack([*data_samples]).argmax(1).cpu()

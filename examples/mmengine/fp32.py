@@ -1,4 +1,4 @@
-"""Training in fp32: an MMEngine config as it was before mixed precision."""
+"""An ordinary MMEngine config, which trains in fp32."""
 
 collate = dict(type="default_collate")
 

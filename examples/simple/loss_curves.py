@@ -24,11 +24,11 @@ Step = Callable[[Tensor, Tensor], Tensor]  # images, labels -> loss, after train
 
 @dataclass(frozen=True)
 class Curve:
-    """How one way of training compares with fp32, over several seeds.
+    """Compares one way of training with fp32, over several seeds.
 
     Attributes:
         final: Mean loss of the last tenth of the steps.
-        apart: Mean distance of a step's loss from that of fp32 with the same seed.
+        apart: Mean distance between the losses of a step here and in fp32 with the same seed.
     """
 
     final: float
@@ -141,12 +141,12 @@ def losses(way: str, *, seed: int, steps: int, device: str, order: int) -> list[
 def compare(
     ways: Sequence[str], *, seeds: int, steps: int, device: str
 ) -> tuple[dict[str, Curve], float]:
-    """Returns each way's curve, and how far fp32 is from itself with other first weights."""
+    """Returns each way's curve, and fp32's distance from itself with other initial weights."""
     run = {"steps": steps, "device": device}
     base = [losses("fp32", seed=seed, order=seed, **run) for seed in range(seeds)]
     curves = {}
     for way in ways:
-        gc.collect()  # casts of the last session end with its model
+        gc.collect()  # the last session's casts end with its model
         own = [losses(way, seed=seed, order=seed, **run) for seed in range(seeds)]
         curves[way] = Curve(mean(map(final, own)), mean(map(distance, own, base)))
     reseeded = [losses("fp32", seed=seed + seeds, order=seed, **run) for seed in range(seeds)]

@@ -1,4 +1,4 @@
-"""Fits a noisy sine with a small net: the least program that uses amp.
+"""Fits a noisy sine with a small net: the smallest program that uses amp.
 
 python examples/simple/main_amp.py --opt-level O5
 """
@@ -16,7 +16,7 @@ from apex import amp  # amp, line 1 of 3
 
 
 def main(argv: Sequence[str] | None = None) -> tuple[float, float]:
-    """Trains and returns the first and the last loss."""
+    """Trains, and returns the first and the last loss."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--opt-level", default="O1", metavar="O0..O5")
     parser.add_argument("--steps", type=int, default=300)

@@ -1,4 +1,4 @@
-"""A text file as numbered words, cut into batches for a recurrent net."""
+"""A text file as word indices, split into batches for a recurrent net."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ class Corpus:
     """The words of a text, numbered in the order of their first appearance.
 
     Attributes:
-        vocabulary: The words by number; punctuation marks and the end of a line are words.
-        train: The numbers of the first nine tenths of the text.
-        validation: Those of the rest.
+        vocabulary: The words by index; punctuation marks and line ends count as words.
+        train: The indices of the first 90 % of the text.
+        validation: The indices of the rest.
 
     Raises:
-        ValueError: If the text holds fewer than 100 words.
+        ValueError: If the text has fewer than 100 words.
     """
 
     def __init__(self, path: Path) -> None:
         words = list(split(path.read_text(encoding="utf-8")))
         if len(words) < 100:
-            raise ValueError(f"{path} holds {len(words)} words; at least 100 are needed.")
+            raise ValueError(f"{path} contains {len(words)} words; at least 100 are needed.")
         self.vocabulary = list(dict.fromkeys(words))
         numbers = {word: number for number, word in enumerate(self.vocabulary)}
         text = torch.tensor([numbers[word] for word in words])
@@ -35,7 +35,7 @@ class Corpus:
 
 
 def split(text: str) -> Iterator[str]:
-    """Yields the words, in small letters, and the punctuation of each line that is not empty."""
+    """Yields the lower-case words and the punctuation of each non-empty line."""
     for line in text.lower().splitlines():
         if line.strip():
             yield from re.findall(r"\w+(?:['\u2019-]\w+)*|[^\w\s]", line)
@@ -43,10 +43,10 @@ def split(text: str) -> Iterator[str]:
 
 
 def columns(text: Tensor, batch_size: int) -> Tensor:
-    """Returns ``text`` [N] as [N // batch_size, batch_size]: each column a piece of it, in order.
+    """Returns ``text`` [N] as [N // batch_size, batch_size]; each column is a contiguous piece.
 
     Raises:
-        ValueError: If a column would hold fewer than two words.
+        ValueError: If a column would have fewer than two words.
     """
     length = len(text) // batch_size
     if length < 2:
@@ -55,7 +55,7 @@ def columns(text: Tensor, batch_size: int) -> Tensor:
 
 
 def chunks(text: Tensor, length: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields ``length`` rows after ``length`` rows, each with the words that follow."""
+    """Yields chunks of ``length`` rows, each with the words that follow."""
     for start in range(0, len(text) - 1, length):
         end = min(start + length, len(text) - 1)
         yield text[start:end], text[start + 1 : end + 1]

@@ -1,4 +1,4 @@
-"""A language model of word embeddings, a recurrent net and scores for the next word."""
+"""A language model: word embeddings, a recurrent net, and scores for the next word."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class LanguageModel(nn.Module):
     Args:
         cell: ``"LSTM"`` or ``"GRU"``.
         words: Size of the vocabulary.
-        width: Of embeddings and hidden states.
-        layers: Of the recurrent net.
-        dropout: Probability.
-        tied: Whether one matrix serves both the embedding and the scores.
+        width: Size of embeddings and hidden states.
+        layers: Number of recurrent layers.
+        dropout: Dropout probability.
+        tied: Whether embedding and output layer share one matrix.
     """
 
     def __init__(
@@ -42,5 +42,5 @@ class LanguageModel(nn.Module):
 
 
 def detached(hidden: Hidden) -> Hidden:
-    """Returns ``hidden`` cut off from the chunk that it came from."""
+    """Returns ``hidden`` detached from the chunk that produced it."""
     return tuple(h.detach() for h in hidden) if isinstance(hidden, tuple) else hidden.detach()

@@ -23,29 +23,29 @@ SONNETS = Path(__file__).with_name("sonnets.txt")
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Reads the command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--data", type=Path, default=SONNETS, help="text file; default: seven sonnets")
     add("--model", default="LSTM", choices=list(CELLS))
-    add("--width", type=int, default=128, help="of embeddings and hidden states")
+    add("--width", type=int, default=128, help="size of embeddings and hidden states")
     add("--nlayers", type=int, default=1)
     add("--dropout", type=float, default=0.0)
-    add("--tied", action="store_true", help="one matrix for embedding and scores")
+    add("--tied", action="store_true", help="share the matrix of embedding and output layer")
     add("--lr", type=float, default=2e-3)
-    add("--clip", type=float, default=0.5, help="greatest norm of the gradients")
+    add("--clip", type=float, default=0.5, help="largest norm of the gradients")
     add("--epochs", type=int, default=20)
-    add("--batch-size", type=int, default=8, help="columns of text, read side by side")
-    add("--bptt", type=int, default=16, help="words that a gradient flows back over")
-    add("--accumulate", type=int, default=2, help="chunks of text for each step")
+    add("--batch-size", type=int, default=8, help="columns of text, read in parallel")
+    add("--bptt", type=int, default=16, help="words through which gradients propagate")
+    add("--accumulate", type=int, default=2, help="chunks of text per step")
     add("--seed", type=int, default=0)
     add("--opt-level", default="O1", metavar="O0..O5")
-    add("--loss-scale", help="a number or 'dynamic'; default: the level's own")
+    add("--loss-scale", help="a number or 'dynamic'; default: the level's")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> tuple[float, float]:
-    """Trains and returns the last losses, of training and of validation."""
+    """Trains, and returns the last training and validation losses."""
     args = parse_args(argv)
     torch.manual_seed(args.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[float, float]:
 def train(args: argparse.Namespace, model: nn.Module, optimizer: Optimizer, text: Tensor) -> float:
     """Trains on the text once and returns the mean loss.
 
-    ``--accumulate`` chunks share a step: each adds its unscaled gradients to those of the others.
+    Each step accumulates the unscaled gradients of ``--accumulate`` chunks.
     """
     model.train()
     hidden, losses = None, []
@@ -88,8 +88,8 @@ def train(args: argparse.Namespace, model: nn.Module, optimizer: Optimizer, text
             scaled_loss.backward()
         losses.append(loss.detach())
         if index % args.accumulate == 0 or index == len(pieces):
-            # Here the gradients are unscaled and, with masters, fp32. After an overflow they are
-            # inf or NaN, the norm too, and step() does nothing.
+            # The gradients are unscaled here and, with masters, fp32. After an overflow, they and
+            # their norm are inf or NaN, and step() does nothing.
             nn.utils.clip_grad_norm_(amp.master_params(optimizer), args.clip)
             optimizer.step()
             optimizer.zero_grad()

@@ -1,11 +1,11 @@
-"""apex's multi-tensor functions, by the names and argument orders of its compiled extension.
+"""apex's multi-tensor functions, with the names and argument orders of its compiled extension.
 
-Each takes ``(chunk_size, noop_flag, tensor_lists, ...)``. ``chunk_size`` (elements per thread
-block there) has no meaning here. ``noop_flag`` is one int32 element on the device of the tensors.
-The functions that look for inf and NaN raise it to 1, without a host sync, and never lower it;
-those that say so leave everything as it is where it is set. ``tensor_lists`` hold tensors of one
-device and any floating dtypes, one position being one parameter: all is computed in fp32 (fp64 of
-fp64 tensors) and rounded once.
+Each takes ``(chunk_size, noop_flag, tensor_lists, ...)``. ``chunk_size`` (elements per thread block
+in apex) is ignored. ``noop_flag`` is one int32 element on the tensors' device. Functions that check
+for inf and NaN set it to 1 without a host sync and never reset it; functions documented as such do
+nothing if it is set. ``tensor_lists`` contain tensors of one device and any floating-point dtypes;
+each position is one parameter. All functions compute in fp32 (fp64 for fp64 tensors) and round
+once.
 """
 
 from amp_C.adam import (

@@ -25,19 +25,19 @@ def multi_tensor_adam(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """Takes one step in place, whatever the flag says (as apex: inf and NaN go through).
+    """Takes one step in place; ignores the flag, so that inf and NaN pass through, as in apex.
 
     Args:
-        chunk_size: Not used.
-        noop_flag: Neither read nor written.
+        chunk_size: Ignored.
+        noop_flag: Ignored.
         tensor_lists: ``[grads, params, exp_avgs, exp_avg_sqs]``.
         lr: Learning rate.
         beta1: Decay of the average of gradients.
         beta2: Decay of the average of their squares.
-        epsilon: Added to the denominator.
-        step: Count of this step, from 1.
+        epsilon: Term added to the denominator.
+        step: Number of this step, counted from 1.
         mode: 0 for weight decay in the gradient (Adam), 1 for decoupled decay (AdamW).
-        bias_correction: 1 to correct the bias of the averages.
+        bias_correction: Whether to correct the bias of the averages: 1 or 0.
         weight_decay: Decay rate.
     """
     del chunk_size
@@ -61,21 +61,21 @@ def multi_tensor_adam_capturable(
     weight_decay: float,
     inv_scale: float | Tensor,
 ) -> None:
-    """Unscales the gradients in place and takes one step; nothing happens where the flag is set.
+    """Unscales the gradients in place and takes one step; does nothing if the flag is set.
 
     Args:
-        chunk_size: Not used.
+        chunk_size: Ignored.
         noop_flag: One int32 element; read on the device.
         tensor_lists: ``[grads, params, exp_avgs, exp_avg_sqs]``.
-        lr: Learning rate; a tensor is not read on the host.
+        lr: Learning rate; a tensor stays on the device.
         beta1: Decay of the average of gradients.
         beta2: Decay of the average of their squares.
-        epsilon: Added to the denominator.
-        step: Count of this step, from 1, one element.
+        epsilon: Term added to the denominator.
+        step: Number of this step, counted from 1, one element.
         mode: 0 for weight decay in the gradient (Adam), 1 for decoupled decay (AdamW).
-        bias_correction: 1 to correct the bias of the averages.
+        bias_correction: Whether to correct the bias of the averages: 1 or 0.
         weight_decay: Decay rate.
-        inv_scale: What gradients are multiplied by, one element.
+        inv_scale: Multiplier on the gradients, one element.
     """
     del chunk_size
     name = "multi_tensor_adam_capturable"
@@ -105,7 +105,7 @@ def multi_tensor_adam_capturable_master(
     weight_decay: float,
     inv_scale: float | Tensor,
 ) -> None:
-    """Does :func:`multi_tensor_adam_capturable` on masters and writes them, rounded, to params.
+    """Runs :func:`multi_tensor_adam_capturable` on masters and writes the rounded result to params.
 
     ``tensor_lists`` are ``[grads, params, exp_avgs, exp_avg_sqs, masters]``.
     """

@@ -1,11 +1,11 @@
-"""2-norms over lists of tensors, alone or with the product that usually follows."""
+"""2-norms over lists of tensors, optionally combined with scaling."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from amp_C.lists import TensorLists, checked, raise_noop_
+from amp_C.lists import TensorLists, checked, set_noop_
 from apex._core.foreach import norms, scaling
 from apex._core.foreach.gate import as_scalar
 from apex._core.foreach.working import working
@@ -15,13 +15,13 @@ from apex._core.foreach.working import working
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, per_tensor: bool | None = False
 ) -> tuple[Tensor, Tensor]:
-    """Returns the 2-norm over all tensors; raises the flag if it is not finite.
+    """Returns the 2-norm over all tensors; sets the flag if it is not finite.
 
     Args:
-        chunk_size: Not used.
+        chunk_size: Ignored.
         noop_flag: One int32 element.
         tensor_lists: ``[tensors]``.
-        per_tensor: Whether to return each tensor's norm, too.
+        per_tensor: Whether to also return each tensor's norm.
 
     Returns:
         The norm (``[1]`` fp32, 0 of no tensors) and the norms (``[N]`` fp32, or ``[0]``).
@@ -35,9 +35,9 @@ def multi_tensor_l2norm(
 def multi_tensor_l2norm_mp(
     chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, per_tensor: bool | None = False
 ) -> tuple[Tensor, Tensor]:
-    """Returns what :func:`multi_tensor_l2norm` does.
+    """Returns the result of :func:`multi_tensor_l2norm`.
 
-    apex leaves its result undefined where the flag is set already; here it is the norm.
+    In apex, the result is undefined if the flag is already set; here, it is the norm.
     """
     del chunk_size
     (tensors,) = checked("multi_tensor_l2norm_mp", noop_flag, tensor_lists, 1)
@@ -52,14 +52,14 @@ def multi_tensor_l2norm_scale(
     scale: float | Tensor,
     per_tensor: bool | None = False,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the norms of the sources as they are, and writes ``scale * source`` to the targets.
+    """Returns the norms of the unscaled sources and writes ``scale * source`` to the targets.
 
     Args:
-        chunk_size: Not used.
-        noop_flag: One int32 element; raised if the norm is not finite.
+        chunk_size: Ignored.
+        noop_flag: One int32 element; set if the norm is not finite.
         tensor_lists: ``[sources, targets]``.
         scale: The multiplier.
-        per_tensor: Whether to return each tensor's norm, too.
+        per_tensor: Whether to also return each tensor's norm.
     """
     del chunk_size
     sources, targets = checked("multi_tensor_l2norm_scale", noop_flag, tensor_lists, 2)
@@ -77,14 +77,14 @@ def multi_tensor_unscale_l2norm(
     inv_scale: float | Tensor,
     per_tensor: bool | None = False,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the norms of ``inv_scale * tensor``; the tensors stay as they are.
+    """Returns the norms of ``inv_scale * tensor``; the tensors stay unchanged.
 
     Args:
-        chunk_size: Not used.
-        noop_flag: One int32 element; raised if the norm is not finite.
+        chunk_size: Ignored.
+        noop_flag: One int32 element; set if the norm is not finite.
         tensor_lists: ``[tensors]``.
-        inv_scale: One over the loss scale, one element.
-        per_tensor: Whether to return each tensor's norm, too.
+        inv_scale: Reciprocal of the loss scale, one element.
+        per_tensor: Whether to also return each tensor's norm.
     """
     del chunk_size
     (tensors,) = checked("multi_tensor_unscale_l2norm", noop_flag, tensor_lists, 1)
@@ -99,5 +99,5 @@ def _reported(
 ) -> tuple[Tensor, Tensor]:
     each = norms.stacked(norms.l2_norms(tensors), noop_flag.device)
     norm = norms.total(each).reshape(1)
-    raise_noop_(noop_flag, ~torch.isfinite(norm))
+    set_noop_(noop_flag, ~torch.isfinite(norm))
     return norm, each if per_tensor else each[:0]

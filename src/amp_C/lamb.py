@@ -1,4 +1,4 @@
-"""LAMB steps, whole and in two stages."""
+"""LAMB steps, in one call or in two stages."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ def multi_tensor_lamb(
     max_grad_norm: float,
     use_nvlamb: bool | None = False,
 ) -> None:
-    """Takes one step in place, whatever the flag says (as apex: inf and NaN go through).
+    """Takes one step in place; ignores the flag, so that inf and NaN pass through, as in apex.
 
-    Unlike apex it leaves the gradients as they are.
+    Unlike in apex, the gradients stay unchanged.
 
     Args:
-        chunk_size: Not used.
-        noop_flag: Neither read nor written.
+        chunk_size: Ignored.
+        noop_flag: Ignored.
         tensor_lists: ``[grads, params, exp_avgs, exp_avg_sqs]``.
         lr: Learning rate.
         beta1: Decay of the average of gradients.
         beta2: Decay of the average of their squares.
-        epsilon: Added to the denominator.
-        step: Count of this step, from 1.
-        bias_correction: 1 to correct the bias of the averages.
+        epsilon: Term added to the denominator.
+        step: Number of this step, counted from 1.
+        bias_correction: Whether to correct the bias of the averages: 1 or 0.
         weight_decay: Decay rate.
-        grad_averaging: 1 if the gradient enters its average by ``1 - beta1``, 0 if by 1.
+        grad_averaging: Weight of the gradient in its average: ``1 - beta1`` if 1, else 1.
         mode: 0 for weight decay in the gradient, 1 for decoupled decay.
         global_grad_norm: Norm over all gradients, one element.
         max_grad_norm: The norm to which gradients are clipped.
-        use_nvlamb: Whether tensors without weight decay get a trust ratio, too.
+        use_nvlamb: Whether tensors without weight decay get a trust ratio too.
     """
     del chunk_size
     grads, params, firsts, seconds = checked("multi_tensor_lamb", noop_flag, tensor_lists, 4)
@@ -96,29 +96,29 @@ def multi_tensor_lamb_mp(
     found_inf: Tensor,
     inv_scale: float | Tensor,
 ) -> None:
-    """Takes one step on scaled gradients; nothing happens where the flag is set.
+    """Takes one step on scaled gradients; does nothing if the flag is set.
 
-    Unlike apex it leaves the gradients as they are.
+    Unlike in apex, the gradients stay unchanged.
 
     Args:
-        chunk_size: Not used.
+        chunk_size: Ignored.
         noop_flag: One int32 element; read on the device.
         tensor_lists: ``[grads, params, exp_avgs, exp_avg_sqs]``, or with the parameters' 16-bit
-            copies as a fifth list, which are written, too.
+            copies as a fifth list, which are updated too.
         lr: Learning rate, one element.
         beta1: Decay of the average of gradients.
         beta2: Decay of the average of their squares.
-        epsilon: Added to the denominator.
-        step: Count of this step, from 1, one element.
-        bias_correction: 1 to correct the bias of the averages.
+        epsilon: Term added to the denominator.
+        step: Number of this step, counted from 1, one element.
+        bias_correction: Whether to correct the bias of the averages: 1 or 0.
         weight_decay: Decay rate.
-        grad_averaging: 1 if the gradient enters its average by ``1 - beta1``, 0 if by 1.
+        grad_averaging: Weight of the gradient in its average: ``1 - beta1`` if 1, else 1.
         mode: 0 for weight decay in the gradient, 1 for decoupled decay.
         global_grad_norm: Norm over all scaled gradients, one element.
         max_grad_norm: The norm to which the scaled gradients are clipped, one element.
-        use_nvlamb: Whether tensors without weight decay get a trust ratio, too.
-        found_inf: Not used, as in apex: ``noop_flag`` decides.
-        inv_scale: One over the loss scale, one element.
+        use_nvlamb: Whether tensors without weight decay get a trust ratio too.
+        found_inf: Ignored, as in apex; ``noop_flag`` decides.
+        inv_scale: Reciprocal of the loss scale, one element.
     """
     del chunk_size, found_inf
     lists = checked("multi_tensor_lamb_mp", noop_flag, tensor_lists, 4, 5)
@@ -167,17 +167,17 @@ def multi_tensor_lamb_stage1_cuda(
     global_grad_norm: float | Tensor,
     max_global_grad_norm: float,
 ) -> None:
-    """Moves the averages and writes the update that the second stage applies.
+    """Updates the averages and writes the update that the second stage applies.
 
     Args:
-        chunk_size: Not used.
-        noop_flag: Neither read nor written.
+        chunk_size: Ignored.
+        noop_flag: Ignored.
         tensor_lists: ``[grads, params, exp_avgs, exp_avg_sqs, updates]``.
         per_tensor_decay: Decoupled weight decay of each tensor, ``[N]``.
-        step: Steps before this one, from 0.
+        step: Number of previous steps.
         beta1: Decay of the average of gradients.
         beta2: Decay of the average of their squares.
-        epsilon: Added to the denominator.
+        epsilon: Term added to the denominator.
         global_grad_norm: Norm over all gradients.
         max_global_grad_norm: The norm to which gradients are clipped.
     """
@@ -215,18 +215,18 @@ def multi_tensor_lamb_stage2_cuda(
     weight_decay: float | None = None,
     use_nvlamb: bool | None = False,
 ) -> None:
-    """Subtracts each update from its parameter, at the tensor's own rate.
+    """Subtracts each update from its parameter, with a separate rate per tensor.
 
     Args:
-        chunk_size: Not used.
-        noop_flag: Neither read nor written.
+        chunk_size: Ignored.
+        noop_flag: Ignored.
         tensor_lists: ``[params, updates]``.
         per_tensor_param_norm: Norm of each parameter, ``[N]``.
         per_tensor_update_norm: Norm of each update, ``[N]``.
         lr: Learning rate.
-        weight_decay: Without weight decay (0) there is no trust ratio. ``None``, as apex's first
-            version had no such argument, means a trust ratio for all.
-        use_nvlamb: Whether tensors without weight decay get a trust ratio, too.
+        weight_decay: Weight decay; 0 disables the trust ratio. ``None`` enables it for all tensors,
+            as in apex's first version, which lacked this argument.
+        use_nvlamb: Whether tensors without weight decay get a trust ratio too.
     """
     del chunk_size
     name = "multi_tensor_lamb_stage2_cuda"

@@ -1,4 +1,4 @@
-"""The checks that every multi-tensor function makes before it touches anything."""
+"""The argument checks of every multi-tensor function, made before it changes anything."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ TensorLists = Sequence[Sequence[Tensor]]
 def checked(
     name: str, noop_flag: Tensor, tensor_lists: TensorLists, *counts: int
 ) -> list[list[Tensor]]:
-    """Returns the lists, ready for use; nothing has been changed when it raises.
+    """Returns the validated lists; raises before anything changes.
 
-    Tensors of one position that differ in shape but not in the number of elements come as flat
-    views.
+    Tensors of one position that differ in shape but not in number of elements become flat views.
 
     Args:
-        name: The function that is called, for errors.
+        name: Name of the calling function, for error messages.
         noop_flag: Its flag.
-        tensor_lists: Its lists.
+        tensor_lists: Its tensor lists.
         counts: How many lists it takes.
 
     Raises:
@@ -46,8 +45,8 @@ def checked(
     return [list(column) for column in zip(*positions, strict=True)] if positions else lists
 
 
-def raise_noop_(noop_flag: Tensor, found: Tensor) -> None:
-    """Sets the flag to 1 where ``found`` (0-d) is set, on the device."""
+def set_noop_(noop_flag: Tensor, found: Tensor) -> None:
+    """Sets the flag to 1 if ``found`` (0-d) is non-zero, on the device."""
     found = (found != 0).to(noop_flag.dtype).reshape(noop_flag.shape)
     torch.maximum(noop_flag, found, out=noop_flag)
 
@@ -68,17 +67,17 @@ def _check_flag(name: str, noop_flag: object) -> None:
 def _check_tensor(name: str, noop_flag: Tensor, tensor: object) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(
-            f"{name} got a {type(tensor).__name__} in a tensor list. Leave parameters without "
-            "a gradient out of every list."
+            f"{name} got a {type(tensor).__name__} in a tensor list. Omit parameters without a "
+            "gradient from every list."
         )
     if tensor.layout is not torch.strided:
         raise TypeError(f"{name} takes dense tensors; it got one of layout {tensor.layout}.")
     if not tensor.is_floating_point():
-        raise TypeError(f"{name} takes floating tensors; it got one of {tensor.dtype}.")
+        raise TypeError(f"{name} takes floating-point tensors; it got one of {tensor.dtype}.")
     if tensor.device != noop_flag.device:
         raise ValueError(
             f"{name} got a tensor on {tensor.device} and its overflow flag on "
-            f"{noop_flag.device}. Call it once for each device, with a flag there."
+            f"{noop_flag.device}. Call it once per device, with a flag on that device."
         )
 
 
@@ -94,7 +93,7 @@ def _fitted(name: str, position: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         )
     if not all(tensor.is_contiguous() for tensor in position):
         raise ValueError(
-            f"{name} got tensors of shapes {shapes} in one position; where shapes differ all "
-            "must be contiguous."
+            f"{name} got tensors of shapes {shapes} in one position; tensors of different "
+            "shapes must be contiguous."
         )
     return tuple(tensor.view(-1) for tensor in position)

@@ -1,11 +1,11 @@
-"""Scaling, sums, and the loss scale with hysteresis."""
+"""Scaling, weighted sums, and loss scales with hysteresis."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from amp_C.lists import TensorLists, checked, raise_noop_
+from amp_C.lists import TensorLists, checked, set_noop_
 from apex._core.foreach import growth, scaling
 from apex._core.foreach.gate import as_scalar
 
@@ -14,19 +14,19 @@ from apex._core.foreach.gate import as_scalar
 def multi_tensor_scale(
     chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, scale: float | Tensor
 ) -> None:
-    """Writes ``scale * source`` into the targets; raises the flag if a source is not finite.
+    """Writes ``scale * source`` to the targets; sets the flag if a source is not finite.
 
     Args:
-        chunk_size: Not used.
+        chunk_size: Ignored.
         noop_flag: One int32 element.
         tensor_lists: ``[sources, targets]``, any mix of dtypes; both may be the same tensors.
-        scale: The multiplier; a tensor of one element is not read on the host.
+        scale: The multiplier; a tensor of one element stays on the device.
     """
     del chunk_size
     sources, targets = checked("multi_tensor_scale", noop_flag, tensor_lists, 2)
     if sources:
         factor = as_scalar(scale, noop_flag.device)
-        raise_noop_(noop_flag, scaling.scale_(sources, targets, factor))
+        set_noop_(noop_flag, scaling.scale_(sources, targets, factor))
 
 
 @torch.no_grad()
@@ -38,15 +38,15 @@ def multi_tensor_axpby(
     b: float | Tensor,
     arg_to_check: int,
 ) -> None:
-    """Writes ``a * x + b * y`` into the targets; raises the flag if an input is not finite.
+    """Writes ``a * x + b * y`` to the targets; sets the flag if an input is not finite.
 
     Args:
-        chunk_size: Not used.
+        chunk_size: Ignored.
         noop_flag: One int32 element.
         tensor_lists: ``[xs, ys, targets]``, any mix of dtypes; targets may be xs or ys.
         a: Multiplier of x.
         b: Multiplier of y.
-        arg_to_check: Which input raises the flag: 0 for x, 1 for y, -1 for both.
+        arg_to_check: Which inputs to check: 0 for x, 1 for y, -1 for both.
     """
     del chunk_size
     if arg_to_check not in (-1, 0, 1):
@@ -59,7 +59,7 @@ def multi_tensor_axpby(
         return
     check = [xs, ys] if arg_to_check == -1 else [(xs, ys)[arg_to_check]]
     a, b = (as_scalar(factor, noop_flag.device) for factor in (a, b))
-    raise_noop_(noop_flag, scaling.axpby_(xs, ys, targets, a, b, check=check))
+    set_noop_(noop_flag, scaling.axpby_(xs, ys, targets, a, b, check=check))
 
 
 @torch.no_grad()
@@ -73,19 +73,19 @@ def update_scale_hysteresis(
     growth_interval: int,
     hysteresis: int,
 ) -> Tensor:
-    """Moves a loss scale that backs off only at the last of ``hysteresis`` overflows in a row.
+    """Updates a loss scale that backs off only after ``hysteresis`` consecutive overflows.
 
-    All in place and on the device.
+    Works in place and on the device.
 
     Args:
         current_scale: Loss scale, one fp32 element.
-        growth_tracker: Clean steps since it last changed, one int32 element.
-        hysteresis_tracker: Overflows that are left, one int32 element.
-        found_inf: Above 0 for an overflow, one element.
+        growth_tracker: Clean steps since the last change, one int32 element.
+        hysteresis_tracker: Remaining overflows before backing off, one int32 element.
+        found_inf: Positive in case of an overflow, one element.
         growth_factor: Multiplier after ``growth_interval`` clean steps.
-        backoff_factor: Multiplier after an overflow too many.
+        backoff_factor: Multiplier when backing off.
         growth_interval: Clean steps before growth.
-        hysteresis: Overflows in a row of which the last one backs off.
+        hysteresis: Number of consecutive overflows before backing off.
 
     Returns:
         ``current_scale``.

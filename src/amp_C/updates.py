@@ -27,21 +27,21 @@ def multi_tensor_sgd(
     wd_after_momentum: bool,
     scale: float = 1.0,
 ) -> None:
-    """Takes one step in place; nothing happens where the flag is set.
+    """Takes one step in place; does nothing if the flag is set.
 
     Args:
-        chunk_size: Not used.
+        chunk_size: Ignored.
         noop_flag: One int32 element; read on the device.
         tensor_lists: ``[grads, params, momenta]``, or with the parameters' 16-bit copies as a
-            fourth list, which are written, too.
+            fourth list, which are updated too.
         wd: Weight decay.
-        momentum: Decay of the momentum, 0 for none.
-        dampening: Part of the gradient that is kept out of the momentum.
+        momentum: Decay of the momentum; 0 for none.
+        dampening: Share of the gradient that does not enter the momentum.
         lr: Learning rate.
-        nesterov: Whether to look ahead by Nesterov's rule.
-        first_run: Whether the momentum starts as the gradient.
-        wd_after_momentum: Whether weight decay joins behind the momentum.
-        scale: What gradients are multiplied by: one over the loss scale.
+        nesterov: Whether to use Nesterov momentum.
+        first_run: Whether to initialize the momentum with the gradient.
+        wd_after_momentum: Whether to add weight decay after the momentum.
+        scale: Multiplier on the gradients: the reciprocal of the loss scale.
     """
     del chunk_size
     lists = checked("multi_tensor_sgd", noop_flag, tensor_lists, 3, 4)
@@ -77,14 +77,14 @@ def multi_tensor_adagrad(
     mode: int,
     weight_decay: float,
 ) -> None:
-    """Takes one step in place, whatever the flag says (as apex: inf and NaN go through).
+    """Takes one step in place; ignores the flag, so that inf and NaN pass through, as in apex.
 
     Args:
-        chunk_size: Not used.
-        noop_flag: Neither read nor written.
+        chunk_size: Ignored.
+        noop_flag: Ignored.
         tensor_lists: ``[grads, params, sums]``.
         lr: Learning rate.
-        epsilon: Added to the denominator.
+        epsilon: Term added to the denominator.
         mode: 0 for weight decay in the gradient, 1 for decoupled decay.
         weight_decay: Decay rate.
     """
@@ -111,30 +111,30 @@ def multi_tensor_novograd(
     mode: int,
     norm_type: int,
 ) -> None:
-    """Takes one step in place, whatever the flag says (as apex: inf and NaN go through).
+    """Takes one step in place; ignores the flag, so that inf and NaN pass through, as in apex.
 
     Args:
-        chunk_size: Not used.
-        noop_flag: Neither read nor written.
+        chunk_size: Ignored.
+        noop_flag: Ignored.
         tensor_lists: ``[grads, params, exp_avgs]``.
-        grad_norms: Running norm of each gradient, ``[N]`` fp32; this step's is blended in.
+        grad_norms: Running norm of each gradient, ``[N]`` fp32; updated with this step's norms.
         lr: Learning rate.
         beta1: Decay of the average of gradients.
         beta2: Decay of the average of norms.
-        epsilon: Added to the denominator.
-        step: Count of this step, from 1.
-        bias_correction: 1 to correct the bias of the averages.
+        epsilon: Term added to the denominator.
+        step: Number of this step, counted from 1.
+        bias_correction: Whether to correct the bias of the averages: 1 or 0.
         weight_decay: Decay rate.
-        grad_averaging: 1 if the gradient enters its average by ``1 - beta1``, 0 if by 1.
-        mode: 0 to normalize and decay before the average is taken, 1 behind it.
-        norm_type: 2 for the 2-norm, 0 for the greatest absolute value.
+        grad_averaging: Weight of the gradient in its average: ``1 - beta1`` if 1, else 1.
+        mode: Whether to normalize and decay the gradient before averaging (0) or after (1).
+        norm_type: 2 for the 2-norm, 0 for the largest absolute value.
     """
     del chunk_size
     grads, params, averages = checked("multi_tensor_novograd", noop_flag, tensor_lists, 3)
     if norm_type not in (0, 2):
         raise ValueError(
             f"multi_tensor_novograd got norm_type={norm_type!r}; it must be 2 (2-norm) or "
-            "0 (greatest absolute value)."
+            "0 (largest absolute value)."
         )
     if grad_norms.numel() != len(params):
         raise ValueError(

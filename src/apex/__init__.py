@@ -1,7 +1,7 @@
-"""Mixed precision for PyTorch by NVIDIA apex's interface: ``from apex import amp``.
+"""Mixed precision for PyTorch through NVIDIA apex's interface: ``from apex import amp``.
 
-Scripts reach the parts as attributes too (``import apex; apex.optimizers.FusedAdam(...)``): ``amp``
-is imported here, the others when they are first asked for.
+Subpackages are available as attributes too (``import apex; apex.optimizers.FusedAdam(...)``):
+``amp`` is imported eagerly, the others on first use.
 """
 
 import importlib
@@ -11,18 +11,18 @@ from types import ModuleType
 
 from apex import _conflict, _unavailable
 
-# Before anything else of the package: with foreign files in the folder, the imports below may fail
-# in ways that say nothing of the cause.
+# First of all: with another package's files in the folder, the imports below may fail with errors
+# that hide the cause.
 _conflict.check(os.path.dirname(os.path.abspath(__file__)))
 _unavailable.install()
 
 from apex import amp, debug  # noqa: E402 - after the check
 
-# The tools stand above amp, and are reached through it: amp.debug, import apex.amp.debug.
+# The debug tools are a layer above amp, and users reach them as amp.debug or apex.amp.debug.
 amp.debug = debug  # type: ignore[attr-defined]
 sys.modules["apex.amp.debug"] = debug
 
-__version__ = "0.1.0"  # that of pyproject.toml; importlib.metadata would cost time at each import
+__version__ = "0.1.0"  # as in pyproject.toml; importlib.metadata would slow down every import
 
 __all__ = [
     "RNN",
@@ -43,12 +43,12 @@ _LAZY = frozenset(__all__) - {"__version__", "amp", "debug"}
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Imports a part of the package when it is first asked for."""
+    """Imports a subpackage on first use."""
     if name in _LAZY:
         return importlib.import_module(f"apex.{name}")
     raise AttributeError(f"module 'apex' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    """Lists the parts that are not imported yet, too."""
+    """Lists all subpackages, imported or not."""
     return sorted({*globals(), *_LAZY})

@@ -1,10 +1,10 @@
-"""Refuses to run where another distribution put its files into this package's folder."""
+"""Detects files of another distribution in this package's folder and refuses to run."""
 
 import os
 import sys
 
-# Files of other projects' package `apex` that this one never has. Metadata is looked at first;
-# these tell of an installation that left none (a copied folder, a broken uninstall).
+# Files that only other projects' packages `apex` have. They reveal installations that the metadata,
+# checked first, does not show (a copied folder, a broken uninstall).
 _FOREIGN_FILES = {
     "_autocast_utils.py": "NVIDIA's apex",
     os.path.join("_extensions", "__init__.py"): "NVIDIA's apex",
@@ -15,28 +15,28 @@ _FOREIGN_FILES = {
 
 
 def check(package: str) -> None:
-    """Raises where the package folder belongs to another distribution too.
+    """Raises if the package folder also belongs to another distribution.
 
-    pip lets two distributions write into one folder: the later overwrites files of the earlier, and
-    uninstalling either removes files of both. This runs at every import, so it costs one directory
-    listing and a few file tests, and asks ``importlib.metadata`` nothing.
+    pip lets two distributions write to the same folder: the later one overwrites files of the
+    earlier, and uninstalling either removes files of both. This check runs at every import, so it
+    costs only one directory listing and a few file tests, without ``importlib.metadata``.
 
     Args:
-        package: Folder of the imported package ``apex``.
+        package: The folder of the imported package ``apex``.
 
     Raises:
-        ImportError: If a distribution other than ``apex-amp`` has modules in the folder. The
-            metadata-only distribution ``apex`` has none and is accepted.
+        ImportError: If another distribution has modules in the folder. The metadata-only
+            distribution ``apex`` has none and is accepted.
     """
     owner = _owner_by_metadata(package) or _owner_by_files(package)
     if owner is not None:
         raise ImportError(
-            f"The package `apex` of apex-amp shares its folder with {owner}, so files of the two "
-            f"are mixed in {package}. Only one of them can be installed in an environment. "
+            f"The package `apex` of apex-amp shares its folder with {owner}, so their files are "
+            f"mixed in {package}. An environment can contain only one of them. "
             "To keep apex-amp, run:\n"
             f"    {sys.executable} -m pip uninstall -y apex apex-amp\n"
             f"    {sys.executable} -m pip install apex-amp\n"
-            f"If this error stays, delete the folder {package} between the two commands.",
+            f"If this error persists, delete the folder {package} between the two commands.",
             name="apex",
             path=package,
         )
@@ -50,13 +50,13 @@ def _owner_by_metadata(package: str) -> str | None:
         if name.lower() != "apex" or extension not in (".dist-info", ".egg-info"):
             continue
         if _owns_modules(os.path.join(parent, entry)):
-            version = version.partition("-py")[0]  # an egg-info is named name-version-pyX.Y
+            version = version.partition("-py")[0]  # egg-info folders are named name-version-pyX.Y
             return f"the distribution `{name}` {version} (its metadata: {entry})"
     return None
 
 
 def _owns_modules(metadata: str) -> bool:
-    if os.path.isfile(metadata):  # by distutils: one file that lists nothing, always with modules
+    if os.path.isfile(metadata):  # from distutils: a file without a list, always with modules
         return True
     lines = _lines(os.path.join(metadata, "RECORD"))
     top_level = _lines(os.path.join(metadata, "top_level.txt")) if not lines else []
@@ -73,7 +73,7 @@ def _owner_by_files(package: str) -> str | None:
 def _listing(folder: str) -> list[str]:
     try:
         return sorted(os.listdir(folder))
-    except OSError:  # imported from an archive: nothing else can have written there
+    except OSError:  # imported from an archive, where nothing else can write
         return []
 
 

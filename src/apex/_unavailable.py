@@ -1,8 +1,8 @@
-"""Names of apex that this package does not have: importing one says what to use instead.
+"""Modules of apex that this package does not provide: importing one names the alternative.
 
-`install` puts a finder at the end of ``sys.meta_path``, so it is asked only for modules that
-nothing else provides. Libraries that try such an import and go on without it catch ImportError or
-ModuleNotFoundError: the error is both.
+`install` appends a finder to ``sys.meta_path``, so that it only sees modules that nothing else
+provides. The error is a ModuleNotFoundError, and so an ImportError, which libraries with an
+optional import of apex catch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BATCH_NORM = "apex.parallel.SyncBatchNorm on channels_last tensors"
 
 INSTEAD: Mapping[str, str] = MappingProxyType(
     {
-        "apex.transformer": "Megatron-LM's megatron.core, which took these modules over",
+        "apex.transformer": "Megatron-LM's megatron.core, to which these modules have moved",
         "apex.pyprof": "torch.profiler, or torch.autograd.profiler.emit_nvtx with Nsight",
         "apex.fused_dense": "torch.nn.Linear and torch.nn.GELU, which torch.compile fuses",
         "apex.contrib.bottleneck": "torchvision's resnet.Bottleneck in channels_last",
@@ -48,11 +48,11 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "apex.contrib.transducer": "torchaudio.functional.rnnt_loss",
     }
 )
-"""Use this instead, by module name."""
+"""What to use instead, by module name."""
 
 
 class UnavailableFinder(MetaPathFinder):
-    """Finds nothing: raises for the modules of `INSTEAD`."""
+    """Raises for the modules in `INSTEAD` and finds no others."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -60,16 +60,16 @@ class UnavailableFinder(MetaPathFinder):
         """Returns None for any other module.
 
         Raises:
-            ModuleNotFoundError: If ``fullname`` is a module of apex that is not here.
+            ModuleNotFoundError: If ``fullname`` is a module of apex that this package lacks.
         """
         instead = INSTEAD.get(fullname)
         if instead is None:
             return None
-        # Without `name`: `from apex import x` would replace an error that names x by its own.
+        # No `name`: `from apex import x` would replace an error that names x with its own.
         raise ModuleNotFoundError(f"{fullname} is not part of this apex: use {instead}.")
 
 
 def install() -> None:
-    """Registers the finder once."""
+    """Registers the finder; idempotent."""
     if not any(isinstance(finder, UnavailableFinder) for finder in sys.meta_path):
         sys.meta_path.append(UnavailableFinder())

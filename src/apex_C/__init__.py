@@ -1,4 +1,4 @@
-"""apex's ``apex_C``: dense tensors as one flat tensor, and back."""
+"""apex's ``apex_C``: flattens dense tensors into one tensor, and back."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["flatten", "unflatten"]
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns all elements of ``tensors`` in one new 1-d tensor.
+    """Returns a new 1-d tensor with all elements of ``tensors``.
 
     Args:
         tensors: Dense tensors of one dtype and device; at least one.
 
     Raises:
-        ValueError: If there is none, or dtypes or devices differ.
+        ValueError: If there are no tensors, or dtypes or devices differ.
     """
     tensors = list(tensors)
     if not tensors:
@@ -26,8 +26,8 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
     if len(kinds) > 1:
         found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
         raise ValueError(
-            f"apex_C.flatten got tensors of {found}; one flat tensor has one dtype and device. "
-            "Flatten them apart."
+            f"apex_C.flatten got tensors of {found}; a flat tensor has one dtype and device. "
+            "Flatten them separately."
         )
     return torch.cat([tensor.contiguous().view(-1) for tensor in tensors])
 
@@ -37,16 +37,16 @@ def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 
     Args:
         flat: A 1-d tensor of any dtype.
-        tensors: What it is a flat form of; only their shapes matter.
+        tensors: Tensors that determine the shapes of the views.
 
     Raises:
-        ValueError: If the number of elements is not theirs.
+        ValueError: If the numbers of elements differ.
     """
     sizes = [tensor.numel() for tensor in tensors]
     if flat.dim() != 1 or flat.numel() != sum(sizes):
         raise ValueError(
-            f"apex_C.unflatten got a flat tensor of shape {tuple(flat.shape)} for tensors of "
-            f"{sum(sizes)} elements in all; it takes a 1-d one with exactly as many."
+            f"apex_C.unflatten got a flat tensor of shape {tuple(flat.shape)} for tensors with "
+            f"{sum(sizes)} elements in total; it takes a 1-d tensor with the same number."
         )
     pieces = torch.split(flat, sizes)
     return [piece.view(like.shape) for piece, like in zip(pieces, tensors, strict=True)]

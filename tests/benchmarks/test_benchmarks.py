@@ -191,13 +191,13 @@ def test_the_table_shows_a_missed_goal():
     bad = Measurement("speed", "bad", 1.5, "x", Goal("<=", 1.0))
     lines = table([good, bad]).splitlines()
     assert [line.split()[-1] for line in lines[2:]] == ["pass", "FAIL"]
-    assert verdict([good, bad]) == "1 of 2 goals kept; missed: speed: bad."
+    assert verdict([good, bad]) == "1 of 2 goals met; missed: speed: bad."
 
 
 def test_a_figure_without_a_goal_is_not_judged():
     figure = Measurement("speed", "case", 1.0, "ms")
     assert figure.passed is None
-    assert verdict([figure]) == "0 of 0 goals kept."
+    assert verdict([figure]) == "0 of 0 goals met."
 
 
 def test_samples_give_their_median_and_quartiles():

@@ -90,7 +90,7 @@ def test_a_cast_is_charged_through_views_and_copies_to_the_operator_that_compute
     assert casts_of(row_of(found, "add")) == {("float32", "float16"): (1, 6, 36)}
 
 
-def test_a_cast_that_nothing_consumes_has_a_row_of_its_own():
+def test_a_cast_that_nothing_consumes_has_its_own_record():
     found = explain(Body(lambda self, x: x.half()), torch.randn(2, 3), backward=False)
     row = row_of(found, "_to_copy")
     assert (row.calls, row.decided_by) == (1, "cast by half()")
@@ -175,7 +175,7 @@ def test_a_function_that_the_user_registered_is_named():
     )
 
 
-def test_casts_switched_off_in_the_model_are_seen():
+def test_casts_disabled_in_the_model_are_named():
     def forward(self, x):
         with amp.disable_casts():
             return self.layer(x)
@@ -250,7 +250,7 @@ def test_casts_to_a_wider_range_lose_nothing():
     assert (cast.to_subnormal, cast.to_zero, cast.to_inf) == (0, 0, 0)
 
 
-def test_results_that_are_not_finite_are_counted_and_left_out_of_the_largest():
+def test_nonfinite_results_are_counted_and_excluded_from_the_largest():
     x = torch.tensor([0.0, 1000.0, float("nan"), 2.0])
     row = row_of(explain(Body(lambda self, x: x.exp()), x, backward=False), "exp")
     assert (row.nonfinite, row.values) == (2, 4)
@@ -268,7 +268,7 @@ def test_gradients_that_fp16_would_lose_at_a_scale_are_counted(scale, lost):
     assert found.totals.gradient_underflow_share == sum(lost[:2]) / 4
 
 
-def test_the_present_scale_of_the_session_is_used():
+def test_the_current_scale_of_the_session_is_used():
     model = prepared(net(), "O1", loss_scale=128.0)
     found = explain(model, torch.randn(3, 4), loss_fn=total)
     assert found.loss_scale == 128.0
@@ -288,7 +288,7 @@ class Told(Clock):
         return seconds, lambda: seconds
 
 
-def test_a_call_takes_the_least_of_its_times_in_passes_of_the_same_calls():
+def test_a_call_takes_its_shortest_time_over_equal_passes():
     clock = Told()
     for times in ([0.0], [3.0, 1.0], [2.0, 4.0]):  # the first pass has other calls
         clock.begin()
@@ -317,17 +317,17 @@ def test_without_a_backward_pass_only_the_forward_runs():
     assert found.gradients == ()
 
 
-def test_under_inference_mode_composites_are_taken_apart():
+def test_inference_mode_decomposes_composites():
     model = prepared(net(), "O4")
     with torch.inference_mode():
         found = explain(model, torch.randn(3, 4), backward=False)
     assert row_of(found, "addmm", "0").computed_in == "bfloat16"
 
 
-def test_the_loss_is_told_from_the_model_and_the_default_loss_is_named():
+def test_the_loss_is_outside_the_model_and_the_default_loss_is_noted():
     found = explain(net(), torch.randn(3, 4))
     assert row_of(found, "sum", inside=False).module == ""
-    assert any("sum of the floating outputs" in note for note in found.notes)
+    assert any("sum of the floating-point outputs" in note for note in found.notes)
 
 
 def test_attention_on_the_cpu_counts_its_flops():

@@ -72,7 +72,7 @@ def test_colours_change_nothing_but_colours(found):
     assert re.sub(r"\x1b\[\d+m", "", coloured) == found.to_text()
 
 
-def test_text_leaves_out_the_rows_that_took_least_time_and_says_so(found):
+def test_text_omits_the_fastest_rows_and_counts_them(found):
     text = found.to_text(rows=2)
     assert f"{len(found.ops) - 2} faster rows omitted" in text
     slowest = max(found.ops, key=lambda row: row.seconds)

@@ -34,19 +34,19 @@ def test_an_update_below_half_the_rounding_step_is_frozen(make, dtype):
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_the_step_itself_is_as_without_the_block(make):
-    watched, plain = (weight_of([1.0, 0.01, -0.3], torch.bfloat16) for _ in range(2))
-    first, second = make([watched]), make([plain])
+def test_the_step_is_the_same_as_without_the_block(make):
+    counted, plain = (weight_of([1.0, 0.01, -0.3], torch.bfloat16) for _ in range(2))
+    first, second = make([counted]), make([plain])
     for _ in range(3):
         with frozen_updates(first):
             first.step()
         second.step()
-    assert torch.equal(watched, plain)
+    assert torch.equal(counted, plain)
     for name, value in second.state[plain].items():
-        assert torch.equal(torch.as_tensor(first.state[watched][name]), torch.as_tensor(value))
+        assert torch.equal(torch.as_tensor(first.state[counted][name]), torch.as_tensor(value))
 
 
-def test_the_wanted_value_is_that_of_the_wider_step():
+def test_the_intended_value_is_that_of_the_wider_step():
     weight = weight_of([1.0, 2.0], torch.bfloat16, grad=0.5)
     optimizer = torch.optim.SGD([weight], lr=1e-3)
     (wanted,) = wanted_values(optimizer).values()
@@ -54,7 +54,7 @@ def test_the_wanted_value_is_that_of_the_wider_step():
     assert torch.equal(weight, torch.tensor([1.0, 2.0], dtype=torch.bfloat16))
 
 
-def test_a_weight_without_a_gradient_wants_nothing():
+def test_a_weight_without_a_gradient_is_not_counted():
     idle = nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
     optimizer = torch.optim.SGD([idle, weight_of([1.0], torch.bfloat16)], lr=1e-3)
     with frozen_updates(optimizer) as updates:
@@ -70,7 +70,7 @@ def test_an_update_of_zero_is_not_frozen():
 
 
 @pytest.mark.parametrize("grad", [torch.inf, torch.nan])
-def test_a_step_with_a_gradient_that_is_not_finite_counts_for_nothing(grad):
+def test_a_step_with_a_nonfinite_gradient_counts_nothing(grad):
     weights = [weight_of([1.0], torch.bfloat16, grad), weight_of([1.0], torch.bfloat16)]
     optimizer = torch.optim.SGD(weights, lr=1e-3)
     with frozen_updates(optimizer) as updates:
@@ -97,12 +97,12 @@ def test_masters_are_not_frozen_where_the_model_s_own_weights_are():
         assert (updates.frozen, updates.wanted) == (frozen, 20)
 
 
-def test_an_amp_optimizer_steps_as_without_the_block():
+def test_an_amp_optimizer_steps_the_same_as_without_the_block():
     results = []
-    for watch in (True, False):
+    for counts in (True, False):
         torch.manual_seed(0)
         model, optimizer = trained()
-        if watch:
+        if counts:
             with frozen_updates(optimizer):
                 optimizer.step()
         else:

@@ -1,4 +1,4 @@
-"""A history of scales, skips and gradient norms, collected without a sync."""
+"""A history of scales, skips and gradient norms, recorded without a sync."""
 
 import json
 import math
@@ -19,7 +19,7 @@ def norm_of(optimizer):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_every_pass_is_collected_with_the_norm_of_the_true_gradients(level):
+def test_every_pass_is_recorded_with_the_norm_of_unscaled_gradients(level):
     model, optimizer = prepared(level, max_loss_scale=2.0**8)
     norms = []
     with amp.debug.History(optimizer) as history:
@@ -45,7 +45,7 @@ def test_overflows_are_marked_with_the_scale_after_them(level):
     assert history.skipped == 1
 
 
-def test_losses_keep_their_numbers():
+def test_passes_keep_their_loss_ids():
     model, optimizer = prepared("O4", num_losses=2, loss_scale="dynamic")
     history = amp.debug.History(optimizer, grad_norms=False)
     for loss_id in (1, 0, 1):
@@ -57,7 +57,7 @@ def test_losses_keep_their_numbers():
     ]
 
 
-def test_passes_of_another_optimizer_are_left_out():
+def test_passes_of_another_optimizer_are_ignored():
     models = [net(0), net(1)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     models, optimizers = amp.initialize(models, optimizers, opt_level="O4", verbosity=0)
@@ -68,7 +68,7 @@ def test_passes_of_another_optimizer_are_left_out():
     assert history.passes[0].grad_norm == pytest.approx(norm_of(optimizers[0]), rel=1e-6)
 
 
-def test_scaled_gradients_that_a_pass_leaves_in_another_network_are_not_in_its_norm():
+def test_the_norm_excludes_scaled_gradients_left_in_another_network():
     models = [net(0), net(1)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     models, optimizers = amp.initialize(
@@ -83,7 +83,7 @@ def test_scaled_gradients_that_a_pass_leaves_in_another_network_are_not_in_its_n
 
 
 @pytest.mark.parametrize("options", [{"delay_unscale": True}, {"delay_overflow_check": True}])
-def test_passes_that_leave_the_scale_to_a_later_one_are_left_out(options):
+def test_passes_that_delay_the_scale_update_are_ignored(options):
     model, optimizer = prepared("O4", loss_scale="dynamic")
     history = amp.debug.History(optimizer)
     backward(model, optimizer, *batch(), **options)
@@ -92,7 +92,7 @@ def test_passes_that_leave_the_scale_to_a_later_one_are_left_out(options):
     assert len(history.passes) == 1
 
 
-def test_a_pass_that_failed_is_left_out():
+def test_a_failed_pass_is_ignored():
     model, optimizer = prepared("O4")
     history = amp.debug.History(optimizer)
     with pytest.raises(KeyError), amp.scale_loss(model(batch()[0]).sum(), optimizer):
@@ -100,7 +100,7 @@ def test_a_pass_that_failed_is_left_out():
     assert history.passes == []
 
 
-def test_nothing_is_collected_after_stop():
+def test_nothing_is_recorded_after_stop():
     model, optimizer = prepared("O4")
     history = amp.debug.History(optimizer)
     backward(model, optimizer, *batch())
@@ -119,7 +119,7 @@ def test_a_limit_keeps_the_last_passes():
 
 
 @pytest.mark.parametrize("level", ["O1", "O5"])
-def test_collecting_waits_for_nothing(level):
+def test_recording_never_syncs(level):
     def make(params):
         return torch.optim.AdamW(params, lr=1e-2, fused=True)
 
@@ -133,7 +133,7 @@ def test_collecting_waits_for_nothing(level):
 
 
 @pytest.mark.gpu
-def test_on_a_device_nothing_waits_until_passes_are_read():
+def test_on_a_device_nothing_syncs_until_passes_are_read():
     model = net().cuda()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
@@ -167,7 +167,7 @@ def test_json_holds_every_pass(history):
     assert records[0]["grad_norm"] == history.passes[0].grad_norm
 
 
-def test_tensorboard_gets_every_number(history):
+def test_tensorboard_receives_every_number(history):
     class Writer:
         def __init__(self):
             self.added = []
@@ -196,7 +196,7 @@ def test_the_plot_shows_scales_and_marks_overflows(history, tmp_path):
     assert (tmp_path / "history.png").stat().st_size > 1000
 
 
-def test_without_matplotlib_the_plot_says_how_to_get_it(history, monkeypatch):
+def test_without_matplotlib_the_plot_says_how_to_install_it(history, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install 'apex-amp\[plot\]'"):
         history.plot()

@@ -1,15 +1,16 @@
-"""The public names of ``amp.debug``."""
+"""The public names of ``amp.debug``, and the ways to import it."""
 
 import subprocess
 import sys
 
 import pytest
 
+import apex
 from apex import amp
 
 
 @pytest.mark.parametrize("name", amp.debug.__all__)
-def test_every_name_is_reached_and_no_module_hides_it(name):
+def test_every_name_is_reachable_and_no_module_shadows_it(name):
     assert callable(getattr(amp.debug, name))
     assert name in dir(amp.debug)
 
@@ -19,7 +20,46 @@ def test_an_unknown_name_is_refused_with_the_known_ones():
         amp.debug.nothing  # noqa: B018
 
 
-def test_importing_amp_loads_no_part_of_it():
-    code = "import sys, apex.amp; print([m for m in sys.modules if m.startswith('apex.debug.')])"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "[]"
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import apex.amp.debug; debug = apex.amp.debug",
+        "import apex.amp.debug as debug",
+        "import apex.debug as debug",
+        "import apex; debug = apex.debug",
+        "from apex import amp; debug = amp.debug",
+        "from apex import debug",
+        "from apex.amp import debug",
+        "import importlib; debug = importlib.import_module('apex.amp.debug')",
+    ],
+)
+def test_every_import_gives_the_same_module(statement):
+    names = {}
+    exec(statement, names)
+    assert names["debug"] is apex.debug
+
+
+@pytest.mark.parametrize("name", amp.debug.__all__)
+@pytest.mark.parametrize("module", ["apex.amp.debug", "apex.debug"])
+def test_names_can_be_imported_from_either_path(module, name):
+    names = {}
+    exec(f"from {module} import {name}", names)
+    assert names[name] is getattr(apex.debug, name)
+
+
+def run(code):
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+@pytest.mark.parametrize("module", ["apex", "apex.amp", "apex.amp.debug"])
+def test_importing_amp_loads_no_module_of_debug(module):
+    loaded = "[m for m in sys.modules if m.startswith(('apex.debug.', 'apex.amp.debug.'))]"
+    assert run(f"import sys, {module}; print({loaded})") == "[]"
+
+
+def test_a_fresh_process_can_start_from_the_alias():
+    assert run("from apex.amp.debug import History; print(History.__module__)") == (
+        "apex.debug.history"
+    )

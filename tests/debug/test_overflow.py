@@ -1,4 +1,4 @@
-"""What a trace of overflow tells, and that it changes nothing and leaves nothing behind."""
+"""What an overflow trace reports, and that it changes nothing and leaves nothing behind."""
 
 import json
 import os
@@ -36,12 +36,12 @@ def trace_of(net, x=None):
     return trace
 
 
-def test_the_report_tells_place_line_cause_and_remedy():
+def test_the_report_names_module_line_cause_and_remedy():
     trace = trace_of(overflowing_net())
     lines = str(trace).splitlines()
-    assert lines[0].startswith("First overflow: aten.exp in 1, forward, gave inf in float32")
+    assert lines[0].startswith("First overflow: aten.exp in 1, forward, returned inf in float32")
     assert lines[1] == f"  at     {EXP}"
-    assert lines[2].startswith("  why    range: the true result, 1.")
+    assert lines[2].startswith("  cause  range: the true result, 1.")
     assert lines[3].startswith("  remedy ")
     assert lines[4] == "  hit    the gradients of 0.bias, 0.weight"
 
@@ -63,7 +63,7 @@ def test_json_holds_what_the_attributes_hold():
     assert json.loads(trace_of(nn.Linear(2, 2)).to_json())["first"] is None
 
 
-def test_json_has_no_number_that_json_lacks():
+def test_json_contains_no_infinity():
     net = nn.Linear(2, 2)
     with trace_overflow(net) as trace:
         (net(torch.ones(1, 2)) * 0).log().sum().backward()
@@ -72,7 +72,7 @@ def test_json_has_no_number_that_json_lacks():
 
 
 @pytest.mark.parametrize("how", ["trace begins inside", "step fails"])
-def test_a_step_that_is_not_seen_whole_does_no_harm(how):
+def test_a_partially_traced_step_runs_normally(how):
     net = overflowing_net()
     optimizer = torch.optim.LBFGS(net.parameters(), max_iter=1)
     trace = trace_overflow(net)
@@ -94,14 +94,14 @@ def test_a_step_that_is_not_seen_whole_does_no_harm(how):
     assert trace.first.cause == "range"
 
 
-def test_forward_in_inference_mode_is_watched():
+def test_forward_in_inference_mode_is_traced():
     net = overflowing_net()
     with torch.inference_mode(), trace_overflow(net) as trace:
         net(torch.ones(1, 2))
     assert (trace.first.op, trace.first.module, trace.first.location) == ("aten.exp", "1", EXP)
 
 
-def test_a_sparse_gradient_is_looked_at():
+def test_a_sparse_gradient_is_checked():
     net = nn.Embedding(4, 2, sparse=True)
     with trace_overflow(net) as trace:
         (net(torch.tensor([1, 1])).sum() * 3e38 * 10).backward()
@@ -110,7 +110,7 @@ def test_a_sparse_gradient_is_looked_at():
 
 
 @pytest.mark.parametrize("op_casts", [True, False])
-def test_the_remedy_for_fp16_names_the_very_module(op_casts):
+def test_the_remedy_for_fp16_names_the_module(op_casts):
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     net, optimizer = amp.initialize(
         net, cases.sgd(net.parameters()), opt_level="O1" if op_casts else "O2", verbosity=0
@@ -130,7 +130,7 @@ class Norm(nn.Module):
         return x.square().sum(-1, keepdim=True).sqrt()
 
 
-def test_the_named_remedies_mend_the_overflow():
+def test_the_named_remedies_fix_the_overflow():
     def first_after(level, **options):
         net = nn.Sequential(nn.Linear(2, 2), Norm())
         nn.init.constant_(net[0].weight, 200.0)
@@ -153,7 +153,7 @@ class Attention(nn.Module):
         return (x @ x.mT).square().mean(-1)
 
 
-def test_the_remedy_for_an_operator_sign_in_o1_is_one_that_mends_it():
+def test_the_remedy_for_an_operator_sign_in_o1_fixes_it():
     class Mended(nn.Module):
         def forward(self, x):
             with amp.disable_casts():
@@ -176,7 +176,7 @@ def test_the_remedy_for_an_operator_sign_in_o1_is_one_that_mends_it():
     assert first_with(Mended()) is None
 
 
-def test_an_operator_that_nobody_calls_by_its_name_has_no_function_to_register():
+def test_an_operator_without_a_python_function_has_none_to_register():
     net = nn.Conv1d(1, 1, 1, dtype=torch.float16)
     nn.init.constant_(net.weight, 6e4)
     with trace_overflow(net) as trace:
@@ -185,7 +185,7 @@ def test_an_operator_that_nobody_calls_by_its_name_has_no_function_to_register()
     assert "register_float_function" not in trace.first.remedy
 
 
-def test_a_forward_overflow_that_a_later_function_swallows_comes_before_a_high_loss_scale():
+def test_a_masked_forward_overflow_comes_before_a_high_loss_scale():
     class Norm16(nn.Module):
         def forward(self, x):
             return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-3)
@@ -199,19 +199,19 @@ def test_a_forward_overflow_that_a_later_function_swallows_comes_before_a_high_l
     assert (trace.first.op, trace.first.module, trace.first.cause) == ("aten.pow", "1", "range")
 
 
-def test_an_optimizer_that_divides_by_zero_is_told_to_have_an_eps():
+def test_the_remedy_for_an_optimizer_that_divides_by_zero_is_an_eps():
     net = nn.Linear(2, 2)
     optimizer = torch.optim.Adam(net.parameters(), eps=0.0)
     with trace_overflow(net) as trace:
         (net(torch.ones(1, 2)).sum() * 0.0).backward()
         optimizer.step()
     assert (trace.first.cause, trace.first.kind) == ("update", "nan")
-    assert "in an update of the weights, forward, gave nan" in str(trace)
+    assert "in an update of the weights, forward, returned nan" in str(trace)
     assert "the optimizer's step divided by 0" in str(trace)
-    assert trace.first.remedy.startswith("give the optimizer an eps above 0")
+    assert trace.first.remedy.startswith("pass the optimizer an eps above 0")
 
 
-def test_gradients_from_before_the_watch_are_told_from_the_data_and_come_last():
+def test_gradients_from_before_the_trace_are_not_data_and_come_last():
     net = nn.Linear(2, 2)
     net.weight.grad = torch.full((2, 2), torch.nan)
     with trace_overflow(net) as trace:
@@ -224,17 +224,17 @@ def test_gradients_from_before_the_watch_are_told_from_the_data_and_come_last():
     assert (trace.first.op, trace.first.cause) == ("aten.log", "domain")
 
 
-def test_values_that_a_cast_to_fp16_loses_are_to_be_scaled_down():
+def test_the_remedy_for_a_cast_that_overflows_is_to_scale_down():
     net = nn.Linear(2, 2)
     net, _ = amp.initialize(net, cases.sgd(net.parameters()), opt_level="O2", verbosity=0)
     with trace_overflow(net) as trace:
         net(torch.full((1, 2), 1e5))
     assert trace.first.op == "aten._to_copy"
-    assert "scale the values down before they are cast" in trace.first.remedy
+    assert "scale the values down before the cast" in trace.first.remedy
     assert "disable_casts" not in trace.first.remedy
 
 
-def test_the_remedy_for_a_loss_scale_is_right_for_static_ones_too():
+def test_the_remedy_for_a_loss_scale_covers_static_scales():
     net = nn.Linear(2, 2)
     net, optimizer = amp.initialize(
         net, cases.sgd(net.parameters()), opt_level="O2", loss_scale=2.0**20, verbosity=0
@@ -242,22 +242,22 @@ def test_the_remedy_for_a_loss_scale_is_right_for_static_ones_too():
     with trace_overflow(net) as trace:
         backward(net(torch.ones(1, 2)).float().sum(), optimizer)
     assert trace.first.cause == "loss scale"
-    assert "Lower a static scale, or pass loss_scale='dynamic'." in trace.first.remedy
+    assert "static scale, lower it or pass loss_scale='dynamic'." in trace.first.remedy
 
 
-def test_an_overflow_in_the_loss_is_said_to_be_outside_of_the_model():
+def test_an_overflow_in_the_loss_is_outside_the_model():
     net = nn.Linear(2, 2)
     with trace_overflow(net) as trace:
         (net(torch.ones(1, 2)) * 0 + 100).exp().sum().backward()
-    assert "aten.exp outside of the model, forward" in str(trace)
+    assert "aten.exp outside the model, forward" in str(trace)
 
 
-def test_a_loss_scale_that_is_too_high_is_called_normal():
+def test_a_loss_scale_that_is_too_high_is_reported_as_normal():
     model, optimizer = prepared("O2")
     with trace_overflow(model) as trace:
         backward(model.last.weight.float().sum(), optimizer)
     assert trace.first.cause == "loss scale"
-    assert trace.first.remedy.startswith("none for a dynamic scale: ")
+    assert trace.first.remedy.startswith("none with a dynamic scale, ")
     assert trace.gradients == ["last.weight"]
 
 
@@ -266,7 +266,7 @@ def test_the_first_of_several_faults_is_reported():
     assert trace_of(net, torch.full((1, 2), 100.0)).first.module == "0"
 
 
-def test_a_fault_of_a_later_iteration_is_found():
+def test_a_fault_in_a_later_iteration_is_found():
     net = nn.Sequential(nn.Linear(2, 2), Exp())
     with trace_overflow(net) as trace:
         net(torch.ones(1, 2)).sum().backward()
@@ -293,7 +293,7 @@ def test_a_fault_inside_a_checkpoint_is_found_in_its_module(reentrant):
     assert (first.op, first.module, first.direction) == ("aten.exp", "1.inner", "forward")
 
 
-def test_forward_alone_is_enough():
+def test_a_forward_pass_alone_is_traced():
     net = overflowing_net()
     with torch.no_grad(), trace_overflow(net) as trace:
         net(torch.ones(1, 2))
@@ -333,7 +333,7 @@ def test_a_compiled_model_runs_uncompiled_and_is_traced():
     assert not seen
 
 
-def test_several_models_are_told_apart():
+def test_several_models_are_distinguished():
     first, second = nn.Sequential(nn.Linear(2, 2)), overflowing_net()
     with trace_overflow(first, second) as trace:
         second(first(torch.ones(1, 2)).abs() * 100).sum().backward()
@@ -341,11 +341,11 @@ def test_several_models_are_told_apart():
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
-def test_training_under_the_trace_is_training_without(level):
-    def train(watched):
+def test_training_is_the_same_under_the_trace(level):
+    def train(traced):
         model, optimizer = cases.prepared(level, lambda p: torch.optim.Adam(p, fused=True))
         for x, y in cases.batches(3, overflow_at={1}):
-            if watched:
+            if traced:
                 with trace_overflow(model):
                     cases.train_step(model, optimizer, x, y)
             else:
@@ -356,11 +356,11 @@ def test_training_under_the_trace_is_training_without(level):
 
 
 def test_random_numbers_are_those_of_an_untraced_run():
-    def sample(watched):
+    def sample(traced):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Dropout(0.5))
         x = torch.full((8,), torch.nan)
-        if watched:
+        if traced:
             with trace_overflow(net):
                 net(x)
         else:
@@ -378,23 +378,24 @@ def registered(net):
 
 
 @pytest.mark.parametrize("fails", [True, False])
-def test_nothing_is_left_behind(fails):
+def test_a_trace_leaves_nothing_behind(fails):
     class Fails(nn.Module):
         def forward(self, x):
             raise ZeroDivisionError
 
     net = nn.Sequential(nn.Linear(2, 2), Fails() if fails else Exp())
+    before = registered(net)
     try:
         with trace_overflow(net):
-            assert registered(net) == [1] * 8
+            assert registered(net) == [count + 1 for count in before]
             net(torch.ones(1, 2))
     except ZeroDivisionError:
         assert fails
-    assert registered(net) == [0] * 8
+    assert registered(net) == before
     assert _get_current_dispatch_mode() is None
 
 
-def test_a_forked_process_is_not_watched():
+def test_a_forked_process_is_not_traced():
     class Seen(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             os.write(write, b"x")
@@ -411,6 +412,6 @@ def test_a_forked_process_is_not_watched():
     assert os.read(read, 100) == b"xx"  # the two operators, and no check behind them
 
 
-def test_anything_but_models_is_refused():
+def test_arguments_that_are_not_models_are_refused():
     with pytest.raises(TypeError, match=r"trace_overflow got list; it takes models"):
         trace_overflow([nn.Linear(2, 2)])

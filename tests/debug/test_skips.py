@@ -1,4 +1,4 @@
-"""Why a step was skipped: which gradients were not finite, told on demand or at verbosity 2."""
+"""Why a step was skipped: which gradients were non-finite, on request or at verbosity 2."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ EXPECTED = [NonfiniteGradient("first.weight", 6, 0, 24), NonfiniteGradient("last
 
 @pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize("level", LEVELS)
-def test_names_and_counts_of_the_gradients_that_are_not_finite(level, stepped):
+def test_nonfinite_gradients_are_named_and_counted(level, stepped):
     model, optimizer = prepared(level)
     break_two(model, optimizer)
     if stepped and level in ("O1", "O2"):
@@ -30,7 +30,7 @@ def test_names_and_counts_of_the_gradients_that_are_not_finite(level, stepped):
     assert why_skipped(optimizer) == EXPECTED
 
 
-def test_finite_or_cleared_gradients_are_no_reason():
+def test_finite_or_cleared_gradients_are_not_listed():
     model, optimizer = prepared("O2")
     assert why_skipped(optimizer) == []
     backward(loss_of(model) / 2**16, optimizer)
@@ -40,7 +40,7 @@ def test_finite_or_cleared_gradients_are_no_reason():
     assert why_skipped(optimizer) == []
 
 
-def test_only_the_asked_optimizer_s_gradients_count():
+def test_only_the_given_optimizer_s_gradients_are_listed():
     models = [Net(), Net()]
     optimizers = [sgd(model) for model in models]
     amp.initialize(models, optimizers, opt_level="O2", verbosity=0)
@@ -54,7 +54,7 @@ def test_a_plain_optimizer_is_refused_with_the_remedy():
         why_skipped(sgd(Net()))
 
 
-def test_verbosity_2_adds_a_line_with_the_first_names_to_apex_s_line(capsys):
+def test_verbosity_2_adds_a_line_with_the_first_names(capsys):
     model, optimizer = prepared("O2", verbosity=2)
     capsys.readouterr()
     break_two(model, optimizer)
@@ -63,7 +63,7 @@ def test_verbosity_2_adds_a_line_with_the_first_names_to_apex_s_line(capsys):
 
 
 @pytest.mark.gpu
-def test_on_a_device_the_line_of_verbosity_2_is_of_its_own_pass(capsys):
+def test_on_a_device_verbosity_2_reports_its_own_pass(capsys):
     model = Net().cuda()
     model, optimizer = amp.initialize(model, sgd(model), opt_level="O2", verbosity=2)
     capsys.readouterr()
@@ -78,7 +78,7 @@ def test_verbosity_2_names_three_gradients_and_counts_the_rest(capsys):
     assert capsys.readouterr().out.endswith("norm.weight (6 inf of 6), and 3 more.\n")
 
 
-def test_a_clean_pass_says_nothing_at_verbosity_2(capsys):
+def test_a_clean_pass_prints_nothing_at_verbosity_2(capsys):
     model, optimizer = prepared("O2", verbosity=2)
     capsys.readouterr()
     backward(loss_of(model) / 2**16, optimizer)

@@ -95,7 +95,7 @@ def test_pictures_of_every_mode_become_rgb_squares(pictures):
 def test_a_folder_without_images_is_refused(tmp_path):
     from pictures import Pictures
 
-    with pytest.raises(FileNotFoundError, match="holds no images"):
+    with pytest.raises(FileNotFoundError, match="contains no images"):
         Pictures(tmp_path, size=8)
 
 

@@ -65,7 +65,7 @@ def test_a_count_below_one_is_refused(value):
 
     from train import count
 
-    with pytest.raises(argparse.ArgumentTypeError, match=f"{value} is not a number of at least 1"):
+    with pytest.raises(argparse.ArgumentTypeError, match=f"{value} is less than 1"):
         count(value)
 
 

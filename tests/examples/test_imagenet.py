@@ -66,7 +66,7 @@ def test_a_class_is_a_folder(folder, augment):
 def test_a_folder_without_images_is_refused(tmp_path):
     from image_data import ImageFolder
 
-    with pytest.raises(FileNotFoundError, match="holds no images"):
+    with pytest.raises(FileNotFoundError, match="contains no images"):
         ImageFolder(tmp_path / "train", 32, augment=False)
 
 
@@ -204,7 +204,7 @@ def test_a_torchvision_that_does_not_import_is_passed_over(torchvision, error):
     assert any(isinstance(module, Residual) for module in modules)
     with pytest.raises(ValueError, match="--arch vit is not one of resnet10"):
         build_model("vit", 3)
-    with pytest.raises(ValueError, match="--pretrained takes torchvision"):
+    with pytest.raises(ValueError, match="--pretrained needs torchvision"):
         build_model("resnet10", 1000, pretrained=True)
 
 
@@ -337,7 +337,7 @@ def test_other_classes_for_validation_are_refused(example, folder, tmp_path):
     (tmp_path / "train").symlink_to(folder / "train")
     (tmp_path / "val" / "green").mkdir(parents=True)
     (tmp_path / "val" / "green" / "0.png").write_bytes(b"")
-    with pytest.raises(ValueError, match="hold different classes"):
+    with pytest.raises(ValueError, match="contain different classes"):
         example.main([str(tmp_path), *TINY])
 
 

@@ -60,7 +60,7 @@ def test_a_text_of_few_words_is_refused(tmp_path):
 
     path = tmp_path / "short.txt"
     path.write_text("too short")
-    with pytest.raises(ValueError, match="holds 3 words; at least 100"):
+    with pytest.raises(ValueError, match="contains 3 words; at least 100"):
         Corpus(path)
 
 

@@ -167,8 +167,8 @@ def test_a_parametrization_is_refused():
         convert_syncbn_model(nn.Sequential(layer))
 
 
-def test_a_batch_norm_that_amp_prepared_by_itself_is_refused():
+def test_a_batch_norm_that_amp_prepared_on_its_own_is_refused():
     layer = nn.BatchNorm1d(2)
     amp.initialize(layer, cases.sgd(layer.parameters()), opt_level="O2", verbosity=0)
-    with pytest.raises(RuntimeError, match="prepared by itself"):
+    with pytest.raises(RuntimeError, match="prepared on its own"):
         convert_syncbn_model(layer)

@@ -135,7 +135,7 @@ def test_a_sum_in_fp16_overflows(on_two_ranks, delay):
         assert grad.item() == float("inf")
 
 
-# -- delay_allreduce takes any graph ---------------------------------------------------------
+# -- delay_allreduce supports any graph ------------------------------------------------------
 
 
 class Branches(nn.Module):
@@ -425,14 +425,14 @@ def test_without_a_process_group_it_is_refused():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"shared_param": True}, "shared_param is no longer an option"),
-        ({"shared_param": False}, "shared_param is no longer an option"),
+        ({"shared_param": True}, "shared_param is not supported"),
+        ({"shared_param": False}, "shared_param is not supported"),
         ({"message_size": 0}, "message_size is 0; it must be at least 1"),
         ({"gradient_predivide_factor": 0.0}, "must be a positive number"),
-        ({"delay_allreduce": True, "num_allreduce_streams": 2}, "takes delay_allreduce=False"),
-        ({"delay_allreduce": True, "allreduce_trigger_params": []}, "takes delay_allreduce=False"),
-        ({"delay_allreduce": True, "find_unused_parameters": True}, "takes any graph"),
-        ({"delay_allreduce": True, "static_graph": True}, "takes any graph"),
+        ({"delay_allreduce": True, "num_allreduce_streams": 2}, "needs delay_allreduce=False"),
+        ({"delay_allreduce": True, "allreduce_trigger_params": []}, "needs delay_allreduce=False"),
+        ({"delay_allreduce": True, "find_unused_parameters": True}, "supports any graph"),
+        ({"delay_allreduce": True, "static_graph": True}, "supports any graph"),
     ],
 )
 def test_bad_options_are_refused(alone, options, message):

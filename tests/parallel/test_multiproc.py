@@ -82,7 +82,7 @@ def test_a_bad_world_size_is_refused(start, monkeypatch, capsys, size):
     monkeypatch.setenv("WORLD_SIZE", size)
     with pytest.raises(SystemExit):
         start(SHOW)
-    assert "must be a number of processes" in capsys.readouterr().err
+    assert "must be a positive number of processes" in capsys.readouterr().err
 
 
 @pytest.mark.distributed

@@ -81,5 +81,5 @@ def test_without_a_process_group_it_is_refused():
 
 @pytest.mark.parametrize("given", [[], None, 3, "text"])
 def test_nothing_to_reduce_is_refused(alone, given):
-    with pytest.raises(TypeError, match="it takes a module, or an iterable of gradients"):
+    with pytest.raises(TypeError, match="it takes a module or an iterable of gradients"):
         Reducer(given)

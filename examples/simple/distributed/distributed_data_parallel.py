@@ -1,4 +1,4 @@
-"""Fits a plane in several processes: amp with apex's DistributedDataParallel.
+"""Fits a plane in several processes with amp and apex's DistributedDataParallel.
 
 torchrun --standalone --nproc_per_node=2 examples/simple/distributed/distributed_data_parallel.py
 """
@@ -37,16 +37,16 @@ def choose_device(local_rank: int) -> torch.device:
 
 
 def train(args: argparse.Namespace, device: torch.device) -> None:
-    """Trains on this process's own data; the gradients are averaged over the processes."""
+    """Trains on this process's own data; the wrapper averages gradients over the processes."""
     rank = distributed.get_rank()
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(64, 16, generator=generator).to(device)
     y = x.sum(dim=1, keepdim=True)
 
-    torch.manual_seed(0)  # the same first weights, and so the same masters, in every process
+    torch.manual_seed(0)  # the same initial weights, and so the same masters, in every process
     model = nn.Linear(16, 1).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    # First amp, then the wrapper: it follows the dtypes that amp gives the model.
+    # amp comes before the wrapper, which follows the dtypes that amp gives the model.
     model, optimizer = amp.initialize(
         model, optimizer, opt_level=args.opt_level, verbosity=int(rank == 0)
     )
@@ -70,15 +70,15 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
 
 
 def main() -> None:
-    """Joins the processes, trains, leaves."""
+    """Joins the process group, trains, and leaves the group."""
     args = parse_args()
     device = choose_device(args.local_rank)
     distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         train(args, device)
     finally:
-        # DistributedDataParallel lies in a reference cycle and holds the group. One that is still
-        # there when Python ends may abort the process: gloo's threads are then still running.
+        # DistributedDataParallel is part of a reference cycle and holds the group. A wrapper that
+        # still exists when Python exits may abort the process, as gloo's threads are still running.
         gc.collect()
         distributed.destroy_process_group()
 

@@ -1,7 +1,7 @@
-"""Cells that keep their hidden state, and stacks of them in one or two directions.
+"""Cells that keep their hidden state, and stacks of cells in one or two directions.
 
-States carry over from call to call with their graph: ``detach_hidden`` cuts it, ``reset_hidden``
-sets zeros. Another batch size starts from zeros.
+States persist between calls, with their graph: ``detach_hidden`` detaches them, ``reset_hidden``
+sets them to zeros. A different batch size starts from zeros.
 """
 
 from apex.RNN._bidirectional import bidirectionalRNN

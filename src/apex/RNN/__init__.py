@@ -1,4 +1,4 @@
-"""Recurrent networks of cells that keep their hidden state between calls."""
+"""Recurrent networks whose cells keep their hidden state between calls."""
 
 from apex.RNN.models import GRU, LSTM, ReLU, Tanh, mLSTM
 

@@ -1,4 +1,4 @@
-"""Two stacks that read in opposite directions."""
+"""Two stacks that process a sequence in opposite directions."""
 
 # ruff: noqa: A002, N801, N803 - apex's names
 
@@ -15,13 +15,13 @@ from apex.RNN._stacked import Hiddens, stackedRNN
 
 
 class bidirectionalRNN(nn.Module):
-    """Two stacks, one from the first step on, one from the last; outputs are concatenated.
+    """Two stacks, one forward and one backward in time; their outputs are concatenated.
 
-    Arguments as `stackedRNN`; a cell only. The state dict has every parameter twice, as in apex:
-    under ``fwd`` or ``bckwrd``, and under ``rnns``.
+    Arguments are those of `stackedRNN`, except that ``inputRNN`` is a single cell. As in apex, the
+    state dict contains every parameter twice: under ``fwd`` or ``bckwrd``, and under ``rnns``.
     """
 
-    __module__ = "apex.RNN.RNNBackend"  # its public name, which files hold
+    __module__ = "apex.RNN.RNNBackend"  # the public name, which pickles store
 
     def __init__(
         self,
@@ -39,29 +39,29 @@ class bidirectionalRNN(nn.Module):
         self.rnns = nn.ModuleList([self.fwd, self.bckwrd])
 
     def forward(self, input: Tensor, collect_hidden: bool = False) -> tuple[Tensor, Hiddens]:
-        """Runs both stacks; arguments as `stackedRNN`, features of both side by side."""
+        """Runs both stacks and concatenates their features; arguments are those of `stackedRNN`."""
         ahead, ahead_states = self.fwd(input, collect_hidden=collect_hidden)
         back, back_states = self.bckwrd(input, collect_hidden=collect_hidden, reverse=True)
         pairs = zip(ahead_states, back_states, strict=True)
         return torch.cat([ahead, back], -1), tuple(itertools.starmap(_side_by_side, pairs))
 
     def reset_parameters(self) -> None:
-        """Draws all parameters anew."""
+        """Reinitializes all parameters."""
         self.fwd.reset_parameters()
         self.bckwrd.reset_parameters()
 
     def init_hidden(self, bsz: int) -> None:
-        """Makes states for a batch of ``bsz`` where there are none for that size."""
+        """Creates zero states for a batch of ``bsz``; keeps states of that size."""
         self.fwd.init_hidden(bsz)
         self.bckwrd.init_hidden(bsz)
 
     def reset_hidden(self, bsz: int) -> None:
-        """Sets all states to zeros for a batch of ``bsz``."""
+        """Resets all states to zeros for a batch of ``bsz``."""
         self.fwd.reset_hidden(bsz)
         self.bckwrd.reset_hidden(bsz)
 
     def detach_hidden(self) -> None:
-        """Cuts all states from their graph."""
+        """Detaches all states from their graph."""
         self.fwd.detach_hidden()
         self.bckwrd.detach_hidden()
 

@@ -14,19 +14,20 @@ from torch import Tensor, nn
 
 
 class RNNCell(nn.Module):
-    """One layer: weights, hidden states and a cell function.
+    """One recurrent layer: weights, hidden states and a cell function.
 
     Args:
-        gate_multiplier: Rows of the weights over the hidden size: 4 for LSTM, 3 for GRU, else 1.
-        input_size: Features of the input.
-        hidden_size: Features of the cell.
-        cell: Function of one step, such as those of `apex.RNN.cells`.
-        n_hidden_states: States of the cell; the first is its output.
-        bias: Whether there are biases.
-        output_size: Features of the output, by a projection; None means ``hidden_size``.
+        gate_multiplier: Rows of the weights per hidden feature: 4 for LSTM, 3 for GRU, otherwise 1.
+        input_size: Number of input features.
+        hidden_size: Number of hidden features.
+        cell: Function of one step, such as those in `apex.RNN.cells`.
+        n_hidden_states: Number of hidden states; the first is the output.
+        bias: Whether the layer has biases.
+        output_size: Number of output features after a projection; None means ``hidden_size``,
+            without a projection.
     """
 
-    __module__ = "apex.RNN.RNNBackend"  # its public name, which files hold
+    __module__ = "apex.RNN.RNNBackend"  # the public name, which pickles store
 
     def __init__(
         self,
@@ -70,15 +71,15 @@ class RNNCell(nn.Module):
         )
 
     def reset_parameters(self) -> None:
-        """Draws all parameters uniformly from +-1/sqrt(hidden_size)."""
+        """Reinitializes all parameters uniformly within +-1/sqrt(hidden_size)."""
         bound = 1.0 / math.sqrt(self.hidden_size)
         for param in self.parameters():
             nn.init.uniform_(param, -bound, bound)
 
     def init_hidden(self, bsz: int) -> None:
-        """Makes states for a batch of ``bsz``: zeros where there are none for that size.
+        """Creates zero states for a batch of ``bsz``; keeps states of that size.
 
-        Kept states follow the parameters to their device and dtype.
+        Moves kept states to the parameters' device and dtype.
         """
         for index, state in enumerate(self.hidden):
             if state is None or state.shape[0] != bsz:
@@ -88,25 +89,25 @@ class RNNCell(nn.Module):
                 self.hidden[index] = state.to(self.w_ih)
 
     def reset_hidden(self, bsz: int) -> None:
-        """Sets the states to zeros for a batch of ``bsz``."""
+        """Resets the states to zeros for a batch of ``bsz``."""
         self.hidden = [None] * self.n_hidden_states
         self.init_hidden(bsz)
 
     def detach_hidden(self) -> None:
-        """Cuts the states from their graph.
+        """Detaches the states from their graph.
 
         Raises:
-            RuntimeError: If there are none yet.
+            RuntimeError: If there are no states yet.
         """
         if any(state is None for state in self.hidden):
             raise RuntimeError(
-                "detach_hidden was called before there are hidden states; call the network or "
+                "detach_hidden was called before the hidden states exist. Call the network or "
                 "init_hidden(batch_size) first."
             )
         self.hidden = [state if state is None else state.detach() for state in self.hidden]
 
     def forward(self, input: Tensor) -> tuple[Tensor, ...]:
-        """Returns the new states, the output first, for one step's input ``[batch, features]``."""
+        """Returns the new states, output first, for one step's input ``[batch, features]``."""
         self.init_hidden(input.shape[0])
         before = self.hidden[0] if self.n_hidden_states == 1 else self.hidden
         new = self.cell(input, before, *self._weights(), b_ih=self.b_ih, b_hh=self.b_hh)
@@ -120,5 +121,5 @@ class RNNCell(nn.Module):
         return self.w_ih, self.w_hh
 
     def extra_repr(self) -> str:
-        """Shows sizes and cell."""
+        """Returns sizes, cell and bias."""
         return f"{self.input_size}, {self.hidden_size}, cell={self.cell.__name__}, bias={self.bias}"

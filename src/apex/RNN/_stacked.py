@@ -1,4 +1,4 @@
-"""Cells on top of each other, run step by step."""
+"""A stack of cells, run step by step."""
 
 # ruff: noqa: A001, A002, N801, N803 - apex's names
 
@@ -14,24 +14,24 @@ from torch import Tensor, nn
 from apex.RNN._cell import RNNCell
 
 Hiddens = Sequence[Any]
-"""Tensors ``[layers, batch, features]`` by hidden state; with ``collect_hidden`` lists by step."""
+"""Tensors ``[layers, batch, features]`` per hidden state; lists of them with ``collect_hidden``."""
 
 
 class stackedRNN(nn.Module):
-    """Cells on top of each other, run step by step.
+    """A stack of cells, run step by step.
 
     Args:
-        inputRNN: The first cell, others are made like it; or a list of all cells.
+        inputRNN: The first cell, on which the others are modelled, or a list of all cells.
         num_layers: Number of cells.
-        dropout: Probability of a zero between layers in training.
+        dropout: Dropout probability between layers, in training.
         batch_first: Whether inputs and outputs are ``[batch, steps, features]``.
 
     Raises:
         TypeError: If ``inputRNN`` is neither a cell nor a list of cells.
-        ValueError: If the list has another length, or the probability is none.
+        ValueError: If the list has a different length, or ``dropout`` is not a probability.
     """
 
-    __module__ = "apex.RNN.RNNBackend"  # its public name, which files hold
+    __module__ = "apex.RNN.RNNBackend"  # the public name, which pickles store
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class stackedRNN(nn.Module):
     ) -> None:
         super().__init__()
         if not 0 <= dropout <= 1:
-            raise ValueError(f"RNN got dropout={dropout!r}; it is a probability from 0 to 1.")
+            raise ValueError(f"RNN got dropout={dropout!r}; it takes a probability from 0 to 1.")
         self.dropout = dropout
         self.batch_first = batch_first
         self.rnns = nn.ModuleList(_layers(inputRNN, num_layers))
@@ -56,14 +56,14 @@ class stackedRNN(nn.Module):
 
         Args:
             input: ``[steps, batch, features]``.
-            collect_hidden: Whether to return the states of every step instead of the last.
-            reverse: Whether to read from the last step to the first.
+            collect_hidden: Whether to return the states of every step instead of only the last.
+            reverse: Whether to process the steps from last to first.
 
         Returns:
             Outputs ``[steps, batch, output_size]`` in the input's order, and the states.
 
         Raises:
-            ValueError: If the input has another shape or no step.
+            ValueError: If the input has a wrong shape or no steps.
         """
         self._check(input)
         steps = list(input.unbind(1 if self.batch_first else 0))
@@ -104,22 +104,22 @@ class stackedRNN(nn.Module):
         return [cell for cell in self.rnns if isinstance(cell, RNNCell)]
 
     def reset_parameters(self) -> None:
-        """Draws all parameters anew."""
+        """Reinitializes all parameters."""
         for cell in self._cells():
             cell.reset_parameters()
 
     def init_hidden(self, bsz: int) -> None:
-        """Makes states for a batch of ``bsz`` where there are none for that size."""
+        """Creates zero states for a batch of ``bsz``; keeps states of that size."""
         for cell in self._cells():
             cell.init_hidden(bsz)
 
     def reset_hidden(self, bsz: int) -> None:
-        """Sets all states to zeros for a batch of ``bsz``."""
+        """Resets all states to zeros for a batch of ``bsz``."""
         for cell in self._cells():
             cell.reset_hidden(bsz)
 
     def detach_hidden(self) -> None:
-        """Cuts all states from their graph."""
+        """Detaches all states from their graph."""
         for cell in self._cells():
             cell.detach_hidden()
 
@@ -129,7 +129,7 @@ def _layers(first: RNNCell | list[RNNCell], num_layers: int) -> list[RNNCell]:
         return [first, *(first.new_like(first.output_size) for _ in range(num_layers - 1))]
     if not isinstance(first, list):
         raise TypeError(
-            f"stackedRNN got {type(first).__name__}; it takes an RNNCell or a list of them."
+            f"stackedRNN got {type(first).__name__}; it takes an RNNCell or a list of RNNCells."
         )
     if len(first) != num_layers:
         raise ValueError(f"stackedRNN got {len(first)} cells for num_layers={num_layers}.")
@@ -137,5 +137,5 @@ def _layers(first: RNNCell | list[RNNCell], num_layers: int) -> list[RNNCell]:
 
 
 def _by_state(layers: Iterable[tuple[Tensor, ...]]) -> list[Tensor]:
-    """Returns by hidden state ``[layers, batch, features]``, of the states of every layer."""
+    """Stacks the states of all layers: one ``[layers, batch, features]`` per hidden state."""
     return [torch.stack(states) for states in zip(*layers, strict=True)]

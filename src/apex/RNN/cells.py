@@ -1,7 +1,7 @@
-"""One step of each kind of cell: ``(input, hidden, weights, biases)`` to new hidden states.
+"""Functions for one step of each kind of cell, from ``(input, hidden, weights, biases)``.
 
-``hidden`` is a tensor for cells with one state, else a list. The output state may be smaller or
-larger than the cell's: its size is that of ``w_hh``'s columns.
+``hidden`` is a tensor for cells with one state, otherwise a list. The output may have a different
+size from the cell state: the number of columns of ``w_hh``.
 """
 
 # ruff: noqa: A002, N802 - apex's names
@@ -58,7 +58,7 @@ def ReLUCell(
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
 ) -> Tensor:
-    """Returns the state of an Elman cell with ReLU, ``[batch, hidden]``."""
+    """Returns the state of an Elman cell with ReLU activation, ``[batch, hidden]``."""
     return F.relu(F.linear(input, w_ih, b_ih) + F.linear(hidden, w_hh, b_hh))
 
 
@@ -70,7 +70,7 @@ def TanhCell(
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
 ) -> Tensor:
-    """Returns the state of an Elman cell with tanh, ``[batch, hidden]``."""
+    """Returns the state of an Elman cell with tanh activation, ``[batch, hidden]``."""
     return torch.tanh(F.linear(input, w_ih, b_ih) + F.linear(hidden, w_hh, b_hh))
 
 
@@ -86,7 +86,7 @@ def mLSTMCell(
 ) -> tuple[Tensor, Tensor]:
     """Returns output and cell state of a multiplicative LSTM cell.
 
-    The LSTM sees ``(w_mih x) * (w_mhh h)`` in place of the output ``h``.
+    The LSTM receives ``(w_mih x) * (w_mhh h)`` instead of the output ``h``.
     """
     output, state = hidden
     mixed = F.linear(input, w_mih) * F.linear(output, w_mhh)
@@ -94,7 +94,7 @@ def mLSTMCell(
 
 
 class mLSTMRNNCell(RNNCell):  # noqa: N801
-    """A multiplicative LSTM cell that keeps its states; arguments as `RNNCell`."""
+    """A multiplicative LSTM cell that keeps its states; arguments are those of `RNNCell`."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The networks by name: stacks of one kind of cell, in one or two directions."""
+"""The networks: stacks of one kind of cell, in one or two directions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def toRNNBackend(  # noqa: N802 - apex's name
     dropout: float = 0,
     batch_first: bool = False,
 ) -> Network:
-    """Returns a network whose first layer is ``inputRNN`` and whose others are like it."""
+    """Returns a network with ``inputRNN`` as its first layer and similar further layers."""
     network = bidirectionalRNN if bidirectional else stackedRNN
     return network(inputRNN, num_layers, dropout=dropout, batch_first=batch_first)
 
@@ -35,15 +35,17 @@ def LSTM(  # noqa: N802 - apex's name
     """Returns a long short-term memory network.
 
     Args:
-        input_size: Features of the input.
-        hidden_size: Features of the cell state.
-        num_layers: Cells on top of each other.
+        input_size: Number of input features.
+        hidden_size: Number of features of the cell state.
+        num_layers: Number of layers.
         bias: Whether cells have biases.
-        batch_first: Whether inputs and outputs are ``[batch, steps, features]``, not
+        batch_first: Whether inputs and outputs are ``[batch, steps, features]`` instead of
             ``[steps, batch, features]``.
-        dropout: Probability of a zero between layers in training.
-        bidirectional: Whether a second stack reads from the end; outputs are concatenated.
-        output_size: Features of output and hidden state, by a projection; None: ``hidden_size``.
+        dropout: Dropout probability between layers, in training.
+        bidirectional: Whether a second stack processes the steps in reverse; the outputs are
+            concatenated.
+        output_size: Number of features of output and hidden state after a projection; None means
+            ``hidden_size``, without a projection.
     """
     cell = RNNCell(4, input_size, hidden_size, LSTMCell, 2, bias, output_size)
     return toRNNBackend(cell, num_layers, bidirectional, dropout, batch_first)
@@ -59,7 +61,7 @@ def GRU(  # noqa: N802 - apex's name
     bidirectional: bool = False,
     output_size: int | None = None,
 ) -> Network:
-    """Returns a network of gated recurrent units; arguments as `LSTM`.
+    """Returns a network of gated recurrent units; arguments are those of `LSTM`.
 
     Raises:
         ValueError: If ``output_size`` is not the hidden size.
@@ -67,7 +69,7 @@ def GRU(  # noqa: N802 - apex's name
     if output_size not in (None, hidden_size):
         raise ValueError(
             f"GRU got output_size={output_size} with hidden_size={hidden_size}; its new state is "
-            "a mean of the old one and a candidate, so both have one size. Project the output."
+            "a mean of the old state and a candidate, so their sizes are equal. Project the output."
         )
     cell = RNNCell(3, input_size, hidden_size, GRUCell, 1, bias, output_size)
     return toRNNBackend(cell, num_layers, bidirectional, dropout, batch_first)
@@ -83,7 +85,7 @@ def ReLU(  # noqa: N802 - apex's name
     bidirectional: bool = False,
     output_size: int | None = None,
 ) -> Network:
-    """Returns an Elman network with ReLU; arguments as `LSTM`."""
+    """Returns an Elman network with ReLU activation; arguments are those of `LSTM`."""
     cell = RNNCell(1, input_size, hidden_size, ReLUCell, 1, bias, output_size)
     return toRNNBackend(cell, num_layers, bidirectional, dropout, batch_first)
 
@@ -98,7 +100,7 @@ def Tanh(  # noqa: N802 - apex's name
     bidirectional: bool = False,
     output_size: int | None = None,
 ) -> Network:
-    """Returns an Elman network with tanh; arguments as `LSTM`."""
+    """Returns an Elman network with tanh activation; arguments are those of `LSTM`."""
     cell = RNNCell(1, input_size, hidden_size, TanhCell, 1, bias, output_size)
     return toRNNBackend(cell, num_layers, bidirectional, dropout, batch_first)
 
@@ -113,7 +115,7 @@ def mLSTM(  # noqa: N802 - apex's name
     bidirectional: bool = False,
     output_size: int | None = None,
 ) -> Network:
-    """Returns a multiplicative LSTM network; arguments as `LSTM`.
+    """Returns a multiplicative LSTM network; arguments are those of `LSTM`.
 
     Source: Krause et al., "Multiplicative LSTM for sequence modelling", arXiv:1609.07959.
     """

@@ -1,1 +1,1 @@
-"""Parts of apex's contrib that scripts use, on torch's operators; import each by its own name."""
+"""Parts of apex's contrib that scripts use, with torch's operators; import each by its name."""

@@ -1,13 +1,13 @@
-"""See what reduced precision does to a model: ``amp.debug``."""
+"""Tools that show what reduced precision does to a model: ``amp.debug``."""
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
 
-# Name to the module that holds it, loaded when first asked for: training scripts that never debug
-# pay nothing. No module has the name of what it holds, for importing it would hide that.
-_PLACES = {
+# Each public name and its module, loaded on first use so that other scripts do not pay for it. No
+# module shares its name with what it defines: importing the module would shadow the function.
+_MODULES = {
     "History": "history",
     "arm": "auto_trace",
     "check_numerics": "numerics",
@@ -18,20 +18,20 @@ _PLACES = {
 }
 
 __all__ = [  # noqa: PLE0604 - the keys are strings
-    *_PLACES,
+    *_MODULES,
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """Loads the module of a public name, and keeps the name."""
-    place = _PLACES.get(name)
-    if place is None:
-        raise AttributeError(f"apex.debug has no {name!r}; it has {', '.join(_PLACES)}.")
-    value = getattr(importlib.import_module(f"{__name__}.{place}"), name)
+    """Loads a public name on first use and caches it."""
+    module = _MODULES.get(name)
+    if module is None:
+        raise AttributeError(f"apex.debug has no {name!r}; it has {', '.join(_MODULES)}.")
+    value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    """Names the public functions, loaded or not."""
-    return [*globals(), *_PLACES]
+    """Lists all public names, loaded or not."""
+    return [*globals(), *_MODULES]

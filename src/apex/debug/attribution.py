@@ -1,4 +1,4 @@
-"""What decided the dtypes of an operator: a row of the op table, the conversion, or nothing."""
+"""Attributes an operator's dtypes to the op table, the conversion or a user's registration."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ FOLLOWS = "follows its input"
 
 
 class Call(NamedTuple):
-    """The function of torch's Python API that an operator came from, and the casts around it.
+    """A call to torch's Python API, and the casts active around it.
 
     Attributes:
-        name: Such as ``"linear"``.
-        spec: The op casts that ruled; None for none.
-        autocast: Device type and dtype of a ``torch.autocast`` that was on; None for none.
+        name: Name of the function, such as ``"linear"``.
+        spec: The active op casts; None without any.
+        autocast: Device type and dtype of an active ``torch.autocast``; None without one.
     """
 
     name: str
@@ -39,46 +39,47 @@ class Call(NamedTuple):
     autocast: tuple[str, torch.dtype] | None
 
 
-class Caller(TorchFunctionMode):
-    """Knows the outermost function of torch that runs now.
+class CallTracker(TorchFunctionMode):
+    """Tracks the running call to torch's Python API.
 
-    An operator alone does not tell: ``aten.addmm`` may come from ``linear``, and the op table has
-    its rows by what was called. Inside of a dispatch mode autocast also looks switched off.
+    An operator does not identify its caller: ``aten.addmm`` may come from ``linear``, and the op
+    table's rows are named after the called function. Autocast also looks disabled inside a
+    dispatch mode.
 
     Attributes:
-        now: The call; None outside of any.
+        current: The running call; None outside any call.
     """
 
     def __init__(self) -> None:
-        """Starts outside of any call."""
+        """Starts outside any call."""
         super().__init__()
-        self.now: Call | None = None
+        self.current: Call | None = None
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        before = self.now
+        before = self.current
         name = getattr(func, "__name__", "").strip("_")
-        self.now = Call(name, active_spec(), _autocast())
+        self.current = Call(name, active_spec(), _autocast())
         try:
             return func(*args, **(kwargs or {}))
         finally:
-            self.now = before
+            self.current = before
 
 
-class Rules:
-    """The rules that hold for one model.
+class DtypeRules:
+    """The rules that decide dtypes in one model.
 
     Attributes:
-        session: The session that prepared it, or whose casts are on around it; None for none.
+        session: The session that prepared the model, or whose casts are active; None without one.
         level: What sets dtypes, such as ``"O4"``, ``"torch.autocast"`` or ``"none"``.
     """
 
     def __init__(self, model: nn.Module, names: Mapping[nn.Module, str]) -> None:
-        """Learns what the model's conversion says of each module.
+        """Reads from the model's conversion how each module was treated.
 
         Args:
-            model: Any; converted modules may be anywhere in it.
+            model: Any model; any of its submodules may be converted.
             names: Qualified name of each module.
         """
         self._converted: dict[str, str] = {}
@@ -95,20 +96,20 @@ class Rules:
     def decided_by(
         self, op: str, computed_in: str, module: str, inside: bool, direction: Direction, call: Any
     ) -> str:
-        """Returns in words what made an operator compute in its dtype.
+        """Returns a phrase that says why an operator computed in its dtype.
 
         Args:
             op: The operator without overload, such as ``"addmm"``.
-            computed_in: Name of the dtype that it computed in.
-            module: Where it ran.
-            inside: Whether in the model.
-            direction: In backward, nothing decides: formulas follow the forward.
-            call: The :class:`Call` that it came from; None if unknown.
+            computed_in: Name of the dtype in which it computed.
+            module: Qualified name of the module in which it ran.
+            inside: Whether the model ran it.
+            direction: In a backward pass, formulas follow the dtypes of the forward.
+            call: The :class:`Call` from which it came; None if unknown.
         """
         if direction == "backward":
             return "dtypes of the forward"
         if call is None and inside and self._region is not None:
-            call = Call("", self._region, None)  # from code below Python
+            call = Call("", self._region, None)  # called from C++
         if call is not None and call.spec is not None:
             return self._by_table(op, call)
         if call is not None and call.autocast is not None:
@@ -165,11 +166,11 @@ def _converted(
 
 
 def _rows(op: str, function: str) -> Iterator[tuple[str, str]]:
-    """Yields name and operator of the table's rows that may have decided, the surest first."""
+    """Yields the candidate rows of the op table as (name, operator), the most specific first."""
     for names in NAMES.values():
         for row in names.get(function, ()) or names.get(f"__{function}__", ()):
             yield function, row
-    for name in (*_CALLED_FOR.get(op, ()), op):
+    for name in (*_CALLERS.get(op, ()), op):
         for names in NAMES.values():
             for row in names.get(name, ()):
                 yield name, row
@@ -177,7 +178,7 @@ def _rows(op: str, function: str) -> Iterator[tuple[str, str]]:
 
 
 def _by_autocast(op: str, computed_in: str, call: Call) -> str:
-    """Says what torch's own autocast did; it has no list that can be read, only kernels."""
+    """Returns what torch's own autocast did, which has no readable op list, only kernels."""
     device, dtype = call.autocast or ("cpu", torch.float32)
     key = AUTOCAST_KEYS[device]
     rows = [f"aten::{row}" for _, row in _rows(op, call.name)]
@@ -229,8 +230,8 @@ _PROMOTING = {
     "ne",
 }
 
-# For operators whose function is unknown: what torch's composites call them for.
-_CALLED_FOR: dict[str, tuple[str, ...]] = {
+# The functions that call an operator, for operators whose caller is unknown.
+_CALLERS: dict[str, tuple[str, ...]] = {
     "addmm": ("linear",),
     "mm": ("matmul", "linear"),
     "bmm": ("matmul", "einsum"),

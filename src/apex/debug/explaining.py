@@ -1,4 +1,4 @@
-"""``explain``: what each operator of a model runs in, why, and what that costs."""
+"""``explain``: the dtype of each operator of a model, the reason for it, and its cost."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from apex._core import dtypes, finite
 from apex._core.scale import checked_static
-from apex.debug.attribution import Caller, Rules
+from apex.debug.attribution import CallTracker, DtypeRules
 from apex.debug.clock import Stopwatch, clock_for
 from apex.debug.explanation import Explanation
-from apex.debug.module_tracker import Whereabouts, unwrapped
-from apex.debug.preserve_state import casts_off, tensors_in, untouched
+from apex.debug.module_tracker import ModuleTracker, unwrapped
+from apex.debug.preserve_state import casts_off, preserve_state, tensors_in
 from apex.debug.recording import Recorder
 from apex.debug.records import GradientRow
 
@@ -32,40 +32,40 @@ def explain(
     loss_scale: float | None = None,
     **keywords: Any,
 ) -> Explanation:
-    """Returns what each operator of a model runs in, what decided that, and what it costs.
+    """Returns the dtypes of each operator of a model, what decided them, and what they cost.
 
-    Runs the model forward and backward, as a training step would, on any model: prepared by
-    ``amp.initialize``, under a ``torch.autocast`` around the call, or plain. For every module and
-    operator the result has calls, dtypes in and out, the casts made for it (bytes), its share of
-    the time, its FLOPs, its largest value, and the row of the op table that decided; in total the
-    share of FLOPs in low precision, casts there and back again, how near activations come to their
-    dtype's limit, and how many values are lost to under- and overflow, gradients included.
+    Runs the model forward and backward as a training step would. The model may be prepared by
+    ``amp.initialize``, called inside ``torch.autocast``, or plain. For every module and operator,
+    the result lists calls, input and output dtypes, casts made for it (bytes), share of the time,
+    FLOPs, largest value, and the row of the op table that decided. Its totals are the share of
+    FLOPs in low precision, redundant round-trip casts, the headroom of activations in their dtype,
+    and the values lost to underflow and overflow, gradients included.
 
-    Leaves no trace: gradients, buffers (batch norm's statistics), random numbers, inputs, mode,
-    hooks, loss scale and weight cache are as before, also after an error. Parts that
-    ``torch.compile`` has compiled run eagerly; inside data-parallel wrappers the model alone runs.
+    Changes nothing: gradients, buffers (batch norm's statistics), random number generators, inputs,
+    mode, hooks, loss scale and weight cache are preserved, also after an error. Compiled parts run
+    eagerly, and data-parallel wrappers are bypassed.
 
-    Costs: the model runs twice; the first pass warms up kernels and is only timed, the second looks
-    at every result. Measured: 6 to 10 times the time of a step, at least 1 ms an operator, and once
-    in a process the import of torch's compiler, which any dispatch mode brings (2 s). Memory: a
-    step's, with one more set of gradients and a copy of the buffers and inputs. An operator's time
-    is the shorter of the two passes', of a clock around it alone: wall time on a CPU, events on
-    CUDA and XPU.
+    Cost: the model runs twice. The first pass warms up kernels and is only timed; the second
+    inspects every result. Measured: 6 to 10 times the time of a step, at least 1 ms per operator,
+    and once per process the import of torch's compiler, which any dispatch mode triggers (2 s).
+    Memory: that of a step, plus one set of gradients and a copy of the buffers and inputs. The time
+    of an operator is the shorter of the two passes, measured around it alone: wall time on a CPU,
+    events on CUDA and XPU.
 
     Args:
-        model: The model, as it would be called in training.
-        *inputs: Its arguments.
-        loss_fn: Makes the loss (one floating number) from the model's output. By default the sum
-            of the floating tensors in the output.
+        model: The model, as called in training.
+        *inputs: Positional arguments of the model.
+        loss_fn: Computes the loss (a one-element floating-point tensor) from the model's output; by
+            default the sum of the floating-point tensors in the output.
         backward: Whether to run the backward pass too.
-        loss_scale: Multiplier on the loss; by default the present one of the session (of its first
-            loss), and 1 without a session. Pass ``scaler.get_scale()`` of a ``GradScaler``.
-        **keywords: Further arguments of the model.
+        loss_scale: Multiplier on the loss; by default the current scale of the session's first
+            loss, or 1 without a session. With a ``GradScaler``, pass ``scaler.get_scale()``.
+        **keywords: Keyword arguments of the model.
 
     Raises:
-        TypeError: If ``model`` is no module, or the loss no tensor.
-        ValueError: If there is no tensor among the inputs, the model has lazy or meta parameters,
-            the loss is not one floating number or does not require gradients.
+        TypeError: If ``model`` is not a module, or the loss is not a tensor.
+        ValueError: If the inputs contain no tensor, the model has lazy or meta parameters, or the
+            loss is not one floating-point number or does not require gradients.
 
     Example:
         >>> import torch
@@ -82,20 +82,20 @@ def explain(
         1.0
     """
     inner = _checked(model, inputs, keywords)
-    here = Whereabouts(inner)
-    rules = Rules(inner, here.names)
+    tracker = ModuleTracker(inner)
+    rules = DtypeRules(inner, tracker.names)
     run = _Run(inner, inputs, keywords, loss_fn, backward, _scale(loss_scale, rules))
-    caller = Caller()
+    calls = CallTracker()
     clock = clock_for(_device(inner, inputs, keywords))
-    recorder = Recorder(here, caller, rules, clock)
+    recorder = Recorder(tracker, calls, rules, clock)
     clock.begin()
     run.once(nullcontext(), nullcontext(), Stopwatch(clock))
     clock.begin()
-    gradients = run.once(here, caller, recorder)
-    rows = recorder.rows()
+    gradients = run.once(tracker, calls, recorder)
+    ops = recorder.records()
     notes = [f"Time is {clock.measures}, the shorter of two passes."]
     if loss_fn is None and backward:
-        notes.append("No loss_fn was given: the loss is the sum of the floating outputs.")
+        notes.append("Without loss_fn, the loss is the sum of the floating-point outputs.")
     if recorder.without_formula:
         names = ", ".join(sorted(recorder.without_formula))
         notes.append(f"torch has no FLOP formula for {names}: counted as 0.")
@@ -103,17 +103,17 @@ def explain(
         model=type(inner).__name__,
         level=rules.level,
         loss_scale=run.scale,
-        ops=rows,
+        ops=ops,
         round_trips=recorder.round_trips(),
         gradients=gradients,
-        kinds={name: type(module).__name__ for module, name in here.names.items()},
+        kinds={name: type(module).__name__ for module, name in tracker.names.items()},
         notes=tuple(notes),
     )
 
 
 @dataclass(frozen=True)
 class _Run:
-    """One way to run the model, any number of times."""
+    """A repeatable run of the model."""
 
     model: nn.Module
     inputs: tuple[Any, ...]
@@ -124,40 +124,40 @@ class _Run:
 
     def once(
         self,
-        here: AbstractContextManager[Any],
-        caller: AbstractContextManager[Any],
-        watch: AbstractContextManager[Any],
+        tracker: AbstractContextManager[Any],
+        calls: AbstractContextManager[Any],
+        recorder: AbstractContextManager[Any],
     ) -> tuple[GradientRow, ...]:
-        """Runs it once; returns a row for each parameter's gradient.
+        """Runs the model once and returns one record per parameter's gradient.
 
         Args:
-            here: Entered around the run.
-            caller: Entered around the forward pass.
-            watch: Entered around the forward pass, and again around the backward pass.
+            tracker: Entered around the whole run.
+            calls: Entered around the forward pass.
+            recorder: Entered around the forward pass, and again around the backward pass.
         """
         arguments = (self.inputs, self.keywords)
-        with untouched(self.model, arguments), torch.set_grad_enabled(self.backward), here:
+        with preserve_state(self.model, arguments), torch.set_grad_enabled(self.backward), tracker:
             with ExitStack() as forward:
-                forward.enter_context(watch)
-                forward.enter_context(caller)
+                forward.enter_context(recorder)
+                forward.enter_context(calls)
                 loss = self._loss()
             if not self.backward:
                 return ()
             _check_loss(loss)
             with casts_off():
-                # Backward from the loss in fp32, which holds the scale: as amp.scale_loss does.
+                # As amp.scale_loss does, scale the loss in fp32, which can hold the scale.
                 scaled = loss if loss.dtype is torch.float64 else loss.float()
                 scaled = scaled if self.scale == 1.0 else scaled * self.scale
                 start = torch.ones_like(scaled)
                 params = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
                 given = [t for t in tensors_in(arguments) if t.requires_grad]
                 targets = [*params.values(), *given]
-                with watch:
-                    # Unlike backward() it neither writes .grad nor runs what hangs on that.
+                with recorder:
+                    # Unlike backward(), grad() neither writes .grad nor runs its hooks.
                     grads: tuple[Tensor | None, ...] = torch.autograd.grad(
                         scaled, targets, start, allow_unused=True
                     )
-            # strict=False: behind the parameters' come the gradients of inputs
+            # strict=False: the gradients of inputs follow those of parameters
             pairs = zip(params, grads, strict=False)
             return tuple(_gradient(name, grad) for name, grad in pairs if grad is not None)
 
@@ -172,8 +172,8 @@ def _sum_of(output: Any) -> Tensor:
     floating = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
     if not floating:
         raise ValueError(
-            f"explain got a model whose output ({type(output).__name__}) holds no floating tensor, "
-            "so there is no loss to go backward from. Pass loss_fn=..., or backward=False."
+            f"explain got a model whose output ({type(output).__name__}) holds no floating-point "
+            "tensor, so it cannot derive a loss. Pass loss_fn=... or backward=False."
         )
     sums = (t.sum(dtype=torch.promote_types(t.dtype, torch.float32)) for t in floating)
     return functools.reduce(torch.add, sums)
@@ -202,7 +202,7 @@ def _device(model: nn.Module, inputs: Any, keywords: Any) -> torch.device:
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
-def _scale(given: float | None, rules: Rules) -> float:
+def _scale(given: float | None, rules: DtypeRules) -> float:
     if given is not None:
         return checked_static(float(given))
     return 1.0 if rules.session is None else rules.session.scalers[0].read_scale()
@@ -211,20 +211,20 @@ def _scale(given: float | None, rules: Rules) -> float:
 def _checked(model: Any, inputs: Any, keywords: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"explain got {type(model).__name__} for the model; it takes a torch.nn.Module, with "
-            "its inputs behind: explain(model, x, loss_fn=...)."
+            f"explain got {type(model).__name__} as the model; it takes a torch.nn.Module, "
+            "followed by its inputs: explain(model, x, loss_fn=...)."
         )
     inner = unwrapped(model)
     for name, param in inner.named_parameters():
         if isinstance(param, nn.UninitializedParameter) or param.device.type == "meta":
             raise ValueError(
                 f"explain got a model whose parameter {name!r} has no values yet (lazy, or on the "
-                "meta device). Run the model once, or give it values, before explain."
+                "meta device). Run the model once or initialize it first."
             )
     if not tensors_in((inputs, keywords)):
         raise ValueError(
-            f"explain got no tensor among the inputs of {type(inner).__name__}. Pass what the "
-            "model is called with: explain(model, x) or explain(model, input_ids=...)."
+            f"explain got no tensor among the inputs of {type(inner).__name__}. Pass the model's "
+            "arguments: explain(model, x) or explain(model, input_ids=...)."
         )
     return inner
 
@@ -232,16 +232,17 @@ def _checked(model: Any, inputs: Any, keywords: Any) -> nn.Module:
 def _check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor):
         raise TypeError(
-            f"explain's loss_fn returned {type(loss).__name__}; it takes the model's output and "
-            "returns the loss, a tensor of one number."
+            f"explain's loss_fn returned {type(loss).__name__}; it must take the model's output "
+            "and return the loss, a tensor with one element."
         )
     if loss.numel() != 1 or not loss.is_floating_point():
         raise ValueError(
             f"explain got a loss of shape {tuple(loss.shape)} and {loss.dtype}; it takes one "
-            "floating number. Reduce it in loss_fn, for example by .mean()."
+            "floating-point number. Reduce it in loss_fn, for example with .mean()."
         )
     if not loss.requires_grad:
         raise ValueError(
-            "explain got a loss that does not require gradients: no parameter does, or the loss "
-            "was detached or made under no_grad. Pass backward=False for the forward pass alone."
+            "explain got a loss that does not require gradients: either no parameter does, or the "
+            "loss was detached or computed under no_grad. Pass backward=False to run only the "
+            "forward pass."
         )

@@ -1,4 +1,4 @@
-"""What ``explain`` found: the rows, what modules and totals make of them, and the formats."""
+"""The result of ``explain``: records, per-module and total sums, and output formats."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from apex.debug.records import CAST, LOW, GradientRow, OpRow, RoundTrip
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """A module with what its own code and the modules below it did.
+    """The sums over a module and its submodules.
 
     Attributes:
         name: Qualified name; ``""`` for the model.
         kind: Class name.
-        dtype: What its forward computed in: a dtype, ``"mixed"``, or ``""`` for nothing.
-        time_share: Of all time measured.
+        dtype: Dtype in which its forward computed, ``"mixed"``, or ``""`` if it computed nothing.
+        time_share: Share of all measured time.
         flops: Floating-point operations.
-        low_precision_flops: Of these, in 16 bits.
-        casts: Casts made.
-        cast_bytes: Read and written by these.
-        headroom: Least headroom of a forward result (powers of two); None without any.
-        nonfinite: Results that were inf or NaN.
+        low_precision_flops: Floating-point operations in 16 bits.
+        casts: Number of casts.
+        cast_bytes: Bytes that these casts read and wrote.
+        headroom: Least headroom of a forward result (powers of two); None without results.
+        nonfinite: Number of results that were inf or NaN.
     """
 
     name: str
@@ -43,28 +43,28 @@ class ModuleRow:
 
 @dataclass(frozen=True)
 class Totals:
-    """The run in numbers; shares are between 0 and 1, None where there is nothing to share.
+    """Totals of the run. Shares are between 0 and 1, or None if the whole is 0.
 
     Attributes:
-        seconds: In all operators.
+        seconds: Time in all operators.
         flops: Floating-point operations.
-        low_precision_flops: Of these, in 16 bits.
+        low_precision_flops: Floating-point operations in 16 bits.
         low_precision_share: ``low_precision_flops / flops``.
-        casts: Casts made.
-        cast_bytes: Read and written by these.
-        wasted_casts: Casts there and back again.
-        wasted_bytes: Read and written by these.
-        largest: Largest finite absolute forward result of the row nearest to its dtype's limit.
+        casts: Number of casts.
+        cast_bytes: Bytes that these casts read and wrote.
+        wasted_casts: Number of redundant round-trip casts.
+        wasted_bytes: Bytes that these casts read and wrote.
+        largest: Largest finite absolute result of the forward operator with the least headroom.
         largest_dtype: Its dtype.
         largest_module: Its module.
-        headroom: Powers of two from there to the dtype's greatest number.
-        underflow_share: Of the values cast to 16 bits: to zero or subnormal.
-        overflow_share: Of these: to inf.
-        nonfinite_share: Of all floating results: inf or NaN.
-        gradient_underflow_share: Of the parameters' gradients: zero or subnormal in fp16 though
-            they are not zero.
-        gradient_overflow_share: Of these: beyond fp16's range.
-        gradient_zero_share: Of these: exactly zero.
+        headroom: Powers of two from ``largest`` to the dtype's largest number.
+        underflow_share: Share of values cast to 16 bits that became zero or subnormal.
+        overflow_share: Share of values cast to 16 bits that became inf.
+        nonfinite_share: Share of all floating-point results that were inf or NaN.
+        gradient_underflow_share: Share of parameter gradients that are non-zero but would be zero
+            or subnormal in fp16.
+        gradient_overflow_share: Share of parameter gradients beyond fp16's range.
+        gradient_zero_share: Share of parameter gradients that are exactly zero.
     """
 
     seconds: float
@@ -89,19 +89,19 @@ class Totals:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What each operator of a model ran in, why, and what that cost.
+    """The dtypes of each operator of a model, the reasons for them, and their cost.
 
-    ``print`` shows it; ``save`` writes it in a format by the file's suffix.
+    ``print`` shows tables; ``save`` writes a file in the format given by its suffix.
 
     Attributes:
         model: Class name of the model.
         level: What set the dtypes, such as ``"O4"`` or ``"torch.autocast"``.
         loss_scale: Multiplier on the loss in the backward pass.
-        ops: One row for each operator, module, direction and set of dtypes, as first met.
-        round_trips: Casts there and back again.
-        gradients: One row a parameter; empty without a backward pass.
+        ops: One record per operator, module, direction and set of dtypes, in order of first use.
+        round_trips: Redundant round-trip casts.
+        gradients: One record per parameter; empty without a backward pass.
         kinds: Class name by module name, parents first.
-        notes: How it was measured, and what to know about it.
+        notes: Remarks on how the numbers were measured.
     """
 
     model: str
@@ -115,16 +115,16 @@ class Explanation:
 
     @functools.cached_property
     def seconds(self) -> float:
-        """The time in all operators and casts."""
+        """Time in all operators and casts."""
         return sum(row.seconds for row in self.ops)
 
     @functools.cached_property
     def totals(self) -> Totals:
-        """The run in numbers."""
+        """Totals of the run."""
         casts = [cast for row in self.ops for cast in row.casts]
         down = [cast for cast in casts if cast.target in LOW]
         flops, low = sum(row.flops for row in self.ops), _low_flops(self.ops)
-        near = _nearest(self.ops)
+        near = _least_headroom(self.ops)
         return Totals(
             seconds=self.seconds,
             flops=flops,
@@ -148,13 +148,13 @@ class Explanation:
 
     @functools.cached_property
     def modules(self) -> tuple[ModuleRow, ...]:
-        """One row for each module of the model, parents first."""
+        """One record per module of the model, parents first."""
         return tuple(self._module(name) for name in self.kinds)
 
     def _module(self, name: str) -> ModuleRow:
         rows = [row for row in self.ops if row.inside and _within(row.module, name)]
         casts = [cast for row in rows for cast in row.casts]
-        near = _nearest(rows)
+        near = _least_headroom(rows)
         forward = [row for row in rows if row.direction == "forward"]
         dtypes = {row.computed_in for row in forward or rows if row.op != CAST} - {""}
         return ModuleRow(
@@ -180,27 +180,27 @@ class Explanation:
         """Returns tables for a terminal.
 
         Args:
-            rows: At most so many operators, those that took most time; None for all.
-            colour: Whether dtypes are coloured by ANSI sequences.
+            rows: Largest number of operators to show, those that took the most time; None for all.
+            colour: Whether to colour dtypes with ANSI sequences.
         """
         from apex.debug.rendering.text import text
 
         return text(self, rows=rows, colour=colour)
 
     def to_markdown(self) -> str:
-        """Returns Markdown with tables."""
+        """Returns Markdown tables."""
         from apex.debug.rendering.markdown import markdown
 
         return markdown(self)
 
     def to_html(self) -> str:
-        """Returns one self-contained page with the model's tree coloured by dtype."""
+        """Returns a self-contained page that shows the model's tree coloured by dtype."""
         from apex.debug.rendering.html import page
 
         return page(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns everything in plain containers."""
+        """Returns all data in plain containers."""
         own = asdict(self)
         for shown, row in zip(own["ops"], self.ops, strict=True):
             shown.update(time_share=self.time_share(row), headroom=row.headroom)
@@ -211,14 +211,14 @@ class Explanation:
         }
 
     def to_json(self) -> str:
-        """Returns everything as JSON."""
+        """Returns all data as JSON."""
         return json.dumps(self.to_dict(), indent=2)
 
     def save(self, path: str | Path) -> None:
-        """Writes a file in the format of its suffix: ``.html``, ``.md``, ``.json`` or ``.txt``.
+        """Writes a file in the format given by its suffix: ``.html``, ``.md``, ``.json``, ``.txt``.
 
         Raises:
-            ValueError: For any other suffix; nothing is written.
+            ValueError: If the suffix is none of these; nothing is written.
         """
         formats = {
             ".html": self.to_html,
@@ -229,13 +229,13 @@ class Explanation:
         target = Path(path)
         if target.suffix not in formats:
             raise ValueError(
-                f"Cannot save an explanation as {target.name!r}: end the name in one of "
+                f"Cannot save an explanation as {target.name!r}: the suffix must be one of "
                 f"{', '.join(formats)}."
             )
         target.write_text(formats[target.suffix](), encoding="utf-8")
 
     def __str__(self) -> str:
-        """Shows the tables."""
+        """Returns the tables."""
         return self.to_text()
 
 
@@ -243,8 +243,8 @@ def _low_flops(rows: Iterable[OpRow]) -> int:
     return sum(row.flops for row in rows if row.computed_in in LOW)
 
 
-def _nearest(rows: Iterable[OpRow]) -> OpRow | None:
-    """Returns the forward row whose largest result is nearest to its dtype's limit."""
+def _least_headroom(rows: Iterable[OpRow]) -> OpRow | None:
+    """Returns the forward record with the least headroom."""
     known = [row for row in rows if row.direction == "forward" and row.headroom is not None]
     return min(known, key=lambda row: row.headroom or 0.0, default=None)
 

@@ -1,4 +1,4 @@
-"""The line of user code that is running: the innermost frame that is not a library's."""
+"""Finds the running line of user code: the innermost frame outside torch, apex and the stdlib."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CHECKPOINT = _TORCH + os.path.join("utils", "checkpoint.py")
 
 
 def innermost_line() -> str:
-    """Returns ``"file:line"`` of the innermost user frame, ``""`` if there is none."""
+    """Returns ``"file:line"`` of the innermost user frame, or ``""`` if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if _is_user(frame):
@@ -29,10 +29,10 @@ def innermost_line() -> str:
 
 
 def within_backward() -> tuple[str, bool]:
-    """Returns the innermost user line inside the running backward, and if a checkpoint recomputes.
+    """Returns the innermost user line of the running backward, and whether a checkpoint recomputes.
 
-    The frames of autograd's own entry point bound it from below; in a thread of the engine there
-    are none.
+    The search ends at the frames of autograd's Python entry point, which threads of the engine do
+    not have.
     """
     line = ""
     frame: FrameType | None = sys._getframe(1)
@@ -49,7 +49,7 @@ def within_backward() -> tuple[str, bool]:
 
 
 def is_user_file(filename: str) -> bool:
-    """Returns whether a file is neither torch's, nor ours, nor the standard library's."""
+    """Returns whether a file belongs to neither torch, apex nor the standard library."""
     return _kind(filename) == "user"
 
 
@@ -59,7 +59,7 @@ def _line(frame: FrameType) -> str:
 
 def _is_user(frame: FrameType) -> bool:
     code = frame.f_code
-    # A dispatch mode watches the operator; it is not where the operator is called.
+    # A dispatch mode observes the operator; the call itself is further out.
     return _kind(code.co_filename) == "user" and code.co_name != "__torch_dispatch__"
 
 

@@ -1,4 +1,4 @@
-"""Updates that rounding swallowed: weights that did not move though their update was not zero."""
+"""Counts updates lost to rounding: weights that a step leaves unchanged."""
 
 from __future__ import annotations
 
@@ -23,48 +23,49 @@ WIDER = {
     torch.float16: torch.float32,
     torch.float32: torch.float64,
 }
-"""The dtype in which the update that the optimizer wanted is computed, by the weight's dtype."""
+"""The dtype in which the intended update is computed, by the weight's dtype."""
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class FrozenUpdates:
-    """What one optimizer step left unmoved; filled when the block around the step ends.
+    """Counts of one optimizer step; filled in when the block around the step ends.
 
     Attributes:
-        wanted: Weights whose update was not zero.
-        frozen: Of these, weights that hold the same value after the step.
+        wanted: Number of weights whose intended update was not zero.
+        frozen: How many of these kept their value.
     """
 
     def __init__(self) -> None:
-        """Starts at none."""
+        """Starts at 0."""
         self.wanted = 0
         self.frozen = 0
 
     @property
     def share(self) -> float:
-        """``frozen / wanted``; 0 where no update was wanted."""
+        """``frozen / wanted``; 0 if no weight was to move."""
         return self.frozen / self.wanted if self.wanted else 0.0
 
 
 @contextmanager
 def frozen_updates(optimizer: Any) -> Iterator[FrozenUpdates]:
-    """Counts the weights that the step inside the block should have moved and did not.
+    """Counts the weights that the step inside the block should have moved but did not.
 
-    The update that the optimizer wanted is that of a copy of it, stepped from the same weights,
-    gradients and state in a wider dtype (fp32 for 16-bit weights, fp64 for fp32 ones). An update
-    that is not zero there and leaves the weight as it was has been rounded away: an Adam step of
-    1e-3 on a bf16 weight of 1 is. The weights looked at are those that the optimizer steps, so
-    fp32 masters where there are any. A step with a gradient that is not finite counts for nothing.
+    A copy of the optimizer computes the intended update from the same weights, gradients and state
+    in a wider dtype (fp32 for 16-bit weights, fp64 for fp32 weights). If that update is not zero
+    but the weight stays the same, rounding has lost it, as for an Adam step of 1e-3 on a bf16
+    weight of 1. The counted weights are those that the optimizer steps: fp32 masters where they
+    exist. A step with a non-finite gradient counts nothing.
 
-    Costs a copy of weights and state, one more step, and host syncs: to look at single steps.
+    Costs a copy of weights and state, an additional step, and host syncs: use it for single steps.
 
     Args:
-        optimizer: Any that steps without a closure, prepared by amp or plain. Its gradients are
-            unscaled: under a ``GradScaler`` call ``scaler.unscale_(optimizer)`` before.
+        optimizer: An optimizer that steps without a closure, prepared by amp or plain. Its
+            gradients must be unscaled: with a ``GradScaler``, call ``scaler.unscale_(optimizer)``
+            first.
 
     Raises:
-        ValueError: For one whose step needs a closure.
+        ValueError: If the optimizer's step needs a closure.
 
     Example:
         >>> import torch
@@ -83,9 +84,9 @@ def frozen_updates(optimizer: Any) -> Iterator[FrozenUpdates]:
     closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
-            f"amp.debug.frozen_updates got {kind.__name__}, whose step needs a closure: which "
-            "update it wants depends on losses that only the closure can give. It takes optimizers "
-            "that step without one."
+            f"amp.debug.frozen_updates got {kind.__name__}, whose step needs a closure: its update "
+            "depends on losses that only the closure can compute. Pass an optimizer that steps "
+            "without a closure."
         )
     if binding is not None:
         binding.settle()
@@ -100,14 +101,14 @@ def frozen_updates(optimizer: Any) -> Iterator[FrozenUpdates]:
     for param, old in zip(params, before, strict=True):
         moves = (wide[param] != old.to(wide[param].dtype)) & torch.isfinite(wide[param])
         stays = moves & (param.detach() == old)
-        updates.wanted += int(moves.count_nonzero())  # sync: a diagnosis, asked for
-        updates.frozen += int(stays.count_nonzero())  # sync: a diagnosis, asked for
+        updates.wanted += int(moves.count_nonzero())  # sync: a diagnosis on request
+        updates.frozen += int(stays.count_nonzero())  # sync: a diagnosis on request
 
 
 def wanted_values(optimizer: Optimizer) -> dict[Tensor, Tensor]:
-    """Returns, by parameter, the values that a step in a wider dtype would give; changes nothing.
+    """Returns, by parameter, the values after a step in a wider dtype; changes nothing.
 
-    Parameters without a gradient are left out.
+    Parameters without a gradient are omitted.
     """
     wide = {param: _widened(param) for param in _params(optimizer)}
     memo = {id(param): wider for param, wider in wide.items()}
@@ -117,9 +118,9 @@ def wanted_values(optimizer: Optimizer) -> dict[Tensor, Tensor]:
 
 
 def _shadow(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
-    """Returns a copy of the plain optimizer whose parameters are those in ``memo``."""
+    """Returns a plain copy of the optimizer with the parameters in ``memo``."""
     kind = type(optimizer) if binding_of(optimizer) is None else own_class(type(optimizer))
-    # An LR scheduler's wrapper of `step`, and hooks, would act on the world outside.
+    # An LR scheduler's wrapper of `step`, and hooks, would have side effects.
     own = {
         name: value
         for name, value in vars(optimizer).items()
@@ -129,21 +130,21 @@ def _shadow(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     shadow.__dict__.update(copy.deepcopy(own, memo))
     shadow.__dict__.update({name: OrderedDict() for name in _HOOKS})
     for param, state in shadow.state.items():
-        follow = functools.partial(_follow, dtype=param.dtype)
+        match = functools.partial(_match_dtype, dtype=param.dtype)
         for name, value in state.items():
-            state[name] = tree.map_tensors(follow, value)
+            state[name] = tree.map_tensors(match, value)
     return shadow
 
 
-def _follow(value: Tensor, *, dtype: torch.dtype) -> Tensor:
-    # 0-d tensors are step counts, which the kernels want as they are.
+def _match_dtype(value: Tensor, *, dtype: torch.dtype) -> Tensor:
+    # 0-d tensors are step counts, whose dtype the kernels require.
     narrower = value.dim() > 0 and value.dtype in WIDER and value.dtype.itemsize < dtype.itemsize
     return value.to(dtype) if narrower else value
 
 
 def _widened(param: Tensor) -> Tensor:
     dtype = WIDER.get(param.dtype, param.dtype)
-    if param.device.type == "mps" and dtype is torch.float64:  # which has none
+    if param.device.type == "mps" and dtype is torch.float64:  # not supported there
         dtype = torch.float32
     wide = torch.nn.Parameter(param.detach().to(dtype, copy=True))
     wide.requires_grad_(param.requires_grad)
@@ -159,4 +160,4 @@ def _params(optimizer: Optimizer) -> list[Tensor]:
 def _finite(params: list[Tensor]) -> bool:
     grads = [param.grad for param in params if param.grad is not None]
     dense = map(finite.summed_values, grads)
-    return all(bool(torch.isfinite(grad).all()) for grad in dense)  # sync: a diagnosis, asked for
+    return all(bool(torch.isfinite(grad).all()) for grad in dense)  # sync: a diagnosis on request

@@ -1,8 +1,9 @@
-"""What a run's loss scales and gradients did, collected without a host sync and read later."""
+"""Records loss scales, skipped steps and gradient norms of a run without a host sync."""
 
 from __future__ import annotations
 
 import json
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -17,7 +18,7 @@ from apex._engine.optimizer.binding import Binding
 from apex._engine.readback import Readback
 from apex._engine.session import Session
 from apex._torch import dtensor
-from apex.debug.skips import prepared
+from apex.debug.skips import require_session
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,13 +29,13 @@ class Pass:
     """One backward pass.
 
     Attributes:
-        index: Passes before it that this history saw.
-        loss_id: Whose scale it was.
-        loss_scale: The scale after the pass (multiplier).
-        overflow: Whether a gradient held inf or NaN, so that the step is skipped; never for a
-            static scale, which checks nothing.
-        grad_norm: L2 norm of the unscaled gradients of the pass's own optimizers, those accumulated
-            before included; None where it was not asked for.
+        index: Position in the history, counted from 0.
+        loss_id: Index of the loss whose scale was used.
+        loss_scale: Scale after the pass (multiplier).
+        overflow: Whether a gradient held inf or NaN, so that the step is skipped. Always False with
+            a static scale, for which gradients are not checked.
+        grad_norm: L2 norm of the unscaled gradients of the pass's own optimizers, including what
+            earlier passes accumulated; None with ``grad_norms=False``.
     """
 
     index: int
@@ -45,24 +46,28 @@ class Pass:
 
 
 class History:
-    """Collects the loss scale, skips and gradient norms of every backward pass.
+    """Records loss scale, overflow and gradient norm of every backward pass.
 
-    A pass leaves a few numbers on the device and a copy of them on its way to the host; nothing
-    waits. They are read when somebody asks for ``passes``, then waiting for the last ones. One
-    gradient norm is two kernels a pass, ``grad_norms=False`` leaves it out.
+    Recording never blocks: each pass starts an asynchronous copy of a few numbers to the host.
+    Reading ``passes``, or ``stop``, waits for the copies still under way. A gradient norm takes two
+    kernels per pass; ``grad_norms=False`` saves them.
 
-    Passes that do not move the scale (``delay_unscale``, ``delay_overflow_check``, ``no_sync``)
-    are left out, as are those inside a CUDA graph. With sharded parameters the norm is that of all
-    shards, which the ranks work out together: collect on all of them or on none.
+    The history does not record passes that leave the scale unchanged (``delay_unscale``,
+    ``delay_overflow_check``, ``no_sync``) or that run inside a CUDA graph. For sharded parameters
+    the norm covers all shards and requires communication: record on every rank or on none.
+
+    The history keeps neither models nor optimizers alive.
 
     Args:
-        optimizers: Prepared by one ``amp.initialize`` call; passes of others are left out.
+        optimizers: Optimizers prepared by one ``amp.initialize`` call. The history ignores passes
+            of other optimizers.
         grad_norms: Whether to compute gradient norms.
-        limit: How many passes to keep, the last ones; None for all (about 200 bytes each).
+        limit: Number of most recent passes to keep (about 200 bytes each); None keeps all.
 
     Raises:
-        ValueError: Without an optimizer, or for ones of different ``initialize`` calls.
-        RuntimeError: For one that is not prepared.
+        ValueError: If no optimizer is given, or if the optimizers come from different
+            ``initialize`` calls.
+        RuntimeError: If an optimizer was not prepared by amp.
 
     Example:
         >>> import torch
@@ -80,58 +85,64 @@ class History:
 
     def __init__(self, *optimizers: Any, grad_norms: bool = True, limit: int | None = None) -> None:
         if not optimizers:
-            raise ValueError("amp.debug.History got no optimizer. Pass one that amp prepared.")
-        owners = [prepared(optimizer, "History") for optimizer in optimizers]
-        self._session: Session = owners[0][0]
-        if any(session is not self._session for session, _ in owners):
             raise ValueError(
-                "amp.debug.History got optimizers of different amp.initialize calls, whose losses "
-                "have the same numbers. Make one history for each call."
+                "amp.debug.History got no optimizer. Pass one returned by amp.initialize."
             )
-        self._bindings: list[Binding] = [binding for _, binding in owners]
+        owners = [require_session(optimizer, "History") for optimizer in optimizers]
+        session = owners[0][0]
+        if any(other is not session for other, _ in owners):
+            raise ValueError(
+                "amp.debug.History got optimizers from different amp.initialize calls, whose loss "
+                "ids overlap. Make one history per call."
+            )
+        self._session = weakref.ref(session)
+        self._bindings = weakref.WeakSet(binding for _, binding in owners)
         self._grad_norms = grad_norms
         self._readback = Readback()
         self._losses: deque[int] = deque()
         self._passes: deque[Pass] = deque(maxlen=limit)
         self._seen = 0
-        self._session.add_listener(self._end_of_pass)
+        session.add_listener(self._end_of_pass)
 
     def __enter__(self) -> History:
-        """Returns itself."""
+        """Returns the history."""
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Stops."""
+        """Stops recording."""
         self.stop()
 
     def stop(self) -> None:
-        """Ends the collection; what was collected stays. May be called again."""
-        self._session.remove_listener(self._end_of_pass)
+        """Stops recording and keeps the recorded passes; idempotent. Waits for the device."""
+        session = self._session()
+        if session is not None:
+            session.remove_listener(self._end_of_pass)
+        self._read(wait=True)
 
     @property
     def passes(self) -> list[Pass]:
-        """Every pass so far, oldest first. Waits for the device."""
+        """The recorded passes, oldest first. Waits for the device."""
         self._read(wait=True)
         return list(self._passes)
 
     @property
     def skipped(self) -> int:
-        """Passes among ``passes`` that overflowed."""
+        """How many of ``passes`` overflowed."""
         return sum(item.overflow for item in self.passes)
 
     def to_json(self) -> str:
         """Returns ``passes`` as a JSON array of objects.
 
-        A norm that is inf or NaN is a string there (``"inf"``, ``"nan"``): JSON has no such number.
+        A norm of inf or NaN becomes a string (``"inf"``, ``"nan"``), as JSON has no such numbers.
         """
         return json.dumps([_plain(item) for item in self.passes], indent=1)
 
     def to_tensorboard(self, writer: Any, prefix: str = "amp") -> None:
-        """Adds every pass to a ``torch.utils.tensorboard.SummaryWriter``, or what has its method.
+        """Writes every pass to a ``torch.utils.tensorboard.SummaryWriter``.
 
         Args:
-            writer: Its ``add_scalar(tag, value, step)`` is called, with the index of the pass.
-            prefix: In front of the tags ``loss_scale/0``, ``overflow/0`` and ``grad_norm/0``.
+            writer: Any object with ``add_scalar(tag, value, step)``; the step is the pass's index.
+            prefix: Prefix of the tags ``loss_scale/0``, ``overflow/0`` and ``grad_norm/0``.
         """
         for item in self.passes:
             writer.add_scalar(f"{prefix}/loss_scale/{item.loss_id}", item.loss_scale, item.index)
@@ -140,17 +151,18 @@ class History:
                 writer.add_scalar(f"{prefix}/grad_norm/{item.loss_id}", item.grad_norm, item.index)
 
     def plot(self) -> Figure:
-        """Returns a matplotlib figure: scales with their overflows marked, and gradient norms.
+        """Returns a matplotlib figure of loss scales, overflows and gradient norms.
 
         Raises:
-            ImportError: Without matplotlib.
+            ImportError: If matplotlib is not installed.
         """
         from apex.debug.history_plot import figure
 
         return figure(self.passes)
 
     def _end_of_pass(self, session: Session, end: PassEnd) -> None:
-        own = [binding for binding in self._bindings if binding in end.bindings]
+        bindings = (binding for binding in end.bindings if isinstance(binding, Binding))
+        own = [binding for binding in bindings if binding in self._bindings]
         if end.failed or not own:
             return
         scaler = session.scalers[end.loss_id]
@@ -180,7 +192,7 @@ class History:
 
 
 def _norm(bindings: list[Binding]) -> Tensor:
-    # Those of the pass only: in a GAN it leaves scaled gradients in the other network.
+    # Only the pass's own: in a GAN, it also leaves scaled gradients in the other network.
     grads = [p.grad for b in bindings for p in b.params() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(finite.dense_values(grads))
     return norm.full_tensor() if dtensor.is_dtensor(norm) else norm

@@ -1,4 +1,4 @@
-"""Enter and leave a dispatch mode below those that are on already, whenever those end."""
+"""Enters and exits a dispatch mode below the modes that are already active."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 
 @contextmanager
-def set_aside(until: TorchDispatchMode | None = None) -> Iterator[None]:
-    """Takes this thread's dispatch modes off for the length of the block.
+def suspend_modes(until: TorchDispatchMode | None = None) -> Iterator[None]:
+    """Suspends this thread's dispatch modes inside the block.
 
-    What the block enters lies below them, so that whoever entered one of them takes off his own
-    when he leaves: torch takes off the topmost, whichever that is. Only the base class's methods
-    are called, for a mode's own may print a table at its end.
+    A mode entered inside the block ends up below them. Exiting a mode pops the top of torch's
+    stack, whichever mode that is, so the code that entered the suspended modes still pops its own.
+    Only the base class's methods run: a mode's own ``__exit__`` may print a table, for example.
 
     Args:
-        until: Take off only those above this one; all if ``None``.
+        until: Suspends only the modes above this one; None suspends all.
     """
     above = []
     while (top := _get_current_dispatch_mode()) is not None and top is not until:

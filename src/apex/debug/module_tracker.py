@@ -1,4 +1,4 @@
-"""Where the program is now: the module that runs, its direction, and the line of user code."""
+"""Tracks the running module, the direction of the pass, and the line of user code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from apex.debug import frames
 
 Direction = Literal["forward", "backward"]
 
-# torch has no public names for these. Without them a backward pass has no module and no line.
+# torch has no public names for these. Without them, backward passes have no module and no line.
 _graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 _current_node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", lambda: None)
 _next_sequence: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 0)
@@ -25,7 +25,7 @@ class Site(NamedTuple):
     """Where an operator was called.
 
     Attributes:
-        module: Qualified name of the innermost module; ``""`` for the model itself and outside.
+        module: Qualified name of the innermost module; ``""`` for the model itself and outside it.
         inside: Whether a model was running.
         location: ``"file:line"`` of user code; ``""`` if there is none.
     """
@@ -36,36 +36,36 @@ class Site(NamedTuple):
 
 
 @dataclass
-class _Here(threading.local):
-    """What one thread is in: modules with the backward pass that they were called in."""
+class _ThreadState(threading.local):
+    """One thread's stack of running modules: each with its name and backward pass."""
 
     stack: list[tuple[nn.Module, str, int]] = field(default_factory=list)
-    recorded: int = -1
-    made: Site | None = None
+    last_sequence: int = -1
+    created_site: Site | None = None
 
 
-class Whereabouts:
-    """Says which module of some models runs now, forward or backward, and from which line.
+class ModuleTracker:
+    """Tracks which module of the given models is running, in which direction and from which line.
 
-    In a backward pass it is the module and the line whose forward made the autograd node that runs
-    now. Ask from a ``TorchDispatchMode`` that is entered inside, or from anywhere else.
+    In a backward pass, module and line are those whose forward created the running autograd node.
+    May be queried anywhere, also from a ``TorchDispatchMode`` entered inside.
 
-    With several models each name starts with the class of its model: ``"Net:body.0"``, in a second
-    one of that class ``"Net[1]:body.0"``. Shared modules and parameters are known by their first
-    name.
+    With several models, names are prefixed with the model's class: ``"Net:body.0"``, and
+    ``"Net[1]:body.0"`` for the second model of a class. Shared modules and parameters go by their
+    first name.
 
     Example:
         >>> import torch
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
-        >>> with Whereabouts(model) as here:
-        ...     model[1].register_forward_pre_hook(lambda *_: print(here.module))
+        >>> with ModuleTracker(model) as tracker:
+        ...     model[1].register_forward_pre_hook(lambda *_: print(tracker.module))
         ...     output = model(torch.ones(1, 2))
         <torch.utils.hooks.RemovableHandle object at ...>
         1
     """
 
     def __init__(self, *models: nn.Module) -> None:
-        """Learns the names; watches nothing yet."""
+        """Collects the names; tracking starts on entry."""
         self.names: dict[nn.Module, str] = {}
         self.parameters: dict[torch.Tensor, str] = {}
         for prefix, model in _prefixed([unwrapped(model) for model in models]):
@@ -73,27 +73,27 @@ class Whereabouts:
                 self.names.setdefault(module, prefix + name)
             for name, parameter in model.named_parameters():
                 self.parameters.setdefault(parameter, prefix + name)
-        self._here = _Here()
+        self._state = _ThreadState()
         self._thread = 0
         self._sites: dict[tuple[int, int], tuple[int, Site]] = {}
         self._handles: list[Any] = []
-        self.recorder = _Recorder(self)
+        self.mode = _SiteMode(self)
 
-    def __enter__(self) -> Whereabouts:
-        """Attaches hooks to the modules, and a dispatch mode that remembers forward lines."""
+    def __enter__(self) -> ModuleTracker:
+        """Registers module hooks and enters a dispatch mode that records forward lines."""
         self.attach()
-        self.recorder.__enter__()  # type: ignore[no-untyped-call]
+        self.mode.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Takes both away and forgets the lines."""
-        self.recorder.__exit__(*exc_info)  # type: ignore[no-untyped-call]
+        """Exits the mode, removes the hooks and discards the recorded lines."""
+        self.mode.__exit__(*exc_info)  # type: ignore[no-untyped-call]
         self.detach()
 
     def attach(self) -> None:
-        """Attaches the hooks alone, for callers that enter ``recorder`` themselves."""
+        """Registers only the hooks, for callers that enter ``mode`` themselves."""
         self._thread = threading.get_ident()
-        self._here.recorded = _next_sequence() - 1
+        self._state.last_sequence = _next_sequence() - 1
         for module in self.names:
             self._handles += [
                 module.register_forward_pre_hook(self._enter_module, prepend=True),
@@ -101,109 +101,107 @@ class Whereabouts:
             ]
 
     def detach(self) -> None:
-        """Removes the hooks and forgets the lines."""
+        """Removes the hooks and discards the recorded lines."""
         while self._handles:
             self._handles.pop().remove()
-        self._here = _Here()
+        self._state = _ThreadState()
         self._sites.clear()
 
-    # -- questions -----------------------------------------------------------------------------
+    # -- queries -------------------------------------------------------------------------------
 
     @property
     def direction(self) -> Direction:
-        """``"backward"`` while autograd computes gradients; a checkpoint's recompute is forward."""
+        """``"backward"`` while autograd computes gradients; recomputed checkpoints are forward."""
         task = _graph_task()
         if task == -1 or self._running(task) is not None:
             return "forward"
-        # A recompute turns gradients on, autograd's own formulas run without them.
+        # A recompute enables gradients; autograd's own formulas run without them.
         recompute = torch.is_grad_enabled() and frames.within_backward()[1]
         return "forward" if recompute else "backward"
 
     @property
     def module(self) -> str:
-        """Qualified name of the innermost module running now; ``""`` for the model and outside."""
-        return self._place()[0]
+        """Qualified name of the innermost running module; ``""`` for the model and outside it."""
+        return self._current_module()[0]
 
     @property
     def inside(self) -> bool:
-        """Whether a model is running now, or its part of the backward pass."""
-        return self._place()[1]
+        """Whether a model is running, or its part of the backward pass."""
+        return self._current_module()[1]
 
     def location(self) -> str:
-        """Returns ``"file:line"`` of the innermost user code, ``""`` if there is none.
+        """Returns ``"file:line"`` of the innermost user code, or ``""`` if there is none.
 
-        In a backward pass the line of the forward, unless user code runs there itself (a custom
-        backward, a hook, a recompute); the line that began the pass where there is no forward.
+        In a backward pass this is the line of the forward, unless user code itself is running (a
+        custom backward, a hook, a recompute). Without a recorded forward, it is the line that
+        started the backward pass.
         """
         if _graph_task() == -1:
             return frames.innermost_line()
         line = frames.within_backward()[0]
         if line:
             return line
-        site = self._site()
+        site = self.forward_site
         return (site.location if site is not None else "") or frames.innermost_line()
 
     def site(self) -> Site:
-        """Returns module and line together."""
-        return Site(*self._place(), self.location())
+        """Returns the current module and line."""
+        return Site(*self._current_module(), self.location())
 
-    def _place(self) -> tuple[str, bool]:
+    def _current_module(self) -> tuple[str, bool]:
         task = _graph_task()
         name = self._running(task)
         if name is not None:
             return name, True
-        site = None if task == -1 else self._site()
+        site = None if task == -1 else self.forward_site
         return ("", False) if site is None else site[:2]
 
     def _running(self, task: int) -> str | None:
-        """Returns the name of the module called last, if that was in this backward pass."""
-        stack = self._here.stack
+        """Returns the name of the innermost module if it was called in backward pass ``task``."""
+        stack = self._state.stack
         return stack[-1][1] if stack and stack[-1][2] == task else None
 
-    # -- what backward passes need -------------------------------------------------------------
+    # -- autograd nodes --------------------------------------------------------------------------
 
-    def record(self) -> None:
-        """Remembers the line for the autograd node that the present operator has made, if any.
+    def record_site(self) -> None:
+        """Records the current site if the running operator has created an autograd node.
 
         Note [Sequence numbers]
-            Autograd numbers its nodes in each thread, and makes an operator's node just before it
-            calls the operator's kernel. So the first kernel after the count has moved belongs to
-            the node of the last number. Nodes made in a thread of the engine have numbers of that
-            thread; only a backward pass inside or after the one that made them (a reentrant
+            Autograd numbers nodes per thread and creates an operator's node just before it calls
+            the operator's kernel. So the first kernel after the count changes belongs to the node
+            with the last number. Nodes created in a thread of the engine are numbered in that
+            thread; only a backward pass inside or after the one that created them (a reentrant
             checkpoint, a double backward) can run them.
         """
         number = _next_sequence() - 1
-        self._here.made = None
-        if number != self._here.recorded:
-            self._here.recorded = number
-            self._here.made = site = self.site()
+        self._state.created_site = None
+        if number != self._state.last_sequence:
+            self._state.last_sequence = number
+            self._state.created_site = site = self.site()
             self._sites[threading.get_ident(), number] = _graph_task(), site
 
     @property
-    def node_made(self) -> Site | None:
-        """The place kept for the autograd node that the last operator made; None if it made none.
+    def created_site(self) -> Site | None:
+        """The site of the autograd node that the last operator created; None if it created none.
 
-        The same object as ``node_running`` in that node's backward.
+        In that node's backward, ``forward_site`` returns the same object.
         """
-        return self._here.made
+        return self._state.created_site
 
     @property
-    def node_running(self) -> Site | None:
-        """The place of the forward whose autograd node runs now, if it was seen."""
-        return self._site()
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether autograd is adding to the ``grad`` of a tensor now."""
+    def is_accumulating(self) -> bool:
+        """Whether autograd is adding to the ``grad`` of a tensor."""
         return getattr(_current_node(), "variable", None) is not None
 
     @property
     def parameter(self) -> str:
-        """Qualified name of the parameter whose ``grad`` autograd is adding to; else ``""``."""
+        """Qualified name of the parameter to whose ``grad`` autograd is adding; else ``""``."""
         variable = getattr(_current_node(), "variable", None)
         return "" if variable is None else self.parameters.get(variable, "")
 
-    def _site(self) -> Site | None:
+    @property
+    def forward_site(self) -> Site | None:
+        """The site whose forward created the running autograd node; None if unknown."""
         node = _current_node()
         if node is None:
             return None
@@ -220,23 +218,23 @@ class Whereabouts:
     # -- hooks -----------------------------------------------------------------------------------
 
     def _enter_module(self, module: nn.Module, _: Any) -> None:
-        self._here.stack.append((module, self.names[module], _graph_task()))
+        self._state.stack.append((module, self.names[module], _graph_task()))
 
     def _leave_module(self, module: nn.Module, *_: Any) -> None:
-        stack = self._here.stack
+        stack = self._state.stack
         if stack and stack[-1][0] is module:
             stack.pop()
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, here: Whereabouts) -> None:
+class _SiteMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, tracker: ModuleTracker) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._here = here
+        self._tracker = tracker
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self._here.record()
+        self._tracker.record_site()
         return func(*args, **(kwargs or {}))
 
 
@@ -263,6 +261,6 @@ def _prefixed(models: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
 
 
 def _owner(parameter: str) -> str:
-    """Returns the name of the module that holds a parameter of this name."""
+    """Returns the name of the module that owns the named parameter."""
     own = parameter.rpartition(":")[2].rpartition(".")[2]
     return parameter.removesuffix(own).removesuffix(".")

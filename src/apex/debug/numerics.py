@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from apex._core import dtypes, finite
 from apex._torch import copies, dtensor
-from apex.debug.skips import prepared
+from apex.debug.skips import require_session
 
 NAMED = 10
 
@@ -138,7 +138,7 @@ def _of_model(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _of_optimizer(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, str, Tensor]]:
-    _, binding = prepared(optimizer, "check_numerics")
+    _, binding = require_session(optimizer, "check_numerics")
     names = {id(param): name for name, param in model.named_parameters()}
     masters = {id(pair.master): pair.model for pair in binding.pairs}
     for param in binding.params():

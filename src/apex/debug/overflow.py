@@ -1,4 +1,4 @@
-"""Watch every operator, forward and backward, and name the first that overflows."""
+"""Traces every operator, forward and backward, and names the first that overflows."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ from torch.optim.optimizer import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex.debug.faults import Fault
-from apex.debug.module_tracker import Whereabouts, unwrapped
-from apex.debug.overflow_mode import Watch
-from apex.debug.provenance import Lineage
+from apex.debug.module_tracker import ModuleTracker, unwrapped
+from apex.debug.overflow_mode import OverflowMode
+from apex.debug.provenance import Provenance
 
 
 def trace_overflow(*models: nn.Module) -> OverflowTrace:
-    """Returns a context that finds the first operator that overflows, with its cause and remedy.
+    """Returns a context that finds the first operator that overflows, its cause and a remedy.
 
-    Enter it around one or more whole iterations, forward and backward; ``optimizer.step`` may be
-    inside. Every operator is watched, whoever calls it; the models are there for the names of their
-    modules. Infinities that are put somewhere on purpose (masks) are no fault until they make a NaN
-    or reach a gradient.
+    Enter it around one or more whole iterations, forward and backward; it may include
+    ``optimizer.step``. The trace covers every operator, whatever calls it; the models provide the
+    names of modules. Deliberate infinities (masks) count as a fault only once they produce a NaN or
+    reach a gradient.
 
-    Each operator is followed by a check and a host sync, so an iteration takes several times as
-    long. Models under ``torch.compile`` run uncompiled inside: compiled code is opaque.
+    A check and a host sync follow each operator, so an iteration takes several times as long.
+    Models under ``torch.compile`` run uncompiled inside the context, as compiled code is opaque.
 
     Args:
-        models: One or more; as given to ``amp.initialize``, or wrapped for compile or DDP since.
+        models: One or more models, as passed to ``amp.initialize`` or since wrapped by
+            ``torch.compile`` or DistributedDataParallel.
 
     Returns:
-        The :class:`OverflowTrace`, to be entered; its ``first`` is the fault or None.
+        An :class:`OverflowTrace` context; its ``first`` is the fault, or None.
 
     Example:
         >>> import torch
@@ -54,18 +55,18 @@ def trace_overflow(*models: nn.Module) -> OverflowTrace:
 
 
 class OverflowTrace:
-    """What happened inside :func:`trace_overflow`.
+    """The result of :func:`trace_overflow`.
 
     Attributes:
-        gradients: Names of parameters that got a gradient that is not finite, in that order.
-        mode: The dispatch mode that watches, None before and after.
+        gradients: Names of parameters that received a non-finite gradient, in order of arrival.
+        mode: The active dispatch mode; None before and after the trace.
     """
 
     def __init__(self, *models: nn.Module) -> None:
-        """Watches nothing yet.
+        """Prepares a trace; tracing starts on entry.
 
         Raises:
-            TypeError: For anything but modules.
+            TypeError: If an argument is not a module.
         """
         for model in models:
             if not isinstance(model, nn.Module):
@@ -73,43 +74,43 @@ class OverflowTrace:
                     f"trace_overflow got {type(model).__name__}; it takes models (nn.Module)."
                 )
         self.gradients: list[str] = []
-        self._lineage = Lineage()
+        self._provenance = Provenance()
         self._models = [unwrapped(model) for model in models]
         self._hooks, self._modes = ExitStack(), ExitStack()
         self.mode: TorchDispatchMode | None = None
 
     def __enter__(self) -> OverflowTrace:
-        """Begins to watch this thread."""
-        here = Whereabouts(*self._models)
-        self.mode = watch = Watch(here, self._lineage, self._models, self.gradients)
+        """Starts tracing this thread."""
+        tracker = ModuleTracker(*self._models)
+        self.mode = mode = OverflowMode(tracker, self._provenance, self._models, self.gradients)
         with ExitStack() as hooks, ExitStack() as modes:
-            hooks.callback(here.detach)
-            here.attach()
-            modes.callback(register_optimizer_step_pre_hook(watch.enter_step).remove)
-            modes.callback(register_optimizer_step_post_hook(watch.leave_step).remove)
-            if "torch._dynamo" in sys.modules:  # else nothing is compiled
+            hooks.callback(tracker.detach)
+            tracker.attach()
+            modes.callback(register_optimizer_step_pre_hook(mode.enter_step).remove)
+            modes.callback(register_optimizer_step_post_hook(mode.leave_step).remove)
+            if "torch._dynamo" in sys.modules:  # otherwise, nothing is compiled
                 modes.enter_context(torch.compiler.set_stance("force_eager"))
-            modes.enter_context(here.recorder)
-            modes.enter_context(watch)
+            modes.enter_context(tracker.mode)
+            modes.enter_context(mode)
             self._hooks, self._modes = hooks.pop_all(), modes.pop_all()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Ends it, takes away everything that it attached, and lets go of the models."""
-        self.unwatch()
+        """Stops tracing, removes all hooks and releases the models."""
+        self.stop_mode()
         self._hooks.close()
         self._models = []
-        self._lineage.forget()
+        self._provenance.close()
 
-    def unwatch(self) -> None:
-        """Sees no more, but leaves the modules' hooks: torch may be iterating over them."""
+    def stop_mode(self) -> None:
+        """Exits the modes but keeps the modules' hooks, over which torch may be iterating."""
         self.mode = None
         self._modes.close()
 
     @property
     def first(self) -> Fault | None:
-        """The first fault, None when all stayed finite or what did not was harmless."""
-        return self._lineage.first()
+        """The first fault; None if all values were finite or all others were harmless."""
+        return self._provenance.first()
 
     def to_json(self) -> str:
         """Returns ``{"first": {...} or null, "operators": n, "gradients": [names]}``."""
@@ -117,7 +118,7 @@ class OverflowTrace:
         return json.dumps(
             {
                 "first": None if first is None else first.as_dict(),
-                "operators": self._lineage.time,
+                "operators": self._provenance.time,
                 "gradients": self.gradients,
             }
         )
@@ -126,7 +127,7 @@ class OverflowTrace:
         """Returns the report."""
         first = self.first
         if first is None:
-            return f"No overflow: {self._lineage.time} operators watched, no fault."
+            return f"No overflow: {self._provenance.time} operators traced, no fault."
         lines = [f"First overflow: {first}"]
         if self.gradients:
             more = len(self.gradients) - 3

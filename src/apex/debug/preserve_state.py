@@ -1,4 +1,4 @@
-"""Run a model and leave no trace: random numbers, buffers, inputs and weight cache as before."""
+"""Preserves random number generators, buffers, inputs and weight cache around a run of a model."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from apex._engine.autocast.thread_casts import DEVICE_TYPES
 
 
 @contextmanager
-def untouched(model: nn.Module, arguments: object) -> Iterator[None]:
-    """Puts back, at the end of the block, what running a model changes.
+def preserve_state(model: nn.Module, arguments: object) -> Iterator[None]:
+    """Restores, at the end of the block, the state that running a model changes.
 
-    These are the state of the random number generators (torch's, on the model's devices too,
-    Python's and numpy's), the model's buffers, the tensors among the arguments, and autocast's
-    weight cache, which is emptied: a weight cast inside belongs to a graph that is gone.
+    This covers the random number generators (torch's on the CPU and on the model's devices,
+    Python's and numpy's), the model's buffers and the tensors among the arguments. Autocast's
+    weight cache is cleared, because a weight cast inside belongs to a graph that no longer exists.
 
     Costs a copy of the buffers and of the arguments' tensors.
     """
@@ -30,19 +30,19 @@ def untouched(model: nn.Module, arguments: object) -> Iterator[None]:
         stack.callback(torch.clear_autocast_cache)
         torch.clear_autocast_cache()
         stack.enter_context(_random_numbers(model))
-        given = [(tensor, tensor.detach().clone()) for tensor in tensors_in(arguments)]
-        stack.callback(_put_back, given)
+        inputs = [(tensor, tensor.detach().clone()) for tensor in tensors_in(arguments)]
+        stack.callback(_restore_values, inputs)
         for module in model.modules():
-            stack.callback(_put_buffers_back, module, dict(module._buffers))
-        kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-        stack.callback(_put_back, kept)
+            stack.callback(_restore_buffers, module, dict(module._buffers))
+        buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        stack.callback(_restore_values, buffers)
         stack.enter_context(_eager())
         yield
 
 
 @contextmanager
 def casts_off() -> Iterator[None]:
-    """Turns off the casts of amp's regions and of any ``torch.autocast``, as for a backward."""
+    """Disables the casts of amp's regions and of any ``torch.autocast``, as for a backward."""
     on = [device for device in DEVICE_TYPES if torch.is_autocast_enabled(device)]
     with no_casts():
         for device in on:
@@ -69,13 +69,13 @@ def tensors_in(value: object) -> list[Tensor]:
     return [tensor for item in inner for tensor in tensors_in(item)]
 
 
-def _put_back(kept: list[tuple[Tensor, Tensor]]) -> None:
-    for tensor, before in kept:
-        # Through .data: a graph of the user's may have saved the tensor and checks its version.
+def _restore_values(saved: list[tuple[Tensor, Tensor]]) -> None:
+    for tensor, before in saved:
+        # Through .data: the user's graph may have saved the tensor, and would check its version.
         tensor.data.copy_(before)
 
 
-def _put_buffers_back(module: nn.Module, before: dict[str, Tensor | None]) -> None:
+def _restore_buffers(module: nn.Module, before: dict[str, Tensor | None]) -> None:
     module._buffers.clear()
     module._buffers.update(before)
 
@@ -89,7 +89,7 @@ def _random_numbers(model: nn.Module) -> Iterator[None]:
     python = random.getstate()
     numpy: Any = sys.modules.get("numpy")
     state = None if numpy is None else numpy.random.get_state()
-    # MPS has one generator and no devices to name: fork_rng cannot save it.
+    # MPS has one generator and no device indices, so fork_rng cannot save it.
     mps = torch.mps.get_rng_state() if kind == "mps" else None
     indices = [] if kind == "mps" else indices
     try:
@@ -105,7 +105,7 @@ def _random_numbers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _eager() -> Iterator[None]:
-    """Runs compiled parts eagerly, where anything can be compiled: importing dynamo is slow."""
+    """Runs compiled parts eagerly; skipped if dynamo, whose import is slow, is not loaded."""
     if "torch._dynamo" not in sys.modules:
         yield
         return

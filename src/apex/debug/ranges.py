@@ -1,4 +1,4 @@
-"""How values stand to their dtype's range: largest, not finite, lost in a cast."""
+"""Measures values against their dtype's range: largest, non-finite, and lost in casts."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from apex._core.dtypes import is_castable
 
 
 class Ranges:
-    """Running statistics of results; they stay on the device until they are read."""
+    """Running statistics of results, kept on the device until ``read``."""
 
     def __init__(self) -> None:
-        """Starts at none."""
+        """Starts without values."""
         self.values = 0
         self._largest: Tensor | None = None
         self._nonfinite: list[Tensor] = []
 
     def add(self, result: Tensor) -> None:
-        """Takes in the values of a floating tensor."""
+        """Adds the values of a floating-point tensor."""
         if result.numel() == 0:
             return
         result = _dense(result)
         largest, nonfinite = _largest(result), None
-        if largest.device.type != "cpu" or not math.isfinite(float(largest)):  # waits for nothing
+        if largest.device.type != "cpu" or not math.isfinite(float(largest)):  # CPU only: no sync
             finite = torch.isfinite(result)
             largest = _largest(result.masked_fill(~finite, 0.0))
             nonfinite = result.numel() - finite.count_nonzero()
@@ -36,16 +36,16 @@ class Ranges:
         self.values += result.numel()
 
     def read(self) -> tuple[float, int]:
-        """Returns the largest finite absolute value and how many were inf or NaN."""
+        """Returns the largest finite absolute value and the count of inf and NaN."""
         largest = 0.0 if self._largest is None else float(self._largest)  # sync: a report
         return largest, sum(int(count) for count in self._nonfinite)  # sync: a report
 
 
 def cast_losses(source: Tensor, result: Tensor) -> Tensor | None:
-    """Returns how many values a cast took to zero, to subnormal and to inf: int64 of shape [3].
+    """Returns how many values a cast turned into zero, subnormal and inf: int64 of shape [3].
 
-    Values that were zero, subnormal or not finite before do not count. None for a cast to a dtype
-    that holds all values of the one before.
+    Values that were already zero, subnormal or non-finite do not count. Returns None if the target
+    dtype can represent the range of the source dtype.
     """
     old, new = torch.finfo(source.dtype), torch.finfo(result.dtype)
     if new.max >= old.max and new.smallest_normal <= old.smallest_normal:
@@ -60,14 +60,14 @@ def cast_losses(source: Tensor, result: Tensor) -> Tensor | None:
 
 
 def is_measurable(value: object) -> bool:
-    """Returns whether ``value`` is a tensor of a dtype that amp casts, with values to look at."""
+    """Returns whether ``value`` is a tensor with values, of a dtype that amp casts."""
     return isinstance(value, Tensor) and is_castable(value) and value.device.type != "meta"
 
 
 def _largest(values: Tensor) -> Tensor:
-    """Returns the largest absolute value, 0-d; NaN where there is one.
+    """Returns the largest absolute value, 0-d; NaN if there is any.
 
-    ``aminmax`` is one pass without a copy: 50 times faster than ``abs().amax()`` on a CPU.
+    ``aminmax`` makes one pass without a copy: 50 times faster than ``abs().amax()`` on a CPU.
     """
     low, high = torch.aminmax(values)
     return torch.maximum(-low, high)

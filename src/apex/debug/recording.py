@@ -1,4 +1,4 @@
-"""Watches every operator: dtypes, casts and whom they were for, time, FLOPs, ranges."""
+"""Records every operator: its dtypes, time, FLOPs and ranges, and the casts outputs for it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from apex._core import dtypes
-from apex.debug.attribution import Caller, Rules
+from apex.debug.attribution import CallTracker, DtypeRules
 from apex.debug.clock import Clock, Span, Stopwatch
-from apex.debug.module_tracker import Direction, Whereabouts
+from apex.debug.module_tracker import Direction, ModuleTracker
 from apex.debug.ranges import Ranges, cast_losses, is_measurable
 from apex.debug.records import CAST, CastCount, OpRow, RoundTrip, computed_in
 
@@ -23,7 +23,7 @@ _CASTS = {aten._to_copy.default, aten.to.dtype, aten.to.device, aten.to.other}
 
 
 class Key(NamedTuple):
-    """What one row is for."""
+    """The identity of one record."""
 
     module: str
     inside: bool
@@ -36,20 +36,20 @@ class Key(NamedTuple):
 
 @dataclass(eq=False)
 class Cast:
-    """One cast, until an operator consumes it.
+    """One cast, until an operator consumes its result.
 
     Attributes:
-        source: Tensor dtype before.
-        target: And after.
-        bytes: Read and written.
-        values: Numbers cast.
+        source: Dtype before the cast.
+        target: Dtype after the cast.
+        bytes: Bytes read and written.
+        values: Number of elements cast.
         losses: See :func:`apex.debug.ranges.cast_losses`.
         span: Its time.
-        own: The row that it gets if nothing consumes it.
-        before: The casts that led to its source and are charged together with it.
-        charged: Whether it stands in a row, or in another cast's ``before``.
+        own: The record that lists it if no operator consumes it.
+        before: The casts that produced its source and are charged together with it.
+        charged: Whether a record or another cast's ``before`` lists it.
         used: Whether an operator has computed with its result.
-        origin: The cast that its result is the result of: itself, unless it undoes another one.
+        origin: The cast that first produced its result: itself, unless it undoes another cast.
         prior: The origin of its source.
     """
 
@@ -68,8 +68,8 @@ class Cast:
 
 
 @dataclass
-class Tally:
-    """What one row adds up."""
+class OpStats:
+    """The statistics that one record accumulates."""
 
     calls: int = 0
     flops: int = 0
@@ -79,35 +79,37 @@ class Tally:
 
 
 class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
-    """Keeps a row for every operator that runs on floating tensors, views left out.
+    """Records every operator on floating-point tensors, except views.
 
-    Casts are charged to the operator that first computes with their result, through views; the
-    weight cache's casts are therefore seen once. Results are looked at where they are made: to be
-    read by ``rows`` after the run.
+    A cast is charged to the operator that first computes with its result, also through views, so
+    each cast in the weight cache counts once. Statistics stay on the device; ``records`` reads
+    them after the run.
     """
 
-    def __init__(self, here: Whereabouts, caller: Caller, rules: Rules, clock: Clock) -> None:
-        """Records what runs while it is entered; ``here`` and ``caller`` are entered outside."""
+    def __init__(
+        self, tracker: ModuleTracker, calls: CallTracker, rules: DtypeRules, clock: Clock
+    ) -> None:
+        """Creates a recorder; the caller enters ``tracker`` and ``calls`` around it."""
         super().__init__(clock)
         self.without_formula: set[str] = set()
-        self._here = here
-        self._caller = caller
+        self._tracker = tracker
+        self._calls = calls
         self._rules = rules
         self._flops = _flop_formulas()
-        self._tallies: dict[Key, Tally] = {}
+        self._stats: dict[Key, OpStats] = {}
         self._trips: dict[tuple[str, Direction, tuple[str, str, str]], list[int]] = {}
-        # A storage's address is its own only while a weak reference to it lives.
+        # A weak reference to a storage keeps its address from being reused.
         self._casts: dict[int, tuple[StorageWeakRef, Cast]] = {}
 
     def _observe(
         self, func: Any, args: Any, kwargs: dict[str, Any], result: Any, span: Span
     ) -> None:
-        given = [t for t in _tensors((*args, *kwargs.values())) if is_measurable(t)]
-        made = [t for t in _tensors((result,)) if is_measurable(t)]
-        if func in _CASTS and given and made and given[0].dtype is not made[0].dtype:
-            self._cast(given[0], made[0], span)
-        elif given or made:
-            self._operator(func, args, kwargs, result, given, made, span)
+        inputs = [t for t in _tensors((*args, *kwargs.values())) if is_measurable(t)]
+        outputs = [t for t in _tensors((result,)) if is_measurable(t)]
+        if func in _CASTS and inputs and outputs and inputs[0].dtype is not outputs[0].dtype:
+            self._cast(inputs[0], outputs[0], span)
+        elif inputs or outputs:
+            self._operator(func, args, kwargs, result, inputs, outputs, span)
 
     # -- one operator ----------------------------------------------------------------------------
 
@@ -117,38 +119,38 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
         args: Any,
         kwargs: dict[str, Any],
         result: Any,
-        given: list[Tensor],
-        made: list[Tensor],
+        inputs: list[Tensor],
+        outputs: list[Tensor],
         span: Span,
     ) -> None:
-        key = self._key(func, given, made)
-        tally = self._tallies.setdefault(key, Tally())
-        tally.calls += 1
-        tally.spans.append(span)
+        key = self._key(func, inputs, outputs)
+        stats = self._stats.setdefault(key, OpStats())
+        stats.calls += 1
+        stats.spans.append(span)
         if func is aten.clone.default:
-            self._hand_on(given[0], result)
+            self._pass_to_copy(inputs[0], result)
         else:
-            self._consume(given, tally)
+            self._consume(inputs, stats)
         if func._schema.is_mutable:
-            for tensor in given:  # may hold other values than the cast gave it
+            for tensor in inputs:  # may no longer hold the values of the cast
                 self._casts.pop(_address(tensor), None)
         formula = self._flops.get(func._overloadpacket)
         if formula is not None:
-            tally.flops += int(formula(*args, **kwargs, out_val=result))
+            stats.flops += int(formula(*args, **kwargs, out_val=result))
         elif "low precision" in key.decided_by:
             self.without_formula.add(key.op)
-        for tensor in made:
-            tally.ranges.add(tensor)
+        for tensor in outputs:
+            stats.ranges.add(tensor)
 
-    def _consume(self, given: list[Tensor], tally: Tally) -> None:
-        for tensor in given:
+    def _consume(self, inputs: list[Tensor], stats: OpStats) -> None:
+        for tensor in inputs:
             cast = self._cast_of(tensor)
             if cast is not None:
-                _charge(tally, cast)
+                _charge(stats, cast)
                 cast.used = True
 
-    def _hand_on(self, source: Tensor, copy: Tensor) -> None:
-        """Lets a copy in another layout stand for what was cast: whoever reads it needed that."""
+    def _pass_to_copy(self, source: Tensor, copy: Tensor) -> None:
+        """Treats a copy in another layout as the result of the cast of its source."""
         cast = self._cast_of(source)
         if cast is not None and _address(copy):
             self._casts[_address(copy)] = (_reference(copy), cast)
@@ -175,7 +177,7 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
         if address:
             self._casts[address] = (_reference(result), cast)
         else:
-            _charge(self._tallies.setdefault(cast.own, Tally()), cast)
+            _charge(self._stats.setdefault(cast.own, OpStats()), cast)
 
     def _round_trip(self, there: Cast, back: Cast) -> None:
         place = (back.own.module, back.own.direction, (there.source, there.target, back.target))
@@ -187,14 +189,14 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
     def _cast_of(self, tensor: Tensor) -> Cast | None:
         return self._casts.get(_address(tensor), (None, None))[1]
 
-    def _key(self, func: Any, given: list[Tensor], made: list[Tensor]) -> Key:
-        here = self._here
-        ins = tuple(dict.fromkeys(dtypes.name(tensor.dtype) for tensor in given))
-        out = dtypes.name(made[0].dtype) if made else ""
+    def _key(self, func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> Key:
+        tracker = self._tracker
+        ins = tuple(dict.fromkeys(dtypes.name(tensor.dtype) for tensor in inputs))
+        out = dtypes.name(outputs[0].dtype) if outputs else ""
         name = func._overloadpacket.__name__
         op = f"{func.namespace}.{name}"
-        module, inside, direction = here.module, here.inside, here.direction
-        call = self._caller.now
+        module, inside, direction = tracker.module, tracker.inside, tracker.direction
+        call = self._calls.current
         if op == CAST:
             why = _explicit(direction, call.name if call else "")
         else:
@@ -203,44 +205,44 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
             )
         return Key(module, inside, direction, op, ins, out, why)
 
-    # -- afterwards ------------------------------------------------------------------------------
+    # -- results ---------------------------------------------------------------------------------
 
-    def rows(self) -> tuple[OpRow, ...]:
-        """Returns a row for every operator, as first met; waits for the device."""
+    def records(self) -> tuple[OpRow, ...]:
+        """Returns one record per operator, in order of first use; waits for the device."""
         self._clock.finish()
         for _, cast in self._casts.values():
             if not cast.charged:
-                _charge(self._tallies.setdefault(cast.own, Tally()), cast)
+                _charge(self._stats.setdefault(cast.own, OpStats()), cast)
         self._casts.clear()
-        return tuple(_row(key, tally) for key, tally in self._tallies.items())
+        return tuple(_record(key, stats) for key, stats in self._stats.items())
 
     def round_trips(self) -> tuple[RoundTrip, ...]:
-        """Returns the casts there and back again, as first met."""
+        """Returns the redundant round-trip casts, in order of first use."""
         return tuple(RoundTrip(*place, *counts) for place, counts in self._trips.items())
 
 
-def _charge(tally: Tally, cast: Cast) -> None:
+def _charge(stats: OpStats, cast: Cast) -> None:
     if not cast.charged:
         cast.charged = True
-        tally.casts += [*cast.before, cast]
+        stats.casts += [*cast.before, cast]
 
 
-def _row(key: Key, tally: Tally) -> OpRow:
-    """Reads a tally; a row of casts that nothing consumed has as many calls as casts."""
-    largest, nonfinite = tally.ranges.read()
-    spans = [*tally.spans, *(cast.span for cast in tally.casts)]
+def _record(key: Key, stats: OpStats) -> OpRow:
+    """Reads the statistics; unconsumed casts count as calls."""
+    largest, nonfinite = stats.ranges.read()
+    spans = [*stats.spans, *(cast.span for cast in stats.casts)]
     return OpRow(
         module=key.module,
         inside=key.inside,
         direction=key.direction,
         op=key.op,
-        calls=tally.calls or len(tally.casts),
+        calls=stats.calls or len(stats.casts),
         dtypes_in=key.dtypes_in,
         dtype_out=key.dtype_out,
-        casts=tuple(_counts(tally.casts)),
+        casts=tuple(_counts(stats.casts)),
         seconds=sum(span() for span in spans),
-        flops=tally.flops,
-        values=tally.ranges.values,
+        flops=stats.flops,
+        values=stats.ranges.values,
         largest=largest,
         nonfinite=nonfinite,
         decided_by=key.decided_by,
@@ -269,7 +271,7 @@ def _explicit(direction: Direction, function: str) -> str:
 
 
 def _address(tensor: Tensor) -> int:
-    """Returns what views of one tensor have in common; 0 for tensors without a storage."""
+    """Returns the address of a tensor's storage, shared by its views; 0 without a storage."""
     if tensor.layout is not torch.strided or type(tensor) not in _PLAIN:
         return 0
     return int(tensor.untyped_storage()._cdata)
@@ -291,7 +293,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def _flop_formulas() -> dict[Any, Callable[..., int]]:
-    """Returns torch's formulas, and its attention formula for the CPU's kernel, which lacks one."""
+    """Returns torch's FLOP formulas, extended to the CPU's attention kernel, which lacks one."""
     from torch.utils.flop_counter import flop_registry
 
     formulas: dict[Any, Callable[..., int]] = dict(flop_registry)

@@ -1,4 +1,4 @@
-"""What was found about one operator, its casts, and one gradient, as values."""
+"""Records of one operator, its casts, and one gradient."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import torch
 from apex.debug.module_tracker import Direction
 
 LOW = ("float16", "bfloat16")
-"""Names of the 16-bit types."""
+"""Names of the 16-bit dtypes."""
 
 
 CAST = "aten._to_copy"
-"""The operator under which casts stand that no other one consumed."""
+"""The operator that lists casts whose result no other operator consumed."""
 
 
 @dataclass(frozen=True)
 class CastCount:
-    """Casts from one dtype to another, charged to one operator.
+    """Casts from one dtype to another that are charged to one operator.
 
     Attributes:
-        source: Dtype before.
-        target: Dtype after.
-        count: Casts made.
-        bytes: Read and written.
-        values: Numbers cast.
-        to_zero: Of these, non-zero before and zero after.
-        to_subnormal: Normal before and subnormal after.
-        to_inf: Finite before and not after.
+        source: Dtype before the cast.
+        target: Dtype after the cast.
+        count: Number of casts.
+        bytes: Bytes read and written.
+        values: Number of elements cast.
+        to_zero: Elements that were non-zero before and zero after.
+        to_subnormal: Elements that were normal before and subnormal after.
+        to_inf: Elements that were finite before and infinite after.
     """
 
     source: str
@@ -47,20 +47,20 @@ class OpRow:
     """One operator in one module and direction, with one set of dtypes.
 
     Attributes:
-        module: Qualified name; ``""`` for the model itself and for code outside of it.
-        inside: Whether the model ran it, and not the loss.
+        module: Qualified name; ``""`` for the model itself and for code outside it.
+        inside: Whether the model ran the operator, rather than the loss.
         direction: ``"forward"`` or ``"backward"``.
-        op: Such as ``"aten.addmm"``; ``"aten._to_copy"`` for casts that no operator consumed.
-        calls: How often it ran.
-        dtypes_in: Floating dtypes that it computed with, after casts.
-        dtype_out: Floating dtype of its first such result; ``""`` for none.
-        casts: Casts that were made for it.
-        seconds: In the operator and its casts.
-        flops: Floating-point operations, by torch's formulas; 0 where there is none.
-        values: Numbers in its floating results.
-        largest: Largest finite absolute value among them.
-        nonfinite: How many of them were inf or NaN.
-        decided_by: What made it run in these dtypes.
+        op: Name such as ``"aten.addmm"``; ``"aten._to_copy"`` for casts that no operator consumed.
+        calls: Number of calls.
+        dtypes_in: Floating-point dtypes of its inputs, after casts.
+        dtype_out: Dtype of its first floating-point result; ``""`` without one.
+        casts: Casts made for it.
+        seconds: Time in the operator and its casts.
+        flops: Floating-point operations by torch's formulas; 0 without a formula.
+        values: Number of elements in its floating-point results.
+        largest: Largest finite absolute value among these.
+        nonfinite: Number of inf and NaN among these.
+        decided_by: What decided these dtypes.
     """
 
     module: str
@@ -80,26 +80,26 @@ class OpRow:
 
     @property
     def computed_in(self) -> str:
-        """The dtype that it computed in; see :func:`computed_in`."""
+        """The dtype in which the operator computed; see :func:`computed_in`."""
         return computed_in(self.dtypes_in, self.dtype_out)
 
     @property
     def headroom(self) -> float | None:
-        """Powers of two between the largest result and the greatest number of its dtype."""
+        """Headroom: powers of two from the largest result to the largest number of its dtype."""
         return headroom(self.largest, self.dtype_out)
 
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """Casts there and back again, which bring nothing but rounding.
+    """Redundant round-trip casts.
 
     Attributes:
-        module: Where the cast back was made.
+        module: Module that made the cast back.
         direction: ``"forward"`` or ``"backward"``.
         path: The dtypes, such as ``("bfloat16", "float32", "bfloat16")``.
-        count: How often.
-        casts: Casts that could be left out: two each time, one where the middle was also used.
-        bytes: Read and written by these.
+        count: Number of round trips.
+        casts: Avoidable casts: two per round trip, or one if the intermediate value was also used.
+        bytes: Bytes that these casts read and wrote.
     """
 
     module: str
@@ -112,16 +112,16 @@ class RoundTrip:
 
 @dataclass(frozen=True)
 class GradientRow:
-    """A parameter's gradient at the present loss scale, held against fp16.
+    """A parameter's gradient at the current loss scale, compared with fp16's range.
 
     Attributes:
         parameter: Qualified name.
-        dtype: Of the gradient.
-        values: Numbers in it.
-        zeros: Exactly zero, which may have been flushed by an fp16 operator before.
-        to_zero: Not zero, but zero in fp16.
-        to_subnormal: Subnormal in fp16: kept with less than full precision.
-        to_inf: Beyond fp16's range, or not finite at all.
+        dtype: Dtype of the gradient.
+        values: Number of elements.
+        zeros: Elements that are exactly zero; an earlier fp16 operator may have flushed them.
+        to_zero: Non-zero elements that would be zero in fp16.
+        to_subnormal: Elements that would be subnormal in fp16, with reduced precision.
+        to_inf: Elements beyond fp16's range or already non-finite.
     """
 
     parameter: str
@@ -134,10 +134,10 @@ class GradientRow:
 
 
 def computed_in(dtypes_in: tuple[str, ...], dtype_out: str) -> str:
-    """Returns the dtype that an operator computed in, by those of its inputs and result.
+    """Returns the dtype in which an operator computed, derived from its inputs and result.
 
-    That of the result where an input has it too, for inputs beside the data (batch norm's
-    statistics, attention's log-sum) may be wider; else the widest of the inputs.
+    This is the dtype of the result if an input has it too, because auxiliary inputs (batch norm's
+    statistics, attention's log-sum) may be wider; otherwise the widest dtype of the inputs.
     """
     if not dtypes_in or dtype_out in dtypes_in:
         return dtype_out
@@ -145,7 +145,7 @@ def computed_in(dtypes_in: tuple[str, ...], dtype_out: str) -> str:
 
 
 def headroom(largest: float, dtype: str) -> float | None:
-    """Returns the powers of two from ``largest`` to the greatest number of ``dtype``."""
+    """Returns the powers of two from ``largest`` to the largest number of ``dtype``."""
     if not dtype or not largest > 0.0:
         return None
     return math.log2(torch.finfo(getattr(torch, dtype)).max) - math.log2(largest)

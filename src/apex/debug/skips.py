@@ -1,4 +1,4 @@
-"""Why a step is skipped: the gradients that are not finite."""
+"""Reports the non-finite gradients that cause a skipped step."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from apex.amp.optimizers import unwrap
 
 
 def why_skipped(optimizer: Any) -> list[NonfiniteGradient]:
-    """Returns the gradients that hold inf or NaN now; empty if all are finite or cleared.
+    """Returns the gradients that hold inf or NaN; empty if all are finite or cleared.
 
-    Ask after the ``scale_loss`` block and before ``zero_grad``. Waits for the device; nothing is
-    computed before somebody asks. ``verbosity=2`` of ``amp.initialize`` prints it at each overflow.
+    Call it after the ``scale_loss`` block and before ``zero_grad``. It waits for the device. With
+    ``verbosity=2``, ``amp.initialize`` prints the same list at every overflow.
 
     Args:
-        optimizer: One that ``amp.initialize`` prepared, at any level.
+        optimizer: An optimizer prepared by ``amp.initialize``, at any level.
 
     Raises:
-        RuntimeError: For an optimizer that is not prepared.
+        RuntimeError: If amp has not prepared the optimizer.
 
     Example:
         >>> import torch
@@ -35,19 +35,19 @@ def why_skipped(optimizer: Any) -> list[NonfiniteGradient]:
         ...     print(gradient)
         weight (1 inf of 2)
     """
-    session, binding = prepared(optimizer, "why_skipped")
+    session, binding = require_session(optimizer, "why_skipped")
     return found_in(nonfinite_gradients(session, only=binding))
 
 
-def prepared(optimizer: Any, caller: str) -> tuple[Session, Any]:
-    """Returns the session and the binding of an optimizer.
+def require_session(optimizer: Any, caller: str) -> tuple[Session, Any]:
+    """Returns an optimizer's session and binding.
 
     Args:
-        optimizer: An optimizer or LARC around one.
-        caller: Name of the public function, for the message.
+        optimizer: An optimizer, or LARC around one.
+        caller: Name of the calling public function, for the error message.
 
     Raises:
-        RuntimeError: If it has none.
+        RuntimeError: If amp has not prepared the optimizer.
     """
     binding = binding_of(unwrap(optimizer))
     if binding is None or binding.owner is None:

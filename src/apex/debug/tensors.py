@@ -1,4 +1,4 @@
-"""What a tensor holds that is not finite, and which tensors an operator reads and writes."""
+"""Finds non-finite values in tensors, and the tensors that an operator reads and writes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Kind = Literal["inf", "nan"]
 _CHECKED = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _CHECKED |= {torch.complex32, torch.complex64, torch.complex128}
 _OVERWRITES = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "uniform_", "normal_"}
-# Their schemas do not say that they write running mean and variance.
+# They write the running mean and variance, which their schemas do not say.
 _WRITES_RUNNING_STATISTICS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
 
 
@@ -27,9 +27,9 @@ class Traits(NamedTuple):
 
     Attributes:
         name: Namespace and operator, such as ``"aten.exp"``.
-        view: Whether it only gives another view of its input.
-        writes: Positions of the arguments that it writes.
-        reads_written: Whether what it writes had a value that counts.
+        view: Whether it returns a view of its input and writes nothing.
+        writes: Positions (names if keyword-only) of the arguments that it writes.
+        reads_written: Whether the result depends on the previous values of these arguments.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Traits(NamedTuple):
     reads_written: bool
 
     def written(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-        """Returns the floating tensors that a call of the operator writes."""
+        """Returns the floating-point tensors that a call of the operator writes."""
         values = [
             kwargs.get(place) if isinstance(place, str) else args[place]
             for place in self.writes
@@ -65,7 +65,7 @@ def traits(func: Any) -> Traits:
 
 
 def floating(value: Any) -> Iterator[Tensor]:
-    """Yields the floating and complex tensors in nested lists, tuples and dicts."""
+    """Yields the floating-point and complex tensors in nested lists, tuples and dicts."""
     if isinstance(value, Tensor):
         if value.dtype in _CHECKED and value.device.type != "meta":
             yield value
@@ -77,7 +77,7 @@ def floating(value: Any) -> Iterator[Tensor]:
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """Returns the values that a tensor stores here: itself, those of a sparse one, or its shard."""
+    """Returns the values stored on this rank: the tensor, a sparse tensor's values, or a shard."""
     tensor = dtensor.local(tensor)
     if tensor.layout is torch.strided:
         return tensor.detach()
@@ -87,50 +87,53 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def kind_of(tensor: Tensor) -> Kind | None:
-    """Returns what a tensor holds: ``"nan"`` before ``"inf"``, None if all is finite. Syncs."""
+    """Returns ``"nan"`` if a tensor holds any, else ``"inf"`` if it does, else None. Syncs."""
     values = dense(tensor)
-    if bool(torch.isfinite(values).all()):  # sync: the watched step is a diagnosis
+    if bool(torch.isfinite(values).all()):  # sync: tracing is a diagnosis
         return None
     return "nan" if bool(torch.isnan(values).any()) else "inf"  # sync: as above
 
 
 def largest(tensors: Sequence[Tensor]) -> float:
-    """Returns the largest finite absolute value of all, 0 where there is none. Syncs."""
+    """Returns the largest finite absolute value in all tensors; 0 if there is none. Syncs."""
     result = 0.0
     for tensor in tensors:
         values = dense(tensor)
         if values.numel():
-            # Not nan_to_num: that replaces infinities by the largest finite number.
+            # nan_to_num would replace infinities by the largest finite number.
             wide = values.abs().float() if values.dtype is not torch.float64 else values.abs()
             finite = torch.where(torch.isfinite(wide), wide, 0.0)
-            result = max(result, float(finite.amax()))  # sync: the watched step is a diagnosis
+            result = max(result, float(finite.amax()))  # sync: tracing is a diagnosis
     return result
 
 
 def is_mask(tensor: Tensor) -> bool:
-    """Returns whether infinities look put there: one sign, no NaN, and one finite value beside."""
+    """Returns whether a tensor's infinities look deliberate, as in a mask.
+
+    In a mask, all infinities have the same sign, there is no NaN, and all finite values are equal.
+    """
     values = dense(tensor)
     infinite = torch.isinf(values)
     finite = values[torch.isfinite(values)]
-    if bool(torch.isnan(values).any()):  # sync: the watched step is a diagnosis
+    if bool(torch.isnan(values).any()):  # sync: tracing is a diagnosis
         return False
     one_sign = len(torch.unique(values[infinite])) == 1
     return one_sign and (finite.numel() == 0 or bool((finite == finite[0]).all()))  # sync: as above
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Returns the address of a tensor's memory, which its views share; 0 if it has none."""
+    """Returns the address of a tensor's storage, shared by its views; 0 if it has none."""
     return dense(tensor).untyped_storage().data_ptr()
 
 
 def covers_storage(tensor: Tensor) -> bool:
-    """Returns whether a tensor is all of its memory, not a view of a part."""
+    """Returns whether a tensor covers its whole storage."""
     values = dense(tensor)
     return values.numel() * values.element_size() >= values.untyped_storage().nbytes()
 
 
 def has_infinite_number(value: Any) -> bool:
-    """Returns whether a Python number among nested arguments is infinite or NaN."""
+    """Returns whether nested arguments contain a Python float that is infinite or NaN."""
     if isinstance(value, float):
         return not math.isfinite(value)
     if isinstance(value, list | tuple):
@@ -139,14 +142,14 @@ def has_infinite_number(value: Any) -> bool:
 
 
 def largest_in_double(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> float | None:
-    """Returns the largest absolute result of an operator computed in float64.
+    """Returns the largest absolute result of an operator recomputed in float64.
 
-    ``inf`` where it is infinite or NaN there, too; None where the operator cannot be run again.
+    ``inf`` if the result is infinite or NaN in float64 too; None if the operator cannot be rerun.
 
     Args:
         func: The operator.
-        args: Its arguments, as they were before the call.
-        kwargs: Likewise.
+        args: Positional arguments, as they were before the call.
+        kwargs: Keyword arguments, as they were before the call.
     """
     if torch.Tag.nondeterministic_seeded in func.tags:
         return None
@@ -155,7 +158,7 @@ def largest_in_double(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
         wide_args, wide_kwargs = _doubled(list(args)), _doubled(kwargs)
         with torch.autocast(devices.pop(), enabled=False), torch.no_grad():
             result = func(*wide_args, **wide_kwargs)
-    except (RuntimeError, NotImplementedError, TypeError):  # not every kernel or device has float64
+    except (RuntimeError, NotImplementedError, TypeError):  # some kernels and devices lack float64
         return None
     results = [*floating(result), *traits(func).written(wide_args, wide_kwargs)]
     if any(kind_of(tensor) for tensor in results):

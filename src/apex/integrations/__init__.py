@@ -1,1 +1,1 @@
-"""apex inside other libraries; each module here needs the library that it is named for."""
+"""apex in other libraries; each module needs the library after which it is named."""

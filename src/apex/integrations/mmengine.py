@@ -1,4 +1,4 @@
-"""MMEngine's ``ApexOptimWrapper`` on this apex; needs the extra ``apex-amp[mmengine]``."""
+"""An ``ApexOptimWrapper`` for MMEngine; needs the extra ``apex-amp[mmengine]``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from apex._engine.model import is_converted
 from apex.integrations import scales
 
 try:
-    # First of all mmengine: its optim and its model package import each other.
+    # Import the model package first: mmengine's optim and model packages import each other.
     from mmengine.model import is_model_wrapper
     from mmengine.optim import OptimWrapper
     from mmengine.registry import OPTIM_WRAPPERS, Registry
@@ -31,10 +31,10 @@ SCOPE = "apex"
 
 
 class _ScopedRegistry(Registry):
-    """A registry that also finds classes by their full path, which begins with its own scope.
+    """A registry that also finds classes by their full path, which starts with its own scope.
 
-    MMEngine cuts the scope off ``apex.integrations.mmengine.ApexOptimWrapper`` (what it writes for
-    a class in a dumped config) before it asks the registry of that scope.
+    In a dumped config, MMEngine writes a class as ``apex.integrations.mmengine.ApexOptimWrapper``
+    and strips the scope before it queries the registry of that scope.
     """
 
     def get(self, key: str) -> Any:
@@ -42,42 +42,43 @@ class _ScopedRegistry(Registry):
         return super().get(key if key in self.module_dict else f"{self.scope}.{key}")
 
 
-# MMEngine has its own class of the name in the root; a child registry keeps both reachable.
+# MMEngine's root registry has its own class of this name; a child registry keeps both reachable.
 APEX_OPTIM_WRAPPERS = _ScopedRegistry("optim_wrapper", parent=OPTIM_WRAPPERS, scope=SCOPE)
 
 
 @APEX_OPTIM_WRAPPERS.register_module()
 class ApexOptimWrapper(OptimWrapper):
-    """Trains with ``apex.amp`` inside MMEngine: configs, Runner, checkpoints and resume.
+    """Trains with ``apex.amp`` in MMEngine, with its configs, Runner and checkpoints.
 
-    The class of this name in MMEngine, argument for argument, with the levels O4 and O5 beside O0
-    to O3. Configs reach it as ``type="apex.ApexOptimWrapper"`` once this module is imported
-    (``custom_imports = dict(imports=["apex.integrations.mmengine"])``), or by its full path
-    without that. ``ApexOptimWrapper`` alone stays MMEngine's own.
+    It has the same arguments as MMEngine's class of this name and adds the levels O4 and O5.
+    Configs select it as ``type="apex.ApexOptimWrapper"`` after importing this module
+    (``custom_imports = dict(imports=["apex.integrations.mmengine"])``), or by its full path without
+    the import. ``ApexOptimWrapper`` without a scope means MMEngine's own class.
 
-    The model is prepared in the first :meth:`optim_context`. What it differs in:
+    The first :meth:`optim_context` prepares the model. Differences from MMEngine's class:
 
-    - Several wrappers (``OptimWrapperDict``) each keep their own loss scales in a checkpoint.
-    - ``load_state_dict`` leaves the given dictionary as it was, checks it before anything changes,
-      and keeps the base learning rate of optimizers with several parameter groups.
-    - ``DistributedDataParallel`` works at O2, O3 and O5 too, and synchronizes all gradients of
+    - Each of several wrappers (``OptimWrapperDict``) saves its own loss scales in a checkpoint.
+    - ``load_state_dict`` does not modify the given dictionary, validates it before changing
+      anything, and keeps the base learning rate of optimizers with several parameter groups.
+    - ``DistributedDataParallel`` also works at O2, O3 and O5, and synchronizes the gradients of all
       ``accumulative_counts`` iterations.
 
     Args:
-        opt_level: ``"O0"`` to ``"O5"``; this and the next are as in :func:`apex.amp.initialize`.
-        loss_scale: A number, a string of one, ``"dynamic"``, or None for the level's own. The
-            default is MMEngine's: dynamic also at levels whose own is 1.0.
-        enabled: With False the wrapper trains as a plain ``OptimWrapper``.
-        cast_model_type: Type of parameters and inputs.
-        patch_torch_functions: Whether ops cast by the op table.
+        opt_level: ``"O0"`` to ``"O5"``; this and the following as in :func:`apex.amp.initialize`.
+        loss_scale: A number, a string with a number, ``"dynamic"``, or None for the level's
+            default. The default is MMEngine's: dynamic even at levels whose default is 1.0.
+        enabled: Whether to use amp; if False, the wrapper trains as a plain ``OptimWrapper``.
+        cast_model_type: Dtype of parameters and inputs.
+        patch_torch_functions: Whether operators cast their inputs by the op table.
         keep_batchnorm_fp32: Whether batch norm stays fp32 in a converted model.
         master_weights: Whether the optimizer steps fp32 masters.
-        cast_model_outputs: Type of the model's floating outputs.
-        num_losses: How many loss scales there are; :meth:`backward` uses the first.
-        verbosity: 0 for silence, 1 for the start-up report and a line for each overflow.
-        min_loss_scale: Least dynamic scale.
-        max_loss_scale: Greatest dynamic scale.
-        **kwargs: Those of ``OptimWrapper``: ``optimizer``, ``accumulative_counts``, ``clip_grad``.
+        cast_model_outputs: Dtype of the model's floating-point outputs.
+        num_losses: Number of loss scales; :meth:`backward` uses the first.
+        verbosity: 0 for no output, 1 for the start-up report and a line per overflow.
+        min_loss_scale: Smallest dynamic scale.
+        max_loss_scale: Largest dynamic scale.
+        **kwargs: Arguments of ``OptimWrapper``: ``optimizer``, ``accumulative_counts``,
+            ``clip_grad``.
     """
 
     optimizer: Any
@@ -111,24 +112,24 @@ class ApexOptimWrapper(OptimWrapper):
         self.verbosity = verbosity
         self.min_loss_scale = min_loss_scale
         self.max_loss_scale = max_loss_scale
-        # Scales of a checkpoint that was loaded before there was a scaler to take them.
+        # Scales of a checkpoint that was loaded before the scalers existed.
         self._loaded_scales: Mapping[str, Any] | None = None
-        # Whether this iteration's gradients are left for a later one to synchronize. That one
-        # sends what is in `.grad`, so they must be there, scaled as its own are.
+        # Whether a later iteration synchronizes this iteration's gradients. It sends `.grad`, so
+        # the gradients must stay there, with the same scale as its own.
         self._stays_local = False
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Backpropagates the scaled loss and counts the iteration.
 
-        Afterwards the gradients are unscaled, unless they still wait to be synchronized with those
-        of later iterations.
+        Afterwards, the gradients are unscaled, unless a later iteration has yet to synchronize
+        them.
 
         Args:
-            loss: Of this iteration, 0-d.
-            **kwargs: Those of ``torch.Tensor.backward``.
+            loss: The loss of this iteration, 0-d.
+            **kwargs: Arguments of ``torch.Tensor.backward``.
 
         Raises:
-            RuntimeError: Before the first :meth:`optim_context`.
+            RuntimeError: If called before the first :meth:`optim_context`.
         """
         delay = self._stays_local
         with amp.scale_loss(loss, self.optimizer, delay_unscale=delay) as scaled_loss:
@@ -145,13 +146,13 @@ class ApexOptimWrapper(OptimWrapper):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads what :meth:`state_dict` returned, here or in MMEngine's wrapper.
+        """Loads a state from :meth:`state_dict` of this class or of MMEngine's wrapper.
 
-        Before the first :meth:`optim_context` the scales wait for it, as there is no scaler yet. A
-        checkpoint without ``apex_amp`` leaves the scales as they are.
+        If no scaler exists yet, the first :meth:`optim_context` sets the scales. A checkpoint
+        without ``apex_amp`` leaves the scales unchanged.
 
         Raises:
-            RuntimeError: For scales that make no sense; nothing is changed then.
+            RuntimeError: If the scales are invalid; nothing changes in this case.
         """
         state = dict(state_dict)
         loaded = state.pop("apex_amp", None)
@@ -167,16 +168,16 @@ class ApexOptimWrapper(OptimWrapper):
 
     @contextmanager
     def optim_context(self, model: nn.Module) -> Iterator[None]:
-        """Prepares model and optimizer the first time; suspends gradient synchronization.
+        """Prepares model and optimizer on first use; suspends gradient synchronization if needed.
 
-        The forward pass belongs inside. Gradients are not synchronized in iterations that only
-        accumulate (a model with ``no_sync``).
+        Run the forward pass inside. Iterations that only accumulate do not synchronize gradients
+        (for a model with ``no_sync``).
 
         Args:
-            model: What this wrapper's optimizer trains, also inside MMEngine's model wrappers.
+            model: The model that this wrapper's optimizer trains, possibly in a model wrapper.
 
         Raises:
-            RuntimeError: If another wrapper has prepared the model.
+            RuntimeError: If another wrapper has already prepared the model.
         """
         self._stays_local = not self.should_sync() and "no_sync" in dir(model)
         with super().optim_context(model):
@@ -193,7 +194,7 @@ class ApexOptimWrapper(OptimWrapper):
         if is_converted(model):
             raise RuntimeError(
                 f"ApexOptimWrapper.optim_context got a model ({type(model).__name__}) that amp has "
-                "already prepared for another optimizer. Give each wrapper the part that its "
+                "already prepared for another optimizer. Pass each wrapper the part that its "
                 "optimizer trains, as in optim_wrapper['generator'].optim_context(self.generator)."
             )
         _, self.optimizer = amp.initialize(
@@ -218,12 +219,12 @@ class ApexOptimWrapper(OptimWrapper):
 
 
 def _follow_dtypes(model: nn.Module) -> None:
-    """Makes DDP's reducer anew after parameters changed their dtype.
+    """Recreates DDP's reducer after the parameters' dtypes changed.
 
-    The Runner wraps the model before the first iteration prepares it; the reducer from then has
-    buckets of the old dtype, and autograd dropped its hooks with the change. Restoring the state
-    of a pickled DDP is the way that torch has to make one.
+    The Runner wraps the model before the first iteration prepares it, so the reducer's buckets have
+    the old dtype, and autograd dropped its hooks with the change. In torch, only restoring the
+    state of a pickled DDP creates a new reducer.
     """
     if isinstance(model, DistributedDataParallel) and "reducer" in vars(model):
-        ddp: Any = model  # these two are not annotated in torch
+        ddp: Any = model  # torch does not annotate these two methods
         ddp.__setstate__(ddp.__getstate__())

@@ -1,4 +1,4 @@
-"""The loss scales of one optimizer, where apex's own functions speak of all that live."""
+"""The loss scales of one optimizer, unlike amp's functions, which cover all live sessions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from apex.amp.optimizers import unwrap
 
 
 def is_prepared(optimizer: Any) -> bool:
-    """Returns whether ``amp.initialize`` has had this optimizer, enabled or not."""
+    """Returns whether ``amp.initialize`` has received this optimizer, enabled or not."""
     own = unwrap(optimizer)
     return binding_of(own) is not None or _amp_state.passes_over(own)
 
@@ -23,8 +23,8 @@ def is_prepared(optimizer: Any) -> bool:
 def state_dict(optimizer: Any) -> dict[str, dict[str, Any]]:
     """Returns the scales of the ``initialize`` call that prepared ``optimizer``.
 
-    In apex's checkpoint format, as from ``amp.state_dict()`` when that call was the only one;
-    empty for an optimizer that amp has not prepared.
+    The format is that of ``amp.state_dict()`` with a single ``initialize`` call; empty if amp has
+    not prepared the optimizer.
 
     Example:
         >>> import torch
@@ -39,20 +39,20 @@ def state_dict(optimizer: Any) -> dict[str, dict[str, Any]]:
 
 
 def check_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Raises RuntimeError, naming the key, unless ``state_dict`` holds scales."""
+    """Raises a RuntimeError that names the key, unless ``state_dict`` contains scales."""
     scaler_states.parsed(state_dict)
 
 
 def load_state_dict(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
     """Sets the scales of a prepared optimizer from :func:`state_dict`'s result.
 
-    A state without scales (saved with amp off, or before the first iteration) changes nothing, and
-    so does any where amp is off now. What has no meaning here (a dynamic scale where it is static,
-    or the other way) is left, with a line in the log. Another number of scales gives a warning,
-    and what fits is loaded.
+    A state without scales (saved with amp disabled, or before the first iteration) changes nothing,
+    and neither does any state if amp is disabled now. Entries that do not apply (a dynamic scale
+    for a static scaler, or the reverse) are skipped with a log message. If the number of scales
+    differs, the matching ones are loaded, with a warning.
 
     Raises:
-        RuntimeError: For an unexpected key or a value that makes no sense; nothing is changed.
+        RuntimeError: If a key is unexpected or a value is invalid; nothing changes in this case.
     """
     scalers, states = _scalers(optimizer), scaler_states.parsed(state_dict)
     if scalers and states and len(states) != len(scalers):

@@ -1,4 +1,4 @@
-"""A stack of linear layers with one activation, as one module."""
+"""A stack of linear layers with one activation, in one module."""
 
 from apex.mlp.mlp import MLP, MlpFunction, mlp_function
 

@@ -1,4 +1,4 @@
-"""MLP: linear layers, each followed by the same activation, also the last one."""
+"""MLP: linear layers, each followed by the same activation, including the last."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _ACTIVATIONS: dict[int, Callable[[Tensor], Tensor] | None] = {
 
 
 class MlpFunction:
-    """apex's autograd function by name; ``apply`` runs torch's operators and follows autocast."""
+    """apex's autograd function; ``apply`` runs torch's operators and follows autocast."""
 
     @staticmethod
     def forward(ctx: object, bias: int, activation: int, *args: Tensor) -> Tensor:
-        """Returns what `mlp_function` does; ``ctx`` is not used."""
+        """Returns the result of `mlp_function`; ``ctx`` is ignored."""
         return mlp_function(bias, activation, *args)
 
     @classmethod
     def apply(cls, bias: int, activation: int, *args: Tensor) -> Tensor:
-        """Returns what `mlp_function` does."""
+        """Returns the result of `mlp_function`."""
         return cls.forward(None, bias, activation, *args)
 
 
@@ -40,12 +40,12 @@ def mlp_function(bias: int, activation: int, *args: Tensor) -> Tensor:
 
     Args:
         bias: 1 with biases, 0 without.
-        activation: 0 for none, 1 for ReLU, 2 for sigmoid, after every layer.
-        *args: The input, the weights ``[out, in]`` of all layers, then the biases ``[out]``.
+        activation: Activation after every layer: 0 for none, 1 for ReLU, 2 for sigmoid.
+        *args: The input, then the weights ``[out, in]`` of all layers, then the biases ``[out]``.
 
     Raises:
-        ValueError: If the tensors are not one input and as many biases as weights, or the
-            activation is another.
+        ValueError: If the tensors do not consist of one input and as many biases as weights, or if
+            the activation is invalid.
     """
     if activation not in _ACTIVATIONS:
         raise ValueError(
@@ -68,18 +68,19 @@ def mlp_function(bias: int, activation: int, *args: Tensor) -> Tensor:
 
 
 class MLP(nn.Module):
-    """Linear layers, each followed by the activation.
+    """Linear layers, each followed by an activation.
 
-    Parameters are ``weight_0`` (``[sizes[1], sizes[0]]``), ``bias_0``, ``weight_1``, ...; weights
-    start normal with variance ``2 / (in + out)``, biases with ``1 / out``.
+    Parameters are ``weight_0`` (``[sizes[1], sizes[0]]``), ``bias_0``, ``weight_1``, ... Their
+    initial distribution is normal, with variance ``2 / (in + out)`` for weights and ``1 / out`` for
+    biases.
 
     Args:
         mlp_sizes: Sizes from the input's last dimension to the output's; at least two.
         bias: Whether the layers have biases.
-        activation: ``"none"``, ``"relu"`` or ``"sigmoid"``; after every layer, the last included.
+        activation: ``"none"``, ``"relu"`` or ``"sigmoid"``, after every layer including the last.
 
     Raises:
-        TypeError: If the activation is another.
+        TypeError: If the activation is invalid.
         ValueError: If there are fewer than two sizes.
     """
 
@@ -116,7 +117,7 @@ class MLP(nn.Module):
         return [getattr(self, f"bias_{layer}") for layer in range(self.num_layers * self.bias)]
 
     def reset_parameters(self) -> None:
-        """Draws weights and biases anew."""
+        """Reinitializes weights and biases."""
         for weight in self.weights:
             nn.init.normal_(weight, 0.0, math.sqrt(2.0 / sum(weight.shape)))
         for bias in self.biases:
@@ -126,7 +127,7 @@ class MLP(nn.Module):
         """Returns ``[*, mlp_sizes[-1]]`` for an input ``[*, mlp_sizes[0]]``.
 
         Raises:
-            ValueError: If the input's last dimension has another size.
+            ValueError: If the input's last dimension does not match.
         """
         if input.shape[-1:] != (self.mlp_sizes[0],):
             raise ValueError(
@@ -136,5 +137,5 @@ class MLP(nn.Module):
         return mlp_function(self.bias, self.activation, input, *self.weights, *self.biases)
 
     def extra_repr(self) -> str:
-        """Shows sizes, bias and activation."""
+        """Returns sizes, bias and activation."""
         return f"MLP sizes: {self.mlp_sizes}, Bias={self.bias}, activation={self.activation}"

@@ -12,16 +12,16 @@ class MultiTensorApply:
     """Calls ``op(chunk_size, noop_flag_buffer, tensor_lists, *args)``.
 
     Attributes:
-        available: Always true: nothing has to be compiled.
-        warned: Always false, for scripts that ask.
-        chunk_size: Passed on; the functions of ``amp_C`` do without it.
+        available: Always True, as nothing has to be compiled.
+        warned: Always False; for scripts that check it.
+        chunk_size: Chunk size in elements, which the functions of ``amp_C`` ignore.
     """
 
     available: ClassVar[bool] = True
     warned: ClassVar[bool] = False
 
     def __init__(self, chunk_size: int) -> None:
-        """Makes an applier of one chunk size, in elements."""
+        """Creates an applier with a chunk size, in elements."""
         self.chunk_size = chunk_size
 
     def check_avail(self) -> None:
@@ -34,5 +34,5 @@ class MultiTensorApply:
         tensor_lists: Sequence[Sequence[Tensor]],
         *args: Any,
     ) -> Any:
-        """Returns what ``op`` returns."""
+        """Calls ``op`` and returns its result."""
         return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)

@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm by torch's kernels, for inputs and weights of any two dtypes.
+"""Layer norm and RMS norm with torch's kernels, for inputs and weights of different dtypes.
 
 Source: Ba et al., "Layer Normalization", arXiv:1607.06450; Zhang and Sennrich, "Root Mean Square
 Layer Normalization", arXiv:1910.07467.
@@ -20,7 +20,7 @@ from torch import Tensor
 from apex._core.dtypes import CASTABLE, LOW_PRECISION
 
 Shape = int | Sequence[int]
-"""Sizes of the last dimensions; an integer stands for one."""
+"""Sizes of the last dimensions; an integer means one dimension."""
 
 _is_compiling = torch.compiler.is_compiling
 _is_on, _set_on = torch.is_autocast_enabled, torch.set_autocast_enabled
@@ -38,20 +38,20 @@ def layer_norm(
 ) -> Tensor:
     """Returns ``(x - mean) / sqrt(variance + eps) * weight + bias``.
 
-    Statistics are fp32 or wider. Where dtypes differ, the whole is computed in the widest of them
-    and rounded once.
+    Statistics are fp32 or wider. If dtypes differ, the norm is computed in the widest of them and
+    rounded once.
 
     Args:
         input: ``[*, shape]``.
-        shape: Dimensions to normalize over, the last ones.
+        shape: Sizes of the last dimensions, over which to normalize.
         weight: ``[shape]``; None means ones.
         bias: ``[shape]``; None means zeros.
-        eps: Added to the variance.
+        eps: Term added to the variance.
         out: Dtype of the result.
-        autocasts: Whether the result has autocast's dtype where that is on.
+        autocasts: Whether the result has autocast's dtype under autocast.
 
     Raises:
-        TypeError: If dtypes differ and one of them is not fp16, bf16, fp32 or fp64.
+        TypeError: If dtypes differ and one is not fp16, bf16, fp32 or fp64.
     """
     if _under_autocast(input):
         return _without_autocast(_layer_norm, input, out, autocasts, shape, weight, bias, eps)
@@ -75,19 +75,19 @@ def rms_norm(
 
 def _under_autocast(input: Tensor) -> bool:
     device = input.device.type
-    return device != "meta" and _is_on(device)  # meta tensors have no autocast, asking raises
+    return device != "meta" and _is_on(device)  # querying autocast raises for meta tensors
 
 
 def _without_autocast(
     kernel: Callable[..., Tensor], input: Tensor, out: torch.dtype, autocasts: bool, *rest: Any
 ) -> Tensor:
-    """Returns the kernel's result with autocast off: its own rows would make that fp32.
+    """Returns the kernel's result without autocast, whose own rows would make it fp32.
 
-    torch's context manager clears the cache of cast weights when it ends; the bare switch does not,
-    and takes a tenth of the time.
+    torch's context manager clears the cache of cast weights when it exits. Setting the flag does
+    not, and takes a tenth of the time.
     """
     device = input.device.type
-    if autocasts and input.dtype is not torch.float64:  # autocast itself leaves float64 alone
+    if autocasts and input.dtype is not torch.float64:  # autocast does not cast float64 either
         out = torch.get_autocast_dtype(device)
     if _is_compiling():
         with torch.autocast(device, enabled=False):
@@ -120,7 +120,7 @@ def _rms_norm(
     input: Tensor, out: torch.dtype, shape: Shape, weight: Tensor | None, eps: float
 ) -> Tensor:
     if not _is_direct(input, out, weight, None):
-        # On two dtypes torch's kernel warns and falls back to several operators.
+        # With different dtypes, torch's kernel warns and falls back to several operators.
         wide = _widest(input, out, weight)
         input = input.to(wide)
         weight = None if weight is None else weight.to(wide)
@@ -129,13 +129,13 @@ def _rms_norm(
 
 
 def _sizes(shape: Shape) -> list[int]:
-    if isinstance(shape, tuple):  # torch.Size is one; torch's stubs ask for a list, it takes both
+    if isinstance(shape, tuple):  # includes torch.Size; torch accepts both, its stubs only a list
         return shape  # type: ignore[return-value]
     return [int(shape)] if isinstance(shape, numbers.Integral) else list(shape)  # type: ignore[arg-type]
 
 
 def _is_direct(input: Tensor, out: torch.dtype, weight: Tensor | None, bias: Tensor | None) -> bool:
-    """Whether the kernel runs on the tensors as they are, and its result is not rounded twice."""
+    """Returns whether the kernel can run without casts and without rounding its result twice."""
     given = input.dtype
     return (
         (given is out or given not in LOW_PRECISION)
@@ -145,7 +145,7 @@ def _is_direct(input: Tensor, out: torch.dtype, weight: Tensor | None, bias: Ten
 
 
 def _cpu_takes(input: Tensor, out: torch.dtype, weight: Tensor | None, bias: Tensor | None) -> bool:
-    """Whether torch's CPU kernel takes this mix itself: low-precision input, fp32 parameters."""
+    """Returns whether torch's CPU kernel supports this: low-precision input, fp32 parameters."""
     return (
         input.device.type == "cpu"
         and out is input.dtype
@@ -161,6 +161,6 @@ def _widest(input: Tensor, out: torch.dtype, *params: Tensor | None) -> torch.dt
         if dtype not in CASTABLE:
             raise TypeError(
                 f"A fused norm got a tensor of {dtype}; it takes float16, bfloat16, float32 and "
-                "float64, also mixed. Cast the input or the parameters first."
+                "float64, in any combination. Cast the input or the parameters first."
             )
     return functools.reduce(torch.promote_types, dtypes)

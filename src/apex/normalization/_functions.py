@@ -1,9 +1,9 @@
-"""apex's autograd functions by name: ``X.apply(...)`` in its argument order, on torch's kernels.
+"""apex's autograd functions: ``X.apply(...)`` with apex's argument order and torch's kernels.
 
-They are plain classes: autograd, double backward and ``torch.compile`` see torch's own operators.
-``memory_efficient`` is accepted and changes nothing: torch keeps the input for the backward.
-``apply`` does not follow autocast, as in apex: the result has the input's (mixed: the weight's)
-dtype; the functions of `fused_layer_norm` follow it.
+These are plain classes, so autograd, double backward and ``torch.compile`` see torch's operators.
+``memory_efficient`` has no effect: torch keeps the input for the backward. As in apex, ``apply``
+ignores autocast: the result has the input's dtype (in the mixed functions, the weight's). The
+functions of `fused_layer_norm` follow autocast.
 """
 
 # ruff: noqa: A002 - `input` is apex's and torch's name for it
@@ -28,7 +28,7 @@ class FusedLayerNormAffineFunction:
         eps: float,
         memory_efficient: bool = False,
     ) -> Tensor:
-        """Returns the normalized input; ``ctx`` is not used."""
+        """Returns the normalized input; ``ctx`` is ignored."""
         return layer_norm(input, normalized_shape, weight, bias, eps, out=input.dtype)
 
     @classmethod
@@ -58,7 +58,7 @@ class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
         eps: float,
         memory_efficient: bool = False,
     ) -> Tensor:
-        """Returns the normalized input; ``ctx`` is not used."""
+        """Returns the normalized input; ``ctx`` is ignored."""
         return layer_norm(input, normalized_shape, weight, bias, eps, out=weight.dtype)
 
 
@@ -73,7 +73,7 @@ class FusedLayerNormFunction:
         eps: float,
         memory_efficient: bool = False,
     ) -> Tensor:
-        """Returns the normalized input; ``ctx`` is not used."""
+        """Returns the normalized input; ``ctx`` is ignored."""
         return layer_norm(input, normalized_shape, None, None, eps, out=input.dtype)
 
     @classmethod
@@ -96,7 +96,7 @@ class FusedRMSNormAffineFunction:
         eps: float,
         memory_efficient: bool = False,
     ) -> Tensor:
-        """Returns the normalized input; ``ctx`` is not used."""
+        """Returns the normalized input; ``ctx`` is ignored."""
         return rms_norm(input, normalized_shape, weight, eps, out=input.dtype)
 
     @classmethod
@@ -124,7 +124,7 @@ class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
         eps: float,
         memory_efficient: bool = False,
     ) -> Tensor:
-        """Returns the normalized input; ``ctx`` is not used."""
+        """Returns the normalized input; ``ctx`` is ignored."""
         return rms_norm(input, normalized_shape, weight, eps, out=weight.dtype)
 
 
@@ -139,7 +139,7 @@ class FusedRMSNormFunction:
         eps: float,
         memory_efficient: bool = False,
     ) -> Tensor:
-        """Returns the normalized input; ``ctx`` is not used."""
+        """Returns the normalized input; ``ctx`` is ignored."""
         return rms_norm(input, normalized_shape, None, eps, out=input.dtype)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The fused norms as modules, with the parameters and state dict of ``nn.LayerNorm``."""
+"""The fused norms as modules with the parameters and state dict of ``nn.LayerNorm``."""
 
 # ruff: noqa: A002 - `input` is apex's and torch's name for it
 
@@ -17,9 +17,9 @@ from apex.normalization._compute import Shape, layer_norm, rms_norm
 
 
 class _FusedNorm(nn.Module):
-    """Shape, eps and the weight that all fused norms have."""
+    """Shape, eps and weight, common to all fused norms."""
 
-    # What torch.jit.script reads; it knows no annotations in new syntax in the class body.
+    # For torch.jit.script, which does not support annotations in new syntax in the class body.
     __constants__ = ("eps", "normalized_shape")
 
     def __init__(
@@ -37,11 +37,11 @@ class _FusedNorm(nn.Module):
         return nn.Parameter(torch.empty(self.normalized_shape)) if self.elementwise_affine else None
 
     def _out_dtype(self, input: Tensor) -> torch.dtype:
-        """Returns the result's dtype where autocast is off."""
+        """Returns the result's dtype without autocast."""
         return input.dtype
 
     def extra_repr(self) -> str:
-        """Shows shape, eps and whether there are parameters."""
+        """Returns shape, eps and whether the norm has parameters."""
         return (
             f"{tuple(self.normalized_shape)}, eps={self.eps}, "
             f"elementwise_affine={self.elementwise_affine}"
@@ -49,20 +49,21 @@ class _FusedNorm(nn.Module):
 
 
 class FusedLayerNorm(_FusedNorm):
-    """Layer norm whose result has the input's dtype, autocast's where that is on.
+    """Layer norm whose result has the input's dtype, or autocast's under autocast.
 
     Args:
         normalized_shape: Trailing dimensions to normalize over; an integer means the last one.
-        eps: Added to the variance.
-        elementwise_affine: Whether there are a weight (ones) and a bias (zeros) to learn.
-        memory_efficient: Changes nothing: torch keeps the input for the backward.
+        eps: Term added to the variance.
+        elementwise_affine: Whether the norm has a trainable weight (initially ones) and bias
+            (initially zeros).
+        memory_efficient: Has no effect: torch keeps the input for the backward.
 
     Raises:
-        TypeError: If ``normalized_shape`` is neither an integer nor a sequence of them.
+        TypeError: If ``normalized_shape`` is neither an integer nor a sequence of integers.
         ValueError: If it is empty.
     """
 
-    __module__ = "apex.normalization.fused_layer_norm"  # its public name, which files hold
+    __module__ = "apex.normalization.fused_layer_norm"  # the public name, which pickles store
 
     def __init__(
         self,
@@ -92,25 +93,25 @@ class FusedLayerNorm(_FusedNorm):
 
 
 class FusedRMSNorm(_FusedNorm):
-    """RMS norm whose result has the input's dtype, autocast's where that is on.
+    """RMS norm whose result has the input's dtype, or autocast's under autocast.
 
     Note [Low-precision weight]
-        With a low-precision weight the result has the weight's dtype, also for fp32 input: T5 in
-        fp16 keeps an fp32 residual, and its next layer takes fp16 only. apex's kernel refused that
-        mix, its CPU path did the same as this.
+        With a low-precision weight, the result has the weight's dtype even for fp32 input: T5 in
+        fp16 keeps an fp32 residual, but its next layer accepts only fp16. apex's kernel rejected
+        this combination; its CPU path behaved as here.
 
     Args:
         normalized_shape: Trailing dimensions to normalize over; an integer means the last one.
-        eps: Added to the mean square.
-        elementwise_affine: Whether there is a weight (ones) to learn.
-        memory_efficient: Changes nothing: torch keeps the input for the backward.
+        eps: Term added to the mean square.
+        elementwise_affine: Whether the norm has a trainable weight (initially ones).
+        memory_efficient: Has no effect: torch keeps the input for the backward.
 
     Raises:
-        TypeError: If ``normalized_shape`` is neither an integer nor a sequence of them.
+        TypeError: If ``normalized_shape`` is neither an integer nor a sequence of integers.
         ValueError: If it is empty.
     """
 
-    __module__ = "apex.normalization.fused_layer_norm"  # its public name, which files hold
+    __module__ = "apex.normalization.fused_layer_norm"  # the public name, which pickles store
 
     def __init__(
         self,
@@ -143,19 +144,19 @@ class FusedRMSNorm(_FusedNorm):
 
 
 class MixedFusedLayerNorm(FusedLayerNorm):
-    """Layer norm whose result has the weight's dtype, autocast's where that is on.
+    """Layer norm whose result has the weight's dtype, or autocast's under autocast.
 
     Args:
         normalized_shape: Trailing dimensions to normalize over; an integer means the last one.
-        eps: Added to the variance.
-        memory_efficient: Changes nothing.
-        elementwise_affine: Accepted if True.
+        eps: Term added to the variance.
+        memory_efficient: Has no effect.
+        elementwise_affine: Must be True.
 
     Raises:
         RuntimeError: If ``elementwise_affine`` is False.
     """
 
-    __module__ = "apex.normalization.fused_layer_norm"  # its public name, which files hold
+    __module__ = "apex.normalization.fused_layer_norm"  # the public name, which pickles store
 
     def __init__(
         self,
@@ -173,12 +174,12 @@ class MixedFusedLayerNorm(FusedLayerNorm):
 
 
 class MixedFusedRMSNorm(FusedRMSNorm):
-    """RMS norm whose result has the weight's dtype, autocast's where that is on.
+    """RMS norm whose result has the weight's dtype, or autocast's under autocast.
 
-    Arguments and errors as `MixedFusedLayerNorm`.
+    Arguments and errors are those of `MixedFusedLayerNorm`.
     """
 
-    __module__ = "apex.normalization.fused_layer_norm"  # its public name, which files hold
+    __module__ = "apex.normalization.fused_layer_norm"  # the public name, which pickles store
 
     def __init__(
         self,
@@ -205,7 +206,7 @@ def _size(module: str, shape: Shape) -> torch.Size:
         )
     if not shape:
         raise ValueError(
-            f"{module} got an empty normalized_shape; name at least the input's last dimension."
+            f"{module} got an empty normalized_shape; pass at least the input's last dimension."
         )
     return torch.Size(shape)
 

@@ -1,7 +1,7 @@
-"""Fused norms: modules, functions and autograd functions by apex's names.
+"""Fused norms: modules, functions and autograd functions with apex's names.
 
-Fused: the result has the input's dtype. Mixed: it has the weight's. Under autocast both have
-autocast's, unlike torch's layer norm, whose result is fp32 there.
+The result of a fused norm has the input's dtype, that of a mixed norm the weight's. Under autocast,
+both have autocast's dtype, unlike torch's layer norm, whose result is fp32.
 """
 
 # ruff: noqa: A002 - `input` is apex's and torch's name for it
@@ -59,12 +59,12 @@ def fused_layer_norm_affine(
     """Returns the layer norm of ``input`` in its dtype.
 
     Args:
-        input: ``[*, normalized_shape]``; any memory layout, also empty.
+        input: ``[*, normalized_shape]``; may have any memory layout and may be empty.
         weight: ``[normalized_shape]``.
         bias: ``[normalized_shape]``.
-        normalized_shape: Dimensions to normalize over; an integer means the last one.
-        eps: Added to the variance.
-        memory_efficient: Changes nothing.
+        normalized_shape: Dimensions over which to normalize; an integer means the last one.
+        eps: Term added to the variance.
+        memory_efficient: Has no effect.
     """
     return layer_norm(input, normalized_shape, weight, bias, eps, out=input.dtype, autocasts=True)
 
@@ -120,9 +120,9 @@ def mixed_dtype_fused_rms_norm_affine(
 def manual_rms_norm(
     input: Tensor, normalized_shape: Shape, weight: Tensor | None, eps: float
 ) -> Tensor:
-    """Returns the RMS norm in the dtype in which T5 of transformers computes it.
+    """Returns the RMS norm in the dtype that T5 in transformers uses.
 
-    That is a low-precision weight's dtype, otherwise the widest of input, weight and fp32.
+    This is the dtype of a low-precision weight, or otherwise the widest of input, weight and fp32.
     """
     out = torch.promote_types(input.dtype, torch.float32)
     if weight is not None:

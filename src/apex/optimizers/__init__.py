@@ -1,4 +1,4 @@
-"""apex's optimizers, on torch's fused and foreach kernels."""
+"""apex's optimizers, based on torch's fused and foreach kernels."""
 
 from apex.optimizers.fp16_optimizer import FP16_Optimizer
 from apex.optimizers.fused_adagrad import FusedAdagrad

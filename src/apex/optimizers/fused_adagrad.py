@@ -1,4 +1,4 @@
-"""Adagrad on torch's fused kernel."""
+"""Adagrad with torch's fused kernel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from apex.optimizers.fused_optimizer import Batch, FusedOptimizer, check_range
 
 
 class FusedAdagrad(FusedOptimizer):
-    """Adagrad, with weight decay in the gradient or decoupled.
+    """Adagrad with coupled or decoupled weight decay.
 
     Attributes:
         adagrad_w_mode: 1 for decoupled weight decay, else 0.
@@ -33,18 +33,18 @@ class FusedAdagrad(FusedOptimizer):
         set_grad_none: bool = True,
         adagrad_w_mode: bool = False,
     ) -> None:
-        """Makes the optimizer.
+        """Creates the optimizer.
 
         Args:
-            params: Parameters or groups.
+            params: Parameters or parameter groups.
             lr: Learning rate.
-            eps: Added to the denominator.
+            eps: Term added to the denominator.
             weight_decay: Decay rate.
-            set_grad_none: Whether ``zero_grad`` drops gradients.
+            set_grad_none: Whether ``zero_grad`` sets gradients to None.
             adagrad_w_mode: Whether weight decay is decoupled.
 
         Raises:
-            ValueError: For a value outside its range.
+            ValueError: If a value is out of range.
         """
         check_range("lr", lr)
         check_range("eps", eps)
@@ -54,7 +54,7 @@ class FusedAdagrad(FusedOptimizer):
         self.set_grad_none = set_grad_none
 
     def update(self, batch: Batch, step: Scalar, gate: Gate) -> None:
-        """Takes one step for a batch."""
+        """Takes one step for a batch of parameters."""
         rule = AdagradRule(
             lr=batch.option("lr"),
             eps=batch.group["eps"],

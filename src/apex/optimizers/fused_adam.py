@@ -1,4 +1,4 @@
-"""Adam and AdamW on torch's fused kernels."""
+"""Adam and AdamW with torch's fused kernels."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from apex.optimizers.fused_optimizer import (
 
 _CLIPPING = (
     "Clip before the step: torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), "
-    "max_norm). apex.contrib.optimizers.FusedAdam still takes it."
+    "max_norm). apex.contrib.optimizers.FusedAdam still accepts it."
 )
 _LEGACY = {
     "max_grad_norm": _CLIPPING,
-    "eps_inside_sqrt": "apex.contrib.optimizers.FusedAdam still takes it.",
-    "use_mt": "Leave it out: all parameters are stepped together.",
-    "amp_scale_adjustment": "Leave it out: amp unscales gradients before the step.",
+    "eps_inside_sqrt": "apex.contrib.optimizers.FusedAdam still accepts it.",
+    "use_mt": "Omit it: all parameters are always stepped together.",
+    "amp_scale_adjustment": "Omit it: amp unscales gradients before the step.",
 }
 
 
 class FusedAdam(FusedOptimizer):
     """AdamW, or Adam with ``adam_w_mode=False``.
 
-    16-bit parameters are stepped in fp32 with fp32 state and rounded once.
+    Steps 16-bit parameters in fp32 with fp32 state and rounds once.
 
     Attributes:
         adam_w_mode: 1 for decoupled weight decay, else 0.
-        capturable: Whether learning rate and step count live on the device.
-        master_weights: Whether 16-bit parameters get fp32 masters, kept in the state.
+        capturable: Whether learning rate and step count are on the device.
+        master_weights: Whether 16-bit parameters have fp32 masters in the state.
     """
 
     steps_dtensors = True
@@ -66,34 +66,34 @@ class FusedAdam(FusedOptimizer):
         master_weights: bool = False,
         **legacy: Any,
     ) -> None:
-        """Makes the optimizer.
+        """Creates the optimizer.
 
         Args:
-            params: Parameters or groups.
+            params: Parameters or parameter groups.
             lr: Learning rate.
-            bias_correction: Whether averages are divided by their bias.
+            bias_correction: Whether to correct the bias of the averages.
             betas: Decay of the averages of gradients and of their squares, per step.
-            eps: Added to the denominator.
+            eps: Term added to the denominator.
             adam_w_mode: Whether weight decay is decoupled (AdamW).
             weight_decay: Decay rate.
-            amsgrad: Refused.
-            set_grad_none: Whether ``zero_grad`` drops gradients.
+            amsgrad: Not supported; must be False.
+            set_grad_none: Whether ``zero_grad`` sets gradients to None.
             capturable: Whether learning rate and step count are device tensors, so that a step
                 can be captured in a CUDA graph.
             master_weights: Whether 16-bit parameters get fp32 masters; needs ``capturable``.
-            legacy: Arguments of apex's first FusedAdam; each is refused with its remedy.
+            legacy: Arguments of apex's first FusedAdam; each raises an error that names the remedy.
 
         Raises:
-            RuntimeError: For ``amsgrad``, or masters without ``capturable``.
-            TypeError: For an unknown or retired argument.
-            ValueError: For a value outside its range.
+            RuntimeError: If ``amsgrad`` is set, or ``master_weights`` without ``capturable``.
+            TypeError: If an argument is unknown or retired.
+            ValueError: If a value is out of range.
         """
         _refuse_legacy(legacy)
         refuse_amsgrad("FusedAdam", amsgrad)
         if master_weights and not capturable:
             raise RuntimeError(
-                "FusedAdam keeps master weights only with capturable=True. Pass that too, or let "
-                'amp.initialize(..., opt_level="O2") keep them.'
+                "FusedAdam supports master_weights=True only with capturable=True. Pass both, or "
+                'use the masters of amp.initialize(..., opt_level="O2").'
             )
         check_adam_options(lr, betas, eps, weight_decay)
         defaults = {
@@ -113,7 +113,7 @@ class FusedAdam(FusedOptimizer):
                 put_on_device(group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group."""
+        """Adds a parameter group."""
         super().add_param_group(param_group)
         if getattr(self, "capturable", False):
             put_on_device(self.param_groups[-1])
@@ -131,14 +131,14 @@ class FusedAdam(FusedOptimizer):
 
         Args:
             closure: Recomputes the loss; called once, before the step.
-            grads: Refused, as are the next three: arguments of apex's first FusedAdam.
-            output_params: Refused.
-            scale: Refused.
-            grad_norms: Refused.
-            scaling: ``grad_scaler``, a ``torch.amp.GradScaler`` whose scaled gradients these are.
+            grads: Not supported: an argument of apex's first FusedAdam, as are the next three.
+            output_params: Not supported.
+            scale: Not supported.
+            grad_norms: Not supported.
+            scaling: ``grad_scaler``, the ``torch.amp.GradScaler`` that scaled the gradients.
 
         Raises:
-            RuntimeError: For one of the four.
+            RuntimeError: If an unsupported argument is given.
         """
         retired = {
             "grads": grads,
@@ -149,14 +149,14 @@ class FusedAdam(FusedOptimizer):
         given = [name for name, value in retired.items() if value is not None]
         if given:
             raise RuntimeError(
-                f"FusedAdam.step no longer takes {', '.join(given)}. Make it like "
+                f"FusedAdam.step no longer takes {', '.join(given)}. Create it like "
                 "torch.optim.AdamW, let amp.scale_loss unscale the gradients, and call step() "
-                "without arguments; apex.contrib.optimizers.FusedAdam still takes them."
+                "without arguments; apex.contrib.optimizers.FusedAdam still accepts them."
             )
         return super().step(closure, **scaling)
 
     def update(self, batch: Batch, step: Scalar, gate: Gate) -> None:
-        """Takes one step for a batch."""
+        """Takes one step for a batch of parameters."""
         beta1, beta2 = batch.group["betas"]
         rule = AdamRule(
             lr=batch.option("lr"),
@@ -174,7 +174,7 @@ class FusedAdam(FusedOptimizer):
 
 
 def put_on_device(group: dict[str, Any]) -> None:
-    """Makes the learning rate and the step count of a group tensors beside its parameters."""
+    """Moves a group's learning rate and step count to tensors on its parameters' device."""
     if not group["params"]:
         return
     device = group["params"][0].device

@@ -1,4 +1,4 @@
-"""LAMB with fp32 masters of 16-bit parameters, all on the device."""
+"""LAMB with fp32 masters for 16-bit parameters, entirely on the device."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from apex.optimizers.fused_lamb import FusedLAMB
 
 
 class FusedMixedPrecisionLamb(FusedLAMB):
-    """LAMB for models in 16 bits, without amp: masters in the state, scalars on the device.
+    """LAMB for 16-bit models without amp, with masters in the state and scalars on the device.
 
     Attributes:
-        reduced_precision_dtype: The dtype of the parameters that get fp32 masters.
+        reduced_precision_dtype: Dtype of the parameters that get fp32 masters.
     """
 
     settings: ClassVar[tuple[str, ...]] = (*FusedLAMB.settings, "reduced_precision_dtype")
 
     multi_tensor_l2norm = staticmethod(amp_C.multi_tensor_l2norm_mp)
-    # By apex's name, with other arguments than the base class's function has.
+    # apex's name; the arguments differ from those of the base class's function.
     multi_tensor_lamb = staticmethod(amp_C.multi_tensor_lamb_mp)  # type: ignore[assignment]
 
     def __init__(
@@ -42,26 +42,27 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         use_nvlamb: bool = False,
         reduced_precision_dtype: torch.dtype | None = None,
     ) -> None:
-        """Makes the optimizer.
+        """Creates the optimizer.
 
         Args:
-            params: Parameters or groups.
+            params: Parameters or parameter groups.
             lr: Learning rate.
-            step: Steps that were taken before.
-            bias_correction: Whether averages are divided by their bias.
+            step: Number of previous steps.
+            bias_correction: Whether to correct the bias of the averages.
             betas: Decay of the averages of gradients and of their squares, per step.
-            eps: Added to the denominator.
+            eps: Term added to the denominator.
             weight_decay: Decay rate.
-            amsgrad: Refused.
+            amsgrad: Not supported; must be False.
             adam_w_mode: Whether weight decay is decoupled.
-            grad_averaging: Whether the gradient enters its average by ``1 - betas[0]`` or by 1.
-            max_grad_norm: Greatest global gradient norm; 0 for no clipping.
-            use_nvlamb: Whether tensors without weight decay get a trust ratio, too.
-            reduced_precision_dtype: The dtype of the parameters that get fp32 masters.
+            grad_averaging: Whether the weight of the gradient in its average is ``1 - betas[0]``,
+                instead of 1.
+            max_grad_norm: Largest global gradient norm; 0 disables clipping.
+            use_nvlamb: Whether tensors without weight decay get a trust ratio too.
+            reduced_precision_dtype: Dtype of the parameters that get fp32 masters.
 
         Raises:
-            RuntimeError: For ``amsgrad``.
-            ValueError: For a value outside its range.
+            RuntimeError: If ``amsgrad`` is set.
+            ValueError: If a value is out of range.
         """
         super().__init__(
             params,
@@ -83,7 +84,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
             put_on_device(group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group."""
+        """Adds a parameter group."""
         super().add_param_group(param_group)
         put_on_device(self.param_groups[-1])
 

@@ -1,4 +1,4 @@
-"""NovoGrad on foreach kernels."""
+"""NovoGrad with foreach kernels."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from apex.optimizers.fused_optimizer import (
 )
 
 NORM = "exp_avg_sq"
-"""The state key of a running norm, 0-d; the name is apex's, though it is no square."""
+"""The state key of a running norm, 0-d. The name is apex's, although it is not a square."""
 
 _NOT_STARTED = -1.0
 
@@ -36,7 +36,8 @@ class FusedNovoGrad(FusedOptimizer):
     """NovoGrad: Adam with one running gradient norm per tensor as its denominator.
 
     Attributes:
-        moment_mode: 0 to normalize and decay the gradient before it is averaged, 1 behind.
+        moment_mode: Whether the gradient is normalized and decayed before averaging (0) or after
+            (1).
     """
 
     settings: ClassVar[tuple[str, ...]] = ("moment_mode",)
@@ -58,33 +59,33 @@ class FusedNovoGrad(FusedOptimizer):
         init_zero: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        """Makes the optimizer.
+        """Creates the optimizer.
 
         Args:
-            params: Parameters or groups.
+            params: Parameters or parameter groups.
             lr: Learning rate.
-            bias_correction: Whether averages are divided by their bias.
+            bias_correction: Whether to correct the bias of the averages.
             betas: Decay of the averages of gradients and of their norms, per step.
-            eps: Added to the denominator.
+            eps: Term added to the denominator.
             weight_decay: Decay rate.
-            amsgrad: Refused.
-            reg_inside_moment: Whether the gradient is normalized and decayed before it is
-                averaged.
-            grad_averaging: Whether the gradient enters its average by ``1 - betas[0]`` or by 1.
-            norm_type: 2 for the 2-norm, 0 for the greatest absolute value.
-            init_zero: Whether the running norm starts as 0, not as the first norm.
-            set_grad_none: Whether ``zero_grad`` drops gradients.
+            amsgrad: Not supported; must be False.
+            reg_inside_moment: Whether to normalize and decay the gradient before averaging.
+            grad_averaging: Whether the weight of the gradient in its average is ``1 - betas[0]``,
+                instead of 1.
+            norm_type: 2 for the 2-norm, 0 for the largest absolute value.
+            init_zero: Whether the running norm starts at 0 instead of the first norm.
+            set_grad_none: Whether ``zero_grad`` sets gradients to None.
 
         Raises:
-            RuntimeError: For ``amsgrad`` or another norm.
-            ValueError: For a value outside its range.
+            RuntimeError: If ``amsgrad`` is set or ``norm_type`` is invalid.
+            ValueError: If a value is out of range.
         """
         refuse_amsgrad("FusedNovoGrad", amsgrad)
         check_adam_options(lr, betas, eps, weight_decay)
         if norm_type not in (MAX_NORM, L2_NORM):
             raise RuntimeError(
                 f"FusedNovoGrad got norm_type={norm_type!r}; it must be 2 (2-norm) or 0 "
-                "(greatest absolute value)."
+                "(largest absolute value)."
             )
         defaults = {
             "lr": lr,
@@ -101,7 +102,7 @@ class FusedNovoGrad(FusedOptimizer):
         self.set_grad_none = set_grad_none
 
     def update(self, batch: Batch, step: Scalar, gate: Gate) -> None:
-        """Takes one step for a batch."""
+        """Takes one step for a batch of parameters."""
         group = batch.group
         beta1, beta2 = group["betas"]
         rule = NovoGradRule(
@@ -120,7 +121,7 @@ class FusedNovoGrad(FusedOptimizer):
         novograd_(batch.params, batch.grads, averages, norms, rule=rule, step=step, gate=gate)
 
     def _blend(self, batch: Batch, rule: NovoGradRule, gate: Gate) -> Tensor:
-        """Blends this step's gradient norms into the running ones: ``[N]``."""
+        """Updates the running norms with this step's gradient norms and returns them, ``[N]``."""
         states = [self._norm(param, batch.group["init_zero"]) for param in batch.params]
         running = stacked(states, batch.device)
         fresh = norms_of(batch.grads, rule.norm_type, batch.device)

@@ -1,4 +1,4 @@
-"""SGD with momentum on torch's fused kernel."""
+"""SGD with momentum, with torch's fused kernel."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ BUFFER = "momentum_buffer"
 
 
 class FusedSGD(FusedOptimizer):
-    """Stochastic gradient descent, by torch's rules of momentum and Nesterov's look-ahead.
+    """Stochastic gradient descent with torch's rules for momentum and Nesterov momentum.
 
     Attributes:
-        wd_after_momentum: Whether weight decay joins behind the momentum.
-        materialize_master_grads: Kept for scripts; amp always makes fp32 gradients.
+        wd_after_momentum: Whether to add weight decay after the momentum.
+        materialize_master_grads: Has no effect; kept for compatibility.
     """
 
     settings: ClassVar[tuple[str, ...]] = ("wd_after_momentum", "materialize_master_grads")
@@ -39,21 +39,21 @@ class FusedSGD(FusedOptimizer):
         materialize_master_grads: bool = True,
         set_grad_none: bool = False,
     ) -> None:
-        """Makes the optimizer.
+        """Creates the optimizer.
 
         Args:
-            params: Parameters or groups.
-            lr: Learning rate; required, here or in every group.
+            params: Parameters or parameter groups.
+            lr: Learning rate; required here or in every group.
             momentum: Decay of the momentum per step; 0 for none.
-            dampening: Part of the gradient that is kept out of the momentum.
+            dampening: Share of the gradient that does not enter the momentum.
             weight_decay: Decay rate.
-            nesterov: Whether to look ahead by Nesterov's rule.
-            wd_after_momentum: Whether weight decay joins behind the momentum.
-            materialize_master_grads: Changes nothing.
-            set_grad_none: Whether ``zero_grad`` drops gradients.
+            nesterov: Whether to use Nesterov momentum.
+            wd_after_momentum: Whether to add weight decay after the momentum.
+            materialize_master_grads: Has no effect.
+            set_grad_none: Whether ``zero_grad`` sets gradients to None.
 
         Raises:
-            ValueError: For a value outside its range, or Nesterov's rule without momentum.
+            ValueError: If a value is out of range, or Nesterov momentum has no momentum.
         """
         if isinstance(lr, int | float):
             check_range("lr", lr)
@@ -77,13 +77,13 @@ class FusedSGD(FusedOptimizer):
         self.set_grad_none = set_grad_none
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores a copy or pickle."""
+        """Restores the state of a copy or pickle."""
         super().__setstate__(state)
         for group in self.param_groups:
             group.setdefault("nesterov", False)
 
     def update(self, batch: Batch, step: Scalar, gate: Gate) -> None:
-        """Takes one step for a batch."""
+        """Takes one step for a batch of parameters."""
         group = batch.group
         rule = SGDRule(
             lr=batch.option("lr"),
@@ -104,8 +104,8 @@ class FusedSGD(FusedOptimizer):
             sgd_(batch.params, batch.grads, buffers, rule=rule, first_run=False, gate=gate)
             return
         for first_run in (True, False):
-            # A gated start leaves the buffer 0, from which the usual rule starts just as well;
-            # only dampening tells the two apart, and then no start is gated.
+            # A gated start leaves the buffer at 0, from which the usual rule gives the same result.
+            # Only dampening makes a difference, and then no start is gated.
             chosen = [index for index, is_new in enumerate(new) if is_new is first_run]
             sgd_(
                 [batch.params[index] for index in chosen],
@@ -118,5 +118,5 @@ class FusedSGD(FusedOptimizer):
 
 
 def _skips(gate: Gate) -> bool:
-    # sync: dampening must know whether a buffer has started; asked only until all have.
+    # sync: dampening depends on whether a buffer has started; only until all have.
     return gate.skip is not None and bool(gate.skip)

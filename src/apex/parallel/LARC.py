@@ -1,4 +1,4 @@
-"""Layer-wise adaptive rate control: a learning rate for each layer, around any optimizer.
+"""Layer-wise adaptive rate control: a separate learning rate per layer, around any optimizer.
 
 Source: You et al., "Large Batch Training of Convolutional Networks", arXiv:1708.03888.
 """
@@ -20,15 +20,15 @@ class LARC:
     """Wraps an optimizer and scales every gradient by its layer's trust ratio before the step.
 
     The local rate of a parameter ``w`` with gradient ``g`` is
-    ``trust_coefficient * |w| / (|g| + weight_decay * |w| + eps)``. With ``clip`` the step is taken
-    at the smaller of the local and the group's learning rate, without it at their product. Weight
-    decay enters the gradient before it is scaled. Without host sync.
+    ``trust_coefficient * |w| / (|g| + weight_decay * |w| + eps)``. With ``clip``, the step uses the
+    smaller of the local and the group's learning rate; without it, their product. Weight decay is
+    added to the gradient before scaling. There is no host sync.
 
     Attributes:
-        optim: The optimizer inside.
+        optim: The wrapped optimizer.
         trust_coefficient: Factor on the ratio of norms.
-        clip: Whether the group's learning rate bounds the local one.
-        eps: Added to the denominator.
+        clip: Whether the group's learning rate limits the local rate.
+        eps: Term added to the denominator.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class LARC:
         """Wraps ``optimizer``.
 
         Raises:
-            TypeError: If it is not a ``torch.optim.Optimizer``.
+            TypeError: If ``optimizer`` is not a ``torch.optim.Optimizer``.
         """
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
@@ -55,7 +55,7 @@ class LARC:
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Scales the gradients and steps the optimizer.
 
-        With a closure, which makes the gradients inside the step, each evaluation is scaled.
+        With a closure, which computes the gradients inside the step, each evaluation is scaled.
         """
         with self._own_weight_decay() as decays:
             if closure is None:
@@ -71,7 +71,7 @@ class LARC:
 
     @contextmanager
     def _own_weight_decay(self) -> Iterator[list[float]]:
-        """Takes weight decay out of the groups for the step: it is in the gradients then."""
+        """Sets the groups' weight decay to 0 during the step, as the gradients include it."""
         groups = self.optim.param_groups
         decays = [group.get("weight_decay", 0.0) for group in groups]
         try:
@@ -106,14 +106,14 @@ class LARC:
         if grad is None:
             return
         adapts = (param_norm != 0) & (grad_norm != 0)
-        # A layer with a zero norm steps by its gradient alone, as the optimizer got it.
+        # A layer with a zero norm keeps its unscaled gradient, without weight decay.
         grad.add_(param * torch.where(adapts, decay, 0.0)).mul_(torch.where(adapts, rate, 1.0))
 
     # -- the optimizer's own -----------------------------------------------------------------
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups."""
+        """The optimizer's parameter groups."""
         return self.optim.param_groups
 
     @param_groups.setter
@@ -130,7 +130,7 @@ class LARC:
         self.optim.zero_grad(*args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group to the optimizer."""
+        """Adds a parameter group to the optimizer."""
         self.optim.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -148,5 +148,5 @@ class LARC:
         return getattr(self.optim, name)
 
     def __repr__(self) -> str:
-        """Shows the optimizer."""
+        """Returns the optimizer's representation."""
         return repr(self.optim)

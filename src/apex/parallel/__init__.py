@@ -1,6 +1,6 @@
-"""Training over several processes: data parallel, synchronized batch norm, LARC.
+"""Distributed training: data parallelism, synchronized batch norm and LARC.
 
-Importing it starts no communication, and works where torch was built without it.
+Importing this package starts no communication, and works if torch was built without it.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Every batch norm of a model made a synchronized one."""
+"""Conversion of a model's batch norms to synchronized batch norms."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ Module = TypeVar("Module", bound=nn.Module)
 def convert_syncbn_model(
     module: Module, process_group: ProcessGroup | None = None, channel_last: bool = False
 ) -> Module:
-    """Puts a :class:`SyncBatchNorm` in the place of every batch norm in ``module``.
+    """Replaces every batch norm in ``module`` with a :class:`SyncBatchNorm`.
 
-    The model stays the same object and is returned; only a batch norm given by itself comes back
-    as a new layer. Parameters and buffers stay the same objects, so it may be called before or
-    after ``amp.initialize`` and before or after an optimizer is made. Layers keep their options,
-    mode and hooks; a layer used in two places stays one.
+    Modifies the model in place and returns it; only if ``module`` itself is a batch norm does it
+    return a new layer. Parameters and buffers stay the same objects, so the call may come before or
+    after ``amp.initialize`` and before or after the creation of an optimizer. Layers keep their
+    options, mode and hooks, and shared layers stay shared.
 
     Args:
         module: Any module.
-        process_group: The processes; ``None`` for all.
+        process_group: The processes to synchronize; ``None`` for all.
         channel_last: See :class:`SyncBatchNorm`.
 
     Raises:
-        TypeError: If ``module`` is no module, or ``process_group`` no process group.
-        ValueError: If this process is not in the group, or a layer is not initialized yet or has a
-            parametrization. Nothing is converted then.
+        TypeError: If ``module`` is not a module, or ``process_group`` not a process group.
+        ValueError: If this process is not in the group, or a layer is uninitialized or has a
+            parametrization. In this case, nothing is converted.
         RuntimeError: If ``module`` itself is a batch norm that ``amp.initialize`` has prepared.
     """
     if not isinstance(module, nn.Module):
@@ -61,13 +61,13 @@ def _check(layer: _BatchNorm) -> None:
     kind = type(layer).__name__
     if is_converted(layer):
         raise RuntimeError(
-            f"convert_syncbn_model got a {kind} that amp.initialize has prepared by itself. Call "
-            "convert_syncbn_model first, or prepare a model that holds the layer."
+            f"convert_syncbn_model got a {kind} that amp.initialize has prepared on its own. "
+            "Call convert_syncbn_model first, or prepare a model that contains the layer."
         )
     if any(is_lazy(tensor) for tensor in (*layer.parameters(), *layer.buffers())):
         raise ValueError(
             f"convert_syncbn_model got a {kind} that is not initialized yet. Run one batch through "
-            "the model first, so that its shapes are known."
+            "the model first to determine its shapes."
         )
     if "parametrizations" in layer._modules:
         raise ValueError(
@@ -90,8 +90,8 @@ def _synchronized(
         fuse_relu=isinstance(layer, SyncBatchNorm) and layer.fuse_relu,
     )
     own = {name: result.__dict__[name] for name in ("_group", "channel_last", "fuse_relu")}
-    # The rest as it is, hooks and their handles included; the tables of tensors are copied, so
-    # that the old layer, where the script still holds it, stays one of its own.
+    # Everything else is shared, including hooks and their handles. Copies of the tables of tensors
+    # keep the old layer independent, in case the script still uses it.
     tables = {name: dict(layer.__dict__[name]) for name in ("_parameters", "_buffers", "_modules")}
     kept = {name: value for name, value in vars(layer).items() if name != "process_group"}
     result.__dict__.update({**kept, **tables, **own})

@@ -1,4 +1,4 @@
-"""All gradients reduced once, at the end of each backward pass: ``delay_allreduce=True``."""
+"""Reduces all gradients at the end of each backward pass: ``delay_allreduce=True``."""
 
 from __future__ import annotations
 
@@ -15,47 +15,47 @@ from apex.parallel.gradient_reduction import GradientReduction, reduce_gradients
 
 
 class DelayedReduction:
-    """Watches parameters for gradients and reduces them when the backward pass is over.
+    """Collects the parameters' gradients and reduces them when the backward pass ends.
 
-    Unlike torch's bucketed reducer it asks nothing of the graph: parameters may stay unused, be
-    used twice, or be used inside a checkpointed segment.
+    Unlike torch's bucketed reducer, it supports any graph: parameters may be unused, used twice, or
+    used inside a checkpointed segment.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], reduction: GradientReduction) -> None:
-        """Puts a hook on every parameter that wants a gradient; it ends with this object."""
+        """Registers a hook on every trainable parameter for the lifetime of this object."""
         self.params = [param for param in params if param.requires_grad]
         self.reduction = reduction
         self._received: set[int] = set()
         self._on = False
         self._queued = False
         for index, param in enumerate(self.params):
-            watch = _Watch(self, index)
-            handle = param.register_post_accumulate_grad_hook(watch)  # type: ignore[no-untyped-call]
+            hook = _Hook(self, index)
+            handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             weakref.finalize(self, handle.remove)
 
-    def arm(self, output: Any, *, on: bool) -> None:
-        """Says whether the backward passes of ``output`` are to end with a reduction.
+    def enable(self, output: Any, *, on: bool) -> None:
+        """Sets whether backward passes from ``output`` end with a reduction.
 
         Args:
-            output: What the module returned, in any nesting.
+            output: The module's output, in any nesting.
             on: False while gradients accumulate without communication.
         """
         self._on = on
-        # A backward pass that an exception ended has left these behind.
+        # A backward pass that raised may have left these set.
         self._queued = False
         self._received.clear()
-        if on and not torch.compiler.is_compiling():  # hooks of the parameters do there
-            tree.map_tensors(self._watch_output, output)
+        if on and not torch.compiler.is_compiling():  # there, the parameters' hooks suffice
+            tree.map_tensors(self._register_output, output)
 
     def receive(self, index: int) -> None:
-        """Takes note that a parameter got a gradient."""
+        """Records that a parameter received a gradient."""
         if self._on:
             self._received.add(index)
             self._queue()
 
-    def _watch_output(self, tensor: Tensor) -> Tensor:
-        # An output's hook runs in the outermost backward pass; a parameter's may run in one that a
-        # checkpointed segment starts inside, and would end too early.
+    def _register_output(self, tensor: Tensor) -> Tensor:
+        # An output's hook runs in the outermost backward pass. A parameter's may run in a nested
+        # one, started by a checkpointed segment, which would end too early.
         if tensor.requires_grad:
             tensor.register_hook(self._output_reached)  # type: ignore[no-untyped-call]
         return tensor
@@ -76,8 +76,8 @@ class DelayedReduction:
         reduce_gradients(self.params, received, self.reduction)
 
 
-class _Watch:
-    """A hook of one parameter that does not keep its owner alive."""
+class _Hook:
+    """A parameter's hook that does not keep its owner alive."""
 
     def __init__(self, owner: DelayedReduction, index: int) -> None:
         self._owner = weakref.ref(owner)

@@ -1,4 +1,4 @@
-"""apex's ``DistributedDataParallel``: torch's own, with apex's options on the all-reduce."""
+"""apex's ``DistributedDataParallel``: torch's class with apex's all-reduce options."""
 
 from __future__ import annotations
 
@@ -42,36 +42,36 @@ _HOOKS = "_comm_hooks"
 
 
 class DistributedDataParallel(parallel.DistributedDataParallel):
-    """Averages gradients over processes while the backward pass runs.
+    """Averages gradients over processes during the backward pass.
 
-    A thin class on ``torch.nn.parallel.DistributedDataParallel``: with default options the
-    communication is torch's own. As in apex, buffers (batch norm's statistics) are not sent
-    between iterations; torch's ``broadcast_buffers=True`` turns that on.
+    A thin subclass of ``torch.nn.parallel.DistributedDataParallel``: with default options, the
+    communication is torch's own. As in apex, buffers (batch norm's statistics) are not broadcast
+    between iterations; torch's ``broadcast_buffers=True`` enables that.
 
     Args:
-        module: The module, on its device. CPU with gloo works too.
-        message_size: Gradient elements in one message, rounded to MiB; the default leaves the
-            choice to torch.
-        delay_allreduce: Communicate once, at the end of the backward pass. Parameters may then
-            stay unused in any iteration; otherwise ``find_unused_parameters=True`` is needed.
-        shared_param: Refused, as in apex.
-        allreduce_trigger_params: Accepted and not used: torch decides when a message is sent.
-        retain_allreduce_buffers: Accepted and not used.
-        allreduce_always_fp32: Send and sum 16-bit gradients in fp32.
-        num_allreduce_streams: Accepted and not used: torch overlaps messages by itself.
-        allreduce_communicators: Accepted and not used.
-        gradient_average: Divide the sum by the number of processes.
-        gradient_predivide_factor: Divide by it before the sum, and by the rest after it; without
-            ``gradient_average`` only before it.
-        gradient_average_split_factor: Accepted and not used, as in apex.
-        prof: Accepted and not used: ``torch.profiler`` shows these calls.
-        **torch_options: Keywords of torch's own class.
+        module: The module, on its device; the CPU works with gloo.
+        message_size: Gradient elements per message, rounded to MiB; by default, torch chooses.
+        delay_allreduce: Whether to communicate once, at the end of the backward pass. Parameters
+            may then be unused in any iteration; otherwise, this needs
+            ``find_unused_parameters=True``.
+        shared_param: Not supported, as in apex.
+        allreduce_trigger_params: Ignored; torch decides when to send a message.
+        retain_allreduce_buffers: Ignored.
+        allreduce_always_fp32: Whether to send and sum 16-bit gradients in fp32.
+        num_allreduce_streams: Ignored; torch overlaps messages itself.
+        allreduce_communicators: Ignored.
+        gradient_average: Whether to divide the sum by the number of processes.
+        gradient_predivide_factor: Divisor before the sum; after it, the sum is divided by the
+            remaining factor, or not at all without ``gradient_average``.
+        gradient_average_split_factor: Ignored, as in apex.
+        prof: Ignored; ``torch.profiler`` shows these calls.
+        **torch_options: Keyword arguments of torch's class.
 
     Raises:
-        ValueError: For ``shared_param``, for options that exclude each other, and for numbers out
-            of range.
-        TypeError: If ``module`` is no module, or a keyword is unknown.
-        RuntimeError: If torch.distributed is not initialized, or the processes hold modules with
+        ValueError: If ``shared_param`` is given, options are incompatible, or a number is out of
+            range.
+        TypeError: If ``module`` is not a module, or a keyword is unknown.
+        RuntimeError: If torch.distributed is not initialized, or the processes have modules with
             different parameters.
     """
 
@@ -92,12 +92,12 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         prof: bool = False,
         **torch_options: Any,
     ) -> None:
-        """Sets the parameters of every process to those of rank 0 and watches for gradients."""
+        """Broadcasts rank 0's parameters and registers the gradient hooks."""
         del retain_allreduce_buffers, allreduce_communicators, gradient_average_split_factor, prof
         _check(module, message_size, shared_param)
         if delay_allreduce:
             _check_delay(num_allreduce_streams, allreduce_trigger_params, torch_options)
-        # Without the group yet: a bad factor is refused before anything is sent.
+        # No group yet: this validates the factor before any communication.
         reduction = GradientReduction(
             always_fp32=allreduce_always_fp32,
             average=gradient_average,
@@ -108,7 +108,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         _check_processes(module, torch_options)
         super().__init__(module, **torch_options)
         if not {"broadcast_buffers", "forward_sync_buffers"} & torch_options.keys():
-            self.broadcast_buffers = False  # past the constructor, which warns of the keyword
+            self.broadcast_buffers = False  # the constructor warns about the keyword
         self.delay_allreduce = delay_allreduce
         self._apex_options = (reduction.always_fp32, reduction.average, reduction.predivide_factor)
         self._start_reduction()
@@ -121,8 +121,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             named = self.module.named_parameters()
             late = DelayedReduction([p for name, p in named if name not in ignored], reduction)
         elif not reduction.is_plain:
-            # torch reads annotations of hooks, and refuses those that are strings: a lambda has
-            # none.
+            # torch checks the annotations of hooks and rejects strings; a lambda has none.
             super().register_comm_hook(reduction, lambda state, bucket: state.in_background(bucket))
         self.__dict__[_LATE] = late
 
@@ -132,7 +131,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         if late is None:
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         wanted = self.require_backward_grad_sync
-        self.require_backward_grad_sync = False  # torch's reducer stays out of it
+        self.require_backward_grad_sync = False  # disables torch's reducer
         self.__dict__[SENDS_LATER] = wanted
         try:
             output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
@@ -141,31 +140,31 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             self.require_backward_grad_sync = wanted
         self.require_forward_param_sync = wanted
         if torch.is_grad_enabled():
-            late.arm(output, on=wanted)
+            late.enable(output, on=wanted)
         return output
 
     def disable_allreduce(self) -> None:
-        """Lets gradients accumulate without communication, from the next forward pass on."""
+        """Accumulates gradients without communication, starting with the next forward pass."""
         self.require_backward_grad_sync = False
 
     def enable_allreduce(self) -> None:
-        """Ends ``disable_allreduce``: gradients are reduced, the accumulated ones with them."""
+        """Ends ``disable_allreduce``; reduces new and accumulated gradients."""
         self.require_backward_grad_sync = True
 
     def join_hook(self, **kwargs: Any) -> Any:
-        """Serves torch's ``join``, for processes with different numbers of batches.
+        """Supports torch's ``join`` for processes with different numbers of batches.
 
         Raises:
-            ValueError: With ``delay_allreduce=True``.
+            ValueError: If ``delay_allreduce=True``.
         """
         self._refuse_delay("join()")
         return super().join_hook(**kwargs)  # type: ignore[no-untyped-call]
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
-        """Registers a communication hook of the caller's; only one can be registered.
+        """Registers a custom communication hook; there can be only one.
 
         Raises:
-            ValueError: With ``delay_allreduce=True``.
+            ValueError: If ``delay_allreduce=True``.
         """
         self._refuse_delay("register_comm_hook()")
         super().register_comm_hook(state, hook)
@@ -174,20 +173,20 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         if self.delay_allreduce:
             raise ValueError(
                 f"{what} needs the communication of torch's DistributedDataParallel, which "
-                "delay_allreduce=True replaces. Build the wrapper with delay_allreduce=False."
+                "delay_allreduce=True replaces. Create the wrapper with delay_allreduce=False."
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out what belongs to this process."""
+        """Returns the state without this process's hooks and communication."""
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         state.pop(_LATE)
-        if _HOOKS in state:  # torch's record of hooks, ours among them
+        if _HOOKS in state:  # torch's list of hooks, including this package's
             hooks = state[_HOOKS]
             state[_HOOKS] = [hook for hook in hooks if not isinstance(hook[1], GradientReduction)]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores the wrapper and its communication."""
+        """Restores the wrapper and restarts its communication."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._start_reduction()
 
@@ -200,23 +199,23 @@ def _check(module: object, message_size: object, shared_param: object) -> None:
         )
     if isinstance(message_size, bool) or not isinstance(message_size, (int, float)):
         raise TypeError(
-            f"message_size is {message_size!r}; it is a number of gradient elements. Pass torch's "
-            "arguments by keyword: DistributedDataParallel(module, device_ids=[...])."
+            f"message_size is {message_size!r}; it takes a number of gradient elements. Pass "
+            "torch's arguments by keyword: DistributedDataParallel(module, device_ids=[...])."
         )
     if message_size <= 0:
         raise ValueError(f"message_size is {message_size}; it must be at least 1 element.")
     if shared_param is not None:
         raise ValueError(
-            "shared_param is no longer an option: shared parameters need none. To communicate "
+            "shared_param is not supported: shared parameters need no option. To communicate "
             "once, at the end of the backward pass, pass delay_allreduce=True."
         )
 
 
 def _check_processes(module: nn.Module, torch_options: dict[str, Any]) -> None:
-    """Refuses to go on alone, or with processes that hold other parameters."""
+    """Raises without a process group, or if the processes have different parameters."""
     group = torch_options.get("process_group")
     if torch_options.get("device_mesh") is not None or not torch_options.get("init_sync", True):
-        return  # left to torch
+        return  # torch checks these cases
     if group is None:
         require_running("apex.parallel.DistributedDataParallel")
     ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
@@ -227,19 +226,19 @@ def _check_processes(module: nn.Module, torch_options: dict[str, Any]) -> None:
 def _check_delay(streams: int, triggers: object, torch_options: dict[str, Any]) -> None:
     if streams > 1:
         raise ValueError(
-            f"num_allreduce_streams is {streams}; more than one takes delay_allreduce=False: at "
-            "the end of the backward pass there is one message."
+            f"num_allreduce_streams is {streams}; more than one needs delay_allreduce=False, "
+            "because the end of the backward pass sends a single message."
         )
     if triggers is not None:
         raise ValueError(
-            "allreduce_trigger_params takes delay_allreduce=False: the end of the backward pass "
-            "is the only trigger otherwise."
+            "allreduce_trigger_params needs delay_allreduce=False, as otherwise only the end of "
+            "the backward pass triggers communication."
         )
     for name in ("find_unused_parameters", "static_graph"):
         if torch_options.get(name):
             raise ValueError(
-                f"{name}=True is for the communication during the backward pass; "
-                f"delay_allreduce=True takes any graph. Leave {name} out."
+                f"{name}=True applies to communication during the backward pass, and "
+                f"delay_allreduce=True supports any graph without it. Omit {name}."
             )
 
 

@@ -1,4 +1,4 @@
-"""One collective call for many tensors: flattened by type, called, copied back."""
+"""Collective calls on many tensors: flattens by type, calls once, and copies back."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ _SPLIT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def flatten(bucket: Sequence[Tensor]) -> Tensor:
-    """Returns one 1-d tensor with the elements of dense tensors of one dtype and device."""
+    """Returns a 1-d tensor with the elements of dense tensors of one dtype and device."""
     flat: Tensor = foreach.flatten(tuple(bucket))
     return flat
 
 
 def unflatten(coalesced: Tensor, bucket: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Returns views of ``coalesced`` in the shapes of ``bucket``, which it was flattened from."""
+    """Returns views of ``coalesced`` in the shapes of ``bucket``, from which it was flattened."""
     views: tuple[Tensor, ...] = foreach.unflatten(coalesced, tuple(bucket))
     return views
 
 
 def split_half_float_double(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Returns the fp16, bf16, fp32 and fp64 tensors in a list each, without empty lists."""
+    """Returns non-empty lists of the fp16, bf16, fp32 and fp64 tensors."""
     given = list(tensors)
     buckets = [[t for t in given if t.dtype is dtype] for dtype in _SPLIT_DTYPES]
     return [bucket for bucket in buckets if bucket]
 
 
 def split_by_type(tensors: Iterable[Tensor]) -> OrderedDict[str, list[Tensor]]:
-    """Returns the tensors by ``tensor.type()``: device type and dtype."""
+    """Groups the tensors by ``tensor.type()``: device type and dtype."""
     buckets: OrderedDict[str, list[Tensor]] = OrderedDict()
     for tensor in tensors:
         buckets.setdefault(tensor.type(), []).append(tensor)
@@ -47,17 +47,17 @@ def split_by_type(tensors: Iterable[Tensor]) -> OrderedDict[str, list[Tensor]]:
 def apply_flat_dist_call(
     bucket: Sequence[Tensor], call: Call, extra_args: Sequence[Any] | None = None
 ) -> None:
-    """Calls a collective once on the elements of ``bucket`` and writes the result into them.
+    """Calls a collective once on all elements of ``bucket`` and writes the result back.
 
-    ``torch.distributed.all_reduce`` averages: its sum is divided by the number of processes.
+    For ``torch.distributed.all_reduce``, divides the sum by the number of processes.
 
     Args:
         bucket: Tensors of one dtype and device.
-        call: A function of torch.distributed that works in place on its first argument.
-        extra_args: Its further arguments.
+        call: A function of torch.distributed that modifies its first argument in place.
+        extra_args: Further arguments of ``call``.
 
     Raises:
-        TypeError: If integers are to be averaged.
+        TypeError: If the call would average integers.
         RuntimeError: If torch.distributed is not initialized.
     """
     require_running("flat_dist_call")
@@ -66,7 +66,8 @@ def apply_flat_dist_call(
     if divisor != 1 and not (bucket[0].is_floating_point() or bucket[0].is_complex()):
         raise TypeError(
             f"flat_dist_call got tensors of {bucket[0].dtype} to average over processes; it "
-            "averages floating and complex ones. Call torch.distributed.all_reduce for a sum."
+            "averages floating-point and complex tensors. For a sum, call "
+            "torch.distributed.all_reduce."
         )
     with torch.no_grad():
         coalesced = flatten(bucket)
@@ -80,10 +81,10 @@ def apply_flat_dist_call(
 def flat_dist_call(
     tensors: Iterable[Tensor], call: Call, extra_args: Sequence[Any] | None = None
 ) -> None:
-    """Calls a collective once for each type among ``tensors``, as ``apply_flat_dist_call`` does.
+    """Calls ``apply_flat_dist_call`` once for each type among ``tensors``.
 
     Raises:
-        TypeError: If integers are to be averaged.
+        TypeError: If the call would average integers.
         RuntimeError: If torch.distributed is not initialized.
     """
     for bucket in split_by_type(tensors).values():
@@ -91,7 +92,7 @@ def flat_dist_call(
 
 
 def extract_tensors(maybe_tensor: Any, tensor_list: list[Tensor]) -> None:
-    """Appends the tensors in any nesting of iterables to ``tensor_list``; skips anything else."""
+    """Appends the tensors in nested iterables to ``tensor_list``; ignores other objects."""
     if isinstance(maybe_tensor, Tensor):
         tensor_list.append(maybe_tensor)
     elif isinstance(maybe_tensor, Iterable) and not isinstance(maybe_tensor, (str, bytes)):
@@ -100,7 +101,7 @@ def extract_tensors(maybe_tensor: Any, tensor_list: list[Tensor]) -> None:
 
 
 def _divisor(call: Call, args: tuple[Any, ...]) -> int:
-    """What a sum is divided by; 1 for everything that is no sum."""
+    """Returns the divisor of a sum; 1 for all other operations."""
     distributed = torch.distributed
     if call is not distributed.all_reduce:
         return 1

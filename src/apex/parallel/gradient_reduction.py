@@ -1,4 +1,4 @@
-"""How gradients are summed over processes: in which dtype, and divided by what."""
+"""The sum of gradients over processes: its dtype and divisors."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class GradientReduction:
 
     Attributes:
         group: The processes; ``None`` for all.
-        always_fp32: Whether 16-bit gradients travel and are summed in fp32.
-        average: Whether the sum is divided by the number of processes.
-        predivide_factor: Divides before the sum, multiplies after it (``average`` only).
+        always_fp32: Whether to send and sum 16-bit gradients in fp32.
+        average: Whether to divide the sum by the number of processes.
+        predivide_factor: Divisor before the sum, multiplier after it (only with ``average``).
 
     Raises:
         ValueError: If the predivide factor is not positive.
@@ -35,7 +35,7 @@ class GradientReduction:
     predivide_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        """Checks the factor."""
+        """Validates the factor."""
         if not self.predivide_factor > 0.0:
             raise ValueError(
                 f"gradient_predivide_factor is {self.predivide_factor!r}; it must be a positive "
@@ -44,7 +44,7 @@ class GradientReduction:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is the average that torch's own data parallel takes."""
+        """Whether this is the plain average that torch's own data parallelism computes."""
         return self.average and not self.always_fp32 and self.predivide_factor == 1.0
 
     def blocking(self, buffer: Tensor) -> Tensor:
@@ -54,13 +54,13 @@ class GradientReduction:
         return _finished(sent, buffer, self._factor_after)
 
     def in_background(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Reduces a ``GradBucket`` of torch's data parallel: a communication hook."""
+        """Reduces a ``GradBucket`` asynchronously, as a communication hook."""
         buffer: Tensor = bucket.buffer()
         sent = self._prepared(buffer)
         work: Any = torch.distributed.all_reduce(sent, group=self.group, async_op=True)
         future: torch.futures.Future[Any] = work.get_future()
-        # The callback must not hold the group: it is let go in the group's own thread, which
-        # cannot end the group.
+        # The callback must not hold the group: the group's own thread releases the callback, and
+        # that thread cannot destroy the group.
         after = self._factor_after
         return future.then(lambda done: _finished(done.value()[0], buffer, after))
 
@@ -92,13 +92,13 @@ def reduce_gradients(
 ) -> None:
     """Reduces the gradients of ``params`` over processes in one call per dtype and device.
 
-    A parameter that got a gradient in some processes only counts as zero in the others; one that
-    got none anywhere keeps its gradient, or stays without.
+    A parameter without a gradient in some processes counts as zero there. One without a gradient in
+    all processes keeps its ``grad``.
 
     Args:
         params: The same parameters, in the same order, in every process.
-        received: Indices of those that got a gradient in this process.
-        reduction: How to sum.
+        received: Indices of the parameters that received a gradient in this process.
+        reduction: Options of the sum.
 
     Raises:
         RuntimeError: If a gradient is sparse.
@@ -121,13 +121,13 @@ def _reduce_part(
 ) -> None:
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
     marks = moved(torch.tensor(received, dtype=params[0].dtype), params[0].device)
-    # The marks travel with the gradients: who got some is known without another call.
+    # The marks are sent with the gradients, which saves a second call.
     flat = torch.cat([*(grad.reshape(-1) for grad in grads), marks])
     reduced = reduction.blocking(flat)
     *values, marks = torch.split(reduced, [*(grad.numel() for grad in grads), len(params)])
     anywhere = received
     if not all(received):
-        anywhere = marks.ne(0).tolist()  # sync: only where a parameter got no gradient here
+        anywhere = marks.ne(0).tolist()  # sync: only if a parameter received no gradient here
     for param, grad, value, wanted in zip(params, grads, values, anywhere, strict=True):
         if wanted:
             param.grad = grad.copy_(value.view_as(grad))

@@ -1,8 +1,8 @@
-"""Starts a script in several processes of this machine: ``python -m apex.parallel.multiproc``.
+"""Runs a script in several processes on this machine: ``python -m apex.parallel.multiproc``.
 
-torchrun is today's way: ``torchrun --nproc-per-node=N script.py``. This one is for old command
-lines. Every process gets ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
-``MASTER_PORT``; a script that names the old flags ``--rank`` and ``--world-size`` gets them too.
+This module supports old command lines; use ``torchrun --nproc-per-node=N script.py`` in new ones.
+Every process receives ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
+``MASTER_PORT``, and the old flags ``--rank`` and ``--world-size`` if the script uses them.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from pathlib import Path
 
 import torch
 
-_SECONDS_BETWEEN_LOOKS = 0.1
-_SECONDS_TO_END = 10.0
+_POLL_SECONDS = 0.1
+_TERMINATION_SECONDS = 10.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the script in every process and returns the first exit status that is not 0.
+    """Runs the script in every process and returns the first non-zero exit status.
 
-    When one process fails, the others are ended.
+    If one process fails, the others are terminated.
     """
     parser = argparse.ArgumentParser(
         prog="python -m apex.parallel.multiproc",
         description="Run a script in one process per GPU, or in WORLD_SIZE processes.",
-        epilog="torchrun does the same and more: torchrun --nproc-per-node=N script.py ...",
+        epilog="Prefer torchrun: torchrun --nproc-per-node=N script.py ...",
     )
     parser.add_argument("script", help="the Python script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     given = parser.parse_args(arguments)
     world_size = _world_size(parser)
     logging.getLogger("apex").warning(
-        "apex.parallel.multiproc starts %d processes. torchrun is today's way: "
+        "apex.parallel.multiproc starts %d processes. Prefer torchrun: "
         "torchrun --nproc-per-node=%d %s ...", world_size, world_size, given.script
     )  # fmt: skip
     port = os.environ.get("MASTER_PORT") or str(_free_port())
@@ -58,7 +58,7 @@ def _world_size(parser: argparse.ArgumentParser) -> int:
     if wanted is None:
         return max(1, torch.accelerator.device_count())
     if not wanted.isdecimal() or int(wanted) < 1:
-        parser.error(f"WORLD_SIZE is {wanted!r}; it must be a number of processes, at least 1.")
+        parser.error(f"WORLD_SIZE is {wanted!r}; it must be a positive number of processes.")
     return int(wanted)
 
 
@@ -68,7 +68,7 @@ def _environment(rank: int, world_size: int, port: str) -> dict[str, str]:
 
 
 def _arguments(script: str, given: list[str], rank: int, world_size: int) -> list[str]:
-    """Returns the script's arguments, with the old flags where it has them."""
+    """Returns the script's arguments, with the old flags if it uses them."""
     result = list(given)
     text = Path(script).read_text(errors="replace") if Path(script).is_file() else ""
     for flag, value in (("--world-size", world_size), ("--rank", rank)):
@@ -93,7 +93,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
             return failed[0]
         if None not in states:
             return 0
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
+        time.sleep(_POLL_SECONDS)
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -106,7 +106,7 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 def _await_end(process: subprocess.Popen[bytes]) -> None:
     try:
-        process.wait(_SECONDS_TO_END)
+        process.wait(_TERMINATION_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
 

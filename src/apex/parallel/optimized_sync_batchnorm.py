@@ -1,4 +1,4 @@
-"""Batch norm by the statistics of all processes."""
+"""Batch norm with statistics over all processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class _SharedGroup:
-    """Holds a process group: copies of a layer share it, as it cannot be copied."""
+    """Holds a process group, which cannot be copied: copies of a layer share it."""
 
     group: ProcessGroup | None
 
@@ -29,27 +29,28 @@ class _SharedGroup:
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch norm that, in training, normalizes by the joined batch of several processes.
+    """Batch norm that, in training, normalizes over the combined batch of several processes.
 
-    Works on any device, in any floating dtype (16-bit inputs with fp32 parameters too) and for
-    any input of rank 2 or more. Batch sizes may differ over processes. In evaluation, without a
-    process group, or alone in it, it is plain batch norm and communicates nothing. Every process
-    must run it equally often in training.
+    Supports any device, any floating-point dtype (also 16-bit inputs with fp32 parameters) and any
+    input of rank 2 or more. Batch sizes may differ between processes. In evaluation, without a
+    process group, or in a group of one, it is plain batch norm without communication. In training,
+    every process must call it equally often.
 
     Args:
-        num_features: Channels, ``C``.
-        eps: Added to the variance.
+        num_features: Number of channels, ``C``.
+        eps: Term added to the variance.
         momentum: Weight of a new batch in the running statistics; ``None`` for a plain average.
-        affine: Whether there are a weight and a bias.
-        track_running_stats: Whether there are running statistics; without, evaluation goes by
-            the statistics of the batch in this process.
-        process_group: The processes; ``None`` for all.
-        channel_last: Whether the last dimension of the input is the channels, else the second.
-        fuse_relu: Whether the output goes through a ReLU.
+        affine: Whether the layer has a weight and a bias.
+        track_running_stats: Whether to keep running statistics; without them, evaluation uses the
+            statistics of this process's batch.
+        process_group: The processes to synchronize; ``None`` for all.
+        channel_last: Whether the last dimension of the input is the channels, instead of the
+            second.
+        fuse_relu: Whether to apply a ReLU to the output.
 
     Raises:
-        TypeError: If ``process_group`` is no process group.
-        ValueError: If this process is not in it.
+        TypeError: If ``process_group`` is not a process group.
+        ValueError: If this process is not in the group.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class SyncBatchNorm(_BatchNorm):
         channel_last: bool = False,
         fuse_relu: bool = False,
     ) -> None:
-        """Makes the layer."""
+        """Creates the layer."""
         group = checked_group(process_group)
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
         self._group = _SharedGroup(group)
@@ -72,7 +73,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @property
     def process_group(self) -> ProcessGroup | None:
-        """The processes to join statistics with; ``None`` for all."""
+        """The processes to synchronize; ``None`` for all."""
         return self._group.group
 
     @process_group.setter
@@ -90,11 +91,11 @@ class SyncBatchNorm(_BatchNorm):
 
         Args:
             input: ``[N, C]``, ``[N, C, ...]``, or ``[N, ..., C]`` with ``channel_last``.
-            z: Added before the ReLU (a residual connection).
+            z: Tensor added before the ReLU (a residual connection).
 
         Raises:
-            TypeError: If the input is not floating.
-            ValueError: If its shape does not fit, or holds one value per channel in training.
+            TypeError: If the input does not have a floating-point dtype.
+            ValueError: If its shape does not match, or it has one value per channel in training.
         """
         self._check(input)
         if self.channel_last and input.dim() > 2:
@@ -135,7 +136,7 @@ class SyncBatchNorm(_BatchNorm):
         return F.batch_norm(x, mean, var, weight, bias, False, 0.0, self.eps)
 
     def _running(self) -> Running | None:
-        """The statistics that this batch moves, and how far."""
+        """Returns the running statistics to update and their momentum; None without any."""
         if not (self.training and self.track_running_stats):
             return None
         if self.running_mean is None or self.running_var is None:
@@ -148,7 +149,7 @@ class SyncBatchNorm(_BatchNorm):
         return Running(self.running_mean, self.running_var, 1.0 / (seen + 1))
 
     def _fits_torch(self, x: Tensor) -> bool:
-        """Whether torch's kernels take these dtypes together: one for all, or fp32 parameters."""
+        """Returns whether torch's kernels support these dtypes: all equal, or fp32 parameters."""
         tensors = (self.weight, self.bias, self.running_mean, self.running_var)
         own = {tensor.dtype for tensor in tensors if tensor is not None}
         return own <= {x.dtype} or (dtypes.is_low_precision(x) and own == {torch.float32})
@@ -169,6 +170,6 @@ class SyncBatchNorm(_BatchNorm):
             )
 
     def extra_repr(self) -> str:
-        """Shows the options."""
+        """Returns the options."""
         shown: str = super().extra_repr()  # type: ignore[no-untyped-call]
         return f"{shown}, channel_last={self.channel_last}, fuse_relu={self.fuse_relu}"

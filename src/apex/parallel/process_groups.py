@@ -1,4 +1,4 @@
-"""Which processes work together: checks of process groups, and groups for synchronized norms."""
+"""Checks of process groups, and process groups for synchronized norms."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ if TYPE_CHECKING:
 
 
 def require_running(name: str) -> None:
-    """Raises where there is no default process group.
+    """Raises if there is no default process group.
 
     Args:
-        name: What needs one.
+        name: Name of the caller, for the error message.
 
     Raises:
         RuntimeError: If torch.distributed is not initialized.
     """
     if not ranks.is_running():
         raise RuntimeError(
-            f"{name} needs a process group, and this process is in none. Start the script with "
-            "torchrun and call torch.distributed.init_process_group(backend) first ('nccl' on "
-            "GPUs, 'gloo' on CPUs)."
+            f"{name} needs a process group, but torch.distributed is not initialized. Start the "
+            "script with torchrun and call torch.distributed.init_process_group(backend) first "
+            "('nccl' on GPUs, 'gloo' on CPUs)."
         )
 
 
 def checked_group(group: Any) -> ProcessGroup | None:
-    """Returns ``group``, or raises where it is nothing to communicate in.
+    """Returns ``group`` after checking that this process can communicate in it.
 
     Args:
-        group: A process group that this process is in; ``None`` means all processes.
+        group: A process group that contains this process; ``None`` means all processes.
 
     Raises:
-        TypeError: If it is no process group.
+        TypeError: If ``group`` is not a process group.
         ValueError: If this process is not in it.
     """
     if group is None:
@@ -50,17 +50,17 @@ def checked_group(group: Any) -> ProcessGroup | None:
             return group
         if group is distributed.GroupMember.NON_GROUP_MEMBER:
             raise ValueError(
-                "process_group is one that this process is not in. Give every process the group "
-                "that it belongs to, as create_syncbn_process_group(group_size) returns it."
+                "process_group does not contain this process. Pass every process its own "
+                "group, as create_syncbn_process_group(group_size) returns it."
             )
     raise TypeError(
-        f"process_group is {group!r}; it takes what torch.distributed.new_group(ranks) or "
-        "create_syncbn_process_group(group_size) returns, or None for all processes."
+        f"process_group is {group!r}; it takes the result of torch.distributed.new_group(ranks) "
+        "or create_syncbn_process_group(group_size), or None for all processes."
     )
 
 
 def syncing_group(group: ProcessGroup | None) -> ProcessGroup | None:
-    """Returns the group to communicate in; ``None`` where this process is alone."""
+    """Returns the group for communication; ``None`` if this process is alone."""
     if not ranks.is_running():
         return None
     chosen = torch.distributed.group.WORLD if group is None else group
@@ -72,13 +72,13 @@ def syncing_group(group: ProcessGroup | None) -> ProcessGroup | None:
 def require_same_parameters(
     name: str, params: Sequence[Tensor], group: ProcessGroup | None = None
 ) -> None:
-    """Raises in every process of ``group`` where they hold different parameters.
+    """Raises in every process of ``group`` if their parameters differ.
 
-    What communicates them afterwards would hang, or mix them up.
+    Otherwise, later communication would hang or mix up parameters.
 
     Args:
-        name: What got the parameters.
-        params: Those of this process.
+        name: Name of the caller, for the error message.
+        params: The parameters of this process.
         group: The processes; ``None`` for all.
 
     Raises:
@@ -94,17 +94,19 @@ def require_same_parameters(
     if others:
         raise RuntimeError(
             f"{name} got modules whose parameters differ in number, shape or dtype between rank 0 "
-            f"and ranks {others} of the group. Build the same module in every process."
+            f"and ranks {others} of the group. Create the same module in every process."
         )
 
 
 def create_syncbn_process_group(group_size: int) -> ProcessGroup | None:
-    """Returns the group of ``group_size`` processes that this one synchronizes its norms with.
+    """Returns the group of ``group_size`` processes whose norms this process synchronizes with.
 
-    Processes are grouped by rank: 0 to ``group_size - 1``, and so on. Every process must call it.
+    Groups consist of consecutive ranks: 0 to ``group_size - 1``, and so on. Every process must call
+    this function.
 
     Args:
-        group_size: Processes in a group; divides the number of all. 0 means all, as ``None``.
+        group_size: Processes per group; must divide the number of processes. 0 returns None, which
+            means all processes.
 
     Raises:
         ValueError: If ``group_size`` does not divide the number of processes.
@@ -120,7 +122,7 @@ def create_syncbn_process_group(group_size: int) -> ProcessGroup | None:
             "0 synchronizes over all of them."
         )
     own = torch.distributed.get_rank() // group_size
-    # torch wants every process to take part in making every group.
+    # torch requires every process to create every group.
     groups = [
         torch.distributed.new_group(range(first, first + group_size))
         for first in range(0, world_size, group_size)

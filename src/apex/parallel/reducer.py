@@ -1,4 +1,4 @@
-"""Gradients averaged over processes when the script says so."""
+"""Averages gradients over processes when the script requests it."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from apex.parallel.process_groups import require_running, require_same_parameter
 class Reducer:
     """Averages gradients over all processes at each call of ``reduce``.
 
-    Given a module, it also sets the parameters of every process to those of rank 0, once. Given
-    gradients, that is left to the script.
+    For a module, the constructor also broadcasts rank 0's parameters to all processes. For
+    gradients, the script must do so itself.
 
     Attributes:
         module: The module, or ``None``.
-        grads: The gradients given in its place.
+        grads: The gradients, if there is no module.
     """
 
     def __init__(self, module_or_grads_list: Any) -> None:
-        """Takes a module, or gradients in any nesting of iterables.
+        """Accepts a module, or gradients in nested iterables.
 
         Raises:
-            RuntimeError: If torch.distributed is not initialized, or the processes hold modules
+            RuntimeError: If torch.distributed is not initialized, or the processes have modules
                 with different parameters.
-            TypeError: If there is neither a module nor a tensor.
+            TypeError: If the argument is not a module and contains no tensor.
         """
         require_running("apex.parallel.Reducer")
         self.module: nn.Module | None = None
@@ -44,11 +44,11 @@ class Reducer:
         if not self.grads:
             raise TypeError(
                 f"apex.parallel.Reducer got {type(module_or_grads_list).__name__} without a "
-                "tensor in it; it takes a module, or an iterable of gradients."
+                "tensor; it takes a module or an iterable of gradients."
             )
 
     def reduce(self) -> None:
-        """Averages the gradients, in place. Every process must call it."""
+        """Averages the gradients in place. Every process must call it."""
         if self.module is None:
             flat_dist_call(self.grads, torch.distributed.all_reduce)
             return

@@ -1,8 +1,8 @@
-"""Batch norm by the statistics of several processes, differentiable, on any device.
+"""Differentiable batch norm with statistics over several processes, on any device.
 
-Counts, means and variances of the processes are joined by the formula of Chan, Golub and LeVeque,
-"Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979: exact for any
-batch sizes, and without the cancellation of E[x^2] - E[x]^2.
+Counts, means and variances of the processes are combined with the formula of Chan, Golub and
+LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979. It is
+exact for any batch sizes and avoids the cancellation of E[x^2] - E[x]^2.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Running(NamedTuple):
-    """Running statistics, moved in place by ``momentum``."""
+    """Running statistics, updated in place with weight ``momentum``."""
 
     mean: Tensor
     var: Tensor
@@ -28,7 +28,7 @@ class Running(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """Mean and biased variance per channel ``[C]``, and the number of values of each (0-d)."""
+    """Mean and biased variance per channel ``[C]``, and the number of values per channel (0-d)."""
 
     mean: Tensor
     var: Tensor
@@ -43,25 +43,25 @@ def sync_batch_norm(
     eps: float,
     group: ProcessGroup | None,
 ) -> Tensor:
-    """Returns ``x`` normalized by the statistics of the batches of all processes in ``group``.
+    """Returns ``x`` normalized with the statistics of the batches of all processes in ``group``.
 
     Statistics and arithmetic are fp32 (fp64 for fp64); the result has the dtype of ``x``. Batch
-    sizes may differ over processes, and be 0. Gradients of ``weight`` and ``bias`` are those of
-    this process: data-parallel training averages them.
+    sizes may differ between processes and may be 0. Gradients of ``weight`` and ``bias`` are those
+    of this process; data-parallel training averages them.
 
     Args:
         x: ``[N, C, ...]``.
-        weight: ``[C]``, of any floating dtype.
-        bias: ``[C]``, of any floating dtype.
-        running: Moved towards the statistics of the joined batch.
-        eps: Added to the variance.
-        group: ``None`` for this process alone.
+        weight: ``[C]``, of any floating-point dtype.
+        bias: ``[C]``, of any floating-point dtype.
+        running: Running statistics to update with those of the combined batch.
+        eps: Term added to the variance.
+        group: The processes; ``None`` for this process alone.
 
     Raises:
-        ValueError: If there is just one value per channel (not told on GPUs, where asking for the
-            count would stop the host).
+        ValueError: If there is only one value per channel (not checked on GPUs, where reading the
+            count would sync).
     """
-    # Casts of the parameters are outside: autograd takes their gradients back.
+    # The parameters are cast here so that autograd casts their gradients back.
     dtype = _exact_dtype(x)
     weight = None if weight is None else weight.to(dtype)
     bias = None if bias is None else bias.to(dtype)
@@ -97,7 +97,7 @@ class _SyncBatchNorm(Function):
         invstd = torch.rsqrt(moments.var + ctx.eps)
         grad = _dense(grad)
         grad_sum, grad_dot = _local_sums(x, grad, moments, invstd)
-        # What data-parallel training averages later is this process's share.
+        # This process's share, which data-parallel training averages later.
         grad_weight = grad_dot * invstd if ctx.needs_input_grad[1] else None
         grad_bias = grad_sum.clone() if ctx.needs_input_grad[2] else None
         grad_x = None
@@ -117,7 +117,7 @@ def _packed(local: Moments) -> Tensor:
 
 
 def _joined(own: Tensor, group: ProcessGroup | None) -> Moments:
-    """Returns the moments of the joined batch, from the packed ones of every process."""
+    """Returns the moments of the combined batch from the packed moments of every process."""
     every = own.unsqueeze(0)
     if group is not None:
         every = own.new_empty(torch.distributed.get_world_size(group), own.numel())
@@ -142,15 +142,14 @@ def _require_two_values(moments: Moments, x: Tensor) -> None:
 
 def _move(running: Running, moments: Moments) -> None:
     unbiased = moments.var * (moments.total / (moments.total - 1.0).clamp(min=1.0))
-    # Empty batches in all processes move nothing.
+    # If all batches are empty, the statistics stay unchanged.
     share = (moments.total > 0).to(moments.mean.dtype) * running.momentum
     for buffer, fresh in ((running.mean, moments.mean), (running.var, unbiased)):
         buffer.copy_(torch.lerp(buffer.to(fresh.dtype), fresh, share))
 
 
 # -- in this process -------------------------------------------------------------------------
-# CUDA has kernels for the four steps, which read 16-bit inputs without an fp32 copy; they exist
-# for no other device.
+# Only CUDA has kernels for the four steps; they read 16-bit inputs without an fp32 copy.
 
 
 def _local_moments(x: Tensor, eps: float) -> Moments:
@@ -221,7 +220,7 @@ def _spread(per_channel: Tensor, x: Tensor) -> Tensor:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Returns ``x`` in a layout that the kernels read: channels first or last."""
+    """Returns ``x`` in a layout that the kernels support: channels first or last."""
     for layout in (torch.channels_last, torch.channels_last_3d):
         if x.is_contiguous(memory_format=layout):
             return x

@@ -1,4 +1,4 @@
-"""The name of apex's Python implementation of synchronized batch norm; there is one class here."""
+"""apex's name for its Python implementation of synchronized batch norm: the same class."""
 
 from apex.parallel.optimized_sync_batchnorm import SyncBatchNorm
 

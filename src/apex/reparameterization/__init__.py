@@ -1,4 +1,4 @@
-"""Weight normalization of a module's parameters, on torch's parametrizations."""
+"""Weight normalization of a module's parameters, based on torch's parametrizations."""
 
 from apex.reparameterization.apply import (
     apply_reparameterization,

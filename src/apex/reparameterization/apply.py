@@ -1,4 +1,4 @@
-"""Puts reparameterizations on modules and takes them off, by parameter name or on everything."""
+"""Applies reparameterizations to a module's parameters, one or all, and removes them."""
 
 from __future__ import annotations
 
@@ -23,29 +23,31 @@ def apply_weight_norm(module: M, name: str = "", dim: int | None = 0, hook_child
 
     Args:
         module: The module.
-        name: Parameter, with dots for those of submodules (``"0.weight"``); empty means every
-            parameter with two dimensions or more.
-        dim: Dimension whose entries have a norm each; None for one norm of the whole weight.
-        hook_child: Changes nothing: the weight is computed where it is read.
+        name: Parameter name, qualified for submodules (``"0.weight"``); empty means every parameter
+            with two or more dimensions.
+        dim: Dimension whose entries each have a norm; None for one norm of the whole weight.
+        hook_child: Has no effect: the weight is computed when it is read.
 
-    Embeddings and parameters with less than two dimensions stay as they are.
+    Embeddings and parameters with fewer than two dimensions stay unchanged.
 
     Raises:
-        AttributeError: If there is no such submodule.
-        ValueError: If there is no such parameter, it is normalized already, or has no such ``dim``.
+        AttributeError: If the submodule does not exist.
+        ValueError: If the parameter does not exist, is already normalized, or does not have
+            ``dim``.
     """
     return apply_reparameterization(module, WeightNorm, name, dim, hook_child)
 
 
 def remove_weight_norm(module: M, name: str = "", remove_all: bool = False) -> M:
-    """Makes normalized weights of ``module`` parameters again, in place, and returns it.
+    """Turns normalized weights of ``module`` back into parameters in place and returns it.
 
-    Optimizers made before hold the parts; give them the new parameters.
+    Existing optimizers still hold the parts; pass them the new parameters.
 
     Args:
         module: The module.
-        name: Parameter, with dots for those of submodules; empty means all, also of submodules.
-        remove_all: Whether to take all of ``module`` itself, whatever ``name`` says.
+        name: Parameter name, qualified for submodules; empty means all, including those of
+            submodules.
+        remove_all: Whether to remove all of ``module`` itself, regardless of ``name``.
 
     Raises:
         ValueError: If the parameter is not normalized.
@@ -60,14 +62,14 @@ def apply_reparameterization(
     dim: int | None = 0,
     hook_child: bool = True,
 ) -> M:
-    """Puts ``reparameterization(dim)`` on weights; other arguments as `apply_weight_norm`.
+    """Applies ``reparameterization(dim)`` to weights; for other arguments, see `apply_weight_norm`.
 
     Raises:
         TypeError: If ``reparameterization`` is not given.
     """
     if reparameterization is None:
         raise TypeError(
-            "apply_reparameterization got no reparameterization; pass a class such as WeightNorm."
+            "apply_reparameterization got no reparameterization. Pass a class such as WeightNorm."
         )
     if name:
         _apply(module, name, dim, reparameterization)
@@ -83,11 +85,11 @@ def remove_reparameterization(
     name: str = "",
     remove_all: bool = False,
 ) -> M:
-    """Takes reparameterizations of a class off; other arguments as `remove_weight_norm`."""
+    """Removes reparameterizations of a class; for other arguments, see `remove_weight_norm`."""
     if name and not remove_all:
         owner, own_name = _owner(module, name)
         if not isinstance(attached(owner, own_name), reparameterization):
-            raise ValueError(f"{reparameterization.__name__} of {name!r} not found in {module}.")
+            raise ValueError(f"{name!r} has no {reparameterization.__name__} in {module}.")
         detach(owner, own_name)
         return module
     for owner in [module] if remove_all else list(module.modules()):
@@ -105,18 +107,18 @@ def _apply(
 ) -> None:
     owner, own_name = _owner(module, name)
     if attached(owner, own_name) is not None:
-        raise ValueError(f"{name!r} is reparameterized already; remove that first.")
+        raise ValueError(f"{name!r} is already reparameterized. Remove that first.")
     weight = owner._parameters.get(own_name)
     if weight is None:
         raise ValueError(
             f"{type(owner).__name__} has no parameter {own_name!r}; it has "
             f"{[found for found, _ in owner.named_parameters(recurse=False)]}."
         )
-    # Rows of an embedding are looked up, often with sparse gradients.
+    # Embeddings look up rows, often with sparse gradients.
     if weight.dim() < 2 or isinstance(owner, (nn.Embedding, nn.EmbeddingBag)):
         return
     if dim is not None and not -weight.dim() <= dim < weight.dim():
-        raise ValueError(f"{name!r} has {weight.dim()} dimensions; dim={dim} is none of them.")
+        raise ValueError(f"{name!r} has {weight.dim()} dimensions, so dim={dim} is out of range.")
     attach(owner, own_name, reparameterization(None if dim is None else dim % weight.dim()))
 
 
@@ -126,5 +128,5 @@ def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _is_plain(name: str) -> bool:
-    """Whether a parameter is not the part of a parametrization."""
+    """Returns whether a parameter does not belong to a parametrization."""
     return "parametrizations" not in name.split(".")

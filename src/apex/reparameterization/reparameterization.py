@@ -1,4 +1,4 @@
-"""A parameter computed from others, as a parametrization of torch's that keeps apex's names."""
+"""A parameter computed from others: a torch parametrization with apex's names."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch.utils.hooks import RemovableHandle
 
 
 class Reparameterization(nn.Module):
-    """Base of parametrizations that make one weight of several parameters.
+    """Base class of parametrizations that compute a weight from several parameters.
 
     A subclass names the parts in ``suffixes`` and defines ``forward(*parts)`` and
-    ``right_inverse(weight)``. The parts are reached as ``module.weight_g``, and a state dict of
-    apex, or of torch's former weight norm, with these names loads.
+    ``right_inverse(weight)``. The parts are attributes such as ``module.weight_g``, and state dicts
+    of apex or of torch's older weight norm, which use these names, can be loaded.
 
     Attributes:
-        dim: Dimension of the weight that keeps its size in norms; None for a norm over all.
-        loading: Handle of the hook that reads state dicts with the parts' names.
+        dim: Dimension of the weight that norms preserve; None for one norm of the whole weight.
+        loading: Handle of the hook that loads state dicts with the parts' names.
     """
 
     suffixes: tuple[str, ...] = ()
@@ -31,7 +31,7 @@ class Reparameterization(nn.Module):
         self.loading: RemovableHandle | None = None
 
     def forward(self, *parts: Tensor) -> Tensor:
-        """Returns the weight of its parts."""
+        """Returns the weight computed from its parts."""
         raise NotImplementedError(f"{type(self).__name__} must define forward(*parts).")
 
     def right_inverse(self, weight: Tensor) -> Sequence[Tensor]:
@@ -40,9 +40,9 @@ class Reparameterization(nn.Module):
 
 
 def attach(module: nn.Module, name: str, reparameterization: Reparameterization) -> None:
-    """Puts ``reparameterization`` in place of the parameter ``name`` of ``module`` itself."""
+    """Replaces the parameter ``name`` of ``module`` itself with ``reparameterization``."""
     parametrize.register_parametrization(module, name, reparameterization, unsafe=True)
-    # torch has given the module a class of its own, so the properties are its alone.
+    # torch has given this module its own class, so the properties affect no other module.
     for index, suffix in enumerate(reparameterization.suffixes):
         setattr(type(module), name + suffix, property(_part(name, index)))
     hook = _OldNames(name, reparameterization.suffixes)
@@ -51,16 +51,16 @@ def attach(module: nn.Module, name: str, reparameterization: Reparameterization)
 
 
 def detach(module: nn.Module, name: str) -> None:
-    """Makes the weight ``name`` of ``module`` itself a parameter again, with its value of now.
+    """Turns the weight ``name`` of ``module`` itself back into a parameter with its current value.
 
     Raises:
-        ValueError: If other parametrizations are on it, too.
+        ValueError: If the weight has other parametrizations too.
     """
     reparameterization = attached(module, name)
     if reparameterization is None or len(_parametrizations(module, name)) > 1:
         raise ValueError(
-            f"{name!r} of {type(module).__name__} has other parametrizations beside apex's; remove "
-            "them together by torch.nn.utils.parametrize.remove_parametrizations."
+            f"{name!r} of {type(module).__name__} has parametrizations other than apex's. Remove "
+            "them together with torch.nn.utils.parametrize.remove_parametrizations."
         )
     if reparameterization.loading is not None:
         reparameterization.loading.remove()
@@ -68,14 +68,14 @@ def detach(module: nn.Module, name: str) -> None:
         delattr(type(module), name + suffix)
     trainable = getattr(module, name).requires_grad
     parametrize.remove_parametrizations(module, name, leave_parametrized=True)
-    if not trainable:  # torch leaves a frozen weight as a buffer
+    if not trainable:  # torch turns a frozen weight into a buffer
         value = getattr(module, name)
         delattr(module, name)
         module.register_parameter(name, nn.Parameter(value, requires_grad=False))
 
 
 def attached(module: nn.Module, name: str) -> Reparameterization | None:
-    """Returns the reparameterization of the weight ``name`` of ``module`` itself, if there is."""
+    """Returns the reparameterization of the weight ``name`` of ``module`` itself, or None."""
     for parametrization in _parametrizations(module, name):
         if isinstance(parametrization, Reparameterization):
             return parametrization
@@ -97,7 +97,7 @@ def _part(name: str, index: int) -> Callable[[nn.Module], Tensor]:
 
 @dataclass(frozen=True)
 class _OldNames:
-    """Renames ``weight_g`` and ``weight_v`` of a state dict as the parametrization has them."""
+    """Renames ``weight_g`` and ``weight_v`` of a state dict to the parametrization's names."""
 
     name: str
     suffixes: tuple[str, ...]

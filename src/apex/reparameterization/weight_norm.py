@@ -1,4 +1,4 @@
-"""Weight normalization: a weight as magnitude times direction.
+"""Weight normalization: a weight as the product of magnitude and direction.
 
 Source: Salimans and Kingma, "Weight Normalization", arXiv:1602.07868.
 """
@@ -12,27 +12,29 @@ from apex.reparameterization.reparameterization import Reparameterization
 
 
 class WeightNorm(Reparameterization):
-    """``w = g * v / |v|`` with parts ``weight_g`` and ``weight_v``.
+    """``w = g * v / |v|`` with the parts ``weight_g`` and ``weight_v``.
 
     Args:
-        dim: Dimension whose entries have a norm each; None for one norm of the whole weight.
+        dim: Dimension whose entries each have a norm; None for one norm of the whole weight.
     """
 
     suffixes = ("_g", "_v")
 
     def __init__(self, dim: int | None = 0) -> None:
         super().__init__(dim)
-        self._kept = -1 if dim is None else dim  # torch's sign for a norm over all
+        self._kept = (
+            -1 if dim is None else dim
+        )  # torch's convention for one norm of the whole weight
 
     def forward(self, *parts: Tensor) -> Tensor:
-        """Returns the weight of magnitude and direction."""
+        """Returns the weight computed from magnitude and direction."""
         magnitude, direction = parts
         return torch._weight_norm(direction, magnitude, self._kept)
 
     def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns magnitude and direction, the latter the weight itself."""
+        """Returns magnitude and direction; the direction is the weight itself."""
         return torch.norm_except_dim(weight, 2, self._kept), weight
 
     def extra_repr(self) -> str:
-        """Shows the dimension."""
+        """Returns the dimension."""
         return f"dim={self.dim}"

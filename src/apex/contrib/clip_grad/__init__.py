@@ -1,4 +1,4 @@
-"""Gradient clipping by apex's name."""
+"""Gradient clipping under apex's name."""
 
 from apex.contrib.clip_grad.clip_grad import clip_grad_norm_
 

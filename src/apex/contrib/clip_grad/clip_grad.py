@@ -1,4 +1,4 @@
-"""Clipping by the global norm, which is taken in fp32."""
+"""Gradient clipping by the global norm, computed in fp32."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scales gradients in place so that their global norm is at most ``max_norm``.
 
-    As ``torch.nn.utils.clip_grad_norm_``, with one difference: the norm of 16-bit gradients is
-    taken in fp32, so that it does not overflow where they do not.
+    Unlike ``torch.nn.utils.clip_grad_norm_``, it computes the norm of 16-bit gradients in fp32, so
+    that the norm of finite gradients does not overflow.
 
     Args:
-        parameters: Parameters; those without gradient are passed over.
-        max_norm: The greatest norm.
-        norm_type: The p of the p-norm; ``inf`` for the greatest absolute value.
-        error_if_nonfinite: Whether a norm of inf or NaN raises; waits for the device.
-        foreach: Accepted as in torch; foreach kernels run in any case.
+        parameters: Parameters; those without a gradient are ignored.
+        max_norm: Largest allowed norm.
+        norm_type: The p of the p-norm; ``inf`` for the largest absolute value.
+        error_if_nonfinite: Whether to raise if the norm is inf or NaN; requires a host sync.
+        foreach: Ignored; foreach kernels always run.
 
     Returns:
         The norm before clipping, 0-d; 0 without gradients.
 
     Raises:
-        RuntimeError: For a norm that is not finite, if asked to.
-        TypeError: For a sparse gradient.
+        RuntimeError: If ``error_if_nonfinite`` is set and the norm is not finite.
+        TypeError: If a gradient is sparse.
     """
     del foreach
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -47,7 +47,7 @@ def clip_grad_norm_(
     if any(grad.layout is not torch.strided for grad in grads):
         raise TypeError("clip_grad_norm_ takes dense gradients; it got a sparse one.")
     norm = _global_norm(grads, float(norm_type))
-    # sync: the caller asks for an error, which the host must raise
+    # sync: the caller requests an error, which the host must raise
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
             f"The norm of order {norm_type} of the gradients is not finite, so they cannot be "

@@ -1,4 +1,4 @@
-"""FastLayerNorm on torch's layer norm, for any hidden size, dtype and device."""
+"""FastLayerNorm with torch's layer norm, for any hidden size, dtype and device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from apex.normalization.fused_layer_norm import (
 
 
 class FastLayerNormFN:
-    """apex's autograd function by name; ``apply`` runs torch's kernel and ignores autocast."""
+    """apex's autograd function; ``apply`` runs torch's kernel and ignores autocast."""
 
     @staticmethod
     def forward(
@@ -23,7 +23,7 @@ class FastLayerNormFN:
         epsilon: float,
         memory_efficient: bool = False,
     ) -> Tensor:
-        """Returns ``x``, ``[*, hidden]``, normalized, in its dtype; ``ctx`` is not used."""
+        """Returns the normalized ``x``, ``[*, hidden]``, in its dtype; ``ctx`` is ignored."""
         return FusedLayerNormAffineFunction.apply(x, gamma, beta, gamma.shape, epsilon)
 
     @classmethod
@@ -35,14 +35,14 @@ class FastLayerNormFN:
         epsilon: float,
         memory_efficient: bool = False,
     ) -> Tensor:
-        """Returns ``x``, ``[*, hidden]``, normalized, in its dtype."""
+        """Returns the normalized ``x``, ``[*, hidden]``, in its dtype."""
         return cls.forward(None, x, gamma, beta, epsilon, memory_efficient)
 
 
 def _fast_layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, memory_efficient: bool = False
 ) -> Tensor:
-    """Returns the layer norm of ``x``, following autocast; libraries import it by this name."""
+    """Returns the layer norm of ``x`` and follows autocast; libraries import this name."""
     return fused_layer_norm_affine(x, weight, bias, weight.shape, epsilon, memory_efficient)
 
 
@@ -51,8 +51,8 @@ class FastLayerNorm(nn.Module):
 
     Args:
         hidden_size: Size of the last dimension; any.
-        eps: Added to the variance.
-        memory_efficient: Changes nothing: torch keeps the input for the backward.
+        eps: Term added to the variance.
+        memory_efficient: Has no effect: torch keeps the input for the backward.
     """
 
     def __init__(self, hidden_size: int, eps: float = 1e-5, memory_efficient: bool = False) -> None:
@@ -73,5 +73,5 @@ class FastLayerNorm(nn.Module):
         return _fast_layer_norm(x, self.weight, self.bias, self.epsilon, self.memory_efficient)
 
     def extra_repr(self) -> str:
-        """Shows hidden size and eps."""
+        """Returns hidden size and eps."""
         return f"{self.weight.numel()}, eps={self.epsilon}"

@@ -1,4 +1,4 @@
-"""Cross entropy of each row, with label smoothing and a padding label."""
+"""Cross entropy per row, with label smoothing and a padding label."""
 
 from apex.contrib.xentropy.softmax_xentropy import SoftmaxCrossEntropyLoss
 

@@ -1,4 +1,4 @@
-"""Softmax cross entropy by apex's name: an autograd function's ``apply``, and a module.
+"""Softmax cross entropy under apex's name: an autograd function's ``apply``, and a module.
 
 Source: Szegedy et al., "Rethinking the Inception Architecture", arXiv:1512.00567 (smoothing).
 """
@@ -15,26 +15,26 @@ from apex._core.dtypes import CASTABLE, LOW_PRECISION
 
 
 class _WithApply(type):
-    """Gives a class autograd's ``apply``, and leaves objects nn.Module's of the same name."""
+    """Gives a class autograd's ``apply``, while its instances keep ``nn.Module.apply``."""
 
     @property
     def apply(cls) -> Callable[..., Tensor]:
-        """Returns the loss as apex's autograd function gives it."""
+        """Returns the loss with the signature of apex's autograd function."""
         return _row_losses
 
 
 class SoftmaxCrossEntropyLoss(nn.Module, metaclass=_WithApply):
     """Cross entropy of each row of logits: ``-(1 - s) * log p[label] - s * mean(log p)``.
 
-    The softmax is fp32 or wider for any logits. Both ways of calling give losses of shape ``[N]``:
+    The softmax is computed in fp32 or wider. Both forms return losses of shape ``[N]``:
 
     - ``SoftmaxCrossEntropyLoss.apply(logits, labels, smoothing, padding_idx, half_to_float)``
     - ``SoftmaxCrossEntropyLoss(smoothing, padding_idx, half_to_float)(logits, labels)``
 
     Args:
-        smoothing: Share ``s`` of the target that all classes get alike, from 0 to 1.
-        padding_idx: Label of rows with loss and gradient zero; it may be out of range.
-        half_to_float: Whether losses of fp16 and bf16 logits are fp32; else of the logits' dtype.
+        smoothing: Share ``s`` of the target that is spread evenly over all classes, from 0 to 1.
+        padding_idx: Label of rows whose loss and gradient are zero; may be out of range.
+        half_to_float: Whether losses of fp16 and bf16 logits are fp32 instead of the logits' dtype.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class SoftmaxCrossEntropyLoss(nn.Module, metaclass=_WithApply):
         return _row_losses(logits, labels, self.smoothing, self.padding_idx, self.half_to_float)
 
     def extra_repr(self) -> str:
-        """Shows the options."""
+        """Returns the options."""
         return (
             f"smoothing={self.smoothing}, padding_idx={self.padding_idx}, "
             f"half_to_float={self.half_to_float}"
@@ -65,7 +65,7 @@ def _row_losses(
     padding_idx: int = 0,
     half_to_float: bool = False,
 ) -> Tensor:
-    """Returns the losses; arguments as `SoftmaxCrossEntropyLoss`."""
+    """Returns the losses; arguments are those of `SoftmaxCrossEntropyLoss`."""
     _check_smoothing(smoothing)
     _check_tensors(logits, labels)
     given = logits.dtype
@@ -82,7 +82,7 @@ def _row_losses(
 def _check_smoothing(smoothing: float) -> None:
     if not 0.0 <= smoothing <= 1.0:
         raise ValueError(
-            f"SoftmaxCrossEntropyLoss got smoothing={smoothing}; it is a share from 0 to 1."
+            f"SoftmaxCrossEntropyLoss got smoothing={smoothing}; it takes a share from 0 to 1."
         )
 
 
@@ -90,16 +90,16 @@ def _check_tensors(logits: Tensor, labels: Tensor) -> None:
     if logits.dim() != 2 or labels.shape != logits.shape[:1]:
         raise ValueError(
             f"SoftmaxCrossEntropyLoss got logits of shape {list(logits.shape)} and labels of shape "
-            f"{list(labels.shape)}; it takes [N, classes] and [N]. Flatten the others first: "
+            f"{list(labels.shape)}; it takes [N, classes] and [N]. Flatten other shapes first: "
             "logits.view(-1, classes), labels.view(-1)."
         )
     if logits.dtype not in CASTABLE or labels.is_floating_point() or labels.is_complex():
         raise TypeError(
             f"SoftmaxCrossEntropyLoss got logits of {logits.dtype} and labels of {labels.dtype}; "
-            "logits are float16, bfloat16, float32 or float64, labels are class indices."
+            "logits must be float16, bfloat16, float32 or float64, and labels class indices."
         )
     if logits.device != labels.device:
         raise ValueError(
             f"SoftmaxCrossEntropyLoss got logits on {logits.device} and labels on {labels.device}; "
-            "move both to one device."
+            "move both to the same device."
         )

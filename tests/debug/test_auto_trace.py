@@ -1,4 +1,4 @@
-"""``amp.debug.arm``: the step after some skipped ones is watched by itself, and no other."""
+"""``amp.debug.arm``: after consecutive skips the next step is traced, and no other."""
 
 import logging
 
@@ -35,7 +35,7 @@ def good_step(model, optimizer, **options):
     optimizer.step()
 
 
-def watched():
+def tracing():
     return _get_current_dispatch_mode() is not None
 
 
@@ -47,115 +47,115 @@ def pair(level="O1", **options):
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("after_skips", [1, 3])
-def test_after_so_many_skips_in_a_row_the_next_step_is_watched_and_told_once(
-    log, level, after_skips
-):
+def test_after_consecutive_skips_the_next_step_is_traced_and_reported_once(log, level, after_skips):
     model, optimizer = pair(level)
     handle = arm(optimizer, after_skips)
     for _ in range(after_skips):
-        assert not watched()
+        assert not tracing()
         bad_step(model, optimizer)
-    assert watched()
+    assert tracing()
     assert log() == []
     for _ in range(after_skips + 2):
         bad_step(model, optimizer)
-        assert not watched()
+        assert not tracing()
     assert handle.trace.first.module == "first"
     (message,) = log()
-    assert message.startswith(f"{after_skips} or more steps in a row were skipped. First overflow:")
+    assert message.startswith(
+        f"{after_skips} or more consecutive steps were skipped. First overflow:"
+    )
     assert "in first, forward" in message
 
 
-def test_skips_that_are_not_in_a_row_do_not_count(log):
+def test_skips_with_a_clean_step_between_do_not_count(log):
     model, optimizer = prepared("O1")
     handle = arm(optimizer, after_skips=2)
     for _ in range(3):
         overflow(model, optimizer)
-        assert not watched()
+        assert not tracing()
         good_step(model, optimizer)
     assert handle.trace is None
     assert log() == []
 
 
-def test_a_clean_watched_step_tells_nothing_and_it_stays_armed(log):
+def test_a_clean_traced_step_logs_nothing_and_stays_armed(log):
     model, optimizer = pair()
     handle = arm(optimizer, after_skips=1)
     overflow(model, optimizer)
-    assert watched()
+    assert tracing()
     nn.init.constant_(model.first.weight, 0.1)
     good_step(model, optimizer)
-    assert not watched()
+    assert not tracing()
     assert handle.trace.first is None
     assert log() == []
     overflow(model, optimizer)
-    assert watched()
+    assert tracing()
     handle.disarm()
-    assert not watched()
+    assert not tracing()
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_disarm_ends_it_at_any_time(log, begun):
+def test_disarm_stops_a_trace_at_any_time(log, begun):
     model, optimizer = pair()
     handle = arm(optimizer, after_skips=2)
     for _ in range(2 if begun else 1):
         bad_step(model, optimizer)
-    assert watched() == begun
+    assert tracing() == begun
     handle.disarm()
     handle.disarm()
     for _ in range(3):
         bad_step(model, optimizer)
-        assert not watched()
+        assert not tracing()
     assert log() == []
 
 
-def test_as_a_context_manager_it_disarms_at_the_end():
+def test_the_handle_disarms_as_a_context_manager():
     model, optimizer = pair()
     with arm(optimizer, after_skips=1):
         bad_step(model, optimizer)
-        assert watched()
-    assert not watched()
+        assert tracing()
+    assert not tracing()
 
 
 def own_hooks(model):
     return [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
 
 
-def test_an_exception_in_the_model_ends_the_watch():
+def test_an_exception_in_the_model_ends_the_trace():
     model, optimizer = pair()
     before = own_hooks(model)
     handle = arm(optimizer, after_skips=1)
     bad_step(model, optimizer)
-    assert watched()
+    assert tracing()
     with pytest.raises(RuntimeError, match="shapes"):
         model(torch.ones(3, 5))
-    assert not watched()
+    assert not tracing()
     handle.disarm()
     assert own_hooks(model) == before
 
 
-def test_an_exception_in_the_backward_pass_ends_the_watch():
+def test_an_exception_in_the_backward_pass_ends_the_trace():
     model, optimizer = pair()
     arm(optimizer, after_skips=1)
     bad_step(model, optimizer)
-    assert watched()
+    assert tracing()
     with pytest.raises(ZeroDivisionError), amp.scale_loss(loss_of(model), optimizer):
         raise ZeroDivisionError
-    assert not watched()
+    assert not tracing()
 
 
 @pytest.mark.parametrize("how", ["eval", "no_grad"])
-def test_validation_ends_the_watch(how):
+def test_validation_ends_the_trace(how):
     model, optimizer = pair()
     arm(optimizer, after_skips=1)
     bad_step(model, optimizer)
-    assert watched()
+    assert tracing()
     model.train(how != "eval")
     with torch.set_grad_enabled(how != "no_grad"):
         model(torch.ones(3, 4))
-    assert not watched()
+    assert not tracing()
 
 
-def test_a_handled_exception_outside_of_the_model_does_not_end_the_watch():
+def test_an_exception_handled_outside_the_model_does_not_end_the_trace():
     model, optimizer = pair()
     handle = arm(optimizer, after_skips=1)
     bad_step(model, optimizer)
@@ -163,21 +163,21 @@ def test_a_handled_exception_outside_of_the_model_does_not_end_the_watch():
         raise ZeroDivisionError
     except ZeroDivisionError:
         model(torch.ones(3, 4))
-        assert watched()
+        assert tracing()
     handle.disarm()
 
 
-def test_the_next_pass_of_the_same_loss_is_watched():
+def test_the_next_pass_of_the_same_loss_is_traced():
     model, optimizer = pair(num_losses=2)
     arm(optimizer, after_skips=2)
     bad_step(model, optimizer, loss_id=1)
     bad_step(model, optimizer, loss_id=0)
     bad_step(model, optimizer, loss_id=1)
-    assert watched()
+    assert tracing()
     good_step(model, optimizer, loss_id=0)
-    assert watched()
+    assert tracing()
     bad_step(model, optimizer, loss_id=1)
-    assert not watched()
+    assert not tracing()
 
 
 def one_of_two_losses(model, optimizer, value, loss_id):
@@ -187,9 +187,7 @@ def one_of_two_losses(model, optimizer, value, loss_id):
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("recovers", [True, False])
-def test_what_a_skipped_step_left_in_the_gradients_is_no_fault_of_a_watched_one(
-    log, level, recovers
-):
+def test_gradients_left_by_a_skipped_step_are_not_a_fault(log, level, recovers):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     nn.init.constant_(model[0].weight, 100.0)
     model, optimizer = amp.initialize(
@@ -199,7 +197,7 @@ def test_what_a_skipped_step_left_in_the_gradients_is_no_fault_of_a_watched_one(
     one_of_two_losses(model, optimizer, 6e4, loss_id=0)
     one_of_two_losses(model, optimizer, 1.0, loss_id=1)  # adds to what the first loss left
     one_of_two_losses(model, optimizer, 1.0 if recovers else 6e4, loss_id=0)
-    assert not watched()
+    assert not tracing()
     assert len(log()) == (0 if recovers else 1)
     if not recovers:
         assert (handle.trace.first.cause, handle.trace.first.module) == ("range", "0")
@@ -210,7 +208,7 @@ class Mode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_mode_of_the_user_s_own_around_each_step_is_left_to_him(log):
+def test_a_user_s_dispatch_mode_around_each_step_stays_active(log):
     model, optimizer = pair()
     arm(optimizer, after_skips=2)
     for _ in range(4):
@@ -218,7 +216,7 @@ def test_a_mode_of_the_user_s_own_around_each_step_is_left_to_him(log):
         with mine:
             bad_step(model, optimizer)
             assert _get_current_dispatch_mode() is mine
-    assert not watched()
+    assert not tracing()
     assert len(log()) == 1
 
 
@@ -262,7 +260,7 @@ class Operators(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_step_that_is_not_watched_has_the_same_operators_and_host_reads(level):
+def test_an_untraced_step_runs_the_same_operators_and_host_reads(level):
     def cost(armed):
         model, optimizer = cases.prepared(level, lambda p: torch.optim.Adam(p, fused=True))
         if armed:
@@ -278,7 +276,7 @@ def test_a_step_that_is_not_watched_has_the_same_operators_and_host_reads(level)
     assert cost(armed=True) == cost(armed=False)
 
 
-def test_it_keeps_neither_model_nor_optimizer_alive():
+def test_the_handle_keeps_neither_model_nor_optimizer_alive():
     import gc
     import weakref
 

@@ -1,4 +1,4 @@
-"""Which module, direction and line the program is at, seen by every operator."""
+"""The running module, direction and line, as every operator sees them."""
 
 import threading
 
@@ -8,22 +8,22 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
-from apex.debug.module_tracker import Whereabouts
+from apex.debug.module_tracker import ModuleTracker
 
 
 class Log(TorchDispatchMode):
-    """Notes where each operator ran."""
+    """Records where each operator ran."""
 
-    def __init__(self, here):
+    def __init__(self, tracker):
         super().__init__()
-        self.here = here
+        self.tracker = tracker
         self.seen = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        here = self.here
-        line = here.location().rpartition(":")
+        tracker = self.tracker
+        line = tracker.location().rpartition(":")
         name = str(func).split(".")[1]
-        self.seen.append((name, here.module, here.direction, line[0], int(line[2] or 0)))
+        self.seen.append((name, tracker.module, tracker.direction, line[0], int(line[2] or 0)))
         return func(*args, **(kwargs or {}))
 
     def of(self, op):
@@ -34,7 +34,7 @@ class Log(TorchDispatchMode):
 
 
 def logged(run, *models):
-    with Whereabouts(*models) as here, Log(here) as log:
+    with ModuleTracker(*models) as tracker, Log(tracker) as log:
         run()
     return log
 
@@ -71,22 +71,22 @@ def test_forward_and_backward_of_an_op_belong_to_the_module_that_called_it():
 
 def test_the_model_itself_has_the_empty_name_and_is_inside():
     net = Net(nn.Identity())
-    with Whereabouts(net) as here:
-        insides = [here.inside]
-        net.register_forward_pre_hook(lambda *_: insides.append((here.module, here.inside)))
+    with ModuleTracker(net) as tracker:
+        insides = [tracker.inside]
+        net.register_forward_pre_hook(lambda *_: insides.append((tracker.module, tracker.inside)))
         net(x())
-        insides.append(here.inside)
+        insides.append(tracker.inside)
     assert insides == [False, ("", True), False]
 
 
-def test_outside_of_the_model_the_name_is_empty():
+def test_outside_the_model_the_name_is_empty():
     net = Net(Exp())
     log = logged(lambda: (net(x()) * 2).sqrt().backward(), net)
     assert log.of("sqrt") == [("", "forward")]
     assert log.of("div") == [("", "backward")]
 
 
-def test_the_line_is_that_of_user_code_in_both_directions():
+def test_both_directions_report_the_line_of_user_code():
     net = Net(Exp())
     log = logged(lambda: net(x()).backward(), net)
     assert log.lines_of("exp") == [(__file__, LINE_OF_EXP)]
@@ -113,21 +113,21 @@ def test_a_custom_backward_has_its_own_line():
     assert log.lines_of("tan") == [(__file__, Own.backward.__code__.co_firstlineno + 2)]
 
 
-def test_a_gradient_that_accumulates_belongs_to_its_parameter_s_module():
+def test_an_accumulating_gradient_belongs_to_its_parameter_s_module():
     net = Net(nn.Linear(3, 3))
     net(x()).backward()
     log = logged(lambda: net(x()).backward(), net)
     assert ("body.0", "backward") in log.of("add_")
 
 
-def test_a_gradient_belongs_to_its_module_also_of_several_models():
+def test_with_several_models_a_gradient_belongs_to_its_module():
     net, other = Net(nn.Linear(3, 3)), nn.Linear(3, 3)
     for _ in range(2):
         log = logged((net(x()) + other(x()).sum()).backward, net, other)
     assert {name for name, _ in log.of("add_")} == {"Net:body.0", "Linear:"}
 
 
-def test_two_models_are_told_apart_by_class_and_number():
+def test_models_are_distinguished_by_class_and_number():
     first, second, other = Net(Exp()), Net(Exp()), Exp()
     log = logged(lambda: other(second(first(x()))), first, second, other)
     assert [name for name, _ in log.of("exp")] == ["Net:body.0", "Net[1]:body.0", "Exp:"]
@@ -141,7 +141,7 @@ def test_a_shared_module_has_its_first_name_each_time_it_is_called():
     assert log.of("mul") == [("body.0", "backward")] * 2
 
 
-def test_a_module_of_no_model_counts_to_its_caller():
+def test_a_module_outside_the_models_belongs_to_its_caller():
     class Caller(nn.Module):
         def forward(self, x):
             return Exp()(x)
@@ -194,17 +194,17 @@ def test_a_compiled_model_keeps_its_own_names():
 def test_other_threads_have_modules_of_their_own():
     net, other = Net(Exp()), Exp()
     names = []
-    with Whereabouts(net) as here:
+    with ModuleTracker(net) as tracker:
 
         def ask():
             other(x())
-            names.append(here.module)
+            names.append(tracker.module)
 
         def ask_in_a_thread(*_):
             thread = threading.Thread(target=ask)
             thread.start()
             thread.join()
-            names.append(here.module)
+            names.append(tracker.module)
 
         net.body[0].register_forward_pre_hook(ask_in_a_thread)
         net(x())
@@ -221,14 +221,14 @@ def test_nothing_is_left_after_an_exception_in_the_middle_of_a_module():
             raise ZeroDivisionError
 
     net = Net(Fails())
-    here = Whereabouts(net)
-    with here:
+    tracker = ModuleTracker(net)
+    with tracker:
         assert hooks_of(net) == [2, 2, 2]
-    with pytest.raises(ZeroDivisionError), here:
+    with pytest.raises(ZeroDivisionError), tracker:
         net(x())
     assert hooks_of(net) == [0, 0, 0]
     assert _get_current_dispatch_mode() is None
-    assert (here.module, here.inside, here.direction) == ("", False, "forward")
+    assert (tracker.module, tracker.inside, tracker.direction) == ("", False, "forward")
 
 
 def test_a_caught_exception_leaves_the_module_that_raised():

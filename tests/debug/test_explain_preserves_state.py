@@ -1,4 +1,4 @@
-"""``explain`` leaves no trace, and says what is wrong with what it is given."""
+"""``explain`` changes nothing, and explains bad input."""
 
 import gc
 import random
@@ -66,11 +66,11 @@ def test_nothing_changes(level):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_training_goes_on_as_if_nothing_had_been(level):
-    def trained(watched):
+def test_training_continues_unchanged(level):
+    def trained(explained):
         model, optimizer = prepared(level)
         for x, y in batches(4, overflow_at={1}):
-            if watched:
+            if explained:
                 explain(model, x, loss_fn=lambda out, y=y: nn.functional.mse_loss(out.float(), y))
             train_step(model, optimizer, x, y)
         return masters(optimizer), amp.state_dict()["loss_scaler0"]
@@ -78,7 +78,7 @@ def test_training_goes_on_as_if_nothing_had_been(level):
     assert same(trained(True), trained(False))
 
 
-def test_gradients_that_are_there_stay_the_same_tensors():
+def test_existing_gradients_stay_the_same_tensors():
     model = net()
     model(torch.randn(3, 4)).sum().backward()
     before = [param.grad for param in model.parameters()]
@@ -115,7 +115,7 @@ def test_no_weight_cast_stays_in_the_cache():
         assert not model(torch.ones(3, 4)).any()
 
 
-def test_inputs_that_the_model_changes_in_place_are_put_back():
+def test_inputs_that_the_model_changes_in_place_are_restored():
     x = torch.randn(3, 4)
     before = x.clone()
     found = explain(Body(lambda self, x: self.layer(x.mul_(2)), layer=nn.Linear(4, 2)), x)
@@ -185,7 +185,7 @@ def test_a_model_that_raises_is_left_as_it_was(fails, level):
         (
             lambda: explain(net(), torch.ones(3, 4), loss_fn=lambda out: out.argmax()),
             ValueError,
-            "torch.int64.*one floating number",
+            "torch.int64.*one floating-point number",
         ),
         (
             lambda: explain(net(), torch.ones(3, 4), loss_fn=lambda out: 1.0),
@@ -200,7 +200,7 @@ def test_a_model_that_raises_is_left_as_it_was(fails, level):
         (
             lambda: explain(Body(lambda self, x: x.argmax()), torch.ones(3, 4)),
             ValueError,
-            "holds no floating tensor",
+            "holds no floating-point tensor",
         ),
         (lambda: explain(net(), torch.ones(3, 4), loss_scale=0.0), ValueError, "positive"),
     ],

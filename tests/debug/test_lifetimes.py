@@ -1,0 +1,147 @@
+"""The tools keep nothing alive: no model, optimizer, session, hook or tensor outlives its use."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from apex import amp
+from tests.debug.test_auto_trace import bad_step, own_hooks, pair
+from tests.faults.memory import live_sessions
+from tests.training.cases import backward, batch, net, overflowing, prepared, train_step
+
+
+def live_tensors():
+    gc.collect()
+    return sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
+
+
+def references(model, optimizer):
+    """Weak references to a model, its optimizer, and every tensor of both."""
+    tensors = [*model.parameters(), *model.buffers(), *amp.master_params(optimizer)]
+    return [weakref.ref(each) for each in (model, optimizer, *tensors)]
+
+
+def alive(references):
+    gc.collect()
+    return [each() for each in references if each() is not None]
+
+
+# -- History -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+@pytest.mark.parametrize("level", ["O1", "O2", "O4"])
+def test_a_history_keeps_nothing_of_its_training_alive(level, stopped):
+    model, optimizer = prepared(level, loss_scale="dynamic")
+    history = amp.debug.History(optimizer)
+    for x, y in (batch(), overflowing()):
+        train_step(model, optimizer, x, y)
+    if stopped:
+        history.stop()
+    gone = references(model, optimizer)
+    del model, optimizer, x, y
+    assert alive(gone) == []
+    assert live_sessions() == 0
+    assert [item.overflow for item in history.passes] == [False, True]
+    history.stop()
+
+
+def test_a_stopped_history_holds_no_tensor():
+    model, optimizer = prepared("O4")
+    histories = []
+
+    def record():
+        with amp.debug.History(optimizer) as history:
+            backward(model, optimizer, *batch())
+        histories.append(history)
+        return live_tensors()
+
+    assert record() == record()
+    assert [len(history.passes) for history in histories] == [1, 1]
+
+
+def test_a_session_lets_go_of_a_stopped_history():
+    model, optimizer = prepared("O4")
+    history = amp.debug.History(optimizer)
+    backward(model, optimizer, *batch())
+    history.stop()
+    gone = weakref.ref(history)
+    del history
+    assert alive([gone]) == []
+    backward(model, optimizer, *batch())
+
+
+# -- traces ------------------------------------------------------------------------------------
+
+
+def test_an_ended_trace_keeps_neither_model_nor_tensors_alive():
+    model, optimizer = prepared("O1")
+    hooks = own_hooks(model)
+    with amp.debug.trace_overflow(model) as trace:
+        train_step(model, optimizer, *overflowing())
+    assert own_hooks(model) == hooks
+    gone = references(model, optimizer)
+    del model, optimizer
+    assert alive(gone) == []
+    assert live_sessions() == 0
+    assert trace.first is not None
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_handle_of_arm_keeps_nothing_alive_once_disarmed(level):
+    model, optimizer = pair(level)
+    hooks = own_hooks(model)
+    handle = amp.debug.arm(optimizer, after_skips=1)
+    bad_step(model, optimizer)
+    bad_step(model, optimizer)
+    handle.disarm()
+    assert own_hooks(model) == hooks
+    gone = references(model, optimizer)
+    del model, optimizer
+    assert alive(gone) == []
+    assert live_sessions() == 0
+    assert handle.trace.first is not None
+
+
+def test_a_handle_of_arm_lets_go_of_the_error_that_was_handled_around_a_traced_step():
+    model, optimizer = pair()
+    handle = amp.debug.arm(optimizer, after_skips=1)
+    bad_step(model, optimizer)
+
+    class Error(Exception):
+        pass
+
+    error = Error()
+    try:
+        raise error
+    except Error:
+        bad_step(model, optimizer)
+    error.__traceback__ = None
+    gone = weakref.ref(error)
+    del error
+    assert alive([gone]) == []
+    assert handle.trace.first is not None
+
+
+def test_an_explanation_keeps_nothing_alive():
+    model, optimizer = prepared("O4")
+    found = amp.debug.explain(model, torch.randn(3, 4))
+    gone = references(model, optimizer)
+    del model, optimizer
+    assert alive(gone) == []
+    assert live_sessions() == 0
+    assert found.ops
+
+
+def test_counted_updates_keep_nothing_alive():
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    model(batch()[0]).sum().backward()
+    with amp.debug.frozen_updates(optimizer) as updates:
+        optimizer.step()
+    gone = [weakref.ref(each) for each in (model, optimizer, *model.parameters())]
+    del model, optimizer
+    assert alive(gone) == []
+    assert updates.wanted > 0
