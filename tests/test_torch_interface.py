@@ -169,7 +169,8 @@ KNOWN = {
         "the values of a sparse gradient to write into: Tensor.values() wants it coalesced",
     ),
     "._version": (
-        "apex/_engine/model/state_dict.py apex/_engine/optimizer/binding.py",
+        "apex/_engine/masters.py apex/_engine/model/state_dict.py "
+        "apex/_engine/optimizer/gradient_pass.py",
         "autograd's count of in-place writes, in the docs of torch.autograd",
     ),
 }
