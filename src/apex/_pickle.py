@@ -19,7 +19,6 @@ _PLACES = {
     "model_state": "apex._engine.model.state:ModelState",
     "optimizer": "apex._engine.optimizer.optimizer_class:revive",
     "output_cast": "apex._engine.model.state:OutputCast",
-    "pair": "apex._core.master:Pair",
     "tracked_pair": "apex._engine.masters:revived",
     "plan": "apex._engine.model.plan:ModelPlan",
 }

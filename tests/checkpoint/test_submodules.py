@@ -72,3 +72,15 @@ def test_a_part_that_loads_in_part_keeps_the_masters_of_the_rest(level):
     assert cases.same([weight, *before[1:]], cases.masters(optimizer))
     model[1].load_state_dict({"bias": torch.full((2,), 1 / 3)}, strict=False)
     assert cases.same([weight, *before[1:3], torch.full((2,), 1 / 3)], cases.masters(optimizer))
+
+
+@pytest.mark.parametrize("level", cases.WITH_MASTERS)
+def test_a_loaded_buffer_is_saved_and_restored_to_the_last_bit(level):
+    model = cases.net()
+    model[0].register_buffer("shift", torch.rand(3))
+    model, optimizer = cases.prepared(level, model=model)
+    new = random_like(model.state_dict())
+    model[0].load_state_dict({name[2:]: new[name] for name in new if name.startswith("0.")})
+    assert torch.equal(model.state_dict()["0.shift"], new["0.shift"])
+    amp.restore(model, optimizer)
+    assert torch.equal(model[0].shift, new["0.shift"])

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from apex._pickle import rebuild
 from apex._torch import dtensor
 from apex._torch.dynamo import untraced
 
@@ -18,10 +17,6 @@ class Pair(NamedTuple):
 
     model: nn.Parameter
     master: nn.Parameter
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles by its kind; see :mod:`apex._pickle`."""
-        return rebuild, ("pair", *self)
 
 
 class Linked(Protocol):

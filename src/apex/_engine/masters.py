@@ -264,6 +264,8 @@ class Masters:
                 if pair is not None:
                     pair.master.copy_(value)
                     pair.agree()
+                elif (kept := self._kept_value(param)) is not None:
+                    kept.copy_(value)
         except BaseException:
             # Half loaded: what is not in the masters yet leaves the model, too.
             round_into_model([pair for pair in self.all() if pair.model_written])
