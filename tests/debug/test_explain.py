@@ -280,8 +280,8 @@ def test_the_current_scale_of_the_session_is_used():
 # -- time ----------------------------------------------------------------------------------------
 
 
-class Told(Clock):
-    """A clock that takes each call for as long as it returns."""
+class FakeClock(Clock):
+    """A clock for which each call takes as many seconds as it returns."""
 
     def _measure(self, call, *args, **kwargs):
         seconds = call(*args, **kwargs)
@@ -289,7 +289,7 @@ class Told(Clock):
 
 
 def test_a_call_takes_its_shortest_time_over_equal_passes():
-    clock = Told()
+    clock = FakeClock()
     for times in ([0.0], [3.0, 1.0], [2.0, 4.0]):  # the first pass has other calls
         clock.begin()
         spans = [clock.time(float, seconds)[1] for seconds in times]
