@@ -384,7 +384,7 @@ def test_the_report_has_a_row_for_each_name_with_its_lines_and_remedy(folder):
         "  note           apex.optimizers.FusedNovoGrad  (line 3, 6)",
         f"{'':17}" + NOTES["apex.optimizers.FusedNovoGrad"],
         "  not supported  apex.transformer.parallel_state  (line 4)",
-        "                 Use Megatron-LM's megatron.core, which took these modules over.",
+        "                 Use Megatron-LM's megatron.core, to which these modules have moved.",
         "  works          apex.amp.initialize  (line 6)",
         "",
         "1 file: 2 uses work unchanged, 2 with a note, 1 unsupported.",
@@ -400,7 +400,7 @@ def test_the_json_has_every_use(folder):
         "column": 30,
         "name": "apex.transformer.parallel_state",
         "verdict": "not supported",
-        "remedy": "Use Megatron-LM's megatron.core, which took these modules over.",
+        "remedy": "Use Megatron-LM's megatron.core, to which these modules have moved.",
     }
     assert [each["file"] for each in data["not_read"]] == [
         str(folder / "broken.py"),
