@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from apex._core.op_table import CastSpec, OpTable
+from apex._engine.autocast import region as region_module
+from apex._engine.autocast.kernel_registry import Registry
 from apex._engine.autocast.mixed import resolve_mixed
 from apex._engine.autocast.region import (
     CastRegion,
@@ -371,6 +373,18 @@ def test_copy_is_a_region_of_its_own(copied):
     gc.collect()
     assert second.run(seen) == ON
     assert second.spec == BF16
+
+
+def test_a_lease_that_fails_raises_its_first_error():
+    class Failing(Registry):
+        def _hold(self, number, group):
+            raise MemoryError("first")
+
+        def _release(self, number):
+            raise RuntimeError("second")
+
+    with pytest.raises(MemoryError, match="first"):
+        Failing(region_module._rules).lease(BF16)
 
 
 def test_regions_end_in_any_thread():

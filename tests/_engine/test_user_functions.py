@@ -83,6 +83,13 @@ def test_float_promises_fp32_inside_too(region):
     assert region.run(fn, x.half(), x) is F32
 
 
+def test_the_users_own_autocast_is_off_in_float_functions(region):
+    fn = cast_function(lambda x: (x @ x).dtype, "float")
+    with torch.autocast("cpu", F16):
+        assert fn(torch.ones(2, 2)) is F32
+        assert torch.is_autocast_enabled("cpu")
+
+
 def test_wrapper_works_on_methods(region):
     class Model(nn.Module):
         @staticmethod

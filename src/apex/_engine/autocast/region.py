@@ -209,19 +209,26 @@ def _stays_off() -> bool:
 
 
 class UncastRegion:
-    """Runs functions with the casts of every region off; free of cost where none is on."""
+    """Runs functions with the casts of every region off; free of cost where none is on.
+
+    Args:
+        users: Whether also those of a ``torch.autocast`` of the user's own.
+    """
+
+    def __init__(self, *, users: bool = False) -> None:
+        self._users = users
 
     def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Returns ``fn(*args, **kwargs)`` with casts off; a cast region run inside casts again."""
         if _is_compiling():
             return _traced([d for d in DEVICE_TYPES if is_on(d)], None, fn, *args, **kwargs)
         here = _threads.here
-        if not here.specs:
+        if not here.specs and not self._users:
             return fn(*args, **kwargs)
-        before = here.state(here.switches())
+        before = here.state(here.switches(DEVICE_TYPES if self._users else here.specs))
         try:
             try:
-                here.turn_off(for_runs=False)
+                here.turn_off(before, for_runs=False)
                 return fn(*args, **kwargs)
             finally:
                 here.put_back(before)
@@ -240,11 +247,11 @@ class no_casts(ExitStack):  # noqa: N801 - reads as a function, like torch.no_gr
         here = _threads.here
         if here.stale:
             here.settle()
-        before = here.state(here.switches())
+        before = here.state(here.switches(here.specs))
         self.callback(here.put_back, before)
         self.callback(here.put_back, before)  # see Note [Interrupted blocks]
         try:
-            here.turn_off(for_runs=True)
+            here.turn_off(before, for_runs=True)
             return self
         except BaseException:
             self.close()
@@ -331,6 +338,8 @@ def _withdraw(requests: list[AmbientRequest]) -> None:
         thread.stale = True
         if thread is _threads.here:
             thread.settle()
+            if thread.busy:
+                continue  # the block that it is in acts on it when it ends
         if request.release.alive:  # see Note [Sessions that end elsewhere]
             _registry.replace_native(request.lease)
 

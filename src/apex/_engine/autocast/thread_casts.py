@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -130,9 +130,9 @@ class ThreadCasts:
         cache = _is_cache_on()
         return self.busy, self.specs, self.runs, self.off, self.task, cache, switches
 
-    def switches(self) -> list[Switch]:
-        """Returns how the switch of each device type with a spec stands."""
-        return [(device, is_on(device), get_dtype(device)) for device in self.specs]
+    def switches(self, devices: Iterable[str]) -> list[Switch]:
+        """Returns how the switch of each device type stands."""
+        return [(device, is_on(device), get_dtype(device)) for device in devices]
 
     def other_switches(self, spec: CastSpec) -> list[Switch]:
         """Returns how those switches stand that a run of ``spec`` changes."""
@@ -174,12 +174,12 @@ class ThreadCasts:
             set_on(device, True)
             set_dtype(device, spec.dtype)
 
-    def turn_off(self, *, for_runs: bool) -> None:
-        """Begins a block with the switches of all specs off; with ``for_runs``, runs stay off."""
+    def turn_off(self, before: State, *, for_runs: bool) -> None:
+        """Begins a block in the state ``before`` with its switches off; also for runs in it."""
         self.busy += 1
         if for_runs:
             self.off, self.task = 1, backward_id()
-        for device in self.specs:
+        for device, _, _ in before[-1]:
             set_on(device, False)
 
     # -- ambient -------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _MARK = "_apex_cast_kind"
-_uncast = UncastRegion()
+_uncast = UncastRegion(users=True)
 
 
 def cast_function(fn: Callable[P, R], kind: Kind) -> Callable[P, R]:
