@@ -114,6 +114,7 @@ KNOWN = {
     "torch._C._len_torch_function_stack": (FUNCTION_MODES_PLACE, FUNCTION_MODES),
     "torch.overrides._push_mode": (FUNCTION_MODES_PLACE, FUNCTION_MODES),
     "torch.overrides._pop_mode": (FUNCTION_MODES_PLACE, FUNCTION_MODES),
+    "torch.autograd.graph._engine_run_backward": (AUTOGRAD, "plain_run_backward"),
     "torch._C._autograd": (DEBUG, TOOL),
     "torch._utils": (FOREACH, "plain_flatten, plain_unflatten"),
     "torch._disable_dynamo": (TRACING, "the plain form of what tracing does faster"),
@@ -208,6 +209,7 @@ PLAIN = {
     (foreach, "flatten"): foreach.plain_flatten,
     (foreach, "unflatten"): foreach.plain_unflatten,
     (autograd, "backward_id"): autograd.plain_backward_id,
+    (autograd, "run_backward"): autograd.plain_run_backward,
 }
 
 

@@ -577,6 +577,46 @@ def in_backward(region, where, rule, hook=False):
 
 PASSES = pytest.mark.parametrize("where", ["plain", "scale_loss"])
 
+STARTS = {
+    "gradient": lambda loss: loss.backward(torch.ones_like(loss)),
+    "inputs": lambda loss: loss.backward(inputs=leaves(loss)),
+    "autograd.backward": lambda loss: torch.autograd.backward([loss]),
+    "autograd.grad": lambda loss: torch.autograd.grad(loss, leaves(loss)),
+    "twice": lambda loss: (loss.backward(retain_graph=True), loss.backward()),
+}
+
+
+def leaves(loss):
+    """Returns the parameters that a loss depends on."""
+    nodes, found = [loss.grad_fn], []
+    while nodes:
+        node = nodes.pop()
+        found += [node.variable] if hasattr(node, "variable") else []
+        nodes += [after for after, _ in node.next_functions if after is not None]
+    return found
+
+
+@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS.keys())
+def test_a_backward_pass_that_is_started_otherwise_may_mix_dtypes(region, start):
+    layer, results = nn.Linear(2, 2), []
+    region.enter_ambient()
+    out = layer(torch.ones(2, 2))
+    loss = Own.apply(out, lambda grad: results.append((grad @ torch.ones(2, 2)).dtype)).sum()
+    with no_casts(), resolve_mixed(region):
+        start(loss)
+    assert set(results) == {torch.bfloat16}
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def test_a_backward_pass_that_torch_refuses_is_refused_alike(region):
+    with no_casts(), resolve_mixed(region):
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            torch.ones(()).backward()
+        with pytest.raises(RuntimeError, match="only for scalar outputs"):
+            torch.ones(2, requires_grad=True).exp().backward()
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            torch.autograd.grad(torch.ones(()), [torch.ones(())])
+
 
 @PASSES
 @pytest.mark.parametrize("hook", [True, False], ids=["hook", "function"])

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from apex._core.op_casts import widest
 from apex._engine.autocast.region import CastRegion, UncastRegion
+from apex._torch import autograd
 from apex._torch.autograd import backward_id
 from apex._torch.dynamo import untraced
 from apex._torch.function_modes import function_modes, leave_function_modes, push_function_mode
@@ -71,10 +72,29 @@ class _ResolveMixed(TorchFunctionMode):
 
 
 def _method(
-    mode: _ResolveMixed, func: Any, tensor: Tensor, gradient: Any = None, *args: Any, **kwargs: Any
+    mode: _ResolveMixed,
+    func: Any,
+    tensor: Tensor,
+    gradient: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
 ) -> None:
-    gradient = kwargs.pop("gradient", gradient)
-    _backward(mode, torch.autograd.backward, (tensor,), gradient, *args, **kwargs)
+    if gradient is None and inputs is None and _is_plain_scalar(tensor):
+        keep = create_graph if retain_graph is None else retain_graph
+        _call_in(mode, autograd.run_backward, tensor, torch.ones_like(tensor), keep, create_graph)
+    else:
+        passes = torch.autograd.backward
+        _backward(mode, passes, (tensor,), gradient, retain_graph, create_graph, inputs=inputs)
+
+
+def _is_plain_scalar(tensor: Tensor) -> bool:
+    return (
+        type(tensor) is Tensor
+        and tensor.requires_grad
+        and tensor.is_floating_point()
+        and tensor.numel() == 1
+    )
 
 
 def _backward(
