@@ -33,6 +33,9 @@ from apex._pickle import rebuild
 from apex._torch import dtensor, parameters, ranks
 from apex._torch.dynamo import untraced
 
+PREPARED = "_apex_binding"
+"""Attribute of the optimizers that amp steps."""
+
 _WRITTEN = -1
 """A version that no tensor has: the master counts as written."""
 
@@ -132,7 +135,8 @@ def revived(model: nn.Parameter, made: nn.Parameter, new: bool, low_bits: bool) 
 @untraced
 def write_back(pairs: Iterable[TrackedPair]) -> None:
     """Rounds every master that was written into its model parameter."""
-    written = [pair for pair in pairs if pair.master_written]
+    # Read here, not by ``master_written``: this is in every forward pass.
+    written = [pair for pair in pairs if pair.master._version != pair._master_version]
     if written:
         round_into_model(written)
 
@@ -156,7 +160,10 @@ def read_model(pairs: Iterable[TrackedPair], *, alike: bool = False) -> None:
         alike: Whether the caller makes the masters alike on all ranks next.
     """
     for pair in pairs:
-        if (pair.new or pair.model_written) and not pair.master_written:
+        # The usual case first: this is in every pass and step.
+        if not (pair.new or pair.model_written):
+            continue
+        if not pair.master_written:
             _follow_model(pair, low_bits=pair.low_bits and (alike or _alone(pair)))
         pair.new = False
 
@@ -281,6 +288,8 @@ class Masters:
 
 def _count_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     """Counts the masters that an optimizer has stepped as written: fused kernels do not."""
+    if PREPARED in optimizer.__dict__:
+        return  # what amp steps counts as written anyway
     for group in optimizer.param_groups:
         for param in group["params"]:
             if type(param) is Master:

@@ -11,13 +11,14 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from apex._engine.masters import PREPARED
 from apex._engine.optimizer import step as stepping
 from apex._engine.optimizer.binding import Binding
 from apex._engine.undo import all_or_nothing
 from apex._pickle import rebuild
 from apex._torch.dynamo import untraced, untraced_frame
 
-ATTRIBUTE = "_apex_binding"
+ATTRIBUTE = PREPARED
 
 
 class AmpOptimizer(Optimizer):

@@ -45,15 +45,18 @@ def step(binding: Binding, run: Run, closure: Closure | None) -> Any:
     if closure is not None:
         return _step_with_closure(binding, run, closure)
     binding.settle()
+    agree = False
     try:
         _expect_writes(binding)
         with binding.casts_off():
             return _run_unless_overflow(binding, run) if binding.gradients.checked else run()
-    finally:  # also where the step failed half way; twice, for a Ctrl-C may hit the first
+    finally:  # also where the step failed half way
         try:
             masters.write_back(binding.pairs)
+            agree = True
         finally:
-            masters.write_back(binding.pairs)
+            if not agree:  # a Ctrl-C has hit the first
+                masters.write_back(binding.pairs)
 
 
 @untraced
@@ -111,6 +114,7 @@ def _overflowed(binding: Binding) -> bool:
 def _step_with_closure(binding: Binding, run: Run, closure: Closure) -> Any:
     binding.read_model()
     off = binding.casts_off()
+    agree = False
     try:
         _expect_writes(binding)
         with off:
@@ -121,8 +125,10 @@ def _step_with_closure(binding: Binding, run: Run, closure: Closure) -> Any:
     finally:
         try:
             masters.write_back(binding.pairs)
+            agree = True
         finally:
-            masters.write_back(binding.pairs)
+            if not agree:  # a Ctrl-C has hit the first
+                masters.write_back(binding.pairs)
 
 
 @untraced_frame
