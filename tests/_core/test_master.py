@@ -89,7 +89,7 @@ def test_sparse_and_dense_gradients_add_up_in_any_order(first_sparse, second_spa
 def test_fp32_gradients_have_the_layout_that_is_asked_for():
     param = torch.nn.Parameter(torch.zeros(2, 3, 4, 4, dtype=torch.bfloat16))
     param.grad = torch.randn(2, 3, 4, 4).bfloat16().to(memory_format=torch.channels_last)
-    (grad,) = master.fp32_grads([param], [torch.zeros(2, 3, 4, 4)])
+    (grad,) = master.fp32_copies([param.grad], [param], [torch.zeros(2, 3, 4, 4)])
     assert grad.is_contiguous()
     assert torch.equal(grad, param.grad.float())
 

@@ -4,7 +4,8 @@ import torch
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from apex._engine.model.state import all_or_nothing
+from apex._engine.model.state import cast_in_place
+from apex._engine.undo import all_or_nothing
 from apex._torch import dtensor
 from tests.sharded.cases import mesh
 
@@ -79,7 +80,7 @@ def undone(rank):
     seen = []
     try:
         with all_or_nothing() as undo:
-            undo.cast(tensor, torch.bfloat16)
+            cast_in_place(tensor, torch.bfloat16, undo)
             seen.append((tensor.dtype, tensor.to_local().dtype, tensor.grad.dtype, tensor.note))
             raise KeyError
     except KeyError:

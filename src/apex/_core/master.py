@@ -56,40 +56,48 @@ def copy_to_model(pairs: Sequence[Linked]) -> None:
             torch._foreach_copy_(models, dtensor.locals_of([pair.master for pair in pairs]))
 
 
-def fp32_grads(params: Sequence[nn.Parameter], like: Sequence[Tensor] = ()) -> list[Tensor]:
-    """Returns fp32 copies of the parameters' gradients (sparse ones stay sparse).
+def fp32_grads(params: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Returns fp32 copies of the parameters' gradients, as :func:`fp32_copies`.
 
     Every parameter must have a gradient.
+    """
+    grads = [grad for param in params if (grad := param.grad) is not None]
+    if len(grads) < len(params):
+        raise ValueError("fp32_grads got a parameter without a gradient.")
+    return fp32_copies(grads, params, params)
+
+
+def fp32_copies(
+    grads: Sequence[Tensor], params: Sequence[Tensor], like: Sequence[Tensor]
+) -> list[Tensor]:
+    """Returns fp32 copies of gradients; sparse ones stay sparse, their rows summed.
 
     Args:
-        params: Parameters with gradients.
-        like: Tensors whose device and memory layout the copies get, such as the parameters'
-            masters; empty means the parameters themselves.
+        grads: The gradients.
+        params: Their parameters: a DTensor's gradient is laid out as it is.
+        like: Tensors whose device and memory layout the copies get, such as the masters.
     """
-    copies: list[Tensor] = []
-    sources: list[Tensor] = []
+    if not dtensor.any_dtensor(params) and {grad.layout for grad in grads} <= {torch.strided}:
+        return _filled(list(grads), like)
     result: list[Tensor] = []
-    sharded = dtensor.any_dtensor(params)
-    for param, layout in zip(params, like or params, strict=True):
-        grad = param.grad
-        if grad is None:
-            raise ValueError("fp32_grads got a parameter without a gradient.")
+    for grad, param, layout in zip(grads, params, like, strict=True):
         if grad.is_sparse:
             # Rows are summed in fp32: in 16 bits the sum of duplicates could overflow.
             result.append(grad.to(device=layout.device, dtype=torch.float32).coalesce())
-            continue
-        if sharded and not dtensor.same_layout(param, grad):
+        elif not dtensor.same_layout(param, grad):
             # Summed over ranks in fp32, too.
             result.append(dtensor.laid_out_as(param, grad.to(torch.float32)))
-            continue
-        # torch's fused CPU kernels take the parameter's layout for granted.
-        copy = torch.empty_like(layout, dtype=torch.float32, requires_grad=False)
-        copies.append(copy)
-        sources.append(grad)
-        result.append(copy)
-    if copies:
-        torch._foreach_copy_(dtensor.locals_of(copies), dtensor.locals_of(sources))
+        else:
+            result += _filled([grad], [layout])
     return result
+
+
+def _filled(grads: list[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    # torch's fused CPU kernels take the layout of what they step for granted.
+    copies = [torch.empty_like(each, dtype=torch.float32, requires_grad=False) for each in like]
+    if copies:
+        torch._foreach_copy_(dtensor.locals_of(copies), dtensor.locals_of(grads))
+    return copies
 
 
 def sums(values: Sequence[Tensor], addends: Sequence[Tensor | None]) -> list[Tensor]:

@@ -145,8 +145,8 @@ def write_back(pairs: Iterable[TrackedPair]) -> None:
 def round_into_model(pairs: Sequence[TrackedPair]) -> None:
     """Rounds masters into their model parameters, written or not."""
     master.copy_to_model(pairs)
-    for pair in pairs:
-        pair.agree()
+    for pair in pairs:  # as agree() does, but for the place, which no rounding changes
+        pair._master_version, pair._model_version = pair.master._version, pair.model._version
 
 
 @untraced
@@ -160,8 +160,9 @@ def read_model(pairs: Iterable[TrackedPair], *, alike: bool = False) -> None:
         alike: Whether the caller makes the masters alike on all ranks next.
     """
     for pair in pairs:
-        # The usual case first: this is in every pass and step.
-        if not (pair.new or pair.model_written):
+        model = pair.model  # not by ``model_written``: this is in every pass and step
+        same = model._version == pair._model_version and model.data_ptr() == pair._model_place
+        if same and not pair.new:
             continue
         if not pair.master_written:
             _follow_model(pair, low_bits=pair.low_bits and (alike or _alone(pair)))

@@ -149,7 +149,7 @@ class Gradients:
         self._unshown = [pair for pair in self._of.pairs if pair.shows_grad]
         self._aside, self._returned, self._before = aside, returned, self.state
         self.state = GradState.OPEN
-        for pair in self._of.pairs:
+        for pair in self._unshown:  # no other has a gradient: take_raw has seen to that
             pair.model.grad, pair.shows_grad = None, False
         for param, _ in aside:
             param.grad = None
@@ -193,23 +193,44 @@ class Gradients:
                 one are added.
         """
         done = set() if done is None else done
-        pairs = [p for p in self._of.pairs if id(p.model) not in done and _is_fresh(p)]
-        done.update(id(pair.model) for pair in pairs)
-        fresh = _fp32_grads(pairs)
+        reached = self._reached(done)
+        pairs = [pair for pair, _ in reached]
+        own = [pair.master for pair in pairs]
+        # In the masters' layout: a model that was moved to channels_last hands over another.
+        models = [pair.model for pair in pairs]
+        done.update(map(id, models))
+        fresh = master.fp32_copies([grad for _, grad in reached], models, own)
         if unscale_ is not None:
-            present = {id(param): param for param in self._of.params() if param.grad is not None}
-            own = {k: p for k, p in present.items() if k not in done}
-            done.update(own)
-            unscale_(finite.dense_values(fresh + _grads(list(own.values()))))
+            unscale_(finite.dense_values(fresh + _grads(self._not_in(done))))
         # A loss may use masters directly, too; and at a scale of 1 earlier gradients are there.
-        earlier = [pair.master.grad for pair in pairs]
-        fresh = master.sums(fresh, earlier)
-        self._fresh = [(pair.master, grad) for pair, grad in zip(pairs, fresh, strict=True)]
+        earlier = [param.grad for param in own]
+        adds = any(grad is not None for grad in earlier)
+        if adds:
+            fresh = master.sums(fresh, earlier)
+        self._fresh = list(zip(own, fresh, strict=True))
         if self._aside and not self._returned:
             self._add_aside()
-        if not self._scaled:
+        if adds and not self._scaled:
             self._show_sums(pairs, earlier)
-        self._views = self._unreached_views()
+        if self._unshown:
+            self._views = self._unreached_views()
+
+    def _reached(self, done: set[int]) -> list[tuple[TrackedPair, Tensor]]:
+        """Returns the pairs whose parameter the pass has reached, with the gradients there."""
+        return [
+            (pair, grad)
+            for pair in self._of.pairs
+            if (grad := pair.model.grad) is not None
+            and not (pair.shows_grad and _is_taken(grad))
+            and not (done and id(pair.model) in done)
+        ]
+
+    def _not_in(self, done: set[int]) -> list[nn.Parameter]:
+        """Returns the stepped parameters with a gradient that are not done, and adds them."""
+        present = {id(param): param for param in self._of.params() if param.grad is not None}
+        own = {key: param for key, param in present.items() if key not in done}
+        done.update(own)
+        return list(own.values())
 
     def _add_aside(self) -> None:
         known = {id(param) for param, _ in self._fresh}
@@ -323,13 +344,15 @@ class Gradients:
         """
         if self.state in (GradState.OPEN, GradState.DELAYED):
             return
-        pairs = self._of.pairs
-        # DistributedDataParallel moves shown gradients when it builds its buckets anew.
-        moved = self._in_buckets
-        raw = [pair for pair in pairs if _is_raw(pair) and not (moved and pair.shows_grad)]
-        for pair in pairs:
-            if pair.shows_grad and pair.model.grad is None:
-                pair.master.grad, pair.shows_grad = None, False
+        raw: list[TrackedPair] = []
+        for pair in self._of.pairs:
+            grad = pair.model.grad
+            if grad is None:
+                if pair.shows_grad:  # cleared
+                    pair.master.grad, pair.shows_grad = None, False
+            # DistributedDataParallel moves shown gradients when it builds its buckets anew.
+            elif not pair.shows_grad or (_is_changed(grad) and not self._in_buckets):
+                raw.append(pair)
         self._take(raw)
         if (self.checked or self.state is GradState.LOCAL) and not self._any():
             self.forget()
@@ -337,7 +360,9 @@ class Gradients:
     def _take(self, raw: Sequence[TrackedPair]) -> None:
         if not raw:
             return
-        fresh = _fp32_grads(raw)
+        grads = [grad for pair in raw if (grad := pair.model.grad) is not None]
+        own = [pair.master for pair in raw]
+        fresh = master.fp32_copies(grads, [pair.model for pair in raw], own)
         # A shown gradient that was replaced or changed takes its master's with it.
         earlier = [None if pair.shows_grad else pair.master.grad for pair in raw]
         for pair, grad in zip(raw, master.sums(fresh, earlier), strict=True):
@@ -346,7 +371,7 @@ class Gradients:
 
     def take_unfinished(self) -> None:
         """Takes in what an open pass at scale 1 has brought so far, for a step in its middle."""
-        self._take([pair for pair in self._of.pairs if _is_raw(pair)])
+        self._take([pair for pair, _ in self._reached(set())])
 
     @property
     def scaled_now(self) -> bool:
@@ -367,9 +392,12 @@ class Gradients:
     def zero(self, *, set_to_none: bool) -> None:
         """Clears the gradients of all pairs, model and master, and forgets any overflow."""
         for pair in self._of.pairs:
-            clear_grad(pair.model, set_to_none=set_to_none)
-            clear_grad(pair.master, set_to_none=set_to_none)
-            pair.shows_grad = pair.shows_grad and not set_to_none
+            if set_to_none:
+                pair.model.grad = pair.master.grad = None
+                pair.shows_grad = False
+            else:
+                clear_grad(pair.model, set_to_none=False)
+                clear_grad(pair.master, set_to_none=False)
         self.forget()
 
     def cleared(self, models: Container[int]) -> None:
@@ -395,11 +423,6 @@ class Gradients:
         return any(param.grad is not None for param in self._of.params())
 
 
-def _fp32_grads(pairs: Sequence[TrackedPair]) -> list[Tensor]:
-    # In the masters' layout: a model that was moved to channels_last hands over another.
-    return master.fp32_grads([pair.model for pair in pairs], [pair.master for pair in pairs])
-
-
 def _rounded(grad: Tensor, param: nn.Parameter) -> Tensor:
     return grad.to(device=param.device, dtype=param.dtype)
 
@@ -411,23 +434,18 @@ def _show(pair: TrackedPair, *, counts: bool) -> None:
     pair.shows_grad = grad is not None
 
 
-def _is_fresh(pair: TrackedPair) -> bool:
-    grad = pair.model.grad
-    if grad is None:
-        return False
-    # A mark alone says nothing: a bucket of DistributedDataParallel keeps it over the passes.
-    return not pair.shows_grad or getattr(grad, _MARK, None) != (grad._version, True)
+def _is_taken(grad: Tensor) -> bool:
+    """Returns whether the master's gradient holds ``grad``, which is shown, as it is.
+
+    A mark alone says nothing: a bucket of DistributedDataParallel keeps it over the passes.
+    """
+    return bool(getattr(grad, _MARK, None) == (grad._version, True))
 
 
-def _is_raw(pair: TrackedPair) -> bool:
-    grad = pair.model.grad
-    if grad is None:
-        return False
+def _is_changed(grad: Tensor) -> bool:
+    """Returns whether another gradient took the place of a shown one, or a change of it counts."""
     mark = getattr(grad, _MARK, None)
-    if mark is None or not pair.shows_grad:
-        return True
-    version, counts = mark
-    return bool(counts and version != grad._version)
+    return mark is None or (mark[1] and mark[0] != grad._version)
 
 
 def _grads(params: list[nn.Parameter]) -> list[Tensor]:
