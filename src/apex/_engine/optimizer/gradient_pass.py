@@ -228,7 +228,7 @@ class Gradients:
     def _not_in(self, done: set[int]) -> list[nn.Parameter]:
         """Returns the stepped parameters with a gradient that are not done, and adds them."""
         present = {id(param): param for param in self._of.params() if param.grad is not None}
-        own = {key: param for key, param in present.items() if key not in done}
+        own = {k: param for k, param in present.items() if k not in done} if done else present
         done.update(own)
         return list(own.values())
 
