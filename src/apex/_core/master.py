@@ -48,12 +48,12 @@ def make_master(
 
 
 @untraced
+@torch.no_grad()
 def copy_to_model(pairs: Sequence[Linked]) -> None:
     """Writes every master's value, rounded, into its model parameter."""
     if pairs:
         models = dtensor.locals_of([pair.model for pair in pairs])
-        with torch.no_grad():
-            torch._foreach_copy_(models, dtensor.locals_of([pair.master for pair in pairs]))
+        torch._foreach_copy_(models, dtensor.locals_of([pair.master for pair in pairs]))
 
 
 def fp32_grads(params: Sequence[nn.Parameter]) -> list[Tensor]:

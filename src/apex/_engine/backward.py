@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +21,14 @@ if TYPE_CHECKING:
     from apex._torch.ddp import Communication
 
 
-class BackwardPass:
+class BackwardPass(ExitStack):
     """Context for one backward pass, entered with a loss and left with unscaled gradients.
 
     Op casts are off inside: autograd works in the dtypes of the forward pass. Python code in it,
     such as an ``autograd.Function``'s own backward, gets casts where it mixes dtypes.
+
+    An ExitStack runs every part of the end, also where a Ctrl-C hits one; what is left open is
+    closed by the last part.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class BackwardPass:
             delay_unscale: Leave the gradients scaled, for a later pass to unscale.
             delay_overflow_check: Do not move the scale by this pass; a later one does.
         """
+        super().__init__()
         self._loss = loss
         self._bindings = bindings
         self._scaler = scaler
@@ -73,7 +77,7 @@ class BackwardPass:
         self._sends: list[bool] = []
 
     @untraced
-    def __enter__(self) -> Tensor:
+    def __enter__(self) -> Any:
         """Sets earlier gradients aside and returns the scaled loss (fp32).
 
         Raises:
@@ -85,6 +89,9 @@ class BackwardPass:
                 "amp.scale_loss was entered inside another amp.scale_loss block of the same "
                 "optimizer. Close the first block before the second, or add the losses up in one."
             )
+        self.callback(self._leave)
+        self.callback(self._leave)
+        self.push(self._end)
         try:
             for binding in self._bindings:
                 self._begin(binding)
@@ -96,9 +103,8 @@ class BackwardPass:
             self._in_python_casts = True
             self._python_casts.__enter__()
             return scaled_loss
-        except BaseException:
-            self._leave()
-            self._abort()
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
             raise
 
     def _begin(self, binding: Binding) -> None:
@@ -118,49 +124,49 @@ class BackwardPass:
         return self._scaler.factor() if communication.sends or self._delay_unscale else None
 
     @untraced
-    def __exit__(
+    def _end(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
         """Unscales; after an exception puts the earlier gradients back."""
-        try:
-            self._scaler.open_blocks.discard(self)
-            self._leave_python_casts()  # what follows pays no function mode
-            if error is not None:
-                self._abort()
-            elif not self._delay_unscale:
-                self.finish()
-            elif not self._finished:  # a step inside the block has unscaled them already
-                for binding in self._bindings:
-                    binding.gradients.delay()
-        finally:  # twice, for a Ctrl-C may hit the first
-            try:
-                self._leave()
-            finally:
-                self._leave()
+        self._scaler.open_blocks.discard(self)
+        self._leave_python_casts()  # what follows pays no function mode
+        if error is not None:
+            self._abort()
+        elif not self._delay_unscale:
+            self.finish()
+        elif not self._finished:  # a step inside the block has unscaled them already
+            for binding in self._bindings:
+                binding.gradients.delay()
 
     def _leave_python_casts(self) -> None:
         if self._in_python_casts:
             self._python_casts.__exit__(None, None, None)
             self._in_python_casts = False
 
+    @untraced
     def _leave(self) -> None:
+        """Leaves nothing open; does nothing where that is so."""
         self._scaler.open_blocks.discard(self)
         self._leave_python_casts()
         off = self._off
         if off is not None:
             off.__exit__(None, None, None)
             self._off = None
+        for binding in self._bindings:
+            gradients = binding.gradients
+            if gradients.state is GradState.OPEN and gradients.open_pass is self:
+                gradients.abort(self)
 
     def finish(self) -> None:
         """Unscales the gradients and moves the scale, once; all or, on failure, nothing."""
         if self._finished:
             return
-        self._finished = True
         before = self._scaler.pass_state, [b.gradients.checked for b in self._flagged]
         try:
+            self._finished = True
             self._unscale()
         except BaseException:
             self._scaler.pass_state = before[0]

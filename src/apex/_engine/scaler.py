@@ -365,7 +365,8 @@ class DynamicScaler(Scaler):
         for loss_scale, found_inf in self._readback.poll(wait=self.block_on_read):
             overflow = found_inf != 0.0
             self._skipped_in_row = self._skipped_in_row + 1 if overflow else 0
-            optimizers = self._passes_sent.pop(0)
+            # A Ctrl-C may have come between the sending of a pass and the note of it.
+            optimizers = self._passes_sent.pop(0) if self._passes_sent else 1
             updates.append(
                 ScaleUpdate(self.loss_id, loss_scale, overflow, optimizers, self._skipped_in_row)
             )

@@ -62,7 +62,7 @@ def scale_update(session: Session, update: ScaleUpdate) -> None:
     if tells_why() and ranks.rank() == 0:
         say(sentence(found_in(nonfinite_gradients(session))))
     if update.skipped_in_row == SKIPS_BEFORE_WARNING:
-        warnings.warn(_skipping(session, update), UserWarning, stacklevel=5)
+        warnings.warn(_skipping(session, update), UserWarning, stacklevel=6)
 
 
 def _say_lines(properties: Properties) -> None:

@@ -45,18 +45,26 @@ def step(binding: Binding, run: Run, closure: Closure | None) -> Any:
     if closure is not None:
         return _step_with_closure(binding, run, closure)
     binding.settle()
-    agree = False
+    off = binding.casts_off()
+    ended: list[bool] = []
     try:
-        _expect_writes(binding)
-        with binding.casts_off():
-            return _run_unless_overflow(binding, run) if binding.gradients.checked else run()
-    finally:  # also where the step failed half way
         try:
-            masters.write_back(binding.pairs)
-            agree = True
-        finally:
-            if not agree:  # a Ctrl-C has hit the first
-                masters.write_back(binding.pairs)
+            _expect_writes(binding)
+            off.__enter__()
+            return _run_unless_overflow(binding, run) if binding.gradients.checked else run()
+        finally:  # also where the step failed half way
+            _end(binding, off, ended)
+    finally:  # see Note [Interrupted blocks]
+        _end(binding, off, ended)
+
+
+@untraced
+def _end(binding: Binding, off: AbstractContextManager[None], ended: list[bool]) -> None:
+    """Rounds the masters into the model and turns casts on again, once."""
+    if not ended:
+        masters.write_back(binding.pairs)
+        off.__exit__(None, None, None)
+        ended.append(True)
 
 
 @untraced
@@ -114,21 +122,19 @@ def _overflowed(binding: Binding) -> bool:
 def _step_with_closure(binding: Binding, run: Run, closure: Closure) -> Any:
     binding.read_model()
     off = binding.casts_off()
-    agree = False
+    ended: list[bool] = []
     try:
-        _expect_writes(binding)
-        with off:
+        try:
+            _expect_writes(binding)
+            off.__enter__()
             evaluate = _evaluation(binding, closure, off)
             if binding.owner is not None and binding.owner.can_skip:
                 return _run_or_put_back(binding, run, evaluate)
             return run(evaluate)
-    finally:
-        try:
-            masters.write_back(binding.pairs)
-            agree = True
         finally:
-            if not agree:  # a Ctrl-C has hit the first
-                masters.write_back(binding.pairs)
+            _end(binding, off, ended)
+    finally:
+        _end(binding, off, ended)
 
 
 @untraced_frame
