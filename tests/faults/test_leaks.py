@@ -12,6 +12,7 @@ from tests.faults.memory import live_sessions
 from tests.training import cases
 
 CYCLES = 50
+MEASUREMENTS = 20
 
 
 def held():
@@ -24,10 +25,11 @@ def held():
 def grows(act, times):
     """Returns how many blocks of memory stay after ``times`` calls.
 
-    The least of some measurements: Python's own caches grow now and then, a leak each time.
+    The least of some measurements: Python's own caches grow now and then, most of all in a process
+    that has just begun; a leak grows each time.
     """
     least = sys.maxsize
-    for _ in range(6):
+    for _ in range(MEASUREMENTS):
         _, before = held()
         for _ in range(times):
             act()

@@ -261,3 +261,33 @@ def test_a_step_with_a_closure_copies_state_only_where_it_may_be_skipped(
     optimizer.state[first] = Counted(optimizer.state[first])
     cases.train_step_with_closure(model, optimizer, *small)
     assert len(copied) == copies
+
+
+# -- optimizers that share a parameter -------------------------------------------------------
+
+
+def sharing(level):
+    model = cases.net()
+    optimizers = [cases.sgd(model.parameters()), cases.sgd(model[2].parameters())]
+    return amp.initialize(model, optimizers, opt_level=level, verbosity=0, loss_scale="dynamic")
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+def test_an_overflow_skips_every_optimizer_of_the_poisoned_parameter(level):
+    model, (one, two) = sharing(level)
+    before = cases.masters(one)
+    with amp.scale_loss(model[2].weight.float().sum() * torch.inf, two) as scaled_loss:
+        scaled_loss.backward()
+    one.step()
+    two.step()
+    assert cases.same(cases.masters(one), before)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+def test_a_failed_pass_of_several_optimizers_leaves_shared_gradients(level):
+    model, optimizers = sharing(level)
+    cases.backward(model, optimizers, *cases.batch())
+    before = cases.grads(amp.master_params(optimizers[0]))
+    with pytest.raises(ZeroDivisionError), amp.scale_loss(torch.ones(()), optimizers):
+        raise ZeroDivisionError
+    assert cases.same(cases.grads(amp.master_params(optimizers[0])), before)

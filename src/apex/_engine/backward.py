@@ -172,7 +172,8 @@ class BackwardPass(ExitStack):
             self._scaler.pass_state = before[0]
             for binding, checked in zip(self._flagged, before[1], strict=True):
                 binding.gradients.checked = checked
-            for binding in self._bindings:
+            # Backwards: of optimizers that share a parameter, the first has set its gradient aside.
+            for binding in reversed(self._bindings):
                 binding.gradients.drop()
             raise
         for binding, sends in zip(self._bindings, self._sends, strict=True):
@@ -211,6 +212,7 @@ class BackwardPass(ExitStack):
     def _abort(self) -> None:
         if not self._finished:
             self._finished = True
-            for binding, earlier in zip(self._bindings, self._earlier, strict=False):
+            begun = list(zip(self._bindings, self._earlier, strict=False))
+            for binding, earlier in reversed(begun):  # as in finish
                 binding.gradients.abort(self, earlier)
             self._ended((), True)

@@ -265,14 +265,14 @@ class Session:
         )
 
     def _with_sharers(self, bindings: Sequence[Binding]) -> Sequence[Binding]:
-        """Returns ``bindings`` and every other optimizer that steps one of their masters."""
+        """Returns ``bindings`` and every other optimizer that trains one of their parameters."""
         if len(self._bindings) == len(bindings):
             return bindings
-        stepped = {id(pair) for binding in bindings for pair in binding.pairs}
+        trained = {id(param) for binding in bindings for param in binding.trained()}
         others = [
             other
             for other in self._bindings
-            if other not in bindings and any(id(pair) in stepped for pair in other.pairs)
+            if other not in bindings and any(id(param) in trained for param in other.trained())
         ]
         return [*bindings, *others]
 
