@@ -48,6 +48,7 @@ class Scaler(ABC):
         block_on_read: Whether to block on the readback, so that a report can still inspect the
             gradients it names.
         pass_state: What has become of the flag; set back by callers where a pass failed.
+        view: Space for the compatibility view of this scaler.
     """
 
     dynamic: ClassVar[bool]
@@ -62,6 +63,7 @@ class Scaler(ABC):
         self.open_blocks: set[object] = set()
         self.block_on_read = False
         self.pass_state = PassState.UPDATED
+        self.view: object = None
 
     @property
     def rule(self) -> ScaleRule:

@@ -18,7 +18,7 @@ class LossScaler:
     """The scale of one loss, as scripts written for apex read and set it.
 
     Reading ``_loss_scale``, ``_unskipped`` or ``_has_overflow`` waits for the device; setting one
-    of the first two does not.
+    does not.
 
     Attributes:
         dynamic: Whether the scale follows the gradients.
@@ -53,14 +53,19 @@ class LossScaler:
         scale = as_loss_scale("loss_scale", loss_scale)
         # apex's default moves within the bounds; a scale that the caller chose does not.
         initial = None if init_scale == INITIAL_SCALE else init_scale
-        self._scaler = scaler_for(scale, rule, initial=initial)
+        self._view(scaler_for(scale, rule, initial=initial))
 
     @classmethod
     def over(cls, scaler: Scaler) -> LossScaler:
-        """Returns a view of ``scaler``."""
-        view = cls.__new__(cls)
-        view._scaler = scaler
-        return view
+        """Returns the view of ``scaler``, always the same object."""
+        if not isinstance(scaler.view, LossScaler):
+            scaler.view = view = cls.__new__(cls)
+            view._view(scaler)
+        return scaler.view
+
+    def _view(self, scaler: Scaler) -> None:
+        self._scaler = scaler
+        self._given_flag: Tensor | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles and copies by values, as a scaler of its own; waits for the device."""
@@ -73,14 +78,6 @@ class LossScaler:
     def __setstate__(self, unskipped: int) -> None:
         """Takes over the count of clean steps, which the constructor does not know."""
         self._unskipped = unskipped
-
-    def __eq__(self, other: object) -> bool:
-        """Views of the same scaler are equal."""
-        return isinstance(other, LossScaler) and other._scaler is self._scaler
-
-    def __hash__(self) -> int:
-        """Hashes the scaler that is viewed."""
-        return hash(self._scaler)
 
     @property
     def dynamic(self) -> bool:
@@ -111,9 +108,22 @@ class LossScaler:
     def _has_overflow(self) -> bool:
         return self._scaler.read_found_inf()
 
+    @_has_overflow.setter
+    def _has_overflow(self, value: bool) -> None:
+        self._given_flag = None
+        self._scaler.found_inf.fill_(float(value))
+
     @property
     def _overflow_buf(self) -> Tensor:
-        return self._scaler.found_inf.reshape(1)
+        return self._scaler.found_inf.reshape(1) if self._given_flag is None else self._given_flag
+
+    @_overflow_buf.setter
+    def _overflow_buf(self, flag: Tensor) -> None:
+        if not isinstance(flag, Tensor):
+            raise TypeError(f"_overflow_buf is {flag!r}; it must be a tensor of one element.")
+        if flag.numel() != 1:
+            raise ValueError(f"_overflow_buf has shape {tuple(flag.shape)}; it takes one element.")
+        self._given_flag = flag
 
     @property
     def _scale_seq_len(self) -> int:
@@ -143,8 +153,10 @@ class LossScaler:
         self._scaler.rule = replace(self._scaler.rule, **changes)
 
     def clear_overflow_state(self) -> None:
-        """Clears the overflow flag of the last pass."""
+        """Clears the overflow flag of the last pass, and one that the script has set."""
         self._scaler.found_inf.zero_()
+        if self._given_flag is not None:
+            self._given_flag.zero_()
 
     def unscale(
         self,
@@ -184,10 +196,13 @@ class LossScaler:
             torch._foreach_add_(list(master_grads), stashed)
 
     def update_scale(self) -> bool:
-        """Moves the scale by the flag of the last pass; returns whether to skip the step.
+        """Moves the scale by the overflow flag; returns whether to skip the step.
 
-        Waits for the device.
+        The flag is that of the last pass, or the tensor that the script has set as
+        ``_overflow_buf``. Waits for the device.
         """
+        if self._scaler.dynamic and self._given_flag is not None:
+            self._scaler.found_inf.copy_(self._given_flag.reshape(()))
         overflow = self._scaler.dynamic and self._scaler.read_found_inf()
         self._scaler.update(0)
         self._scaler.arrived()
