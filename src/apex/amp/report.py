@@ -48,7 +48,7 @@ def start_up(defaults: Properties, properties: Properties) -> None:
 
 
 def scale_update(session: Session, update: ScaleUpdate) -> None:
-    """Reports an overflow, one line per optimizer, and warns once when skipping goes on.
+    """Reports an overflow, one line per skipped step, and warns once when skipping goes on.
 
     With ``verbosity=2`` a line more names the gradients that were not finite.
     """
@@ -59,7 +59,7 @@ def scale_update(session: Session, update: ScaleUpdate) -> None:
             f"Gradient overflow.  Skipping step, loss scaler {update.loss_id} "
             f"reducing loss scale to {update.loss_scale}"
         )
-    if tells_why() and ranks.rank() == 0:
+    if update.optimizers and tells_why() and ranks.rank() == 0:
         say(sentence(found_in(nonfinite_gradients(session))))
     if update.skipped_in_row == SKIPS_BEFORE_WARNING:
         warnings.warn(_skipping(session, update), UserWarning, stacklevel=5)

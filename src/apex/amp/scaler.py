@@ -204,6 +204,6 @@ class LossScaler:
         if self._scaler.dynamic and self._given_flag is not None:
             self._scaler.found_inf.copy_(self._given_flag.reshape(()))
         overflow = self._scaler.dynamic and self._scaler.read_found_inf()
-        self._scaler.update(0)
+        self._scaler.update(())
         self._scaler.arrived()
         return overflow

@@ -61,6 +61,7 @@ def step(binding: Binding, run: Run, closure: Closure | None) -> Any:
 
 @untraced
 def _expect_writes(binding: Binding) -> None:
+    binding.gradients.end_iteration()
     for pair in binding.pairs:
         pair.expect_write()
 
