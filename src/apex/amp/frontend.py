@@ -76,6 +76,7 @@ def initialize(
         opt_level: ``"O0"`` to ``"O5"``. The arguments below change single properties of it;
             ``None`` keeps the level's own.
         cast_model_type: Type of parameters, buffers and inputs (O0, O2, O3, O5); False for none.
+            At O1 and O4 only ``torch.float32``: inputs and outputs are cast to fp32.
         patch_torch_functions: Whether ops cast by the op table; False at O1 or O4 turns it off.
         keep_batchnorm_fp32: Whether batch norm stays fp32 in a converted model (O2, O3, O5);
             also the strings ``"True"`` and ``"False"``.
