@@ -174,6 +174,7 @@ def initialize(
     _amp_state.add(made)
     _amp_state.take_up([*model_list, *own])
     _amp_state.opt_properties = made.options = OptProperties(asdict(properties))
+    _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
     return models if optimizers is None else (models, optimizers)
 
 
@@ -229,6 +230,9 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     losses, and a second load before them replaces what waits. Calls with ``enabled=False`` take
     none; after one, with nothing else prepared, this does nothing.
 
+    With several living sessions a checkpoint with as many entries as the newest has losses goes to
+    that one, with a line in the log; one with as many as all of them together goes to all.
+
     What has no meaning here is left, with a line in the log (``apex``): a dynamic scale where it
     is static, or a static one where it is dynamic. Another number of scalers gives a warning, and
     what fits is loaded.
@@ -248,6 +252,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     _amp_state.waiting = [] if scalers else states
     if not scalers:
         return
+    scalers = _addressed(states, scalers)
     if len(states) != len(scalers):
         warnings.warn(
             f"amp.load_state_dict got {len(states)} loss scalers, but amp has {len(scalers)}; "
@@ -257,6 +262,18 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
             stacklevel=2,
         )
     scaler_states.put(scalers, states)
+
+
+def _addressed(states: Sequence[object], scalers: list[Scaler]) -> list[Scaler]:
+    """Returns the scalers that a checkpoint is for: all, or those of the newest session."""
+    newest = _amp_state.sessions()[-1].scalers
+    if len(states) in (len(scalers), 0) or len(states) != len(newest):
+        return scalers
+    scaler_states.log_rank0(
+        f"amp.load_state_dict: the checkpoint has {len(states)} loss scalers, as the newest "
+        f"amp.initialize call; earlier calls, with {len(scalers) - len(newest)} more, keep theirs."
+    )
+    return newest
 
 
 def _living_scalers() -> list[Scaler]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast, overload
 
 import torch
 from torch import Tensor
@@ -59,13 +59,13 @@ class LossScaler:
     def over(cls, scaler: Scaler) -> LossScaler:
         """Returns the view of ``scaler``, always the same object."""
         if not isinstance(scaler.view, LossScaler):
-            scaler.view = view = cls.__new__(cls)
-            view._view(scaler)
-        return scaler.view
+            cls.__new__(cls)._view(scaler)
+        return cast(LossScaler, scaler.view)
 
     def _view(self, scaler: Scaler) -> None:
         self._scaler = scaler
         self._given_flag: Tensor | None = None
+        scaler.view = self
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles and copies by values, as a scaler of its own; waits for the device."""
@@ -207,3 +207,71 @@ class LossScaler:
         self._scaler.update(())
         self._scaler.arrived()
         return overflow
+
+
+class LossScalers(MutableSequence[LossScaler]):
+    """The scalers of a session, one for each ``loss_id``, as a list that scripts may change."""
+
+    def __init__(self, scalers: list[Scaler]) -> None:
+        """Views the session's own list."""
+        self._scalers = scalers
+
+    def __len__(self) -> int:
+        """Returns how many there are."""
+        return len(self._scalers)
+
+    @overload
+    def __getitem__(self, index: int) -> LossScaler: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[LossScaler]: ...
+
+    def __getitem__(self, index: int | slice) -> LossScaler | list[LossScaler]:
+        """Returns one, or several as a list."""
+        if isinstance(index, slice):
+            return [LossScaler.over(scaler) for scaler in self._scalers[index]]
+        return LossScaler.over(self._scalers[index])
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Replaces one, or several."""
+        several = isinstance(index, slice)
+        self._scalers[index] = (
+            [_engine_scaler(s) for s in value] if several else _engine_scaler(value)
+        )
+        self._number()
+
+    def __delitem__(self, index: int | slice) -> None:
+        """Removes one, or several."""
+        del self._scalers[index]
+        self._number()
+
+    def insert(self, index: int, value: LossScaler) -> None:
+        """Adds one before ``index``."""
+        self._scalers.insert(index, _engine_scaler(value))
+        self._number()
+
+    def _number(self) -> None:
+        for loss_id, scaler in enumerate(self._scalers):
+            scaler.loss_id = loss_id
+
+    def __eq__(self, other: object) -> bool:
+        """Equal to a list of the same scalers."""
+        return isinstance(other, LossScalers | list) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles as a list of scalers of their own."""
+        return list, (list(self),)
+
+    def __repr__(self) -> str:
+        """Shows a list."""
+        return repr(list(self))
+
+
+def _engine_scaler(given: object) -> Scaler:
+    if isinstance(given, LossScaler):
+        return given._scaler
+    raise TypeError(
+        f"amp._amp_state.loss_scalers takes apex.amp.scaler.LossScaler, not {type(given).__name__}."
+    )
