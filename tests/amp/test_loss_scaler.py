@@ -5,7 +5,11 @@ import torch
 
 import amp_C
 import apex.amp as amp
-from apex.amp.scaler import LossScaler
+from apex.amp.scaler import (
+    LossScaler,
+    axpby_check_overflow_python,
+    scale_check_overflow_python,
+)
 from tests.amp.cases import (
     backward,
     loss_of,
@@ -330,3 +334,32 @@ def test_unscale_with_stashed_takes_another_scale():
     stash = [torch.full((2,), 3.0)]
     LossScaler(8.0).unscale_with_stashed([torch.full((2,), 16.0)], stash, master, 4.0)
     assert master[0].tolist() == [7.0, 7.0]
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_python_forms_write_unless_they_are_to_check_and_find_an_overflow(bad):
+    grad, out = torch.tensor([2.0, bad]), torch.zeros(2)
+    assert scale_check_overflow_python(grad, out, 0.5, check_overflow=True) is True
+    assert axpby_check_overflow_python(grad, out, out, 0.5, 1.0, check_overflow=True) is True
+    assert out.tolist() == [0.0, 0.0]
+    assert scale_check_overflow_python(grad, out, 0.5) is False
+    assert out[0] == 1.0
+    assert axpby_check_overflow_python(grad, torch.full((2,), 3.0), out, 0.5, 2.0) is False
+    assert out[0] == 7.0
+
+
+def test_python_methods_do_as_the_fused_ones():
+    made = LossScaler("dynamic")
+    grads, out = [torch.tensor([8.0]).half()], [torch.zeros(1)]
+    made.unscale_python(grads, out, 4.0)
+    assert out[0] == 2.0
+    made.unscale_with_stashed_python(grads, [torch.tensor([3.0])], out, 0.5, 2.0)
+    assert (out[0], made._has_overflow) == (10.0, False)
+    made.unscale_python([torch.tensor([torch.inf])], out, 4.0)
+    assert made.update_scale() is True
+
+
+def test_a_kernel_is_always_there():
+    assert LossScaler.has_fused_kernel
+    assert not LossScaler.warned_no_fused_kernel
+    assert not LossScaler.warned_unscaling_non_fp32_grad

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from apex._engine.autocast.user_functions import UserRegistry
+from apex._torch import ranks
 from apex.amp import scaler_states
+from apex.amp.optimizers import master_params as master_params  # scripts import it from here
 
 if TYPE_CHECKING:
     from apex._engine.scaler import Scaler
@@ -179,3 +182,16 @@ class OptProperties:
 
 
 _amp_state = AmpState()
+
+
+def maybe_print(msg: object, rank0: bool = False) -> None:
+    """Prints on standard output, unless ``verbosity`` is 0; with ``rank0`` only on rank 0."""
+    if _amp_state.verbosity > 0 and not (rank0 and ranks.rank()):
+        print(msg)  # noqa: T201 - the report of ``verbosity`` goes to stdout, as in apex
+
+
+def warn_or_err(msg: str) -> None:
+    """Raises RuntimeError; warns instead where ``_amp_state.hard_override`` is set."""
+    if not _amp_state.hard_override:
+        raise RuntimeError(msg)
+    warnings.warn(msg, UserWarning, stacklevel=3)

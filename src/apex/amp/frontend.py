@@ -22,8 +22,24 @@ from apex._engine.session import Session
 from apex.amp import _initialize, inputs, lists, report, scaler_states
 from apex.amp._amp_state import OptProperties, _amp_state
 from apex.amp.devices import device_types, warn_if_emulated
+from apex.amp.opt_levels import O0, O1, O2, O3, O4, O5, Properties, opt_levels
 from apex.amp.optimizers import AmpStashOptimizer, unwrap
 from apex.amp.properties import level_defaults, resolve, to_policy
+
+__all__ = [
+    "O0",
+    "O1",
+    "O2",
+    "O3",
+    "O4",
+    "O5",
+    "Properties",
+    "initialize",
+    "load_state_dict",
+    "opt_levels",
+    "restore",
+    "state_dict",
+]
 
 
 def initialize(
@@ -212,14 +228,21 @@ def restore(models: Any, optimizers: Any = None) -> Any:
     return models if optimizers is None else (models, optimizers)
 
 
-def state_dict() -> OrderedDict[str, dict[str, Any]]:
+def state_dict(
+    destination: OrderedDict[str, dict[str, Any]] | None = None,
+) -> OrderedDict[str, dict[str, Any]]:
     """Returns the loss scales of all living sessions, in apex's checkpoint format.
 
     ``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``, one entry for each loss in
     the order of the ``initialize`` calls; empty when amp is not enabled. A static scale's entry
     says so under ``apex_amp_v1``, where apex does not look.
+
+    Args:
+        destination: A dict to add the entries to and return; ``None`` for a new one.
     """
-    return OrderedDict(scaler_states.entries(_living_scalers()))
+    result = OrderedDict() if destination is None else destination
+    result.update(scaler_states.entries(_living_scalers()))
+    return result
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:

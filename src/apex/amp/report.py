@@ -10,7 +10,7 @@ import torch
 from apex._engine.events import ScaleUpdate
 from apex._engine.session import Session
 from apex._torch import ranks
-from apex.amp._amp_state import _amp_state
+from apex.amp._amp_state import _amp_state, maybe_print
 from apex.amp.nonfinite import found_in, nonfinite_gradients, sentence
 from apex.amp.properties import DESCRIPTIONS, Properties
 
@@ -27,8 +27,7 @@ logging.getLogger("apex").addFilter(_is_on_rank_zero)
 
 def say(message: str) -> None:
     """Prints on standard output, unless ``verbosity`` is 0 or this is not rank 0."""
-    if _amp_state.verbosity > 0 and ranks.rank() == 0:
-        print(message)  # noqa: T201 - the report of ``verbosity`` goes to stdout, as in apex
+    maybe_print(message, rank0=True)
 
 
 def tells_why() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import MutableSequence, Sequence
 from dataclasses import replace
-from typing import Any, cast, overload
+from typing import Any, ClassVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -22,7 +22,14 @@ class LossScaler:
 
     Attributes:
         dynamic: Whether the scale follows the gradients.
+        has_fused_kernel: Always true, as where apex was built with its extensions.
+        warned_no_fused_kernel: Always false: there is no such warning.
+        warned_unscaling_non_fp32_grad: Likewise.
     """
+
+    has_fused_kernel: ClassVar[bool] = True
+    warned_no_fused_kernel: ClassVar[bool] = False
+    warned_unscaling_non_fp32_grad: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -195,6 +202,26 @@ class LossScaler:
             self.unscale(model_grads, master_grads, scale_override=scale_override)
             torch._foreach_add_(list(master_grads), stashed)
 
+    def unscale_python(
+        self, model_grads: Sequence[Tensor], master_grads: Sequence[Tensor], scale: float
+    ) -> None:
+        """Writes ``model_grads / scale`` into ``master_grads``, as :meth:`unscale`."""
+        self.unscale(model_grads, master_grads, scale_override=scale)
+
+    def unscale_with_stashed_python(
+        self,
+        model_grads: Sequence[Tensor],
+        stashed_master_grads: Sequence[Tensor],
+        master_grads: Sequence[Tensor],
+        a: float,
+        b: float,
+    ) -> None:
+        """Writes ``a * model_grads + b * stashed_master_grads`` into ``master_grads``."""
+        with torch.no_grad():
+            stashed = [grad * b for grad in stashed_master_grads]
+            self.unscale(model_grads, master_grads, scale_override=1.0 / a)
+            torch._foreach_add_(list(master_grads), stashed)
+
     def update_scale(self) -> bool:
         """Moves the scale by the overflow flag; returns whether to skip the step.
 
@@ -207,6 +234,40 @@ class LossScaler:
         self._scaler.update(())
         self._scaler.arrived()
         return overflow
+
+
+def scale_check_overflow_python(
+    model_grad: Tensor, master_grad: Tensor, scale: float, check_overflow: bool = False
+) -> bool:
+    """Writes ``scale * model_grad`` into ``master_grad``; nothing if it is checked and not finite.
+
+    Returns:
+        Whether it was checked and held inf or NaN. Waits for the device then.
+    """
+    return axpby_check_overflow_python(
+        model_grad, master_grad, master_grad, scale, 0.0, check_overflow
+    )
+
+
+@torch.no_grad()
+def axpby_check_overflow_python(
+    model_grad: Tensor,
+    stashed_grad: Tensor,
+    master_grad: Tensor,
+    a: float,
+    b: float,
+    check_overflow: bool = False,
+) -> bool:
+    """Writes ``a * model_grad + b * stashed_grad``; nothing if ``model_grad`` is not finite.
+
+    Returns:
+        Whether it was checked and held inf or NaN. Waits for the device then.
+    """
+    if check_overflow and not bool(torch.isfinite(model_grad).all()):  # sync: the caller asks
+        return True
+    scaled = model_grad.to(master_grad.dtype) * a
+    master_grad.copy_(scaled if b == 0.0 else scaled + stashed_grad * b)
+    return False
 
 
 class LossScalers(MutableSequence[LossScaler]):
