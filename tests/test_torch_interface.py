@@ -21,7 +21,8 @@ THEIRS = {
 
 
 def files():
-    return [f for top in ("apex", "amp_C", "apex_C") for f in sorted((SOURCES / top).rglob("*.py"))]
+    tops = "apex", "amp_C", "apex_C", "fused_adam_cuda"
+    return [f for top in tops for f in sorted((SOURCES / top).rglob("*.py"))]
 
 
 def is_private(name):

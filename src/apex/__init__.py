@@ -31,6 +31,7 @@ __all__ = [
     "contrib",
     "debug",
     "fp16_utils",
+    "fused_dense",
     "mlp",
     "multi_tensor_apply",
     "normalization",

@@ -1,4 +1,4 @@
-"""Modules of apex that this package does not provide: importing one names the alternative.
+"""Modules and names of apex that this package does not provide: using one names the alternative.
 
 `install` appends a finder to ``sys.meta_path``, so that it only sees modules that nothing else
 provides. The error is a ModuleNotFoundError, and so an ImportError, which libraries with an
@@ -8,10 +8,11 @@ optional import of apex catch.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import MappingProxyType, ModuleType
+from typing import Any
 
 _SDPA = "torch.nn.functional.scaled_dot_product_attention"
 _SHARDED = (
@@ -24,7 +25,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
     {
         "apex.transformer": "Megatron-LM's megatron.core, to which these modules have moved",
         "apex.pyprof": "torch.profiler, or torch.autograd.profiler.emit_nvtx with Nsight",
-        "apex.fused_dense": "torch.nn.Linear and torch.nn.GELU, which torch.compile fuses",
+        "apex.amp._process_optimizer": "amp.initialize, which prepares optimizers by a class",
         "apex.contrib.bottleneck": "torchvision's resnet.Bottleneck in channels_last",
         "apex.contrib.conv_bias_relu": "torch.nn.Conv2d and ReLU, which torch.compile fuses",
         "apex.contrib.cudnn_gbn": _BATCH_NORM,
@@ -46,6 +47,8 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "apex.contrib.sparsity": "torch.sparse.to_sparse_semi_structured, or torchao's sparsity",
         "apex.contrib.torchsched": "torch.compile",
         "apex.contrib.transducer": "torchaudio.functional.rnnt_loss",
+        "apex.parallel.optimized_sync_batchnorm_kernel": "apex.parallel.SyncBatchNorm",
+        "apex.parallel.sync_batchnorm_kernel": "apex.parallel.SyncBatchNorm",
     }
 )
 """What to use instead, by module name."""
@@ -67,6 +70,22 @@ class UnavailableFinder(MetaPathFinder):
             return None
         # No `name`: `from apex import x` would replace an error that names x with its own.
         raise ModuleNotFoundError(f"{fullname} is not part of this apex: use {instead}.")
+
+
+def names_instead(module: str, instead: Mapping[str, str]) -> Callable[[str], Any]:
+    """Returns a module's ``__getattr__`` that says what to use in place of names it lacks.
+
+    Args:
+        module: The module's name.
+        instead: What to use, by the name that the module has in the original.
+    """
+
+    def __getattr__(name: str) -> Any:  # noqa: N807 - it becomes one
+        if name in instead:
+            raise AttributeError(f"{module}.{name} is not part of this apex: use {instead[name]}.")
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return __getattr__
 
 
 def install() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from apex import RNN
-from apex.RNN import GRU, LSTM, ReLU, Tanh, cells, mLSTM
+from apex.RNN import GRU, LSTM, ReLU, RNNBackend, Tanh, cells, mLSTM
 from apex.RNN.models import toRNNBackend
 from apex.RNN.RNNBackend import RNNCell, bidirectionalRNN, stackedRNN
 
@@ -327,3 +327,19 @@ def test_a_list_of_another_length_is_refused():
 def test_anything_but_cells_is_refused():
     with pytest.raises(TypeError, match="takes an RNNCell"):
         stackedRNN(nn.LSTM(1, 1), 1)
+
+
+def test_tensors_of_one_shape_are_stacked_and_a_tensor_stays():
+    tensors = [torch.ones(2, 3), torch.zeros(2, 3)]
+    assert RNNBackend.is_iterable(tensors)
+    assert not RNNBackend.is_iterable(tensors[0])
+    assert torch.equal(RNNBackend.flatten_list(tensors), torch.stack(tensors))
+    assert RNNBackend.flatten_list(tensors[0]) is tensors[0]
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_init_inference_makes_the_states(bidirectional):
+    network = LSTM(3, 4, 2, bidirectional=bidirectional)
+    network.init_inference(5)
+    stacks = network.rnns if bidirectional else [network]
+    assert all(state.shape[0] == 5 for s in stacks for cell in s.rnns for state in cell.hidden)

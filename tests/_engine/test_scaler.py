@@ -1,5 +1,6 @@
 """One loss's scale on the device."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -9,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from apex._core.scale import ScaleRule, ScaleState, next_scale
-from apex._engine.events import ScaleUpdate
+from apex._engine.events import Iteration, ScaleUpdate
 from apex._engine.scaler import scaler_for
+
+STEPS = itertools.count()
 
 
 def dynamic(**options):
@@ -22,7 +25,7 @@ def run_pass(scaler, grad, optimizers=1):
     values = torch.tensor([grad])
     scaler.begin_pass()
     scaler.unscale_([values])
-    scaler.update(optimizers)
+    scaler.update([Iteration(key, next(STEPS)) for key in range(optimizers)])
     return float(values)
 
 
@@ -99,6 +102,16 @@ def test_a_static_scale_counts_steps_and_neither_checks_nor_moves():
     assert scaler.state() == {"loss_scale": 8.0, "unskipped": 3}
     assert not scaler.read_found_inf()
     assert scaler.arrived() == []
+
+
+def test_an_optimizer_counts_once_among_overflows_before_one_step():
+    scaler = scaler_for("dynamic", ScaleRule())
+    first, second = Iteration(0, 0), Iteration(1, 0)
+    for iterations in ([first], [first, second], [Iteration(0, 1), second]):
+        scaler.begin_pass()
+        scaler.unscale_([torch.tensor([math.inf])])
+        scaler.update(iterations)
+    assert [update.optimizers for update in scaler.arrived()] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,92 @@ def test_the_stash_follows_new_groups(level):
     assert optimizer._amp_stash.all_fp16_params[-1] is extra
 
 
+def by_groups(level):
+    """Returns a model and an optimizer with one group of weights and one of biases."""
+    model = Net()
+    names = "weight", "bias"
+    groups = [
+        {"params": [p for name, p in model.named_parameters() if name.endswith(kind)]}
+        for kind in names
+    ]
+    optimizer = torch.optim.SGD(groups, lr=0.125, momentum=0.9)
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+
+
+@with_masters
+def test_the_stash_lists_models_and_masters_by_parameter_group(level):
+    model, optimizer = by_groups(level)
+    stash = optimizer._amp_stash
+    for name, index in (("weight", 0), ("bias", 1)):
+        low = [getattr(model.first, name), getattr(model.last, name)]
+        assert all(a is b for a, b in zip(stash.fp16_groups[index], low, strict=True))
+        own = stash.fp32_from_fp32_groups[index]
+        assert all(a is b for a, b in zip(own, [getattr(model.norm, name)], strict=True))
+        listed = {id(p) for p in [*stash.fp32_from_fp16_groups[index], *own]}
+        assert listed == {id(p) for p in optimizer.param_groups[index]["params"]}
+        pairs = zip(stash.fp16_groups[index], stash.fp32_from_fp16_groups[index], strict=True)
+        assert all(torch.equal(p, master.to(p.dtype)) for p, master in pairs)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O3", "O4"])
+def test_the_stash_has_no_groups_without_masters(level):
+    _, optimizer = prepared(level)
+    for name in ("fp16_groups", "fp32_from_fp16_groups", "fp32_from_fp32_groups"):
+        assert not hasattr(optimizer._amp_stash, name)
+
+
+@with_masters
+def test_a_frozen_parameter_is_in_no_list_of_a_group(level):
+    model = Net()
+    model.norm.weight.requires_grad_(False)
+    model.first.weight.requires_grad_(False)
+    model, optimizer = amp.initialize(model, sgd(model), opt_level=level, verbosity=0)
+    stash = optimizer._amp_stash
+    listed = [stash.fp16_groups, stash.fp32_from_fp32_groups]
+    frozen = {id(model.first.weight), id(model.norm.weight)}
+    assert not frozen & {id(p) for groups in listed for group in groups for p in group}
+
+
+@with_masters
+def test_slow_momentum_written_through_the_groups_trains_as_on_fp32(level):
+    """SlowMo of fairscale: an outer momentum step on masters, then rounded into the model."""
+    model, optimizer = one_weight(level)
+    expected = slow = 1.0
+    velocity = 0.0
+    for value in (1.0, 2.0, 3.0):
+        optimizer.zero_grad()
+        backward(slope(model, value * 2.0**-6), optimizer)
+        optimizer.step()
+        expected -= 0.125 * value * 2.0**-6
+        velocity = 0.5 * velocity + (slow - expected)
+        expected = slow = slow - 0.75 * velocity
+        stash = optimizer._amp_stash
+        for low, masters in zip(stash.fp16_groups, stash.fp32_from_fp16_groups, strict=True):
+            for param, master in zip(low, masters, strict=True):
+                master.data.fill_(expected)
+                param.data.copy_(master.data)
+        assert next(amp.master_params(optimizer)).item() == expected
+        assert model.state_dict()["weight"].item() == expected
+
+
+@with_masters
+def test_weights_averaged_in_low_precision_and_copied_to_the_masters_stay(level):
+    model, optimizer = one_weight(level)
+    backward(slope(model, 2.0**-6), optimizer)
+    optimizer.step()
+    (param,), (master,) = (
+        optimizer._amp_stash.fp16_groups[0],
+        optimizer._amp_stash.fp32_from_fp16_groups[0],
+    )
+    param.data.mul_(0.5)  # not counted by torch
+    master.data.copy_(param.data)
+    assert model(torch.ones(1, 1)).item() == master.item() == param.item() <= 0.5
+    optimizer.zero_grad()
+    backward(slope(model, 0.5), optimizer)
+    optimizer.step()
+    assert 0.4 < model.weight.item() < 0.45
+
+
 @every_level
 def test_params_have_scaled_gradients_between_delayed_passes(level):
     model, optimizer = prepared(level)

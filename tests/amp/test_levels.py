@@ -109,7 +109,7 @@ ACCEPTED = [
     ("O0", {"master_weights": True}, {"master_weights": True}),
     ("O0", {"loss_scale": 128}, {"loss_scale": 128.0}),
     ("O0", {"patch_torch_functions": False}, {"patch_torch_functions": False}),
-    ("O1", {"cast_model_type": FP32}, {"cast_model_type": None}),
+    ("O1", {"cast_model_type": FP32}, {"cast_model_type": FP32}),
     ("O1", {"cast_model_type": False}, {"cast_model_type": None}),
     ("O1", {"patch_torch_functions": False}, {"patch_torch_functions": False}),
     ("O1", {"patch_torch_functions_type": BF16}, {"patch_torch_functions_type": BF16}),
@@ -150,6 +150,33 @@ def test_no_function_patching_at_o1_computes_in_fp32():
     model, _ = prepared("O1", patch_torch_functions=False)
     assert model(torch.randn(3, 4)).dtype is FP32
     assert not torch.is_autocast_enabled("cpu")
+
+
+class Takes(nn.Linear):
+    """Records the dtype that its forward gets, and computes in the level's 16-bit type."""
+
+    def forward(self, x, *, scale):
+        self.taken = x.dtype, scale["by"].dtype
+        return {"out": super().forward(x), "taken": x.long()}
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+@pytest.mark.parametrize("given", [torch.float64, FP16, BF16])
+def test_fp32_as_model_type_at_o1_casts_the_model_s_inputs_and_outputs(level, given):
+    model = Takes(2, 2)
+    amp.initialize(model, opt_level=level, cast_model_type=FP32, verbosity=0)
+    out = model(torch.ones(3, 2, dtype=given), scale={"by": torch.ones(1, dtype=given)})
+    assert model.taken == (FP32, FP32)
+    assert (out["out"].dtype, out["taken"].dtype) == (FP32, torch.int64)
+    assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is LOW[level]
+
+
+def test_model_outputs_keep_their_own_type_beside_it():
+    model = nn.Linear(2, 2)
+    amp.initialize(
+        model, opt_level="O4", cast_model_type=FP32, cast_model_outputs=FP16, verbosity=0
+    )
+    assert model(torch.ones(3, 2)).dtype is FP16
 
 
 def test_no_cast_at_o2_leaves_the_model_in_fp32():

@@ -3,8 +3,13 @@
 import pytest
 import torch
 
+import amp_C
 import apex.amp as amp
-from apex.amp.scaler import LossScaler
+from apex.amp.scaler import (
+    LossScaler,
+    axpby_check_overflow_python,
+    scale_check_overflow_python,
+)
 from tests.amp.cases import (
     backward,
     loss_of,
@@ -141,13 +146,94 @@ def test_clear_overflow_state_forgets_the_overflow():
     assert (scaler()._has_overflow, scale()) == (False, 2.0**15)
 
 
-def test_views_of_one_scaler_are_equal_and_hash_alike():
+def test_each_scaler_has_one_view_which_keeps_what_scripts_put_on_it():
     keep = prepared("O2", num_losses=2)
     one, two = amp._amp_state.loss_scalers
-    assert one == scaler()
-    assert hash(one) == hash(scaler())
-    assert one != two
+    one.mark = 3
+    assert scaler() is one
+    assert scaler().mark == 3
+    assert one is not two
     del keep
+
+
+@pytest.mark.parametrize("found", [True, False])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float32])
+def test_a_flag_that_a_script_sets_decides_the_update(found, dtype):
+    keep = prepared("O2")
+    flag = torch.tensor([int(found)], dtype=dtype)
+    scaler()._overflow_buf = flag
+    assert scaler()._overflow_buf is flag
+    assert scaler().update_scale() is found
+    assert (scaler()._has_overflow, scale()) == (found, 2.0**15 if found else 2.0**16)
+    del keep
+
+
+def test_a_flag_set_once_is_read_at_every_update_and_cleared_with_the_state():
+    made = LossScaler("dynamic")
+    flag = torch.zeros(1, dtype=torch.int32)
+    made._overflow_buf = flag
+    decisions = []
+    for grad in (torch.inf, 1.0, torch.nan):
+        made.clear_overflow_state()
+        amp_C.multi_tensor_scale(65536, flag, [[torch.tensor([grad])], [torch.empty(1)]], 1.0)
+        decisions.append(made.update_scale())
+    assert decisions == [True, False, True]
+    assert (made.loss_scale(), made._unskipped) == (2.0**14, 0)
+
+
+def test_a_flag_set_on_a_static_scaler_skips_nothing():
+    made = LossScaler(8.0)
+    made._overflow_buf = torch.ones(1, dtype=torch.int32)
+    assert made.update_scale() is False
+    assert made.loss_scale() == 8.0
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_has_overflow_can_be_set_before_the_update(found):
+    model, optimizer = prepared("O2")
+    overflow(model, optimizer, delay_overflow_check=True)
+    scaler()._has_overflow = found
+    assert scaler()._has_overflow is found
+    assert scaler().update_scale() is found
+    assert scale() == (2.0**15 if found else 2.0**16)
+
+
+@pytest.mark.parametrize("bad", [torch.ones(2), 1, None])
+def test_a_flag_that_is_no_single_number_is_refused(bad):
+    made = LossScaler("dynamic")
+    with pytest.raises((TypeError, ValueError), match=r"_overflow_buf .* one element"):
+        made._overflow_buf = bad
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_averaged_by_a_script_after_accumulation_train_and_skip(level):
+    """``--allreduce_post_accumulation`` of NVIDIA's BERT, on one process."""
+    model, optimizer = one_weight(level)
+    scaler()._loss_scale = 2.0**10
+    flag = torch.zeros(1, dtype=torch.int32)
+    weights, scales = [], []
+    for slopes in ((1.0, 3.0), (1.0, torch.inf), (2.0, 2.0)):
+        for value in slopes:
+            with amp.scale_loss(slope(model, value), optimizer, delay_overflow_check=True) as loss:
+                loss.backward()
+        grads = [p.grad for p in amp.master_params(optimizer)]
+        sent = [torch.empty_like(grad) for grad in grads]
+        flag.zero_()
+        amp_C.multi_tensor_scale(65536, flag, [grads, sent], scaler().loss_scale() / 2)
+        flag.zero_()
+        amp_C.multi_tensor_scale(65536, flag, [sent, grads], 1.0 / scaler().loss_scale())
+        scaler()._overflow_buf = flag
+        if scaler().update_scale():
+            for param in optimizer._amp_stash.all_fp32_from_fp16_params:
+                param.grad = None
+        else:
+            optimizer.step()
+        for param in model.parameters():
+            param.grad = None
+        weights.append(model.weight.item())
+        scales.append(scale())
+    assert weights == [0.75, 0.75, 0.5]
+    assert scales == [2.0**10, 2.0**9, 2.0**9]
 
 
 # -- a LossScaler of one's own ---------------------------------------------------------------
@@ -248,3 +334,32 @@ def test_unscale_with_stashed_takes_another_scale():
     stash = [torch.full((2,), 3.0)]
     LossScaler(8.0).unscale_with_stashed([torch.full((2,), 16.0)], stash, master, 4.0)
     assert master[0].tolist() == [7.0, 7.0]
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_python_forms_write_unless_they_are_to_check_and_find_an_overflow(bad):
+    grad, out = torch.tensor([2.0, bad]), torch.zeros(2)
+    assert scale_check_overflow_python(grad, out, 0.5, check_overflow=True) is True
+    assert axpby_check_overflow_python(grad, out, out, 0.5, 1.0, check_overflow=True) is True
+    assert out.tolist() == [0.0, 0.0]
+    assert scale_check_overflow_python(grad, out, 0.5) is False
+    assert out[0] == 1.0
+    assert axpby_check_overflow_python(grad, torch.full((2,), 3.0), out, 0.5, 2.0) is False
+    assert out[0] == 7.0
+
+
+def test_python_methods_do_as_the_fused_ones():
+    made = LossScaler("dynamic")
+    grads, out = [torch.tensor([8.0]).half()], [torch.zeros(1)]
+    made.unscale_python(grads, out, 4.0)
+    assert out[0] == 2.0
+    made.unscale_with_stashed_python(grads, [torch.tensor([3.0])], out, 0.5, 2.0)
+    assert (out[0], made._has_overflow) == (10.0, False)
+    made.unscale_python([torch.tensor([torch.inf])], out, 4.0)
+    assert made.update_scale() is True
+
+
+def test_a_kernel_is_always_there():
+    assert LossScaler.has_fused_kernel
+    assert not LossScaler.warned_no_fused_kernel
+    assert not LossScaler.warned_unscaling_non_fp32_grad

@@ -10,10 +10,12 @@ from torch import nn
 
 import apex.amp as amp
 from apex.amp import _initialize
+from apex.amp.scaler import LossScaler
 from apex.parallel import LARC
 from tests.amp.cases import (
     LEVELS,
     Net,
+    overflow,
     prepared,
     scale,
     sgd,
@@ -102,6 +104,74 @@ def test_loss_scalers_are_those_of_the_newest_session():
 
 def test_loss_scalers_are_empty_before_initialize():
     assert amp._amp_state.loss_scalers == []
+
+
+def test_a_loss_scaler_can_be_replaced_and_the_next_pass_uses_it():
+    model, optimizer = prepared("O2")
+    amp._amp_state.loss_scalers[0] = LossScaler(4.0)
+    with amp.scale_loss(torch.ones(()), optimizer) as scaled_loss:
+        assert scaled_loss == 4.0
+        (model.last.weight.float().sum() * scaled_loss).backward()
+    assert model.last.weight.grad is not None
+    assert scale() == 4.0
+
+
+def test_the_list_of_loss_scalers_can_be_set_and_added_to():
+    model, optimizer = prepared("O2")
+    amp._amp_state.loss_scalers = [LossScaler(2.0), LossScaler("dynamic")]
+    amp._amp_state.loss_scalers.append(LossScaler("dynamic"))
+    assert [scale(index) for index in range(3)] == [2.0, 2.0**16, 2.0**16]
+    overflow(model, optimizer, loss_id=2)
+    assert [scale(index) for index in range(3)] == [2.0, 2.0**16, 2.0**15]
+    del amp._amp_state.loss_scalers[0]
+    assert len(amp.state_dict()) == 2
+
+
+def test_loss_scalers_can_be_set_before_initialize_which_makes_its_own():
+    made = LossScaler(2.0)
+    amp._amp_state.loss_scalers = [made]
+    assert amp._amp_state.loss_scalers == [made]
+    keep = prepared("O2")
+    assert scale() == 2.0**16
+    del keep
+
+
+def test_what_is_no_scaler_is_refused_among_them():
+    keep = prepared("O2")
+    with pytest.raises(TypeError, match=r"takes apex\.amp\.scaler\.LossScaler, not float"):
+        amp._amp_state.loss_scalers[0] = 8.0
+    assert scale() == 2.0**16
+    del keep
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+def test_a_copy_of_the_loss_scalers_is_a_list_of_their_values(duplicate):
+    model, optimizer = prepared("O2", num_losses=2)
+    saved = duplicate(amp._amp_state.loss_scalers)
+    overflow(model, optimizer)
+    assert type(saved) is list
+    assert [scaler.loss_scale() for scaler in saved] == [2.0**16] * 2
+    assert scale() == 2.0**15
+
+
+def test_bounds_of_the_scale_are_those_of_the_last_initialize_and_can_be_set():
+    state = amp._amp_state
+    assert (state.min_loss_scale, state.max_loss_scale) == (None, 2.0**24)
+    keep = prepared("O2", min_loss_scale=2.0, max_loss_scale=2.0**20)
+    assert (state.min_loss_scale, state.max_loss_scale) == (2.0, 2.0**20)
+    state.min_loss_scale = state.max_loss_scale = 8.0
+    assert (state.min_loss_scale, state.max_loss_scale) == (8.0, 8.0)
+    del keep
+
+
+@pytest.mark.parametrize("value", [None, amp.handle.NoOpHandle()])
+def test_the_handle_can_be_set_until_the_next_initialize(value):
+    first = prepared("O4")
+    amp._amp_state.handle = value
+    assert amp._amp_state.handle is value
+    second = prepared("O4")
+    assert amp._amp_state.handle.is_active()
+    del first, second
 
 
 @pytest.mark.parametrize(

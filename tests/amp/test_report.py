@@ -76,8 +76,31 @@ def test_an_overflow_is_one_line_with_two_blanks(capsys):
     capsys.readouterr()
     overflow(model, optimizer)
     assert capsys.readouterr().out == LINE.format(0, 32768.0)
+    optimizer.step()
     overflow(model, optimizer)
     assert capsys.readouterr().out == LINE.format(0, 16384.0)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_overflows_before_one_step_are_one_line_for_each_loss(capsys, level):
+    model, optimizer = prepared(level, verbosity=1, num_losses=2)
+    capsys.readouterr()
+    for _ in range(2):
+        for loss_id in (0, 1, 0, 1):
+            overflow(model, optimizer, loss_id=loss_id)
+        optimizer.step()
+    assert capsys.readouterr().out == "".join(
+        [LINE.format(i, factor * 65536.0) for factor in (1 / 2, 1 / 8) for i in (0, 1)]
+    )
+
+
+def test_an_overflow_that_was_thrown_away_is_not_the_next_one(capsys):
+    model, optimizer = prepared("O2", verbosity=1)
+    capsys.readouterr()
+    for _ in range(2):
+        overflow(model, optimizer)
+        optimizer.zero_grad()
+    assert capsys.readouterr().out == LINE.format(0, 32768.0) + LINE.format(0, 16384.0)
 
 
 def test_a_clean_pass_says_nothing(capsys):

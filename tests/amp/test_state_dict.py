@@ -318,6 +318,25 @@ def test_another_number_of_scalers_warns_and_loads_what_fits(saved, present):
     del keep
 
 
+@pytest.mark.parametrize("losses", [1, 2])
+def test_with_two_sessions_as_many_entries_as_the_newest_has_go_to_it(caplog, losses):
+    first, second = prepared("O2"), prepared("O1", num_losses=losses)
+    amp.load_state_dict({f"loss_scaler{i}": entry(2.0**i, i) for i in range(losses)})
+    found = [(scale(i), unskipped(i)) for i in range(1 + losses)]
+    assert found == [(2.0**16, 0), *((2.0**i, i) for i in range(losses))]
+    (record,) = caplog.records
+    assert f"{losses} loss scalers, as the newest amp.initialize call" in record.getMessage()
+    del first, second
+
+
+def test_with_two_sessions_as_many_entries_as_both_have_go_to_both(caplog):
+    first, second = prepared("O2"), prepared("O1")
+    amp.load_state_dict({f"loss_scaler{i}": entry(2.0**i, i) for i in range(2)})
+    assert [(scale(i), unskipped(i)) for i in range(2)] == [(1.0, 0), (2.0, 1)]
+    assert not caplog.records
+    del first, second
+
+
 @pytest.mark.parametrize(
     ("bad", "words"),
     [

@@ -10,7 +10,7 @@ from apex._core import finite
 from apex._core.foreach.gate import Gate, as_scalar, as_tensor
 from apex._core.foreach.norms import any_non_finite, stacked
 from apex._core.scale import ScaleRule
-from apex._engine.events import ScaleUpdate
+from apex._engine.events import Iteration, ScaleUpdate
 from apex._engine.readback import Readback
 from apex._engine.scaler import DynamicScaler
 from apex.debug.clock import clock_for
@@ -83,7 +83,7 @@ def run_pass(scaler, place, value):
     scaler.scale(torch.ones((), device=place))
     scaler.begin_pass()
     scaler.unscale_([torch.tensor([value], device=place)])
-    scaler.update(1)
+    scaler.update([Iteration(0, 0)])
 
 
 def test_a_scale_keeps_its_state_on_its_way_through_devices():
@@ -109,7 +109,7 @@ def test_a_pass_on_a_device_waits_for_nothing():
     device.waits()
     scaler.begin_pass()
     scaler.unscale_([grad])
-    scaler.update(1)
+    scaler.update([Iteration(0, 0)])
     device.set_events_pass(False)
     assert scaler.arrived() == []
     device.set_events_pass(True)

@@ -1,4 +1,4 @@
-"""Ctrl-C at any line of an iteration: casts, counters and weights are as they should be after it."""
+"""Ctrl-C at any line of an iteration leaves casts, counters and weights in order."""
 
 import sys
 from collections import Counter

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from apex import fp16_utils
+from apex.fp16_utils import fp16util
 from tests.training.cases import same
 
 HALF = torch.float16
@@ -194,3 +195,10 @@ def test_to_python_float_takes_tensors_and_sequences():
 
 def test_clip_grad_norm_is_torchs():
     assert fp16_utils.clip_grad_norm is nn.utils.clip_grad_norm_
+
+
+def test_a_gradient_that_reaches_a_master_is_an_error():
+    master = torch.ones(2, requires_grad=True)
+    master.register_hook(fp16util.backwards_debug_hook)
+    with pytest.raises(RuntimeError, match=r"A master got a gradient of shape \(2,\)"):
+        master.sum().backward()

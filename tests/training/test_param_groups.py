@@ -91,6 +91,15 @@ def test_a_parameter_that_is_already_stepped_is_refused(level):
     assert len(optimizer.param_groups) == 1
 
 
+@pytest.mark.parametrize("level", cases.LEVELS)
+def test_a_group_that_is_no_dict_is_refused(level):
+    model, optimizer = cases.prepared(level)
+    with pytest.raises(TypeError, match=r"add_param_group got a list; it takes one dict"):
+        optimizer.add_param_group([nn.Parameter(torch.ones(2))])
+    assert len(optimizer.param_groups) == 1
+    del model
+
+
 @pytest.mark.parametrize("level", cases.WITH_MASTERS)
 def test_a_named_parameter_that_is_already_stepped_is_refused(level):
     model = cases.net()

@@ -55,6 +55,10 @@ class bidirectionalRNN(nn.Module):
         self.fwd.init_hidden(bsz)
         self.bckwrd.init_hidden(bsz)
 
+    def init_inference(self, bsz: int) -> None:
+        """Does as :meth:`init_hidden`."""
+        self.init_hidden(bsz)
+
     def reset_hidden(self, bsz: int) -> None:
         """Resets all states to zeros for a batch of ``bsz``."""
         self.fwd.reset_hidden(bsz)

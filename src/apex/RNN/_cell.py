@@ -70,8 +70,9 @@ class RNNCell(nn.Module):
             self.output_size,
         )
 
-    def reset_parameters(self) -> None:
-        """Reinitializes all parameters uniformly within +-1/sqrt(hidden_size)."""
+    def reset_parameters(self, gain: float = 1) -> None:
+        """Reinitializes all parameters uniformly within +-1/sqrt(hidden_size); ignores ``gain``."""
+        del gain
         bound = 1.0 / math.sqrt(self.hidden_size)
         for param in self.parameters():
             nn.init.uniform_(param, -bound, bound)

@@ -113,6 +113,10 @@ class stackedRNN(nn.Module):
         for cell in self._cells():
             cell.init_hidden(bsz)
 
+    def init_inference(self, bsz: int) -> None:
+        """Does as :meth:`init_hidden`."""
+        self.init_hidden(bsz)
+
     def reset_hidden(self, bsz: int) -> None:
         """Resets all states to zeros for a batch of ``bsz``."""
         for cell in self._cells():

@@ -207,7 +207,7 @@ class BackwardPass(ExitStack):
         if not all(self._sends):
             scaler.hold()
         elif self._moves_scale:
-            scaler.update(len(self._bindings))
+            scaler.update([binding.gradients.iteration for binding in self._bindings])
 
     def _abort(self) -> None:
         if not self._finished:

@@ -7,6 +7,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
+class Iteration(NamedTuple):
+    """What the passes before one step of an optimizer have in common.
+
+    Attributes:
+        optimizer: Tells optimizers apart.
+        number: Changes with every step, and when the gradients are cleared.
+    """
+
+    optimizer: int
+    number: int
+
+
 @dataclass(frozen=True)
 class ScaleUpdate:
     """One update of a loss scale, as read on the host.
@@ -15,7 +27,8 @@ class ScaleUpdate:
         loss_id: Which scaler of the session.
         loss_scale: The scale after the update (multiplier).
         overflow: Whether a gradient of this pass held inf or NaN.
-        optimizers: How many optimizers the pass was for; each skips its next step on overflow.
+        optimizers: How many optimizers the pass was for; on overflow only those that no earlier
+            pass of this loss makes skip the same step.
         skipped_in_row: Overflows in a row, this one included; 0 when clean.
     """
 

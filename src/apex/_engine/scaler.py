@@ -13,7 +13,7 @@ from torch import Tensor
 from apex._core.finite import unscale_, unscale_and_check_
 from apex._core.policy import LossScale
 from apex._core.scale import ScaleRule, checked_static, update_scale_
-from apex._engine.events import ScaleUpdate
+from apex._engine.events import Iteration, ScaleUpdate
 from apex._engine.readback import Readback
 from apex._torch import dtensor
 from apex._torch.copies import moved
@@ -48,6 +48,7 @@ class Scaler(ABC):
         block_on_read: Whether to block on the readback, so that a report can still inspect the
             gradients it names.
         pass_state: What has become of the flag; set back by callers where a pass failed.
+        view: Space for the compatibility view of this scaler.
     """
 
     dynamic: ClassVar[bool]
@@ -62,6 +63,7 @@ class Scaler(ABC):
         self.open_blocks: set[object] = set()
         self.block_on_read = False
         self.pass_state = PassState.UPDATED
+        self.view: object = None
 
     @property
     def rule(self) -> ScaleRule:
@@ -140,11 +142,11 @@ class Scaler(ABC):
             dtensor.greatest_(self.found_inf, over)
 
     @abstractmethod
-    def update(self, optimizers: int) -> None:
+    def update(self, iterations: Sequence[Iteration]) -> None:
         """Ends the pass: moves a dynamic scale by its flag, or counts a step of a static one.
 
         Args:
-            optimizers: How many optimizers the pass was for, for the report.
+            iterations: The present one of each optimizer that the pass was for, for the report.
         """
 
     @abstractmethod
@@ -239,7 +241,7 @@ class StaticScaler(Scaler):
         if values and divisor != 1.0:
             unscale_(values, 1.0 / divisor)
 
-    def update(self, optimizers: int) -> None:
+    def update(self, iterations: Sequence[Iteration]) -> None:
         """Counts a step."""
         self._clean_steps += 1
 
@@ -286,7 +288,8 @@ class DynamicScaler(Scaler):
         self.clean_steps = torch.tensor(0, dtype=torch.int32)
         self._in_range = rule.least <= initial <= rule.greatest
         self._readback = Readback()
-        self._passes_sent: list[int] = []
+        self._passes_sent: list[Sequence[Iteration]] = []
+        self._skipping: dict[int, Iteration] = {}
         self._skipped_in_row = 0
 
     @property
@@ -346,7 +349,7 @@ class DynamicScaler(Scaler):
                 inverse = torch.full_like(self.loss_scale, 1.0 / override)
             unscale_and_check_(values, inverse, self.found_inf)
 
-    def update(self, optimizers: int) -> None:
+    def update(self, iterations: Sequence[Iteration]) -> None:
         """Moves the scale by the flag, on the device, and sends both to the host."""
         update_scale_(
             self.loss_scale,
@@ -357,7 +360,7 @@ class DynamicScaler(Scaler):
         )
         self.pass_state = PassState.UPDATED
         if self._readback.send(self._scale_and_flag):
-            self._passes_sent.append(optimizers)
+            self._passes_sent.append(iterations)
 
     def arrived(self) -> list[ScaleUpdate]:
         """Returns the updates that have reached the host, all of them with ``block_on_read``."""
@@ -366,11 +369,19 @@ class DynamicScaler(Scaler):
             overflow = found_inf != 0.0
             self._skipped_in_row = self._skipped_in_row + 1 if overflow else 0
             # A Ctrl-C may have come between the sending of a pass and the note of it.
-            optimizers = self._passes_sent.pop(0) if self._passes_sent else 1
+            sent = self._passes_sent.pop(0) if self._passes_sent else ()
+            optimizers = self._newly(sent, overflow=overflow)
             updates.append(
                 ScaleUpdate(self.loss_id, loss_scale, overflow, optimizers, self._skipped_in_row)
             )
         return updates
+
+    def _newly(self, iterations: Sequence[Iteration], *, overflow: bool) -> int:
+        if not overflow:
+            return len(iterations)
+        new = [each for each in iterations if self._skipping.get(each.optimizer) != each]
+        self._skipping.update((each.optimizer, each) for each in new)
+        return len(new)
 
     def read_scale(self) -> float:
         """Returns the scale as a number. Waits for the device."""

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from apex._engine.autocast.user_functions import UserRegistry
+from apex._torch import ranks
 from apex.amp import scaler_states
+from apex.amp.optimizers import master_params as master_params  # scripts import it from here
 
 if TYPE_CHECKING:
+    from apex._engine.scaler import Scaler
     from apex._engine.session import Session
     from apex.amp.handle import AmpHandle, NoOpHandle
-    from apex.amp.scaler import LossScaler
+    from apex.amp.scaler import LossScaler, LossScalers
 
 
 class AmpState:
@@ -26,6 +30,8 @@ class AmpState:
         hard_override: Warn about overrides that make no sense instead of refusing them.
         allow_incoming_model_not_fp32: Accept models that are not fp32.
         opt_properties: The options of the last ``initialize``; absent before the first.
+        min_loss_scale: As given to the last ``initialize``; scalers have their own.
+        max_loss_scale: Likewise.
         functions: What the user registered for casting.
         waiting: Loss scales of a checkpoint that was loaded before there was a session.
     """
@@ -37,11 +43,15 @@ class AmpState:
         self.verbosity = 1
         self.hard_override = False
         self.allow_incoming_model_not_fp32 = False
+        self.min_loss_scale: float | None = None
+        self.max_loss_scale = 2.0**24
         self.functions = UserRegistry()
         self.waiting: list[scaler_states.State] = []
         self._sessions: list[weakref.ref[Session]] = []
         self._passed_over: weakref.WeakSet[Any] = weakref.WeakSet()
         self._init_handle: AmpHandle | NoOpHandle | None = None
+        self._given_handle: list[Any] = []
+        self._own_scalers: list[Scaler] = []
         self._lock = threading.Lock()
 
     # -- sessions ----------------------------------------------------------------------------
@@ -51,6 +61,7 @@ class AmpState:
         with self._lock:
             self._sessions = [ref for ref in self._sessions if ref() is not None]
             self._sessions.append(weakref.ref(session))
+            self._given_handle.clear()
             self.waiting = scaler_states.hand_over(session.scalers, self.waiting)
 
     def discard(self, session: Session) -> None:
@@ -97,6 +108,7 @@ class AmpState:
     def hold_handle(self, handle: AmpHandle | NoOpHandle) -> None:
         """Keeps the handle of ``amp.init``, and with it its session."""
         self._init_handle = handle
+        self._given_handle.clear()
 
     def release_handle(self) -> None:
         """Ends the handle of an earlier ``amp.init``."""
@@ -112,19 +124,35 @@ class AmpState:
     # -- apex's view -------------------------------------------------------------------------
 
     @property
-    def loss_scalers(self) -> list[LossScaler]:
-        """The scalers of the current session, as apex's objects; empty without one."""
-        from apex.amp.scaler import LossScaler
+    def loss_scalers(self) -> LossScalers:
+        """The scalers of the current session, as apex's objects; empty without one.
+
+        May be set, and changed as a list, to give losses other scalers.
+        """
+        from apex.amp.scaler import LossScalers
 
         session = self.current()
-        return [] if session is None else [LossScaler.over(scaler) for scaler in session.scalers]
+        return LossScalers(self._own_scalers if session is None else session.scalers)
+
+    @loss_scalers.setter
+    def loss_scalers(self, scalers: Iterable[LossScaler]) -> None:
+        self.loss_scalers[:] = list(scalers)
 
     @property
-    def handle(self) -> AmpHandle | NoOpHandle:
-        """apex's handle: that of ``amp.init``, or one over the current session's casts."""
+    def handle(self) -> Any:
+        """apex's handle: that of ``amp.init``, or one over the current session's casts.
+
+        May be set: it is read back until the next ``initialize`` or ``init``, and nothing else.
+        """
         from apex.amp.handle import handle_of
 
+        if self._given_handle:
+            return self._given_handle[0]
         return self._init_handle or handle_of(self.current())
+
+    @handle.setter
+    def handle(self, handle: Any) -> None:
+        self._given_handle[:] = [handle]
 
 
 class OptProperties:
@@ -154,3 +182,16 @@ class OptProperties:
 
 
 _amp_state = AmpState()
+
+
+def maybe_print(msg: object, rank0: bool = False) -> None:
+    """Prints on standard output, unless ``verbosity`` is 0; with ``rank0`` only on rank 0."""
+    if _amp_state.verbosity > 0 and not (rank0 and ranks.rank()):
+        print(msg)  # noqa: T201 - the report of ``verbosity`` goes to stdout, as in apex
+
+
+def warn_or_err(msg: str) -> None:
+    """Raises RuntimeError; warns instead where ``_amp_state.hard_override`` is set."""
+    if not _amp_state.hard_override:
+        raise RuntimeError(msg)
+    warnings.warn(msg, UserWarning, stacklevel=3)

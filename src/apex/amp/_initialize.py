@@ -8,8 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from apex import _unavailable
 from apex._core import dtypes, tree
 from apex._pickle import rebuild
+
+_CHECKS = "amp.initialize, which checks all that it is given before it changes anything"
+
+__getattr__ = _unavailable.names_instead(
+    __name__,
+    {
+        "O2StateDictHook": "model.state_dict(), which is fp32 at every level",
+        "_initialize": "amp.initialize",
+        "check_models": _CHECKS,
+        "check_optimizers": _CHECKS,
+        "check_params_fp32": _CHECKS,
+    },
+)
 
 Applier = Callable[[Any, Callable[[Tensor], Tensor]], Any]
 
@@ -17,6 +31,11 @@ Applier = Callable[[Any, Callable[[Tensor], Tensor]], Any]
 def applier(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
     """Returns ``value`` with ``fn`` applied to every tensor in it, container types kept."""
     return tree.map_tensors(fn, value)
+
+
+def to_type(dtype: torch.dtype, t: Any) -> Any:
+    """Returns a floating tensor in ``dtype``, other tensors as they are, other values by ``to``."""
+    return dtypes.cast(t, dtype) if isinstance(t, Tensor) else t.to(dtype)
 
 
 _own = applier

@@ -95,7 +95,8 @@ def init(
     Args:
         enabled: With False the handle passes everything through.
         loss_scale: A number, or ``"dynamic"``.
-        enable_caching: Accepted for old scripts; a weight is cast once a forward in any case.
+        enable_caching: Accepted for old scripts, kept on the handle; a weight is cast once a
+            forward in any case.
         verbose: Accepted for old scripts, kept on the handle.
         allow_banned: Let ``binary_cross_entropy`` take fp16, in fp32, instead of refusing it.
 
@@ -103,17 +104,18 @@ def init(
         A handle with ``scale_loss``, ``wrap_optimizer`` and ``is_active``; a later call replaces
         it.
     """
-    del enable_caching
     _amp_state.release_handle()
     handle: AmpHandle | NoOpHandle = NoOpHandle()
     if enabled:
-        handle = AmpHandle(_o1_session(loss_scale, allow_banned), verbose=verbose)
+        session = o1_session(loss_scale, allow_banned=allow_banned)
+        handle = AmpHandle.over(session, enable_caching=enable_caching, verbose=verbose)
     _amp_state.opt_properties = OptProperties({"enabled": enabled})
     _amp_state.hold_handle(handle)
     return handle
 
 
-def _o1_session(loss_scale: float | str, allow_banned: bool) -> Session:
+def o1_session(loss_scale: float | str, *, allow_banned: bool = False) -> Session:
+    """Returns a session that casts as O1 in this thread, without models."""
     policy = to_policy(LEVELS["O1"])
     types = all_device_types()
     spec = CastSpec(torch.float16, types, lists.op_table(), allow_banned)

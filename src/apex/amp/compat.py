@@ -23,19 +23,19 @@ def tensor_is_float_tensor() -> bool:
     return False
 
 
-def is_tensor_like(value: object) -> bool:
-    """Returns whether ``value`` is a tensor."""
-    return isinstance(value, Tensor)
+def is_tensor_like(x: object) -> bool:
+    """Returns whether ``x`` is a tensor."""
+    return isinstance(x, Tensor)
 
 
-def is_floating_point(value: object) -> bool:
-    """Returns whether ``value`` is a floating tensor; False for anything that is no tensor."""
-    return isinstance(value, Tensor) and value.is_floating_point()
+def is_floating_point(x: object) -> bool:
+    """Returns whether ``x`` is a floating tensor; False for anything that is no tensor."""
+    return isinstance(x, Tensor) and x.is_floating_point()
 
 
-def scalar_python_val(value: Any) -> Any:
+def scalar_python_val(x: Any) -> Any:
     """Returns a one-element tensor as a number, anything else as it is. Waits for the device."""
-    return value.tolist() if isinstance(value, Tensor) and value.dim() == 0 else value
+    return x.tolist() if isinstance(x, Tensor) and x.dim() == 0 else x
 
 
 def filter_attrs(module: object, attrs: Iterable[str]) -> list[str]:

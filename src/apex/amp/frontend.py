@@ -22,8 +22,24 @@ from apex._engine.session import Session
 from apex.amp import _initialize, inputs, lists, report, scaler_states
 from apex.amp._amp_state import OptProperties, _amp_state
 from apex.amp.devices import device_types, warn_if_emulated
+from apex.amp.opt_levels import O0, O1, O2, O3, O4, O5, Properties, opt_levels
 from apex.amp.optimizers import AmpStashOptimizer, unwrap
 from apex.amp.properties import level_defaults, resolve, to_policy
+
+__all__ = [
+    "O0",
+    "O1",
+    "O2",
+    "O3",
+    "O4",
+    "O5",
+    "Properties",
+    "initialize",
+    "load_state_dict",
+    "opt_levels",
+    "restore",
+    "state_dict",
+]
 
 
 def initialize(
@@ -76,6 +92,7 @@ def initialize(
         opt_level: ``"O0"`` to ``"O5"``. The arguments below change single properties of it;
             ``None`` keeps the level's own.
         cast_model_type: Type of parameters, buffers and inputs (O0, O2, O3, O5); False for none.
+            At O1 and O4 only ``torch.float32``: inputs and outputs are cast to fp32.
         patch_torch_functions: Whether ops cast by the op table; False at O1 or O4 turns it off.
         keep_batchnorm_fp32: Whether batch norm stays fp32 in a converted model (O2, O3, O5);
             also the strings ``"True"`` and ``"False"``.
@@ -173,6 +190,7 @@ def initialize(
     _amp_state.add(made)
     _amp_state.take_up([*model_list, *own])
     _amp_state.opt_properties = made.options = OptProperties(asdict(properties))
+    _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
     return models if optimizers is None else (models, optimizers)
 
 
@@ -210,14 +228,21 @@ def restore(models: Any, optimizers: Any = None) -> Any:
     return models if optimizers is None else (models, optimizers)
 
 
-def state_dict() -> OrderedDict[str, dict[str, Any]]:
+def state_dict(
+    destination: OrderedDict[str, dict[str, Any]] | None = None,
+) -> OrderedDict[str, dict[str, Any]]:
     """Returns the loss scales of all living sessions, in apex's checkpoint format.
 
     ``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``, one entry for each loss in
     the order of the ``initialize`` calls; empty when amp is not enabled. A static scale's entry
     says so under ``apex_amp_v1``, where apex does not look.
+
+    Args:
+        destination: A dict to add the entries to and return; ``None`` for a new one.
     """
-    return OrderedDict(scaler_states.entries(_living_scalers()))
+    result = OrderedDict() if destination is None else destination
+    result.update(scaler_states.entries(_living_scalers()))
+    return result
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
@@ -227,6 +252,9 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     once and wait. The ``initialize`` calls that follow take them in order, each as many as it has
     losses, and a second load before them replaces what waits. Calls with ``enabled=False`` take
     none; after one, with nothing else prepared, this does nothing.
+
+    With several living sessions a checkpoint with as many entries as the newest has losses goes to
+    that one, with a line in the log; one with as many as all of them together goes to all.
 
     What has no meaning here is left, with a line in the log (``apex``): a dynamic scale where it
     is static, or a static one where it is dynamic. Another number of scalers gives a warning, and
@@ -247,6 +275,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     _amp_state.waiting = [] if scalers else states
     if not scalers:
         return
+    scalers = _addressed(states, scalers)
     if len(states) != len(scalers):
         warnings.warn(
             f"amp.load_state_dict got {len(states)} loss scalers, but amp has {len(scalers)}; "
@@ -256,6 +285,18 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
             stacklevel=2,
         )
     scaler_states.put(scalers, states)
+
+
+def _addressed(states: Sequence[object], scalers: list[Scaler]) -> list[Scaler]:
+    """Returns the scalers that a checkpoint is for: all, or those of the newest session."""
+    newest = _amp_state.sessions()[-1].scalers
+    if len(states) in (len(scalers), 0) or len(states) != len(newest):
+        return scalers
+    scaler_states.log_rank0(
+        f"amp.load_state_dict: the checkpoint has {len(states)} loss scalers, as the newest "
+        f"amp.initialize call; earlier calls, with {len(scalers) - len(newest)} more, keep theirs."
+    )
+    return newest
 
 
 def _living_scalers() -> list[Scaler]:

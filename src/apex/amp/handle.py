@@ -15,12 +15,13 @@ from apex._engine.optimizer.optimizer_class import binding_of
 from apex._engine.session import Session
 from apex._torch.dynamo import untraced
 from apex.amp._amp_state import _amp_state
+from apex.amp.opt import OptimWrapper
 from apex.amp.optimizers import AmpStashOptimizer, unwrap
+from apex.amp.scaler import LossScaler as LossScaler  # scripts import it from here
 
 if TYPE_CHECKING:
     from apex._engine.optimizer.binding import Binding
     from apex._engine.scaler import Scaler
-    from apex.amp.opt import OptimWrapper
 
 Optimizers = Optimizer | Iterable[Any] | Any
 
@@ -101,9 +102,35 @@ def disable_casts() -> AbstractContextManager[None]:
 class AmpHandle:
     """What ``amp.init`` returns: op casts in this thread and a scale for each loss."""
 
-    def __init__(self, session: Session, *, verbose: bool = False) -> None:
-        """Holds the session, which ends with the handle."""
+    def __init__(
+        self,
+        loss_scale: float | str = "dynamic",
+        enable_caching: bool = True,
+        verbose: bool = False,
+    ) -> None:
+        """Turns on the casts of O1 in this thread, as ``amp.init`` does; they end with the handle.
+
+        Args:
+            loss_scale: A number, or ``"dynamic"``.
+            enable_caching: What ``has_cache`` says; a weight is cast once a forward in any case.
+            verbose: What ``verbose`` says.
+        """
+        from apex.amp.amp import o1_session
+
+        self._hold(o1_session(loss_scale), enable_caching=enable_caching, verbose=verbose)
+
+    @classmethod
+    def over(
+        cls, session: Session, *, enable_caching: bool = True, verbose: bool = False
+    ) -> AmpHandle:
+        """Returns a handle of ``session``, which ends with it."""
+        handle = cls.__new__(cls)
+        handle._hold(session, enable_caching=enable_caching, verbose=verbose)
+        return handle
+
+    def _hold(self, session: Session, *, enable_caching: bool, verbose: bool) -> None:
         self._session = session
+        self._enable_caching = enable_caching
         self._verbose = verbose
 
     def is_active(self) -> bool:
@@ -117,6 +144,21 @@ class AmpHandle:
         """As given to ``amp.init``."""
         return self._verbose
 
+    @property
+    def has_cache(self) -> bool:
+        """The ``enable_caching`` given."""
+        return self._enable_caching
+
+    @property
+    def cache(self) -> dict[Tensor, Tensor]:
+        """An empty dict: torch keeps the casts of weights."""
+        return {}
+
+    def remove_cache(self, param: Tensor) -> None:
+        """Forgets the casts of all weights, that of ``param`` among them."""
+        del param
+        self._clear_cache()
+
     @untraced
     def scale_loss(self, loss: Tensor, optimizer: Any) -> AbstractContextManager[Tensor]:
         """Returns the context of one backward pass; see :func:`apex.amp.scale_loss`.
@@ -124,8 +166,6 @@ class AmpHandle:
         Raises:
             RuntimeError: For an optimizer that ``wrap_optimizer`` wrapped: it scales by itself.
         """
-        from apex.amp.opt import OptimWrapper
-
         if isinstance(optimizer, OptimWrapper):
             raise RuntimeError(
                 "handle.scale_loss got an optimizer that handle.wrap_optimizer wrapped. Call "
@@ -137,9 +177,10 @@ class AmpHandle:
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
         """Returns the optimizer with ``scale_loss``, and a scale for each loss."""
-        from apex.amp.opt import OptimWrapper
+        return OptimWrapper(optimizer, self, num_loss)
 
-        return OptimWrapper(optimizer, self._session, self._bound(optimizer), num_loss)
+    def _bind(self, optimizer: Any) -> tuple[Session, Binding]:
+        return self._session, self._bound(optimizer)
 
     def _bound(self, optimizer: Any) -> Binding:
         own = unwrap(optimizer)
@@ -166,6 +207,7 @@ class NoOpHandle:
 
     _is_active = False
     verbose = False
+    has_cache = False
 
     def is_active(self) -> bool:
         """Returns False."""
@@ -178,9 +220,11 @@ class NoOpHandle:
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
         """Returns the optimizer with a ``scale_loss`` that passes the loss through."""
-        from apex.amp.opt import OptimWrapper
+        return OptimWrapper(optimizer, self, num_loss)
 
-        return OptimWrapper(optimizer, None, None, num_loss)
+    def _bind(self, optimizer: Any) -> tuple[None, None]:
+        del optimizer
+        return None, None
 
     def _clear_cache(self) -> None:
         """Does nothing."""
@@ -196,7 +240,7 @@ def handle_of(session: Session | None) -> AmpHandle | NoOpHandle:
     """Returns apex's handle over the casts of ``session``."""
     if session is None or session.policy.compute_dtype is None:
         return NoOpHandle()
-    return AmpHandle(session)
+    return AmpHandle.over(session)
 
 
 def _own(optimizers: Optimizers) -> list[Optimizer]:

@@ -11,10 +11,12 @@ from torch import Tensor
 from apex._core.scale import ScaleRule
 from apex._engine.scaler import scaler_for
 from apex._torch.dynamo import untraced, untraced_frame
+from apex.amp.scaler import LossScaler as LossScaler  # scripts import it from here
 
 if TYPE_CHECKING:
     from apex._engine.optimizer.binding import Binding
     from apex._engine.session import Session
+    from apex.amp.handle import AmpHandle, NoOpHandle
 
 
 class OptimWrapper:
@@ -24,13 +26,12 @@ class OptimWrapper:
     scale; an overflow in any of them skips the step.
     """
 
-    def __init__(
-        self, optimizer: Any, session: Session | None, binding: Binding | None, num_loss: int
-    ) -> None:
-        """Wraps ``optimizer``; without a session the losses pass through."""
+    def __init__(self, optimizer: Any, amp_handle: AmpHandle | NoOpHandle, num_loss: int) -> None:
+        """Wraps ``optimizer``; under a ``NoOpHandle`` the losses pass through."""
         self._optimizer = optimizer
-        self._session = session
-        self._binding = binding
+        session, binding = amp_handle._bind(optimizer)
+        self._session: Session | None = session
+        self._binding: Binding | None = binding
         self._num_loss = num_loss
         self._loss_index = 0
         scale = "dynamic" if session is None else session.policy.loss_scale
@@ -62,6 +63,23 @@ class OptimWrapper:
         """Steps, unless a gradient of any loss overflowed."""
         self._loss_index = 0
         return self._optimizer.step() if closure is None else self._optimizer.step(closure)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Clears the gradients."""
+        self._optimizer.zero_grad(*args, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the optimizer's state."""
+        state: dict[str, Any] = self._optimizer.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the optimizer's state."""
+        self._optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group of parameters."""
+        self._optimizer.add_param_group(param_group)
 
     def __getattr__(self, name: str) -> Any:
         """Returns the optimizer's attribute ``name``."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from apex._engine import masters
+from apex._engine.masters import TrackedPair
 from apex._engine.optimizer.binding import Binding
 from apex._engine.optimizer.gradient_pass import GradState
 from apex._engine.optimizer.optimizer_class import AmpOptimizer, binding_of
@@ -90,6 +91,34 @@ class AmpStash:
     def all_fp32_params(self) -> list[Tensor]:
         """Both kinds that are stepped."""
         return [*self.all_fp32_from_fp16_params, *self.all_fp32_from_fp32_params]
+
+    @property
+    def fp16_groups(self) -> list[list[Tensor]]:
+        """Model parameters that have a master, by parameter group; absent without masters."""
+        return self._by_group(lambda pair, _: None if pair is None else pair.model)
+
+    @property
+    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
+        """Their masters, by parameter group; absent without masters."""
+        return self._by_group(lambda pair, _: None if pair is None else pair.master)
+
+    @property
+    def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
+        """Trained parameters that are stepped themselves, by group; absent without masters."""
+        return self._by_group(lambda pair, own: own if pair is None and own.requires_grad else None)
+
+    def _by_group(
+        self, listed: Callable[[TrackedPair | None, Tensor], Tensor | None]
+    ) -> list[list[Tensor]]:
+        binding = self._binding
+        if not binding.master_weights:
+            raise AttributeError(
+                "optimizer._amp_stash has groups only where the optimizer steps masters (O2, O5)."
+            )
+        pairs = {id(pair.master): pair for pair in binding.pairs}
+        groups = (group["params"] for group in binding.optimizer.param_groups)
+        found = ([listed(pairs.get(id(param)), param) for param in group] for group in groups)
+        return [[param for param in group if param is not None] for group in found]
 
     @property
     def params_have_scaled_gradients(self) -> bool:

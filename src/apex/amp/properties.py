@@ -152,7 +152,7 @@ def to_policy(properties: Properties) -> Policy:
     """Translates the option row into today's terms."""
     dtype = properties.cast_model_type
     param_dtype = dtype if isinstance(dtype, torch.dtype) else None
-    if properties.patch_torch_functions:
+    if properties.patch_torch_functions and param_dtype is not _FP32:
         param_dtype = None
     output = properties.cast_model_outputs
     if output is None and param_dtype is not None:
@@ -190,8 +190,10 @@ def _check_cast_level(
             f"cast_model_type={model_type} has no meaning at {level}, which casts around operators "
             f"and leaves the model in fp32. Leave it None, or use opt_level {full!r}."
         )
-    for name in ("keep_batchnorm_fp32", "master_weights", "cast_model_type"):
+    for name in ("keep_batchnorm_fp32", "master_weights"):
         values.pop(name, None)
+    if model_type is not _FP32:
+        values.pop("cast_model_type", None)
 
 
 def _no_patching(defaults: Properties) -> str:

@@ -10,7 +10,7 @@ import torch
 from apex._engine.events import ScaleUpdate
 from apex._engine.session import Session
 from apex._torch import ranks
-from apex.amp._amp_state import _amp_state
+from apex.amp._amp_state import _amp_state, maybe_print
 from apex.amp.nonfinite import found_in, nonfinite_gradients, sentence
 from apex.amp.properties import DESCRIPTIONS, Properties
 
@@ -27,8 +27,7 @@ logging.getLogger("apex").addFilter(_is_on_rank_zero)
 
 def say(message: str) -> None:
     """Prints on standard output, unless ``verbosity`` is 0 or this is not rank 0."""
-    if _amp_state.verbosity > 0 and ranks.rank() == 0:
-        print(message)  # noqa: T201 - the report of ``verbosity`` goes to stdout, as in apex
+    maybe_print(message, rank0=True)
 
 
 def tells_why() -> bool:
@@ -48,7 +47,7 @@ def start_up(defaults: Properties, properties: Properties) -> None:
 
 
 def scale_update(session: Session, update: ScaleUpdate) -> None:
-    """Reports an overflow, one line per optimizer, and warns once when skipping goes on.
+    """Reports an overflow, one line per skipped step, and warns once when skipping goes on.
 
     With ``verbosity=2`` a line more names the gradients that were not finite.
     """
@@ -59,7 +58,7 @@ def scale_update(session: Session, update: ScaleUpdate) -> None:
             f"Gradient overflow.  Skipping step, loss scaler {update.loss_id} "
             f"reducing loss scale to {update.loss_scale}"
         )
-    if tells_why() and ranks.rank() == 0:
+    if update.optimizers and tells_why() and ranks.rank() == 0:
         say(sentence(found_in(nonfinite_gradients(session))))
     if update.skipped_in_row == SKIPS_BEFORE_WARNING:
         warnings.warn(_skipping(session, update), UserWarning, stacklevel=6)

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+from apex import _unavailable
+
+_RNN = "torch's RNNs as they are: op casts reach them"
+
+__getattr__ = _unavailable.names_instead(
+    __name__, {"VariableFunctionsShim": _RNN, "whitelist_rnn_cells": _RNN}
+)
+
 RNN_NAMES = ["rnn_relu", "rnn_tanh", "gru", "lstm"]
 
 

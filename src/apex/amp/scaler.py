@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -18,11 +18,18 @@ class LossScaler:
     """The scale of one loss, as scripts written for apex read and set it.
 
     Reading ``_loss_scale``, ``_unskipped`` or ``_has_overflow`` waits for the device; setting one
-    of the first two does not.
+    does not.
 
     Attributes:
         dynamic: Whether the scale follows the gradients.
+        has_fused_kernel: Always true, as where apex was built with its extensions.
+        warned_no_fused_kernel: Always false: there is no such warning.
+        warned_unscaling_non_fp32_grad: Likewise.
     """
+
+    has_fused_kernel: ClassVar[bool] = True
+    warned_no_fused_kernel: ClassVar[bool] = False
+    warned_unscaling_non_fp32_grad: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -53,14 +60,19 @@ class LossScaler:
         scale = as_loss_scale("loss_scale", loss_scale)
         # apex's default moves within the bounds; a scale that the caller chose does not.
         initial = None if init_scale == INITIAL_SCALE else init_scale
-        self._scaler = scaler_for(scale, rule, initial=initial)
+        self._view(scaler_for(scale, rule, initial=initial))
 
     @classmethod
     def over(cls, scaler: Scaler) -> LossScaler:
-        """Returns a view of ``scaler``."""
-        view = cls.__new__(cls)
-        view._scaler = scaler
-        return view
+        """Returns the view of ``scaler``, always the same object."""
+        if not isinstance(scaler.view, LossScaler):
+            cls.__new__(cls)._view(scaler)
+        return cast(LossScaler, scaler.view)
+
+    def _view(self, scaler: Scaler) -> None:
+        self._scaler = scaler
+        self._given_flag: Tensor | None = None
+        scaler.view = self
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles and copies by values, as a scaler of its own; waits for the device."""
@@ -73,14 +85,6 @@ class LossScaler:
     def __setstate__(self, unskipped: int) -> None:
         """Takes over the count of clean steps, which the constructor does not know."""
         self._unskipped = unskipped
-
-    def __eq__(self, other: object) -> bool:
-        """Views of the same scaler are equal."""
-        return isinstance(other, LossScaler) and other._scaler is self._scaler
-
-    def __hash__(self) -> int:
-        """Hashes the scaler that is viewed."""
-        return hash(self._scaler)
 
     @property
     def dynamic(self) -> bool:
@@ -111,9 +115,22 @@ class LossScaler:
     def _has_overflow(self) -> bool:
         return self._scaler.read_found_inf()
 
+    @_has_overflow.setter
+    def _has_overflow(self, value: bool) -> None:
+        self._given_flag = None
+        self._scaler.found_inf.fill_(float(value))
+
     @property
     def _overflow_buf(self) -> Tensor:
-        return self._scaler.found_inf.reshape(1)
+        return self._scaler.found_inf.reshape(1) if self._given_flag is None else self._given_flag
+
+    @_overflow_buf.setter
+    def _overflow_buf(self, flag: Tensor) -> None:
+        if not isinstance(flag, Tensor):
+            raise TypeError(f"_overflow_buf is {flag!r}; it must be a tensor of one element.")
+        if flag.numel() != 1:
+            raise ValueError(f"_overflow_buf has shape {tuple(flag.shape)}; it takes one element.")
+        self._given_flag = flag
 
     @property
     def _scale_seq_len(self) -> int:
@@ -143,8 +160,10 @@ class LossScaler:
         self._scaler.rule = replace(self._scaler.rule, **changes)
 
     def clear_overflow_state(self) -> None:
-        """Clears the overflow flag of the last pass."""
+        """Clears the overflow flag of the last pass, and one that the script has set."""
         self._scaler.found_inf.zero_()
+        if self._given_flag is not None:
+            self._given_flag.zero_()
 
     def unscale(
         self,
@@ -183,12 +202,137 @@ class LossScaler:
             self.unscale(model_grads, master_grads, scale_override=scale_override)
             torch._foreach_add_(list(master_grads), stashed)
 
-    def update_scale(self) -> bool:
-        """Moves the scale by the flag of the last pass; returns whether to skip the step.
+    def unscale_python(
+        self, model_grads: Sequence[Tensor], master_grads: Sequence[Tensor], scale: float
+    ) -> None:
+        """Writes ``model_grads / scale`` into ``master_grads``, as :meth:`unscale`."""
+        self.unscale(model_grads, master_grads, scale_override=scale)
 
-        Waits for the device.
+    def unscale_with_stashed_python(
+        self,
+        model_grads: Sequence[Tensor],
+        stashed_master_grads: Sequence[Tensor],
+        master_grads: Sequence[Tensor],
+        a: float,
+        b: float,
+    ) -> None:
+        """Writes ``a * model_grads + b * stashed_master_grads`` into ``master_grads``."""
+        with torch.no_grad():
+            stashed = [grad * b for grad in stashed_master_grads]
+            self.unscale(model_grads, master_grads, scale_override=1.0 / a)
+            torch._foreach_add_(list(master_grads), stashed)
+
+    def update_scale(self) -> bool:
+        """Moves the scale by the overflow flag; returns whether to skip the step.
+
+        The flag is that of the last pass, or the tensor that the script has set as
+        ``_overflow_buf``. Waits for the device.
         """
+        if self._scaler.dynamic and self._given_flag is not None:
+            self._scaler.found_inf.copy_(self._given_flag.reshape(()))
         overflow = self._scaler.dynamic and self._scaler.read_found_inf()
-        self._scaler.update(0)
+        self._scaler.update(())
         self._scaler.arrived()
         return overflow
+
+
+def scale_check_overflow_python(
+    model_grad: Tensor, master_grad: Tensor, scale: float, check_overflow: bool = False
+) -> bool:
+    """Writes ``scale * model_grad`` into ``master_grad``; nothing if it is checked and not finite.
+
+    Returns:
+        Whether it was checked and held inf or NaN. Waits for the device then.
+    """
+    return axpby_check_overflow_python(
+        model_grad, master_grad, master_grad, scale, 0.0, check_overflow
+    )
+
+
+@torch.no_grad()
+def axpby_check_overflow_python(
+    model_grad: Tensor,
+    stashed_grad: Tensor,
+    master_grad: Tensor,
+    a: float,
+    b: float,
+    check_overflow: bool = False,
+) -> bool:
+    """Writes ``a * model_grad + b * stashed_grad``; nothing if ``model_grad`` is not finite.
+
+    Returns:
+        Whether it was checked and held inf or NaN. Waits for the device then.
+    """
+    if check_overflow and not bool(torch.isfinite(model_grad).all()):  # sync: the caller asks
+        return True
+    scaled = model_grad.to(master_grad.dtype) * a
+    master_grad.copy_(scaled if b == 0.0 else scaled + stashed_grad * b)
+    return False
+
+
+class LossScalers(MutableSequence[LossScaler]):
+    """The scalers of a session, one for each ``loss_id``, as a list that scripts may change."""
+
+    def __init__(self, scalers: list[Scaler]) -> None:
+        """Views the session's own list."""
+        self._scalers = scalers
+
+    def __len__(self) -> int:
+        """Returns how many there are."""
+        return len(self._scalers)
+
+    @overload
+    def __getitem__(self, index: int) -> LossScaler: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[LossScaler]: ...
+
+    def __getitem__(self, index: int | slice) -> LossScaler | list[LossScaler]:
+        """Returns one, or several as a list."""
+        if isinstance(index, slice):
+            return [LossScaler.over(scaler) for scaler in self._scalers[index]]
+        return LossScaler.over(self._scalers[index])
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Replaces one, or several."""
+        several = isinstance(index, slice)
+        self._scalers[index] = (
+            [_engine_scaler(s) for s in value] if several else _engine_scaler(value)
+        )
+        self._number()
+
+    def __delitem__(self, index: int | slice) -> None:
+        """Removes one, or several."""
+        del self._scalers[index]
+        self._number()
+
+    def insert(self, index: int, value: LossScaler) -> None:
+        """Adds one before ``index``."""
+        self._scalers.insert(index, _engine_scaler(value))
+        self._number()
+
+    def _number(self) -> None:
+        for loss_id, scaler in enumerate(self._scalers):
+            scaler.loss_id = loss_id
+
+    def __eq__(self, other: object) -> bool:
+        """Equal to a list of the same scalers."""
+        return isinstance(other, LossScalers | list) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles as a list of scalers of their own."""
+        return list, (list(self),)
+
+    def __repr__(self) -> str:
+        """Shows a list."""
+        return repr(list(self))
+
+
+def _engine_scaler(given: object) -> Scaler:
+    if isinstance(given, LossScaler):
+        return given._scaler
+    raise TypeError(
+        f"amp._amp_state.loss_scalers takes apex.amp.scaler.LossScaler, not {type(given).__name__}."
+    )

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from apex import _unavailable
 from apex._core import dtypes
+
+_RNN = "torch's RNNs as they are: amp casts their weights"
+
+__getattr__ = _unavailable.names_instead(
+    __name__,
+    {
+        "new_synthesize_flattened_rnn_weights": _RNN,
+        "set_func_save": "amp.register_half_function(module, name) and its like",
+        "synthesize_flattened_rnn_weights": _RNN,
+    },
+)
 
 Cast = Callable[[Any], Any]
 
@@ -18,39 +31,100 @@ def is_cuda_enabled() -> bool:
     return torch.version.cuda is not None
 
 
-def is_nested(value: object) -> bool:
-    """Returns whether ``value`` is a list or tuple."""
-    return isinstance(value, list | tuple)
+def get_cuda_version() -> tuple[int, ...]:
+    """Returns the CUDA version that torch is built for; empty where it is built for none."""
+    return tuple(int(part) for part in (torch.version.cuda or "").split(".") if part)
 
 
-def is_fp_tensor(value: Any) -> bool:
-    """Returns whether ``value`` is a floating tensor, or a list or tuple of nothing else."""
-    if isinstance(value, list | tuple):
-        return all(is_fp_tensor(item) for item in value)
-    return isinstance(value, Tensor) and value.is_floating_point()
+def is_nested(x: object) -> bool:
+    """Returns whether ``x`` is a list or tuple."""
+    return isinstance(x, list | tuple)
 
 
-def type_string(tensor: Tensor) -> str:
+def is_fp_tensor(x: Any) -> bool:
+    """Returns whether ``x`` is a floating tensor, or a list or tuple of nothing else."""
+    if isinstance(x, list | tuple):
+        return all(is_fp_tensor(item) for item in x)
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def should_cache(x: Any) -> bool:
+    """Returns whether ``x`` is an fp32 parameter, or a list or tuple of nothing else."""
+    if isinstance(x, list | tuple):
+        return all(should_cache(item) for item in x)
+    return isinstance(x, nn.Parameter) and x.dtype is torch.float32
+
+
+def collect_fp_tensor_types(args: Iterable[Any], kwargs: Mapping[str, Any]) -> set[str]:
+    """Returns the :func:`type_string` of every floating tensor, also of those in lists."""
+    floating = [x for x in (*args, *kwargs.values()) if is_fp_tensor(x)]
+    return {type_string(tensor) for x in floating for tensor in _flat(x)}
+
+
+def type_string(x: Tensor) -> str:
     """Returns the last word of the tensor's type, such as ``"HalfTensor"``."""
-    return tensor.type().split(".")[-1]
+    return x.type().split(".")[-1]
 
 
-def maybe_half(value: Any, name: str = "", verbose: bool = False) -> Any:
+def maybe_half(x: Any, name: str = "", verbose: bool = False) -> Any:
     """Returns floating tensors in fp16, also in lists and tuples; anything else as it is."""
     del name, verbose
-    return _mapped(value, torch.float16)
+    return _mapped(x, torch.float16)
 
 
-def maybe_float(value: Any, name: str = "", verbose: bool = False) -> Any:
+def maybe_float(x: Any, name: str = "", verbose: bool = False) -> Any:
     """Returns floating tensors in fp32, also in lists and tuples; anything else as it is."""
     del name, verbose
-    return _mapped(value, torch.float32)
+    return _mapped(x, torch.float32)
+
+
+def cached_cast(cast_fn: Cast, x: Any, cache: dict[Any, Any]) -> Any:
+    """Returns ``cast_fn(x)``, from ``cache`` where that has it with the gradient it needs."""
+    if isinstance(x, list | tuple):
+        return type(x)(cached_cast(cast_fn, item, cache) for item in x)
+    known = cache.get(x)
+    if known is None or (torch.is_grad_enabled() and x.requires_grad != known.requires_grad):
+        known = cache[x] = cast_fn(x)
+    return known
+
+
+def verbosify(cast_fn: Callable[..., Any], fn_name: str, verbose: bool) -> Callable[..., Any]:
+    """Returns ``cast_fn``, with its name and ``verbose`` bound if that is set."""
+    return functools.partial(cast_fn, name=fn_name, verbose=verbose) if verbose else cast_fn
+
+
+def as_inplace(fns: Iterable[str]) -> Iterator[str]:
+    """Yields the names of the in-place variants of operators."""
+    return (f"{name}_" for name in fns)
+
+
+def has_func(mod: Any, fn: str) -> bool:
+    """Returns whether a module, class or dict has ``fn``."""
+    return fn in (mod if isinstance(mod, dict) else dir(mod))
+
+
+def get_func(mod: Any, fn: str) -> Any:
+    """Returns ``fn`` of a module, class or dict."""
+    return mod[fn] if isinstance(mod, dict) else getattr(mod, fn)
+
+
+def set_func(mod: Any, fn: str, new_fn: Any) -> None:
+    """Sets ``fn`` of a module, class or dict."""
+    if isinstance(mod, dict):
+        mod[fn] = new_fn
+    else:
+        setattr(mod, fn, new_fn)
 
 
 def casted_args(cast_fn: Cast, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
     """Returns ``args`` with ``cast_fn`` applied to the floating ones; ``kwargs`` stay."""
     del kwargs
     return [cast_fn(arg) if is_fp_tensor(arg) else arg for arg in args]
+
+
+def _flat(x: Any) -> Iterator[Tensor]:
+    for item in x if isinstance(x, list | tuple) else [x]:
+        yield from _flat(item) if isinstance(item, list | tuple) else [item]
 
 
 def _mapped(value: Any, dtype: torch.dtype) -> Any:

@@ -203,6 +203,11 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
         if self.verbose:
             _log.warning("%s, reducing loss scale to %s", message, self.loss_scale)
 
+    def maybe_print(self, msg: object) -> None:
+        """Logs ``msg`` (logger ``apex``) where ``verbose`` is set."""
+        if self.verbose:
+            _log.info("%s", msg)
+
     # -- state -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:

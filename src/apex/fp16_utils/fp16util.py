@@ -9,9 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from apex import _unavailable
 from apex._core import dtypes, master, tree
 from apex._core.master import Pair
 from apex._torch import foreach
+
+__getattr__ = _unavailable.names_instead(
+    __name__, dict.fromkeys(("TORCH_MAJOR", "TORCH_MINOR"), "torch.__version__")
+)
 
 clip_grad_norm = nn.utils.clip_grad_norm_
 
@@ -202,3 +207,11 @@ def _require_fit(
             f"(flat_master={flat_master}). Pass the two lists that one prep_param_lists call "
             "returned, and the same flat_master."
         )
+
+
+def backwards_debug_hook(grad: Tensor) -> None:
+    """Raises RuntimeError, as a hook on a master: autograd must not reach masters."""
+    raise RuntimeError(
+        f"A master got a gradient of shape {tuple(grad.shape)} from a backward pass. Compute the "
+        "loss from the model's parameters, not from the masters."
+    )

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import parallel
 
+from apex import _unavailable
 from apex._torch.ddp import SENDS_LATER
 from apex.parallel.delayed_reduction import DelayedReduction
 from apex.parallel.flat_calls import (
@@ -23,6 +24,11 @@ from apex.parallel.flat_calls import (
 from apex.parallel.gradient_reduction import GradientReduction
 from apex.parallel.process_groups import require_running, require_same_parameters
 from apex.parallel.reducer import Reducer
+
+__getattr__ = _unavailable.names_instead(
+    __name__,
+    dict.fromkeys(("import_flatten_impl", "imported_flatten_impl"), "apex_C.flatten"),
+)
 
 __all__ = [
     "DistributedDataParallel",

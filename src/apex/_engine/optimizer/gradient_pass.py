@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from apex._core import finite, master
+from apex._engine.events import Iteration
 from apex._engine.masters import TrackedPair, clear_grad
 from apex._torch import dtensor
 from apex._torch.dynamo import untraced
@@ -74,6 +75,7 @@ class Gradients:
         found_inf: 0-d fp32 flag: a gradient that is still there held inf or NaN; ``None`` until a
             checked pass.
         checked: Whether the flag speaks of the present gradients.
+        iteration: What the passes before the next step have in common.
     """
 
     def __init__(self, stepped: Stepped) -> None:
@@ -83,6 +85,7 @@ class Gradients:
         self.open_pass: OpenPass | None = None
         self.found_inf: Tensor | None = None
         self.checked = False
+        self.iteration = Iteration(id(self), 0)
         self._before = GradState.READY
         self._aside: _Grads = []
         self._fresh: _Grads = []
@@ -412,8 +415,13 @@ class Gradients:
 
     def forget(self) -> None:
         """Has no pass open and no overflow pending."""
+        self.end_iteration()
         self._close(GradState.READY)
         self.checked = False
+
+    def end_iteration(self) -> None:
+        """Counts the passes that follow as those of another step."""
+        self.iteration = Iteration(id(self), self.iteration.number + 1)
 
     def mark_scaled(self, scaled: bool) -> None:
         """Says whether the gradients are still scaled, for scripts that set apex's flag."""

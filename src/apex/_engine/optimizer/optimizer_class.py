@@ -173,7 +173,12 @@ def _step_through(optimizer: Optimizer, inner: Callable[..., Any]) -> Callable[.
     return step
 
 
-def _refuse_unfit(binding: Binding, param_group: dict[str, Any]) -> None:
+def _refuse_unfit(binding: Binding, param_group: object) -> None:
+    if not isinstance(param_group, dict):
+        raise TypeError(
+            f"add_param_group got a {type(param_group).__name__}; it takes one dict, such as "
+            '{"params": [...]}. Call it once for each group.'
+        )
     params = param_group.get("params", ())
     if isinstance(params, torch.Tensor):
         params = param_group["params"] = [params]

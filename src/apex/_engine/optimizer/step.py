@@ -69,6 +69,7 @@ def _end(binding: Binding, off: AbstractContextManager[None], ended: list[bool])
 
 @untraced
 def _expect_writes(binding: Binding) -> None:
+    binding.gradients.end_iteration()
     for pair in binding.pairs:
         pair.expect_write()
 

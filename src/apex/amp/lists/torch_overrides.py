@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from apex import _unavailable
 from apex.amp.lists._original import ORIGINAL
+
+_VERSIONS = ("version_major", "version_minor", "version_num", "version_strings")
+
+__getattr__ = _unavailable.names_instead(__name__, dict.fromkeys(_VERSIONS, "torch.__version__"))
 
 _SPACE = ORIGINAL["torch"]
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from apex._core.foreach.gate import Gate, Scalar, add_, as_tensor, bias_correction
+from apex._core.foreach.early_adam import EarlyAdamRule, early_adam_
+from apex._core.foreach.gate import Gate, Scalar, as_tensor
 from apex._core.foreach.norms import l2_norms, stacked, total
-from apex._core.foreach.working import store, working
+from apex._core.foreach.working import working
 from apex._torch.copies import moved
 from apex.contrib.optimizers.explicit import ExplicitOptimizer
 from apex.optimizers.fused_optimizer import (
@@ -97,35 +98,18 @@ class FusedAdam(ExplicitOptimizer):
     def update(self, batch: Batch, step: Scalar, gate: Gate) -> None:
         """Takes one step for a batch."""
         group = batch.group
-        averages = self.buffers(batch, "exp_avg"), self.buffers(batch, "exp_avg_sq")
-        params, grads, firsts, seconds = working(batch.params, batch.grads, *averages)
         beta1, beta2 = group["betas"]
-        grads = gate.gradients(grads)
-        torch._foreach_mul_(firsts, gate.coefficient(beta1, 1.0))
-        torch._foreach_add_(firsts, grads, alpha=1.0 - beta1)
-        torch._foreach_mul_(seconds, gate.coefficient(beta2, 1.0))
-        torch._foreach_addcmul_(seconds, grads, grads, value=1.0 - beta2)
-        updates = list(torch._foreach_div(firsts, self._denominators(seconds, group["eps"], gate)))
-        if group["weight_decay"]:
-            torch._foreach_add_(updates, params, alpha=group["weight_decay"])
-        size = batch.option("lr")
-        if group["bias_correction"]:
-            size = size * bias_correction(beta2, step) ** 0.5 / bias_correction(beta1, step)
-        torch._foreach_mul_(updates, gate.coefficient(size, 0.0))
-        torch._foreach_sub_(params, updates)
-        for targets, values in zip(
-            (batch.params, *averages), (params, firsts, seconds), strict=True
-        ):
-            store(targets, values)
-
-    def _denominators(self, squares: list[Tensor], eps: float, gate: Gate) -> list[Tensor]:
-        added = gate.coefficient(eps, 1.0)
-        inside = self.eps_mode == 0
-        result = list(torch._foreach_clone(squares) if inside else torch._foreach_sqrt(squares))
-        add_(result, added)
-        if inside:
-            torch._foreach_sqrt_(result)
-        return result
+        rule = EarlyAdamRule(
+            lr=batch.option("lr"),
+            beta1=beta1,
+            beta2=beta2,
+            eps=group["eps"],
+            eps_inside_sqrt=self.eps_mode == 0,
+            weight_decay=group["weight_decay"],
+            bias_correction=group["bias_correction"],
+        )
+        averages = self.buffers(batch, "exp_avg"), self.buffers(batch, "exp_avg_sq")
+        early_adam_(batch.params, batch.grads, *averages, rule=rule, step=step, gate=gate)
 
 
 def _clip(batches: list[Batch], max_norm: float, known: float | Tensor | None) -> None:

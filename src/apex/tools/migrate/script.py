@@ -8,7 +8,7 @@ import warnings
 
 from apex.tools.migrate.scopes import ScopeVisitor
 
-ROOTS = ("apex", "amp_C", "apex_C")
+ROOTS = ("apex", "amp_C", "apex_C", "fused_adam_cuda")
 """The top-level modules of this distribution."""
 
 

@@ -1,0 +1,150 @@
+"""apex's dense layers on torch's operators, which carry gradients and follow autocast.
+
+Weights are ``[out, in]``, biases ``[out]``, inputs ``[*, in]``.
+"""
+
+# ruff: noqa: A002 - `input` is apex's and torch's name for it
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def fused_dense_function(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Returns a linear layer's output, ``[*, out]``."""
+    return F.linear(input, weight, bias)
+
+
+def dense_no_bias_function(input: Tensor, weight: Tensor) -> Tensor:
+    """Returns a linear layer's output without bias, ``[*, out]``."""
+    return F.linear(input, weight)
+
+
+def fused_dense_gelu_dense_function(
+    input: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor
+) -> Tensor:
+    """Returns the output of two linear layers with an exact GELU between them."""
+    return F.linear(F.gelu(F.linear(input, weight1, bias1)), weight2, bias2)
+
+
+_fused_dense = fused_dense_function
+_dense_no_bias = dense_no_bias_function
+_fused_dense_gelu_dense = fused_dense_gelu_dense_function
+
+
+class FusedDenseFunc(torch.autograd.Function):
+    """A linear layer as an autograd function; the modules use the function above."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """Returns :func:`fused_dense_function` of the arguments."""
+        ctx.save_for_backward(input, weight)
+        return fused_dense_function(input, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, ...]:
+        """Returns the gradients of input, weight and bias."""
+        return *_grads(grad_output, *ctx.saved_tensors), grad_output.flatten(0, -2).sum(0)
+
+
+class DenseNoBiasFunc(torch.autograd.Function):
+    """A linear layer without bias as an autograd function."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor) -> Tensor:
+        """Returns :func:`dense_no_bias_function` of the arguments."""
+        ctx.save_for_backward(input, weight)
+        return dense_no_bias_function(input, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, ...]:
+        """Returns the gradients of input and weight."""
+        return _grads(grad_output, *ctx.saved_tensors)
+
+
+class FusedDenseGeluDenseFunc(torch.autograd.Function):
+    """Two linear layers with a GELU between them as an autograd function."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor
+    ) -> Tensor:
+        """Returns :func:`fused_dense_gelu_dense_function` of the arguments."""
+        hidden = F.linear(input, weight1, bias1)
+        ctx.save_for_backward(input, weight1, weight2, hidden)
+        return F.linear(F.gelu(hidden), weight2, bias2)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, ...]:
+        """Returns the gradients of input, weights and biases, in the order of the arguments."""
+        input, weight1, weight2, hidden = ctx.saved_tensors  # noqa: A001 - apex's name
+        into_gelu, of_weight2 = _grads(grad_output, F.gelu(hidden), weight2)
+        of_hidden = torch.ops.aten.gelu_backward(into_gelu, hidden)
+        of_input, of_weight1 = _grads(of_hidden, input, weight1)
+        of_bias1, of_bias2 = (grad.flatten(0, -2).sum(0) for grad in (of_hidden, grad_output))
+        return of_input, of_weight1, of_bias1, of_weight2, of_bias2
+
+
+def _grads(grad: Tensor, input: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return grad @ weight, grad.flatten(0, -2).t() @ input.flatten(0, -2)
+
+
+class FusedDense(nn.Linear):
+    """A linear layer, initialized as ``torch.nn.Linear`` (apex left the memory as it was)."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
+        """Creates the layer."""
+        super().__init__(in_features, out_features, bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns ``[*, out_features]``."""
+        return super().forward(input)
+
+
+class DenseNoBias(FusedDense):
+    """A linear layer without bias, whatever ``bias`` says."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+        """Creates the layer."""
+        del bias
+        super().__init__(in_features, out_features, bias=False)
+
+
+class FusedDenseGeluDense(nn.Module):
+    """Two linear layers with an exact GELU between them, initialized as ``torch.nn.Linear``.
+
+    Parameters are ``weight1`` (``[intermediate, in]``), ``bias1``, ``weight2``
+    (``[out, intermediate]``) and ``bias2``.
+    """
+
+    def __init__(
+        self, in_features: int, intermediate_features: int, out_features: int, bias: bool = True
+    ) -> None:
+        """Creates the layers.
+
+        Raises:
+            ValueError: For ``bias=False``, as apex had no such layer.
+        """
+        super().__init__()
+        if not bias:
+            raise ValueError(
+                "FusedDenseGeluDense got bias=False; it has biases. Use torch.nn.Sequential of "
+                "Linear(bias=False), GELU and Linear(bias=False)."
+            )
+        self.in_features = in_features
+        self.intermediate_features = intermediate_features
+        self.out_features = out_features
+        first = nn.Linear(in_features, intermediate_features)
+        second = nn.Linear(intermediate_features, out_features)
+        self.weight1, self.bias1 = first.weight, first.bias
+        self.weight2, self.bias2 = second.weight, second.bias
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns ``[*, out_features]``."""
+        return fused_dense_gelu_dense_function(
+            input, self.weight1, self.bias1, self.weight2, self.bias2
+        )

@@ -1,0 +1,95 @@
+"""apex's ``fused_adam_cuda``: one Adam step on one tensor, on every device, in any floating dtype.
+
+Scripts with a FusedAdam of their own call it, such as OpenNMT-py 1.x.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apex._core.foreach.early_adam import EarlyAdamRule, early_adam_
+from apex._core.foreach.gate import Gate
+
+__all__ = ["adam"]
+
+
+@torch.no_grad()
+def adam(
+    p: Tensor,
+    out_p: Tensor,
+    m: Tensor,
+    v: Tensor,
+    g: Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    scale: float,
+    step: int,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+) -> None:
+    """Takes one step in place, computed in fp32 (fp64 for fp64 tensors) and rounded once.
+
+    Args:
+        p: Parameter.
+        out_p: Receives the new parameter in its own dtype; an empty tensor for none.
+        m: Average of gradients.
+        v: Average of their squares.
+        g: Gradient, not changed.
+        lr: Learning rate; also multiplies the weight decay.
+        beta1: Decay of the average of gradients.
+        beta2: Decay of the average of their squares.
+        eps: Term added to the denominator.
+        scale: Divisor of the gradient.
+        step: Number of this step, counted from 1.
+        mode: 0 to add ``eps`` inside the square root, 1 outside.
+        bias_correction: Whether to correct the bias of the averages in the step size: 1 or 0.
+        weight_decay: Decay rate, decoupled.
+
+    Raises:
+        TypeError: If ``g`` is sparse.
+        ValueError: If the tensors differ in their number of elements, or for another ``mode``.
+    """
+    _check(p, {"m": m, "v": v, "g": g, "out_p": out_p}, mode)
+    rule = EarlyAdamRule(
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        eps_inside_sqrt=mode == 0,
+        weight_decay=weight_decay,
+        bias_correction=bool(bias_correction),
+    )
+    grad = g.to(torch.promote_types(g.dtype, torch.float32)) / scale
+    own = [[each.view_as(p)] for each in (grad, m, v)]
+    early_adam_([p], *own, rule=rule, step=step, gate=Gate())
+    if out_p.numel():
+        out_p.copy_(p.view_as(out_p))
+
+
+def _check(p: Tensor, others: dict[str, Tensor], mode: int) -> None:
+    if mode not in (0, 1):
+        raise ValueError(f"mode is {mode!r}; it must be 0 (eps inside the root) or 1 (outside).")
+    for name, tensor in others.items():
+        if tensor.layout is not torch.strided:
+            raise TypeError(f"fused_adam_cuda.adam takes dense tensors; {name} is {tensor.layout}.")
+        if tensor.numel() != p.numel() and not (name == "out_p" and not tensor.numel()):
+            raise ValueError(
+                f"fused_adam_cuda.adam got {name} of {tensor.numel()} elements for a parameter of "
+                f"{p.numel()}; they must be equal."
+            )
+
+
+def __getattr__(name: str) -> Any:
+    """Says what to use in place of apex's other functions."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    raise AttributeError(
+        f"fused_adam_cuda.{name} is not here: only adam is. Use apex.optimizers.FusedAdam, or "
+        "amp_C.multi_tensor_adam for lists of tensors."
+    )

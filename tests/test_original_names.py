@@ -1,0 +1,108 @@
+"""Every name that apex's own modules define is at its path, or its error says what to use.
+
+``reference/apex_names.json`` lists them: facts read from NVIDIA/apex at e13873d (reparameterization
+at the last commit that has it), with parameters in order. Left out are names with a leading
+underscore and ``parallel.multiproc``, whose import started processes.
+"""
+
+import importlib
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+
+from apex import _unavailable
+
+NAMES = json.loads((Path(__file__).parent / "reference" / "apex_names.json").read_text())
+
+_AUTOGRAD = (
+    *("FusedLayerNormAffineFunction", "FusedLayerNormFunction"),
+    *("FusedRMSNormAffineFunction", "FusedRMSNormFunction"),
+)
+_CUSTOM_OPS = (
+    *("fused_layer_norm_affine", "fused_layer_norm", "fused_rms_norm_affine", "fused_rms_norm"),
+)
+NOT_YET = {
+    *(f"apex.normalization.fused_layer_norm.{name}.backward" for name in _AUTOGRAD),
+    *(
+        f"apex.normalization.fused_layer_norm.{name}_{part}"
+        for name in _CUSTOM_OPS
+        for part in ("fwd", "fwd_fake", "bwd", "bwd_fake")
+    ),
+    "apex.normalization.fused_layer_norm.MixedFusedLayerNorm",  # **kwargs are by name
+    "apex.normalization.fused_layer_norm.MixedFusedRMSNorm",  # **kwargs are by name
+    "apex.normalization.fused_layer_norm.fused_layer_norm_cuda",
+    "apex.normalization.fused_layer_norm.supports_custom_op",
+    "apex.mlp.mlp.MlpFunction.backward",
+    "apex.optimizers.fused_adam.FusedAdam.step",  # grad_scaler is taken, not in the signature
+    "apex.optimizers.fused_mixed_precision_lamb.FusedMixedPrecisionLamb.step",  # likewise
+    "apex.optimizers.fused_sgd.FusedSGD.get_momentums",
+    "apex.parallel.sync_batchnorm.SyncBatchNorm.warned",
+    "apex.reparameterization.reparameterization.Reparameterization",
+    *(
+        f"apex.reparameterization.reparameterization.Reparameterization.{name}"
+        for name in (
+            *("apply", "backward_hook", "compute_weight", "get_module_and_name", "get_params"),
+            *("remove", "reparameterize"),
+        )
+    ),
+    "apex.reparameterization.weight_norm.HALF_TYPES",
+    "apex.reparameterization.weight_norm.WeightNorm.compute_weight",
+    "apex.reparameterization.weight_norm.WeightNorm.reparameterize",
+    *(
+        f"apex.parallel.distributed.DistributedDataParallel.{name}"
+        for name in (
+            *("allreduce_bucket", "allreduce_fallback", "allreduce_maybe_retain"),
+            *("comm_ready_buckets", "create_hooks", "sync_bucket_structure"),
+        )
+    ),
+}
+"""Names that are missing without a word, or have other parameters: to get shorter, never longer."""
+
+
+@pytest.fixture(autouse=True)
+def installed():
+    """``import apex`` does this."""
+    _unavailable.install()
+
+
+def fault(entry):
+    """Returns what is wrong with a name, or an empty string."""
+    path = f"{entry['module']}.{entry['name']}"
+    try:
+        owner, found = None, importlib.import_module(entry["module"])
+        for part in entry["name"].split("."):
+            owner, found = found, getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        text = str(error)
+        helps = entry["module"] in text and ("use " in text or "Use " in text)
+        return "" if helps else f"{path} is missing: {text}"
+    if "parameters" not in entry:
+        return ""
+    given = parameters(owner, found, entry)
+    wanted = entry["parameters"]
+    return "" if given[: len(wanted)] == wanted else f"{path} takes {given}, not {wanted}"
+
+
+def parameters(owner, found, entry):
+    """Returns the parameters' names in the data's form, without ``self``."""
+    named = []
+    for each in inspect.signature(found).parameters.values():
+        if each.kind is each.KEYWORD_ONLY and not any(n.startswith("*") for n in named):
+            named.append("*")
+        stars = {each.VAR_POSITIONAL: "*", each.VAR_KEYWORD: "**"}.get(each.kind, "")
+        named.append(stars + each.name)
+    bound = entry["kind"] == "method" and not isinstance(
+        inspect.getattr_static(owner, entry["name"].rpartition(".")[2]), staticmethod | classmethod
+    )
+    return named[1:] if bound else named
+
+
+def test_every_name_of_the_original_is_at_its_path_or_says_what_to_use():
+    assert len(NAMES) > 300
+    paths = {f"{entry['module']}.{entry['name']}": entry for entry in NAMES}
+    assert set(paths) >= NOT_YET
+    faults = {path: text for path, entry in paths.items() if (text := fault(entry))}
+    assert [text for path, text in faults.items() if path not in NOT_YET] == []
+    assert sorted(NOT_YET - set(faults)) == []  # what is there now is to be taken off the list
