@@ -8,6 +8,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import apex.parallel
+from apex import amp
 from apex._torch import ddp
 from tests.distributed.cases import (
     START_SCALE,
@@ -168,6 +169,42 @@ def test_passes_that_all_communicate_add_up(on_two_ranks, level):
             backward(model, optimizer, *batch(rank, part), 1 / 2)
     optimizer.step()
     assert_trained_alike(first, optimizer, level)
+
+
+# -- two optimizers over the same weights -----------------------------------------------------
+
+
+def train_by_two(rank, level, wrapped, ranks=1):
+    """Two optimizers step the same weights in turn, in one pass."""
+    model = net(seed=rank)
+    optimizers = [
+        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+        torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
+    ]
+    model, optimizers = initialized(level, model, optimizers)
+    parallel = DistributedDataParallel(model) if wrapped else model
+    for step in range(5):
+        x, y = batch(rank, step) if wrapped else joined(step)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(parallel(x).float(), y)
+        with amp.scale_loss(loss, optimizers) as scaled_loss:
+            scaled_loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return state(parallel, optimizers[0]), optimizers[0]
+
+
+def train_by_two_on_a_rank(rank, level):
+    return train_by_two(rank, level, wrapped=True)[0]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_two_optimizers_over_the_same_weights_train_as_in_one_process(on_two_ranks, level):
+    first, second = on_two_ranks(train_by_two_on_a_rank, level)
+    assert first == second
+    _, optimizer = train_by_two(0, level, wrapped=False)
+    assert_trained_alike(first, optimizer, level, eps=16)
 
 
 # -- exact masters ---------------------------------------------------------------------------

@@ -155,7 +155,7 @@ class BackwardPass(ExitStack):
         if off is not None:
             off.__exit__(None, None, None)
             self._off = None
-        for binding in self._bindings:
+        for binding in reversed(self._bindings):
             gradients = binding.gradients
             if gradients.state is GradState.OPEN and gradients.open_pass is self:
                 gradients.abort(self)

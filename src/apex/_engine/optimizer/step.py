@@ -102,13 +102,23 @@ def _starts_momentum(optimizer: SGD) -> bool:
 @untraced_frame
 def _run_unless_overflow(binding: Binding, run: Run) -> Any:
     optimizer: Any = binding.optimizer
-    if not skips_in_kernel(optimizer):
+    if not skips_in_kernel(optimizer) or _spans_devices(binding):
         return None if _overflowed(binding) else run()
     optimizer.found_inf = binding.gradients.found_inf
     try:
         return run()
     finally:
         del optimizer.found_inf
+
+
+def _spans_devices(binding: Binding) -> bool:
+    # torch's fused optimizers copy the flag to CPU parameters without waiting for it (torch 2.13).
+    flag = binding.gradients.found_inf
+    return (
+        flag is not None
+        and flag.device.type != "cpu"
+        and any(param.device.type == "cpu" for param in binding.params())
+    )
 
 
 @untraced
