@@ -176,7 +176,7 @@ KNOWN = {
     ),
     "._version": (
         "apex/_engine/masters.py apex/_engine/model/state_dict.py "
-        "apex/_engine/optimizer/gradient_pass.py",
+        "apex/_engine/optimizer/gradient_pass.py apex/_engine/optimizer/shown_gradients.py",
         "autograd's count of in-place writes, in the docs of torch.autograd",
     ),
 }

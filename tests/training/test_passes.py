@@ -91,6 +91,23 @@ def test_gradients_cleared_by_hand_are_gone(level):
     )
 
 
+@pytest.mark.parametrize("scale", [1.0, 128.0, "dynamic"])
+@pytest.mark.parametrize("level", cases.MIXED)
+def test_gradients_zeroed_through_a_wrapper_are_gone(level, scale):
+    model, optimizer = cases.prepared(level, loss_scale=scale)
+    for seed in (1, 2):
+        cases.backward(model, optimizer, *(0.01 * value for value in cases.batch(seed)))
+    optimizer.step()
+    Around(model).zero_grad(set_to_none=False)
+    cases.backward(model, optimizer, *(0.01 * value for value in cases.batch(3)))
+    other, own = cases.prepared(level, loss_scale=scale)
+    other.load_state_dict(model.state_dict())
+    cases.backward(other, own, *(0.01 * value for value in cases.batch(3)))
+    assert cases.same(
+        cases.grads(amp.master_params(optimizer)), cases.grads(amp.master_params(own))
+    )
+
+
 @pytest.mark.parametrize("level", cases.WITH_MASTERS)
 def test_clipping_the_models_gradients_at_scale_one_clips_the_masters(level):
     model, optimizer = cases.prepared(level, loss_scale=1.0)
@@ -183,6 +200,8 @@ CLEARS = {
     "model": lambda model, optimizer: model.zero_grad(),
     "model, to zero": lambda model, optimizer: model.zero_grad(set_to_none=False),
     "wrapper": lambda model, optimizer: Around(model).zero_grad(),
+    "wrapper, to zero": lambda model, optimizer: Around(model).zero_grad(set_to_none=False),
+    "by hand, to zero": lambda model, optimizer: [p.grad.zero_() for p in model.parameters()],
     "by hand": lambda model, optimizer: [setattr(p, "grad", None) for p in model.parameters()],
 }
 

@@ -1,13 +1,4 @@
-"""The gradients of one optimizer through backward passes: set aside, unscaled, added up, kept.
-
-Note [Gradients of a pair]
-    A model's 16-bit gradient is what a pass writes; the master's is the fp32 sum that clipping and
-    the optimizer see. After a pass the model's gradient *shows* the master's: it is marked with its
-    version, and while it is there, the master's gradient counts. A script that clears it, by a
-    wrapper's ``zero_grad`` or by hand, has cleared both. A new gradient in its place, from a plain
-    ``loss.backward()``, replaces both. At a loss scale of exactly 1 the shown gradient is the
-    rounded sum, so what is done to it in place (a plain backward adds, a script clips) counts, too.
-"""
+"""The gradients of one optimizer through backward passes: set aside, unscaled, added up, kept."""
 
 from __future__ import annotations
 
@@ -22,13 +13,11 @@ from torch import Tensor, nn
 from apex._core import finite, master
 from apex._engine.events import Iteration
 from apex._engine.masters import TrackedPair, clear_grad
+from apex._engine.optimizer import shown_gradients
 from apex._torch import dtensor
 from apex._torch.dynamo import untraced
 
 _Grads = list[tuple[nn.Parameter, Tensor]]
-
-_MARK = "_apex_shown"
-"""Attribute of a shown gradient: its version then, and whether changes of it count."""
 
 
 class GradState(enum.Enum):
@@ -90,6 +79,7 @@ class Gradients:
         self._aside: _Grads = []
         self._fresh: _Grads = []
         self._views: _Grads = []
+        self._witness: tuple[Tensor, int] | None = None
         self._unshown: list[TrackedPair] = []
         self._in_place = True
         self._in_buckets = False
@@ -134,6 +124,7 @@ class Gradients:
                 a bucket of messages.
         """
         self.take_raw()
+        self._notice_zeroed()
         returned = self.state is GradState.LOCAL and sent_with is not None
         aside: _Grads = []
         back: _Grads = []
@@ -224,7 +215,7 @@ class Gradients:
             (pair, grad)
             for pair in self._of.pairs
             if (grad := pair.model.grad) is not None
-            and not (pair.shows_grad and _is_taken(grad))
+            and not (pair.shows_grad and shown_gradients.is_taken(grad))
             and not (done and id(pair.model) in done)
         ]
 
@@ -254,7 +245,7 @@ class Gradients:
             if before is None or grad is None:
                 continue
             if grad.is_sparse or total.is_sparse:
-                pair.model.grad = _rounded(total, pair.model)
+                pair.model.grad = shown_gradients.rounded(total, pair.model)
             else:
                 shown.append(grad)
                 totals.append(total)
@@ -268,7 +259,7 @@ class Gradients:
         for pair in self._unshown:
             grad = aside.get(id(pair.master), pair.master.grad)
             if pair.model.grad is None and grad is not None:
-                views.append((pair.model, _rounded(grad, pair.model)))
+                views.append((pair.model, shown_gradients.rounded(grad, pair.model)))
         return views
 
     def keep(self, *, sent: bool = True) -> None:
@@ -281,8 +272,12 @@ class Gradients:
         for param, grad in (*earlier, *self._fresh, *self._views):
             param.grad = grad
         for pair in self._of.pairs:
-            _show(pair, counts=not self._scaled)
+            shown_gradients.show(pair, counts=not self._scaled)
         self._close(GradState.READY if sent else GradState.LOCAL)
+        if self.checked and not self._of.pairs:
+            present = (param.grad for param in self._of.params())
+            first = next((each for each in present if each is not None), None)
+            self._witness = None if first is None else (first, first._version)
 
     def drop(self) -> None:
         """Forgets a pass that could not be unscaled, and those that it was to close.
@@ -332,16 +327,16 @@ class Gradients:
             if grad is None or pair.model.grad is not None:
                 continue
             try:
-                pair.model.grad = _rounded(grad, pair.model)
+                pair.model.grad = shown_gradients.rounded(grad, pair.model)
             except RuntimeError:  # memory has run out: then nothing is shown, and nothing is lost
                 continue
-            _show(pair, counts=not self._scaled)
+            shown_gradients.show(pair, counts=not self._scaled)
 
     # -- outside of passes -------------------------------------------------------------------
 
     @untraced
     def take_raw(self) -> None:
-        """Takes in what scripts did to gradients outside of passes, see Note [Gradients of a pair].
+        """Takes in what scripts did to gradients outside of passes, see :mod:`.shown_gradients`.
 
         That is what a plain ``loss.backward()`` has brought, and what was cleared.
         """
@@ -354,7 +349,7 @@ class Gradients:
                 if pair.shows_grad:  # cleared
                     pair.master.grad, pair.shows_grad = None, False
             # DistributedDataParallel moves shown gradients when it builds its buckets anew.
-            elif not pair.shows_grad or (_is_changed(grad) and not self._in_buckets):
+            elif not pair.shows_grad or (shown_gradients.is_changed(grad) and not self._in_buckets):
                 raw.append(pair)
         self._take(raw)
         if (self.checked or self.state is GradState.LOCAL) and not self._any():
@@ -370,7 +365,34 @@ class Gradients:
         earlier = [None if pair.shows_grad else pair.master.grad for pair in raw]
         for pair, grad in zip(raw, master.sums(fresh, earlier), strict=True):
             pair.master.grad = grad
-            _show(pair, counts=True)
+            shown_gradients.show(pair, counts=True)
+
+    def _notice_zeroed(self) -> None:
+        """Takes in that shown gradients, or those without a master, were zeroed in place.
+
+        A wrapper's ``zero_grad(set_to_none=False)`` does so. On the device, without a host sync.
+        """
+        if self.state is GradState.DELAYED:
+            return
+        zeroed = [
+            pair for pair in self._of.pairs if pair.shows_grad and shown_gradients.is_touched(pair)
+        ]
+        for pair in zeroed:
+            shown_gradients.zero_like_model(pair)
+            shown_gradients.show(pair, counts=not self._scaled)
+        witness = self._witness
+        if zeroed or (witness is not None and witness[0]._version != witness[1]):
+            self._check_again()
+
+    @torch.no_grad()
+    def _check_again(self) -> None:
+        """Sets the flag by the gradients that are there now."""
+        if not self.checked or self.found_inf is None:
+            return
+        grads = [grad for param in self._of.params() if (grad := param.grad) is not None]
+        self.found_inf.zero_()
+        one = torch.ones_like(self.found_inf)
+        finite.unscale_and_check_(finite.dense_values(grads), one, self.found_inf)
 
     def take_unfinished(self) -> None:
         """Takes in what an open pass at scale 1 has brought so far, for a step in its middle."""
@@ -417,7 +439,7 @@ class Gradients:
         """Has no pass open and no overflow pending."""
         self.end_iteration()
         self._close(GradState.READY)
-        self.checked = False
+        self.checked, self._witness = False, None
 
     def end_iteration(self) -> None:
         """Counts the passes that follow as those of another step."""
@@ -429,31 +451,6 @@ class Gradients:
 
     def _any(self) -> bool:
         return any(param.grad is not None for param in self._of.params())
-
-
-def _rounded(grad: Tensor, param: nn.Parameter) -> Tensor:
-    return grad.to(device=param.device, dtype=param.dtype)
-
-
-def _show(pair: TrackedPair, *, counts: bool) -> None:
-    grad = pair.model.grad
-    if grad is not None:
-        setattr(grad, _MARK, (grad._version, counts))
-    pair.shows_grad = grad is not None
-
-
-def _is_taken(grad: Tensor) -> bool:
-    """Returns whether the master's gradient holds ``grad``, which is shown, as it is.
-
-    A mark alone says nothing: a bucket of DistributedDataParallel keeps it over the passes.
-    """
-    return bool(getattr(grad, _MARK, None) == (grad._version, True))
-
-
-def _is_changed(grad: Tensor) -> bool:
-    """Returns whether another gradient took the place of a shown one, or a change of it counts."""
-    mark = getattr(grad, _MARK, None)
-    return mark is None or (mark[1] and mark[0] != grad._version)
 
 
 def _grads(params: list[nn.Parameter]) -> list[Tensor]:
