@@ -93,6 +93,10 @@ class BackwardPass(ExitStack):
         self.callback(self._leave)
         self.push(self._end)
         try:
+            # All before any begins: what one sets aside another could take for cleared.
+            for binding in self._bindings:
+                binding.read_model()
+                binding.gradients.take_raw()
             for binding in self._bindings:
                 self._begin(binding)
             self._off = self._casts_off()
@@ -109,7 +113,6 @@ class BackwardPass(ExitStack):
 
     def _begin(self, binding: Binding) -> None:
         communication = self._communication(binding)
-        binding.read_model()
         self._earlier.append(binding.gradients.open_pass)
         self._sends.append(communication.sends)
         binding.gradients.begin(

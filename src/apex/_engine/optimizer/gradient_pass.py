@@ -118,7 +118,7 @@ class Gradients:
         sent_with: Tensor | float | None = 1.0,
         keeps: bool = True,
     ) -> None:
-        """Makes room for the gradients of one backward pass.
+        """Makes room for the gradients of one backward pass, after :meth:`take_raw`.
 
         Gradients that are already unscaled are set aside, so that the pass starts from none; ones
         that are still scaled (``delay_unscale``) stay and accumulate. Ones that other ranks have
@@ -133,7 +133,6 @@ class Gradients:
             keeps: Whether a gradient that is set aside keeps its values; False where its memory is
                 a bucket of messages.
         """
-        self.take_raw()
         returned = self.state is GradState.LOCAL and sent_with is not None
         aside: _Grads = []
         back: _Grads = []
