@@ -1,5 +1,6 @@
 """Rules for every test and doctest: one thread, one seed, no casts left on, GPU tests skipped."""
 
+import collections
 import gc
 import random
 
@@ -28,6 +29,27 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter):
+    """Says how many tests executed, right before pytest's closing line, which CI reads."""
+    yield
+    stats = terminalreporter.stats
+    ended = [r for kind in ("passed", "failed", "xfailed", "xpassed") for r in stats.get(kind, [])]
+    executed = len({report.nodeid for report in ended})
+    reasons = collections.Counter(reason_of(report) for report in stats.get("skipped", []))
+    skipped = sum(reasons.values())
+    line = f"executed {executed} of {executed + skipped} tests"
+    if skipped:
+        told = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+        line += f"; {skipped} skipped: {told}"
+    terminalreporter.write_line(line)
+
+
+def reason_of(report):
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    return reason.removeprefix("Skipped: ").splitlines()[0]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -212,10 +212,10 @@ LOADING = """
     import pickle, torch
     from torch.nn.modules.module import _global_forward_hooks
     from torch.optim.optimizer import _global_optimizer_post_hooks
-    from apex._core.op_table import OpTable
     key = torch._C._dispatch_has_kernel_for_dispatch_key
     def state():
-        kernels = [op for op in OpTable.default().rows if key("aten::" + op, "AutocastCPU")]
+        names = torch._C._dispatch_get_all_op_names()
+        kernels = [op for op in names if key(op, "AutocastCPU")]
         hooks = len(_global_forward_hooks), len(_global_optimizer_post_hooks)
         return kernels, torch.is_autocast_enabled("cpu"), hooks
     before = state()

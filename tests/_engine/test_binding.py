@@ -30,6 +30,11 @@ def bound(*params, kind=torch.optim.SGD, source=None, master_weights=True, **opt
     )
 
 
+def begin(binding):
+    binding.gradients.look()
+    binding.gradients.begin(identity=False)
+
+
 def unscale(binding, scaler):
     binding.gradients.add_up(scaler.unscale_)
     binding.gradients.keep()
@@ -106,7 +111,7 @@ def test_a_pass_sets_earlier_gradients_aside_and_adds_them_afterwards(dtype):
     optimizer, binding = bound(own)
     scaler = scaler_for(8.0, ScaleRule())
     for scaled in (8.0, 16.0):
-        binding.gradients.begin(identity=False)
+        begin(binding)
         assert own.grad is None
         own.grad = torch.full_like(own, scaled)
         unscale(binding, scaler)
@@ -119,10 +124,10 @@ def test_an_earlier_gradient_without_a_fresh_one_stays(dtype):
     own = param(dtype=dtype)
     optimizer, binding = bound(own)
     scaler = scaler_for(8.0, ScaleRule())
-    binding.gradients.begin(identity=False)
+    begin(binding)
     own.grad = torch.full_like(own, 8.0)
     unscale(binding, scaler)
-    binding.gradients.begin(identity=False)
+    begin(binding)
     unscale(binding, scaler)
     (stepped,) = optimizer.param_groups[0]["params"]
     assert torch.equal(stepped.grad, torch.ones(2))

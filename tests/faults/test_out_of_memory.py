@@ -7,22 +7,14 @@ import pytest
 import torch
 
 from apex import amp
-from apex._core.op_table import CastSpec, OpTable
-from apex._engine.autocast.region import CastRegion, _threads
+from apex._engine.autocast.region import _threads
 from apex._engine.optimizer.optimizer_class import binding_of
 from tests.faults.memory import live_sessions, snapshot, sweep
 from tests.training import cases
 
+pytestmark = pytest.mark.usefixtures("kernels_stay")
 every_failure = pytest.mark.parametrize("lasting", [False, True], ids=["once", "lasting"])
 LEVELS = ("O1", "O2", "O3", "O5")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels_stay():
-    """Registering the kernels anew for each session would take most of the time."""
-    keep = CastRegion(CastSpec(torch.bfloat16, ("cpu",), OpTable.default()))
-    yield
-    del keep
 
 
 def adam(params):
@@ -251,8 +243,9 @@ def test_a_step_with_a_closure_that_failed_has_changed_nothing(level, lasting):
 
 
 def agree(optimizer):
-    for pair in binding_of(optimizer).pairs:
-        assert cases.same(pair.model.detach(), pair.master.detach().to(pair.model.dtype))
+    stash = optimizer._amp_stash
+    for low, master in zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params, strict=True):
+        assert cases.same(low.detach(), master.detach().to(low.dtype))
 
 
 # -- the rest ------------------------------------------------------------------------------

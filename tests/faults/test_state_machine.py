@@ -12,8 +12,6 @@ from hypothesis.stateful import initialize, precondition, rule, run_state_machin
 from torch import nn
 
 from apex import amp
-from apex._core.op_table import CastSpec, OpTable
-from apex._engine.autocast.region import CastRegion
 from tests.faults.machine import (
     BOTH,
     CASTING,
@@ -355,15 +353,8 @@ def raising(model, optimizer, place, kind):
         handle.remove()
 
 
-@pytest.fixture
-def kernels_stay():
-    """Registering the kernels anew for each session would take most of the time."""
-    keep = CastRegion(CastSpec(torch.bfloat16, ("cpu",), OpTable.default()))
-    yield
-    del keep
-
-
-def test_any_order_of_calls_keeps_what_amp_promises(kernels_stay):
+@pytest.mark.usefixtures("kernels_stay")
+def test_any_order_of_calls_keeps_what_amp_promises():
     settings = hypothesis.settings(
         max_examples=int(os.environ.get("APEX_EXAMPLES", "40")),
         stateful_step_count=40,

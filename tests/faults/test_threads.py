@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from apex._engine.optimizer.optimizer_class import binding_of
+from apex import amp
 from tests.training import cases
 
 PAIRS = [("O1", "O4"), ("O2", "O5"), ("O1", "O2"), ("O4", "O5"), ("O0", "O3")]
@@ -20,7 +20,8 @@ def train(level, seed, model):
     model, optimizer = cases.prepared(level, cases.OPTIMIZERS["Adam"], model=model)
     losses = [cases.train_step(model, optimizer, x, y) for x, y in cases.batches(STEPS, seed=seed)]
     outside = torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
-    scale = binding_of(optimizer).owner.scalers[0].read_scale()
+    with amp.scale_loss(torch.ones(()), optimizer) as scaled_loss:
+        scale = scaled_loss.item()
     return losses, cases.masters(optimizer), cases.values(model.parameters()), outside, scale
 
 

@@ -310,3 +310,15 @@ def test_a_failed_pass_of_several_optimizers_leaves_shared_gradients(level):
     with pytest.raises(ZeroDivisionError), amp.scale_loss(torch.ones(()), optimizers):
         raise ZeroDivisionError
     assert cases.same(cases.grads(amp.master_params(optimizers[0])), before)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+def test_a_pass_that_reaches_nothing_leaves_an_overflow_of_shared_gradients_pending(level):
+    model, optimizers = sharing(level)
+    before = cases.masters(optimizers[0])
+    for loss in (model[2].weight.float().sum() * torch.inf, torch.ones(1, requires_grad=True)):
+        with amp.scale_loss(loss, optimizers) as scaled_loss:
+            scaled_loss.sum().backward()
+    for optimizer in reversed(optimizers):
+        optimizer.step()
+    assert cases.same(cases.masters(optimizers[0]), before)

@@ -93,8 +93,10 @@ class BackwardPass(ExitStack):
         self.callback(self._leave)
         self.push(self._end)
         try:
-            for binding in self._bindings:
-                self._begin(binding)
+            # All before any begins: what one sets aside another could take for cleared.
+            communications = [self._prepared(binding) for binding in self._bindings]
+            for binding, communication in zip(self._bindings, communications, strict=True):
+                self._begin(binding, communication)
             self._off = self._casts_off()
             self._off.__enter__()
             self._scaler.open_blocks.add(self)
@@ -107,9 +109,13 @@ class BackwardPass(ExitStack):
             self.__exit__(type(error), error, error.__traceback__)
             raise
 
-    def _begin(self, binding: Binding) -> None:
+    def _prepared(self, binding: Binding) -> Communication:
         communication = self._communication(binding)
         binding.read_model()
+        binding.gradients.look()
+        return communication
+
+    def _begin(self, binding: Binding, communication: Communication) -> None:
         self._earlier.append(binding.gradients.open_pass)
         self._sends.append(communication.sends)
         binding.gradients.begin(

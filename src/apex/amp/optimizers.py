@@ -155,6 +155,7 @@ class AmpStashOptimizer(AmpOptimizer):
         """Sets unscaled gradients aside, before a backward pass."""
         binding = _required(self)
         binding.read_model()
+        binding.gradients.look()
         binding.gradients.begin(identity=False)
 
     def _post_amp_backward(self, scaler: LossScaler) -> None:

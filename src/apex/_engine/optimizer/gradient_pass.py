@@ -55,8 +55,8 @@ class Stepped(Protocol):
 class Gradients:
     """The gradients that one optimizer steps by, and the state that passes leave them in.
 
-    A pass is :meth:`begin`, autograd, :meth:`add_up`, and :meth:`keep` or :meth:`drop`; or
-    :meth:`delay`; or :meth:`abort`. Only these methods write what they change.
+    A pass is :meth:`look`, :meth:`begin`, autograd, :meth:`add_up`, and :meth:`keep` or
+    :meth:`drop`; or :meth:`delay`; or :meth:`abort`. Only these methods write what they change.
 
     Attributes:
         state: Where the gradients are.
@@ -108,7 +108,7 @@ class Gradients:
         sent_with: Tensor | float | None = 1.0,
         keeps: bool = True,
     ) -> None:
-        """Makes room for the gradients of one backward pass.
+        """Makes room for the gradients of one backward pass, after :meth:`look`.
 
         Gradients that are already unscaled are set aside, so that the pass starts from none; ones
         that are still scaled (``delay_unscale``) stay and accumulate. Ones that other ranks have
@@ -123,8 +123,6 @@ class Gradients:
             keeps: Whether a gradient that is set aside keeps its values; False where its memory is
                 a bucket of messages.
         """
-        self.take_raw()
-        self._notice_zeroed()
         returned = self.state is GradState.LOCAL and sent_with is not None
         aside: _Grads = []
         back: _Grads = []
@@ -366,6 +364,11 @@ class Gradients:
         for pair, grad in zip(raw, master.sums(fresh, earlier), strict=True):
             pair.master.grad = grad
             shown_gradients.show(pair, counts=True)
+
+    def look(self) -> None:
+        """Takes in all that scripts did to gradients since the last pass, before the next."""
+        self.take_raw()
+        self._notice_zeroed()
 
     def _notice_zeroed(self) -> None:
         """Takes in that shown gradients, or those without a master, were zeroed in place.
