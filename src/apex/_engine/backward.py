@@ -97,8 +97,9 @@ class BackwardPass(ExitStack):
             for binding in self._bindings:
                 binding.read_model()
                 binding.gradients.take_raw()
+            begun: set[int] = set()
             for binding in self._bindings:
-                self._begin(binding)
+                self._begin(binding, begun)
             self._off = self._casts_off()
             self._off.__enter__()
             self._scaler.open_blocks.add(self)
@@ -111,7 +112,7 @@ class BackwardPass(ExitStack):
             self.__exit__(type(error), error, error.__traceback__)
             raise
 
-    def _begin(self, binding: Binding) -> None:
+    def _begin(self, binding: Binding, begun: set[int]) -> None:
         communication = self._communication(binding)
         self._earlier.append(binding.gradients.open_pass)
         self._sends.append(communication.sends)
@@ -120,6 +121,7 @@ class BackwardPass(ExitStack):
             identity=self._scaler.is_identity,
             sent_with=self._sent_with(communication),
             keeps=not communication.in_buckets,
+            begun=begun,
         )
 
     def _sent_with(self, communication: Communication) -> Tensor | float | None:
