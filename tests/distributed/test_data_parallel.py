@@ -297,3 +297,21 @@ def test_after_a_join_the_ranks_are_alike(on_two_ranks, level):
     first, second = on_two_ranks(train_unevenly, level)
     assert first["model"] == second["model"]
     assert first["masters"] == second["masters"]
+
+
+def accumulated_by(rank, level, optimizers):
+    """Gradients of two passes, one under ``no_sync``, for optimizers of the same parameters."""
+    model = net(seed=0)
+    bound = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(optimizers)]
+    model, bound = amp.initialize(model, bound, opt_level=level, verbosity=0, loss_scale=128.0)
+    parallel = DistributedDataParallel(model)
+    with parallel.no_sync():
+        backward(parallel, bound, *batch(rank, 0))
+    backward(parallel, bound, *batch(rank, 1))
+    return [param.grad.tolist() for param in amp.master_params(bound[0])]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_optimizers_that_share_parameters_accumulate_without_sync_as_one(on_two_ranks, level):
+    (one, _), (two, _) = (on_two_ranks(accumulated_by, level, number) for number in (1, 2))
+    assert one == two

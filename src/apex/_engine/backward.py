@@ -95,8 +95,9 @@ class BackwardPass(ExitStack):
         try:
             # All before any begins: what one sets aside another could take for cleared.
             communications = [self._prepared(binding) for binding in self._bindings]
+            begun: set[int] | None = set() if len(self._bindings) > 1 else None
             for binding, communication in zip(self._bindings, communications, strict=True):
-                self._begin(binding, communication)
+                self._begin(binding, communication, begun)
             self._off = self._casts_off()
             self._off.__enter__()
             self._scaler.open_blocks.add(self)
@@ -115,7 +116,9 @@ class BackwardPass(ExitStack):
         binding.gradients.look()
         return communication
 
-    def _begin(self, binding: Binding, communication: Communication) -> None:
+    def _begin(
+        self, binding: Binding, communication: Communication, begun: set[int] | None
+    ) -> None:
         self._earlier.append(binding.gradients.open_pass)
         self._sends.append(communication.sends)
         binding.gradients.begin(
@@ -123,6 +126,7 @@ class BackwardPass(ExitStack):
             identity=self._scaler.is_identity,
             sent_with=self._sent_with(communication),
             keeps=not communication.in_buckets,
+            begun=begun,
         )
 
     def _sent_with(self, communication: Communication) -> Tensor | float | None:

@@ -107,6 +107,7 @@ class Gradients:
         identity: bool,
         sent_with: Tensor | float | None = 1.0,
         keeps: bool = True,
+        begun: set[int] | None = None,
     ) -> None:
         """Makes room for the gradients of one backward pass, after :meth:`look`.
 
@@ -122,15 +123,26 @@ class Gradients:
                 where it sends none.
             keeps: Whether a gradient that is set aside keeps its values; False where its memory is
                 a bucket of messages.
+            begun: Ids of parameters that another optimizer of the pass has made room for, which
+                stay as they are; those of this one are added. ``None`` for its only optimizer.
         """
         returned = self.state is GradState.LOCAL and sent_with is not None
         aside: _Grads = []
         back: _Grads = []
         delayed = self.state is GradState.DELAYED
+        pairs, params = (
+            self._of.pairs,
+            self._of.params() if begun is not None or not identity else [],
+        )
+        if begun is not None:
+            pairs = [pair for pair in pairs if id(pair.master) not in begun]
+            params = [param for param in params if id(param) not in begun]
+            begun.update(map(id, params))
         if returned:
-            aside, back = self._unseen(1.0 if sent_with is None else sent_with, identity)
+            scale = 1.0 if sent_with is None else sent_with
+            aside, back = _unseen(pairs, params, scale, identity)
         elif not (delayed or identity):
-            aside = self._present(keeps=keeps)
+            aside = _present(params, keeps=keeps)
         # Nothing below fails, and what abort goes by is set before any gradient changes.
         self._in_place = identity or delayed
         self._in_buckets = not keeps
@@ -138,7 +150,7 @@ class Gradients:
         self.open_pass = opened
         if delayed:
             return
-        self._unshown = [pair for pair in self._of.pairs if pair.shows_grad]
+        self._unshown = [pair for pair in pairs if pair.shows_grad]
         self._aside, self._returned, self._before = aside, returned, self.state
         self.state = GradState.OPEN
         for pair in self._unshown:  # no other has a gradient: take_raw has seen to that
@@ -147,24 +159,6 @@ class Gradients:
             param.grad = None
         for param, grad in back:
             param.grad = grad
-
-    def _present(self, *, keeps: bool) -> _Grads:
-        # Masters too: a loss may use them directly, and then they get scaled gradients.
-        present = {id(p): (p, grad) for p in self._of.params() if (grad := p.grad) is not None}
-        return [(param, grad if keeps else grad.clone()) for param, grad in present.values()]
-
-    def _unseen(self, scale: Tensor | float, identity: bool) -> tuple[_Grads, _Grads]:
-        """Returns gradients that other ranks miss, and them scaled where the pass accumulates."""
-        places = {id(pair.master): (pair.master, pair.model) for pair in self._of.pairs}
-        if not identity:
-            places.update((id(param), (param, param)) for param in self._of.direct())
-        aside = [(own, grad) for own, _ in places.values() if (grad := own.grad) is not None]
-        back = [
-            (target, (grad * scale).to(device=target.device, dtype=target.dtype))
-            for own, target in places.values()
-            if (grad := own.grad) is not None
-        ]
-        return aside, back
 
     def delay(self) -> None:
         """Leaves the gradients of the pass scaled, for a later pass to unscale."""
@@ -454,6 +448,31 @@ class Gradients:
 
     def _any(self) -> bool:
         return any(param.grad is not None for param in self._of.params())
+
+
+def _present(params: Iterable[nn.Parameter], *, keeps: bool) -> _Grads:
+    # Masters too: a loss may use them directly, and then they get scaled gradients.
+    present = {id(p): (p, grad) for p in params if (grad := p.grad) is not None}
+    return [(param, grad if keeps else grad.clone()) for param, grad in present.values()]
+
+
+def _unseen(
+    pairs: Sequence[TrackedPair],
+    params: Iterable[nn.Parameter],
+    scale: Tensor | float,
+    identity: bool,
+) -> tuple[_Grads, _Grads]:
+    """Returns gradients that other ranks miss, and them scaled where the pass accumulates."""
+    places = {id(pair.master): (pair.master, pair.model) for pair in pairs}
+    if not identity:
+        places = {id(param): places.get(id(param), (param, param)) for param in params}
+    aside = [(own, grad) for own, _ in places.values() if (grad := own.grad) is not None]
+    back = [
+        (target, (grad * scale).to(device=target.device, dtype=target.dtype))
+        for own, target in places.values()
+        if (grad := own.grad) is not None
+    ]
+    return aside, back
 
 
 def _grads(params: list[nn.Parameter]) -> list[Tensor]:
