@@ -142,43 +142,114 @@ def test_a_head_of_its_own_session_trains_in_a_prepared_model(level):
     assert close(amp.master_params(optimizer), reference.param_groups[0]["params"], eps=EPS[level])
 
 
+FLOATS = [
+    lambda model: model.float(),
+    lambda model: model.type(torch.float32),
+    lambda model: model.to("cpu", torch.float32),
+]
+
+
+def exact_values(model, optimizer):
+    """The masters' values, or the parameters' own in fp32, by name."""
+    stash = optimizer._amp_stash
+    known = dict(zip(map(id, stash.all_fp16_params), stash.all_fp32_from_fp16_params, strict=True))
+    return {
+        name: known.get(id(param), param).detach().float().clone()
+        for name, param in model.named_parameters()
+    }
+
+
 @casting_levels
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda model: model.to(torch.float64),
-        lambda model: model.float(),
-        lambda model: model.type(torch.float32),
-        lambda model: model.to("cpu", torch.float32),
-    ],
-)
-def test_a_prepared_16_bit_model_refuses_another_dtype_and_trains_on(level, change):
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+@pytest.mark.parametrize("to_fp32", FLOATS)
+def test_float_gives_the_masters_exact_values_and_computes_in_fp32(level, to_fp32, caplog):
+    model, optimizer = prepared(level)
+    train(model, optimizer)
+    exact = exact_values(model, optimizer)
+    assert to_fp32(model) is model
+    assert "the model computes in torch.float32 from now on" in caplog.text
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert cases.same(list(model.parameters()), list(exact.values()))
+    assert cases.same(list(model.state_dict().values()), list(exact.values()))
+    plain = cases.net()
+    plain.load_state_dict(exact)
+    x = cases.batch()[0]
+    assert torch.equal(model(x), plain(x))
+    assert torch.equal(torch.jit.trace(model, x)(x), plain(x))
+
+
+@casting_levels
+def test_after_float_training_goes_on_and_half_goes_back(level):
+    model, optimizer = prepared(level)
+    train(model, optimizer)
+    model.float()
+    before = cases.values(model.parameters())
+    train(model, optimizer)
+    assert not cases.same(before, cases.values(model.parameters()))
+    assert cases.same(list(model.parameters()), list(exact_values(model, optimizer).values()))
+    exact = exact_values(model, optimizer)
+    model.to(dtype_of(level))
+    assert model[0].weight.dtype is dtype_of(level)
+    assert cases.same(list(exact_values(model, optimizer).values()), list(exact.values())) or (
+        level == "O3"
+    )
+    train(model, optimizer)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_float_between_backward_and_step_changes_no_step(level):
     model, optimizer = prepared(level)
     expected = prepared(level)
-    with pytest.raises(RuntimeError, match=r"Call amp\.restore first"):
-        change(model)
-    train(model, optimizer)
-    train(*expected)
+    for each, change in ((model, True), (expected[0], False)):
+        own = optimizer if change else expected[1]
+        x, y = cases.batch()
+        with amp.scale_loss((each(x).float() - y).square().mean(), own) as scaled:
+            scaled.backward()
+        if change:
+            each.float()
+        own.step()
     assert cases.same(cases.masters(optimizer), cases.masters(expected[1]))
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
-def test_batch_norm_of_a_prepared_model_is_not_made_16_bit(level):
+def test_half_is_what_the_model_is_already_and_batch_norm_stays(level):
     model, _ = prepared(level, nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)))
-    with pytest.raises(RuntimeError, match=r"Call amp\.restore first"):
-        model.to(dtype_of(level))
-    assert model[1].weight.dtype is torch.float32
+    before = model[1].weight.detach().clone()
+    model.to(dtype_of(level))
+    assert (model[0].weight.dtype, model[1].weight.dtype) == (dtype_of(level), torch.float32)
+    assert torch.equal(model[1].weight, before)
+    assert model(cases.batch()[0]).dtype is torch.float32
 
 
 @casting_levels
-def test_a_deep_copy_becomes_fp32_by_restore(level):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_any_floating_dtype_can_be_asked_for(level, dtype):
+    model, optimizer = prepared(level)
+    model.to(dtype)
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    assert model(cases.batch()[0]).dtype is torch.float32
+    train(model, optimizer, 1)
+
+
+@casting_levels
+def test_a_deep_copy_becomes_fp32_by_float_or_restore(level):
     model, optimizer = prepared(level)
     train(model, optimizer, 1)
-    with pytest.raises(RuntimeError, match=r"(.|\n)*amp\.restore\(copy\)"):
-        copy.deepcopy(model).float()(cases.batch()[0])
-    plain = amp.restore(copy.deepcopy(model))
-    assert {p.dtype for p in plain.parameters()} == {torch.float32}
-    assert close([plain(cases.batch()[0])], [model(cases.batch()[0])], eps=4 * EPS[level])
+    x = cases.batch()[0]
+    for plain in (copy.deepcopy(model).float(), amp.restore(copy.deepcopy(model))):
+        assert {p.dtype for p in plain.parameters()} == {torch.float32}
+        assert close([plain(x)], [model(x)], eps=4 * EPS[level])
+    assert {p.dtype for p in model.parameters()} == {dtype_of(level)}
+
+
+@casting_levels
+def test_restore_after_float_is_plain(level):
+    model, optimizer = prepared(level)
+    train(model, optimizer, 1)
+    exact = exact_values(model, optimizer)
+    amp.restore(model.float(), optimizer)
+    assert type(model) is nn.Sequential
+    assert cases.same(list(model.parameters()), list(exact.values()))
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])

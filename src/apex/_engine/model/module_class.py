@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from apex._core import tree
+from apex._core import dtypes, tree
 from apex._engine.model import dtype_errors
 from apex._engine.model.state import STATE, ModelState, stash_forward
 from apex._pickle import rebuild
@@ -36,27 +36,20 @@ class ConvertedModule(nn.Module):
         """Keeps the generated class out of registries that the model's class fills by this."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Does what ``to``, ``cuda``, ``float`` and the like ask, but changes no dtype.
+        """Does what ``to``, ``cuda``, ``float`` and the like ask.
 
-        Raises:
-            RuntimeError: If the model is one that amp trains in 16 bits, and its dtypes would
-                change.
+        Asked for another dtype, a model that amp trains in 16 bits gets its exact fp32 values,
+        computes in that dtype from then on, and says so in the log. Batch norm and other parts
+        that the plan keeps in fp32 are not made 16-bit.
         """
         state = self._apex_state
-        if state is None or state.owner is None or not state.plan.casts_down:
+        if state is None or not state.given.casts_down:
             return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-
-        def keeping_dtype(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            if moved.dtype is not tensor.dtype:
-                raise RuntimeError(
-                    f"The model {type(self).__name__} was asked to become {moved.dtype}, but amp "
-                    "has prepared it and holds its dtypes. Call amp.restore first; the model is "
-                    "plain and fp32 then."
-                )
-            return moved
-
-        return super()._apply(keeping_dtype, recurse)  # type: ignore[no-untyped-call]
+        try:
+            return super()._apply(_keeping(fn, state), recurse)  # type: ignore[no-untyped-call]
+        except _AnotherDtype as asked:
+            state.compute_in(self, asked.dtype)
+        return super()._apply(_keeping(fn, state), recurse)  # type: ignore[no-untyped-call]
 
     @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -143,6 +136,29 @@ class ConvertedModule(nn.Module):
         stash_forward(self, state)
         if not intact:  # its own class made it anew, from something less than its whole state
             state.apply(self)
+
+
+class _AnotherDtype(Exception):  # noqa: N818 - a signal, no error
+    """A tensor of the plan's dtype would get ``dtype``."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self.dtype = dtype
+
+
+def _keeping(fn: Callable[[Tensor], Tensor], state: ModelState) -> Callable[[Tensor], Tensor]:
+    """Returns ``fn`` for a model in its plan's dtypes; raises where it would change them."""
+    own = state.plan.param_dtype
+
+    def keeping(tensor: Tensor) -> Tensor:
+        moved = fn(tensor)
+        if moved.dtype is tensor.dtype:
+            return moved
+        if tensor.dtype is own:
+            raise _AnotherDtype(moved.dtype)
+        return tensor.to(moved.device) if moved.dtype in dtypes.LOW_PRECISION else moved
+
+    return keeping
 
 
 class _Reduced:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from apex._core import dtypes, tree
+from apex._core import dtypes, rounding, tree
 from apex._engine.autocast.region import UncastRegion
 from apex._engine.model.plan import ModelPlan, Region, planned_dtypes, topmost_fp32_modules
 from apex._engine.model.state_dict import Fp32Hooks, MasterLink
@@ -23,6 +24,8 @@ from apex._torch.ddp import active_wrapper
 from apex._torch.dynamo import at_tracing
 
 STATE = "_apex_state"
+
+_log = logging.getLogger("apex")
 
 
 @dataclass(eq=False)
@@ -36,6 +39,8 @@ class ModelState:
         owner: Kept alive with the model; stays behind in copies.
         inner_forward: A ``forward`` that the user had set on the object, run inside.
         handles: Hooks to remove at the end.
+        given: The plan of the conversion; ``plan`` is another one while the model computes in
+            another dtype.
     """
 
     plan: ModelPlan
@@ -44,6 +49,11 @@ class ModelState:
     owner: object = None
     inner_forward: Callable[..., Any] | None = None
     handles: list[RemovableHandle] = field(default_factory=list)
+    given: ModelPlan = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Starts with the plan that was given."""
+        self.given = self.plan
 
     def begin_forward(self, *, traced: bool = False) -> None:
         """Brings written masters to the model, and tells their owner what the pass runs under."""
@@ -79,6 +89,29 @@ class ModelState:
                     Fp32Hooks(self.link).attach(module, self.handles)
         flatten_rnns(model)
 
+    def compute_in(self, model: nn.Module, dtype: torch.dtype) -> None:
+        """Gives parameters their exact fp32 values, in ``dtype``, and lets the model compute in it.
+
+        All of it or, on failure, nothing. Masters, optimizers and loss scales stay.
+        """
+        source, before = self.link.source, self.plan
+        if source is not None:
+            source.write_back()
+        with all_or_nothing() as undo:
+            undo.push(setattr, self, "plan", before)
+            self.plan = _in_dtype(self.given, dtype)
+            for tensor in [*model.parameters(), *model.buffers()]:
+                if dtypes.is_low_precision(tensor):
+                    exact = None if source is None else source.master_of(tensor)
+                    value = rounding.exact_value(tensor, [] if exact is None else [exact])
+                    set_in_place(tensor, value, undo)
+            self.apply(model)
+        _log.warning(
+            "%s.to(%s): the model computes in %s from now on, with its exact fp32 values; "
+            "computing in %s, set up by amp.initialize, has ended. model.to(%s) begins it again.",
+            *(type(model).__name__, dtype, dtype, before.param_dtype, self.given.param_dtype),
+        )
+
     def remove_hooks(self) -> None:
         """Removes every hook that ``apply`` attached."""
         while self.handles:
@@ -101,7 +134,14 @@ class ModelState:
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
         """Takes back what ``__reduce__`` gave."""
-        self.__dict__.update(saved, region=UncastRegion())
+        self.__dict__.update({"given": saved["plan"], **saved}, region=UncastRegion())
+
+
+def _in_dtype(plan: ModelPlan, dtype: torch.dtype) -> ModelPlan:
+    if dtype is plan.param_dtype:
+        return plan
+    kept = plan.fp32_modules if dtype in dtypes.LOW_PRECISION else ()
+    return replace(plan, param_dtype=dtype, input_dtype=dtype, fp32_modules=kept)
 
 
 def stash_forward(model: nn.Module, state: ModelState) -> None:
@@ -187,6 +227,8 @@ def set_in_place(tensor: Tensor, value: Tensor, undo: Undo) -> None:
     """Gives ``tensor`` the storage and dtype of ``value``, its gradient the same dtype."""
     grad = tensor.grad if tensor.is_leaf else None
     new_grad = None if grad is None else dtypes.cast(grad.detach(), value.dtype)
+    if grad is not None and new_grad is not None:
+        vars(new_grad).update(vars(grad))  # what a pass has noted about it
     undo.push(assign, tensor, tensor.data, grad)
     assign(tensor, value, new_grad)
 
