@@ -64,7 +64,6 @@ class Gradients:
         found_inf: 0-d fp32 flag: a gradient that is still there held inf or NaN; ``None`` until a
             checked pass.
         checked: Whether the flag speaks of the present gradients.
-        iteration: What the passes before the next step have in common.
     """
 
     def __init__(self, stepped: Stepped) -> None:
@@ -74,7 +73,7 @@ class Gradients:
         self.open_pass: OpenPass | None = None
         self.found_inf: Tensor | None = None
         self.checked = False
-        self.iteration = Iteration(id(self), 0)
+        self._steps = 0
         self._before = GradState.READY
         self._aside: _Grads = []
         self._fresh: _Grads = []
@@ -97,6 +96,11 @@ class Gradients:
     def continues_local(self) -> bool:
         """Whether the open pass, or the passes that it closes, began with local gradients."""
         return self._before is GradState.LOCAL
+
+    @property
+    def iteration(self) -> Iteration:
+        """What the passes before the next step have in common."""
+        return Iteration(id(self), self._steps)
 
     # -- one backward pass -------------------------------------------------------------------
 
@@ -440,7 +444,7 @@ class Gradients:
 
     def end_iteration(self) -> None:
         """Counts the passes that follow as those of another step."""
-        self.iteration = Iteration(id(self), self.iteration.number + 1)
+        self._steps += 1
 
     def mark_scaled(self, scaled: bool) -> None:
         """Says whether the gradients are still scaled, for scripts that set apex's flag."""
