@@ -16,7 +16,7 @@ from apex._core import dtypes
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine import model as conversion
-from apex._engine import restoring
+from apex._engine import restore as restoring
 from apex._engine.autocast.mixed import resolve_mixed
 from apex._engine.autocast.region import CastRegion, CastSpec, UncastRegion, no_casts
 from apex._engine.backward import BackwardPass

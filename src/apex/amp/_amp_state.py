@@ -48,7 +48,7 @@ class AmpState:
         self.functions = UserRegistry()
         self.waiting: list[scaler_states.State] = []
         self._sessions: list[weakref.ref[Session]] = []
-        self._passed_over: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._disabled: weakref.WeakSet[Any] = weakref.WeakSet()
         self._init_handle: AmpHandle | NoOpHandle | None = None
         self._given_handle: list[Any] = []
         self._own_scalers: list[Scaler] = []
@@ -78,17 +78,17 @@ class AmpState:
         sessions = self.sessions()
         return sessions[-1] if sessions else None
 
-    def pass_over(self, given: Iterable[object]) -> None:
+    def mark_disabled(self, given: Iterable[object]) -> None:
         """Remembers models and optimizers that ``initialize(enabled=False)`` left alone."""
-        self._passed_over.update(given)
+        self._disabled.update(given)
 
-    def take_up(self, given: Iterable[object]) -> None:
+    def unmark_disabled(self, given: Iterable[object]) -> None:
         """Forgets that of those which are prepared after all."""
-        self._passed_over.difference_update(given)
+        self._disabled.difference_update(given)
 
-    def passes_over(self, given: object) -> bool:
+    def is_disabled(self, given: object) -> bool:
         """Returns whether every amp call is to leave ``given`` alone."""
-        return given in self._passed_over
+        return given in self._disabled
 
     @property
     def initialized(self) -> bool:

@@ -14,7 +14,7 @@ from torch import nn
 
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
-from apex._engine import restoring
+from apex._engine import restore as restoring
 from apex._engine.autocast.region import CastSpec
 from apex._engine.model import ModelPlan, is_converted
 from apex._engine.scaler import Scaler
@@ -77,11 +77,11 @@ def initialize(
     level parameters   ops          batch norm masters loss scale for
     ===== ============ ============ ========== ======= ========== =======================
     O0    fp32         fp32         fp32       no      1.0        a baseline
-    O1    fp32         fp16 by list input's    no      dynamic    fp16, nothing to choose
-    O2    fp16         fp16         fp32       fp32    dynamic    fp16, least time
+    O1    fp32         fp16 by list input's    no      dynamic    recommended for fp16
+    O2    fp16         fp16         fp32       fp32    dynamic    fastest fp16
     O3    fp16         fp16         fp16       no      1.0        a speed limit
-    O4    fp32         bf16 by list input's    no      1.0        bf16, nothing to choose
-    O5    bf16         bf16         fp32       fp32    1.0        bf16, least time
+    O4    fp32         bf16 by list input's    no      1.0        recommended for bf16
+    O5    bf16         bf16         fp32       fp32    1.0        fastest bf16
     ===== ============ ============ ========== ======= ========== =======================
 
     Args:
@@ -154,7 +154,7 @@ def initialize(
     _amp_state.verbosity = verbosity
     if not enabled:
         _amp_state.opt_properties = OptProperties({"enabled": False})
-        _amp_state.pass_over(inputs.prepared_when_enabled(models, optimizers))
+        _amp_state.mark_disabled(inputs.prepared_when_enabled(models, optimizers))
         return models if optimizers is None else (models, optimizers)
     _check_cudnn()
     defaults = level_defaults(opt_level)
@@ -188,7 +188,7 @@ def initialize(
     own = [unwrap(optimizer) for optimizer in optimizer_list]
     made.prepare(model_list, own, plan, mixin=AmpStashOptimizer)
     _amp_state.add(made)
-    _amp_state.take_up([*model_list, *own])
+    _amp_state.unmark_disabled([*model_list, *own])
     _amp_state.opt_properties = made.options = OptProperties(asdict(properties))
     _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
     return models if optimizers is None else (models, optimizers)
@@ -219,7 +219,7 @@ def restore(models: Any, optimizers: Any = None) -> Any:
         >>> amp.restore(model).weight.dtype
         torch.float32
     """
-    skip = _amp_state.passes_over
+    skip = _amp_state.is_disabled
     model_list = [model for model in inputs.model_list(models) if not skip(model)]
     given = map(unwrap, inputs.optimizer_list(optimizers))
     own = [optimizer for optimizer in given if not skip(optimizer)]
@@ -326,7 +326,7 @@ def _session(
         keep_fp32=keep_fp32,
     )
     for scaler in made.scalers:
-        scaler.block_on_read = report.tells_why()
+        scaler.block_on_read = report.names_gradients()
     return made
 
 

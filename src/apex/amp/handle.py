@@ -259,7 +259,7 @@ def _session_of(
         return current if _amp_state.is_on(current) else None
     owners = {binding and binding.owner for binding in bindings}
     if None in owners or not owners:
-        if not any(bindings) and (not _amp_state.enabled or _passed_over(optimizers)):
+        if not any(bindings) and (not _amp_state.enabled or _disabled(optimizers)):
             return None
         raise RuntimeError(_not_prepared(bindings))
     if len(owners) > 1:
@@ -272,8 +272,8 @@ def _session_of(
     return session if _amp_state.is_on(session) else None
 
 
-def _passed_over(optimizers: Sequence[Optimizer]) -> bool:
-    return bool(optimizers) and all(map(_amp_state.passes_over, optimizers))
+def _disabled(optimizers: Sequence[Optimizer]) -> bool:
+    return bool(optimizers) and all(map(_amp_state.is_disabled, optimizers))
 
 
 def _not_prepared(bindings: Sequence[Binding | None]) -> str:

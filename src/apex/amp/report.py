@@ -25,12 +25,12 @@ def _is_on_rank_zero(record: logging.LogRecord) -> bool:
 logging.getLogger("apex").addFilter(_is_on_rank_zero)
 
 
-def say(message: str) -> None:
+def print_rank0(message: str) -> None:
     """Prints on standard output, unless ``verbosity`` is 0 or this is not rank 0."""
     maybe_print(message, rank0=True)
 
 
-def tells_why() -> bool:
+def names_gradients() -> bool:
     """Returns whether an overflow line is to be followed by the gradients that were not finite."""
     return _amp_state.verbosity > 1
 
@@ -38,12 +38,12 @@ def tells_why() -> bool:
 def start_up(defaults: Properties, properties: Properties) -> None:
     """Reports the level, its defaults, and the options after the caller's overrides."""
     level = defaults.opt_level
-    say(f"Selected optimization level {level}: {DESCRIPTIONS[level]}\n")
-    say("Defaults for this optimization level are:")
-    _say_lines(defaults)
-    say("Processing user overrides (additional kwargs that are not None)...")
-    say("After processing overrides, optimization options are:")
-    _say_lines(properties)
+    print_rank0(f"Selected optimization level {level}: {DESCRIPTIONS[level]}\n")
+    print_rank0("Defaults for this optimization level are:")
+    _print_lines(defaults)
+    print_rank0("Processing user overrides (additional kwargs that are not None)...")
+    print_rank0("After processing overrides, optimization options are:")
+    _print_lines(properties)
 
 
 def scale_update(session: Session, update: ScaleUpdate) -> None:
@@ -54,19 +54,19 @@ def scale_update(session: Session, update: ScaleUpdate) -> None:
     if not update.overflow:
         return
     for _ in range(update.optimizers):
-        say(
+        print_rank0(
             f"Gradient overflow.  Skipping step, loss scaler {update.loss_id} "
             f"reducing loss scale to {update.loss_scale}"
         )
-    if update.optimizers and tells_why() and ranks.rank() == 0:
-        say(sentence(found_in(nonfinite_gradients(session))))
+    if update.optimizers and names_gradients() and ranks.rank() == 0:
+        print_rank0(sentence(found_in(nonfinite_gradients(session))))
     if update.skipped_in_row == SKIPS_BEFORE_WARNING:
         warnings.warn(_skipping(session, update), UserWarning, stacklevel=6)
 
 
-def _say_lines(properties: Properties) -> None:
+def _print_lines(properties: Properties) -> None:
     for name, value in properties.lines():
-        say(f"{name:26} : {value}")
+        print_rank0(f"{name:26} : {value}")
 
 
 def _skipping(session: Session, update: ScaleUpdate) -> str:
