@@ -31,6 +31,13 @@ from tests.training import cases
 BAD = {"inf": torch.inf, "NaN": torch.nan}
 WHICH = st.sampled_from(BOTH)
 SEEDS = st.integers(1, 5)
+ORDERS = st.sampled_from([("one",), ("two",), BOTH, ("two", "one")])
+PASSES = st.tuples(
+    st.sampled_from(PARTS),
+    SEEDS,
+    st.sampled_from([None, None, None, "inf", "NaN"]),
+    st.integers(0, LOSSES - 1),
+)
 
 
 class Fault(Exception):
@@ -84,15 +91,18 @@ class Training(Machine):
         return loss
 
     @precondition(lambda self: self.prepared and self.delayed is None)
-    @rule(
-        reach=st.sampled_from(PARTS),
-        seed=SEEDS,
-        bad=st.sampled_from([None, None, None, "inf", "NaN"]),
-        loss_id=st.integers(0, LOSSES - 1),
-    )
-    def backward(self, reach, seed, bad, loss_id):
-        part, which = reach
+    @rule(one=PASSES)
+    def backward(self, one):
+        (part, which), seed, bad, loss_id = one
         self.backward_pass(self.loss(part, seed, BAD.get(bad, 1.0)), which, loss_id)
+
+    @precondition(lambda self: self.prepared and self.delayed is None)
+    @rule(passes=st.lists(PASSES, min_size=1, max_size=3), order=ORDERS)
+    def iteration(self, passes, order):
+        for one in passes:
+            self.backward(one)
+        if self.dynamic or not self.poisoned:
+            self.step(order)
 
     @precondition(lambda self: self.prepared)
     @rule(part=st.sampled_from(sorted({part for part, _ in PARTS})), seed=SEEDS)
@@ -109,7 +119,7 @@ class Training(Machine):
     # A static scale lets inf through.
     @precondition(lambda self: self.prepared and self.delayed is None)
     @precondition(lambda self: not self.poisoned or self.dynamic)
-    @rule(order=st.sampled_from([("one",), ("two",), BOTH, ("two", "one")]))
+    @rule(order=ORDERS)
     def step(self, order):
         for which in order:
             self.settles(which)
