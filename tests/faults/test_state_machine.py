@@ -31,6 +31,21 @@ from tests.training import cases
 BAD = {"inf": torch.inf, "NaN": torch.nan}
 WHICH = st.sampled_from(BOTH)
 SEEDS = st.integers(1, 5)
+WRITES = st.lists(
+    st.tuples(
+        st.sampled_from(["write_a_master", "write_a_weight", "write_a_weight"]),
+        WHICH,
+        st.integers(0, 4),
+    ),
+    max_size=2,
+)
+ORDERS = st.sampled_from([("one",), ("two",), BOTH, ("two", "one")])
+PASSES = st.tuples(
+    st.sampled_from(PARTS),
+    SEEDS,
+    st.sampled_from([None, None, None, "inf", "NaN"]),
+    st.integers(0, LOSSES - 1),
+)
 
 
 class Fault(Exception):
@@ -84,15 +99,20 @@ class Training(Machine):
         return loss
 
     @precondition(lambda self: self.prepared and self.delayed is None)
-    @rule(
-        reach=st.sampled_from(PARTS),
-        seed=SEEDS,
-        bad=st.sampled_from([None, None, None, "inf", "NaN"]),
-        loss_id=st.integers(0, LOSSES - 1),
-    )
-    def backward(self, reach, seed, bad, loss_id):
-        part, which = reach
+    @rule(one=PASSES)
+    def backward(self, one):
+        (part, which), seed, bad, loss_id = one
         self.backward_pass(self.loss(part, seed, BAD.get(bad, 1.0)), which, loss_id)
+
+    @precondition(lambda self: self.prepared and self.delayed is None)
+    @rule(passes=st.lists(PASSES, min_size=1, max_size=3), order=ORDERS, writes=WRITES)
+    def iteration(self, passes, order, writes):
+        for write, which, index in writes:
+            getattr(self, write)(which, index, "copy_")
+        for one in passes:
+            self.backward(one)
+        if self.dynamic or not self.poisoned:
+            self.step(order)
 
     @precondition(lambda self: self.prepared)
     @rule(part=st.sampled_from(sorted({part for part, _ in PARTS})), seed=SEEDS)
@@ -109,7 +129,7 @@ class Training(Machine):
     # A static scale lets inf through.
     @precondition(lambda self: self.prepared and self.delayed is None)
     @precondition(lambda self: not self.poisoned or self.dynamic)
-    @rule(order=st.sampled_from([("one",), ("two",), BOTH, ("two", "one")]))
+    @rule(order=ORDERS)
     def step(self, order):
         for which in order:
             self.settles(which)
@@ -131,7 +151,7 @@ class Training(Machine):
         for which in cleared:
             self.shadow.zero(self.names[which], set_to_none=set_to_none)
             self.flags[which] = False
-            if owner == "model" or set_to_none:
+            if set_to_none:
                 self.stale.discard(which)
 
     @precondition(lambda self: self.prepared and self.delayed is None)
@@ -149,13 +169,13 @@ class Training(Machine):
     # -- writes from outside -----------------------------------------------------------------
 
     @precondition(lambda self: self.prepared)
-    @rule(which=WHICH, index=st.integers(0, 4), how=st.sampled_from(["in place", "data", "assign"]))
+    @rule(which=WHICH, index=st.integers(0, 4), how=st.sampled_from(["copy_", "data", "assign"]))
     def write_a_master(self, which, index, how):
         names = self.names[which]
         name = names[index % len(names)]
         param = self.stepped(which)[name]
         value = (param.detach() * 0.75 + 1 / 3).clamp(-1, 1)
-        if how == "in place":
+        if how == "copy_":
             with torch.no_grad():
                 param.copy_(value)
         elif how == "data":
@@ -233,7 +253,7 @@ class Training(Machine):
                 self.shadow.weights[name] = value.to(param.dtype, copy=True)
                 self.shadow.sums[name] = None
 
-    @precondition(lambda self: self.delayed is None)
+    @precondition(lambda self: self.prepared and self.delayed is None)
     @rule(frozen=st.booleans())
     def freeze(self, frozen):
         self.model.second.bias.requires_grad_(not frozen)
