@@ -103,6 +103,8 @@ FUSED = "only where has_fused finds its kernel; the foreach form is the plain on
 FUNCTION_MODES = "a mode's own block cannot be ended twice, which an interrupt asks for"
 TOOL = "a tool for diagnosis, outside of training"
 
+HOOKS = "where a module keeps its hooks: asked so that none of ours is attached twice"
+
 KNOWN = {
     "torch._C": (
         f"{FUNCTION_MODES_PLACE} {AUTOGRAD} {TRACING} {DISPATCHER} {DEBUG}",
@@ -154,6 +156,7 @@ KNOWN = {
         "apex/parallel/delayed_reduction.py",
         "queue_callback of Variable: how torch's own DDP and FSDP end a backward pass",
     ),
+    "._forward_pre_hooks": ("apex/_engine/model/state.py", HOOKS),
     "._get_scale_async": (GRAD_SCALERS, GRAD_SCALER),
     "._getframe": (DEBUG, "of Python's sys"),
     "._op": (DISPATCHER, "an overload's callable, 0.2 us faster than the overload itself"),
@@ -170,6 +173,11 @@ KNOWN = {
     "._sequence_nr": (DEBUG, TOOL),
     "._to_copy": (DEBUG, "a name of torch.ops.aten"),
     "._unsafe_view": (DEBUG, "a name of torch.ops.aten"),
+    "._nnz": (
+        "apex/_engine/optimizer/shown_gradients.py",
+        "the rows of a sparse gradient, in torch's docs of sparse tensors",
+    ),
+    "._state_dict_hooks": ("apex/_engine/model/state.py", HOOKS),
     "._values": (
         "apex/_torch/sparse.py",
         "the values of a sparse gradient to write into: Tensor.values() wants it coalesced",

@@ -268,7 +268,10 @@ def test_a_group_is_added_whole_or_not_at_all(level, lasting):
     def make():
         model = cases.net()
         optimizer = adam(list(model[0].parameters()))
-        return amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        model[2].requires_grad_(False)
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        model[2].requires_grad_(True)  # without masters yet, which others have from the beginning
+        return model, optimizer
 
     def add(model, optimizer):
         optimizer.add_param_group({"params": list(model[2].parameters())})

@@ -232,7 +232,8 @@ class Masters:
 
     def keep(self, values: Iterable[tuple[Tensor, Tensor]], model: nn.Module) -> None:
         """Keeps fp32 values of tensors that no optimizer steps, as long as ``model`` lives."""
-        self._kept[model] = {id(tensor): (tensor, value) for tensor, value in values}
+        held = self._kept.setdefault(model, {})
+        held.update({id(tensor): (tensor, value) for tensor, value in values})
 
     def pair_of(self, param: Tensor) -> TrackedPair | None:
         """Returns the pair of a model parameter, if it has a master."""

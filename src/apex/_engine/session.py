@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Wrapper
 from torch.optim import Optimizer
@@ -135,18 +134,14 @@ class Session:
         self._shards += map(weakref.ref, groups)
 
     def _convert(self, model: nn.Module, plan: ModelPlan, undo: Undo, *, trains: bool) -> None:
-        tensors = [*model.parameters(), *model.buffers()]
-        for tensor in tensors:
-            grad = tensor.grad if tensor.is_leaf else None
-            undo.push(conversion.assign, tensor, tensor.data, grad)
-        before = {id(tensor): tensor.detach() for tensor in tensors}
-        conversion.convert(model, plan, self.region, masters=self, owner=self)
+        before = _fp32_values(model)
+        conversion.convert(model, plan, self.region, masters=self, owner=self, undo=undo)
         undo.push(conversion.withdraw, model)
         undo.push(self.masters.release, model)
         self._make_masters(model, before, trains=trains)
 
     def _make_masters(
-        self, model: nn.Module, before: Mapping[int, Tensor], *, trains: bool
+        self, model: nn.Module, before: Sequence[tuple[Tensor, Tensor]], *, trains: bool
     ) -> None:
         """Makes the masters of a model's trainable parameters from their fp32 values.
 
@@ -154,18 +149,19 @@ class Session:
 
         Args:
             model: A converted model.
-            before: Every tensor's value before conversion, by id.
+            before: Tensors of the model with their fp32 values before conversion.
             trains: Whether optimizers came with the model.
         """
         kept: list[tuple[Tensor, Tensor]] = []
-        for tensor in (*model.parameters(), *model.buffers()):
+        has_masters = trains and self.policy.master_weights
+        for tensor, exact in before:
             if not dtypes.is_low_precision(tensor):
                 continue
-            exact = before.get(id(tensor))
-            masters = trains and self.policy.master_weights and tensor.requires_grad
-            if masters and isinstance(tensor, nn.Parameter):
+            if not isinstance(tensor, nn.Parameter):
+                kept.append((tensor, exact))
+            elif has_masters and tensor.requires_grad:
                 self.masters.make(tensor, model, exact)
-            elif exact is not None and (self._keep_fp32 or not isinstance(tensor, nn.Parameter)):
+            elif self._keep_fp32:
                 kept.append((tensor, exact))
         self.masters.keep(kept, model)
 
@@ -336,9 +332,8 @@ class Session:
         for model in self._models:
             if not any(id(param) in wanted for param in model.parameters()):
                 continue
-            before = {id(t): t.detach() for t in (*model.parameters(), *model.buffers())}
+            late = _fp32_values(model)
             conversion.convert_late(model)
-            late = {key: v for key, v in before.items() if v.dtype is torch.float32}
             self._make_masters(model, late, trains=True)
 
     def clear_grads(self, params: Iterable[Tensor], *, set_to_none: bool) -> None:
@@ -347,6 +342,15 @@ class Session:
         self.masters.clear_grads(cleared, set_to_none=set_to_none)
         for binding in self._bindings:
             binding.gradients.cleared(cleared)
+
+
+def _fp32_values(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Returns the model's tensors that are not 16 bits wide, with their present values."""
+    return [
+        (tensor, tensor.detach())
+        for tensor in (*model.parameters(), *model.buffers())
+        if dtypes.is_castable(tensor) and not dtypes.is_low_precision(tensor)
+    ]
 
 
 def _end(region: CastRegion, functions: Functions | None) -> None:

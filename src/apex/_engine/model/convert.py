@@ -33,6 +33,7 @@ def convert(
     region: Region,
     masters: MasterSource | None = None,
     owner: object = None,
+    undo: Undo | None = None,
 ) -> None:
     """Makes ``model`` cast as ``plan`` says, in place; on failure it is as it was.
 
@@ -45,13 +46,14 @@ def convert(
         region: Runs the model's own forward.
         masters: Source of exact values for ``state_dict`` and ``restore``; receives loaded ones.
         owner: Kept alive as long as the model, and not copied with it.
+        undo: Receives how to take the casts of its tensors back after this call.
     """
     state = ModelState(plan, region, MasterLink(masters), owner)
     model.__dict__[STATE] = state  # first of all: from here on it can be withdrawn
     try:
         swap_class(model, converted_class(type(model)))
         stash_forward(model, state)
-        state.apply(model)
+        state.apply(model, undo)
     except BaseException:
         withdraw(model)
         raise

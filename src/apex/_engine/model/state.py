@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -39,6 +39,7 @@ class ModelState:
         owner: Kept alive with the model; stays behind in copies.
         inner_forward: A ``forward`` that the user had set on the object, run inside.
         handles: Hooks to remove at the end.
+        hooked: The low-precision type that the attached hooks are for.
         given: The plan of the conversion; ``plan`` is another one while the model computes in
             another dtype.
     """
@@ -49,6 +50,7 @@ class ModelState:
     owner: object = None
     inner_forward: Callable[..., Any] | None = None
     handles: list[RemovableHandle] = field(default_factory=list)
+    hooked: torch.dtype | None = None
     given: ModelPlan = field(init=False)
 
     def __post_init__(self) -> None:
@@ -71,23 +73,39 @@ class ModelState:
         """Does so while the forward pass is traced: the code made from it cannot."""
         self.begin_forward(traced=True)
 
-    def apply(self, model: nn.Module) -> None:
+    def apply(self, model: nn.Module, undo: Undo | None = None) -> None:
         """Casts parameters and buffers and attaches the hooks; all of it or, on failure, nothing.
 
         May be called again: for parts that ``model`` got since, or for one that its own class
         made anew from less than its whole state.
+
+        Args:
+            model: The model.
+            undo: Receives how to take the casts back after this call.
         """
-        with all_or_nothing() as undo:
+        with all_or_nothing() as casts:
             for _, tensor, dtype in planned_dtypes(model, self.plan):
-                cast_in_place(tensor, dtype, undo)
-        self.remove_hooks()
-        if self.plan.param_dtype is not None and self.plan.casts_down:
-            for module in topmost_fp32_modules(model, self.plan):
-                _cast_around(module, self.plan.param_dtype, self.handles)
-            for module in model.modules():
-                if any(map(dtypes.is_low_precision, chain(module.parameters(), module.buffers()))):
-                    Fp32Hooks(self.link).attach(module, self.handles)
+                cast_in_place(tensor, dtype, casts)
+        if undo is not None:
+            undo.push(casts.undo)
+        low = self.plan.param_dtype if self.plan.casts_down else None
+        if low is not self.hooked:
+            self.remove_hooks()
+            self.hooked = low
+        if low is not None:
+            self._attach_hooks(model, low)
         flatten_rnns(model)
+
+    def _attach_hooks(self, model: nn.Module, low: torch.dtype) -> None:
+        """Attaches the hooks to every module that lacks them."""
+        for module in topmost_fp32_modules(model, self.plan):
+            if not _has(module._forward_pre_hooks, InputCast):
+                _cast_around(module, low, self.handles)
+        for module in model.modules():
+            if _has(module._state_dict_hooks, Fp32Hooks):
+                continue
+            if any(map(dtypes.is_low_precision, chain(module.parameters(), module.buffers()))):
+                Fp32Hooks(self.link).attach(module, self.handles)
 
     def compute_in(self, model: nn.Module, dtype: torch.dtype) -> None:
         """Gives parameters their exact fp32 values, in ``dtype``, and lets the model compute in it.
@@ -142,6 +160,10 @@ def _in_dtype(plan: ModelPlan, dtype: torch.dtype) -> ModelPlan:
         return plan
     kept = plan.fp32_modules if dtype in dtypes.LOW_PRECISION else ()
     return replace(plan, param_dtype=dtype, input_dtype=dtype, fp32_modules=kept)
+
+
+def _has(hooks: Mapping[int, object], kind: type) -> bool:
+    return any(isinstance(hook, kind) for hook in hooks.values())
 
 
 def stash_forward(model: nn.Module, state: ModelState) -> None:

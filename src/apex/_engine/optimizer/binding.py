@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -136,6 +136,8 @@ class Binding:
             return
         owned = {id(pair.model) for pair in self.pairs}
         waiting = {id(param) for param in self._frozen}
+        replaced: list[tuple[list[nn.Parameter], int, nn.Parameter]] = []
+        undo.push(self._give_back, len(self.pairs), len(self._frozen), replaced)
         for group in groups:
             params = group["params"]
             for index, param in enumerate(params):
@@ -144,20 +146,27 @@ class Binding:
                 if not (param.requires_grad or id(param) in owned):
                     self._frozen.append(param)
                     waiting.add(id(param))
-                    undo.push(self._frozen.pop)
                     continue
                 pair = self._source.make(param, self)
                 if id(param) not in owned:  # a tied weight may be listed twice
-                    self._take(pair, undo)
                     owned.add(id(param))
+                    self.pairs.append(pair)
+                    _move_state(self.optimizer, param, pair.master)
+                replaced.append((params, index, param))
                 params[index] = pair.master
-                undo.push(params.__setitem__, index, param)
 
-    def _take(self, pair: TrackedPair, undo: Undo) -> None:
-        self.pairs.append(pair)
-        undo.push(self.pairs.pop)
-        _move_state(self.optimizer, pair.model, pair.master)
-        undo.push(_move_state, self.optimizer, pair.master, pair.model)
+    def _give_back(
+        self,
+        pairs: int,
+        frozen: int,
+        replaced: Sequence[tuple[list[nn.Parameter], int, nn.Parameter]],
+    ) -> None:
+        """Takes back what :meth:`adopt` did since there were so many pairs and frozen ones."""
+        for params, index, param in replaced:
+            params[index] = param
+        for pair in self.pairs[pairs:]:
+            _move_state(self.optimizer, pair.master, pair.model)
+        del self.pairs[pairs:], self._frozen[frozen:]
 
     def adopt_unfrozen(self) -> None:
         """Gives a master to every parameter that was frozen and no longer is; all or none."""
