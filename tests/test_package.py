@@ -54,6 +54,7 @@ def test_public_names_of_the_package_are_these():
         "contrib",
         "debug",
         "fp16_utils",
+        "fused_dense",
         "mlp",
         "multi_tensor_apply",
         "normalization",

@@ -84,7 +84,7 @@ class TrackedPair:
     """
 
     __slots__ = (
-        *("__weakref__", "_master_version", "_model_place", "_model_version"),
+        *("__weakref__", "_master_version", "_model_held", "_model_place", "_model_version"),
         *("low_bits", "master", "model", "new", "shows_grad"),
     )
 
@@ -106,6 +106,8 @@ class TrackedPair:
         self._master_version = self.master._version
         self._model_version = self.model._version
         self._model_place = self.model.data_ptr()
+        # Held, or the address could come again with another storage. A DTensor has none.
+        self._model_held = None if dtensor.is_dtensor(self.model) else self.model.detach()
 
     def expect_write(self) -> None:
         """Counts the master as written from now on, whether or not torch notices."""
