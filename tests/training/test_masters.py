@@ -279,18 +279,6 @@ def test_written_weights_reach_the_masters_where_they_differ(level, write):
 
 
 @pytest.mark.parametrize("level", MASTERS)
-def test_a_storage_at_the_address_of_an_earlier_one_is_another_one(level):
-    model, optimizer = cases.prepared(level, lambda params: cases.sgd(params, lr=0.0))
-    cases.train_step(model, optimizer, *cases.batch())
-    weight = model[0].weight
-    for value in (0.25, 0.5, 0.75):
-        for _ in range(2):  # the second may get the memory that the first has left
-            weight.data = torch.full_like(weight, value)
-        cases.train_step(model, optimizer, *cases.batch())
-        assert torch.equal(cases.masters(optimizer)[0], torch.full((8, 4), value))
-
-
-@pytest.mark.parametrize("level", MASTERS)
 @pytest.mark.parametrize("by", ["copy_", "data", "state_dict"])
 def test_weights_swapped_for_an_evaluation_leave_masters_as_they_were(level, by):
     model, optimizer = cases.prepared(level, lambda params: cases.sgd(params, lr=0.0))
