@@ -73,6 +73,7 @@ def serve(rank, world_size, pipe):
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "fp16 is emulated on this CPU")
+    warnings.filterwarnings("ignore", module="torch")  # each release has some of its own
     pipe.send_bytes(pickle.dumps("ready"))
     while True:
         try:

@@ -72,7 +72,26 @@ def test_every_public_name_is_reached_as_an_attribute(name):
 
 def test_torch_is_the_only_dependency_outside_extras():
     required = importlib.metadata.requires("apex-amp")
-    assert [line for line in required if "extra ==" not in line] == ["torch>=2.11"]
+    assert [line for line in required if "extra ==" not in line] == ["torch>=2.6"]
+
+
+@pytest.mark.parametrize("version", [None, "2.5.1+cu121", "1.13.1"])
+@pytest.mark.parametrize("name", ["apex", "apex.amp", "apex.optimizers"])
+def test_a_missing_or_old_torch_is_one_error_with_the_command(tmp_path, name, version):
+    (tmp_path / "torch").mkdir()
+    text = "raise ModuleNotFoundError(name='torch')" if version is None else ""
+    (tmp_path / "torch" / "__init__.py").write_text(text or f"__version__ = {version!r}")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import {name}"
+    run = [sys.executable, "-c", code]
+    done = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert f"ImportError: apex-amp needs torch 2.6 or newer, and {found(version)}" in done.stderr
+    assert "pip install --upgrade 'torch>=2.6'" in done.stderr
+    assert "During handling" not in done.stderr
+
+
+def found(version):
+    return "torch is not installed" if version is None else f"this is torch {version}"
 
 
 def test_package_is_marked_as_typed():

@@ -120,7 +120,6 @@ KNOWN = {
     "torch.autograd.graph._engine_run_backward": (AUTOGRAD, "plain_run_backward"),
     "torch._C._autograd": (DEBUG, TOOL),
     "torch._utils": (FOREACH, "plain_flatten, plain_unflatten"),
-    "torch._disable_dynamo": (TRACING, "the plain form of what tracing does faster"),
     "torch._guards": (TRACING, "asked only where dynamo is loaded"),
     "torch._fused_adagrad_": (FOREACH, FUSED),
     "torch._fused_adam_": (FOREACH, FUSED),
@@ -138,8 +137,8 @@ KNOWN = {
     ),
     "torch.utils._python_dispatch._get_current_dispatch_mode": (DEBUG, TOOL),
     "torch._ops": (DEBUG, TOOL),
-    "._FrameAction": (TRACING, "of dynamo's eval_frame; without it torch._disable_dynamo"),
-    "._FrameExecStrategy": (TRACING, "of dynamo's eval_frame; without it torch._disable_dynamo"),
+    "._FrameAction": (TRACING, "of dynamo's eval_frame; before torch 2.8 skip_code of it"),
+    "._FrameExecStrategy": (TRACING, "of dynamo's eval_frame; before torch 2.8 skip_code of it"),
     "._apply": (
         "apex/_engine/model/module_class.py apex/reparameterization/apply.py",
         "the method under Module.to and .cuda: overridden as subclasses in torch do",

@@ -9,11 +9,12 @@ import os
 import sys
 from types import ModuleType
 
-from apex import _conflict, _unavailable
+from apex import _conflict, _requirements, _unavailable
 
 # First of all: with another package's files in the folder, the imports below may fail with errors
 # that hide the cause.
 _conflict.check(os.path.dirname(os.path.abspath(__file__)))
+_requirements.check()
 _unavailable.install()
 
 from apex import amp, debug  # noqa: E402 - after the check

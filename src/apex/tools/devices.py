@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from apex._torch.devices import accelerator
+
 
 def device_named(name: str | None) -> torch.device:
     """Returns the device called ``name``; for ``None`` the accelerator, or the CPU without one.
@@ -11,10 +13,10 @@ def device_named(name: str | None) -> torch.device:
     Raises:
         ValueError: If this machine has no such device.
     """
-    accelerator = torch.accelerator.current_accelerator()
+    found = accelerator()
     if name is None:
-        return accelerator or torch.device("cpu")
-    here = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+        return found or torch.device("cpu")
+    here = ["cpu"] if found is None else ["cpu", found.type]
     try:
         device = torch.device(name)
     except RuntimeError:

@@ -48,7 +48,7 @@ class EarlyAdamRule:
         """Returns what the averages are divided by, as fresh tensors."""
         added = gate.coefficient(self.eps, 1.0)
         if self.eps_inside_sqrt:
-            result = list(torch._foreach_clone(squares))
+            result = list(torch._foreach_mul(squares, 1.0))  # copies: _foreach_clone came with 2.11
             add_(result, added)
             torch._foreach_sqrt_(result)
         else:

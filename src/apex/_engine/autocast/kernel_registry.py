@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from torch.compiler import config as compiler_config
 
 from apex._core.op_table import CastSpec
 from apex._engine.autocast.kernels import Coverage, Group, ThreadRules
@@ -153,19 +154,18 @@ class Registry:
 
     def _mark_compile_caches(self) -> None:
         """Sets or gives back the cache tag; see Note [Compiled code outlives the kernels]."""
-        config = torch.compiler.config
         specs = [lease.spec for lease in self._leases.values()]
         rules = {repr((sorted(s.table.rows.items()), s.allow_banned)) for s in specs}
         if self._tag_before is None:
-            self._tag_before = config.cache_key_tag
+            self._tag_before = compiler_config.cache_key_tag
         tag = self._tag_before
         if rules:
             digest = hashlib.sha256("\n".join(sorted(rules)).encode()).hexdigest()
             tag = f"{tag}apex-amp-{digest[:16]}"
         else:
             self._tag_before = None
-        if config.cache_key_tag != tag:
-            config.cache_key_tag = tag
+        if compiler_config.cache_key_tag != tag:
+            compiler_config.cache_key_tag = tag
             _forget_compiled()
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from apex._core.op_casts import has_double, rules_for, widest
+from apex._core.op_casts import CastRule, has_double, rules_for, widest
 from apex._core.op_table import COVERED_INSIDE, NATIVE_DIFFERENCES, CastSpec, Category, OpTable
 from apex._torch import dispatcher
 from apex._torch.autograd import backward_id
@@ -59,10 +59,10 @@ class Coverage:
         for op, category in OpTable.default().rows.items():
             if not dispatcher.has_operator(f"aten::{op}"):
                 continue  # an operator of another torch release
-            kernel = dispatcher.autocast_kernel(op, device)
-            if kernel is not None:
-                self.native[op] = kernel
-            if _needs_kernel(op, category, device, kernel is not None):
+            native = dispatcher.has_autocast(op, device)
+            if native:
+                self.native[op] = dispatcher.autocast_kernel(op, device) or _Restated(op, device)
+            if _needs_kernel(op, category, device, native):
                 filled.append(op)
         self._base = Group(device, tuple(filled))
         self.probe = Group(device, (BACKWARD_BEGINS,))
@@ -90,6 +90,48 @@ class Coverage:
     def kernels(self, group: Group, rules: ThreadRules) -> dict[str, Kernel]:
         """Returns a kernel for each operator of a group."""
         return {op: _build(op, self._device, rules, self.native.get(op)) for op in group.ops}
+
+
+class _Restated:
+    """Does what torch's own autocast kernel of one operator does, on a torch before 2.9."""
+
+    def __init__(self, op: str, device: str) -> None:
+        self._category = NATIVE_DIFFERENCES[device].get(op, OpTable.default().rows[op])
+        self._redispatch, self._call = (
+            dispatcher.overload(op).redispatch,
+            dispatcher.direct_call(op),
+        )
+        rules: Mapping[Any, CastRule] = rules_for(op, dispatcher.schema(op))
+        self._rule = rules.get(self._category)  # "refuses" has none: below autocast it raises
+        self._name, self._device = op, device
+        self._key = dispatcher.autocast_key(device)
+        self._below = dispatcher.keys_below_autocast(device)
+
+    def call_boxed(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        """Casts and calls, as the kernel that ``torch.library.get_kernel`` returns."""
+        if self._category == "banned":
+            raise RuntimeError(
+                f"{self._name} cannot run under torch.autocast: 16 bits cannot hold the logarithms "
+                f"near 0 and 1. Call {self._name}_with_logits, or disable autocast around it."
+            )
+        keeps_double = self._category == "low_precision" and has_double(args)
+        if self._rule is None or keeps_double:
+            return self._redispatch(keyset & self._below, *args, **kwargs)
+        cast_args, cast_kwargs = self._rule(args, kwargs, _get_dtype(self._device))
+        return _below_autocast(self._key, self._call, cast_args, cast_kwargs)
+
+
+def _below_autocast(key: Any, call: Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    # Kernels run only while the key is included, so clearing the flag puts it back; twice, for a
+    # Ctrl-C may hit the first.
+    try:
+        try:
+            dispatcher.exclude_key(key, True)
+            return call(*args, **kwargs)
+        finally:
+            dispatcher.exclude_key(key, False)
+    finally:
+        dispatcher.exclude_key(key, False)
 
 
 def _build(op: str, device: str, rules: ThreadRules, native: Any) -> Kernel:
@@ -138,8 +180,7 @@ def build_kernel(op: str, device: str, rules: ThreadRules, native: Any) -> Kerne
         if category == "banned" and spec.allow_banned:
             category = "fp32"
         cast_args, cast_kwargs = cast_rules[category](args, kwargs, low)
-        # Kernels run only while the key is included, so clearing the flag puts it back; twice, for
-        # a Ctrl-C may hit the first.
+        # As _below_autocast, whose frame would cost 0.1 us a call.
         try:
             try:
                 exclude(key, True)

@@ -12,6 +12,7 @@ import torch
 
 from apex._core.op_table import CastSpec
 from apex._torch.autograd import backward_id as backward_id
+from apex._torch.dispatcher import weight_cache_is_safe
 from apex._torch.dynamo import is_compiling_here, untraced
 
 DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps")
@@ -167,7 +168,7 @@ class ThreadCasts:
         self.busy += 1
         self.runs += 1
         if self.runs == 1:
-            _set_cache(True)
+            _set_cache(weight_cache_is_safe)
         self.off, self.task = 0, backward_id()
         for device, _, _ in before[-1]:
             self.specs = {**self.specs, device: spec}

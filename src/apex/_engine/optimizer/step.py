@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adagrad, Adam, Optimizer
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from apex._engine import masters
 from apex._torch.dynamo import untraced, untraced_frame
@@ -81,7 +81,7 @@ def skips_in_kernel(optimizer: Optimizer) -> bool:
     ``_step_supports_amp_scaling``.
     """
     # A copied or unpickled optimizer of torch's has lost the declaration and kept its kernels.
-    if isinstance(optimizer, Adam | SGD | Adagrad):
+    if isinstance(optimizer, Adam | AdamW | SGD | Adagrad):
         fused = all(group.get("fused") for group in optimizer.param_groups)
         return fused and not (isinstance(optimizer, SGD) and _starts_momentum(optimizer))
     declared = getattr(optimizer, "_step_supports_amp_scaling", False)

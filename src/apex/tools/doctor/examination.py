@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import apex
+from apex._torch.devices import cpu_features
 from apex.tools.doctor import installed, speeds, syncs
 from apex.tools.doctor.advice import Advice, advise
 from apex.tools.doctor.speeds import Speed
@@ -74,7 +75,7 @@ def _described(device: torch.device) -> str:
         return f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
     if device.type != "cpu":
         return device.type
-    has = torch.cpu.get_capabilities()
+    has = cpu_features()
     extensions = [n for n in ("avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16") if has.get(n)]
     name = has.get("cpu_name") or platform.processor() or platform.machine()
     threads = torch.get_num_threads()
