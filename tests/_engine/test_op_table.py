@@ -165,10 +165,30 @@ def test_in_place_fp32_op_on_low_precision_raises_and_on_fp32_works(op, device):
         assert region(low, device).run(getattr(x, name), *rest) is x
 
 
-def test_in_place_power_operator_raises_on_low_precision():
+@DEVICES
+@pytest.mark.parametrize("exponent", [2, 2.5, "low", torch.float32])
+def test_in_place_power_operator_gives_a_new_fp32_tensor(exponent, device):
     for low in LOW:
-        with pytest.raises(NotImplementedError, match="In-place pow_"):
-            region(low, "cpu").run(operator.ipow, torch.ones(2, dtype=low), 2)
+        x = torch.full((2,), 300.0, dtype=low, device=device)  # whose square fp16 cannot hold
+        by = exponent
+        if not isinstance(exponent, (int, float)):
+            by = torch.tensor([2.0, 3.0], dtype=low if exponent == "low" else exponent).to(device)
+        before = x
+        x = region(low, device).run(operator.ipow, x, by)
+        assert x.dtype is torch.float32
+        torch.testing.assert_close(
+            x, before.float() ** (by.float() if isinstance(by, Tensor) else by)
+        )
+        assert before.dtype is low
+        assert torch.equal(before, torch.full_like(before, 300.0))
+
+
+@DEVICES
+def test_in_place_power_operator_writes_into_an_fp32_tensor(device):
+    for low in LOW:
+        x = torch.full((2,), 3.0, device=device)
+        assert region(low, device).run(operator.ipow, x, 2) is x
+        assert x.tolist() == [9.0, 9.0]
 
 
 def test_every_name_of_the_lists_is_called_in_this_table():

@@ -131,3 +131,50 @@ def test_one_argument_given_twice_arrives_as_one(level):
         model, _optimizer = cases.prepared(each, model=Same(4, 4))
         x = torch.ones(1, 4)
         model(x, x, nest=[x])
+
+
+IN_PLACE = {
+    "addmm_": ((3, 4), (3, 5), (5, 4)),
+    "addmv_": ((3,), (3, 5), (5,)),
+    "addr_": ((3, 4), (3,), (4,)),
+    "addbmm_": ((3, 4), (2, 3, 5), (2, 5, 4)),
+    "baddbmm_": ((2, 3, 4), (2, 3, 5), (2, 5, 4)),
+}
+
+
+class InPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, check):
+        ctx.check = check
+        check()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.check()
+        return grad, None
+
+
+@PASSES
+@CASTING
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_in_place_products_of_mixed_dtypes_take_that_of_self(name, level, where):
+    low = cases.LEVELS[level].compute
+    model, optimizer = cases.prepared(level, loss_scale=1.0)
+    checked = []
+
+    def check():
+        for own in (low, torch.float32, torch.float64):
+            shape, *shapes = IN_PLACE[name]
+            x = torch.ones(shape, dtype=own)
+            one, other = torch.randn(shapes[0]).to(low), torch.randn(shapes[1])
+            expected = getattr(x.clone(), name)(one.to(own), other.to(own), beta=0.5)
+            assert getattr(x, name)(one, other, beta=0.5) is x
+            assert x.dtype is own
+            torch.testing.assert_close(x, expected)
+        checked.append(name)
+
+    loss = InPlace.apply(model(torch.randn(3, 4)), check).float().mean()
+    with around(loss, optimizer, where) as scaled_loss:
+        scaled_loss.backward()
+    assert checked == [name, name]

@@ -27,6 +27,14 @@ _METHOD: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
 }
 
 
+class InPlaceError(NotImplementedError, TypeError):
+    """A low-precision tensor cannot hold the fp32 result of an in-place operation.
+
+    A TypeError, too: with that, ``Tensor.__ipow__`` lets Python take ``x = x ** 2`` for ``x **= 2``
+    and ``x`` becomes an fp32 tensor, as under apex.
+    """
+
+
 def rules_for(op: str, schema: torch.FunctionSchema) -> Mapping[Category, CastRule]:
     """Returns the rule of every category for one operator.
 
@@ -140,7 +148,7 @@ def _refuse_fp16(op: str, args: Args, kwargs: Kwargs, low: torch.dtype) -> tuple
 def _refuse_low_self(op: str, args: Args, kwargs: Kwargs, low: torch.dtype) -> tuple[Args, Kwargs]:
     if args[0].dtype in LOW_PRECISION:
         name = op.partition(".")[0]
-        raise NotImplementedError(
+        raise InPlaceError(
             f"In-place {name} got a {args[0].dtype} tensor under amp: this operation runs in fp32, "
             f"and the tensor cannot hold the result. Use {name.rstrip('_')}, which returns a new "
             "fp32 tensor, or put the call inside `with amp.disable_casts():`."

@@ -30,7 +30,8 @@ Category = Literal[
 ``promote``: floating arguments go to the widest floating dtype among them.
 ``banned``: as ``fp32``, but fp16 raises NotImplementedError unless the spec allows it.
 ``low_precision_inplace``: writes into ``self``, so the other arguments go to its dtype.
-``fp32_inplace``: cannot store an fp32 result, so a low-precision ``self`` raises the same.
+``fp32_inplace``: cannot store an fp32 result, so a low-precision ``self`` raises the same
+(``x **= 2`` makes a new fp32 tensor).
 ``recurrent``: input, state and weights of a whole RNN go to the region's dtype.
 ``to_cpu``: ``Tensor.cpu()`` of a low-precision tensor gives fp32.
 """
