@@ -35,9 +35,6 @@ NOT_YET = {
     "apex.normalization.fused_layer_norm.fused_layer_norm_cuda",
     "apex.normalization.fused_layer_norm.supports_custom_op",
     "apex.mlp.mlp.MlpFunction.backward",
-    "apex.optimizers.fused_adam.FusedAdam.step",  # grad_scaler is taken, not in the signature
-    "apex.optimizers.fused_mixed_precision_lamb.FusedMixedPrecisionLamb.step",  # likewise
-    "apex.optimizers.fused_sgd.FusedSGD.get_momentums",
     "apex.parallel.sync_batchnorm.SyncBatchNorm.warned",
     "apex.reparameterization.reparameterization.Reparameterization",
     *(

@@ -10,7 +10,9 @@ from apex._core.foreach.sgd import SGDRule, foreach_sgd_, sgd_
 from apex._torch.foreach import has_fused
 from tests.optimizers import cases
 
-GATES = {"no flag": Gate(), "flag down": Gate(torch.zeros(())), "flag up": Gate(torch.ones(()))}
+FLAGS = {"no flag": None, "flag down": torch.zeros(()), "flag up": torch.ones(())}
+SCALES = {"no scale": None, "scale": torch.tensor(3.0)}
+GATES = {f"{f}, {s}": Gate(FLAGS[f], SCALES[s]) for f in FLAGS for s in SCALES}
 gates = pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
 
 

@@ -57,14 +57,19 @@ class LAMB(Adam):
 
 
 class SGD(Plain):
+    def stored(self, momentum):
+        return momentum.clone()
+
     def rule(self, p, g, state, lr, momentum, dampening, weight_decay, nesterov, wd_after_momentum):
         if not wd_after_momentum:
             g = g + weight_decay * p
         if momentum:
             first = "buffer" not in state
             old = state.get("buffer")
-            state["buffer"] = g.clone() if first else momentum * old + (1 - dampening) * g
-            g = g + momentum * state["buffer"] if nesterov else state["buffer"]
+            new = g if first else momentum * old + (1 - dampening) * g
+            state["buffer"] = self.stored(new)
+            applied = new if first else state["buffer"]
+            g = g + momentum * applied if nesterov else applied
         if wd_after_momentum:
             g = g + weight_decay * p
         p -= lr * g

@@ -20,6 +20,7 @@ class FusedAdagrad(FusedOptimizer):
         adagrad_w_mode: 1 for decoupled weight decay, else 0.
     """
 
+    kernel_unscales: ClassVar[bool] = True
     settings: ClassVar[tuple[str, ...]] = ("adagrad_w_mode",)
 
     multi_tensor_adagrad = staticmethod(amp_C.multi_tensor_adagrad)

@@ -45,6 +45,7 @@ class FusedAdam(FusedOptimizer):
     """
 
     steps_dtensors = True
+    kernel_unscales: ClassVar[bool] = True
     settings: ClassVar[tuple[str, ...]] = ("adam_w_mode", "capturable", "master_weights")
 
     multi_tensor_adam = staticmethod(amp_C.multi_tensor_adam)
@@ -118,14 +119,14 @@ class FusedAdam(FusedOptimizer):
         if getattr(self, "capturable", False):
             put_on_device(self.param_groups[-1])
 
-    def step(
+    def step(  # type: ignore[override]  # apex's order
         self,
         closure: Callable[[], Any] | None = None,
         grads: Any = None,
         output_params: Any = None,
         scale: Any = None,
         grad_norms: Any = None,
-        **scaling: Any,
+        grad_scaler: Any = None,
     ) -> Any:
         """Takes one step.
 
@@ -135,7 +136,8 @@ class FusedAdam(FusedOptimizer):
             output_params: Not supported.
             scale: Not supported.
             grad_norms: Not supported.
-            scaling: ``grad_scaler``, the ``torch.amp.GradScaler`` that scaled the gradients.
+            grad_scaler: The ``torch.amp.GradScaler`` that scaled the gradients, for a call without
+                ``GradScaler.step``.
 
         Raises:
             RuntimeError: If an unsupported argument is given.
@@ -153,7 +155,7 @@ class FusedAdam(FusedOptimizer):
                 "torch.optim.AdamW, let amp.scale_loss unscale the gradients, and call step() "
                 "without arguments; apex.contrib.optimizers.FusedAdam still accepts them."
             )
-        return super().step(closure, **scaling)
+        return super().step(closure, grad_scaler)
 
     def update(self, batch: Batch, step: Scalar, gate: Gate) -> None:
         """Takes one step for a batch of parameters."""

@@ -10,12 +10,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
 from apex._core.dtypes import is_low_precision
 from apex._core.foreach.gate import Gate, Scalar, as_scalar
 from apex._core.foreach.working import math_dtype, store, working
 from apex._torch.copies import moved
-from apex._torch.grad_scaler import signals
+from apex._torch.grad_scaler import StepOfInstances, signals
 
 MASTER = "master_param"
 """The state key of an fp32 master that the optimizer keeps of a 16-bit parameter."""
@@ -29,7 +30,7 @@ class Batch:
         group: Their group.
         device: Their device.
         params: The parameters.
-        grads: Their gradients; unscaled once the step begins.
+        grads: Their gradients.
     """
 
     group: dict[str, Any]
@@ -47,8 +48,8 @@ class FusedOptimizer(Optimizer):
     """A torch optimizer that skips a step by a device flag, without a host sync.
 
     Like torch's fused optimizers it reads ``self.found_inf`` (any value other than 0 leaves
-    parameters, state and step counts unchanged) and ``self.grad_scale`` (gradients are divided by
-    it), which ``amp`` and ``torch.amp.GradScaler`` set during a step.
+    parameters, gradients, state and step counts unchanged) and ``self.grad_scale`` (gradients are
+    divided by it in place), which ``amp`` and ``torch.amp.GradScaler`` set during a step.
 
     Attributes:
         set_grad_none: Whether ``zero_grad`` drops gradients instead of setting them to zero.
@@ -59,21 +60,29 @@ class FusedOptimizer(Optimizer):
     """Attributes that copies and pickles keep, beside torch's own."""
 
     state_stays_fp32 = True
-    """Read by amp: the state of 16-bit parameters is fp32, also of those that amp converted."""
+    """Read by amp: state keeps its dtype where amp converts a parameter."""
 
     set_grad_none = True
 
     steps_dtensors: ClassVar[bool] = False
     """Whether the rule supports DTensors: takes norms over all ranks, mixes in no plain tensors."""
 
+    kernel_unscales: ClassVar[bool] = False
+    """Whether ``update`` divides the gradients by the gate's scale; else ``step`` does so first."""
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+        """Creates the optimizer; see :class:`torch.optim.Optimizer`."""
+        super().__init__(params, defaults)
+        StepOfInstances.install(type(self))
+
     @abstractmethod
     def update(self, batch: Batch, step: Scalar, gate: Gate) -> None:
         """Takes one step for a batch.
 
         Args:
-            batch: Parameters and unscaled gradients.
+            batch: Parameters and gradients.
             step: Count of this step, from 1.
-            gate: Whether to skip the step.
+            gate: Whether to skip the step; with a scale only if ``kernel_unscales``.
         """
 
     def prepare(self, batches: list[Batch]) -> None:
@@ -92,14 +101,13 @@ class FusedOptimizer(Optimizer):
         super().zero_grad(set_to_none=set_to_none and self.set_grad_none)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, **scaling: Any) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:
         """Takes one step.
 
         Args:
             closure: Recomputes the loss; called once, before the step.
-            scaling: ``grad_scaler``, the ``torch.amp.GradScaler`` that scaled the gradients. Not in
-                the signature, because ``GradScaler.step`` takes that for a deprecated protocol and
-                warns.
+            grad_scaler: The ``torch.amp.GradScaler`` that scaled the gradients, for a call without
+                ``GradScaler.step``.
 
         Returns:
             What the closure returned.
@@ -108,21 +116,22 @@ class FusedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        grad_scale, found_inf = self._signals(**scaling)
+        grad_scale, found_inf = self._signals(grad_scaler)
         batches = [batch for group in self.param_groups for batch in self._batches(group)]
-        for batch in batches:
-            _unscale(batch, grad_scale)
+        gates = [Gate.of(found_inf, batch.device, grad_scale) for batch in batches]
+        if not self.kernel_unscales:
+            gates = [_unscaled(*each) for each in zip(batches, gates, strict=True)]
         self.prepare(batches)
         steps: dict[int, Scalar] = {}
-        for batch in batches:
+        for batch, gate in zip(batches, gates, strict=True):
             if id(batch.group) not in steps:
                 steps[id(batch.group)] = self._advance(batch, found_inf)
             step = steps[id(batch.group)]
             count = as_scalar(step, batch.device)
-            self.update(batch, count, Gate.of(found_inf, batch.device))
+            self.update(batch, count, gate)
         return loss
 
-    def _signals(self, grad_scaler: Any = None) -> tuple[Tensor | None, Tensor | None]:
+    def _signals(self, grad_scaler: Any) -> tuple[Tensor | None, Tensor | None]:
         """Returns the divisor of the gradients, and the flag that skips the step."""
         if grad_scaler is None:
             return getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
@@ -131,7 +140,7 @@ class FusedOptimizer(Optimizer):
     def _batches(self, group: dict[str, Any]) -> Iterator[Batch]:
         batches: dict[torch.device, Batch] = {}
         for param in group["params"]:
-            grad = param.grad
+            grad = self._gradient(param)
             if grad is None:
                 continue
             if grad.layout is not torch.strided or not param.is_floating_point():
@@ -142,6 +151,9 @@ class FusedOptimizer(Optimizer):
             batch.params.append(param)
             batch.grads.append(grad)
         yield from batches.values()
+
+    def _gradient(self, param: Tensor) -> Tensor | None:
+        return param.grad
 
     def _refuse(self, param: Tensor) -> None:
         name = type(self).__name__
@@ -176,15 +188,19 @@ class FusedOptimizer(Optimizer):
         return step
 
     def buffers(self, batch: Batch, name: str) -> list[Tensor]:
-        """Returns a state tensor of every parameter, initially zeros, in fp32 or wider."""
+        """Returns a state tensor of every parameter, initially zeros."""
         return [self._buffer(param, name) for param in batch.params]
 
     def _buffer(self, param: Tensor, name: str) -> Tensor:
         state = self.state[param]
         if name not in state:
-            state[name] = torch.zeros_like(param, dtype=math_dtype(param))
+            state[name] = torch.zeros_like(param, dtype=self.state_dtype(param))
         buffer: Tensor = state[name]
         return buffer
+
+    def state_dtype(self, param: Tensor) -> torch.dtype:
+        """Returns the dtype of a parameter's state: fp32, fp64 for fp64 parameters."""
+        return math_dtype(param)
 
     def masters(self, batch: Batch, dtypes: tuple[torch.dtype, ...]) -> list[Tensor]:
         """Returns fp32 masters of the parameters of these dtypes, and other parameters themselves.
@@ -207,6 +223,11 @@ class FusedOptimizer(Optimizer):
         """Returns torch's state and this class's settings, which torch omits."""
         own = {name: getattr(self, name) for name in ("set_grad_none", *self.settings)}
         return {**super().__getstate__(), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restores the state of a copy or pickle."""
+        super().__setstate__(state)
+        StepOfInstances.install(type(self))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict; fp32 state of 16-bit parameters stays fp32.
@@ -258,9 +279,12 @@ def write_back(params: list[Tensor], masters: list[Tensor]) -> None:
     store(params, masters)
 
 
-def _unscale(batch: Batch, grad_scale: Tensor | None) -> None:
-    if grad_scale is None:
-        return
+def _unscaled(batch: Batch, gate: Gate) -> Gate:
+    """Divides the gradients, which the batch then holds before rounding; returns the flag alone."""
+    if gate.grad_scale is None:
+        return gate
     (wide,) = working(batch.grads)
-    inverse = as_scalar(grad_scale, batch.device)
-    batch.grads = list(torch._foreach_div(wide, inverse))
+    gate.unscale_(wide)
+    store(batch.grads, wide)
+    batch.grads = wide
+    return Gate(gate.skip)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT, required
 
@@ -18,11 +20,15 @@ BUFFER = "momentum_buffer"
 class FusedSGD(FusedOptimizer):
     """Stochastic gradient descent with torch's rules for momentum and Nesterov momentum.
 
+    Momentum of fp16 parameters is fp16, as in apex and torch; that of bf16 parameters, which apex
+    did not step, is fp32.
+
     Attributes:
         wd_after_momentum: Whether to add weight decay after the momentum.
         materialize_master_grads: Has no effect; kept for compatibility.
     """
 
+    kernel_unscales: ClassVar[bool] = True
     settings: ClassVar[tuple[str, ...]] = ("wd_after_momentum", "materialize_master_grads")
 
     multi_tensor_sgd = staticmethod(amp_C.multi_tensor_sgd)
@@ -81,6 +87,16 @@ class FusedSGD(FusedOptimizer):
         super().__setstate__(state)
         for group in self.param_groups:
             group.setdefault("nesterov", False)
+
+    def state_dtype(self, param: Tensor) -> torch.dtype:
+        """Returns the dtype of a parameter's momentum."""
+        return param.dtype if param.dtype is torch.float16 else super().state_dtype(param)
+
+    def get_momentums(self, params: Iterable[Tensor]) -> tuple[list[Tensor], bool]:
+        """Returns each parameter's momentum, and whether all have just been made, as zeros."""
+        params = list(params)
+        new = all(BUFFER not in self.state[param] for param in params)
+        return [self._buffer(param, BUFFER) for param in params], new
 
     def update(self, batch: Batch, step: Scalar, gate: Gate) -> None:
         """Takes one step for a batch of parameters."""

@@ -31,6 +31,9 @@ class LARC:
         eps: Term added to the denominator.
     """
 
+    # GradScaler then unscales, and skips, before `step`: the ratios need unscaled gradients.
+    _step_supports_amp_scaling = False
+
     def __init__(
         self,
         optimizer: Optimizer,

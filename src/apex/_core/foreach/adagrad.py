@@ -45,7 +45,7 @@ def adagrad_(
 
     Args:
         params: Parameters.
-        grads: Gradients, not changed.
+        grads: Gradients; divided in place if the gate has a scale.
         sums: Sums of squared gradients.
         rule: Hyperparameters.
         gate: Whether to leave everything as it is.
@@ -63,6 +63,8 @@ def adagrad_(
         foreach_adagrad_(*lists, rule=rule, gate=gate)
     store(params, lists[0])
     store(sums, lists[2])
+    if gate.grad_scale is not None:
+        store(grads, lists[1])
 
 
 def _coupled_decay(rule: AdagradRule) -> float:
@@ -83,7 +85,7 @@ def _fused(lists: Sequence[list[Tensor]], rule: AdagradRule, gate: Gate) -> None
             weight_decay=_coupled_decay(rule),
             eps=rule.eps,
             maximize=False,
-            grad_scale=None,
+            grad_scale=gate.grad_scale,
             found_inf=gate.skip,
         )
 
@@ -97,6 +99,7 @@ def foreach_adagrad_(
     gate: Gate,
 ) -> None:
     """The same step, without decoupled decay, on foreach kernels."""
+    gate.unscale_(grads)
     if _coupled_decay(rule):
         grads = list(torch._foreach_add(grads, params, alpha=rule.weight_decay))
     grads = gate.gradients(grads)

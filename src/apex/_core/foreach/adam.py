@@ -65,7 +65,7 @@ def adam_(
 
     Args:
         params: Parameters.
-        grads: Gradients, not changed.
+        grads: Gradients; divided in place if the gate has a scale.
         exp_avgs: Averages of gradients.
         exp_avg_sqs: Averages of their squares.
         rule: Hyperparameters.
@@ -83,6 +83,8 @@ def adam_(
         (params, exp_avgs, exp_avg_sqs), (lists[0], *lists[2:]), strict=True
     ):
         store(targets, values)
+    if gate.grad_scale is not None:
+        store(grads, lists[1])
 
 
 def _fused(lists: Sequence[list[Tensor]], rule: AdamRule, step: Scalar, gate: Gate) -> None:
@@ -107,7 +109,7 @@ def _fused(lists: Sequence[list[Tensor]], rule: AdamRule, step: Scalar, gate: Ga
             eps=rule.eps,
             amsgrad=False,
             maximize=False,
-            grad_scale=None,
+            grad_scale=gate.grad_scale,
             found_inf=gate.skip,
         )
 
@@ -123,6 +125,7 @@ def foreach_adam_(
     gate: Gate,
 ) -> None:
     """The same step on foreach kernels, for devices without a fused one."""
+    gate.unscale_(grads)
     updates = directions_(params, grads, exp_avgs, exp_avg_sqs, rule=rule, step=step, gate=gate)
     torch._foreach_mul_(updates, gate.coefficient(rule.lr, 0.0))
     torch._foreach_sub_(params, updates)

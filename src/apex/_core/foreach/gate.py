@@ -1,4 +1,4 @@
-"""Steps that a device flag turns off without a host sync.
+"""What a loss scaler asks of a step: a flag that turns it off, and a divisor; no host sync.
 
 Note [Gate]
 Where the flag is set, the gradient of every rule becomes 0 (not multiplied by 0: inf * 0 is NaN)
@@ -25,21 +25,34 @@ Scalar = float | Tensor
 
 @dataclass(frozen=True)
 class Gate:
-    """Whether to skip the step.
+    """Whether to skip the step, and by what to divide its gradients first.
 
     Attributes:
         skip: 0-d fp32, 1 to skip the step and 0 to take it; ``None`` to take it in any case.
+        grad_scale: 0-d fp32; a step divides its gradients by it in place, a skipped one leaves them
+            as they are. ``None`` for gradients that are not scaled.
     """
 
     skip: Tensor | None = None
+    grad_scale: Tensor | None = None
 
     @classmethod
-    def of(cls, flag: Tensor | None, device: torch.device) -> Gate:
-        """Returns the gate of a one-element flag of any device; a value other than 0 means skip."""
+    def of(
+        cls, flag: Tensor | None, device: torch.device, grad_scale: Tensor | None = None
+    ) -> Gate:
+        """Returns the gate of one-element tensors of any device; a flag other than 0 means skip."""
+        if grad_scale is not None:
+            grad_scale = as_tensor(grad_scale, device)
         if flag is None:
-            return cls()
+            return cls(None, grad_scale)
         flag = moved(flag, device).reshape(())
-        return cls((flag != 0).to(torch.float32))
+        return cls((flag != 0).to(torch.float32), grad_scale)
+
+    def unscale_(self, grads: list[Tensor]) -> None:
+        """Divides gradients by ``grad_scale`` in place, unless the step is skipped."""
+        if self.grad_scale is not None and grads:
+            divisor = as_tensor(self.coefficient(self.grad_scale, 1.0), self.grad_scale.device)
+            torch.ops.aten._foreach_div_.Tensor(dtensor.locals_of(grads), dtensor.local(divisor))
 
     def coefficient(self, value: Scalar, neutral: float) -> Scalar:
         """Returns ``value``, or ``neutral`` if the step is skipped."""

@@ -17,14 +17,14 @@ GivenTensors = Iterable[Tensor] | list[list[Tensor]]
 class ExplicitOptimizer(FusedOptimizer):
     """An optimizer whose ``step`` accepts gradients, their scale, and 16-bit outputs."""
 
-    def step(
+    def step(  # type: ignore[override]  # apex's order
         self,
         closure: Callable[[], Any] | None = None,
         grads: GivenTensors | None = None,
         output_params: GivenTensors | None = None,
         scale: float = 1.0,
         grad_norms: Any = None,
-        **scaling: Any,
+        grad_scaler: Any = None,
     ) -> Any:
         """Takes one step.
 
@@ -34,7 +34,8 @@ class ExplicitOptimizer(FusedOptimizer):
             output_params: Tensors that receive the rounded parameters, in the same form.
             scale: Divisor of the gradients.
             grad_norms: The 2-norm of each group's scaled gradients, if known.
-            scaling: ``grad_scaler``, the ``torch.amp.GradScaler`` that scaled the gradients.
+            grad_scaler: The ``torch.amp.GradScaler`` that scaled the gradients, for a call without
+                ``GradScaler.step``.
 
         Returns:
             The result of the closure.
@@ -50,24 +51,38 @@ class ExplicitOptimizer(FusedOptimizer):
             with torch.enable_grad():
                 loss = closure()
         params = [param for group in groups for param in group["params"]]
-        own = [param.grad for param in params]
         self._norms = None if grad_norms is None else [norm / scale for norm in grad_norms]
+        if given is not None or scale != 1.0:
+            self._grads = _divided(params, given, scale)
         try:
-            for param, grad in zip(params, own if given is None else given, strict=True):
-                if grad is not None and (given is not None or scale != 1.0):
-                    param.grad = grad.detach().to(param.dtype).div(scale)
-            super().step(**scaling)
+            super().step(grad_scaler=grad_scaler)
         finally:
-            self._norms = None
-            for param, grad in zip(params, own, strict=True):
-                param.grad = grad
+            self._norms = self._grads = None
         if outputs is not None:
             pairs = [(o, p) for o, p in zip(outputs, params, strict=True) if o is not None]
             with torch.no_grad():
                 store([output for output, _ in pairs], [param for _, param in pairs])
         return loss
 
+    def _gradient(self, param: Tensor) -> Tensor | None:
+        return super()._gradient(param) if self._grads is None else self._grads.get(param)
+
     _norms: list[Any] | None = None
+    _grads: dict[Tensor, Tensor] | None = None
+
+
+def _divided(
+    params: list[Tensor], given: list[Tensor | None] | None, scale: float
+) -> dict[Tensor, Tensor]:
+    """Returns the gradients divided, in fp32 or wider; a parameter's own where none is given."""
+    result = {}
+    for index, param in enumerate(params):
+        grad = None if given is None else given[index]
+        grad = param.grad if grad is None else grad
+        if grad is not None:
+            wide = grad.detach().to(torch.promote_types(grad.dtype, torch.float32))
+            result[param] = wide / scale
+    return result
 
 
 def _per_group(
