@@ -7,18 +7,39 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from apex._torch import dtensor
 from apex._torch.copies import moved
+
+# The CPU's kernel adds up squares one after the other: of 33 M elements it loses 1.5e-3 of the norm
+# (torch 2.13), in pieces of this size 1e-6, in the same time.
+_PIECE = 2**16
 
 
 def l2_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Returns the 2-norm of every tensor: 0-d, fp32 (fp64 of fp64 tensors)."""
     if not any(tensor.dtype is torch.float64 for tensor in tensors):
-        return list(torch._foreach_norm(list(tensors), 2, dtype=torch.float32)) if tensors else []
+        return _norms_of_pieces([_pieces(tensor) for tensor in tensors])
     # One call takes one dtype, and refuses one narrower than a tensor's own.
     wide = torch.float64
     return [
         torch.linalg.vector_norm(t, dtype=wide if t.dtype is wide else torch.float32)
         for t in tensors
+    ]
+
+
+def _pieces(tensor: Tensor) -> Sequence[Tensor]:
+    cut = tensor.device.type == "cpu" and tensor.numel() > _PIECE
+    if not cut or dtensor.is_dtensor(tensor):
+        return (tensor,)
+    return torch.split(tensor.reshape(-1), _PIECE)
+
+
+def _norms_of_pieces(tensors: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    pieces = [piece for parts in tensors for piece in parts]
+    norms = iter(torch._foreach_norm(pieces, 2, dtype=torch.float32) if pieces else ())
+    return [
+        next(norms) if len(parts) == 1 else total(torch.stack([next(norms) for _ in parts]))
+        for parts in tensors
     ]
 
 
