@@ -1,6 +1,7 @@
 """MLP against a chain of torch's linear layers."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -79,6 +80,55 @@ def test_apexs_attributes_are_there():
 def test_functions_take_weights_then_biases(call):
     model, x = MLP(SIZES), torch.randn(2, 6)
     assert torch.equal(call(1, 1, x, *model.weights, *model.biases), model(x))
+
+
+def function_and_chain(bias, code, x, args):
+    """Returns MlpFunction's gradients and those that autograd finds."""
+    pairs = []
+    for call in (MlpFunction.apply, mlp_function):
+        result = call(bias, code, x, *args)
+        scale = torch.linspace(-1, 1, result.numel()).view_as(result).to(result.dtype)
+        pairs.append(torch.autograd.grad((result * scale).sum(), [x, *args]))
+    return zip(*pairs, strict=True)
+
+
+@pytest.mark.parametrize("shape", [(7, 6), (2, 3, 6), (6,), (0, 6)])
+@pytest.mark.parametrize("bias", [0, 1])
+@pytest.mark.parametrize("code", [0, 1, 2])
+def test_backward_of_the_autograd_function_is_autograds(code, bias, shape):
+    model, x = MLP(SIZES, bool(bias)), torch.randn(shape, requires_grad=True)
+    for one, other in function_and_chain(bias, code, x, [*model.weights, *model.biases]):
+        torch.testing.assert_close(one, other)
+    assert issubclass(MlpFunction, torch.autograd.Function)
+
+
+def test_backward_follows_autocast_with_gradients_in_the_dtypes_of_their_tensors():
+    model, x = MLP(SIZES), torch.randn(7, 6, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert MlpFunction.apply(1, 2, x, *model.weights, *model.biases).dtype is torch.bfloat16
+        both = function_and_chain(1, 2, x, [*model.weights, *model.biases])
+    for one, other in both:
+        assert one.dtype is torch.float32
+        torch.testing.assert_close(one, other, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_backward_has_derivatives_of_its_own(code):
+    model, x = MLP([3, 4, 2]).double(), torch.randn(2, 3, dtype=torch.double, requires_grad=True)
+    args = [*model.weights, *model.biases]
+    assert torch.autograd.gradgradcheck(lambda *a: MlpFunction.apply(1, code, *a), [x, *args])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_autograd_function_compiles_whole():
+    model, x = MLP(SIZES), torch.randn(7, 6, requires_grad=True)
+    args = [*model.weights, *model.biases]
+    calls = [functools.partial(call, 1, 1) for call in (MlpFunction.apply, mlp_function)]
+    calls[0] = torch.compile(calls[0], fullgraph=True, backend="aot_eager")
+    grads = [torch.autograd.grad(call(x, *args).sum(), [x, *args]) for call in calls]
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other)
+    torch.compiler.reset()
 
 
 def test_a_copy_computes_with_its_own_parameters():

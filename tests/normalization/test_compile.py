@@ -47,11 +47,16 @@ def test_modules_compile_whole_under_autocast(name):
         torch.testing.assert_close(graph, eager)
 
 
-def test_autograd_functions_compile_whole():
+@pytest.mark.parametrize("name", [*cases.AFFINE, *cases.PLAIN])
+def test_autograd_functions_compile_whole_with_equal_gradients(name):
+    function = getattr(normalization.fused_layer_norm, cases.FUNCTION_CLASSES[name])
     x, weight, bias = cases.tensors()
+    inputs = cases.leaves(name, x, weight, bias) if name in cases.AFFINE else [x]
 
-    def forward(x):
-        function = normalization.fused_layer_norm.FusedLayerNormAffineFunction
-        return function.apply(x, weight, bias, (SIZE,), 1e-5, True)
+    def forward(*inputs):
+        return function.apply(*inputs, (SIZE,), 1e-5, True)
 
-    torch.testing.assert_close(compiled(forward)(x), forward(x))
+    results = [compiled(forward)(*inputs), forward(*inputs)]
+    torch.testing.assert_close(*results)
+    for one, other in zip(*(cases.gradients(r, inputs) for r in results), strict=True):
+        torch.testing.assert_close(one, other)

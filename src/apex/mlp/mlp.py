@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,18 +21,38 @@ _ACTIVATIONS: dict[int, Callable[[Tensor], Tensor] | None] = {
 }
 
 
-class MlpFunction:
-    """apex's autograd function; ``apply`` runs torch's operators and follows autocast."""
+class MlpFunction(torch.autograd.Function):
+    """`mlp_function` as an autograd function, which follows autocast, too."""
 
     @staticmethod
-    def forward(ctx: object, bias: int, activation: int, *args: Tensor) -> Tensor:
-        """Returns the result of `mlp_function`; ``ctx`` is ignored."""
-        return mlp_function(bias, activation, *args)
-
-    @classmethod
-    def apply(cls, bias: int, activation: int, *args: Tensor) -> Tensor:
+    def forward(ctx: Any, bias: int, activation: int, *args: Tensor) -> Tensor:
         """Returns the result of `mlp_function`."""
-        return cls.forward(None, bias, activation, *args)
+        outputs = list(_outputs(bias, activation, args))
+        ctx.save_for_backward(*args, *outputs)
+        ctx.bias, ctx.activation = bias, activation
+        return outputs[-1]
+
+    @staticmethod
+    def backward(ctx: Any, grad_o: Tensor) -> Any:
+        """Returns None for ``bias`` and ``activation``, then the gradients of the tensors."""
+        layers = len(ctx.saved_tensors) // (3 if ctx.bias else 2)
+        args, outputs = ctx.saved_tensors[:-layers], ctx.saved_tensors[-layers:]
+        if torch.is_grad_enabled():  # second derivatives go through the layers' outputs, too
+            outputs = list(_outputs(ctx.bias, ctx.activation, args))
+        of_weights: list[Tensor] = []
+        of_biases: list[Tensor] = []
+        for layer in reversed(range(layers)):
+            output, below = outputs[layer], outputs[layer - 1] if layer else args[0]
+            if ctx.activation == _CODES["relu"]:
+                grad_o = grad_o.masked_fill(output <= 0, 0.0)
+            elif ctx.activation == _CODES["sigmoid"]:
+                grad_o = grad_o * output * (1 - output)
+            rows, inputs = (t.reshape(-1, t.shape[-1]) for t in (grad_o, below.to(grad_o.dtype)))
+            of_weights.insert(0, rows.t() @ inputs)
+            of_biases.insert(0, rows.sum(0))
+            grad_o = grad_o @ args[1 + layer].to(rows.dtype)
+        found = [grad_o, *of_weights, *(of_biases if ctx.bias else ())]
+        return None, None, *(f.to(arg.dtype) for f, arg in zip(found, args, strict=True))
 
 
 def mlp_function(bias: int, activation: int, *args: Tensor) -> Tensor:
@@ -47,6 +67,13 @@ def mlp_function(bias: int, activation: int, *args: Tensor) -> Tensor:
         ValueError: If the tensors do not consist of one input and as many biases as weights, or if
             the activation is invalid.
     """
+    for output in _outputs(bias, activation, args):
+        last = output
+    return last
+
+
+def _outputs(bias: int, activation: int, args: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yields the output of every layer."""
     if activation not in _ACTIVATIONS:
         raise ValueError(
             f"mlp_function got activation={activation!r}; it takes 0 (none), 1 (relu), 2 (sigmoid)."
@@ -64,7 +91,7 @@ def mlp_function(bias: int, activation: int, *args: Tensor) -> Tensor:
         hidden = F.linear(hidden, weight, bias_or_none)
         if act is not None:
             hidden = act(hidden)
-    return hidden
+        yield hidden
 
 
 class MLP(nn.Module):

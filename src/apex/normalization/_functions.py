@@ -1,39 +1,68 @@
 """apex's autograd functions: ``X.apply(...)`` with apex's argument order and torch's kernels.
 
-These are plain classes, so autograd, double backward and ``torch.compile`` see torch's operators.
-``memory_efficient`` has no effect: torch keeps the input for the backward. As in apex, ``apply``
-ignores autocast: the result has the input's dtype (in the mixed functions, the weight's). The
-functions of `fused_layer_norm` follow autocast.
+As in apex, ``apply`` ignores autocast: the result has the input's dtype (in the mixed functions,
+the weight's). The functions of `fused_layer_norm` follow autocast. ``memory_efficient`` has no
+effect: the input is kept for the backward.
 """
 
 # ruff: noqa: A002 - `input` is apex's and torch's name for it
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from apex.normalization._compute import Shape, layer_norm, rms_norm
 
 
-class FusedLayerNormAffineFunction:
+class _NormFunction(torch.autograd.Function):
+    """A norm of which torch knows the gradients, too.
+
+    Note [Gradients of a norm]
+        ``apply`` runs the operators in ``forward`` as they are: torch's kernels compute their
+        gradients, faster than a function in Python, and second derivatives and ``torch.func``
+        work. ``backward`` is for subclasses, which may replace either method, and for
+        ``torch.compile``, which calls both methods by itself.
+    """
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """Returns the norm; the arguments are those of ``forward`` without ``ctx``."""
+        if cls.__module__ != __name__:
+            return super().apply(*args)  # type: ignore[no-untyped-call]
+        return cls.forward(_Unused(), *args)
+
+
+class _Unused:
+    """The ``ctx`` of a norm whose ``backward`` is never called."""
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        """Keeps nothing."""
+
+
+class _LayerNormFunction(_NormFunction):
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        """Returns the gradients of input, weight and bias, then None for what is no tensor."""
+        return *_gradients(ctx, grad_output, centered=True), None, None, None
+
+
+class _RMSNormFunction(_NormFunction):
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        """Returns the gradients of input and weight, then None for what is no tensor."""
+        return *_gradients(ctx, grad_output, centered=False), None, None, None
+
+
+class FusedLayerNormAffineFunction(_LayerNormFunction):
     """Layer norm with weight and bias; the result has the input's dtype."""
 
     @staticmethod
     def forward(
-        ctx: object,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        normalized_shape: Shape,
-        eps: float,
-        memory_efficient: bool = False,
-    ) -> Tensor:
-        """Returns the normalized input; ``ctx`` is ignored."""
-        return layer_norm(input, normalized_shape, weight, bias, eps, out=input.dtype)
-
-    @classmethod
-    def apply(
-        cls,
+        ctx: Any,
         input: Tensor,
         weight: Tensor,
         bias: Tensor,
@@ -42,7 +71,8 @@ class FusedLayerNormAffineFunction:
         memory_efficient: bool = False,
     ) -> Tensor:
         """Returns the normalized input."""
-        return cls.forward(None, input, weight, bias, normalized_shape, eps, memory_efficient)
+        _save(ctx, normalized_shape, eps, input, weight, bias)
+        return layer_norm(input, normalized_shape, weight, bias, eps, out=input.dtype)
 
 
 class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
@@ -50,7 +80,7 @@ class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
 
     @staticmethod
     def forward(
-        ctx: object,
+        ctx: Any,
         input: Tensor,
         weight: Tensor,
         bias: Tensor,
@@ -58,50 +88,33 @@ class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
         eps: float,
         memory_efficient: bool = False,
     ) -> Tensor:
-        """Returns the normalized input; ``ctx`` is ignored."""
+        """Returns the normalized input."""
+        _save(ctx, normalized_shape, eps, input, weight, bias)
         return layer_norm(input, normalized_shape, weight, bias, eps, out=weight.dtype)
 
 
-class FusedLayerNormFunction:
+class FusedLayerNormFunction(_LayerNormFunction):
     """Layer norm without parameters; the result has the input's dtype."""
 
     @staticmethod
     def forward(
-        ctx: object,
+        ctx: Any,
         input: Tensor,
         normalized_shape: Shape,
         eps: float,
         memory_efficient: bool = False,
     ) -> Tensor:
-        """Returns the normalized input; ``ctx`` is ignored."""
+        """Returns the normalized input."""
+        _save(ctx, normalized_shape, eps, input)
         return layer_norm(input, normalized_shape, None, None, eps, out=input.dtype)
 
-    @classmethod
-    def apply(
-        cls, input: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False
-    ) -> Tensor:
-        """Returns the normalized input."""
-        return cls.forward(None, input, normalized_shape, eps, memory_efficient)
 
-
-class FusedRMSNormAffineFunction:
+class FusedRMSNormAffineFunction(_RMSNormFunction):
     """RMS norm with a weight; the result has the input's dtype."""
 
     @staticmethod
     def forward(
-        ctx: object,
-        input: Tensor,
-        weight: Tensor,
-        normalized_shape: Shape,
-        eps: float,
-        memory_efficient: bool = False,
-    ) -> Tensor:
-        """Returns the normalized input; ``ctx`` is ignored."""
-        return rms_norm(input, normalized_shape, weight, eps, out=input.dtype)
-
-    @classmethod
-    def apply(
-        cls,
+        ctx: Any,
         input: Tensor,
         weight: Tensor,
         normalized_shape: Shape,
@@ -109,7 +122,8 @@ class FusedRMSNormAffineFunction:
         memory_efficient: bool = False,
     ) -> Tensor:
         """Returns the normalized input."""
-        return cls.forward(None, input, weight, normalized_shape, eps, memory_efficient)
+        _save(ctx, normalized_shape, eps, input, weight)
+        return rms_norm(input, normalized_shape, weight, eps, out=input.dtype)
 
 
 class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
@@ -117,34 +131,59 @@ class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
 
     @staticmethod
     def forward(
-        ctx: object,
+        ctx: Any,
         input: Tensor,
         weight: Tensor,
         normalized_shape: Shape,
         eps: float,
         memory_efficient: bool = False,
     ) -> Tensor:
-        """Returns the normalized input; ``ctx`` is ignored."""
+        """Returns the normalized input."""
+        _save(ctx, normalized_shape, eps, input, weight)
         return rms_norm(input, normalized_shape, weight, eps, out=weight.dtype)
 
 
-class FusedRMSNormFunction:
+class FusedRMSNormFunction(_RMSNormFunction):
     """RMS norm without a weight; the result has the input's dtype."""
 
     @staticmethod
     def forward(
-        ctx: object,
+        ctx: Any,
         input: Tensor,
         normalized_shape: Shape,
         eps: float,
         memory_efficient: bool = False,
     ) -> Tensor:
-        """Returns the normalized input; ``ctx`` is ignored."""
+        """Returns the normalized input."""
+        _save(ctx, normalized_shape, eps, input)
         return rms_norm(input, normalized_shape, None, eps, out=input.dtype)
 
-    @classmethod
-    def apply(
-        cls, input: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False
-    ) -> Tensor:
-        """Returns the normalized input."""
-        return cls.forward(None, input, normalized_shape, eps, memory_efficient)
+
+def _save(ctx: Any, shape: Shape, eps: float, *tensors: Tensor) -> None:
+    ctx.save_for_backward(*tensors)
+    ctx.normalized_shape, ctx.eps = shape, eps
+
+
+def _gradients(ctx: Any, grad_output: Tensor, *, centered: bool) -> list[Tensor]:
+    """Returns the gradients of the saved tensors: the input, and where there are, weight and bias.
+
+    With ``y`` the input over its deviation, and ``g`` the gradient that reaches ``y``, that of the
+    input is ``(g - y * mean(g * y)) / deviation``, less its mean where the input is centered.
+    """
+    saved = ctx.saved_tensors
+    shape = ctx.normalized_shape
+    dims = tuple(range(-1 if isinstance(shape, int) else -len(shape), 0))
+    wide = functools.reduce(
+        torch.promote_types, (t.dtype for t in (grad_output, *saved)), torch.float32
+    )
+    x, grad = saved[0].to(wide), grad_output.to(wide)
+    if centered:
+        x = x - x.mean(dims, keepdim=True)
+    factor = torch.rsqrt(x.square().mean(dims, keepdim=True) + ctx.eps)
+    y = x * factor
+    inner = grad * saved[1].to(wide) if len(saved) > 1 else grad
+    of_x = inner - y * (inner * y).mean(dims, keepdim=True)
+    if centered:
+        of_x = of_x - inner.mean(dims, keepdim=True)
+    found = [of_x * factor, grad * y, grad]
+    return [f.sum_to_size(t.shape).to(t.dtype) for f, t in zip(found, saved, strict=False)]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -150,10 +151,11 @@ class MixedFusedLayerNorm(FusedLayerNorm):
         normalized_shape: Trailing dimensions to normalize over; an integer means the last one.
         eps: Term added to the variance.
         memory_efficient: Has no effect.
-        elementwise_affine: Must be True.
+        **kwargs: ``elementwise_affine``, which must be True.
 
     Raises:
         RuntimeError: If ``elementwise_affine`` is False.
+        TypeError: If another keyword is given.
     """
 
     __module__ = "apex.normalization.fused_layer_norm"  # the public name, which pickles store
@@ -164,9 +166,9 @@ class MixedFusedLayerNorm(FusedLayerNorm):
         eps: float = 1e-5,
         *,
         memory_efficient: bool = False,
-        elementwise_affine: bool = True,
+        **kwargs: Any,
     ) -> None:
-        _check_affine("MixedFusedLayerNorm", "FusedLayerNorm", elementwise_affine)
+        _check_affine("MixedFusedLayerNorm", "FusedLayerNorm", **kwargs)
         super().__init__(normalized_shape, eps, True, memory_efficient)
 
     def _out_dtype(self, input: Tensor) -> torch.dtype:
@@ -187,9 +189,9 @@ class MixedFusedRMSNorm(FusedRMSNorm):
         eps: float = 1e-5,
         *,
         memory_efficient: bool = False,
-        elementwise_affine: bool = True,
+        **kwargs: Any,
     ) -> None:
-        _check_affine("MixedFusedRMSNorm", "FusedRMSNorm", elementwise_affine)
+        _check_affine("MixedFusedRMSNorm", "FusedRMSNorm", **kwargs)
         super().__init__(normalized_shape, eps, True, memory_efficient)
 
     def _out_dtype(self, input: Tensor) -> torch.dtype:
@@ -211,7 +213,14 @@ def _size(module: str, shape: Shape) -> torch.Size:
     return torch.Size(shape)
 
 
-def _check_affine(module: str, other: str, elementwise_affine: bool) -> None:
+def _check_affine(
+    module: str, other: str, *, elementwise_affine: bool = True, **unknown: object
+) -> None:
+    if unknown:
+        raise TypeError(
+            f"{module} got the keyword {next(iter(unknown))!r}; it takes normalized_shape, eps, "
+            "memory_efficient and elementwise_affine. Remove it."
+        )
     if not elementwise_affine:
         raise RuntimeError(
             f"{module} got elementwise_affine=False; its result has the weight's dtype, so it "

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from apex import _unavailable
 from apex.normalization._compute import Shape, layer_norm, rms_norm
 from apex.normalization._functions import (
     FusedLayerNormAffineFunction,
@@ -46,6 +47,20 @@ __all__ = [
     "mixed_dtype_fused_layer_norm_affine",
     "mixed_dtype_fused_rms_norm_affine",
 ]
+
+__getattr__ = _unavailable.names_instead(
+    __name__,
+    {
+        f"{name}_{part}": f"{name}, whose gradients torch computes"
+        for name in __all__
+        if name.startswith("fused_")
+        for part in ("fwd", "fwd_fake", "bwd", "bwd_fake")
+    }
+    | {
+        "fused_layer_norm_cuda": "torch.nn.functional.layer_norm, which has a kernel per device",
+        "supports_custom_op": "torch.library.custom_op, which every supported torch has",
+    },
+)
 
 
 def fused_layer_norm_affine(

@@ -24,7 +24,8 @@ class FastLayerNormFN:
         memory_efficient: bool = False,
     ) -> Tensor:
         """Returns the normalized ``x``, ``[*, hidden]``, in its dtype; ``ctx`` is ignored."""
-        return FusedLayerNormAffineFunction.apply(x, gamma, beta, gamma.shape, epsilon)
+        normed: Tensor = FusedLayerNormAffineFunction.apply(x, gamma, beta, gamma.shape, epsilon)
+        return normed
 
     @classmethod
     def apply(
