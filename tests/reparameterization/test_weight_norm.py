@@ -73,10 +73,9 @@ def test_it_is_torchs_weight_norm():
 
 def test_without_a_name_every_matrix_of_every_submodule_is_normalized():
     model = apply_weight_norm(net())
-    assert [name for name, module in model.named_modules() if isinstance(module, WeightNorm)] == [
-        "0.parametrizations.weight.0",
-        "2.parametrizations.weight.0",
-    ]
+    names = [name for name, _ in model.named_parameters() if "original" not in name]
+    assert names == ["0.bias", "2.bias"]
+    assert "(0): _Computed(WeightNorm, dim=0)" in repr(model[0])
     assert not hasattr(model[0], "bias_g")
 
 
@@ -203,23 +202,91 @@ def test_normalized_models_train_under_amp(level):
     assert not torch.equal(model[0].weight_g, before)
 
 
-def test_own_reparameterizations_can_be_applied_and_removed():
-    class Doubled(Reparameterization):
-        suffixes = ("_half",)
+class Doubled(Reparameterization):
+    """As apex's users write them: names, parameters, and the weight that they give."""
 
-        def forward(self, *parts):
-            return 2 * parts[0]
+    def compute_weight(self, module=None, name=None):
+        if module is None:
+            module = self.module
+        if name is None:
+            name = self.name
+        module, name = Reparameterization.get_module_and_name(module, name)
+        return getattr(module, name + "_half") * 2 + 0 * module.in_features
 
-        def right_inverse(self, weight):
-            return (weight / 2,)
+    def reparameterize(self, name, weight, dim):
+        return [name + "_half"], [nn.Parameter(weight.data / 2)]
 
+
+@pytest.mark.parametrize("hook_child", [True, False])
+def test_own_reparameterizations_can_be_applied_and_removed(hook_child):
+    model = net()
+    before = model[2].weight.detach().clone()
+    apply_reparameterization(model, Doubled, "2.weight", hook_child=hook_child)
+    assert torch.equal(model[2].weight_half, before / 2)
+    assert torch.equal(model[2].weight, before)
+    remove_reparameterization(model, Doubled)
+    assert type(model[2]) is nn.Linear
+
+
+@pytest.mark.parametrize("hook_child", [True, False])
+def test_a_rule_is_what_apply_returns_with_apexs_attributes(hook_child):
+    model = net()
+    before = model[0].weight.detach().clone()
+    rule = Reparameterization.apply(model, "0.weight", -2, WeightNorm, hook_child)
+    assert (rule.name, rule.module) == (("weight", model[0]) if hook_child else ("0.weight", model))
+    assert (rule.dim, rule.retain_forward) == (0, True)
+    assert rule.reparameterization_names == ["weight_g", "weight_v"]
+    assert rule.get_params(model[0])[0] is model[0].weight_g
+    nn.init.ones_(model[0].weight_g)
+    assert torch.equal(rule.compute_weight(), model[0].weight)
+    assert torch.equal(rule.compute_weight(model, "0.weight"), model[0].weight)
+    rule.remove(rule.module)
+    assert isinstance(model[0].weight, nn.Parameter)
+    assert not torch.equal(model[0].weight, before)
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1, None])
+def test_a_rule_gives_names_and_parameters_of_a_weight(dim):
+    weight = torch.randn(3, 4)
+    names, (g, v) = WeightNorm("weight", dim, nn.Linear(4, 3)).reparameterize("w", weight, dim)
+    assert names == ["w_g", "w_v"]
+    assert torch.equal(v, weight)
+    torch.testing.assert_close(normalized(v, g, dim if dim is None else dim % 2), weight)
+
+
+@pytest.mark.parametrize(("name", "dim"), [("0.bias", 0), ("", 0)])
+def test_apply_returns_none_where_nothing_is_computed(name, dim):
+    assert Reparameterization.apply(net(), name, dim, WeightNorm) is None
+
+
+def test_a_weight_is_computed_from_the_parts_that_torch_gives():
+    """As of a replica in another thread, whose rule is the original's."""
+    module = apply_weight_norm(nn.Linear(4, 3))
+    g, v = torch.rand(3, 1), torch.randn(3, 4)
+    torch.testing.assert_close(module.parametrizations.weight[0](g, v), normalized(v, g, 0))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_normalized_modules_compile_whole():
+    module, x = apply_weight_norm(nn.Linear(4, 3)), torch.randn(2, 4)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), module(x))
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("method", ["compute_weight", "reparameterize"])
+def test_a_class_without_a_rule_says_what_to_define(method):
+    args = ("w", torch.ones(2, 2), 0) if method == "reparameterize" else ()
+    with pytest.raises(NotImplementedError, match=f"Reparameterization must define {method}"):
+        getattr(Reparameterization("w", 0, nn.Linear(2, 2)), method)(*args)
+
+
+def test_a_failed_rule_leaves_the_module_as_it_was():
     module = nn.Linear(4, 3)
-    before = module.weight.detach().clone()
-    apply_reparameterization(module, Doubled, "weight")
-    assert torch.equal(module.weight_half, before / 2)
-    assert torch.equal(module.weight, before)
-    remove_reparameterization(module, Doubled)
+    with pytest.raises(NotImplementedError):
+        apply_reparameterization(module, Reparameterization, "weight")
     assert type(module) is nn.Linear
+    assert [name for name, _ in module.named_parameters()] == ["weight", "bias"]
 
 
 def test_removal_of_one_class_leaves_another():

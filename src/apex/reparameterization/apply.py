@@ -7,12 +7,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from apex.reparameterization.reparameterization import (
-    Reparameterization,
-    attach,
-    attached,
-    detach,
-)
+from apex.reparameterization.reparameterization import Reparameterization, attached, detach
 from apex.reparameterization.weight_norm import WeightNorm
 
 M = TypeVar("M", bound=nn.Module)
@@ -26,7 +21,7 @@ def apply_weight_norm(module: M, name: str = "", dim: int | None = 0, hook_child
         name: Parameter name, qualified for submodules (``"0.weight"``); empty means every parameter
             with two or more dimensions.
         dim: Dimension whose entries each have a norm; None for one norm of the whole weight.
-        hook_child: Has no effect: the weight is computed when it is read.
+        hook_child: Whether the rule's ``module`` is the submodule that has the parameter.
 
     Embeddings and parameters with fewer than two dimensions stay unchanged.
 
@@ -57,25 +52,19 @@ def remove_weight_norm(module: M, name: str = "", remove_all: bool = False) -> M
 
 def apply_reparameterization(
     module: M,
-    reparameterization: Callable[[int | None], Reparameterization] | None = None,
+    reparameterization: Callable[..., Reparameterization] | None = None,
     name: str = "",
     dim: int | None = 0,
     hook_child: bool = True,
 ) -> M:
-    """Applies ``reparameterization(dim)`` to weights; for other arguments, see `apply_weight_norm`.
+    """Applies a class of rules to weights; for other arguments, see `apply_weight_norm`.
 
     Raises:
         TypeError: If ``reparameterization`` is not given.
     """
-    if reparameterization is None:
-        raise TypeError(
-            "apply_reparameterization got no reparameterization. Pass a class such as WeightNorm."
-        )
-    if name:
-        _apply(module, name, dim, reparameterization)
-        return module
-    for found in [found for found, _ in module.named_parameters() if _is_plain(found)]:
-        _apply(module, found, dim, reparameterization)
+    plain = [found for found, _ in module.named_parameters() if _is_plain(found)]
+    for each in [name] if name else plain:
+        Reparameterization.apply(module, each, dim, reparameterization, hook_child)
     return module
 
 
@@ -87,7 +76,7 @@ def remove_reparameterization(
 ) -> M:
     """Removes reparameterizations of a class; for other arguments, see `remove_weight_norm`."""
     if name and not remove_all:
-        owner, own_name = _owner(module, name)
+        owner, own_name = Reparameterization.get_module_and_name(module, name)
         if not isinstance(attached(owner, own_name), reparameterization):
             raise ValueError(f"{name!r} has no {reparameterization.__name__} in {module}.")
         detach(owner, own_name)
@@ -97,34 +86,6 @@ def remove_reparameterization(
             if isinstance(attached(owner, own_name), reparameterization):
                 detach(owner, own_name)
     return module
-
-
-def _apply(
-    module: nn.Module,
-    name: str,
-    dim: int | None,
-    reparameterization: Callable[[int | None], Reparameterization],
-) -> None:
-    owner, own_name = _owner(module, name)
-    if attached(owner, own_name) is not None:
-        raise ValueError(f"{name!r} is already reparameterized. Remove that first.")
-    weight = owner._parameters.get(own_name)
-    if weight is None:
-        raise ValueError(
-            f"{type(owner).__name__} has no parameter {own_name!r}; it has "
-            f"{[found for found, _ in owner.named_parameters(recurse=False)]}."
-        )
-    # Embeddings look up rows, often with sparse gradients.
-    if weight.dim() < 2 or isinstance(owner, (nn.Embedding, nn.EmbeddingBag)):
-        return
-    if dim is not None and not -weight.dim() <= dim < weight.dim():
-        raise ValueError(f"{name!r} has {weight.dim()} dimensions, so dim={dim} is out of range.")
-    attach(owner, own_name, reparameterization(None if dim is None else dim % weight.dim()))
-
-
-def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, own_name = name.rpartition(".")
-    return module.get_submodule(path), own_name
 
 
 def _is_plain(name: str) -> bool:

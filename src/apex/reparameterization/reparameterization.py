@@ -1,4 +1,4 @@
-"""A parameter computed from others: a torch parametrization with apex's names."""
+"""A parameter computed from others: apex's classes on torch's parametrizations."""
 
 from __future__ import annotations
 
@@ -11,43 +11,141 @@ from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
 
-class Reparameterization(nn.Module):
-    """Base class of parametrizations that compute a weight from several parameters.
+class Reparameterization:
+    """Base class of rules that compute a weight from several parameters.
 
-    A subclass names the parts in ``suffixes`` and defines ``forward(*parts)`` and
-    ``right_inverse(weight)``. The parts are attributes such as ``module.weight_g``, and state dicts
-    of apex or of torch's older weight norm, which use these names, can be loaded.
+    A subclass defines `reparameterize` and `compute_weight`. The parameters are attributes such as
+    ``module.weight_g``, and state dicts of apex or of torch's older weight norm, which use these
+    names, can be loaded. The weight is computed when it is read.
+
+    Args:
+        name: The weight's name, qualified if it belongs to a submodule of ``module``.
+        dim: Dimension of the weight that norms preserve; None for one norm of the whole weight.
+        module: The module.
+        retain_forward: Has no effect.
 
     Attributes:
-        dim: Dimension of the weight that norms preserve; None for one norm of the whole weight.
-        loading: Handle of the hook that loads state dicts with the parts' names.
+        reparameterization_names: Names of the parameters; empty until the rule is applied.
     """
 
-    suffixes: tuple[str, ...] = ()
-
-    def __init__(self, dim: int | None) -> None:
-        super().__init__()
+    def __init__(
+        self, name: str, dim: int | None, module: nn.Module, retain_forward: bool = True
+    ) -> None:
+        self.name = name
         self.dim = dim
-        self.loading: RemovableHandle | None = None
+        self.module = module
+        self.retain_forward = retain_forward
+        self.reparameterization_names: list[str] = []
 
-    def forward(self, *parts: Tensor) -> Tensor:
-        """Returns the weight computed from its parts."""
-        raise NotImplementedError(f"{type(self).__name__} must define forward(*parts).")
+    def compute_weight(self, module: Any = None, name: str | None = None) -> Tensor:
+        """Returns the weight, computed from the parameters that are attributes of ``module``.
 
-    def right_inverse(self, weight: Tensor) -> Sequence[Tensor]:
-        """Returns the parts of a weight, in the order of ``suffixes``."""
-        raise NotImplementedError(f"{type(self).__name__} must define right_inverse(weight).")
+        Args:
+            module: The module; by default the one from the constructor. While the weight is read,
+                an object with the attributes of the module that has the weight.
+            name: The weight's name; by default the one from the constructor.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} must define compute_weight(module, name)."
+        )
 
+    def reparameterize(
+        self, name: str, weight: Tensor, dim: int | None
+    ) -> tuple[Sequence[str], Sequence[Tensor]]:
+        """Returns names and values of the parameters from which ``weight`` can be computed."""
+        raise NotImplementedError(
+            f"{type(self).__name__} must define reparameterize(name, weight, dim)."
+        )
 
-def attach(module: nn.Module, name: str, reparameterization: Reparameterization) -> None:
-    """Replaces the parameter ``name`` of ``module`` itself with ``reparameterization``."""
-    parametrize.register_parametrization(module, name, reparameterization, unsafe=True)
-    # torch has given this module its own class, so the properties affect no other module.
-    for index, suffix in enumerate(reparameterization.suffixes):
-        setattr(type(module), name + suffix, property(_part(name, index)))
-    hook = _OldNames(name, reparameterization.suffixes)
-    register: Callable[..., RemovableHandle] = module.register_load_state_dict_pre_hook
-    reparameterization.loading = register(hook)
+    @staticmethod
+    def apply(
+        module: nn.Module,
+        name: str,
+        dim: int | None,
+        reparameterization: Callable[..., Reparameterization] | None = None,
+        hook_child: bool = True,
+    ) -> Reparameterization | None:
+        """Replaces a parameter and returns its rule; None if it stays.
+
+        Embeddings and parameters with fewer than two dimensions stay.
+
+        Args:
+            module: The module.
+            name: Parameter name, qualified for submodules.
+            dim: Dimension whose entries each have a norm; None for one norm of the whole weight.
+            reparameterization: The rule's class.
+            hook_child: Whether the rule's ``module`` is the submodule that has the parameter.
+
+        Raises:
+            AttributeError: If the submodule does not exist.
+            TypeError: If no class is given.
+            ValueError: If the parameter does not exist, is already reparameterized, or does not
+                have ``dim``.
+        """
+        if reparameterization is None:
+            raise TypeError(
+                "apply_reparameterization got no reparameterization. Pass a class such as "
+                "WeightNorm."
+            )
+        owner, own_name = Reparameterization.get_module_and_name(module, name)
+        if owner is None:
+            return None
+        if attached(owner, own_name) is not None:
+            raise ValueError(f"{name!r} is already reparameterized. Remove that first.")
+        weight = owner._parameters.get(own_name)
+        if weight is None:
+            raise ValueError(
+                f"{type(owner).__name__} has no parameter {own_name!r}; it has "
+                f"{[found for found, _ in owner.named_parameters(recurse=False)]}."
+            )
+        # Embeddings look up rows, often with sparse gradients.
+        if weight.dim() < 2 or isinstance(owner, (nn.Embedding, nn.EmbeddingBag)):
+            return None
+        if dim is not None and not -weight.dim() <= dim < weight.dim():
+            raise ValueError(
+                f"{name!r} has {weight.dim()} dimensions, so dim={dim} is out of range."
+            )
+        dim = None if dim is None else dim % weight.dim()
+        place = (own_name, dim, owner) if hook_child else (name, dim, module)
+        rule = reparameterization(*place)
+        # Before torch does: it takes a NotImplementedError for permission to keep the weight.
+        names, _ = rule.reparameterize(own_name, weight, dim)
+        rule.reparameterization_names = list(names)
+        _attach(owner, own_name, rule)
+        return rule
+
+    @staticmethod
+    def get_module_and_name(module: Any, name: str) -> tuple[Any, Any]:
+        """Returns the submodule that a qualified name leads to, and the name in it.
+
+        Both are None for an empty name.
+
+        Raises:
+            AttributeError: If the submodule does not exist.
+        """
+        if not name:
+            return None, None
+        path, _, own_name = name.rpartition(".")
+        return (module.get_submodule(path) if path else module), own_name
+
+    def get_params(self, module: nn.Module) -> list[Tensor]:
+        """Returns the parameters from which the weight of ``module`` itself is computed."""
+        return [getattr(module, name) for name in self.reparameterization_names]
+
+    def remove(self, module: nn.Module) -> None:
+        """Turns the weight back into a parameter with its current value.
+
+        Args:
+            module: The rule's ``module``.
+
+        Raises:
+            ValueError: If the weight has other parametrizations too.
+        """
+        owner, own_name = Reparameterization.get_module_and_name(module, self.name)
+        detach(owner, own_name)
+
+    def backward_hook(self, module: nn.Module, grad_input: object, grad_output: object) -> None:
+        """Does nothing: no weight is kept between two reads."""
 
 
 def detach(module: nn.Module, name: str) -> None:
@@ -56,16 +154,16 @@ def detach(module: nn.Module, name: str) -> None:
     Raises:
         ValueError: If the weight has other parametrizations too.
     """
-    reparameterization = attached(module, name)
-    if reparameterization is None or len(_parametrizations(module, name)) > 1:
+    found = _parametrizations(module, name)
+    if len(found) != 1 or not isinstance(found[0], _Computed):
         raise ValueError(
             f"{name!r} of {type(module).__name__} has parametrizations other than apex's. Remove "
             "them together with torch.nn.utils.parametrize.remove_parametrizations."
         )
-    if reparameterization.loading is not None:
-        reparameterization.loading.remove()
-    for suffix in reparameterization.suffixes:
-        delattr(type(module), name + suffix)
+    if found[0].loading is not None:
+        found[0].loading.remove()
+    for part in found[0].rule.reparameterization_names:
+        delattr(type(module), part)
     trainable = getattr(module, name).requires_grad
     parametrize.remove_parametrizations(module, name, leave_parametrized=True)
     if not trainable:  # torch turns a frozen weight into a buffer
@@ -75,11 +173,63 @@ def detach(module: nn.Module, name: str) -> None:
 
 
 def attached(module: nn.Module, name: str) -> Reparameterization | None:
-    """Returns the reparameterization of the weight ``name`` of ``module`` itself, or None."""
+    """Returns the rule of the weight ``name`` of ``module`` itself, or None."""
     for parametrization in _parametrizations(module, name):
-        if isinstance(parametrization, Reparameterization):
-            return parametrization
+        if isinstance(parametrization, _Computed):
+            return parametrization.rule
     return None
+
+
+def _attach(module: nn.Module, name: str, rule: Reparameterization) -> None:
+    computed = _Computed(rule)
+    parametrize.register_parametrization(module, name, computed, unsafe=True)
+    # torch has given this module its own class, so the properties affect no other module.
+    for index, part in enumerate(rule.reparameterization_names):
+        setattr(type(module), part, property(_part(name, index)))
+    hook = _OldNames(name, tuple(rule.reparameterization_names))
+    register: Callable[..., RemovableHandle] = module.register_load_state_dict_pre_hook
+    computed.loading = register(hook)
+
+
+class _Computed(nn.Module):
+    """torch's parametrization by a rule.
+
+    Attributes:
+        rule: The rule.
+        loading: Handle of the hook that loads state dicts with the parts' names.
+    """
+
+    def __init__(self, rule: Reparameterization) -> None:
+        super().__init__()
+        self.rule = rule
+        self.loading: RemovableHandle | None = None
+
+    def forward(self, *parts: Tensor) -> Tensor:
+        """Returns the weight computed from its parts."""
+        owner, name = self.rule.get_module_and_name(self.rule.module, self.rule.name)
+        named = dict(zip(self.rule.reparameterization_names, parts, strict=True))
+        return self.rule.compute_weight(_WithParts(owner, named), name)
+
+    def right_inverse(self, weight: Tensor) -> Sequence[Tensor]:
+        """Returns the parts of a weight."""
+        _, name = self.rule.get_module_and_name(self.rule.module, self.rule.name)
+        _, parts = self.rule.reparameterize(name, weight, self.rule.dim)
+        return list(parts)
+
+    def extra_repr(self) -> str:
+        """Returns the rule's class and dimension."""
+        return f"{type(self.rule).__name__}, dim={self.rule.dim}"
+
+
+class _WithParts:
+    """A module with the parts that torch computes with, such as those of a replica."""
+
+    def __init__(self, module: nn.Module, parts: dict[str, Tensor]) -> None:
+        self.__dict__.update(parts)
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
 
 
 def _parametrizations(module: nn.Module, name: str) -> Sequence[nn.Module]:
@@ -100,12 +250,12 @@ class _OldNames:
     """Renames ``weight_g`` and ``weight_v`` of a state dict to the parametrization's names."""
 
     name: str
-    suffixes: tuple[str, ...]
+    parts: tuple[str, ...]
 
     def __call__(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: object
     ) -> None:
-        old = [f"{prefix}{self.name}{suffix}" for suffix in self.suffixes]
+        old = [f"{prefix}{part}" for part in self.parts]
         if all(key in state_dict for key in old):
             for index, key in enumerate(old):
                 new = f"{prefix}parametrizations.{self.name}.original{index}"

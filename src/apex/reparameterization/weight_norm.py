@@ -5,36 +5,41 @@ Source: Salimans and Kingma, "Weight Normalization", arXiv:1602.07868.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from apex import _unavailable
 from apex.reparameterization.reparameterization import Reparameterization
+
+__getattr__ = _unavailable.names_instead(
+    __name__, {"HALF_TYPES": "tensor.dtype, which is torch.float16 on every device"}
+)
 
 
 class WeightNorm(Reparameterization):
-    """``w = g * v / |v|`` with the parts ``weight_g`` and ``weight_v``.
+    """``w = g * v / |v|`` with the parts ``weight_g`` and ``weight_v``."""
 
-    Args:
-        dim: Dimension whose entries each have a norm; None for one norm of the whole weight.
-    """
-
-    suffixes = ("_g", "_v")
-
-    def __init__(self, dim: int | None = 0) -> None:
-        super().__init__(dim)
-        self._kept = (
-            -1 if dim is None else dim
-        )  # torch's convention for one norm of the whole weight
-
-    def forward(self, *parts: Tensor) -> Tensor:
+    def compute_weight(self, module: Any = None, name: str | None = None) -> Tensor:
         """Returns the weight computed from magnitude and direction."""
-        magnitude, direction = parts
-        return torch._weight_norm(direction, magnitude, self._kept)
+        module, name = (
+            self.module if module is None else module,
+            self.name if name is None else name,
+        )
+        owner, own_name = self.get_module_and_name(module, name)
+        direction: Tensor = getattr(owner, f"{own_name}_v")
+        magnitude: Tensor = getattr(owner, f"{own_name}_g")
+        return torch._weight_norm(direction, magnitude, _kept(direction, self.dim))
 
-    def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns magnitude and direction; the direction is the weight itself."""
-        return torch.norm_except_dim(weight, 2, self._kept), weight
+    def reparameterize(
+        self, name: str, weight: Tensor, dim: int | None
+    ) -> tuple[list[str], list[Tensor]]:
+        """Returns names and values of magnitude and direction, which is the weight itself."""
+        weight = weight.detach()
+        magnitude = torch.norm_except_dim(weight, 2, _kept(weight, dim))
+        return [f"{name}_g", f"{name}_v"], [nn.Parameter(magnitude), nn.Parameter(weight)]
 
-    def extra_repr(self) -> str:
-        """Returns the dimension."""
-        return f"dim={self.dim}"
+
+def _kept(weight: Tensor, dim: int | None) -> int:
+    return -1 if dim is None else dim % weight.dim()  # torch's convention for the whole weight
