@@ -140,7 +140,7 @@ KNOWN = {
     "._FrameAction": (TRACING, "of dynamo's eval_frame; before torch 2.8 skip_code of it"),
     "._FrameExecStrategy": (TRACING, "of dynamo's eval_frame; before torch 2.8 skip_code of it"),
     "._apply": (
-        "apex/_engine/model/module_class.py apex/reparameterization/apply.py",
+        "apex/_engine/model/module_class.py",
         "the method under Module.to and .cuda: overridden as subclasses in torch do",
     ),
     "._backward_hooks": ("apex/_engine/model/sharding.py", "hooks that torch keeps nowhere else"),

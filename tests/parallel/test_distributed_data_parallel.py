@@ -282,6 +282,59 @@ def test_enable_allreduce_reduces_the_accumulated_gradients_too(on_two_ranks, de
         assert_close(total, joined_grads(2.0))
 
 
+def reduce_by_hand(rank, options, by_bucket):
+    wrapped = DistributedDataParallel(net(), **options)
+    wrapped.disable_allreduce()
+    loss_of(wrapped, batch(rank)).backward()
+    if by_bucket:
+        params = list(wrapped.parameters())
+        flat = wrapped.allreduce_bucket([p.grad for p in params[:2]], 0, force_default_stream=True)
+        assert torch.equal(flat, torch.cat([p.grad.flatten() for p in params[:2]]))
+        wrapped.allreduce_maybe_retain([p.grad for p in params[2:]], 1)
+    else:
+        if rank == 0:
+            wrapped.module[0].bias.grad = None
+        wrapped.allreduce_fallback()
+    return grads(wrapped)
+
+
+@two_ranks
+@pytest.mark.parametrize("options", [{}, {"delay_allreduce": True, "allreduce_always_fp32": True}])
+def test_gradients_can_be_reduced_by_hand_bucket_by_bucket(on_two_ranks, options):
+    for result in on_two_ranks(reduce_by_hand, options, True):
+        assert_close(result, joined_grads())
+
+
+@two_ranks
+def test_gradients_can_be_reduced_by_hand_at_once_and_missing_ones_count_as_zero(on_two_ranks):
+    model = net()
+    loss_of(model, batch(1)).backward()
+    expected = joined_grads()
+    expected[1] = model[0].bias.grad / 2
+    for result in on_two_ranks(reduce_by_hand, {}, False):
+        assert_close(result, expected)
+
+
+def test_what_torch_does_by_itself_changes_nothing_when_called(alone):
+    wrapped = DistributedDataParallel(net())
+    loss_of(wrapped, batch()).backward()
+    before = grads(wrapped)
+    wrapped.sync_bucket_structure()
+    wrapped.comm_ready_buckets(wrapped.module[0].weight)
+    assert_close(grads(wrapped), before)
+
+
+def test_a_subclass_may_register_hooks_of_its_own(alone):
+    class Own(DistributedDataParallel):
+        def create_hooks(self):
+            super().create_hooks()
+            self.created = True
+
+    wrapped = Own(net(), delay_allreduce=True)
+    assert wrapped.created
+    assert copy.deepcopy(wrapped).created
+
+
 def accumulate_in_no_sync(rank, delay):
     wrapped = DistributedDataParallel(net(), delay_allreduce=delay)
     with wrapped.no_sync():

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import parallel
 
 from apex import _unavailable
@@ -21,7 +21,7 @@ from apex.parallel.flat_calls import (
     split_half_float_double,
     unflatten,
 )
-from apex.parallel.gradient_reduction import GradientReduction
+from apex.parallel.gradient_reduction import GradientReduction, reduce_gradients
 from apex.parallel.process_groups import require_running, require_same_parameters
 from apex.parallel.reducer import Reducer
 
@@ -117,19 +117,25 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             self.broadcast_buffers = False  # the constructor warns about the keyword
         self.delay_allreduce = delay_allreduce
         self._apex_options = (reduction.always_fp32, reduction.average, reduction.predivide_factor)
-        self._start_reduction()
+        self.create_hooks()
 
-    def _start_reduction(self) -> None:
+    def create_hooks(self) -> None:
+        """Registers the hooks that reduce gradients; the constructor calls it once."""
         late: DelayedReduction | None = None
-        reduction = GradientReduction(self.process_group, *self._apex_options)
+        reduction = self._reduction()
         if self.delay_allreduce:
-            ignored = self.parameters_to_ignore
-            named = self.module.named_parameters()
-            late = DelayedReduction([p for name, p in named if name not in ignored], reduction)
+            late = DelayedReduction(self._reduced_params(), reduction)
         elif not reduction.is_plain:
             # torch checks the annotations of hooks and rejects strings; a lambda has none.
             super().register_comm_hook(reduction, lambda state, bucket: state.in_background(bucket))
         self.__dict__[_LATE] = late
+
+    def _reduction(self) -> GradientReduction:
+        return GradientReduction(self.process_group, *self._apex_options)
+
+    def _reduced_params(self) -> list[nn.Parameter]:
+        ignored, named = self.parameters_to_ignore, self.module.named_parameters()
+        return [param for name, param in named if name not in ignored and param.requires_grad]
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module."""
@@ -156,6 +162,44 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     def enable_allreduce(self) -> None:
         """Ends ``disable_allreduce``; reduces new and accumulated gradients."""
         self.require_backward_grad_sync = True
+
+    def allreduce_fallback(self) -> None:
+        """Reduces all gradients now, in one call per dtype and device.
+
+        A gradient missing in some processes counts as zero there.
+        """
+        params = self._reduced_params()
+        received = {index for index, param in enumerate(params) if param.grad is not None}
+        reduce_gradients(params, received, self._reduction())
+
+    @torch.no_grad()
+    def allreduce_bucket(
+        self, bucket: Sequence[Tensor], bucket_idx: int, force_default_stream: bool
+    ) -> Tensor:
+        """Reduces tensors of one dtype and device in one call; returns them as one flat tensor.
+
+        Args:
+            bucket: Tensors to reduce in place, such as gradients.
+            bucket_idx: Ignored.
+            force_default_stream: Ignored: the call runs on the current stream.
+        """
+        del bucket_idx, force_default_stream
+        reduced = self._reduction().blocking(flatten(bucket))
+        for tensor, value in zip(bucket, unflatten(reduced, bucket), strict=True):
+            tensor.copy_(value)
+        return reduced
+
+    def allreduce_maybe_retain(
+        self, bucket: Sequence[Tensor], bucket_idx: int, force_default_stream: bool = False
+    ) -> None:
+        """Does as `allreduce_bucket`; no buffer is retained."""
+        self.allreduce_bucket(bucket, bucket_idx, force_default_stream)
+
+    def comm_ready_buckets(self, param: nn.Parameter) -> None:
+        """Does nothing: torch sends each bucket when its last gradient is ready."""
+
+    def sync_bucket_structure(self) -> None:
+        """Does nothing: torch keeps the same buckets in all processes."""
 
     def join_hook(self, **kwargs: Any) -> Any:
         """Supports torch's ``join`` for processes with different numbers of batches.
@@ -194,7 +238,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores the wrapper and restarts its communication."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._start_reduction()
+        self.create_hooks()
 
 
 def _check(module: object, message_size: object, shared_param: object) -> None:

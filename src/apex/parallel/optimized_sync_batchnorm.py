@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -48,10 +48,15 @@ class SyncBatchNorm(_BatchNorm):
             second.
         fuse_relu: Whether to apply a ReLU to the output.
 
+    Attributes:
+        warned: As in apex, where it marked that the slow form had been reported; changes nothing.
+
     Raises:
         TypeError: If ``process_group`` is not a process group.
         ValueError: If this process is not in the group.
     """
+
+    warned: ClassVar[bool] = False
 
     def __init__(
         self,

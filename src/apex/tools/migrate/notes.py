@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-_FUNCTION = "a class with apply and forward, not a torch.autograd.Function; it has no backward."
 _LEGACY_STATE = "Optimizer states saved by apex in 2019 do not load; models and loss scales do."
 _PARAMETRIZED = (
     "State dicts use torch's keys (parametrizations.weight.original0); those with weight_g load."
@@ -26,9 +25,6 @@ NOTES: Mapping[str, str] = MappingProxyType(
         "apex.amp._amp_state": (
             "loss_scalers and handle belong to the latest initialize call; reading a scale waits "
             "for the device. amp.state_dict() has all scales."
-        ),
-        "apex.amp.scaler.LossScaler": (
-            "Has no unscale_python: use unscale, which works on every device."
         ),
         "apex.amp.lists": (
             "A function and the method of the same name are one operator: removing either removes "
@@ -86,19 +82,14 @@ NOTES: Mapping[str, str] = MappingProxyType(
         "apex.normalization.MixedFusedRMSNorm": (
             "The result has the weight's dtype on the CPU, too (in apex: the input's)."
         ),
-        **{
-            f"apex.normalization.fused_layer_norm.{name}Function": f"This is {_FUNCTION}"
-            for name in (
-                *("FusedLayerNorm", "FusedLayerNormAffine", "FusedLayerNormAffineMixedDtypes"),
-                *("FusedRMSNorm", "FusedRMSNormAffine", "FusedRMSNormAffineMixedDtypes"),
-            )
-        },
-        "apex.contrib.layer_norm.layer_norm.FastLayerNormFN": f"This is {_FUNCTION}",
+        "apex.contrib.layer_norm.layer_norm.FastLayerNormFN": (
+            "A class with apply and forward, not a torch.autograd.Function; it has no backward."
+        ),
         "apex.contrib.xentropy.SoftmaxCrossEntropyLoss": (
             "A module with a static method apply, not a torch.autograd.Function; it has no "
             "backward."
         ),
-        "apex.mlp.MlpFunction": "apply also follows torch.autocast; there is no backward.",
+        "apex.mlp.MlpFunction": "apply also follows torch.autocast.",
         "apex.mlp.MLP": "weights and biases are new lists on each read: change the parameters.",
         "apex.RNN.LSTM": _STACKED,
         "apex.RNN.GRU": f"{_STACKED} Another output_size is refused.",
