@@ -249,8 +249,9 @@ class OpTable:
       results, and that of ``F.normalize``, are fp32.
     - ``1 / x`` is ``x.reciprocal()`` to torch, and so fp32.
     - ``F.interpolate(mode="area")`` is ``F.adaptive_avg_pool`` to torch, and keeps its dtype.
-    - ``x.to("cpu")`` cannot be told from ``x.cpu()``: it gives fp32 as well. With ``non_blocking``
-      or ``copy`` it does not.
+    - ``x.to("cpu")``, and ``x.type_as(y)`` on the CPU, cannot be told from ``x.cpu()`` unless the
+      dtype changes: they give fp32 as well. With a dtype, ``non_blocking`` or ``copy``, ``x.to``
+      does not.
 
     Attributes:
         rows: Category by aten operator and overload, such as ``{"pow.Scalar": "fp32"}``.

@@ -1,0 +1,59 @@
+"""``Tensor.cpu()`` of a 16-bit tensor gives fp32, and so does what torch cannot tell from it."""
+
+import pytest
+import torch
+
+from apex._core.op_table import CastSpec, OpTable
+from apex._engine.autocast.region import CastRegion
+from apex._torch import dispatcher
+
+LOW = pytest.mark.parametrize("low", [torch.float16, torch.bfloat16], ids=str)
+ALIKE = {
+    "cpu": lambda x: x.cpu(),
+    "to": lambda x: x.to("cpu"),
+    "to_device": lambda x: x.to(x.device),
+    "type_as": lambda x: x.type_as(x),
+}
+KEEPS = {
+    "dtype": lambda x: x.to("cpu", x.dtype),
+    "copy": lambda x: x.to("cpu", copy=True),
+    "non_blocking": lambda x: x.to("cpu", non_blocking=True),
+    "other": lambda x: x.to(x),
+    "dtype_of_another": lambda x: x.to(x.dtype),
+}
+
+
+def run(call, low):
+    x = torch.ones(2, dtype=low)
+    return CastRegion(CastSpec(low, ("cpu",), OpTable.default())).run(call, x)
+
+
+@LOW
+@pytest.mark.parametrize("call", ALIKE.values(), ids=ALIKE)
+def test_what_arrives_as_tensor_cpu_gives_fp32(call, low):
+    assert run(call, low).dtype is torch.float32
+
+
+@LOW
+@pytest.mark.parametrize("call", KEEPS.values(), ids=KEEPS)
+def test_what_names_a_dtype_or_the_way_of_the_copy_keeps_it(call, low):
+    assert run(call, low).dtype is low
+
+
+@pytest.mark.parametrize("call", ALIKE.values(), ids=ALIKE)
+def test_torch_calls_one_operator_with_equal_arguments(call):
+    """Should this fail, torch has learned to tell them apart: give ``.to("cpu")`` its dtype."""
+    seen = []
+
+    def kernel(keyset, *args, **kwargs):
+        seen.append((args[1:], kwargs))
+        return args[0]
+
+    remove = dispatcher.register({"to.dtype_layout": kernel}, "cpu")
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            call(torch.ones(2, dtype=torch.bfloat16))
+    finally:
+        remove()
+    options = {"dtype": torch.bfloat16, "layout": torch.strided, "device": torch.device("cpu")}
+    assert seen == [((), options)]
