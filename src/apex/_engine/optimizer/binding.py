@@ -1,4 +1,4 @@
-"""What amp adds to one optimizer: masters in its groups, and the gradients that it steps by."""
+"""amp's state for one optimizer: the masters in its groups and the state of its gradients."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ class Owner(Protocol):
         """Whether an overflow may skip a step: whether any loss scale is dynamic."""
 
     def register(self, binding: Binding) -> None:
-        """Takes in a binding that was made or copied."""
+        """Adds a new or copied binding."""
 
     def forget(self, binding: Binding) -> None:
-        """Lets go of a binding that was closed."""
+        """Removes a closed binding."""
 
     def convert_late(self, params: Iterable[Tensor]) -> None:
-        """Converts modules that were added to a model, where ``params`` are among theirs."""
+        """Converts modules added to the models since ``initialize`` that hold ``params``."""
 
 
 class Binding:
-    """What amp adds to one optimizer.
+    """amp's state for one optimizer.
 
     Attributes:
         pairs: Low-precision model parameters whose masters ``param_groups`` holds, in order.
-        gradients: The gradients of its parameters, and where a pass has left them.
-        owner: The session, kept alive; ``None`` in an optimizer that was unpickled.
+        gradients: The state of its parameters' gradients.
+        owner: The session, kept alive; ``None`` in an unpickled optimizer.
         master_weights: Whether low-precision parameters get fp32 masters.
         inner_step: The ``step`` that the instance had before (an LR scheduler's wrapper).
         view: Space for the compatibility view of this binding.
@@ -66,14 +66,14 @@ class Binding:
         owner: Owner | None = None,
         source: Masters | None = None,
     ) -> None:
-        """Puts masters into the optimizer's groups, with its state.
+        """Puts masters into the optimizer's groups and moves its state to them.
 
         Args:
             optimizer: Any optimizer; its group dicts and lists keep their identity.
             master_weights: Whether low-precision parameters get fp32 masters.
             casts_off: Context without op casts, for the step.
             owner: The session.
-            source: Where masters are made and found; ``None`` for the owner's, or new ones.
+            source: The registry of masters; ``None`` for the owner's, or a new one without owner.
         """
         self.attach(optimizer)
         self.pairs: list[TrackedPair] = []
@@ -99,7 +99,7 @@ class Binding:
         return optimizer
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Makes ``optimizer`` the one that this binding serves."""
+        """Attaches the binding to ``optimizer``."""
         self._optimizer = weakref.ref(optimizer)
 
     def params(self) -> list[nn.Parameter]:
@@ -107,12 +107,12 @@ class Binding:
         return [param for group in self.optimizer.param_groups for param in group["params"]]
 
     def direct(self) -> list[nn.Parameter]:
-        """Returns the parameters that are stepped themselves, without a master."""
+        """Returns the parameters that are stepped without a master."""
         own = {id(pair.master) for pair in self.pairs}
         return [param for param in self.params() if id(param) not in own]
 
     def trained(self) -> list[nn.Parameter]:
-        """Returns the models' parameters that the optimizer trains, by a master or themselves."""
+        """Returns the models' parameters that the optimizer trains, with or without a master."""
         return [*(pair.model for pair in self.pairs), *self.direct()]
 
     def owns(self, param: Tensor) -> bool:
@@ -120,17 +120,17 @@ class Binding:
         return any(pair.model is param for pair in self.pairs)
 
     def waits(self, param: Tensor) -> bool:
-        """Returns whether ``param`` is frozen, and gets its master when it is unfrozen."""
+        """Returns whether ``param`` is frozen and gets its master when unfrozen."""
         return any(each is param for each in self._frozen)
 
     def adopt(self, groups: Iterable[dict[str, Any]], undo: Undo) -> None:
-        """Replaces the groups' low-precision parameters by their masters, each in its own list.
+        """Replaces low-precision parameters in ``groups`` with their masters, in place.
 
-        A frozen one stays, and gets its master when it is unfrozen.
+        A frozen one stays and gets its master when unfrozen.
 
         Args:
             groups: Groups of the optimizer.
-            undo: Receives how to put the model's parameters back.
+            undo: Receives the inverse.
         """
         if not self.master_weights:
             return
@@ -161,7 +161,7 @@ class Binding:
         frozen: int,
         replaced: Sequence[tuple[list[nn.Parameter], int, nn.Parameter]],
     ) -> None:
-        """Takes back what :meth:`adopt` did since there were so many pairs and frozen ones."""
+        """Reverts :meth:`adopt`, given the number of pairs and frozen parameters before it."""
         for params, index, param in replaced:
             params[index] = param
         for pair in self.pairs[pairs:]:
@@ -169,7 +169,7 @@ class Binding:
         del self.pairs[pairs:], self._frozen[frozen:]
 
     def adopt_unfrozen(self) -> None:
-        """Gives a master to every parameter that was frozen and no longer is; all or none."""
+        """Gives a master to every frozen parameter that was unfrozen; all or none."""
         if not any(param.requires_grad for param in self._frozen):
             return
         with all_or_nothing() as undo:
@@ -181,7 +181,7 @@ class Binding:
     def close(self) -> None:
         """Puts the model's own parameters back into the groups, with the optimizer's state.
 
-        Allocates nothing: it works when memory has run out.
+        Allocates nothing, so it works out of memory.
         """
         originals = {id(pair.master): pair.model for pair in self.pairs}
         for group in self.optimizer.param_groups:
@@ -196,14 +196,14 @@ class Binding:
     # -- before a pass or a step -------------------------------------------------------------
 
     def read_model(self) -> None:
-        """Brings what was written into the model to the masters, and adopts what was unfrozen."""
+        """Copies writes to the model to the masters, and adopts unfrozen parameters."""
         masters.read_model(self.pairs)
         if self._frozen:
             self.adopt_unfrozen()
 
     @untraced
     def settle(self) -> None:
-        """Brings every gradient to where the optimizer finds it: unscaled, on the masters."""
+        """Finishes an open pass, so that the masters hold every gradient unscaled."""
         gradients = self.gradients
         if gradients.open_pass is not None:
             if backward_id() == -1:
@@ -217,7 +217,7 @@ class Binding:
         if self.gradients.scaled_now:
             raise RuntimeError(
                 "optimizer.step() was called during the backward pass of amp.scale_loss (by a "
-                "hook), where the gradients are still scaled. Step after the pass, or use a loss "
+                "hook), while the gradients are still scaled. Step after the pass, or use a loss "
                 "scale of 1 (loss_scale=1.0; the default of O0, O3, O4 and O5)."
             )
         self.gradients.take_unfinished()
@@ -225,9 +225,9 @@ class Binding:
     # -- copies ------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
-        """Copies pairs and gradients' state; the copy belongs to the same session.
+        """Copies the pairs, without gradients; the copy belongs to the same session.
 
-        Deep-copied together with its model, the optimizer steps the model's copy.
+        An optimizer deep-copied together with its model steps the model's copy.
         """
         masters.write_back(self.pairs)
         new = object.__new__(type(self))
@@ -241,7 +241,7 @@ class Binding:
         return new
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out what belongs to this process: the optimizer, the session, an open pass."""
+        """Leaves out what belongs to this process: the optimizer, the session, the gradients."""
         masters.write_back(self.pairs)
         state = self.__dict__.copy()
         for name in ("_optimizer", "_source", "gradients", "casts_off"):
@@ -254,10 +254,10 @@ class Binding:
         return empty, ("binding",), self.__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Takes over everything but the optimizer, which attaches itself."""
+        """Restores everything but the optimizer, which attaches itself."""
         self.__dict__.update(state)
         self._source = Masters()
-        self.gradients = Gradients(self)  # copies and files leave gradients out
+        self.gradients = Gradients(self)  # copies and files hold no gradients
         self.casts_off = no_casts
 
 

@@ -1,4 +1,4 @@
-"""The gradients of one optimizer through backward passes: set aside, unscaled, added up, kept."""
+"""The gradients of one optimizer across backward passes: set aside, unscaled and accumulated."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _Grads = list[tuple[nn.Parameter, Tensor]]
 
 
 class GradState(enum.Enum):
-    """Where the gradients of an optimizer are between begin and end of its passes."""
+    """The state of an optimizer's gradients."""
 
     READY = enum.auto()
-    """Unscaled, where the optimizer finds them; or there are none."""
+    """Unscaled and ready for the optimizer, or absent."""
     LOCAL = enum.auto()
-    """As ``READY``, but accumulated under ``no_sync``: other ranks have not seen them."""
+    """As ``READY``, but accumulated under ``no_sync`` and not yet reduced across ranks."""
     OPEN = enum.auto()
-    """A ``scale_loss`` block is making them."""
+    """A ``scale_loss`` block is computing them."""
     DELAYED = enum.auto()
-    """Left scaled by ``delay_unscale``; a later pass adds to them and unscales all."""
+    """Left scaled by ``delay_unscale``; a later pass adds to them and unscales the sum."""
 
 
 class OpenPass(Protocol):
     """A backward pass whose gradients are not unscaled yet."""
 
     def finish(self) -> None:
-        """Unscales them now; later calls do nothing."""
+        """Unscales them now; idempotent."""
 
 
 class Stepped(Protocol):
@@ -49,21 +49,21 @@ class Stepped(Protocol):
         """Returns every parameter that the optimizer steps, masters included."""
 
     def direct(self) -> list[nn.Parameter]:
-        """Returns the parameters that are stepped themselves, without a master."""
+        """Returns the parameters that are stepped without a master."""
 
 
 class Gradients:
-    """The gradients that one optimizer steps by, and the state that passes leave them in.
+    """The gradients of one optimizer, and their state between passes.
 
-    A pass is :meth:`look`, :meth:`begin`, autograd, :meth:`add_up`, and :meth:`keep` or
-    :meth:`drop`; or :meth:`delay`; or :meth:`abort`. Only these methods write what they change.
+    A pass calls :meth:`look` and :meth:`begin`, runs autograd, then calls :meth:`add_up` followed
+    by :meth:`keep` or :meth:`drop`; or else :meth:`delay` or :meth:`abort`.
 
     Attributes:
-        state: Where the gradients are.
+        state: The state of the gradients.
         open_pass: The backward pass still to be finished, if any.
-        found_inf: 0-d fp32 flag: a gradient that is still there held inf or NaN; ``None`` until a
-            checked pass.
-        checked: Whether the flag speaks of the present gradients.
+        found_inf: Whether a present gradient held inf or NaN when it was unscaled, 0-d fp32;
+            ``None`` before the first checked pass.
+        checked: Whether ``found_inf`` is valid for the present gradients.
     """
 
     def __init__(self, stepped: Stepped) -> None:
@@ -94,12 +94,12 @@ class Gradients:
 
     @property
     def continues_local(self) -> bool:
-        """Whether the open pass, or the passes that it closes, began with local gradients."""
+        """Whether the open pass, or a delayed pass that it completes, began in state ``LOCAL``."""
         return self._before is GradState.LOCAL
 
     @property
     def iteration(self) -> Iteration:
-        """What the passes before the next step have in common."""
+        """Identifies the passes that lead to the next step."""
         return Iteration(id(self), self._steps)
 
     # -- one backward pass -------------------------------------------------------------------
@@ -113,22 +113,22 @@ class Gradients:
         keeps: bool = True,
         begun: set[int] | None = None,
     ) -> None:
-        """Makes room for the gradients of one backward pass, after :meth:`look`.
+        """Prepares the gradients for one backward pass, after :meth:`look`.
 
-        Gradients that are already unscaled are set aside, so that the pass starts from none; ones
-        that are still scaled (``delay_unscale``) stay and accumulate. Ones that other ranks have
-        not seen go back to where the pass accumulates, so that they are sent with its own.
+        Unscaled gradients are set aside, so that the pass starts without any; scaled ones
+        (``delay_unscale``) stay and accumulate. Unreduced ones (``LOCAL``) are scaled and returned
+        to the tensors in which the pass accumulates, so that they are reduced with its own.
 
         Args:
             opened: The pass.
-            identity: Whether the loss scale is exactly 1 and unchecked: then the parameters
-                without a master accumulate in place.
-            sent_with: The scale of the gradients that this pass sends to other ranks; ``None``
-                where it sends none.
-            keeps: Whether a gradient that is set aside keeps its values; False where its memory is
-                a bucket of messages.
-            begun: Ids of parameters that another optimizer of the pass has made room for, which
-                stay as they are; those of this one are added. ``None`` for its only optimizer.
+            identity: Whether the loss scale is exactly 1 and unchecked, so that parameters without
+                a master accumulate in place.
+            sent_with: The scale of the gradients that this pass reduces across ranks; ``None`` if
+                it reduces none.
+            keeps: Whether a gradient set aside keeps its values; False if its memory is a DDP
+                bucket.
+            begun: Ids of parameters that another optimizer of the pass has prepared, which this one
+                skips; extended by its own. ``None`` if the pass has one optimizer.
         """
         returned = self.state is GradState.LOCAL and sent_with is not None
         aside: _Grads = []
@@ -147,7 +147,7 @@ class Gradients:
             aside, back = _unseen(pairs, params, scale, identity)
         elif not (delayed or identity):
             aside = _present(params, keeps=keeps)
-        # Nothing below fails, and what abort goes by is set before any gradient changes.
+        # Nothing below can fail, and the state that abort() reads is set before gradients change.
         self._in_place = identity or delayed
         self._in_buckets = not keeps
         self._scaled = not identity
@@ -157,7 +157,7 @@ class Gradients:
         self._unshown = [pair for pair in pairs if pair.shows_grad]
         self._aside, self._returned, self._before = aside, returned, self.state
         self.state = GradState.OPEN
-        for pair in self._unshown:  # no other has a gradient: take_raw has seen to that
+        for pair in self._unshown:  # after take_raw() no other model parameter has a gradient
             pair.model.grad, pair.shows_grad = None, False
         for param, _ in aside:
             param.grad = None
@@ -171,28 +171,28 @@ class Gradients:
     def add_up(
         self, unscale_: Callable[[list[Tensor]], None] | None, done: set[int] | None = None
     ) -> None:
-        """Computes the unscaled fp32 gradients of the pass, added to earlier ones.
+        """Computes the unscaled fp32 gradients of the pass, plus earlier ones.
 
-        Until :meth:`keep`, :meth:`drop` takes it back: the sums are made in the memory of the fresh
-        gradients, and those set aside are as they were.
+        :meth:`drop` reverts it until :meth:`keep`: the sums use the memory of the fresh gradients
+        and leave those set aside unchanged.
 
         Args:
             unscale_: Divides dense gradients by the loss scale in place; ``None`` for a scale of
                 exactly 1.
-            done: Ids of parameters that another optimizer of the pass has added up; those of this
-                one are added.
+            done: Ids of parameters that another optimizer of the pass has processed; extended by
+                this one's.
         """
         done = set() if done is None else done
         reached = self._reached(done)
         pairs = [pair for pair, _ in reached]
         own = [pair.master for pair in pairs]
-        # In the masters' layout: a model that was moved to channels_last hands over another.
+        # In the masters' memory layout: a model moved to channels_last has another.
         models = [pair.model for pair in pairs]
         done.update(map(id, models))
         fresh = master.fp32_copies([grad for _, grad in reached], models, own)
         if unscale_ is not None:
             unscale_(finite.dense_values(fresh + _grads(self._not_in(done))))
-        # A loss may use masters directly, too; and at a scale of 1 earlier gradients are there.
+        # Masters hold gradients if the loss uses them directly, or from earlier passes at scale 1.
         earlier = [param.grad for param in own]
         adds = any(grad is not None for grad in earlier)
         if adds:
@@ -206,7 +206,7 @@ class Gradients:
             self._views = self._unreached_views()
 
     def _reached(self, done: set[int]) -> list[tuple[TrackedPair, Tensor]]:
-        """Returns the pairs whose parameter the pass has reached, with the gradients there."""
+        """Returns the pairs whose model parameter received a gradient, and that gradient."""
         return [
             (pair, grad)
             for pair in self._of.pairs
@@ -216,7 +216,7 @@ class Gradients:
         ]
 
     def _not_in(self, done: set[int]) -> list[nn.Parameter]:
-        """Returns the stepped parameters with a gradient that are not done, and adds them."""
+        """Returns the stepped parameters with a gradient that are not in ``done``; adds them."""
         present = {id(param): param for param in self._of.params() if param.grad is not None}
         own = {k: param for k, param in present.items() if k not in done} if done else present
         done.update(own)
@@ -232,7 +232,7 @@ class Gradients:
         self._fresh = [(param, grad) for (param, _), grad in zip(self._fresh, total, strict=True)]
 
     def _show_sums(self, pairs: Sequence[TrackedPair], earlier: Sequence[Tensor | None]) -> None:
-        """Lets the model show the sum where the pass has added to earlier gradients."""
+        """Copies sums into the model's gradients where the pass added to earlier ones."""
         sums = {id(param): grad for param, grad in self._fresh}
         shown: list[Tensor] = []
         totals: list[Tensor] = []
@@ -249,7 +249,7 @@ class Gradients:
             torch._foreach_copy_(dtensor.locals_of(shown), dtensor.locals_of(totals))
 
     def _unreached_views(self) -> _Grads:
-        """Returns what the model is to show of gradients that the pass has not reached."""
+        """Returns the model's copies of master gradients that the pass did not reach."""
         aside = {id(param): grad for param, grad in self._aside}
         views: _Grads = []
         for pair in self._unshown:
@@ -259,12 +259,12 @@ class Gradients:
         return views
 
     def keep(self, *, sent: bool = True) -> None:
-        """Makes what :meth:`add_up` computed the gradients. Cannot fail.
+        """Installs the gradients that :meth:`add_up` computed. Cannot fail.
 
         Args:
-            sent: Whether other ranks have seen the gradients, or need not.
+            sent: Whether the gradients are reduced across ranks, or need not be.
         """
-        earlier = [] if self._returned else self._aside  # the pass has added to returned ones
+        earlier = [] if self._returned else self._aside  # the sums include returned ones
         for param, grad in (*earlier, *self._fresh, *self._views):
             param.grad = grad
         for pair in self._of.pairs:
@@ -276,24 +276,24 @@ class Gradients:
             self._witness = None if first is None else (first, first._version)
 
     def drop(self) -> None:
-        """Forgets a pass that could not be unscaled, and those that it was to close.
+        """Discards a pass that could not be unscaled, and the delayed passes before it.
 
-        The gradients are those from before the first of them; at a scale of exactly 1 as
-        :meth:`abort` says.
+        Restores the gradients from before the first of them; at a scale of exactly 1, see
+        :meth:`abort`.
         """
         self.state = GradState.OPEN
         self._in_place = not self._scaled
         self.abort(self.open_pass)
 
     def abort(self, aborted: OpenPass | None = None, earlier: OpenPass | None = None) -> None:
-        """Forgets the pass: the gradients are those from before it, where they were set aside.
+        """Discards the pass and restores the gradients that were set aside.
 
         A pass that accumulated in place (scale 1, or gradients still scaled) leaves what it added,
         as plain autograd does.
 
         Args:
-            aborted: The pass; nothing happens where it is not the open one.
-            earlier: The pass before it that delayed, still to be finished.
+            aborted: The pass; nothing happens unless it is the open one.
+            earlier: The delayed pass before it, still to be finished.
         """
         if aborted is not self.open_pass:
             return
@@ -324,7 +324,7 @@ class Gradients:
                 continue
             try:
                 pair.model.grad = shown_gradients.rounded(grad, pair.model)
-            except RuntimeError:  # memory has run out: then nothing is shown, and nothing is lost
+            except RuntimeError:  # out of memory: the model shows no gradient, but none is lost
                 continue
             shown_gradients.show(pair, counts=not self._scaled)
 
@@ -332,9 +332,10 @@ class Gradients:
 
     @untraced
     def take_raw(self) -> None:
-        """Takes in what scripts did to gradients outside of passes, see :mod:`.shown_gradients`.
+        """Applies gradient changes made outside passes to the masters.
 
-        That is what a plain ``loss.backward()`` has brought, and what was cleared.
+        These are gradients from a plain ``loss.backward()`` and cleared ones; see
+        :mod:`.shown_gradients`.
         """
         if self.state in (GradState.OPEN, GradState.DELAYED):
             return
@@ -344,7 +345,7 @@ class Gradients:
             if grad is None:
                 if pair.shows_grad:  # cleared
                     pair.master.grad, pair.shows_grad = None, False
-            # DistributedDataParallel moves shown gradients when it builds its buckets anew.
+            # DistributedDataParallel moves shown gradients when it rebuilds its buckets.
             elif not pair.shows_grad or (shown_gradients.is_changed(grad) and not self._in_buckets):
                 raw.append(pair)
         self._take(raw)
@@ -357,21 +358,21 @@ class Gradients:
         grads = [grad for pair in raw if (grad := pair.model.grad) is not None]
         own = [pair.master for pair in raw]
         fresh = master.fp32_copies(grads, [pair.model for pair in raw], own)
-        # A shown gradient that was replaced or changed takes its master's with it.
+        # A shown gradient that was replaced or changed also replaces its master's.
         earlier = [None if pair.shows_grad else pair.master.grad for pair in raw]
         for pair, grad in zip(raw, master.sums(fresh, earlier), strict=True):
             pair.master.grad = grad
             shown_gradients.show(pair, counts=True)
 
     def look(self) -> None:
-        """Takes in all that scripts did to gradients since the last pass, before the next."""
+        """Applies every gradient change made since the last pass, before the next begins."""
         self.take_raw()
         self._notice_zeroed()
 
     def _notice_zeroed(self) -> None:
-        """Takes in that shown gradients, or those without a master, were zeroed in place.
+        """Detects gradients zeroed in place, as by a wrapper's ``zero_grad(set_to_none=False)``.
 
-        A wrapper's ``zero_grad(set_to_none=False)`` does so. On the device, without a host sync.
+        Works on the device, without a host sync.
         """
         if self.state is GradState.DELAYED:
             return
@@ -387,7 +388,7 @@ class Gradients:
 
     @torch.no_grad()
     def _check_again(self) -> None:
-        """Sets the flag by the gradients that are there now."""
+        """Sets the flag from the present gradients."""
         if not self.checked or self.found_inf is None:
             return
         grads = [grad for param in self._of.params() if (grad := param.grad) is not None]
@@ -396,16 +397,16 @@ class Gradients:
         finite.unscale_and_check_(finite.dense_values(grads), one, self.found_inf)
 
     def take_unfinished(self) -> None:
-        """Takes in what an open pass at scale 1 has brought so far, for a step in its middle."""
+        """Moves the gradients so far of an open pass at scale 1, for a step during the pass."""
         self._take([pair for pair, _ in self._reached(set())])
 
     @property
     def scaled_now(self) -> bool:
-        """Whether the pass that is open multiplies gradients by something else than 1."""
+        """Whether the open pass scales gradients by a factor other than exactly 1."""
         return self._scaled
 
     def raise_flag(self, found_inf: Tensor) -> None:
-        """Makes steps skip where ``found_inf`` (0-d) is set, until the gradients are cleared."""
+        """Makes steps skip if ``found_inf`` (0-d) is set, until the gradients are cleared."""
         if self.found_inf is None or self.found_inf.device != found_inf.device:
             self.found_inf = torch.zeros_like(found_inf)
             self.checked = False
@@ -416,7 +417,7 @@ class Gradients:
         self.checked = True
 
     def zero(self, *, set_to_none: bool) -> None:
-        """Clears the gradients of all pairs, model and master, and forgets any overflow."""
+        """Clears the gradients of all pairs, model and master, and any pending overflow."""
         for pair in self._of.pairs:
             if set_to_none:
                 pair.model.grad = pair.master.grad = None
@@ -427,7 +428,7 @@ class Gradients:
         self.forget()
 
     def cleared(self, models: Container[int]) -> None:
-        """Forgets overflow and passes where the cleared parameters were all that had gradients.
+        """Drops a pending overflow and open passes if no other parameter has a gradient.
 
         Args:
             models: Ids of the models' parameters whose gradients were just cleared.
@@ -437,17 +438,17 @@ class Gradients:
             self.forget()
 
     def forget(self) -> None:
-        """Has no pass open and no overflow pending."""
+        """Drops open passes and a pending overflow."""
         self.end_iteration()
         self._close(GradState.READY)
         self.checked, self._witness = False, None
 
     def end_iteration(self) -> None:
-        """Counts the passes that follow as those of another step."""
+        """Assigns the passes that follow to the next step."""
         self._steps += 1
 
     def mark_scaled(self, scaled: bool) -> None:
-        """Says whether the gradients are still scaled, for scripts that set apex's flag."""
+        """Sets whether the gradients are still scaled, for scripts that set apex's flag."""
         self.state = GradState.DELAYED if scaled else GradState.READY
 
     def _any(self) -> bool:
@@ -455,7 +456,7 @@ class Gradients:
 
 
 def _present(params: Iterable[nn.Parameter], *, keeps: bool) -> _Grads:
-    # Masters too: a loss may use them directly, and then they get scaled gradients.
+    # Masters included: a loss that uses them directly gives them scaled gradients.
     present = {id(p): (p, grad) for p in params if (grad := p.grad) is not None}
     return [(param, grad if keeps else grad.clone()) for param, grad in present.values()]
 
@@ -466,7 +467,7 @@ def _unseen(
     scale: Tensor | float,
     identity: bool,
 ) -> tuple[_Grads, _Grads]:
-    """Returns gradients that other ranks miss, and them scaled where the pass accumulates."""
+    """Returns the unreduced gradients, and scaled copies for the tensors that accumulate."""
     places = {id(pair.master): (pair.master, pair.model) for pair in pairs}
     if not identity:
         places = {id(param): places.get(id(param), (param, param)) for param in params}
@@ -480,10 +481,7 @@ def _unseen(
 
 
 def _grads(params: list[nn.Parameter]) -> list[Tensor]:
-    """Returns the gradients that there are, made whole.
-
-    Duplicate rows of sparse ones are summed, and DTensors that are parts of a sum over ranks.
-    """
+    """Returns the existing gradients, with sparse ones coalesced and partial DTensors reduced."""
     if dtensor.any_dtensor(params):
         for param in params:
             if param.grad is not None:

@@ -1,4 +1,4 @@
-"""The class an optimizer gets under amp: its own, with step, zero_grad and groups overridden."""
+"""The generated subclass of a bound optimizer: overrides step, zero_grad and add_param_group."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ ATTRIBUTE = PREPARED
 
 
 class AmpOptimizer(Optimizer):
-    """Overrides for a bound optimizer; without a binding every method is the class's own.
+    """Overrides for a bound optimizer; without a binding each calls the optimizer's own method.
 
-    Never instantiated: :func:`bind_class` makes a subclass of it and of the optimizer's class.
+    Never instantiated: :func:`bind_class` generates a subclass of it and of the optimizer's class.
     """
 
     _apex_binding: Binding | None
 
     def __init_subclass__(cls) -> None:
-        """Keeps the generated class out of registries that the optimizer's class fills by this."""
+        """Keeps generated classes out of registries that a base fills in ``__init_subclass__``."""
 
     @untraced_frame
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -40,22 +40,22 @@ class AmpOptimizer(Optimizer):
             # An LR scheduler made under amp keeps calling this function after amp.restore.
             own = cast(Callable[..., Any], type(self).step)
             return own(self, *(() if closure is None else (closure,)), **kwargs)
-        # What LR schedulers look at to see that the optimizer stepped before them.
+        # LR schedulers read this to check that the optimizer stepped before them.
         self._opt_called = True
         run = binding.inner_step or super().step
         if kwargs:
             run = functools.partial(run, **kwargs)
         return stepping.step(binding, run, closure)
 
-    # torch wraps a class's step with hooks unless it is marked so; the own step runs them.
+    # torch wraps a class's step to run hooks unless it is marked; the inner step runs them.
     step.hooked = True  # type: ignore[attr-defined]
 
     @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of masters and model alike."""
+        """Clears the gradients of masters and model."""
         own = super().zero_grad
         if set_to_none and getattr(own, "__func__", None) is Optimizer.zero_grad:
-            # What torch's own does, without its profiler label and dynamo guard: 30 us less.
+            # As torch's own, but 30 us faster without its profiler label and dynamo guard.
             for group in self.param_groups:
                 for param in group["params"]:
                     param.grad = None
@@ -82,7 +82,7 @@ class AmpOptimizer(Optimizer):
             binding.adopt([group], undo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles and copies by the optimizer's own class, so that no generated name is stored."""
+        """Pickles and copies by the optimizer's own class, so that no generated class is named."""
         reduced: Any = super().__reduce_ex__(protocol)
         function, arguments, *rest = reduced
         own = own_class(type(self))
@@ -92,11 +92,11 @@ class AmpOptimizer(Optimizer):
         return (rebuild, ("optimizer", named, function, arguments), *rest)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the optimizer's own state and the masters' pairs."""
+        """Returns the optimizer's own state and the binding."""
         return {**super().__getstate__(), ATTRIBUTE: binding_of(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores both, and ties the binding to this object."""
+        """Restores both, and attaches the binding to this object."""
         super().__setstate__(state)
         binding = binding_of(self)
         if binding is not None:
@@ -104,17 +104,17 @@ class AmpOptimizer(Optimizer):
 
 
 def binding_of(optimizer: Optimizer) -> Binding | None:
-    """Returns the binding of an optimizer, ``None`` for a plain one."""
+    """Returns the binding of an optimizer, or ``None`` for a plain one."""
     return cast("Binding | None", optimizer.__dict__.get(ATTRIBUTE))
 
 
 def bind_class(optimizer: Optimizer, binding: Binding, mixin: type[AmpOptimizer]) -> None:
-    """Gives ``optimizer`` the overriding class and its binding.
+    """Gives ``optimizer`` its generated class and its binding.
 
     A ``step`` set on the instance (by an LR scheduler made earlier) becomes the inner step.
     """
     inner = optimizer.__dict__.get("step")
-    # First what may fail: a class that takes no subclass, or one with a layout of its own.
+    # First, because it can fail: a class may forbid subclasses or have an incompatible layout.
     optimizer.__class__ = generated_class(mixin, type(optimizer))
     optimizer.__dict__[ATTRIBUTE] = binding
     if inner is not None:
@@ -123,7 +123,7 @@ def bind_class(optimizer: Optimizer, binding: Binding, mixin: type[AmpOptimizer]
 
 
 def unbind_class(optimizer: Optimizer) -> None:
-    """Takes both away again."""
+    """Removes both, and restores the instance's own ``step``."""
     binding = optimizer.__dict__.pop(ATTRIBUTE)
     optimizer.__class__ = own_class(type(optimizer))
     if binding.inner_step is not None:
@@ -131,14 +131,14 @@ def unbind_class(optimizer: Optimizer) -> None:
 
 
 def own_class(generated: type[Optimizer]) -> type[Optimizer]:
-    """Returns the optimizer's own class, from the generated one."""
+    """Returns the optimizer's own class, given the generated one."""
     return cast("type[Optimizer]", generated.__bases__[1])
 
 
 def generated_class(mixin: type[AmpOptimizer], own: type[Optimizer]) -> type[Optimizer]:
-    """Returns the subclass of ``mixin`` and ``own`` that carries the name of ``own``.
+    """Returns the subclass of ``mixin`` and ``own``, named as ``own`` is.
 
-    Python's own list of subclasses is the cache: it holds the class as long as one is in use.
+    Python's weak list of subclasses serves as the cache.
     """
     for known in own.__subclasses__():
         if known.__bases__ == (mixin, own):
@@ -152,9 +152,9 @@ def _mixin_of(generated: type[Optimizer]) -> type[AmpOptimizer]:
 
 
 def revive(mixin: type[AmpOptimizer] | None, function: Callable[..., Any], arguments: Any) -> Any:
-    """Makes a bound optimizer from how its own class is rebuilt; its binding follows."""
+    """Rebuilds a pickled bound optimizer; its state, with the binding, is set afterwards."""
     optimizer = function(*arguments)
-    # In a fresh process nothing has given the own class's step its hooks yet.
+    # In a fresh process, the own class's step may not be wrapped with hooks yet.
     optimizer._patch_step_function()
     optimizer.__class__ = generated_class(mixin or AmpOptimizer, type(optimizer))
     return optimizer
@@ -167,7 +167,7 @@ def _step_through(optimizer: Optimizer, inner: Callable[..., Any]) -> Callable[.
     def step(*args: Any, **kwargs: Any) -> Any:
         target = reference()
         if target is None:
-            raise RuntimeError("optimizer.step was called after the optimizer was deleted.")
+            raise RuntimeError("optimizer.step() was called after the optimizer was deleted.")
         return AmpOptimizer.step(cast(AmpOptimizer, target), *args, **kwargs)
 
     return step
@@ -188,11 +188,11 @@ def _refuse_unfit(binding: Binding, param_group: object) -> None:
         param = item[1] if isinstance(item, tuple) else item
         if is_lazy(param):
             raise ValueError(
-                "add_param_group got a parameter that is not initialized yet (a lazy module). Run "
-                "one batch through the module first, so that its shapes are known."
+                "add_param_group got an uninitialized parameter of a lazy module. Run one batch "
+                "through the module first, so that its shapes are known."
             )
         if isinstance(param, torch.Tensor) and binding.owns(param):
             raise ValueError(
-                "add_param_group got a parameter that the optimizer already steps, by its fp32 "
-                "master. Each parameter may be in one group."
+                "add_param_group got a parameter that is already in a group of this optimizer, as "
+                "its fp32 master. Each parameter may be in one group only."
             )

@@ -1,13 +1,13 @@
-"""A model's 16-bit gradient as the view of its master's fp32 one.
+"""A model's 16-bit gradient as a rounded view of its master's fp32 gradient.
 
 Note [Gradients of a pair]
-    A model's 16-bit gradient is what a pass writes; the master's is the fp32 sum that clipping and
-    the optimizer see. After a pass the model's gradient *shows* the master's: it is marked with its
-    version, and while it is there, the master's gradient counts. A script that clears it, by a
-    wrapper's ``zero_grad`` or by hand, has cleared both. A new gradient in its place, from a plain
+    A backward pass writes the model's 16-bit gradient; clipping and the optimizer use the master's,
+    the fp32 sum. After a pass the model's gradient *shows* the master's: it is marked with its
+    version, and while it exists, the master's gradient is valid. A script that clears it, by a
+    wrapper's ``zero_grad`` or by hand, clears both. A new gradient in its place, from a plain
     ``loss.backward()``, replaces both. At a loss scale of exactly 1 the shown gradient is the
-    rounded sum, so what is done to it in place (a plain backward adds, a script clips) counts, too;
-    at other scales it counts that a script has zeroed it.
+    rounded sum, so in-place changes (a plain backward adds, a script clips) apply to the master,
+    too; at other scales only zeroing it does.
 """
 
 from __future__ import annotations
@@ -19,16 +19,21 @@ from apex._engine.masters import TrackedPair
 from apex._torch import dtensor
 
 _MARK = "_apex_shown"
-"""Attribute of a shown gradient: its version then, and whether changes of it count."""
+"""Attribute of a shown gradient: its version when marked, and whether in-place changes apply."""
 
 
 def rounded(grad: Tensor, param: nn.Parameter) -> Tensor:
-    """Returns a master's gradient as ``param`` can show it."""
+    """Returns a master's gradient in the dtype and on the device of ``param``."""
     return grad.to(device=param.device, dtype=param.dtype)
 
 
 def show(pair: TrackedPair, *, counts: bool) -> None:
-    """Marks the model's gradient as the view of its master's; whether changes of it count."""
+    """Marks the model's gradient as a view of its master's.
+
+    Args:
+        pair: The parameters.
+        counts: Whether in-place changes apply to the master's gradient.
+    """
     grad = pair.model.grad
     if grad is not None:
         setattr(grad, _MARK, (grad._version, counts))
@@ -36,21 +41,21 @@ def show(pair: TrackedPair, *, counts: bool) -> None:
 
 
 def is_taken(grad: Tensor) -> bool:
-    """Returns whether the master's gradient holds ``grad``, which is shown, as it is.
+    """Returns whether the master's gradient already includes ``grad``, a shown gradient.
 
-    A mark alone says nothing: a bucket of DistributedDataParallel keeps it over the passes.
+    The mark alone is not enough: a DistributedDataParallel bucket keeps it across passes.
     """
     return bool(getattr(grad, _MARK, None) == (grad._version, True))
 
 
 def is_changed(grad: Tensor) -> bool:
-    """Returns whether another gradient took the place of a shown one, or a change of it counts."""
+    """Returns whether a shown gradient was replaced, or changed in a way that applies."""
     mark = getattr(grad, _MARK, None)
     return mark is None or (mark[1] and mark[0] != grad._version)
 
 
 def is_touched(pair: TrackedPair) -> bool:
-    """Returns whether a shown gradient was written in place, or moved, since it is shown."""
+    """Returns whether a shown gradient was written in place or replaced since it was marked."""
     grad = pair.model.grad
     if grad is None:
         return False
@@ -60,7 +65,7 @@ def is_touched(pair: TrackedPair) -> bool:
 
 @torch.no_grad()
 def zero_like_model(pair: TrackedPair) -> None:
-    """Zeroes the master's gradient if the model's is zero everywhere."""
+    """Zeroes the master's gradient if the model's is all zero."""
     shown, grad = pair.model.grad, pair.master.grad
     if shown is None or grad is None:
         return

@@ -1,4 +1,4 @@
-"""One step of a bound optimizer: run, or skipped where a gradient overflowed."""
+"""One step of a bound optimizer, skipped if a gradient overflowed."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ Closure = Callable[[], Any]
 
 
 class _SkipStep(BaseException):
-    """Leaves ``optimizer.step(closure)`` when the closure's gradients overflowed.
+    """Unwinds ``optimizer.step(closure)`` when the closure's gradients overflowed.
 
-    No ``Exception``: an optimizer that catches those around its closure would step all the same.
+    Not an ``Exception``: an optimizer that catches exceptions from its closure would step anyway.
     """
 
 
@@ -40,7 +40,7 @@ def step(binding: Binding, run: Run, closure: Closure | None) -> Any:
         closure: Recomputes the loss, or ``None``.
 
     Returns:
-        What the step returns; ``None`` for a skipped one without a closure.
+        The result of the step; ``None`` for a skipped one without a closure.
     """
     if closure is not None:
         return _step_with_closure(binding, run, closure)
@@ -52,7 +52,7 @@ def step(binding: Binding, run: Run, closure: Closure | None) -> Any:
             _expect_writes(binding)
             off.__enter__()
             return _run_unless_overflow(binding, run) if binding.gradients.checked else run()
-        finally:  # also where the step failed half way
+        finally:  # also if the step failed partway
             _end(binding, off, ended)
     finally:  # see Note [Interrupted blocks]
         _end(binding, off, ended)
@@ -60,7 +60,7 @@ def step(binding: Binding, run: Run, closure: Closure | None) -> Any:
 
 @untraced
 def _end(binding: Binding, off: AbstractContextManager[None], ended: list[bool]) -> None:
-    """Rounds the masters into the model and turns casts on again, once."""
+    """Rounds the masters into the model and turns casts back on; idempotent."""
     if not ended:
         masters.write_back(binding.pairs)
         off.__exit__(None, None, None)
@@ -75,12 +75,12 @@ def _expect_writes(binding: Binding) -> None:
 
 
 def skips_in_kernel(optimizer: Optimizer) -> bool:
-    """Returns whether the optimizer's step takes ``found_inf`` on the device and skips by itself.
+    """Returns whether the optimizer's step reads ``found_inf`` on the device and skips by itself.
 
-    torch's fused optimizers do, when every group is fused; so do others that declare it as
+    torch's fused optimizers do if every group is fused; so do others that declare
     ``_step_supports_amp_scaling``.
     """
-    # A copied or unpickled optimizer of torch's has lost the declaration and kept its kernels.
+    # A copied or unpickled torch optimizer loses the declaration but keeps its fused kernels.
     if isinstance(optimizer, Adam | AdamW | SGD | Adagrad):
         fused = all(group.get("fused") for group in optimizer.param_groups)
         return fused and not (isinstance(optimizer, SGD) and _starts_momentum(optimizer))
@@ -89,8 +89,8 @@ def skips_in_kernel(optimizer: Optimizer) -> bool:
 
 
 def _starts_momentum(optimizer: SGD) -> bool:
-    # A skip in torch's fused SGD kernel leaves the momentum of a first step uninitialized, and the
-    # next step uses it (torch 2.13), so a group's first step is decided on the host.
+    # torch's fused SGD kernel leaves the momentum uninitialized if it skips the first step, and the
+    # next step uses it (torch 2.13). So the host decides whether a group's first step is skipped.
     state = optimizer.state
     return any(
         group["momentum"] != 0
@@ -112,7 +112,7 @@ def _run_unless_overflow(binding: Binding, run: Run) -> Any:
 
 
 def _spans_devices(binding: Binding) -> bool:
-    # torch's fused optimizers copy the flag to CPU parameters without waiting for it (torch 2.13).
+    # torch's fused optimizers copy the flag to CPU parameters without synchronizing (torch 2.13).
     flag = binding.gradients.found_inf
     return (
         flag is not None
@@ -150,7 +150,7 @@ def _step_with_closure(binding: Binding, run: Run, closure: Closure) -> Any:
 
 @untraced_frame
 def _run_or_put_back(binding: Binding, run: Run, closure: Closure) -> Any:
-    """Runs the step, and takes all of it back where any evaluation of ``closure`` overflows."""
+    """Runs the step, and reverts all of it if any evaluation of ``closure`` overflows."""
     params, state = _copies(binding)
     losses: list[Any] = []
     skipped: list[bool] = []
@@ -170,7 +170,7 @@ def _run_or_put_back(binding: Binding, run: Run, closure: Closure) -> Any:
         if not isinstance(error, _SkipStep):
             raise
         return losses[0]
-    if skipped:  # the optimizer has caught the signal
+    if skipped:  # the optimizer caught _SkipStep
         _put_back(binding, params, state)
         return losses[0]
     return result
@@ -180,7 +180,7 @@ def _run_or_put_back(binding: Binding, run: Run, closure: Closure) -> Any:
 def _evaluation(
     binding: Binding, closure: Closure, off: AbstractContextManager[None]
 ) -> Callable[[], Any]:
-    """Returns the closure for the optimizer: the model is up to date and casts as in training."""
+    """Returns ``closure`` with the model updated before it and op casts as in training."""
 
     @untraced_frame
     def evaluate() -> Any:
@@ -196,8 +196,8 @@ def _evaluation(
 
 @untraced
 def _copies(binding: Binding) -> tuple[list[Tensor], dict[Any, Any]]:
-    # An optimizer that evaluates again in mid-step (LBFGS) must find its own values and state back
-    # when a later evaluation overflows, so both are kept until it is through.
+    # An optimizer that evaluates several times in one step (LBFGS) must have its values and state
+    # restored if a later evaluation overflows, so both are kept until the step ends.
     params = [param.detach().clone() for param in binding.params()]
     return params, {param: copy.deepcopy(kept) for param, kept in binding.optimizer.state.items()}
 
@@ -213,7 +213,7 @@ def _put_back(binding: Binding, values: list[Tensor], state: dict[Any, Any]) -> 
 
 @contextmanager
 def _left(block: AbstractContextManager[None]) -> Iterator[None]:
-    """Leaves ``block``, which is entered, and enters it again at the end."""
+    """Exits ``block`` for the duration of the context and re-enters it at the end."""
     block.__exit__(None, None, None)
     try:
         yield
