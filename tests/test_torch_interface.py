@@ -173,7 +173,7 @@ KNOWN = {
     "._to_copy": (DEBUG, "a name of torch.ops.aten"),
     "._unsafe_view": (DEBUG, "a name of torch.ops.aten"),
     "._nnz": (
-        "apex/_engine/optimizer/shown_gradients.py",
+        "apex/_engine/optimizer/mirror_gradients.py",
         "the rows of a sparse gradient, in torch's docs of sparse tensors",
     ),
     "._state_dict_hooks": ("apex/_engine/model/state.py", HOOKS),
@@ -183,7 +183,7 @@ KNOWN = {
     ),
     "._version": (
         "apex/_engine/masters.py apex/_engine/model/state_dict.py "
-        "apex/_engine/optimizer/gradient_pass.py apex/_engine/optimizer/shown_gradients.py",
+        "apex/_engine/optimizer/gradient_pass.py apex/_engine/optimizer/mirror_gradients.py",
         "autograd's count of in-place writes, in the docs of torch.autograd",
     ),
 }

@@ -15,11 +15,11 @@ _PLACES = {
     "fp32_hooks": "apex._engine.model.state_dict:Fp32Hooks",
     "input_cast": "apex._engine.model.state:InputCast",
     "master_link": "apex._engine.model.state_dict:MasterLink",
-    "model": "apex._engine.model.module_class:revive",
+    "model": "apex._engine.model.module_class:rebuild_model",
     "model_state": "apex._engine.model.state:ModelState",
-    "optimizer": "apex._engine.optimizer.optimizer_class:revive",
+    "optimizer": "apex._engine.optimizer.optimizer_class:rebuild_optimizer",
     "output_cast": "apex._engine.model.state:OutputCast",
-    "tracked_pair": "apex._engine.masters:revived",
+    "tracked_pair": "apex._engine.masters:rebuild_pair",
     "plan": "apex._engine.model.plan:ModelPlan",
 }
 """Where each kind is made. Kinds stay: files hold them."""

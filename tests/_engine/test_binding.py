@@ -31,13 +31,13 @@ def bound(*params, kind=torch.optim.SGD, source=None, master_weights=True, **opt
 
 
 def begin(binding):
-    binding.gradients.look()
+    binding.gradients.absorb_changes()
     binding.gradients.begin(identity=False)
 
 
 def unscale(binding, scaler):
-    binding.gradients.add_up(scaler.unscale_)
-    binding.gradients.keep()
+    binding.gradients.accumulate(scaler.unscale_)
+    binding.gradients.commit()
 
 
 def step(optimizer, binding):

@@ -113,7 +113,7 @@ class BackwardPass(ExitStack):
     def _prepared(self, binding: Binding) -> Communication:
         communication = self._communication(binding)
         binding.read_model()
-        binding.gradients.look()
+        binding.gradients.absorb_changes()
         return communication
 
     def _begin(
@@ -184,10 +184,10 @@ class BackwardPass(ExitStack):
                 binding.gradients.checked = checked
             # Backwards: of optimizers that share a parameter, the first has set its gradient aside.
             for binding in reversed(self._bindings):
-                binding.gradients.drop()
+                binding.gradients.roll_back()
             raise
         for binding, sends in zip(self._bindings, self._sends, strict=True):
-            binding.gradients.keep(sent=sends)
+            binding.gradients.commit(sent=sends)
         if self._moves_scale:
             self._ended(self._scaler.arrived(), False)
 
@@ -197,7 +197,7 @@ class BackwardPass(ExitStack):
         return all(self._sends) and not self._delay_overflow_check
 
     def _unscale(self) -> None:
-        """Does all that may fail, and nothing that ``Gradients.drop`` could not take back."""
+        """Does all that may fail, and nothing that ``Gradients.roll_back`` could not take back."""
         scaler = self._scaler
         if scaler.open_blocks:
             scaler.renew()
@@ -209,7 +209,7 @@ class BackwardPass(ExitStack):
         )
         done: set[int] = set()
         for binding in self._bindings:
-            binding.gradients.add_up(unscale_, done)
+            binding.gradients.accumulate(unscale_, done)
         if scaler.dynamic:
             scaler.share_overflow([param for b in self._bindings for param in b.params()])
             for binding in self._flagged:

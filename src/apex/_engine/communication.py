@@ -77,4 +77,4 @@ def _share(new: Sequence[TrackedPair], wrappers: Iterable[DistributedDataParalle
         masters.read_model(shared, alike=True)
         ddp.share([pair.master.detach() for pair in shared], wrapper)
         for pair in shared:
-            pair.expect_write()
+            pair.mark_master_written()

@@ -78,13 +78,13 @@ class TrackedPair:
             rounded value unchanged; False if those bits may differ between ranks.
         new: Whether no pass has used the pair yet. Until then, writes that autograd does not count
             (``dist.broadcast(p.data)``) are found by comparing values.
-        shows_grad: Whether the model's gradient mirrors the master's; see
+        mirrors_grad: Whether the model's gradient mirrors the master's; see
             Note [Gradients of a pair].
     """
 
     __slots__ = (
-        *("__weakref__", "_master_version", "_model_held", "_model_place", "_model_version"),
-        *("low_bits", "master", "model", "new", "shows_grad"),
+        *("__weakref__", "_master_version", "_model_alias", "_model_address", "_model_version"),
+        *("low_bits", "master", "model", "new", "mirrors_grad"),
     )
 
     def __init__(self, model: nn.Parameter, exact: Tensor | None = None) -> None:
@@ -93,22 +93,22 @@ class TrackedPair:
         self.master = master.make_master(model, exact, Master)
         self.low_bits = True
         self.new = True
-        self.shows_grad = False
-        self.agree()
+        self.mirrors_grad = False
+        self.mark_synced()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles both sides, without their gradients."""
         return rebuild, ("tracked_pair", self.model, self.master, self.new, self.low_bits)
 
-    def agree(self) -> None:
+    def mark_synced(self) -> None:
         """Records that the model holds the rounded master."""
         self._master_version = self.master._version
         self._model_version = self.model._version
-        self._model_place = self.model.data_ptr()
+        self._model_address = self.model.data_ptr()
         # Held so that the address is not reused by another storage. A DTensor has no address.
-        self._model_held = None if dtensor.is_dtensor(self.model) else self.model.detach()
+        self._model_alias = None if dtensor.is_dtensor(self.model) else self.model.detach()
 
-    def expect_write(self) -> None:
+    def mark_master_written(self) -> None:
         """Marks the master as written, whether or not its version changes."""
         self._master_version = _WRITTEN
 
@@ -121,15 +121,15 @@ class TrackedPair:
     def model_written(self) -> bool:
         """Whether the model's parameter was written, or given other storage, since then."""
         model = self.model
-        return model._version != self._model_version or model.data_ptr() != self._model_place
+        return model._version != self._model_version or model.data_ptr() != self._model_address
 
 
-def revived(model: nn.Parameter, made: nn.Parameter, new: bool, low_bits: bool) -> TrackedPair:
+def rebuild_pair(model: nn.Parameter, made: nn.Parameter, new: bool, low_bits: bool) -> TrackedPair:
     """Rebuilds a pair from a copy or a file."""
     pair = TrackedPair.__new__(TrackedPair)
     pair.model, pair.master = model, made
-    pair.new, pair.low_bits, pair.shows_grad = new, low_bits, False
-    pair.agree()
+    pair.new, pair.low_bits, pair.mirrors_grad = new, low_bits, False
+    pair.mark_synced()
     return pair
 
 
@@ -146,7 +146,7 @@ def write_back(pairs: Iterable[TrackedPair]) -> None:
 def round_into_model(pairs: Sequence[TrackedPair]) -> None:
     """Rounds masters into their model parameters, written or not."""
     master.copy_to_model(pairs)
-    for pair in pairs:  # as agree() does, except for the address, which rounding does not change
+    for pair in pairs:  # as mark_synced() does, but rounding does not change the address
         pair._master_version, pair._model_version = pair.master._version, pair.model._version
 
 
@@ -162,7 +162,7 @@ def read_model(pairs: Iterable[TrackedPair], *, alike: bool = False) -> None:
     """
     for pair in pairs:
         model = pair.model  # inlines ``model_written``: this runs in every pass and step
-        same = model._version == pair._model_version and model.data_ptr() == pair._model_place
+        same = model._version == pair._model_version and model.data_ptr() == pair._model_address
         if same and not pair.new:
             continue
         if not pair.master_written:
@@ -172,7 +172,7 @@ def read_model(pairs: Iterable[TrackedPair], *, alike: bool = False) -> None:
 
 def _follow_model(pair: TrackedPair, *, low_bits: bool) -> None:
     rounding.follow(pair.model, pair.master, keep_low_bits=low_bits)
-    pair.agree()
+    pair.mark_synced()
 
 
 def _alone(pair: TrackedPair) -> bool:
@@ -189,11 +189,13 @@ class Masters:
             weakref.WeakValueDictionary()
         )
         # Pairs by the object that keeps them alive: a model, or an optimizer's binding.
-        self._of: weakref.WeakKeyDictionary[object, list[TrackedPair]] = weakref.WeakKeyDictionary()
+        self._by_holder: weakref.WeakKeyDictionary[object, list[TrackedPair]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._kept: weakref.WeakKeyDictionary[object, dict[int, tuple[Tensor, Tensor]]] = (
             weakref.WeakKeyDictionary()
         )
-        self._watches = False
+        self._counts_steps = False
 
     def make(self, param: nn.Parameter, holder: object, exact: Tensor | None = None) -> TrackedPair:
         """Returns the pair of a low-precision parameter, making one if needed.
@@ -212,22 +214,22 @@ class Masters:
         self.hold([pair], holder)
         return pair
 
-    def _watch_steps(self) -> None:
-        handle = register_optimizer_step_post_hook(_count_step)
+    def _register_step_hook(self) -> None:
+        handle = register_optimizer_step_post_hook(_count_writes)
         weakref.finalize(self, handle.remove).atexit = False
-        self._watches = True
+        self._counts_steps = True
 
     def hold(self, pairs: Iterable[TrackedPair], holder: object) -> None:
         """Registers pairs that live as long as ``holder``."""
-        if not self._watches:
-            self._watch_steps()
+        if not self._counts_steps:
+            self._register_step_hook()
         for pair in pairs:
             self._by_param[id(pair.model)] = pair
-            self._of.setdefault(holder, []).append(pair)
+            self._by_holder.setdefault(holder, []).append(pair)
 
     def release(self, holder: object) -> None:
         """Drops the pairs and values that ``holder`` keeps alive."""
-        for pair in self._of.pop(holder, ()):
+        for pair in self._by_holder.pop(holder, ()):
             self._by_param.pop(id(pair.model), None)
         self._kept.pop(holder, None)
 
@@ -257,12 +259,12 @@ class Masters:
 
     def all(self) -> Iterator[TrackedPair]:
         """Yields every pair once."""
-        for pairs in list(self._of.values()):
+        for pairs in list(self._by_holder.values()):
             yield from pairs
 
     def write_back(self) -> None:
         """Rounds every written master into its model parameter."""
-        for pairs in list(self._of.values()):
+        for pairs in list(self._by_holder.values()):
             write_back(pairs)
 
     @torch.no_grad()
@@ -273,7 +275,7 @@ class Masters:
                 pair = self.pair_of(param)
                 if pair is not None:
                     pair.master.copy_(value)
-                    pair.agree()
+                    pair.mark_synced()
                 elif (kept := self._kept_value(param)) is not None:
                     kept.copy_(value)
         except BaseException:
@@ -286,10 +288,10 @@ class Masters:
         for pair in self.all():
             if id(pair.model) in params:
                 clear_grad(pair.master, set_to_none=set_to_none)
-                pair.shows_grad = pair.shows_grad and not set_to_none
+                pair.mirrors_grad = pair.mirrors_grad and not set_to_none
 
 
-def _count_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+def _count_writes(optimizer: Optimizer, args: object, kwargs: object) -> None:
     """Increments the versions of masters that an optimizer stepped; fused kernels do not."""
     if PREPARED in optimizer.__dict__:
         return  # amp marks these masters as written itself

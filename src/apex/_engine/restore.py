@@ -84,7 +84,7 @@ def _matched(
     for param, state in optimizer.state.items():
         old = before.get(id(param), param.dtype)
         # A frozen parameter's is for the fp32 master that it gets when it is unfrozen.
-        if old is param.dtype or (binding is not None and binding.waits(param)):
+        if old is param.dtype or (binding is not None and binding.is_frozen(param)):
             continue
 
         def follow(value: Tensor, old: torch.dtype = old, new: torch.dtype = param.dtype) -> Tensor:

@@ -341,7 +341,7 @@ class Session:
         cleared = {id(param) for param in params}
         self.masters.clear_grads(cleared, set_to_none=set_to_none)
         for binding in self._bindings:
-            binding.gradients.cleared(cleared)
+            binding.gradients.on_cleared(cleared)
 
 
 def _fp32_values(model: nn.Module) -> list[tuple[Tensor, Tensor]]:

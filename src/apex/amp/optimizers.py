@@ -45,7 +45,7 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
     """
     binding = None if not isinstance(optimizer, Optimizer) else binding_of(optimizer)
     if binding is not None:
-        binding.gradients.take_raw()
+        binding.gradients.absorb_raw()
     for group in optimizer.param_groups:
         yield from group["params"]
 
@@ -155,14 +155,14 @@ class AmpStashOptimizer(AmpOptimizer):
         """Sets unscaled gradients aside, before a backward pass."""
         binding = _required(self)
         binding.read_model()
-        binding.gradients.look()
+        binding.gradients.absorb_changes()
         binding.gradients.begin(identity=False)
 
     def _post_amp_backward(self, scaler: LossScaler) -> None:
         """Unscales the gradients of the pass by ``scaler``."""
         gradients = _required(self).gradients
-        gradients.add_up(scaler._scaler.unscale_)
-        gradients.keep()
+        gradients.accumulate(scaler._scaler.unscale_)
+        gradients.commit()
         if scaler.dynamic:
             gradients.raise_flag(scaler._scaler.found_inf)
 

@@ -110,7 +110,7 @@ class UserRegistry:
                     added += entry.replace()
                 self._applied += added
             except BaseException:
-                _put_back(added)
+                _restore_all(added)
                 self.undo()
                 raise
 
@@ -121,10 +121,10 @@ class UserRegistry:
                 raise RuntimeError("undo() of user functions without apply(): call apply() first.")
             self._sessions -= 1
             if self._sessions == 0:
-                _put_back(self._applied)
+                _restore_all(self._applied)
 
 
-def _put_back(replaced: list[_Replaced]) -> None:
+def _restore_all(replaced: list[_Replaced]) -> None:
     while replaced:
         replaced.pop().put_back()
 

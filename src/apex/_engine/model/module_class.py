@@ -180,7 +180,7 @@ class _Reduced:
         return make, args, *rest
 
 
-def revive(func: Callable[..., nn.Module], *args: Any) -> nn.Module:
+def rebuild_model(func: Callable[..., nn.Module], *args: Any) -> nn.Module:
     """Makes a converted model from how its own class is rebuilt; its state follows."""
     model = func(*args)
     swap_class(model, converted_class(type(model)))

@@ -119,7 +119,7 @@ class Binding:
         """Returns whether the optimizer steps the master of ``param``, a model's parameter."""
         return any(pair.model is param for pair in self.pairs)
 
-    def waits(self, param: Tensor) -> bool:
+    def is_frozen(self, param: Tensor) -> bool:
         """Returns whether ``param`` is frozen and gets its master when unfrozen."""
         return any(each is param for each in self._frozen)
 
@@ -137,7 +137,7 @@ class Binding:
         owned = {id(pair.model) for pair in self.pairs}
         waiting = {id(param) for param in self._frozen}
         replaced: list[tuple[list[nn.Parameter], int, nn.Parameter]] = []
-        undo.push(self._give_back, len(self.pairs), len(self._frozen), replaced)
+        undo.push(self._undo_adopt, len(self.pairs), len(self._frozen), replaced)
         for group in groups:
             params = group["params"]
             for index, param in enumerate(params):
@@ -155,7 +155,7 @@ class Binding:
                 replaced.append((params, index, param))
                 params[index] = pair.master
 
-    def _give_back(
+    def _undo_adopt(
         self,
         pairs: int,
         frozen: int,
@@ -211,16 +211,16 @@ class Binding:
             else:
                 self._begin_step_in_backward()
         self.read_model()
-        gradients.take_raw()
+        gradients.absorb_raw()
 
     def _begin_step_in_backward(self) -> None:
-        if self.gradients.scaled_now:
+        if self.gradients.is_scaled:
             raise RuntimeError(
                 "optimizer.step() was called during the backward pass of amp.scale_loss (by a "
                 "hook), while the gradients are still scaled. Step after the pass, or use a loss "
                 "scale of 1 (loss_scale=1.0; the default of O0, O3, O4 and O5)."
             )
-        self.gradients.take_unfinished()
+        self.gradients.absorb_partial()
 
     # -- copies ------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from apex._core import finite, master
 from apex._engine.events import Iteration
 from apex._engine.masters import TrackedPair, clear_grad
-from apex._engine.optimizer import shown_gradients
+from apex._engine.optimizer import mirror_gradients
 from apex._torch import dtensor
 from apex._torch.dynamo import untraced
 
@@ -40,7 +40,7 @@ class OpenPass(Protocol):
         """Unscales them now; idempotent."""
 
 
-class Stepped(Protocol):
+class SteppedParams(Protocol):
     """The parameters of one optimizer."""
 
     pairs: list[TrackedPair]
@@ -55,8 +55,9 @@ class Stepped(Protocol):
 class Gradients:
     """The gradients of one optimizer, and their state between passes.
 
-    A pass calls :meth:`look` and :meth:`begin`, runs autograd, then calls :meth:`add_up` followed
-    by :meth:`keep` or :meth:`drop`; or else :meth:`delay` or :meth:`abort`.
+    A pass calls :meth:`absorb_changes` and :meth:`begin`, runs autograd, then calls
+    :meth:`accumulate` followed by :meth:`commit` or :meth:`roll_back`; or else :meth:`delay` or
+    :meth:`abort`.
 
     Attributes:
         state: The state of the gradients.
@@ -66,7 +67,7 @@ class Gradients:
         checked: Whether ``found_inf`` is valid for the present gradients.
     """
 
-    def __init__(self, stepped: Stepped) -> None:
+    def __init__(self, stepped: SteppedParams) -> None:
         """Starts without gradients."""
         self._stepped = weakref.ref(stepped)
         self.state = GradState.READY
@@ -77,16 +78,16 @@ class Gradients:
         self._before = GradState.READY
         self._aside: _Grads = []
         self._fresh: _Grads = []
-        self._views: _Grads = []
-        self._witness: tuple[Tensor, int] | None = None
-        self._unshown: list[TrackedPair] = []
+        self._mirrors: _Grads = []
+        self._sentinel: tuple[Tensor, int] | None = None
+        self._unmirrored: list[TrackedPair] = []
         self._in_place = True
         self._in_buckets = False
         self._returned = False
         self._scaled = False
 
     @property
-    def _of(self) -> Stepped:
+    def _optimized(self) -> SteppedParams:
         stepped = self._stepped()
         if stepped is None:
             raise RuntimeError("The optimizer of these gradients has been deleted.")
@@ -113,7 +114,7 @@ class Gradients:
         keeps: bool = True,
         begun: set[int] | None = None,
     ) -> None:
-        """Prepares the gradients for one backward pass, after :meth:`look`.
+        """Prepares the gradients for one backward pass, after :meth:`absorb_changes`.
 
         Unscaled gradients are set aside, so that the pass starts without any; scaled ones
         (``delay_unscale``) stay and accumulate. Unreduced ones (``LOCAL``) are scaled and returned
@@ -135,8 +136,8 @@ class Gradients:
         back: _Grads = []
         delayed = self.state is GradState.DELAYED
         pairs, params = (
-            self._of.pairs,
-            self._of.params() if begun is not None or not identity else [],
+            self._optimized.pairs,
+            self._optimized.params() if begun is not None or not identity else [],
         )
         if begun is not None:
             pairs = [pair for pair in pairs if id(pair.master) not in begun]
@@ -144,21 +145,21 @@ class Gradients:
             begun.update(map(id, params))
         if returned:
             scale = 1.0 if sent_with is None else sent_with
-            aside, back = _unseen(pairs, params, scale, identity)
+            aside, back = _unreduced(pairs, params, scale, identity)
         elif not (delayed or identity):
             aside = _present(params, keeps=keeps)
-        # Nothing below can fail, and the state that abort() reads is set before gradients change.
+        # Nothing below can fail, and the state that abort() reads is set before any gradient.
         self._in_place = identity or delayed
         self._in_buckets = not keeps
         self._scaled = not identity
         self.open_pass = opened
         if delayed:
             return
-        self._unshown = [pair for pair in pairs if pair.shows_grad]
+        self._unmirrored = [pair for pair in pairs if pair.mirrors_grad]
         self._aside, self._returned, self._before = aside, returned, self.state
         self.state = GradState.OPEN
-        for pair in self._unshown:  # after take_raw() no other model parameter has a gradient
-            pair.model.grad, pair.shows_grad = None, False
+        for pair in self._unmirrored:  # after absorb_raw() no other model parameter has a gradient
+            pair.model.grad, pair.mirrors_grad = None, False
         for param, _ in aside:
             param.grad = None
         for param, grad in back:
@@ -168,13 +169,13 @@ class Gradients:
         """Leaves the gradients of the pass scaled, for a later pass to unscale."""
         self.state = GradState.DELAYED
 
-    def add_up(
+    def accumulate(
         self, unscale_: Callable[[list[Tensor]], None] | None, done: set[int] | None = None
     ) -> None:
         """Computes the unscaled fp32 gradients of the pass, plus earlier ones.
 
-        :meth:`drop` reverts it until :meth:`keep`: the sums use the memory of the fresh gradients
-        and leave those set aside unchanged.
+        :meth:`roll_back` reverts it until :meth:`commit`: the sums use the memory of the fresh
+        gradients and leave those set aside unchanged.
 
         Args:
             unscale_: Divides dense gradients by the loss scale in place; ``None`` for a scale of
@@ -201,23 +202,23 @@ class Gradients:
         if self._aside and not self._returned:
             self._add_aside()
         if adds and not self._scaled:
-            self._show_sums(pairs, earlier)
-        if self._unshown:
-            self._views = self._unreached_views()
+            self._mirror_sums(pairs, earlier)
+        if self._unmirrored:
+            self._mirrors = self._unreached_mirrors()
 
     def _reached(self, done: set[int]) -> list[tuple[TrackedPair, Tensor]]:
         """Returns the pairs whose model parameter received a gradient, and that gradient."""
         return [
             (pair, grad)
-            for pair in self._of.pairs
+            for pair in self._optimized.pairs
             if (grad := pair.model.grad) is not None
-            and not (pair.shows_grad and shown_gradients.is_taken(grad))
+            and not (pair.mirrors_grad and mirror_gradients.is_included(grad))
             and not (done and id(pair.model) in done)
         ]
 
     def _not_in(self, done: set[int]) -> list[nn.Parameter]:
         """Returns the stepped parameters with a gradient that are not in ``done``; adds them."""
-        present = {id(param): param for param in self._of.params() if param.grad is not None}
+        present = {id(param): param for param in self._optimized.params() if param.grad is not None}
         own = {k: param for k, param in present.items() if k not in done} if done else present
         done.update(own)
         return list(own.values())
@@ -231,51 +232,51 @@ class Gradients:
         total = master.sums([grad for _, grad in self._fresh], added)
         self._fresh = [(param, grad) for (param, _), grad in zip(self._fresh, total, strict=True)]
 
-    def _show_sums(self, pairs: Sequence[TrackedPair], earlier: Sequence[Tensor | None]) -> None:
+    def _mirror_sums(self, pairs: Sequence[TrackedPair], earlier: Sequence[Tensor | None]) -> None:
         """Copies sums into the model's gradients where the pass added to earlier ones."""
         sums = {id(param): grad for param, grad in self._fresh}
-        shown: list[Tensor] = []
+        mirrors: list[Tensor] = []
         totals: list[Tensor] = []
         for pair, before in zip(pairs, earlier, strict=True):
             grad, total = pair.model.grad, sums[id(pair.master)]
             if before is None or grad is None:
                 continue
             if grad.is_sparse or total.is_sparse:
-                pair.model.grad = shown_gradients.rounded(total, pair.model)
+                pair.model.grad = mirror_gradients.rounded(total, pair.model)
             else:
-                shown.append(grad)
+                mirrors.append(grad)
                 totals.append(total)
-        if shown:
-            torch._foreach_copy_(dtensor.locals_of(shown), dtensor.locals_of(totals))
+        if mirrors:
+            torch._foreach_copy_(dtensor.locals_of(mirrors), dtensor.locals_of(totals))
 
-    def _unreached_views(self) -> _Grads:
+    def _unreached_mirrors(self) -> _Grads:
         """Returns the model's copies of master gradients that the pass did not reach."""
         aside = {id(param): grad for param, grad in self._aside}
-        views: _Grads = []
-        for pair in self._unshown:
+        mirrors: _Grads = []
+        for pair in self._unmirrored:
             grad = aside.get(id(pair.master), pair.master.grad)
             if pair.model.grad is None and grad is not None:
-                views.append((pair.model, shown_gradients.rounded(grad, pair.model)))
-        return views
+                mirrors.append((pair.model, mirror_gradients.rounded(grad, pair.model)))
+        return mirrors
 
-    def keep(self, *, sent: bool = True) -> None:
-        """Installs the gradients that :meth:`add_up` computed. Cannot fail.
+    def commit(self, *, sent: bool = True) -> None:
+        """Installs the gradients that :meth:`accumulate` computed. Cannot fail.
 
         Args:
             sent: Whether the gradients are reduced across ranks, or need not be.
         """
         earlier = [] if self._returned else self._aside  # the sums include returned ones
-        for param, grad in (*earlier, *self._fresh, *self._views):
+        for param, grad in (*earlier, *self._fresh, *self._mirrors):
             param.grad = grad
-        for pair in self._of.pairs:
-            shown_gradients.show(pair, counts=not self._scaled)
-        self._close(GradState.READY if sent else GradState.LOCAL)
-        if self.checked and not self._of.pairs:
-            present = (param.grad for param in self._of.params())
+        for pair in self._optimized.pairs:
+            mirror_gradients.mark(pair, edits_apply=not self._scaled)
+        self._end_pass(GradState.READY if sent else GradState.LOCAL)
+        if self.checked and not self._optimized.pairs:
+            present = (param.grad for param in self._optimized.params())
             first = next((each for each in present if each is not None), None)
-            self._witness = None if first is None else (first, first._version)
+            self._sentinel = None if first is None else (first, first._version)
 
-    def drop(self) -> None:
+    def roll_back(self) -> None:
         """Discards a pass that could not be unscaled, and the delayed passes before it.
 
         Restores the gradients from before the first of them; at a scale of exactly 1, see
@@ -300,76 +301,78 @@ class Gradients:
         if self.state is GradState.DELAYED:
             self.open_pass = earlier
             return
-        for pair in self._of.pairs:
+        for pair in self._optimized.pairs:
             pair.model.grad = None
         if not self._in_place:
-            for param in self._of.params():
+            for param in self._optimized.params():
                 param.grad = None
         for param, grad in self._aside:
             param.grad = grad
-        unshown = self._unshown
-        self._close(self._before)
+        unmirrored = self._unmirrored
+        self._end_pass(self._before)
         self.open_pass = earlier
-        self._show_again(unshown)
+        self._mirror_again(unmirrored)
 
-    def _close(self, state: GradState) -> None:
-        self._aside, self._fresh, self._views, self._unshown = [], [], [], []
+    def _end_pass(self, state: GradState) -> None:
+        self._aside, self._fresh, self._mirrors, self._unmirrored = [], [], [], []
         self._before = self.state = state
         self.open_pass = None
 
-    def _show_again(self, pairs: Iterable[TrackedPair]) -> None:
+    def _mirror_again(self, pairs: Iterable[TrackedPair]) -> None:
         for pair in pairs:
             grad = pair.master.grad
             if grad is None or pair.model.grad is not None:
                 continue
             try:
-                pair.model.grad = shown_gradients.rounded(grad, pair.model)
-            except RuntimeError:  # out of memory: the model shows no gradient, but none is lost
+                pair.model.grad = mirror_gradients.rounded(grad, pair.model)
+            except RuntimeError:  # out of memory: the model has no mirror, but no gradient is lost
                 continue
-            shown_gradients.show(pair, counts=not self._scaled)
+            mirror_gradients.mark(pair, edits_apply=not self._scaled)
 
     # -- outside of passes -------------------------------------------------------------------
 
     @untraced
-    def take_raw(self) -> None:
+    def absorb_raw(self) -> None:
         """Applies gradient changes made outside passes to the masters.
 
         These are gradients from a plain ``loss.backward()`` and cleared ones; see
-        :mod:`.shown_gradients`.
+        :mod:`.mirror_gradients`.
         """
         if self.state in (GradState.OPEN, GradState.DELAYED):
             return
         raw: list[TrackedPair] = []
-        for pair in self._of.pairs:
+        for pair in self._optimized.pairs:
             grad = pair.model.grad
             if grad is None:
-                if pair.shows_grad:  # cleared
-                    pair.master.grad, pair.shows_grad = None, False
-            # DistributedDataParallel moves shown gradients when it rebuilds its buckets.
-            elif not pair.shows_grad or (shown_gradients.is_changed(grad) and not self._in_buckets):
+                if pair.mirrors_grad:  # cleared
+                    pair.master.grad, pair.mirrors_grad = None, False
+            # DistributedDataParallel moves mirror gradients when it rebuilds its buckets.
+            elif not pair.mirrors_grad or (
+                mirror_gradients.replaces_master_grad(grad) and not self._in_buckets
+            ):
                 raw.append(pair)
-        self._take(raw)
-        if (self.checked or self.state is GradState.LOCAL) and not self._any():
-            self.forget()
+        self._absorb(raw)
+        if (self.checked or self.state is GradState.LOCAL) and not self._has_grads():
+            self.reset()
 
-    def _take(self, raw: Sequence[TrackedPair]) -> None:
+    def _absorb(self, raw: Sequence[TrackedPair]) -> None:
         if not raw:
             return
         grads = [grad for pair in raw if (grad := pair.model.grad) is not None]
         own = [pair.master for pair in raw]
         fresh = master.fp32_copies(grads, [pair.model for pair in raw], own)
-        # A shown gradient that was replaced or changed also replaces its master's.
-        earlier = [None if pair.shows_grad else pair.master.grad for pair in raw]
+        # A mirror gradient that was replaced or changed also replaces its master's.
+        earlier = [None if pair.mirrors_grad else pair.master.grad for pair in raw]
         for pair, grad in zip(raw, master.sums(fresh, earlier), strict=True):
             pair.master.grad = grad
-            shown_gradients.show(pair, counts=True)
+            mirror_gradients.mark(pair, edits_apply=True)
 
-    def look(self) -> None:
+    def absorb_changes(self) -> None:
         """Applies every gradient change made since the last pass, before the next begins."""
-        self.take_raw()
-        self._notice_zeroed()
+        self.absorb_raw()
+        self._absorb_zeroed()
 
-    def _notice_zeroed(self) -> None:
+    def _absorb_zeroed(self) -> None:
         """Detects gradients zeroed in place, as by a wrapper's ``zero_grad(set_to_none=False)``.
 
         Works on the device, without a host sync.
@@ -377,31 +380,33 @@ class Gradients:
         if self.state is GradState.DELAYED:
             return
         zeroed = [
-            pair for pair in self._of.pairs if pair.shows_grad and shown_gradients.is_touched(pair)
+            pair
+            for pair in self._optimized.pairs
+            if pair.mirrors_grad and mirror_gradients.is_modified(pair)
         ]
         for pair in zeroed:
-            shown_gradients.zero_like_model(pair)
-            shown_gradients.show(pair, counts=not self._scaled)
-        witness = self._witness
-        if zeroed or (witness is not None and witness[0]._version != witness[1]):
-            self._check_again()
+            mirror_gradients.zero_like_model(pair)
+            mirror_gradients.mark(pair, edits_apply=not self._scaled)
+        sentinel = self._sentinel
+        if zeroed or (sentinel is not None and sentinel[0]._version != sentinel[1]):
+            self._recheck()
 
     @torch.no_grad()
-    def _check_again(self) -> None:
+    def _recheck(self) -> None:
         """Sets the flag from the present gradients."""
         if not self.checked or self.found_inf is None:
             return
-        grads = [grad for param in self._of.params() if (grad := param.grad) is not None]
+        grads = [grad for param in self._optimized.params() if (grad := param.grad) is not None]
         self.found_inf.zero_()
         one = torch.ones_like(self.found_inf)
         finite.unscale_and_check_(finite.dense_values(grads), one, self.found_inf)
 
-    def take_unfinished(self) -> None:
+    def absorb_partial(self) -> None:
         """Moves the gradients so far of an open pass at scale 1, for a step during the pass."""
-        self._take([pair for pair, _ in self._reached(set())])
+        self._absorb([pair for pair, _ in self._reached(set())])
 
     @property
-    def scaled_now(self) -> bool:
+    def is_scaled(self) -> bool:
         """Whether the open pass scales gradients by a factor other than exactly 1."""
         return self._scaled
 
@@ -418,30 +423,32 @@ class Gradients:
 
     def zero(self, *, set_to_none: bool) -> None:
         """Clears the gradients of all pairs, model and master, and any pending overflow."""
-        for pair in self._of.pairs:
+        for pair in self._optimized.pairs:
             if set_to_none:
                 pair.model.grad = pair.master.grad = None
-                pair.shows_grad = False
+                pair.mirrors_grad = False
             else:
                 clear_grad(pair.model, set_to_none=False)
                 clear_grad(pair.master, set_to_none=False)
-        self.forget()
+        self.reset()
 
-    def cleared(self, models: Container[int]) -> None:
+    def on_cleared(self, models: Container[int]) -> None:
         """Drops a pending overflow and open passes if no other parameter has a gradient.
 
         Args:
             models: Ids of the models' parameters whose gradients were just cleared.
         """
-        pairs = {id(pair.master): id(pair.model) for pair in self._of.pairs}
-        if all(p.grad is None or pairs.get(id(p), id(p)) in models for p in self._of.params()):
-            self.forget()
+        pairs = {id(pair.master): id(pair.model) for pair in self._optimized.pairs}
+        if all(
+            p.grad is None or pairs.get(id(p), id(p)) in models for p in self._optimized.params()
+        ):
+            self.reset()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drops open passes and a pending overflow."""
         self.end_iteration()
-        self._close(GradState.READY)
-        self.checked, self._witness = False, None
+        self._end_pass(GradState.READY)
+        self.checked, self._sentinel = False, None
 
     def end_iteration(self) -> None:
         """Assigns the passes that follow to the next step."""
@@ -451,8 +458,8 @@ class Gradients:
         """Sets whether the gradients are still scaled, for scripts that set apex's flag."""
         self.state = GradState.DELAYED if scaled else GradState.READY
 
-    def _any(self) -> bool:
-        return any(param.grad is not None for param in self._of.params())
+    def _has_grads(self) -> bool:
+        return any(param.grad is not None for param in self._optimized.params())
 
 
 def _present(params: Iterable[nn.Parameter], *, keeps: bool) -> _Grads:
@@ -461,7 +468,7 @@ def _present(params: Iterable[nn.Parameter], *, keeps: bool) -> _Grads:
     return [(param, grad if keeps else grad.clone()) for param, grad in present.values()]
 
 
-def _unseen(
+def _unreduced(
     pairs: Sequence[TrackedPair],
     params: Iterable[nn.Parameter],
     scale: Tensor | float,

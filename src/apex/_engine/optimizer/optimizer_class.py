@@ -72,7 +72,7 @@ class AmpOptimizer(Optimizer):
         if binding is None:
             super().add_param_group(param_group)
             return
-        _refuse_unfit(binding, param_group)
+        _validate_group(binding, param_group)
         with all_or_nothing() as undo:
             super().add_param_group(param_group)
             undo.push(self.param_groups.pop)
@@ -119,7 +119,7 @@ def bind_class(optimizer: Optimizer, binding: Binding, mixin: type[AmpOptimizer]
     optimizer.__dict__[ATTRIBUTE] = binding
     if inner is not None:
         binding.inner_step = inner
-        optimizer.__dict__["step"] = _step_through(optimizer, inner)
+        optimizer.__dict__["step"] = _wrap_step(optimizer, inner)
 
 
 def unbind_class(optimizer: Optimizer) -> None:
@@ -151,7 +151,9 @@ def _mixin_of(generated: type[Optimizer]) -> type[AmpOptimizer]:
     return cast("type[AmpOptimizer]", generated.__bases__[0])
 
 
-def revive(mixin: type[AmpOptimizer] | None, function: Callable[..., Any], arguments: Any) -> Any:
+def rebuild_optimizer(
+    mixin: type[AmpOptimizer] | None, function: Callable[..., Any], arguments: Any
+) -> Any:
     """Rebuilds a pickled bound optimizer; its state, with the binding, is set afterwards."""
     optimizer = function(*arguments)
     # In a fresh process, the own class's step may not be wrapped with hooks yet.
@@ -160,7 +162,7 @@ def revive(mixin: type[AmpOptimizer] | None, function: Callable[..., Any], argum
     return optimizer
 
 
-def _step_through(optimizer: Optimizer, inner: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_step(optimizer: Optimizer, inner: Callable[..., Any]) -> Callable[..., Any]:
     reference = weakref.ref(optimizer)
 
     @functools.wraps(inner)
@@ -173,7 +175,7 @@ def _step_through(optimizer: Optimizer, inner: Callable[..., Any]) -> Callable[.
     return step
 
 
-def _refuse_unfit(binding: Binding, param_group: object) -> None:
+def _validate_group(binding: Binding, param_group: object) -> None:
     if not isinstance(param_group, dict):
         raise TypeError(
             f"add_param_group got a {type(param_group).__name__}; it takes one dict, such as "

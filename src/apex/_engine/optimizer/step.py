@@ -49,7 +49,7 @@ def step(binding: Binding, run: Run, closure: Closure | None) -> Any:
     ended: list[bool] = []
     try:
         try:
-            _expect_writes(binding)
+            _mark_masters_written(binding)
             off.__enter__()
             return _run_unless_overflow(binding, run) if binding.gradients.checked else run()
         finally:  # also if the step failed partway
@@ -68,10 +68,10 @@ def _end(binding: Binding, off: AbstractContextManager[None], ended: list[bool])
 
 
 @untraced
-def _expect_writes(binding: Binding) -> None:
+def _mark_masters_written(binding: Binding) -> None:
     binding.gradients.end_iteration()
     for pair in binding.pairs:
-        pair.expect_write()
+        pair.mark_master_written()
 
 
 def skips_in_kernel(optimizer: Optimizer) -> bool:
@@ -136,11 +136,11 @@ def _step_with_closure(binding: Binding, run: Run, closure: Closure) -> Any:
     ended: list[bool] = []
     try:
         try:
-            _expect_writes(binding)
+            _mark_masters_written(binding)
             off.__enter__()
             evaluate = _evaluation(binding, closure, off)
             if binding.owner is not None and binding.owner.can_skip:
-                return _run_or_put_back(binding, run, evaluate)
+                return _run_or_restore(binding, run, evaluate)
             return run(evaluate)
         finally:
             _end(binding, off, ended)
@@ -149,9 +149,9 @@ def _step_with_closure(binding: Binding, run: Run, closure: Closure) -> Any:
 
 
 @untraced_frame
-def _run_or_put_back(binding: Binding, run: Run, closure: Closure) -> Any:
+def _run_or_restore(binding: Binding, run: Run, closure: Closure) -> Any:
     """Runs the step, and reverts all of it if any evaluation of ``closure`` overflows."""
-    params, state = _copies(binding)
+    params, state = _snapshot(binding)
     losses: list[Any] = []
     skipped: list[bool] = []
 
@@ -166,12 +166,12 @@ def _run_or_put_back(binding: Binding, run: Run, closure: Closure) -> Any:
     try:
         result = run(evaluate)
     except BaseException as error:
-        _put_back(binding, params, state)
+        _restore_snapshot(binding, params, state)
         if not isinstance(error, _SkipStep):
             raise
         return losses[0]
     if skipped:  # the optimizer caught _SkipStep
-        _put_back(binding, params, state)
+        _restore_snapshot(binding, params, state)
         return losses[0]
     return result
 
@@ -185,17 +185,17 @@ def _evaluation(
     @untraced_frame
     def evaluate() -> Any:
         masters.write_back(binding.pairs)
-        with _left(off):
+        with _suspended(off):
             loss = closure()
         binding.settle()
-        _expect_writes(binding)
+        _mark_masters_written(binding)
         return loss
 
     return evaluate
 
 
 @untraced
-def _copies(binding: Binding) -> tuple[list[Tensor], dict[Any, Any]]:
+def _snapshot(binding: Binding) -> tuple[list[Tensor], dict[Any, Any]]:
     # An optimizer that evaluates several times in one step (LBFGS) must have its values and state
     # restored if a later evaluation overflows, so both are kept until the step ends.
     params = [param.detach().clone() for param in binding.params()]
@@ -204,7 +204,7 @@ def _copies(binding: Binding) -> tuple[list[Tensor], dict[Any, Any]]:
 
 @untraced
 @torch.no_grad()
-def _put_back(binding: Binding, values: list[Tensor], state: dict[Any, Any]) -> None:
+def _restore_snapshot(binding: Binding, values: list[Tensor], state: dict[Any, Any]) -> None:
     for param, value in zip(binding.params(), values, strict=True):
         param.copy_(value)
     binding.optimizer.state.clear()
@@ -212,7 +212,7 @@ def _put_back(binding: Binding, values: list[Tensor], state: dict[Any, Any]) -> 
 
 
 @contextmanager
-def _left(block: AbstractContextManager[None]) -> Iterator[None]:
+def _suspended(block: AbstractContextManager[None]) -> Iterator[None]:
     """Exits ``block`` for the duration of the context and re-enters it at the end."""
     block.__exit__(None, None, None)
     try:
