@@ -1,1 +1,1 @@
-"""Stateful objects, one owner each; no module globals."""
+"""Stateful objects; each piece of state has one owner."""

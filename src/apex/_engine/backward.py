@@ -1,4 +1,4 @@
-"""One ``scale_loss`` block: the scaled loss out, unscaled gradients in, the scale updated."""
+"""One ``scale_loss`` block: scales the loss, unscales the gradients, updates the scale."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 class BackwardPass(ExitStack):
-    """Context for one backward pass, entered with a loss and left with unscaled gradients.
+    """Context of one backward pass: returns the scaled loss and leaves unscaled gradients.
 
-    Op casts are off inside: autograd works in the dtypes of the forward pass. Python code in it,
-    such as an ``autograd.Function``'s own backward, gets casts where it mixes dtypes.
+    Op casts are off inside: autograd uses the dtypes of the forward pass. Python code in the pass,
+    such as an ``autograd.Function``'s own backward, has its arguments cast if it mixes dtypes.
 
-    An ExitStack runs every part of the end, also where a Ctrl-C hits one; what is left open is
-    closed by the last part.
+    The ExitStack runs every exit callback, even if a Ctrl-C interrupts one; the last closes
+    whatever is still open.
     """
 
     def __init__(
@@ -45,20 +45,20 @@ class BackwardPass(ExitStack):
         delay_unscale: bool = False,
         delay_overflow_check: bool = False,
     ) -> None:
-        """Prepares nothing yet.
+        """Stores the arguments; the pass begins on entry.
 
         Args:
             loss: The unscaled loss.
-            bindings: The optimizers whose gradients this pass makes.
+            bindings: The optimizers whose gradients the pass computes.
             scaler: The loss's scale.
             casts_off: Context without op casts.
-            communication: What becomes of a binding's gradients.
+            communication: Returns whether and how a binding's gradients are sent to other ranks.
             ended: Called with the scale updates that are readable on the host by now, and whether
-                an exception ended the pass; not after a pass that leaves the scale to a later one.
+                an exception ended the pass; not after a pass that defers its scale update.
             flagged: The optimizers whose next step an overflow skips; ``None`` for ``bindings``.
             python_casts: Context in which Python code inside the pass may mix dtypes.
             delay_unscale: Leave the gradients scaled, for a later pass to unscale.
-            delay_overflow_check: Do not move the scale by this pass; a later one does.
+            delay_overflow_check: Leave the scale update to a later pass.
         """
         super().__init__()
         self._loss = loss
@@ -81,19 +81,19 @@ class BackwardPass(ExitStack):
         """Sets earlier gradients aside and returns the scaled loss (fp32).
 
         Raises:
-            RuntimeError: Inside another block for one of the same optimizers: the gradients of the
-                two would mix before either is unscaled.
+            RuntimeError: Inside another block for one of the same optimizers, whose gradients would
+                mix before either is unscaled.
         """
         if any(binding.gradients.state is GradState.OPEN for binding in self._bindings):
             raise RuntimeError(
                 "amp.scale_loss was entered inside another amp.scale_loss block of the same "
-                "optimizer. Close the first block before the second, or add the losses up in one."
+                "optimizer. Close the first block before the second, or add up the losses in one."
             )
         self.callback(self._leave)
         self.callback(self._leave)
         self.push(self._end)
         try:
-            # All before any begins: what one sets aside another could take for cleared.
+            # All before any begins: gradients that one sets aside would look cleared to another.
             communications = [self._prepared(binding) for binding in self._bindings]
             begun: set[int] | None = set() if len(self._bindings) > 1 else None
             for binding, communication in zip(self._bindings, communications, strict=True):
@@ -130,7 +130,7 @@ class BackwardPass(ExitStack):
         )
 
     def _sent_with(self, communication: Communication) -> Tensor | float | None:
-        # Delayed ones stay in place until they are sent.
+        # Delayed gradients stay in place until they are reduced.
         return self._scaler.factor() if communication.sends or self._delay_unscale else None
 
     @untraced
@@ -140,14 +140,14 @@ class BackwardPass(ExitStack):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Unscales; after an exception puts the earlier gradients back."""
+        """Unscales the gradients; after an exception, restores the earlier ones."""
         self._scaler.open_blocks.discard(self)
-        self._leave_python_casts()  # what follows pays no function mode
+        self._leave_python_casts()  # spares the following calls the function mode
         if error is not None:
             self._abort()
         elif not self._delay_unscale:
             self.finish()
-        elif not self._finished:  # a step inside the block has unscaled them already
+        elif not self._finished:  # else a step inside the block has unscaled them already
             for binding in self._bindings:
                 binding.gradients.delay()
 
@@ -158,7 +158,7 @@ class BackwardPass(ExitStack):
 
     @untraced
     def _leave(self) -> None:
-        """Leaves nothing open; does nothing where that is so."""
+        """Closes whatever is still open; idempotent."""
         self._scaler.open_blocks.discard(self)
         self._leave_python_casts()
         off = self._off
@@ -171,7 +171,7 @@ class BackwardPass(ExitStack):
                 gradients.abort(self)
 
     def finish(self) -> None:
-        """Unscales the gradients and moves the scale, once; all or, on failure, nothing."""
+        """Unscales the gradients and updates the scale, once; all or nothing."""
         if self._finished:
             return
         before = self._scaler.pass_state, [b.gradients.checked for b in self._flagged]
@@ -182,7 +182,7 @@ class BackwardPass(ExitStack):
             self._scaler.pass_state = before[0]
             for binding, checked in zip(self._flagged, before[1], strict=True):
                 binding.gradients.checked = checked
-            # Backwards: of optimizers that share a parameter, the first has set its gradient aside.
+            # In reverse: of optimizers that share a parameter, the first set its gradient aside.
             for binding in reversed(self._bindings):
                 binding.gradients.roll_back()
             raise
@@ -193,11 +193,11 @@ class BackwardPass(ExitStack):
 
     @property
     def _moves_scale(self) -> bool:
-        # Ranks that know their own overflows only would move their scales apart.
+        # Without communication each rank knows its own overflows only; their scales would diverge.
         return all(self._sends) and not self._delay_overflow_check
 
     def _unscale(self) -> None:
-        """Does all that may fail, and nothing that ``Gradients.roll_back`` could not take back."""
+        """Does everything that can fail; ``Gradients.roll_back`` reverts it."""
         scaler = self._scaler
         if scaler.open_blocks:
             scaler.renew()
@@ -223,6 +223,6 @@ class BackwardPass(ExitStack):
         if not self._finished:
             self._finished = True
             begun = list(zip(self._bindings, self._earlier, strict=False))
-            for binding, earlier in reversed(begun):  # as in finish
+            for binding, earlier in reversed(begun):  # as in finish()
                 binding.gradients.abort(self, earlier)
             self._ended((), True)

@@ -1,4 +1,4 @@
-"""Fp32 weights from what a checkpoint holds in 16 bits and, without names, in fp32 masters."""
+"""Fp32 weights from a checkpoint's 16-bit entries and its unnamed fp32 masters."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Matched(NamedTuple):
 
     Attributes:
         weights: Every entry, 16-bit ones in fp32.
-        rounded: The 16-bit entries that no master belongs to.
-        unused: How many masters, or flat groups of them, belong to no entry.
-        shapes: For each flat group the shapes of the parameters in it, in order.
+        rounded: The 16-bit entries that match no master.
+        unused: Number of masters, or flat groups of them, that match no entry.
+        shapes: For each flat group, the shapes of its parameters in order.
     """
 
     weights: dict[str, Any]
@@ -76,13 +76,13 @@ def fp32_weights(
 ) -> Matched:
     """Returns a model's state dict in fp32, with the values of its masters.
 
-    Masters carry no names: one belongs to the first entry of its shape that it rounds to. Flat
-    groups are cut up in the order of the entries.
+    Masters carry no names: one matches the first entry of its shape that it rounds to. Flat groups
+    are split in the order of the entries.
 
     Args:
-        entries: The model's state dict; what is no tensor comes out as it is.
+        entries: The model's state dict; entries that are not tensors are returned unchanged.
         masters: Fp32 masters of single parameters.
-        flats: Fp32 masters of whole groups, concatenated; fp32 parameters among them.
+        flats: Fp32 masters of whole groups, concatenated, including fp32 parameters.
     """
     single, groups = _Single(masters), [_Flat(flat) for flat in flats]
     weights: dict[str, Any] = {}
@@ -92,7 +92,7 @@ def fp32_weights(
             weights[name] = entry
             continue
         low = dtypes.is_low_precision(entry)
-        # Only flat groups hold fp32 parameters, too.
+        # Flat groups include fp32 parameters; single masters do not.
         sources: list[_Flat | _Single] = [*groups] if entry.is_floating_point() else []
         if low:
             sources.append(single)
@@ -105,7 +105,7 @@ def fp32_weights(
 
 
 def is_flat(state: Mapping[str, Any], flats: Sequence[Tensor]) -> bool:
-    """Returns whether an optimizer with these flat masters stepped them as they are (apex, 2019).
+    """Returns whether an optimizer stepped these flat masters directly (apex, 2019).
 
     Args:
         state: The optimizer's state dict.
@@ -121,15 +121,15 @@ def is_flat(state: Mapping[str, Any], flats: Sequence[Tensor]) -> bool:
 def cut(
     state: Mapping[str, Any], flats: Sequence[Tensor], shapes: Sequence[Sequence[torch.Size]]
 ) -> dict[str, Any]:
-    """Returns the state dict of an optimizer of single parameters, from one of flat groups.
+    """Splits an optimizer's state dict over flat groups into one over single parameters.
 
     Args:
         state: The optimizer's state dict, with one parameter in each group.
         flats: Fp32 masters of the groups, concatenated.
-        shapes: For each group the shapes of its parameters, in order.
+        shapes: For each group, the shapes of its parameters in order.
 
     Raises:
-        ValueError: If these shapes do not make up a group.
+        ValueError: If the shapes do not add up to a group's size.
     """
     groups: list[dict[str, Any]] = []
     single: dict[int, dict[str, Any]] = {}
@@ -137,8 +137,8 @@ def cut(
         sizes = [shape.numel() for shape in own]
         if sum(sizes) != flat.numel():
             raise ValueError(
-                f"A group of the optimizer's state has {flat.numel()} elements, and the model's "
-                f"parameters make up {sum(sizes)} of them. Pass the model state of the same save."
+                f"A group of the optimizer's state has {flat.numel()} elements, but the model's "
+                f"parameters make up {sum(sizes)}. Pass the model state saved with it."
             )
         whole = state["state"].get(group["params"][0], {})
         first = len(single)
@@ -146,7 +146,7 @@ def cut(
         for name, value in whole.items():
             cuts = value.split(sizes) if _like(value, flat) else [value] * len(own)
             for piece, shape, part in zip(pieces, own, cuts, strict=True):
-                # Parts of their own: a step count is counted up in place.
+                # Copied, because step counts are incremented in place.
                 piece[name] = part.reshape(shape).clone() if _like(value, flat) else deepcopy(part)
         single.update(enumerate(pieces, first))
         groups.append({**group, "params": list(range(first, len(single)))})

@@ -1,4 +1,4 @@
-"""Follows DistributedDataParallel: whose gradients are sent, and masters alike on all ranks."""
+"""Tracks DistributedDataParallel: which gradients are sent, and masters equal on all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _log = logging.getLogger("apex")
 
 
 class Communicator:
-    """Knows the wrappers that the models of a session run under."""
+    """The DistributedDataParallel wrappers that a session's models run under."""
 
     def __init__(self) -> None:
         """Starts without wrappers."""
@@ -25,17 +25,17 @@ class Communicator:
         self._told_of_join = False
 
     def note(self, wrapper: DistributedDataParallel, *, traced: bool = False) -> None:
-        """Notes that a model's forward pass begins, or is traced, under a wrapper."""
+        """Records that a model's forward pass begins, or is traced, under a wrapper."""
         self._wrappers.note(wrapper, traced=traced)
 
     def forget_users(self) -> None:
-        """Looks up anew which optimizer trains parameters of which wrapper."""
+        """Drops the cached map from optimizers to wrappers."""
         self._wrappers.forget_users()
 
     def of_pass(self, binding: Binding, *, dynamic: bool) -> Communication:
-        """Returns what becomes of the gradients of a pass that begins now.
+        """Returns whether and how a pass that begins now sends its gradients.
 
-        At an optimizer's first pass its masters become alike on all ranks.
+        At an optimizer's first pass, makes its masters equal on all ranks.
 
         Args:
             binding: The optimizer.
@@ -52,8 +52,8 @@ class Communicator:
         return self._wrappers.communication(wrappers)
 
     def _join(self, binding: Binding, *, dynamic: bool) -> None:
-        # A join ends with the last rank's rounded weights sent to all: low bits that ranks do not
-        # share would let them drift apart.
+        # A join ends by broadcasting the last rank's rounded weights; ranks that kept low bits of
+        # their own would drift apart.
         for pair in binding.pairs:
             pair.low_bits = False
         if dynamic and not self._told_of_join:
@@ -66,10 +66,10 @@ class Communicator:
 
 
 def _share(new: Sequence[TrackedPair], wrappers: Iterable[DistributedDataParallel]) -> None:
-    """Gives the masters that a wrapper keeps alike the exact values of its group's first rank.
+    """Broadcasts exact master values from the first rank of each wrapper's group.
 
-    The wrapper has sent rounded weights only. Every rank is about to send gradients in the same
-    order, so nothing waits for ever, which a collective in ``initialize`` could.
+    The wrapper itself broadcasts rounded weights only. Every rank is about to send gradients in the
+    same order, so this cannot deadlock, which a collective in ``initialize`` could.
     """
     for wrapper in wrappers:
         sent = ddp.sent_params(wrapper)

@@ -1,4 +1,4 @@
-"""Records of what happened in a step, for reports and tools."""
+"""Events of training steps, for reports and tools."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 
 class Iteration(NamedTuple):
-    """What the passes before one step of an optimizer have in common.
+    """Identifies the passes that lead to one step of an optimizer.
 
     Attributes:
-        optimizer: Tells optimizers apart.
+        optimizer: Identifies the optimizer.
         number: Changes with every step, and when the gradients are cleared.
     """
 
@@ -24,12 +24,12 @@ class ScaleUpdate:
     """One update of a loss scale, as read on the host.
 
     Attributes:
-        loss_id: Which scaler of the session.
+        loss_id: Index of the session's scaler.
         loss_scale: The scale after the update (multiplier).
         overflow: Whether a gradient of this pass held inf or NaN.
-        optimizers: How many optimizers the pass was for; on overflow only those that no earlier
-            pass of this loss makes skip the same step.
-        skipped_in_row: Overflows in a row, this one included; 0 when clean.
+        optimizers: Number of optimizers of the pass; on overflow without those whose next step an
+            earlier pass of this loss already skips.
+        skipped_in_row: Consecutive overflows, including this one; 0 when clean.
     """
 
     loss_id: int
@@ -40,12 +40,12 @@ class ScaleUpdate:
 
 
 class PassEnd(NamedTuple):
-    """The end of one ``scale_loss`` block, as the host knows it then.
+    """The end of one ``scale_loss`` block, as known on the host.
 
     Attributes:
-        loss_id: Which scaler of the session.
-        updates: Scale updates that have arrived by now; on a device those of earlier passes.
-        bindings: The optimizers that the pass was for.
+        loss_id: Index of the session's scaler.
+        updates: Scale updates that have arrived by now; on a device, those of earlier passes.
+        bindings: The optimizers of the pass.
         failed: Whether an exception ended it.
     """
 

@@ -1,4 +1,4 @@
-"""A loss scale in plain numbers, for training loops that ask the host whether to step."""
+"""A loss scale in Python numbers, for training loops that decide on the host whether to step."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from apex._core.scale import ScaleRule, ScaleState, checked_static, next_scale
 
 
 class HostScale:
-    """A static or dynamic loss scale, moved by :func:`apex._core.scale.next_scale`.
+    """A static or dynamic loss scale, updated by :func:`apex._core.scale.next_scale`.
 
-    All attributes may be set at any time, as old scripts do.
+    Attributes may be set at any time, as old scripts do.
 
     Attributes:
         cur_scale: The scale (multiplier).
         cur_iter: Updates so far.
-        last_overflow_iter: Number of the last update with an overflow; -1 for none.
+        last_overflow_iter: Index of the last update with an overflow; -1 for none.
         scale_factor: Growth factor; its inverse is the backoff factor.
         scale_window: Clean steps before growth.
-        dynamic: Whether the scale follows the gradients.
-        floor: Least dynamic scale; ``None`` for the smallest normal fp32.
-        ceiling: Greatest dynamic scale; ``None`` for the greatest fp32.
+        dynamic: Whether the scale reacts to overflows.
+        floor: Smallest dynamic scale; ``None`` for the smallest normal fp32.
+        ceiling: Largest dynamic scale; ``None`` for the largest fp32.
     """
 
     # Defaults for objects unpickled from apex's checkpoints, which lack these.
@@ -40,13 +40,13 @@ class HostScale:
         self.rule()
 
     def rule(self) -> ScaleRule:
-        """Returns how a dynamic scale moves.
+        """Returns the rule of a dynamic scale.
 
         Raises:
             ValueError: If an attribute is out of range.
         """
         factor = self.scale_factor
-        # A factor that is not positive has no inverse; the rule refuses it by its own name.
+        # A factor that is not positive has no inverse; ScaleRule raises for it.
         backoff = 1.0 / factor if factor > 0 else 0.5
         return ScaleRule(factor, backoff, self.scale_window, self.floor, self.ceiling)
 
@@ -57,7 +57,7 @@ class HostScale:
         return steps % self.scale_window if self.dynamic else steps
 
     def update_scale(self, overflow: bool) -> None:
-        """Moves the scale after one backward pass."""
+        """Updates the scale after one backward pass."""
         if self.dynamic:
             state = ScaleState(float(self.cur_scale), self.clean_steps)
             self.cur_scale = next_scale(state, self.rule(), overflow=overflow).scale

@@ -1,4 +1,4 @@
-"""What apex's three ``FP16_Optimizer`` classes share: masters and a loss scale on the host."""
+"""The base of apex's three ``FP16_Optimizer`` classes: masters and a loss scale on the host."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from apex._engine.host_scale import HostScale
 class MasterWrapper:
     """Wraps any optimizer over 16-bit parameters and steps fp32 masters in their place.
 
-    Gradients of several backward passes add up exactly: before each pass, those already there are
-    rescaled to the current loss scale.
+    Gradients of several backward passes accumulate at one scale: before each pass, existing ones
+    are rescaled to the current loss scale.
 
     Attributes:
         optimizer: The wrapped optimizer, whose groups hold the masters.
         loss_scaler: The loss scale.
-        overflow: Whether the gradients that the masters last received held inf or NaN.
+        overflow: Whether the masters' latest gradients held inf or NaN.
         verbose: Whether overflows are logged.
     """
 
@@ -38,7 +38,7 @@ class MasterWrapper:
         self.verbose = verbose
         self._pairs: list[list[Pair]] = []
         self._direct: list[list[nn.Parameter]] = []
-        # What the gradients in the model are currently multiplied by.
+        # The scale of the model's present gradients.
         self._scale_of_low = self._scale_of_direct = 1.0
         self._pending = False
         for group in optimizer.param_groups:
@@ -135,7 +135,7 @@ class MasterWrapper:
 
     @torch.no_grad()
     def _give_masters_grads(self, *, check: bool) -> None:
-        """Gives the masters unscaled fp32 gradients, and sets ``overflow`` if they are checked.
+        """Gives the masters unscaled fp32 gradients; with ``check``, also sets ``overflow``.
 
         The model keeps its scaled 16-bit gradients. A check is one host sync.
         """
@@ -157,7 +157,7 @@ class MasterWrapper:
 
 
 def scaler_attribute(name: str, doc: str) -> Any:
-    """Returns a property of a wrapper that reads and sets an attribute of its loss scale."""
+    """Returns a property that forwards to an attribute of the wrapper's loss scale."""
 
     def read(self: MasterWrapper) -> Any:
         return getattr(self.loss_scaler, name)
@@ -173,7 +173,7 @@ def _is_like(value: object, param: Tensor) -> bool:
 
 
 def _coalesced_grads(params: list[nn.Parameter]) -> list[Tensor]:
-    """Returns the parameters' gradients; in sparse ones, duplicate rows are summed."""
+    """Returns the parameters' gradients, sparse ones coalesced."""
     for param in params:
         if param.grad is not None and param.grad.is_sparse:
             param.grad = param.grad.coalesce()

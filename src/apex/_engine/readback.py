@@ -1,4 +1,4 @@
-"""Device values read on the host once they have arrived, never waited for."""
+"""Asynchronous copies of small device tensors to the host."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Reading = tuple[float, ...]
 
 
 class Readback:
-    """A queue of small device tensors on their way to the host.
+    """A queue of small tensors being copied to the host.
 
-    ``send`` starts a copy and returns at once; ``poll`` returns what has arrived, oldest first. A
-    tensor in host memory has arrived when it is sent.
+    ``send`` starts a copy and returns at once; ``poll`` returns completed ones, oldest first. A
+    tensor in host memory completes at once.
     """
 
     def __init__(self) -> None:
@@ -24,12 +24,12 @@ class Readback:
         self._in_flight: deque[HostCopy] = deque()
 
     def send(self, values: Tensor) -> bool:
-        """Queues the present content of ``values``, a 1-d tensor; returns whether it did.
+        """Queues the present values of a 1-d tensor; returns whether it did.
 
         Nothing is queued while a CUDA graph is captured: a replay has no host side.
         """
         if values.device.type == "cpu" and not self._in_flight:
-            # tolist() on host memory reads it in place: no kernel, nothing to wait for.
+            # On the host, tolist() reads memory in place: no kernel, no wait.
             self._ready.append(tuple(values.tolist()))
             return True
         if capturing(values.device):
@@ -38,7 +38,7 @@ class Readback:
         return True
 
     def poll(self, *, wait: bool = False) -> list[Reading]:
-        """Returns what has arrived since the last call, oldest first; all with ``wait``."""
+        """Returns readings completed since the last call, oldest first; with ``wait``, all."""
         while self._in_flight and (wait or self._in_flight[0].arrived):
             self._ready.append(tuple(self._in_flight.popleft().wait().tolist()))
         if not self._ready:

@@ -1,4 +1,4 @@
-"""The way back: plain models and optimizers again."""
+"""Turns converted models and bound optimizers back into plain ones."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from apex._torch import parameters
 
 
 def restore(models: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-    """Makes converted models and bound optimizers plain fp32 objects again.
+    """Turns converted models and bound optimizers back into plain fp32 objects.
 
-    The optimizers step the models' own parameters, which have the masters' values, and keep their
-    state.
+    The optimizers keep their state and step the models' own parameters, which get the masters'
+    values.
     """
     models = list(models)
     for model in models:
@@ -42,10 +42,10 @@ def restore(models: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> Non
 
 
 def _release(binding: Binding) -> None:
-    """Makes the optimizer plain: it steps the model's parameters, with their masters' gradients."""
+    """Makes the optimizer plain; the model's parameters get their masters' gradients."""
     pairs, optimizer = list(binding.pairs), binding.optimizer
     for pair in pairs:
-        if dtypes.is_low_precision(pair.model):  # of a module that was taken out since
+        if dtypes.is_low_precision(pair.model):  # its module is no longer part of the model
             pair.model.grad, pair.model.data = None, parameters.uncounted(pair.master)
         grad = pair.master.grad
         pair.model.grad = None if grad is None else grad.to(pair.model.dtype)
@@ -63,9 +63,9 @@ def dtypes_of(optimizers: Iterable[Optimizer]) -> dict[int, torch.dtype]:
 
 
 def match_states(optimizers: Iterable[Optimizer], before: Mapping[int, torch.dtype]) -> None:
-    """Casts the state of parameters that were converted in place (O3), as torch's kernels want.
+    """Casts optimizer state to the new dtype of its parameter, as torch's kernels require.
 
-    All of it or, on failure, nothing.
+    Needed for parameters converted in place (O3). All or nothing.
     """
     matched = [entry for optimizer in optimizers for entry in _matched(optimizer, before)]
     for state, name, value in matched:
@@ -75,15 +75,15 @@ def match_states(optimizers: Iterable[Optimizer], before: Mapping[int, torch.dty
 def _matched(
     optimizer: Optimizer, before: Mapping[int, torch.dtype]
 ) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    # apex.optimizers step 16-bit parameters with fp32 state, and say so.
+    # apex.optimizers keep fp32 state for 16-bit parameters, and declare it.
     if getattr(optimizer, "state_stays_fp32", False):
         return
     binding = optimizer_class.binding_of(optimizer)
-    # 0-d tensors are step counts, which stay exact, but for LBFGS: those are its parameters' dots.
+    # 0-d tensors are step counts, which stay exact; in LBFGS they are dot products.
     least_dim = 0 if isinstance(optimizer, LBFGS) else 1
     for param, state in optimizer.state.items():
         old = before.get(id(param), param.dtype)
-        # A frozen parameter's is for the fp32 master that it gets when it is unfrozen.
+        # A frozen parameter's state is for the fp32 master that it gets when unfrozen.
         if old is param.dtype or (binding is not None and binding.is_frozen(param)):
             continue
 

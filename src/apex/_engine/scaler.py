@@ -22,32 +22,32 @@ INITIAL_SCALE = 2.0**16
 
 
 class PassState(enum.Enum):
-    """What has become of the overflow flag of the last backward pass."""
+    """The state of the last backward pass's overflow flag."""
 
     UPDATED = enum.auto()
-    """It has moved the scale; the next pass clears it."""
+    """The scale was updated from it; the next pass clears it."""
     PENDING = enum.auto()
-    """It has yet to move the scale, or the pass is under way; the next pass adds to it."""
+    """The scale is not updated from it yet; the next pass adds to it."""
     HELD = enum.auto()
-    """As PENDING, for gradients that stay in this process until a later pass sends them."""
+    """As ``PENDING``, for gradients that stay in this process until a later pass sends them."""
 
 
 class Scaler(ABC):
     """The scale of one loss.
 
-    Scale, overflow flag and count of clean steps live on the device of the first loss that is
-    scaled (until then on the CPU).
+    Scale, overflow flag and count of clean steps move to the device of each loss that is scaled;
+    they start on the CPU.
 
     Attributes:
-        dynamic: Whether the scale follows the gradients.
+        dynamic: Whether the scale reacts to overflows.
         loss_scale: The scale, 0-d fp32 (multiplier).
         found_inf: Whether the present pass overflowed, 0-d fp32.
-        rule: How a dynamic scale moves.
-        loss_id: Which of the session's losses.
-        open_blocks: The ``scale_loss`` blocks that are open: their scaled losses may still be used.
+        rule: The rule of a dynamic scale.
+        loss_id: Index of the loss in its session.
+        open_blocks: The open ``scale_loss`` blocks, whose scaled losses may still be used.
         block_on_read: Whether to block on the readback, so that a report can still inspect the
             gradients it names.
-        pass_state: What has become of the flag; set back by callers where a pass failed.
+        pass_state: The state of the flag; reset by callers if a pass fails.
         view: Space for the compatibility view of this scaler.
     """
 
@@ -67,7 +67,7 @@ class Scaler(ABC):
 
     @property
     def rule(self) -> ScaleRule:
-        """How a dynamic scale moves; may be set."""
+        """The rule of a dynamic scale; settable."""
         return self._rule
 
     @rule.setter
@@ -79,7 +79,7 @@ class Scaler(ABC):
     @property
     @abstractmethod
     def is_identity(self) -> bool:
-        """Whether scaling by it changes nothing, whatever the gradients."""
+        """Whether the scale is exactly 1 and gradients are not checked."""
 
     def scale(self, loss: Tensor) -> Tensor:
         """Returns the loss times the scale, in fp32 (fp64 of an fp64 loss)."""
@@ -92,16 +92,16 @@ class Scaler(ABC):
 
     @abstractmethod
     def factor(self) -> Tensor | float:
-        """Returns what multiplies the loss, without waiting: a 0-d tensor if dynamic."""
+        """Returns the scale without a host sync: a number, or a 0-d tensor if dynamic."""
 
     @abstractmethod
     def begin_pass(self, *, continues: bool = False) -> None:
-        """Begins a pass, before its gradients are unscaled: clears a flag that is used up.
+        """Begins a pass, before its gradients are unscaled; clears the flag.
 
-        A flag that has yet to move the scale stays up.
+        A flag that the scale is not updated from yet stays.
 
         Args:
-            continues: Whether gradients of a held pass are still waiting to be sent.
+            continues: Whether gradients of a held pass are still to be sent.
         """
 
     @abstractmethod
@@ -112,8 +112,8 @@ class Scaler(ABC):
     def renew(self) -> None:
         """Continues with copies of scale and flag, leaving the present tensors unchanged.
 
-        For autograd graphs that have yet to run: they saved the scale that they were made with,
-        and autograd refuses a tensor that was changed in place.
+        Autograd graphs that have yet to run saved the present scale, and autograd raises for a
+        saved tensor that was changed in place.
         """
 
     @abstractmethod
@@ -129,24 +129,24 @@ class Scaler(ABC):
         Args:
             values: Dense gradients, see :func:`apex._core.finite.dense_values`.
             override: Divide by this instead of the scale.
-            scaled_by: The dynamic scale (0-d) of the pass; ``None`` means the present one.
+            scaled_by: The dynamic scale (0-d) of the pass; ``None`` for the present one.
         """
 
     def share_overflow(self, params: Sequence[Tensor]) -> None:
-        """Raises the flag if a rank that holds other shards of ``params`` has raised its own.
+        """Raises the flag if any rank that holds shards of ``params`` has raised its own.
 
-        Every rank of a sharded model must call it in every pass: so all step or skip together, and
-        their scales stay equal.
+        Every rank of a sharded model must call it in every pass, so that all step or skip together
+        and keep equal scales.
         """
         if over := dtensor.groups(params):
             dtensor.greatest_(self.found_inf, over)
 
     @abstractmethod
     def update(self, iterations: Sequence[Iteration]) -> None:
-        """Ends the pass: moves a dynamic scale by its flag, or counts a step of a static one.
+        """Ends the pass: updates a dynamic scale from its flag, or counts a static one's step.
 
         Args:
-            iterations: The present one of each optimizer that the pass was for, for the report.
+            iterations: The present iteration of each optimizer of the pass, for the report.
         """
 
     @abstractmethod
@@ -157,14 +157,14 @@ class Scaler(ABC):
 
     @abstractmethod
     def read_scale(self) -> float:
-        """Returns the scale as a number. Waits for the device if it is dynamic."""
+        """Returns the scale as a number. Syncs with the device if it is dynamic."""
 
     @abstractmethod
     def read_clean_steps(self) -> int:
-        """Returns the clean steps since the scale last changed. Waits if it is dynamic."""
+        """Returns the clean steps since the scale last changed. Syncs if it is dynamic."""
 
     def read_found_inf(self) -> bool:
-        """Returns whether the last pass overflowed. Waits for the device."""
+        """Returns whether the last pass overflowed. Syncs with the device."""
         return bool(self.found_inf)  # sync: the caller asks for a host number
 
     @abstractmethod
@@ -184,7 +184,7 @@ class Scaler(ABC):
         return {"loss_scale": self.read_scale(), "unskipped": self.read_clean_steps()}
 
     def move_to(self, device: torch.device) -> None:
-        """Moves scale and flag to ``device``, with their values."""
+        """Moves scale and flag to ``device``."""
         self._bind(moved(self._scale_and_flag, device))
 
     def _bind(self, values: Tensor) -> None:
@@ -199,13 +199,13 @@ class StaticScaler(Scaler):
     dynamic = False
 
     def __init__(self, loss_scale: float, rule: ScaleRule, *, loss_id: int = 0) -> None:
-        """Takes the scale.
+        """Sets the scale.
 
         Raises:
             ValueError: If it is not positive and finite.
         """
         super().__init__(checked_static(loss_scale), rule, loss_id)
-        self._scale = loss_scale  # to the last bit, which fp32 need not hold
+        self._scale = loss_scale  # exact; fp32 may round it
         self._clean_steps = 0
 
     @property
@@ -277,7 +277,7 @@ class DynamicScaler(Scaler):
     dynamic = True
 
     def __init__(self, rule: ScaleRule, *, loss_id: int = 0, initial: float | None = None) -> None:
-        """Starts at ``initial``; by default at 2**16, moved within the rule's bounds.
+        """Starts at ``initial``; by default at 2**16, clamped to the rule's bounds.
 
         Raises:
             ValueError: If ``initial`` is not positive and finite.
@@ -294,15 +294,15 @@ class DynamicScaler(Scaler):
 
     @property
     def is_identity(self) -> bool:
-        """False, at a scale of 1 too: gradients are checked."""
+        """False, even at a scale of 1: gradients are checked."""
         return False
 
     @property
     def rule(self) -> ScaleRule:
-        """How the scale moves; may be set, without a host sync.
+        """The rule of the scale; settable without a host sync.
 
-        A count that has reached the new interval is set just below it, so that the next clean step
-        grows the scale.
+        A count of clean steps at or past the new interval is set just below it, so that the next
+        clean step grows the scale.
         """
         return self._rule
 
@@ -321,7 +321,7 @@ class DynamicScaler(Scaler):
         return self.loss_scale
 
     def begin_pass(self, *, continues: bool = False) -> None:
-        """Clears the flag, unless it has yet to move the scale."""
+        """Clears the flag, unless the scale is not updated from it yet."""
         held = self.pass_state is PassState.HELD and not continues
         if held or self.pass_state is PassState.UPDATED:
             self.found_inf.zero_()
@@ -350,7 +350,7 @@ class DynamicScaler(Scaler):
             unscale_and_check_(values, inverse, self.found_inf)
 
     def update(self, iterations: Sequence[Iteration]) -> None:
-        """Moves the scale by the flag, on the device, and sends both to the host."""
+        """Updates the scale from the flag, on the device, and sends both to the host."""
         update_scale_(
             self.loss_scale,
             self.clean_steps,
@@ -363,12 +363,12 @@ class DynamicScaler(Scaler):
             self._passes_sent.append(iterations)
 
     def arrived(self) -> list[ScaleUpdate]:
-        """Returns the updates that have reached the host, all of them with ``block_on_read``."""
+        """Returns the updates that have reached the host; with ``block_on_read``, all."""
         updates = []
         for loss_scale, found_inf in self._readback.poll(wait=self.block_on_read):
             overflow = found_inf != 0.0
             self._skipped_in_row = self._skipped_in_row + 1 if overflow else 0
-            # A Ctrl-C may have come between the sending of a pass and the note of it.
+            # Empty if a Ctrl-C interrupted update() after it sent the values.
             sent = self._passes_sent.pop(0) if self._passes_sent else ()
             optimizers = self._newly(sent, overflow=overflow)
             updates.append(
@@ -384,25 +384,25 @@ class DynamicScaler(Scaler):
         return len(new)
 
     def read_scale(self) -> float:
-        """Returns the scale as a number. Waits for the device."""
+        """Returns the scale as a number. Syncs with the device."""
         return float(self.loss_scale)  # sync: the caller asks for a host number
 
     def read_clean_steps(self) -> int:
-        """Returns the clean steps since the scale last changed. Waits for the device."""
+        """Returns the clean steps since the scale last changed. Syncs with the device."""
         return int(self.clean_steps)  # sync: the caller asks for a host number
 
     def set_scale(self, loss_scale: float) -> None:
-        """Sets the scale, also beyond the rule's bounds; it then moves from there."""
+        """Sets the scale, which may exceed the rule's bounds; updates continue from it."""
         loss_scale = checked_static(float(loss_scale))
         self._in_range = self._rule.least <= loss_scale <= self._rule.greatest
         self.loss_scale.fill_(loss_scale)
 
     def set_clean_steps(self, clean_steps: int) -> None:
-        """Sets the count; one that has reached the interval is set just below it."""
+        """Sets the count; one at or past the interval is set just below it."""
         self.clean_steps.fill_(min(clean_steps, self._rule.window - 1))
 
     def move_to(self, device: torch.device) -> None:
-        """Moves scale, flag and count to ``device``, with their values."""
+        """Moves scale, flag and count to ``device``."""
         super().move_to(device)
         self.clean_steps = moved(self.clean_steps, device)
 
@@ -414,13 +414,13 @@ def scaler_for(
     loss_id: int = 0,
     initial: float | None = None,
 ) -> Scaler:
-    """Returns the scaler of ``loss_scale``.
+    """Returns the scaler for ``loss_scale``.
 
     Args:
         loss_scale: A number, or ``"dynamic"``.
-        rule: How a dynamic scale moves.
-        loss_id: Which of the session's losses.
-        initial: First dynamic scale (multiplier); ``None`` means 2**16, moved within the rule's
+        rule: The rule of a dynamic scale.
+        loss_id: Index of the loss in its session.
+        initial: First dynamic scale (multiplier); ``None`` for 2**16, clamped to the rule's
             bounds.
 
     Raises:

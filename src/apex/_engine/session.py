@@ -1,4 +1,4 @@
-"""What one ``initialize`` built: the policy, the scalers, the models and the optimizers."""
+"""The session of one ``initialize`` call: policy, scalers, models and optimizers."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ class Functions(Protocol):
     """The functions that a user registered for casting."""
 
     def apply(self) -> None:
-        """Puts the casting versions in place."""
+        """Replaces them with casting versions."""
 
     def undo(self) -> None:
-        """Puts the own versions back, when the last session that applied them ends."""
+        """Ends one ``apply``; the last one restores the originals."""
 
 
 class Session:
-    """One ``initialize`` call and everything it made.
+    """One ``initialize`` call and everything it created.
 
-    Its models and optimizers keep it alive and it keeps none of them: when they are gone, so is
-    the session, and the casts of its thread end.
+    Its models and optimizers keep it alive, but not the reverse. Once they are gone, so is the
+    session, and its thread's op casts end.
 
     Attributes:
-        policy: What the level asks for.
+        policy: The level, in today's terms.
         scalers: One per loss.
-        region: Where op casts happen; switches them off for levels without.
+        region: Turns op casts on in forward passes; off at levels without op casts.
         options: The options as the public API shows them.
     """
 
@@ -69,16 +69,16 @@ class Session:
         listeners: Sequence[Listener] = (),
         keep_fp32: bool = False,
     ) -> None:
-        """Makes the scalers and, for op casts, registers their kernels.
+        """Makes the scalers and registers the kernels for op casts.
 
         Args:
-            policy: What the level asks for.
-            num_losses: How many scalers.
-            rule: How dynamic scales move.
+            policy: The level, in today's terms.
+            num_losses: Number of scalers.
+            rule: The rule of dynamic scales.
             spec: The op casts; ``None`` for none.
-            functions: User-registered functions, applied while the session lives.
+            functions: User-registered functions, cast while the session lives.
             listeners: Called with every scale update, once it is readable on the host.
-            keep_fp32: Whether 16-bit parameters that no optimizer steps keep their fp32 values.
+            keep_fp32: Whether 16-bit parameters without a master keep their fp32 values.
         """
         self.policy = policy
         rule = rule or ScaleRule()
@@ -117,7 +117,7 @@ class Session:
             models: Plain fp32 models, checked by :func:`apex._engine.model.check`.
             optimizers: Optimizers that are not bound yet.
             plan: The conversion.
-            mixin: The overrides that the optimizers get.
+            mixin: The overrides for the optimizers.
         """
         old_dtypes = restoring.dtypes_of(optimizers)
         with all_or_nothing() as undo:
@@ -145,12 +145,12 @@ class Session:
     ) -> None:
         """Makes the masters of a model's trainable parameters from their fp32 values.
 
-        Other 16-bit tensors keep their fp32 values where that was asked for.
+        Keeps the fp32 values of buffers, and with ``keep_fp32`` those of other parameters.
 
         Args:
             model: A converted model.
-            before: Tensors of the model with their fp32 values before conversion.
-            trains: Whether optimizers came with the model.
+            before: Tensors of the model with their values before conversion.
+            trains: Whether the model was passed with optimizers.
         """
         kept: list[tuple[Tensor, Tensor]] = []
         has_masters = trains and self.policy.master_weights
@@ -175,7 +175,7 @@ class Session:
             self._end.atexit = False
 
     def stop(self) -> None:
-        """Turns op casts off again, here and in the models' forward passes; idempotent."""
+        """Turns op casts off, in this thread and in the models' forward passes; idempotent."""
         if self._end is not None and self._end.alive:
             self._end()
             for model in self._models:
@@ -183,7 +183,7 @@ class Session:
 
     @property
     def casting(self) -> bool:
-        """Whether op casts are on: from the start to the end of a session that has them."""
+        """Whether the session has op casts and has not ended."""
         return self._end is not None and self._end.alive
 
     def bind(
@@ -193,7 +193,7 @@ class Session:
         mixin: type[AmpOptimizer] = AmpOptimizer,
         undo: Undo | None = None,
     ) -> None:
-        """Binds one more optimizer; receives in ``undo`` how to take that back."""
+        """Binds one more optimizer; pushes the inverse to ``undo``."""
         binding = Binding(
             optimizer,
             master_weights=self.policy.master_weights,
@@ -212,7 +212,7 @@ class Session:
             undo.push(binding.close)
 
     def register(self, binding: Binding) -> None:
-        """Takes in a binding that was made or copied."""
+        """Adds a new or copied binding."""
         self._bindings.add(binding)
 
     @property
@@ -221,7 +221,7 @@ class Session:
         return any(scaler.dynamic for scaler in self.scalers)
 
     def forget(self, binding: Binding) -> None:
-        """Lets go of a binding that was released."""
+        """Removes a closed binding."""
         self._bindings.discard(binding)
 
     # -- training ----------------------------------------------------------------------------
@@ -255,7 +255,7 @@ class Session:
             ),
             ended=functools.partial(self._end_pass, scaler.loss_id, bindings),
             flagged=self._with_sharers(bindings),
-            # Gradients that fully_shard keeps back are scaled, and so is what a later pass adds.
+            # fully_shard keeps unreduced gradients scaled, and a later pass adds scaled ones.
             delay_unscale=delay_unscale or fsdp.defers_reduction(ref() for ref in self._shards),
             delay_overflow_check=delay_overflow_check,
         )
@@ -286,48 +286,48 @@ class Session:
             pass_listener(self, PassEnd(loss_id, updates, bindings, failed))
 
     def add_listener(self, listener: PassListener) -> None:
-        """Calls ``listener`` at the end of every pass that moves a scale, and after an exception.
+        """Calls ``listener`` after every pass that updates a scale or raises an exception.
 
-        A static scale counts as moved.
+        Passes with a static scale count as updates.
         """
         self._pass_listeners.append(listener)
 
     def remove_listener(self, listener: PassListener) -> None:
-        """Ends that; nothing happens if it has ended."""
+        """Removes ``listener``; idempotent."""
         if listener in self._pass_listeners:
             self._pass_listeners.remove(listener)
 
     @property
     def models(self) -> list[nn.Module]:
-        """The models that live and are still prepared."""
+        """The live models that are still prepared."""
         return [model for model in self._models if conversion.is_converted(model)]
 
     @property
     def bindings(self) -> list[Binding]:
-        """What amp added to the session's living optimizers, copies included."""
+        """The bindings of the session's live optimizers, copies included."""
         return list(self._bindings)
 
-    # -- what the models ask -----------------------------------------------------------------
+    # -- called by models --------------------------------------------------------------------
 
     def master_of(self, param: Tensor) -> Tensor | None:
-        """Returns the fp32 value behind a parameter or buffer, as far as it is known."""
+        """Returns the fp32 value of a parameter or buffer, or ``None`` if unknown."""
         return self.masters.master_of(param)
 
     def set_exact(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Sets masters: pairs of a parameter that was just loaded and its value in the file."""
+        """Sets masters from pairs of a newly loaded parameter and its value in the file."""
         self.masters.set_exact(values)
 
     def write_back(self) -> None:
-        """Brings what was written into masters to the models."""
+        """Rounds written masters into the models."""
         self.masters.write_back()
 
     def runs_under(self, wrapper: Wrapper, *, traced: bool = False) -> None:
-        """Notes that a model's forward pass begins, or is traced, under a wrapper."""
+        """Records that a model's forward pass begins, or is traced, under a wrapper."""
         self._communicator.note(wrapper, traced=traced)
 
     def convert_late(self, params: Iterable[Tensor]) -> None:
-        """Converts what was added to a model since, where ``params`` are among its parameters."""
-        self._communicator.forget_users()  # they may be of another wrapper
+        """Converts modules added to the models since ``initialize`` that hold ``params``."""
+        self._communicator.forget_users()  # they may belong to another wrapper
         wanted = {id(param) for param in params}
         for model in self._models:
             if not any(id(param) in wanted for param in model.parameters()):
@@ -337,7 +337,7 @@ class Session:
             self._make_masters(model, late, trains=True)
 
     def clear_grads(self, params: Iterable[Tensor], *, set_to_none: bool) -> None:
-        """Clears the gradients of the masters of ``params``, when a model's are cleared."""
+        """Clears the gradients of the masters of ``params``, whose own were cleared."""
         cleared = {id(param) for param in params}
         self.masters.clear_grads(cleared, set_to_none=set_to_none)
         for binding in self._bindings:
@@ -345,7 +345,7 @@ class Session:
 
 
 def _fp32_values(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Returns the model's tensors that are not 16 bits wide, with their present values."""
+    """Returns the model's floating tensors that are not 16-bit, with their present values."""
     return [
         (tensor, tensor.detach())
         for tensor in (*model.parameters(), *model.buffers())

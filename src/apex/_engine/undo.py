@@ -1,4 +1,4 @@
-"""A stack of inverses: what a failed attempt has done is taken back, the last thing first."""
+"""An undo stack: reverts a failed operation step by step, last step first."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 
 class Undo:
-    """Inverses of what was done so far.
+    """The inverses of the steps so far.
 
-    An inverse must not allocate device memory: it may run because that has run out.
+    An inverse must not allocate device memory: it may run because memory has run out.
     """
 
     def __init__(self) -> None:
@@ -18,11 +18,11 @@ class Undo:
         self._inverses: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
 
     def push(self, inverse: Callable[..., object], /, *args: Any) -> None:
-        """Adds ``inverse(*args)``, which takes back what is done next or was just done."""
+        """Adds ``inverse(*args)``, which reverts the previous or the next step."""
         self._inverses.append((inverse, args))
 
     def undo(self) -> None:
-        """Takes everything back, the last first."""
+        """Reverts every step, last first."""
         while self._inverses:
             inverse, args = self._inverses.pop()
             inverse(*args)
@@ -30,7 +30,7 @@ class Undo:
 
 @contextmanager
 def all_or_nothing() -> Iterator[Undo]:
-    """Undoes what was pushed inside where an exception leaves the block."""
+    """Yields an undo stack, and runs it if the block raises."""
     done = Undo()
     try:
         yield done

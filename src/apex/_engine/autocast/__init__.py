@@ -1,1 +1,1 @@
-"""Op casts: where they are on, and the kernels that torch lacks."""
+"""Op casts: the regions where they are on, and the autocast kernels that torch lacks."""

@@ -1,4 +1,4 @@
-"""Model conversion: dtypes of parameters, inputs and outputs, fp32 ``state_dict``, and the undo."""
+"""Model conversion and restoration: dtypes of parameters, inputs and outputs; fp32 state dicts."""
 
 from apex._engine.model.checks import check, check_restorable
 from apex._engine.model.convert import convert, convert_late, restore, set_region, withdraw

@@ -1,1 +1,1 @@
-"""What amp adds to an optimizer: masters, gradients of a pass, the step."""
+"""amp's part of an optimizer: masters, the gradients of a pass, the step."""
