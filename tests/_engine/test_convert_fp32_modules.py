@@ -103,17 +103,17 @@ def test_restore_removes_the_hooks():
 
 
 def test_a_pattern_that_matches_nothing_is_refused_with_close_names():
-    with pytest.raises(ValueError, match=r"'two\.nrom', which matches no module.*two\.norm"):
+    with pytest.raises(ValueError, match=r"'two\.nrom', which matches no submodule.*two\.norm"):
         check(Two(), plan("two.nrom"))
 
 
 def test_a_type_that_matches_nothing_is_refused():
-    with pytest.raises(ValueError, match=r"InstanceNorm1d, which matches no module.*LayerNorm"):
+    with pytest.raises(ValueError, match=r"InstanceNorm1d, which matches no submodule.*LayerNorm"):
         check(Two(), plan(nn.InstanceNorm1d))
 
 
 def test_the_model_itself_is_no_match():
-    with pytest.raises(ValueError, match="Two, which matches no module"):
+    with pytest.raises(ValueError, match="Two, which matches no submodule"):
         check(Two(), plan(Two))
 
 

@@ -98,7 +98,7 @@ def test_inference_mode_is_refused(level):
 @every_level
 def test_a_data_parallel_model_is_refused(level):
     model = Net()
-    words = "wrapped in DataParallel.*call amp.initialize first, then wrap"
+    words = "wrapped in DataParallel.*Call amp.initialize first, then wrap"
     refused(RuntimeError, words, DataParallel(model), sgd(model), level=level)
 
 
@@ -107,7 +107,7 @@ def test_a_distributed_data_parallel_model_is_refused(level):
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     try:
         model = DistributedDataParallel(Net())
-        words = "wrapped in DistributedDataParallel.*call amp.initialize first, then wrap"
+        words = "wrapped in DistributedDataParallel.*Call amp.initialize first, then wrap"
         refused(RuntimeError, words, model, sgd(model), level=level)
     finally:
         torch.distributed.destroy_process_group()
@@ -136,7 +136,7 @@ def test_a_model_passed_twice_is_refused(level):
 @every_level
 def test_a_prepared_model_is_refused(level):
     model, _ = prepared(level)
-    words = r"Net that it has already prepared\. Pass each model once.*amp\.restore\(model\)"
+    words = r"Net, which it has already prepared\. Pass each model once.*amp\.restore\(model\)"
     refused(RuntimeError, words, model, level=level)
 
 
@@ -270,7 +270,7 @@ def test_what_is_no_number_is_refused_by_name(given, words):
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])
 def test_fp32_modules_are_refused_where_the_model_is_not_cast(level):
-    words = "fp32_modules names parts.*levels O2, O3 and O5"
+    words = "fp32_modules names modules.*O2, O3 or O5"
     refused(ValueError, words, Net(), level=level, fp32_modules=[nn.Linear])
 
 

@@ -167,7 +167,7 @@ def test_float_gives_the_masters_exact_values_and_computes_in_fp32(level, to_fp3
     train(model, optimizer)
     exact = exact_values(model, optimizer)
     assert to_fp32(model) is model
-    assert "the model computes in torch.float32 from now on" in caplog.text
+    assert "the model now computes in torch.float32" in caplog.text
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert cases.same(list(model.parameters()), list(exact.values()))
     assert cases.same(list(model.state_dict().values()), list(exact.values()))

@@ -34,20 +34,20 @@ def check(
     allow_not_fp32: bool = False,
     others: Sequence[nn.Module] = (),
 ) -> None:
-    """Raises where ``model`` cannot be converted as ``plan`` says; changes nothing.
+    """Raises if ``model`` cannot be converted by ``plan``; changes nothing.
 
     Args:
         model: The model to convert.
         plan: The conversion.
-        op_casts: Whether operators cast their inputs, which float64 weights do not take.
-        allow_not_fp32: Whether the model may come with 16-bit parameters and buffers.
-        others: Further models of the same call: it is enough that an entry of
-            ``plan.fp32_modules`` matches in one of them.
+        op_casts: Whether operators cast their inputs, which excludes float64 weights.
+        allow_not_fp32: Whether the model may have 16-bit parameters and buffers.
+        others: Further models of the same call; an entry of ``plan.fp32_modules`` needs to match in
+            one of them only.
 
     Raises:
-        TypeError: If ``model`` is no ``torch.nn.Module``.
-        RuntimeError: Under ``torch.inference_mode()``; if the model is converted, wrapped for
-            parallel training, scripted, not materialized, not in fp32, or sharded in a way that
+        TypeError: If ``model`` is not a ``torch.nn.Module``.
+        RuntimeError: Under ``torch.inference_mode()``; if the model is already converted, wrapped
+            for parallel training, scripted, not materialized, not in fp32, or sharded in a way that
             conflicts with the plan's dtypes.
         ValueError: If ``plan.fp32_modules`` does not fit the model.
     """
@@ -64,7 +64,7 @@ def check(
 
 
 def check_restorable(model: nn.Module) -> None:
-    """Raises RuntimeError where a converted model's parameters cannot go back to fp32."""
+    """Raises RuntimeError if a converted model's parameters cannot be cast back to fp32."""
     state = state_of(model)
     if state is not None and state.plan.casts_down:
         sharding.check_restorable(model)
@@ -78,8 +78,8 @@ def _check_mode() -> None:
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
             "amp.initialize was called under torch.inference_mode(), where parameters cannot be "
-            "converted to train later. Call it before the block, and only the model inside; "
-            "torch.no_grad() does not have this limit."
+            "converted for later training. Call it before the block and only the model inside, or "
+            "use torch.no_grad()."
         )
 
 
@@ -92,29 +92,29 @@ def _check_kind(model: object) -> None:
         )
     if is_converted(model):
         raise RuntimeError(
-            f"amp.initialize got the model {kind} that it has already prepared. Pass each model "
-            "once; to prepare it anew, undo the first with amp.restore(model)."
+            f"amp.initialize got the model {kind}, which it has already prepared. Pass each model "
+            "once; to prepare it again, first call amp.restore(model)."
         )
     if isinstance(model, (DataParallel, DistributedDataParallel)):
         raise RuntimeError(
-            f"amp.initialize got a model that is wrapped in {kind}. It takes the model itself: "
-            f"call amp.initialize first, then wrap what it returns in {kind}."
+            f"amp.initialize got a model wrapped in {kind}; it takes the model itself. Call "
+            f"amp.initialize first, then wrap the model that it returns in {kind}."
         )
     if any(fsdp.is_fsdp1(module) for module in model.modules()):
         raise RuntimeError(
-            f"amp.initialize got a model ({kind}) with FullyShardedDataParallel in it, which keeps "
-            "parameters in flat pieces that amp cannot tell apart. Use fully_shard of "
+            f"amp.initialize got a model ({kind}) with FullyShardedDataParallel in it, which "
+            "flattens parameters, so that amp cannot tell them apart. Use fully_shard from "
             f"torch.distributed.fsdp, which shards each parameter:\n{sharding.ORDER}"
         )
     if type(model).__module__.partition(".")[0] == "deepspeed":
         raise RuntimeError(
-            f"amp.initialize got a model that is wrapped in DeepSpeed's {kind}, which casts and "
-            "scales by itself. Switch on its own fp16 or bf16 section, or leave DeepSpeed out."
+            f"amp.initialize got a model wrapped in DeepSpeed's {kind}, which does its own mixed "
+            "precision. Enable fp16 or bf16 in its config instead, or drop DeepSpeed."
         )
     if isinstance(model, jit.ScriptModule):
         raise RuntimeError(
-            f"amp.initialize got a scripted model ({kind}), whose forward is compiled and cannot "
-            "cast. Pass the plain module; torch.compile and torch.jit.trace take what amp returns."
+            f"amp.initialize got a scripted model ({kind}), whose compiled forward cannot cast. "
+            "Pass the plain module; torch.compile and torch.jit.trace take the model amp returns."
         )
 
 
@@ -126,7 +126,7 @@ def _check_materialized(name: str, tensor: Tensor) -> None:
         )
     if tensor.is_meta:
         raise RuntimeError(
-            f"amp.initialize got a model whose {name} is on the meta device and holds no values. "
+            f"amp.initialize got a model whose {name} is on the meta device and has no values. "
             "Materialize the model first: model.to_empty(device=...), then load its weights."
         )
 
@@ -135,10 +135,10 @@ def _check_precision(name: str, tensor: Tensor, *, op_casts: bool) -> None:
     if dtypes.is_low_precision(tensor):
         raise RuntimeError(
             f"amp.initialize got a model whose {name} is {dtypes.name(tensor.dtype)}; amp expects "
-            "fp32 models and casts them itself, as the level says. Drop .half() or .bfloat16() "
-            "from your script, or call model.float() first."
+            "fp32 models and casts them itself where the level requires it. Drop .half() or "
+            ".bfloat16() from your script, or call model.float() first."
         )
-    # A 0-d one goes with any dtype, as a Python number does.
+    # A 0-d tensor combines with any dtype, like a Python number.
     if (
         op_casts
         and tensor.dtype is torch.float64
@@ -147,8 +147,8 @@ def _check_precision(name: str, tensor: Tensor, *, op_casts: bool) -> None:
     ):
         raise RuntimeError(
             f"amp.initialize got a model whose {name} is float64; the op casts of O1 and O4 leave "
-            "weights as they are, and float64 does not go with 16-bit inputs. Call model.float() "
-            "first, or use a level that converts the model (O0, O2, O3, O5)."
+            "float64 as it is, and operators cannot combine it with 16-bit inputs. Call "
+            "model.float() first, or use a level that converts the model (O0, O2, O3, O5)."
         )
 
 
@@ -156,9 +156,9 @@ def _check_fp32_modules(model: nn.Module, plan: ModelPlan, others: Sequence[nn.M
     for rule in _unmatched_rules((model, *others), plan):
         shown = repr(rule) if isinstance(rule, str) else rule.__name__
         close = _close_matches(rule, (model, *others))
-        hint = f"Close to it: {', '.join(close)}." if close else "Nothing comes close to it."
+        hint = f"Did you mean {', '.join(close)}?" if close else "No name or type is similar."
         raise ValueError(
-            f"fp32_modules holds {shown}, which matches no module below {type(model).__name__}. "
+            f"fp32_modules holds {shown}, which matches no submodule of {type(model).__name__}. "
             f"{hint} Names are those of model.named_modules()."
         )
     shared = _shared_across(model, plan)
@@ -166,8 +166,8 @@ def _check_fp32_modules(model: nn.Module, plan: ModelPlan, others: Sequence[nn.M
         kept, cast = shared
         raise ValueError(
             f"{kept} stays in fp32 (by fp32_modules or keep_batchnorm_fp32), but is the same "
-            f"tensor as {cast}, which is to be cast. Let both stay, by an entry in fp32_modules "
-            "for the second module, or neither."
+            f"tensor as {cast}, which is to be cast. Keep both in fp32, by an entry in "
+            "fp32_modules for the second module, or neither."
         )
 
 
@@ -181,7 +181,7 @@ def _unmatched_rules(models: Sequence[nn.Module], plan: ModelPlan) -> list[Rule]
 
 
 def _close_matches(rule: Rule, models: Sequence[nn.Module]) -> list[str]:
-    """Returns the names or class names below the models that look most like ``rule``."""
+    """Returns the submodule names or types most similar to ``rule``."""
     modules = [pair for model in models for pair in named_submodules(model)]
     if isinstance(rule, str):
         return difflib.get_close_matches(rule, [name for name, _ in modules], cutoff=0.5)
@@ -190,7 +190,7 @@ def _close_matches(rule: Rule, models: Sequence[nn.Module]) -> list[str]:
 
 
 def _shared_across(model: nn.Module, plan: ModelPlan) -> tuple[str, str] | None:
-    """Returns the names of a tensor that a fp32 and a cast module share: (fp32 one, cast one)."""
+    """Returns the two names of a tensor shared by an fp32 module and a cast module."""
     kept = fp32_modules(model, plan)
     names: dict[int, str] = {}
     for name, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""Convert a model in place, and make it plain again."""
+"""Converts a model in place, and restores it."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ def convert(
     owner: object = None,
     undo: Undo | None = None,
 ) -> None:
-    """Makes ``model`` cast as ``plan`` says, in place; on failure it is as it was.
+    """Converts ``model`` by ``plan``, in place; leaves it unchanged on failure.
 
     Parameters and buffers stay the same objects, so optimizers and tied weights keep them. Call
-    ``check`` first: nothing is refused here.
+    ``check`` first: this function validates nothing.
 
     Args:
         model: A plain model.
         plan: The conversion.
         region: Runs the model's own forward.
         masters: Source of exact values for ``state_dict`` and ``restore``; receives loaded ones.
-        owner: Kept alive as long as the model, and not copied with it.
-        undo: Receives how to take the casts of its tensors back after this call.
+        owner: Kept alive by the model, but not copied with it.
+        undo: Receives the inverse of the tensors' casts.
     """
     state = ModelState(plan, region, MasterLink(masters), owner)
-    model.__dict__[STATE] = state  # first of all: from here on it can be withdrawn
+    model.__dict__[STATE] = state  # first, because withdraw() needs it
     try:
         swap_class(model, converted_class(type(model)))
         stash_forward(model, state)
@@ -60,28 +60,28 @@ def convert(
 
 
 def convert_late(model: nn.Module) -> None:
-    """Casts what was added to a converted model since, such as a new head; all or nothing."""
+    """Casts modules added to a converted model, such as a new head; all or nothing."""
     state = state_of(model)
     if state is not None:
         state.apply(model)
 
 
 def set_region(model: nn.Module, region: Region) -> None:
-    """Makes a converted model run its forward in another region from now on."""
+    """Sets the region in which a converted model runs its forward."""
     state = state_of(model)
     if state is not None:
         state.region = region
 
 
 def restore(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> None:
-    """Makes ``model`` plain and fp32 again, in place.
+    """Turns ``model`` back into a plain fp32 model, in place.
 
-    Parameters take their masters' exact values where those round to what the parameter holds.
+    A parameter takes its master's exact value if that rounds to the parameter's value.
 
     Args:
         model: A converted model.
-        masters: Fp32 masters by ``id`` of their parameter, beside those that the model knows of
-            (an unpickled one knows of none).
+        masters: Fp32 masters by ``id`` of their parameter, in addition to those that the model has
+            a link to (an unpickled model has none).
 
     Raises:
         ValueError: If ``model`` is not converted.
@@ -90,7 +90,7 @@ def restore(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> No
     if state is None:
         raise ValueError(
             f"amp.restore got the model {type(model).__name__}, which amp has not prepared. Pass "
-            "a model that amp.initialize returned, once."
+            "a model returned by amp.initialize, once."
         )
     old_class = plain_class(type(model))
     state.link.write_back()
@@ -103,9 +103,9 @@ def restore(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> No
 
 
 def withdraw(model: nn.Module) -> None:
-    """Makes a converted model plain again, but leaves the dtypes of its tensors.
+    """Makes a converted model plain, but leaves the dtypes of its tensors.
 
-    Allocates nothing, so it works when memory has run out.
+    Allocates nothing, so it works out of memory.
     """
     state = state_of(model)
     if state is None:

@@ -19,13 +19,13 @@ def explain(model: nn.Module, plan: ModelPlan, error: RuntimeError) -> None:
     Args:
         model: A converted model whose forward pass failed.
         plan: Its conversion.
-        error: What the forward pass raised.
+        error: The forward pass's error.
 
     Raises:
         RuntimeError: Of the type of ``error``, and caused by it.
     """
     kind = type(error)
-    # Subclasses (out of memory) are what scripts catch by name.
+    # Scripts catch subclasses, such as out of memory, by name.
     if not plan.casts_down or kind not in (RuntimeError, NotImplementedError):
         return
     if _NO_KERNEL.search(str(error)):
@@ -37,7 +37,7 @@ def explain(model: nn.Module, plan: ModelPlan, error: RuntimeError) -> None:
 
 
 def _strays(model: nn.Module, plan: ModelPlan) -> list[str]:
-    """Returns names and dtypes of the tensors whose dtype differs from the plan's."""
+    """Returns the names and dtypes of tensors whose dtype differs from the plan's."""
     return [
         f"{name} ({dtypes.name(tensor.dtype)})"
         for name, tensor, dtype in planned_dtypes(model, plan)
@@ -49,17 +49,17 @@ def _mixed(model: nn.Module, plan: ModelPlan, strays: list[str]) -> str:
     shown = ", ".join(strays[:4]) + (", ..." if len(strays) > 4 else "")
     return (
         f"amp prepared the model {type(model).__name__} to compute in {plan.param_dtype}, but it "
-        f"now holds {shown}: added or replaced after amp.initialize, or given to functional_call. "
-        "For what was added, optimizer.add_param_group with its parameters casts it and makes "
-        f"fp32 masters; for what no optimizer trains, call .to({plan.param_dtype}). Give "
-        "functional_call values that are cast: value.to(param.dtype). A copy that was cast as a "
-        "whole is made plain by amp.restore(copy)."
+        f"now holds {shown}, added or replaced after amp.initialize or passed to functional_call. "
+        "To cast an added module and make its fp32 masters, pass its parameters to "
+        "optimizer.add_param_group; if no optimizer trains it, call "
+        f".to({plan.param_dtype}). For functional_call, cast the values: value.to(param.dtype). "
+        "If a copy of the model was cast as a whole, make it plain with amp.restore(copy)."
     )
 
 
 def _without_kernel(model: nn.Module) -> str:
     return (
-        f"This operator of the model {type(model).__name__} has no 16-bit form. Keep its module in "
-        "fp32 by amp.initialize(..., fp32_modules=[...]), which takes types and names; for "
-        "parametrizations such as orthogonal: torch.nn.utils.parametrize.ParametrizationList."
+        f"An operator of the model {type(model).__name__} has no 16-bit kernel. Keep its module in "
+        "fp32 with amp.initialize(..., fp32_modules=[...]), which takes types and names; for "
+        "parametrizations such as orthogonal, torch.nn.utils.parametrize.ParametrizationList."
     )

@@ -1,10 +1,10 @@
 """The class of a converted model: a subclass of the model's own, under the same name.
 
-Note [Class swap]: a converted model is the same object with another class, and everything about
-the conversion is in one attribute of the object. So all that works by class and ``__dict__`` keeps
-working: deep copies and data-parallel replicas compute with their own weights, ``forward`` called
-directly casts like a call, ``isinstance`` holds. A closure put in place of ``model.forward`` stays
-bound to the first object in all these cases.
+Note [Class swap]: a converted model is the same object with another class, and one attribute holds
+the state of the conversion. So everything that relies on class and ``__dict__`` keeps working: deep
+copies and data-parallel replicas use their own weights, ``model.forward(x)`` casts as ``model(x)``
+does, ``isinstance`` holds. A closure in place of ``model.forward`` would stay bound to the first
+object in all these cases.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _is_compiling = torch.compiler.is_compiling
 
 
 class ConvertedModule(nn.Module):
-    """What every generated class adds in front of the model's own class."""
+    """The base that every generated class puts before the model's own class."""
 
     _apex_state: ModelState | None = None
 
     def __init_subclass__(cls) -> None:
-        """Keeps the generated class out of registries that the model's class fills by this."""
+        """Keeps generated classes out of registries that a base fills in ``__init_subclass__``."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Does what ``to``, ``cuda``, ``float`` and the like ask.
+        """Implements ``to``, ``cuda``, ``float`` and the like.
 
-        Asked for another dtype, a model that amp trains in 16 bits gets its exact fp32 values,
-        computes in that dtype from then on, and says so in the log. Batch norm and other parts
-        that the plan keeps in fp32 are not made 16-bit.
+        A 16-bit model that is cast to another dtype first gets its exact fp32 values, computes in
+        that dtype from then on, and logs a warning. Modules that the plan keeps in fp32, such as
+        batch norm, are never cast to 16 bits.
         """
         state = self._apex_state
         if state is None or not state.given.casts_down:
@@ -60,9 +60,9 @@ class ConvertedModule(nn.Module):
             source.clear_grads(self.parameters(), set_to_none=set_to_none)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles a model that casts no parameters as the plain model that it is.
+        """Pickles a model that casts no parameters as a plain model.
 
-        Any other is named by its own class, which a fresh process can import.
+        Any other model is pickled under its own class, which a fresh process can import.
         """
         state = self._apex_state
         if state is None or not is_generated(type(self)):
@@ -73,7 +73,7 @@ class ConvertedModule(nn.Module):
         return self._reduced(state, protocol)
 
     def _reduced_as_plain(self, state: ModelState) -> Any:
-        reduced: Any = super().__reduce_ex__(1)  # from 2 on the object has to be of its class
+        reduced: Any = super().__reduce_ex__(1)  # protocol 2 requires the object's present class
         if isinstance(reduced, str):
             return reduced
         func, args, inner = _of_plain_class(type(self), reduced)
@@ -96,7 +96,7 @@ class ConvertedModule(nn.Module):
         return self._copied({}, copy.copy) if own is None else own()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Returns a converted model with parameters of its own; masters come with optimizers."""
+        """Returns a converted model with its own parameters; optimizers copy the masters."""
         if self._apex_state is not None:
             self._apex_state.link.write_back()
         own = getattr(super(), "__deepcopy__", None)
@@ -104,7 +104,7 @@ class ConvertedModule(nn.Module):
             return own(memo)
         if is_generated(type(self)):
             return self._copied(memo, functools.partial(copy.deepcopy, memo=memo))
-        # A class put on top since, such as a parametrization's, which does not reduce.
+        # A class added on top, such as a parametrization's, which does not pickle.
         new = memo[id(self)] = type(self).__new__(type(self))
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return new
@@ -121,10 +121,10 @@ class ConvertedModule(nn.Module):
         try:
             return copied(given)
         finally:
-            given.memo = {}  # which holds it: a cycle would outlive the copy
+            given.memo = {}  # breaks the reference cycle, which would outlive the copy
 
     def __setstate__(self, saved: Any) -> None:
-        """Takes back what ``__reduce_ex__`` gave."""
+        """Restores the state from ``__reduce_ex__``."""
         if not (isinstance(saved, tuple) and saved and isinstance(saved[0], ModelState)):
             super().__setstate__(saved)  # type: ignore[no-untyped-call]
             return
@@ -134,12 +134,12 @@ class ConvertedModule(nn.Module):
         intact = self.__dict__.get(STATE) is state
         self.__dict__[STATE] = state
         stash_forward(self, state)
-        if not intact:  # its own class made it anew, from something less than its whole state
+        if not intact:  # the model's own class rebuilt it from part of its state
             state.apply(self)
 
 
-class _AnotherDtype(Exception):  # noqa: N818 - a signal, no error
-    """A tensor of the plan's dtype would get ``dtype``."""
+class _AnotherDtype(Exception):  # noqa: N818 - a signal, not an error
+    """Signals that a tensor of the plan's dtype would be cast to ``dtype``."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(dtype)
@@ -147,7 +147,7 @@ class _AnotherDtype(Exception):  # noqa: N818 - a signal, no error
 
 
 def _keeping(fn: Callable[[Tensor], Tensor], state: ModelState) -> Callable[[Tensor], Tensor]:
-    """Returns ``fn`` for a model in its plan's dtypes; raises where it would change them."""
+    """Returns ``fn`` limited to the plan's dtypes; raises if it would change the plan's dtype."""
     own = state.plan.param_dtype
 
     def keeping(tensor: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ def _keeping(fn: Callable[[Tensor], Tensor], state: ModelState) -> Callable[[Ten
 
 
 class _Reduced:
-    """Copies as a model would that has no ``__deepcopy__``: by what its ``__reduce_ex__`` gives."""
+    """Stands in for a model in ``copy``, which then follows the model's ``__reduce_ex__`` value."""
 
     def __init__(self, model: nn.Module, reduced: Any, memo: dict[int, Any]) -> None:
         self._model = model
@@ -173,7 +173,7 @@ class _Reduced:
         func, args, *rest = self._reduced
 
         def make(*args: Any) -> Any:
-            # What the model refers to may refer to it: known before its state is copied.
+            # Registered before its state is copied, which may refer back to the model.
             new = self.memo[id(self._model)] = func(*args)
             return new
 
@@ -181,14 +181,14 @@ class _Reduced:
 
 
 def rebuild_model(func: Callable[..., nn.Module], *args: Any) -> nn.Module:
-    """Makes a converted model from how its own class is rebuilt; its state follows."""
+    """Rebuilds a pickled converted model; its state is set afterwards."""
     model = func(*args)
     swap_class(model, converted_class(type(model)))
     return model
 
 
 def _of_plain_class(own: type[nn.Module], reduced: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns function, arguments and state of a reduced model with its plain class in them."""
+    """Returns the function, arguments and state of a reduced model, naming its plain class."""
     func, args, *rest = reduced
     base = plain_class(own)
     args = tuple(base if arg is own else arg for arg in args)
@@ -196,9 +196,9 @@ def _of_plain_class(own: type[nn.Module], reduced: tuple[Any, ...]) -> tuple[Any
 
 
 def swap_class(model: nn.Module, new: type[nn.Module]) -> None:
-    """Gives ``model`` another class, past its own ``__setattr__``.
+    """Sets the class of ``model``, bypassing its own ``__setattr__``.
 
-    That may refuse attributes or send them elsewhere, as compiled models do.
+    That may reject or forward attributes, as compiled models do.
     """
     object.__setattr__(model, "__class__", new)
 
@@ -206,7 +206,7 @@ def swap_class(model: nn.Module, new: type[nn.Module]) -> None:
 def converted_class(base: type[nn.Module]) -> type[nn.Module]:
     """Returns the class of converted models of class ``base``, always the same one.
 
-    Python's own list of subclasses is the cache: it holds the class as long as a model uses it.
+    Python's weak list of subclasses serves as the cache.
     """
     bases = (ConvertedModule, base)
     for known in base.__subclasses__():
@@ -224,8 +224,8 @@ def converted_class(base: type[nn.Module]) -> type[nn.Module]:
 def plain_class(kind: type[nn.Module]) -> type[nn.Module]:
     """Returns ``kind`` without the conversion.
 
-    Where something else has put a class of its own on top since (``fully_shard``, a
-    parametrization of the model itself), that one is made again over the plain class.
+    A class generated on top of it (by ``fully_shard`` or a parametrization of the model itself) is
+    rebuilt over the plain class.
     """
     if is_generated(kind):
         return kind.__bases__[1]
@@ -235,7 +235,7 @@ def plain_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def is_generated(kind: type[nn.Module]) -> bool:
-    """Returns whether ``kind`` is a class that ``converted_class`` made."""
+    """Returns whether ``converted_class`` made ``kind``."""
     return kind.__bases__[0] is ConvertedModule
 
 
@@ -243,7 +243,7 @@ def _casting_forward(base: type[nn.Module]) -> Callable[..., Any]:
     @functools.wraps(base.forward)  # keeps the signature, which libraries read
     def forward(self: ConvertedModule, /, *args: Any, **kwargs: Any) -> Any:
         state: ModelState | None = getattr(self, STATE, None)
-        if state is None:  # restored since, or made by type(model)(...)
+        if state is None:  # restored, or made by type(model)(...)
             return base.forward(self, *args, **kwargs)
         plan = state.plan
         if _is_compiling():
@@ -269,7 +269,7 @@ def _casting_forward(base: type[nn.Module]) -> Callable[..., Any]:
 def _run_inside(
     model: nn.Module, state: ModelState, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    if _is_compiling():  # a graph cannot break and go on inside a try block
+    if _is_compiling():  # dynamo cannot resume after a graph break inside a try block
         return state.region.run(forward, *args, **kwargs)
     try:
         return state.region.run(forward, *args, **kwargs)

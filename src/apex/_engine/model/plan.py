@@ -1,4 +1,4 @@
-"""The dtypes that a conversion gives a model's parts, and what it needs from its caller."""
+"""The dtypes of a converted model's parts, and the protocols that a conversion relies on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from apex._core import dtypes
 from apex._pickle import rebuild
 
 Cast = Callable[[Any, torch.dtype], Any]
-"""Returns a value with the floating tensors in it in a dtype."""
+"""Casts the floating tensors in a value to a dtype."""
 
 
 Rule = type[nn.Module] | str
@@ -31,16 +31,16 @@ class Region(Protocol):
 
 
 class MasterSource(Protocol):
-    """Knows the fp32 masters of low-precision parameters."""
+    """A source of fp32 masters for low-precision parameters."""
 
     def master_of(self, param: Tensor) -> Tensor | None:
-        """Returns the fp32 master of ``param``, or the fp32 value kept for it, if there is one."""
+        """Returns the fp32 master of ``param``, or the fp32 value kept for it, or ``None``."""
 
     def set_exact(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Sets masters: pairs of a low-precision parameter and the fp32 value just loaded."""
+        """Sets masters from pairs of a low-precision parameter and its newly loaded fp32 value."""
 
     def write_back(self) -> None:
-        """Writes to the model what was written to masters since it last agreed with them."""
+        """Rounds written masters into their model parameters."""
 
     def clear_grads(self, params: Iterable[Tensor], *, set_to_none: bool) -> None:
         """Clears the gradients of the masters of ``params``."""
@@ -51,21 +51,21 @@ class MasterSource(Protocol):
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """The dtypes of a converted model; ``None`` leaves dtypes as they are.
+    """The dtypes of a converted model; ``None`` leaves a dtype unchanged.
 
     Attributes:
         param_dtype: Dtype of parameters and buffers.
         input_dtype: Dtype of every floating tensor passed to ``forward``.
         output_dtype: Dtype of every floating tensor that ``forward`` returns.
-        keep_batchnorm_fp32: Whether batch norm layers stay in fp32. They take low-precision inputs
-            as they are, and their output has the dtype of their input.
+        keep_batchnorm_fp32: Whether batch norm layers stay in fp32. Their inputs are not cast, and
+            their output has the dtype of their input.
         fp32_modules: Module types and ``fnmatch`` patterns over qualified names. Matching modules
-            and their submodules stay in fp32 and compute in fp32: their inputs are cast to fp32,
-            their outputs back to ``param_dtype``.
-        cast: Replaces the cast of inputs and outputs; ``None`` for amp's own.
+            and their submodules stay and compute in fp32: their inputs are cast to fp32, their
+            outputs back to ``param_dtype``.
+        cast: Replaces amp's own cast of inputs and outputs; ``None`` for that.
 
     Raises:
-        TypeError: If ``fp32_modules`` holds anything but module types and strings.
+        TypeError: If ``fp32_modules`` holds anything other than module types and strings.
         ValueError: If ``fp32_modules`` is given without a low-precision ``param_dtype``.
     """
 
@@ -77,7 +77,7 @@ class ModelPlan:
     cast: Cast | None = None
 
     def __post_init__(self) -> None:
-        """Checks ``fp32_modules`` as far as that needs no model."""
+        """Checks ``fp32_modules`` as far as possible without a model."""
         given: object = self.fp32_modules
         if isinstance(given, str):
             raise TypeError(
@@ -92,9 +92,9 @@ class ModelPlan:
                 )
         if self.fp32_modules and not self.casts_down:
             raise ValueError(
-                "fp32_modules names parts of a model that stay in fp32 while the rest is cast, "
-                "but this level does not cast parameters to a 16-bit type. Use it at the levels "
-                "O2, O3 and O5, or leave it out."
+                "fp32_modules names modules that stay in fp32 while the rest of the model is cast, "
+                "but this level does not cast parameters to a 16-bit type. Use it at O2, O3 or O5, "
+                "or leave it out."
             )
 
     @property
@@ -103,12 +103,12 @@ class ModelPlan:
         return self.param_dtype in dtypes.LOW_PRECISION
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles by the values; see :mod:`apex._pickle`."""
+        """Pickles by value; see :mod:`apex._pickle`."""
         return rebuild, ("plan", *(getattr(self, field.name) for field in fields(self)))
 
 
 def topmost_fp32_modules(model: nn.Module, plan: ModelPlan) -> list[nn.Module]:
-    """Returns the topmost modules that ``plan.fp32_modules`` names, each once."""
+    """Returns the outermost modules that match ``plan.fp32_modules``, each once."""
     chosen: dict[int, nn.Module] = {}
     parents: list[str] = []
     for name, module in named_submodules(model):
@@ -131,15 +131,15 @@ def fp32_modules(model: nn.Module, plan: ModelPlan) -> set[nn.Module]:
 
 
 def planned_dtypes(model: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, Tensor, torch.dtype]]:
-    """Yields every parameter and buffer once, with its name and the dtype that the plan gives it.
+    """Yields every parameter and buffer once, with its name and planned dtype.
 
-    A tensor that a module kept in fp32 shares with another one is fp32 (and refused by ``check``).
+    A tensor shared by an fp32 module and another is planned as fp32 (``check`` raises for it).
     """
     if plan.param_dtype is None:
         return
     kept = fp32_modules(model, plan)
     seen: set[int] = set()
-    # fp32 modules first: the first to yield a shared tensor decides.
+    # fp32 modules first, because the first to yield a shared tensor decides.
     for part in (True, False):
         for name, module in model.named_modules():
             if (module in kept) is not part:
@@ -151,21 +151,21 @@ def planned_dtypes(model: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, Ten
 
 
 def named_submodules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the modules below ``model`` under each of their names, parents first."""
+    """Yields the submodules of ``model`` under each of their names, parents first."""
     for name, module in model.named_modules(remove_duplicate=False):
-        if name:  # the model itself in fp32 would be no conversion at all
+        if name:  # keeping the model itself in fp32 would convert nothing
             yield name, module
 
 
 def matches(rule: Rule, name: str, module: nn.Module) -> bool:
-    """Returns whether an entry of ``fp32_modules`` names a module."""
+    """Returns whether an entry of ``fp32_modules`` matches a module."""
     if isinstance(rule, str):
         return fnmatchcase(name, rule)
     return isinstance(module, rule)
 
 
 def own_tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yields the module's own parameters and buffers with their names after ``prefix``."""
+    """Yields the module's own parameters and buffers, with ``prefix`` before their names."""
     yield from module.named_parameters(prefix, recurse=False, remove_duplicate=False)
     yield from module.named_buffers(prefix, recurse=False, remove_duplicate=False)
 

@@ -1,4 +1,4 @@
-"""What amp cannot do with a model that ``fully_shard`` (FSDP2) has sharded."""
+"""Validates models sharded by ``fully_shard`` (FSDP2), and optimizers of DTensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_order(models: Iterable[nn.Module], params: Sequence[Tensor]) -> None:
         params: The models' parameters at ``initialize`` that the session's optimizers train.
 
     Raises:
-        RuntimeError: If the optimizers train parameters that ``fully_shard`` has replaced.
+        RuntimeError: If the optimizers train parameters that ``fully_shard`` replaced.
     """
     plain = [param for param in params if not dtensor.is_dtensor(param)]
     sharded = [model for model in models if plain and any(fsdp.sharded_modules(model))]
@@ -37,7 +37,7 @@ def check_order(models: Iterable[nn.Module], params: Sequence[Tensor]) -> None:
     if any(id(param) not in present for param in plain):
         raise RuntimeError(
             "fully_shard was called after amp.initialize. It replaced the model's parameters, so "
-            f"the optimizer steps ones that the model no longer has. The order is\n{ORDER}"
+            f"the optimizer steps parameters no longer in the model. Use this order:\n{ORDER}"
         )
 
 
@@ -48,8 +48,8 @@ def check(
 
     Args:
         model: A model whose parameters are to be cast.
-        planned: Name, tensor and dtype of everything that is to be cast.
-        remedy: The option that casts the parameters which otherwise stay in fp32.
+        planned: Name, tensor and planned dtype of each parameter and buffer.
+        remedy: The option to change so that parameters kept in fp32 are cast, too.
 
     Raises:
         RuntimeError: With the reason.
@@ -81,19 +81,19 @@ def check_optimizer(optimizer: Optimizer) -> None:
     if isinstance(optimizer, SGD | Adagrad) and any(g.get("fused") for g in optimizer.param_groups):
         raise RuntimeError(
             f"amp.initialize got {name}(fused=True) with DTensor parameters (fully_shard, tensor "
-            "parallel), which torch's fused kernels take in Adam and AdamW only. Leave fused=True "
-            f"out of {name}."
+            "parallel), which torch supports in fused Adam and AdamW only. Drop fused=True from "
+            f"{name}."
         )
     if not getattr(optimizer, "steps_dtensors", True):
         raise RuntimeError(
             f"amp.initialize got {name} with DTensor parameters (fully_shard, tensor parallel), "
-            "whose rule is written for whole tensors. Use FusedAdam or FusedLAMB of "
-            "apex.optimizers, or an optimizer of torch.optim."
+            "but its update rule needs whole tensors. Use FusedAdam or FusedLAMB from "
+            "apex.optimizers, or an optimizer from torch.optim."
         )
 
 
 def check_restorable(model: nn.Module) -> None:
-    """Raises if ``fully_shard`` no longer takes the dtypes that ``amp.restore`` gives back.
+    """Raises if ``fully_shard`` can no longer change dtypes, as ``amp.restore`` needs.
 
     Raises:
         RuntimeError: If the model has run.
@@ -102,28 +102,27 @@ def check_restorable(model: nn.Module) -> None:
         if fsdp.has_run(group):
             raise RuntimeError(
                 f"amp.restore got the model {type(model).__name__}, whose 16-bit parameters "
-                "fully_shard has gathered already: its buffers keep their dtype for the model's "
-                "life. Take model.state_dict(), which is in fp32, and load it into a new model."
+                "fully_shard has already gathered, which fixes the dtype of its buffers. Load "
+                "model.state_dict(), which is in fp32, into a new model."
             )
 
 
 def _check_hooks(name: str, param: Tensor) -> None:
-    # A DTensor's dtype changes by torch.utils.swap_tensors, which leaves hooks behind.
+    # A DTensor's dtype is changed by torch.utils.swap_tensors, which drops hooks.
     if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
         raise RuntimeError(
             f"amp.initialize got a model whose parameter {name} is a DTensor with gradient hooks, "
-            "which a change of its dtype would lose. Register them after amp.initialize, or use "
-            "opt_level 'O1' or 'O4', which leave parameters as they are."
+            "which casting it would lose. Register them after amp.initialize, or use opt_level "
+            "'O1' or 'O4', which cast no parameters."
         )
 
 
 def _check_not_run(model: nn.Module, group: Any) -> None:
     if fsdp.has_run(group):
         raise RuntimeError(
-            f"amp.initialize got the model {type(model).__name__}, which has run already after "
-            "fully_shard: its buffers keep their dtype for the model's life. Call amp.initialize "
-            "before the first forward pass, or use opt_level 'O1' or 'O4', which cast no "
-            "parameters."
+            f"amp.initialize got the model {type(model).__name__}, which has already run under "
+            "fully_shard, and that fixes the dtype of its buffers. Call amp.initialize before the "
+            "first forward pass, or use opt_level 'O1' or 'O4', which cast no parameters."
         )
 
 
@@ -132,8 +131,8 @@ def _check_one_dtype(trained: Sequence[tuple[str, torch.dtype]], remedy: str) ->
     if len(by_dtype) > 1:
         listed = " and ".join(f"{name} ({dtypes.name(d)})" for d, name in by_dtype.items())
         raise RuntimeError(
-            f"amp.initialize got a model in which fully_shard gathers {listed} together; it takes "
-            "one dtype a group. Call fully_shard on the modules that stay in fp32 by themselves, "
+            f"amp.initialize got a model in which fully_shard gathers {listed} together; a group "
+            "takes one dtype. Call fully_shard on the modules that stay in fp32 separately, "
             f"before their parents, or let them be cast: {remedy}."
         )
 
@@ -143,7 +142,7 @@ def _check_policy(group: Any, trained: Sequence[tuple[str, torch.dtype]]) -> Non
     for name, dtype in trained:
         if wanted not in (None, dtype):
             raise RuntimeError(
-                f"amp.initialize is to keep {name} in {dtypes.name(dtype)}, but fully_shard was "
-                f"told to compute in {dtypes.name(wanted)} (MixedPrecisionPolicy.param_dtype). "
-                "Leave param_dtype out; reduce_dtype may stay. Or use opt_level 'O1' or 'O4'."
+                f"This level keeps {name} in {dtypes.name(dtype)}, but fully_shard was set to "
+                f"compute in {dtypes.name(wanted)} (MixedPrecisionPolicy.param_dtype). Leave "
+                "param_dtype out (reduce_dtype may stay), or use opt_level 'O1' or 'O4'."
             )

@@ -1,4 +1,4 @@
-"""What a converted model carries: its plan, the casts that follow from it, and hooks to remove."""
+"""The conversion state of a model: its plan, the casts by that plan, and the hooks to remove."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _log = logging.getLogger("apex")
 
 @dataclass(eq=False)
 class ModelState:
-    """What a converted model carries in its ``__dict__``.
+    """The conversion state in a model's ``__dict__``.
 
     Attributes:
-        plan: The dtypes.
+        plan: The present plan.
         region: Runs the model's own forward.
         link: Finds the masters of the parameters.
-        owner: Kept alive with the model; stays behind in copies.
-        inner_forward: A ``forward`` that the user had set on the object, run inside.
+        owner: Kept alive by the model; not copied with it.
+        inner_forward: A ``forward`` that was set on the object, called in place of the class's.
         handles: Hooks to remove at the end.
-        hooked: The low-precision type that the attached hooks are for.
-        given: The plan of the conversion; ``plan`` is another one while the model computes in
-            another dtype.
+        hooked: The low-precision dtype that the attached hooks are for.
+        given: The plan of the conversion; differs from ``plan`` after the model was cast to another
+            dtype.
     """
 
     plan: ModelPlan
@@ -54,11 +54,11 @@ class ModelState:
     given: ModelPlan = field(init=False)
 
     def __post_init__(self) -> None:
-        """Starts with the plan that was given."""
+        """Keeps the plan of the conversion."""
         self.given = self.plan
 
     def begin_forward(self, *, traced: bool = False) -> None:
-        """Brings written masters to the model, and tells their owner what the pass runs under."""
+        """Rounds written masters into the model, and records the active DDP wrapper."""
         source = self.link.source
         if source is None:
             return
@@ -70,18 +70,18 @@ class ModelState:
 
     @at_tracing
     def begin_traced_forward(self) -> None:
-        """Does so while the forward pass is traced: the code made from it cannot."""
+        """Records the wrapper while dynamo traces, because compiled code does not."""
         self.begin_forward(traced=True)
 
     def apply(self, model: nn.Module, undo: Undo | None = None) -> None:
-        """Casts parameters and buffers and attaches the hooks; all of it or, on failure, nothing.
+        """Casts parameters and buffers and attaches the hooks; on failure, reverts the casts.
 
-        May be called again: for parts that ``model`` got since, or for one that its own class
-        made anew from less than its whole state.
+        May be called again, for parts added to ``model`` or after its own class rebuilt it from
+        part of its state.
 
         Args:
             model: The model.
-            undo: Receives how to take the casts back after this call.
+            undo: Receives the inverse of the casts.
         """
         with all_or_nothing() as casts:
             for _, tensor, dtype in planned_dtypes(model, self.plan):
@@ -108,9 +108,9 @@ class ModelState:
                 Fp32Hooks(self.link).attach(module, self.handles)
 
     def compute_in(self, model: nn.Module, dtype: torch.dtype) -> None:
-        """Gives parameters their exact fp32 values, in ``dtype``, and lets the model compute in it.
+        """Casts the exact fp32 values to ``dtype``, and makes the model compute in it.
 
-        All of it or, on failure, nothing. Masters, optimizers and loss scales stay.
+        All or nothing. Masters, optimizers and loss scales stay.
         """
         source, before = self.link.source, self.plan
         if source is not None:
@@ -125,8 +125,8 @@ class ModelState:
                     set_in_place(tensor, value, undo)
             self.apply(model)
         _log.warning(
-            "%s.to(%s): the model computes in %s from now on, with its exact fp32 values; "
-            "computing in %s, set up by amp.initialize, has ended. model.to(%s) begins it again.",
+            "%s.to(%s): the model now computes in %s, with its exact fp32 values, and no longer in "
+            "%s, as amp.initialize set up. model.to(%s) switches back.",
             *(type(model).__name__, dtype, dtype, before.param_dtype, self.given.param_dtype),
         )
 
@@ -144,14 +144,14 @@ class ModelState:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles without owner and region: no level casts both parameters and operators.
 
-        A model that casts no parameters is plain in a file; nothing is left of its state.
+        A model that casts no parameters is pickled as a plain model, without this state.
         """
         if not self.plan.casts_down:
             return type(None), ()
         return empty, ("model_state",), {**self.__dict__, "owner": None, "region": None}
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
-        """Takes back what ``__reduce__`` gave."""
+        """Restores the state from ``__reduce__``."""
         self.__dict__.update({"given": saved["plan"], **saved}, region=UncastRegion())
 
 
@@ -167,14 +167,14 @@ def _has(hooks: Mapping[int, object], kind: type) -> bool:
 
 
 def stash_forward(model: nn.Module, state: ModelState) -> None:
-    """Moves a ``forward`` set on the object out of the way of the class's."""
+    """Moves a ``forward`` set on the object into ``state``, so that the class's runs."""
     own = model.__dict__.pop("forward", None)
     if own is not None:
         state.inner_forward = own
 
 
 def state_of(model: nn.Module) -> ModelState | None:
-    """Returns the conversion state of ``model``; ``None`` for a plain one."""
+    """Returns the conversion state of ``model``, or ``None`` for a plain one."""
     state = model.__dict__.get(STATE)
     return state if isinstance(state, ModelState) else None
 
@@ -185,13 +185,13 @@ def is_converted(model: nn.Module) -> bool:
 
 
 def owner_of(model: nn.Module) -> object | None:
-    """Returns the owner that ``convert`` was given; ``None`` for a plain model and for copies."""
+    """Returns the owner passed to ``convert``, or ``None`` for a plain model or a copy."""
     state = state_of(model)
     return None if state is None else state.owner
 
 
 def flatten_rnns(model: nn.Module) -> None:
-    """Puts the weights of recurrent layers into one piece again, as cuDNN wants them."""
+    """Makes the weights of recurrent layers contiguous again, as cuDNN requires."""
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
@@ -201,7 +201,7 @@ def flatten_rnns(model: nn.Module) -> None:
 
 
 def _cast_around(module: nn.Module, dtype: torch.dtype, handles: list[RemovableHandle]) -> None:
-    """Casts the inputs of ``module`` to fp32 and its outputs to ``dtype``, until removed."""
+    """Casts the inputs of ``module`` to fp32 and its outputs to ``dtype``, by hooks."""
     handles.append(module.register_forward_pre_hook(InputCast(), with_kwargs=True))
     handles.append(module.register_forward_hook(OutputCast(dtype)))
 
@@ -240,7 +240,7 @@ class OutputCast:
 
 
 def cast_in_place(tensor: Tensor, dtype: torch.dtype, undo: Undo) -> None:
-    """Casts ``tensor`` and its gradient; the object stays, so all who share it see it."""
+    """Casts ``tensor`` and its gradient in place."""
     if tensor.dtype is not dtype and dtypes.is_castable(tensor):
         set_in_place(tensor, tensor.detach().to(dtype), undo)
 
@@ -250,7 +250,7 @@ def set_in_place(tensor: Tensor, value: Tensor, undo: Undo) -> None:
     grad = tensor.grad if tensor.is_leaf else None
     new_grad = None if grad is None else dtypes.cast(grad.detach(), value.dtype)
     if grad is not None and new_grad is not None:
-        vars(new_grad).update(vars(grad))  # what a pass has noted about it
+        vars(new_grad).update(vars(grad))  # marks that a pass set on it
     undo.push(assign, tensor, tensor.data, grad)
     assign(tensor, value, new_grad)
 
@@ -258,7 +258,7 @@ def set_in_place(tensor: Tensor, value: Tensor, undo: Undo) -> None:
 def assign(tensor: Tensor, data: Tensor, grad: Tensor | None) -> None:
     """Gives ``tensor`` the storage and dtype of ``data`` and the gradient ``grad``."""
     if tensor.is_leaf:
-        tensor.grad = None  # a gradient of another dtype than its tensor is refused
+        tensor.grad = None  # torch rejects a gradient whose dtype differs from its tensor's
     if not dtensor.is_dtensor(tensor):
         tensor.data = data
     elif tensor.dtype is not data.dtype:
@@ -268,7 +268,7 @@ def assign(tensor: Tensor, data: Tensor, grad: Tensor | None) -> None:
 
 
 def _swap(tensor: Tensor, data: Tensor) -> None:
-    """Does what setting ``tensor.data`` does for plain tensors; a DTensor keeps its local part."""
+    """Sets a DTensor's data and dtype; assigning ``data`` does not change its local tensor."""
     other = data.detach().requires_grad_(tensor.requires_grad)
     if isinstance(tensor, nn.Parameter):
         other = nn.Parameter(other, requires_grad=tensor.requires_grad)

@@ -1,9 +1,9 @@
-"""Fp32 state dicts of low-precision modules, and loading them without loss.
+"""Fp32 state dicts of low-precision modules, and lossless loading.
 
 Note [One hook object per module]: ``state_dict`` and ``load_state_dict`` work on any module, so
-every module with a 16-bit tensor in it or below it carries hooks; apex did the same. They rely on
-the module's own tensors only, whoever calls: the module, a parent, a wrapper. Nothing of a call is
-kept but weak references, so that one which fails half way leaves nothing behind.
+every module with a 16-bit tensor in its subtree carries hooks, as in apex. A hook handles only its
+module's own tensors, so it does not matter whether the module, a parent or a wrapper is called.
+Between calls it keeps weak references only, so that a failed call leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from apex._pickle import rebuild
 class MasterLink:
     """Connects a converted model's modules to the masters of their parameters.
 
-    A deep copy keeps a weak link to the original's source, which knows the copy's masters where an
-    optimizer was copied along. A pickle keeps none.
+    A deep copy keeps a weak link to the original's source, which has the copy's masters if an
+    optimizer was copied with it. A pickle keeps no link.
     """
 
     def __init__(self, masters: MasterSource | None = None) -> None:
@@ -37,16 +37,16 @@ class MasterLink:
 
     @property
     def source(self) -> MasterSource | None:
-        """Who knows the masters of the modules' parameters, if anyone does."""
+        """The source of the modules' masters, or ``None``."""
         return self._masters if self._origin is None else self._origin()
 
     def write_back(self) -> None:
-        """Brings what was written to masters to the model."""
+        """Rounds written masters into the model."""
         if (source := self.source) is not None:
             source.write_back()
 
     def begin_saving(self, module: nn.Module, prefix: str) -> None:
-        """Brings it there once per ``state_dict`` call, at the outermost module that it reaches."""
+        """Writes masters back once per ``state_dict`` call, at the outermost hooked module."""
         if not self._is_inside(module, prefix):
             self._saving = weakref.ref(module), prefix
             self._entries = {}
@@ -59,7 +59,7 @@ class MasterLink:
             self._entries = {}
 
     def _is_inside(self, module: nn.Module, prefix: str) -> bool:
-        # A call that failed half way has not ended: only the path tells it from an outer one.
+        # A failed call never ended; only the path distinguishes it from an outer call.
         if self._saving is None:
             return False
         outer, outer_prefix = self._saving[0](), self._saving[1]
@@ -95,7 +95,7 @@ class MasterLink:
         return new
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leaves everything behind."""
+        """Pickles without any source."""
         return rebuild, ("master_link",)
 
 
@@ -104,8 +104,8 @@ class _Loading(NamedTuple):
 
     Attributes:
         tensor: The parameter or buffer.
-        version: Autograd's count of writes to it before.
-        entry: What the state dict holds under its name, if it is a tensor.
+        version: Its autograd version before loading.
+        entry: The state dict's tensor under its name, or ``None``.
     """
 
     tensor: weakref.ref[Tensor]
@@ -128,7 +128,7 @@ class Fp32Hooks:
         """Registers the hooks with ``module``; adds their handles to ``handles`` one by one."""
         hooks: Any = module  # torch does not annotate the methods that register them
         handles.append(hooks.register_state_dict_post_hook(self))
-        # The first of its kind: a hook of the user may rename entries.
+        # Run before the user's hooks, which may rename entries.
         order: Any = handles[-1].hooks_dict_ref()
         order.move_to_end(handles[-1].id, last=False)
         handles.append(hooks.register_state_dict_pre_hook(self.before_saving))
@@ -142,9 +142,9 @@ class Fp32Hooks:
         prefix: str,
         local_metadata: Any,
     ) -> None:
-        """Replaces the module's own 16-bit entries by fp32 ones with the masters' exact values.
+        """Replaces the module's own 16-bit entries with the masters' exact fp32 values.
 
-        With ``keep_vars=True`` the entries are the parameters themselves, and stay.
+        With ``keep_vars=True`` the entries are the parameters themselves and are not replaced.
         """
         for name, tensor in own_tensors(module):
             entry = destination.get(prefix + name)
@@ -156,7 +156,7 @@ class Fp32Hooks:
         self._link.end_saving(module, prefix)
 
     def before_saving(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """Brings written masters to the model, so that entries of either kind hold them."""
+        """Rounds written masters into the model before entries are read."""
         self._link.begin_saving(module, prefix)
 
     def before_loading(
@@ -167,7 +167,7 @@ class Fp32Hooks:
         local_metadata: Any,
         *rest: Any,
     ) -> None:
-        """Notes what is about to be loaded into the module's own low-precision tensors.
+        """Records the entries for the module's own low-precision tensors.
 
         Raises:
             RuntimeError: For ``load_state_dict(assign=True)``, before anything has changed.
@@ -180,10 +180,10 @@ class Fp32Hooks:
         ]
 
     def after_loading(self, module: nn.Module, incompatible_keys: Any) -> None:
-        """Sets the masters to the values just loaded, before their rounding.
+        """Sets the masters to the loaded values before rounding.
 
-        A parameter whose entry is not known, since a later hook renamed it, hands over its rounded
-        value where its master does not round to that.
+        If an entry is unknown because a later hook renamed it, the parameter's rounded value is
+        used, unless the master already rounds to it.
         """
         loading, self._loading = self._loading, []
         source = self._link.source
@@ -222,6 +222,6 @@ def _refuse_assign(module: nn.Module, local_metadata: Any) -> None:
     if isinstance(local_metadata, Mapping) and local_metadata.get("assign_to_params_buffers"):
         raise RuntimeError(
             f"load_state_dict(assign=True) would replace parameters of {type(module).__name__} "
-            "that amp and the optimizer hold. Leave assign out, or call amp.restore first and "
-            "amp.initialize afterwards."
+            "that amp and the optimizer hold. Drop assign=True, or call amp.restore before loading "
+            "and amp.initialize after."
         )

@@ -190,8 +190,8 @@ def _validate_group(binding: Binding, param_group: object) -> None:
         param = item[1] if isinstance(item, tuple) else item
         if is_lazy(param):
             raise ValueError(
-                "add_param_group got an uninitialized parameter of a lazy module. Run one batch "
-                "through the module first, so that its shapes are known."
+                "add_param_group got a parameter that is not initialized yet (a lazy module). Run "
+                "one batch through the module first, so that its shapes are known."
             )
         if isinstance(param, torch.Tensor) and binding.owns(param):
             raise ValueError(
