@@ -323,7 +323,7 @@ def test_failure_to_replace_puts_the_others_back(module):
 @pytest.mark.parametrize("name", ["missing", "constant"])
 def test_only_functions_that_are_there_can_be_registered(module, name):
     module.constant = 3
-    with pytest.raises(ValueError, match=f"No such function '{name}' in users"):
+    with pytest.raises(ValueError, match=f"No function '{name}' in users"):
         UserRegistry().register(module, name, "float")
 
 

@@ -223,7 +223,7 @@ def test_a_function_of_torch_s_own_namespace_may_be_registered():
 @every_kind
 @pytest.mark.parametrize("name", ["missing", "__doc__"])
 def test_a_name_that_is_no_function_of_the_module_is_refused(kind, name, module):
-    with pytest.raises(ValueError, match=f"No such function '{name}' in made"):
+    with pytest.raises(ValueError, match=f"No function '{name}' in made"):
         KINDS[kind][1](module, name)
 
 

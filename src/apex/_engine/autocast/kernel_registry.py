@@ -1,4 +1,4 @@
-"""Registers the autocast kernels that a device lacks, while any cast region lives."""
+"""Registers the autocast kernels that a device lacks while any cast region lives."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from apex._torch.dynamo import is_compiling_here
 
 
 class Registry:
-    """The one owner of registered kernels: a kernel lives while a lease asks for it.
+    """The one owner of registered kernels, which stay registered while a lease needs them.
 
-    A lease may end in any thread and inside a garbage collection, so that is only queued; whoever
-    can take the lock works the queue off.
+    A lease may end in any thread and inside a garbage collection, so its end is only queued; the
+    next thread that gets the lock processes the queue.
 
     Note [Compiled code outlives the kernels]
-        Code from ``torch.compile`` holds the casts of these kernels, and neither dynamo's guards
-        nor the caches on disk know of them: a second process without apex was seen to take code
-        from the cache that computes fp32 where its own rules give bf16. So the cache tag is one of
-        ours while kernels are registered, and dynamo forgets its code when the rules change.
+        Code from ``torch.compile`` has the casts of these kernels built in, but neither dynamo's
+        guards nor the caches on disk take them into account: a second process without apex once
+        loaded code from the cache that computed in fp32 where its own rules give bf16. So we set a
+        cache tag of our own while kernels are registered, and reset dynamo when the rules change.
 
     Args:
-        rules: What the kernels ask about the thread that calls them.
+        rules: The op casts of the calling thread.
     """
 
     def __init__(self, rules: ThreadRules) -> None:
@@ -49,14 +49,14 @@ class Registry:
         self._tag_before: str | None = None
 
     def lease(self, spec: CastSpec, *, rules: bool = True) -> int:
-        """Registers what ``spec`` needs; returns the number to end the lease by.
+        """Registers the kernels for ``spec``; returns the number of the lease, for :meth:`end`.
 
         Args:
             spec: Rows and device types.
             rules: Whether :meth:`newest` may return the spec.
 
         Raises:
-            ValueError: If a device type has no autocast that we know.
+            ValueError: If a device type has no autocast known to us.
         """
         unknown = [device for device in spec.device_types if device not in AUTOCAST_KEYS]
         if unknown:
@@ -81,10 +81,10 @@ class Registry:
         return number
 
     def replace_native(self, number: int) -> None:
-        """Puts kernels of ours before torch's own on the device types of a living lease.
+        """Replaces torch's own kernels with ours on the device types of a live lease.
 
-        They do what torch's do and cost 3 us more a call; torch's know neither float64, nor a
-        backward pass, nor that a session has ended in another thread.
+        Ours cost 3 us more per call, but handle float64, backward passes, and sessions that ended
+        in another thread.
         """
         lease = self._leases.get(number)
         if lease is not None and not lease.replaces_native:
@@ -93,7 +93,7 @@ class Registry:
             self._work_off()
 
     def replace_native_of(self, spec: CastSpec) -> None:
-        """Does so for all leases of one spec object."""
+        """Replaces torch's own kernels for all leases of one spec object."""
         for number, lease in list(self._leases.items()):
             if lease.spec is spec:
                 self.replace_native(number)
@@ -104,9 +104,9 @@ class Registry:
         self._work_off()
 
     def newest(self, device: str) -> CastSpec | None:
-        """Returns the spec of the newest living session for a device type.
+        """Returns the spec of the newest live session for a device type.
 
-        One whose dtype is that of the thread's autocast goes first.
+        Prefers one whose dtype is the thread's autocast dtype.
         """
         leases = reversed(list(self._leases.values()))
         specs = [lease.spec for lease in leases if lease.rules and lease.covers(device)]
@@ -131,7 +131,7 @@ class Registry:
     def _work_off(self) -> None:
         while self._queue and self._lock.acquire(blocking=False):
             try:
-                if self._queue:  # another thread may have been faster
+                if self._queue:  # another thread may have emptied it
                     self._queue.popleft()()
             finally:
                 self._lock.release()
@@ -153,7 +153,7 @@ class Registry:
         self._mark_compile_caches()
 
     def _mark_compile_caches(self) -> None:
-        """Sets or gives back the cache tag; see Note [Compiled code outlives the kernels]."""
+        """Sets or restores the cache tag; see Note [Compiled code outlives the kernels]."""
         specs = [lease.spec for lease in self._leases.values()]
         rules = {repr((sorted(s.table.rows.items()), s.allow_banned)) for s in specs}
         if self._tag_before is None:
@@ -187,10 +187,10 @@ class _Kernels:
 
 
 def _forget_compiled() -> None:
-    """Drops dynamo's code, if dynamo is loaded at all: importing it here would cost seconds.
+    """Drops dynamo's code if dynamo is loaded; importing it here would cost seconds.
 
-    Not in the middle of its tracing, where a garbage collection may have brought us: the code then
-    goes before the next kernels come.
+    Does nothing while dynamo traces, which a garbage collection can interrupt; a later change of
+    the rules then drops the code.
     """
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None and not is_compiling_here():

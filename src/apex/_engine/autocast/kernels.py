@@ -1,4 +1,4 @@
-"""One operator's autocast kernel, and which operators need one on a device type."""
+"""Builds autocast kernels, and determines which operators need one on a device type."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ from apex._torch.dynamo import untraced
 Kernel = Callable[..., Any]
 
 BACKWARD_BEGINS = "ones_like"
-"""``loss.backward()`` makes its first gradient with it, in the thread that calls."""
+"""The operator with which ``loss.backward()`` makes its first gradient, in the calling thread."""
 
 _get_dtype, _is_on = torch.get_autocast_dtype, torch.is_autocast_enabled
 
 
 class ThreadRules(Protocol):
-    """What a kernel asks about the thread that calls it."""
+    """The op casts of the thread that calls a kernel."""
 
     def spec(self, device: str) -> CastSpec | None:
-        """Returns whose table holds on a device type; None where no session lives on it."""
+        """Returns the spec that applies on a device type; None if no session uses it."""
 
     def in_formulas(self) -> bool:
-        """Returns whether autograd's own formulas may be what calls."""
+        """Returns whether the caller may be one of autograd's own formulas."""
 
     def casts_double(self) -> bool:
         """Returns whether low-precision operators cast float64, too."""
 
     def backward_begins(self) -> None:
-        """Takes note that a backward pass is about to begin with casts on."""
+        """Called when a backward pass is about to begin with casts on."""
 
 
 class Group(NamedTuple):
-    """Operators of one device type whose kernels come and go together."""
+    """Operators of one device type whose kernels are registered and removed together."""
 
     device: str
     ops: tuple[str, ...]
 
 
 class Coverage:
-    """What torch's own autocast covers on one device type; read before any kernel of ours is there.
+    """torch's own autocast kernels on one device type, read before ours are registered.
 
     Attributes:
         native: torch's own kernels, by operator of the default table.
-        probe: What tells that a backward pass begins.
+        probe: The operator whose kernel detects the start of a backward pass.
     """
 
     def __init__(self, device: str) -> None:
@@ -58,7 +58,7 @@ class Coverage:
         filled: list[str] = []
         for op, category in OpTable.default().rows.items():
             if not dispatcher.has_operator(f"aten::{op}"):
-                continue  # an operator of another torch release
+                continue  # not in this torch release
             native = dispatcher.has_autocast(op, device)
             if native:
                 self.native[op] = dispatcher.autocast_kernel(op, device) or _Restated(op, device)
@@ -68,9 +68,9 @@ class Coverage:
         self.probe = Group(device, (BACKWARD_BEGINS,))
 
     def groups(self, table: OpTable) -> Iterator[Group]:
-        """Yields what a table needs: the rows that torch lacks, and each row that the user changed.
+        """Yields the groups for a table: the rows that torch lacks, and each row the user changed.
 
-        The first is the same for every table: its kernels read the row that holds at the call.
+        The first is the same for every table: its kernels look up the row when called.
         """
         yield self._base
         default = OpTable.default().rows
@@ -79,9 +79,9 @@ class Coverage:
                 yield Group(self._device, (op,))
 
     def native_groups(self) -> list[Group]:
-        """Returns the operators left to torch's own kernels, each a group.
+        """Returns the operators left to torch's own kernels, each as a group.
 
-        Without those that promote: torch's do what ours would, everywhere.
+        Excludes those that promote, for which torch's kernels always behave as ours.
         """
         rows = OpTable.default().rows
         left = (op for op in self.native if rows[op] != "promote" and op not in self._base.ops)
@@ -122,8 +122,8 @@ class _Restated:
 
 
 def _below_autocast(key: Any, call: Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    # Kernels run only while the key is included, so clearing the flag puts it back; twice, for a
-    # Ctrl-C may hit the first.
+    # Kernels run only while the key is not excluded, so clearing the flag restores it; twice,
+    # because a Ctrl-C may interrupt the first.
     try:
         try:
             dispatcher.exclude_key(key, True)
@@ -143,15 +143,15 @@ def _build(op: str, device: str, rules: ThreadRules, native: Any) -> Kernel:
 def build_kernel(op: str, device: str, rules: ThreadRules, native: Any) -> Kernel:
     """Returns the kernel of one operator for the autocast key of a device type.
 
-    It casts by the operator's row in the spec of the calling thread, or leaves that to torch's own
-    kernel where that follows the table. Without a spec it does what torch does without it. In a
-    backward pass it casts mixed dtypes only; see Note [Casts in a backward pass].
+    It casts by the operator's row in the spec of the calling thread, or calls torch's own kernel if
+    that follows the table. Without a spec it behaves as torch does. In a backward pass it casts
+    mixed dtypes only; see Note [Casts in a backward pass].
 
     Args:
         op: Operator and overload, such as ``"pow.Scalar"``.
         device: Device type.
-        rules: Asked about the calling thread.
-        native: torch's own autocast kernel, or None where it has none.
+        rules: The op casts of the calling thread.
+        native: torch's own autocast kernel, or None.
     """
     redispatch, call = dispatcher.overload(op).redispatch, dispatcher.direct_call(op)
     cast_rules = rules_for(op, dispatcher.schema(op))
@@ -171,11 +171,11 @@ def build_kernel(op: str, device: str, rules: ThreadRules, native: Any) -> Kerne
         elif spec is None and native is not None and _is_on(device):
             return native.call_boxed(keyset, *args, **kwargs)
         if spec is None or category is None or (formulas and widest(args, kwargs) is None):
-            # Only this call goes below autocast: the inner operators of a composite meet it still.
+            # Only this call goes below autocast; the inner operators of a composite still see it.
             return redispatch(keyset & below, *args, **kwargs)
         if category == "low_precision" and has_double(args) and not rules.casts_double():
             return redispatch(keyset & below, *args, **kwargs)
-        # autograd's device threads have torch's own default.
+        # In autograd's device threads, the autocast dtype is torch's default.
         low = spec.dtype if formulas else _get_dtype(device)
         if category == "banned" and spec.allow_banned:
             category = "fp32"
@@ -209,6 +209,6 @@ def _probe(op: str, device: str, rules: ThreadRules) -> Kernel:
 def _needs_kernel(op: str, category: Category, device: str, native: bool) -> bool:
     if op in NATIVE_DIFFERENCES[device]:
         return True
-    # cuDNN's own row flattens the weights of a whole RNN again; plain casts would undo that.
+    # torch's kernel for cuDNN flattens the cast weights of an RNN; casting one by one would not.
     own_recurrent = category == "recurrent" and device == "cuda" and torch.version.hip is None
     return not (native or own_recurrent or op in COVERED_INSIDE)

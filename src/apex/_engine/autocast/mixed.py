@@ -1,4 +1,4 @@
-"""Python code inside the backward pass of ``scale_loss`` may mix dtypes."""
+"""Resolves mixed dtypes in Python code inside the backward pass of ``scale_loss``."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from apex._torch.function_modes import function_modes, leave_function_modes, pus
 
 
 class resolve_mixed(ExitStack):  # noqa: N801 - reads as a function
-    """The context of a backward pass in which Python code may mix dtypes.
+    """Context of a backward pass in which Python code may mix dtypes.
 
-    See Note [Casts in a backward pass]; for a region without casts nothing is resolved.
+    See Note [Casts in a backward pass]. Does nothing for a region without casts.
     """
 
     def __init__(self, region: CastRegion | UncastRegion) -> None:
@@ -45,9 +45,9 @@ class resolve_mixed(ExitStack):  # noqa: N801 - reads as a function
 
 
 class _ResolveMixed(TorchFunctionMode):
-    """Runs calls of Python code that mix dtypes inside a backward pass in a cast region.
+    """Runs Python calls that mix dtypes inside a backward pass in a cast region.
 
-    autograd's formulas are no calls of Python: they never come here, and pay nothing.
+    autograd's formulas bypass function modes, so they cost nothing extra.
     """
 
     def __init__(self, region: CastRegion) -> None:
@@ -67,8 +67,8 @@ class _ResolveMixed(TorchFunctionMode):
         return self._run(func, *args, **kwargs)
 
 
-# torch takes a function mode off while it handles a call, so a backward pass that began in the call
-# would not have it. A call that is given edges of the graph in place of tensors is not handled.
+# torch disables a function mode while it handles a call, so a backward pass that begins in the call
+# would lack it. A call with graph edges in place of tensors is not handled by modes.
 
 
 def _method(
@@ -150,7 +150,7 @@ def _sequence(given: Any) -> Sequence[Any] | None:
 
 
 def _have_edges(given: Sequence[Any]) -> bool:
-    """Returns whether all are edges of the graph, or plain tensors with one."""
+    """Returns whether all are graph edges, or plain tensors that have one."""
     return all(
         isinstance(each, GradientEdge)
         or (type(each) in (Tensor, torch.nn.Parameter) and each.requires_grad)

@@ -1,4 +1,4 @@
-"""Cast regions: where op casts are on, in which thread, by which spec."""
+"""Cast regions: where op casts are on, in which thread, and by which spec."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ _threads = Threads()
 
 
 class _Rules:
-    """What kernels ask about the thread that calls them.
+    """The op casts of the thread that calls a kernel.
 
     Note [Casts in a backward pass]
-        autograd's formulas compute in the dtypes of the forward, and nothing tells them from Python
-        code that runs in the same pass: a function's own backward, a hook, a recompute. But they
-        never mix dtypes, and code that does would fail. So in a backward pass mixed dtypes are
-        resolved by the operator's row, all else is left as it comes. Inside ``scale_loss`` casts
-        are off in formulas altogether, and :mod:`apex._engine.autocast.mixed` resolves what Python
-        code mixes. A plain ``loss.backward()`` meets the casts of its thread: from the first one
-        on, torch's own kernels, which would cast, have ours before them.
+        autograd's formulas compute in the dtypes of the forward, and cannot be distinguished from
+        Python code in the same pass: a function's own backward, a hook, a recompute. But formulas
+        never mix dtypes, and Python code that does would fail. So in a backward pass, kernels cast
+        arguments of mixed dtypes by the operator's row, and leave all others. Inside ``scale_loss``
+        casts are off in formulas altogether, and :mod:`apex._engine.autocast.mixed` handles Python
+        code. A plain ``loss.backward()`` runs under its thread's casts: from the first one on, our
+        kernels replace torch's own, which would cast.
 
-    Threads that no region has entered are autograd's device threads and those that run compiled
-    code, or have a ``torch.autocast`` of their own: the newest session's table holds there.
+    In threads that no region has entered, the newest session's table applies: autograd's device
+    threads, and threads that run compiled code or a ``torch.autocast`` of their own.
     """
 
     def spec(self, device: str) -> CastSpec | None:
@@ -72,7 +72,7 @@ class _Rules:
         if task == -1:
             return False
         here = _threads.here
-        # torch.utils.checkpoint has entered torch.autocast where it recomputes.
+        # torch.utils.checkpoint enters torch.autocast to recompute.
         return task != here.task and autocast_depth() <= here.depth
 
     def casts_double(self) -> bool:
@@ -89,16 +89,16 @@ _registry = Registry(_rules)
 
 @at_tracing
 def _prepare_plain_backward() -> None:
-    """Makes this thread's ambient casts ready for a backward pass outside of ``scale_loss``."""
+    """Prepares this thread's ambient casts for a backward pass outside ``scale_loss``."""
     for spec in {id(spec): spec for spec in _threads.here.specs.values()}.values():
         _registry.replace_native_of(spec)
 
 
 def _leave_parent() -> None:
-    """Withdraws the ambient casts of a forked process's thread.
+    """Withdraws the ambient casts in a forked process.
 
-    It is a copy of the thread that called ``initialize``, and another one all the same: what a
-    data loader's workers compute does not depend on how they are started.
+    Its thread is a copy of one that called ``initialize``, but the results of data loader workers
+    must not depend on how they are started.
     """
     here = _threads.here
     for request in here.requests:
@@ -114,8 +114,8 @@ if sys.platform != "win32":
 class CastRegion:
     """Runs functions with op casts on.
 
-    While a region lives, the kernels that its devices lack are registered. A pickled or copied
-    region is one of its own, with the same spec.
+    While a region lives, the kernels that its devices lack are registered. Pickling or copying
+    makes an independent region with the same spec.
 
     Raises:
         ValueError: If a device type of the spec has no autocast.
@@ -132,10 +132,10 @@ class CastRegion:
         return CastRegion, (self.spec,)
 
     def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Returns ``fn(*args, **kwargs)`` with casts on, in any thread, unless ``no_casts`` holds.
+        """Returns ``fn(*args, **kwargs)`` with casts on, in any thread, except in ``no_casts``.
 
-        A weight that several operators use is cast once inside the outermost run; no cast outlives
-        it, for the weight may change then.
+        A weight used by several operators is cast once inside the outermost run; the cast is
+        dropped at its end, as the weight may change after it.
         """
         if _is_compiling():
             if get_dtype("cpu") is _TRACED_OFF:
@@ -162,7 +162,8 @@ class CastRegion:
     def enter_ambient(self) -> None:
         """Turns casts on in this thread until ``leave_ambient``.
 
-        Of several ambient regions the newest living one rules; without any, what stood before.
+        Of several ambient regions the newest live one applies; after the last one, the previous
+        state returns.
         """
         lease = _registry.lease(self.spec, rules=False)
         request = AmbientRequest(self.spec, _threads.here, lease, _registry.end)
@@ -170,10 +171,10 @@ class CastRegion:
         _threads.here.request(request)
 
     def leave_ambient(self) -> None:
-        """Withdraws this region's ambient casts; may be called again, and from any thread.
+        """Withdraws this region's ambient casts; idempotent, and safe in any thread.
 
-        The thread that entered acts on it now if it is this one, else before its next operator
-        with a row.
+        Takes effect at once in the calling thread, and in another before its next operator that has
+        a row.
         """
         _withdraw(self._requests)
 
@@ -181,9 +182,9 @@ class CastRegion:
     def handle_doubles(self) -> None:
         """Makes low-precision operators cast float64 tensors too, inside runs.
 
-        torch's own rows leave float64 alone, and then fail on mixed float64 and low precision.
-        ``run`` calls this at the first float64 argument that it sees: always on, it would put
-        Python into every matmul.
+        torch's own kernels leave float64 as it is, and then fail on mixed float64 and low
+        precision. ``run`` calls this at the first float64 argument, because it makes every matmul
+        call Python.
         """
         if not self._casts_double:
             self._casts_double = True
@@ -199,27 +200,28 @@ class CastRegion:
 
 
 def _stays_off() -> bool:
-    """Returns whether a run inside ``no_casts`` has no casts.
+    """Returns whether casts stay off in a run inside ``no_casts``.
 
-    In a backward pass that began inside ``no_casts`` it has, unless torch.utils.checkpoint
-    recomputes under ambient casts: that has set the switch as it was in the forward.
+    In a backward pass that began inside ``no_casts`` they are on, except when
+    torch.utils.checkpoint recomputes under ambient casts: it sets the switch itself, as in the
+    forward.
     """
     here = _threads.here
     return backward_id() == here.task or bool(here.requests and autocast_depth() > here.depth)
 
 
 class UncastRegion:
-    """Runs functions with the casts of every region off; free of cost where none is on.
+    """Runs functions with the casts of every region off; costs nothing if none is on.
 
     Args:
-        users: Whether also those of a ``torch.autocast`` of the user's own.
+        users: Whether to turn off a user's own ``torch.autocast`` as well.
     """
 
     def __init__(self, *, users: bool = False) -> None:
         self._users = users
 
     def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Returns ``fn(*args, **kwargs)`` with casts off; a cast region run inside casts again."""
+        """Returns ``fn(*args, **kwargs)`` with casts off; cast regions inside turn them back on."""
         if _is_compiling():
             return _traced([d for d in DEVICE_TYPES if is_on(d)], None, fn, *args, **kwargs)
         here = _threads.here
@@ -237,9 +239,9 @@ class UncastRegion:
 
 
 class no_casts(ExitStack):  # noqa: N801 - reads as a function, like torch.no_grad
-    """Turns the casts of every region off in this thread, also for regions that run inside.
+    """Turns the casts of every region off in this thread, even in regions that run inside.
 
-    May be nested, left and entered again; cheaper than ``torch.autocast(enabled=False)``.
+    Reentrant and reusable; cheaper than ``torch.autocast(enabled=False)``.
     """
 
     @untraced
@@ -259,7 +261,7 @@ class no_casts(ExitStack):  # noqa: N801 - reads as a function, like torch.no_gr
 
 
 def casts_off() -> AbstractContextManager[Any]:
-    """Returns ``no_casts()`` for code that gradients flow through; traced, a form that traces."""
+    """Returns ``no_casts()`` for differentiable code; under dynamo, a form that it can trace."""
     if torch.is_grad_enabled():
         _prepare_plain_backward()
     if _is_compiling():
@@ -268,9 +270,9 @@ def casts_off() -> AbstractContextManager[Any]:
 
 
 def active_spec() -> CastSpec | None:
-    """Returns the spec by which this thread casts now; None where casts are off.
+    """Returns the spec by which this thread casts now; None if casts are off.
 
-    Where a thread casts by several specs (one a device type), the one that began first.
+    If the device types have different specs, returns that of the first one with casts on.
     """
     if _rules.in_formulas():
         return None
@@ -281,9 +283,9 @@ def active_spec() -> CastSpec | None:
 
 
 def active_dtype() -> torch.dtype | None:
-    """Returns the low precision that this thread casts to now; None where casts are off.
+    """Returns the low-precision dtype that this thread casts to now; None if casts are off.
 
-    Unlike :func:`active_spec` it traces under ``torch.compile``.
+    Unlike :func:`active_spec`, it can be traced by ``torch.compile``.
     """
     if _is_compiling():
         on = [device for device in DEVICE_TYPES if is_on(device)]
@@ -293,10 +295,10 @@ def active_dtype() -> torch.dtype | None:
 
 
 _TRACED_OFF = torch.float32
-"""The autocast dtype of a CPU where ``disable_casts`` is traced.
+"""The CPU's autocast dtype while ``disable_casts`` is traced.
 
-It casts to that nowhere else, and dynamo carries it into the graph: a region that is traced inside
-finds it. Whether casts are on does not tell, for a region turns them on.
+No region uses this dtype, and dynamo keeps it in the graph, so a region traced inside recognizes
+it. Whether casts are on would not be enough, because an outer region may have turned them on.
 """
 
 
@@ -310,7 +312,7 @@ def _traced(
 ) -> R:
     """Calls ``fn`` under autocast to ``dtype`` (None: off).
 
-    One ``with`` a device: the form of it that dynamo traces.
+    Nests one ``with`` per device, which dynamo can trace.
     """
     if not devices:
         return fn(*args, **kwargs)
@@ -339,7 +341,7 @@ def _withdraw(requests: list[AmbientRequest]) -> None:
         if thread is _threads.here:
             thread.settle()
             if thread.busy:
-                continue  # the block that it is in acts on it when it ends
+                continue  # the enclosing block settles it at its end
         if request.release.alive:  # see Note [Sessions that end elsewhere]
             _registry.replace_native(request.lease)
 

@@ -1,4 +1,4 @@
-"""What casts in one thread: torch's autocast switches, and whose op table holds on which device."""
+"""The casts of one thread: torch's autocast switches, and the op table of each device type."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from apex._torch.dispatcher import weight_cache_is_safe
 from apex._torch.dynamo import is_compiling_here, untraced
 
 DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps")
-"""Device types that have an autocast of their own."""
+"""Device types that torch has autocast for."""
 
 is_on, set_on = torch.is_autocast_enabled, torch.set_autocast_enabled
 get_dtype, set_dtype = torch.get_autocast_dtype, torch.set_autocast_dtype
@@ -29,8 +29,8 @@ _up_and_down = torch.autocast_increment_nesting, torch.autocast_decrement_nestin
 
 def autocast_depth() -> int:
     """Returns how many ``torch.autocast`` blocks this thread is in."""
-    # torch counts only while it changes the count. In one call of C code, for a Ctrl-C between the
-    # two would leave it changed.
+    # torch returns the count only when changing it. Both changes run in one C call, so that a
+    # Ctrl-C cannot separate them.
     depth: int = list(map(_call, _up_and_down))[1]
     return depth
 
@@ -40,11 +40,11 @@ class AmbientRequest:
 
     Attributes:
         spec: The casts.
-        lease: Keeps the kernels until the thread has acted on the end of the request.
-        release: Ends the lease; called when the thread is gone, at the latest.
-        alive: Whether the casts are still asked for.
+        lease: Keeps the kernels registered until the thread has applied the end of the request.
+        release: Ends the lease; called at the latest when the thread is gone.
+        alive: Whether the request still stands.
         applied: Whether the thread's switches follow it.
-        depth: ``torch.autocast`` blocks around the request that have not ended.
+        depth: Number of open ``torch.autocast`` blocks around the request.
     """
 
     __slots__ = ("alive", "applied", "depth", "lease", "release", "spec", "thread")
@@ -63,15 +63,15 @@ class AmbientRequest:
 
 
 Switch = tuple[str, bool, torch.dtype]
-"""How casts stand on one device type: device type, whether on, autocast dtype."""
+"""The autocast state of one device type: device type, whether on, autocast dtype."""
 
 State = tuple[int, dict[str, CastSpec], int, int, int, bool, list[Switch]]
-"""What a block puts back: ``busy``, ``specs``, ``runs``, ``off``, ``task``, whether the weight
-cache is on, switches. A plain tuple, for every forward makes one."""
+"""The state that a block restores: ``busy``, ``specs``, ``runs``, ``off``, ``task``, whether the
+weight cache is on, switches. A plain tuple, because every forward makes one."""
 
 
 class _Before(NamedTuple):
-    """How a device type's switch stood before the first ambient request, how deep in blocks."""
+    """A device type's switch before the first ambient request, and the autocast depth then."""
 
     on: bool
     dtype: torch.dtype
@@ -82,26 +82,26 @@ class ThreadCasts:
     """The casts of one thread.
 
     Note [Spec and switch]
-        Two things are kept apart: ``specs`` says whose rows hold on a device type, torch's autocast
-        switch says whether casts are on. ``no_casts`` turns only the switch off. When
+        ``specs`` holds the rows that apply on each device type; torch's autocast switch determines
+        whether casts are on. ``no_casts`` turns only the switch off. When
         ``torch.utils.checkpoint`` recomputes a forward inside a backward (which runs under
-        ``no_casts``), it sets the switch as it was in the forward, the rows are still there, and
-        the recomputed dtypes are those of the forward.
+        ``no_casts``), it sets the switch as in the forward and the rows still apply, so the
+        recomputed dtypes are those of the forward.
 
     Note [Interrupted blocks]
-        A Ctrl-C may hit any line. So a block takes the whole state before it changes anything,
-        and puts all of it back in two nested ``finally``: ``put_back`` may be cut short and
-        called again. ``busy`` is the first to change and the last to be put back.
+        A Ctrl-C may interrupt any line. So a block saves the whole state before it changes
+        anything, and restores it in two nested ``finally`` clauses: if ``put_back`` is interrupted,
+        it runs again. ``busy`` changes first and is restored last.
 
     Attributes:
-        specs: Spec by device type, of the ambient requests and of running regions; replaced,
-            never changed.
+        specs: Spec by device type, from ambient requests and running regions; replaced, never
+            mutated.
         requests: Ambient requests, oldest first.
-        busy: Blocks of any kind that will put the state back when they end.
-        runs: Runs of cast regions inside each other.
-        off: Whether ``no_casts`` holds (1) or not (0).
-        task: Autograd's backward pass that the newest block began in (-1: none).
-        stale: Whether ``settle`` may have something to do: requests changed, or were made inside
+        busy: Number of open blocks of any kind.
+        runs: Number of nested runs of cast regions.
+        off: Whether ``no_casts`` is active (1) or not (0).
+        task: Id of autograd's backward pass in which the newest block began (-1: none).
+        stale: Whether ``settle`` may have work: requests changed, or were made inside
             ``torch.autocast`` blocks.
     """
 
@@ -121,22 +121,22 @@ class ThreadCasts:
 
     @property
     def depth(self) -> int:
-        """``torch.autocast`` blocks that are around the ambient casts."""
+        """Number of open ``torch.autocast`` blocks around the ambient casts."""
         return self.requests[-1].depth if self.requests else 0
 
     # -- blocks --------------------------------------------------------------------------------
 
     def state(self, switches: list[Switch]) -> State:
-        """Returns the state for ``put_back``, which will set no switches but these."""
+        """Returns the state for ``put_back``, which sets these switches only."""
         cache = _is_cache_on()
         return self.busy, self.specs, self.runs, self.off, self.task, cache, switches
 
     def switches(self, devices: Iterable[str]) -> list[Switch]:
-        """Returns how the switch of each device type stands."""
+        """Returns the switch of each device type."""
         return [(device, is_on(device), get_dtype(device)) for device in devices]
 
     def other_switches(self, spec: CastSpec) -> list[Switch]:
-        """Returns how those switches stand that a run of ``spec`` changes."""
+        """Returns the switches that a run of ``spec`` changes."""
         found: list[Switch] = []
         for device in spec.device_types:
             on, dtype = is_on(device), get_dtype(device)
@@ -146,7 +146,7 @@ class ThreadCasts:
 
     @untraced
     def put_back(self, before: State) -> None:
-        """Ends a block, once; may be called again. See Note [Interrupted blocks]."""
+        """Ends a block; idempotent. See Note [Interrupted blocks]."""
         busy, specs, runs, off, task, cache, switches = before
         if self.busy == busy:
             return
@@ -164,7 +164,7 @@ class ThreadCasts:
             self.settle()
 
     def turn_on(self, spec: CastSpec, before: State) -> None:
-        """Begins a run in the state ``before``: ``spec`` holds, with the switches on."""
+        """Begins a run from the state ``before``, with ``spec`` applied and its switches on."""
         self.busy += 1
         self.runs += 1
         if self.runs == 1:
@@ -176,7 +176,7 @@ class ThreadCasts:
             set_dtype(device, spec.dtype)
 
     def turn_off(self, before: State, *, for_runs: bool) -> None:
-        """Begins a block in the state ``before`` with its switches off; also for runs in it."""
+        """Begins a block from the state ``before`` with its switches off, also for runs inside."""
         self.busy += 1
         if for_runs:
             self.off, self.task = 1, backward_id()
@@ -186,23 +186,23 @@ class ThreadCasts:
     # -- ambient -------------------------------------------------------------------------------
 
     def request(self, ambient: AmbientRequest) -> None:
-        """Makes an ambient request rule."""
+        """Adds an ambient request and applies it."""
         self.requests.append(ambient)
         self.stale = True
         self.settle()
 
     def settle(self) -> None:
-        """Makes the newest living ambient request of each device type rule.
+        """Applies the newest live ambient request of each device type.
 
-        Inside a block of ours it waits for the end of that block. With no request left, what stood
-        before the first one comes back.
+        Inside a block of ours, the end of that block does it. With no request left, the state from
+        before the first one returns.
 
         Note [Sessions that end elsewhere]
             A session may end in another thread, or in a garbage collection at any point. A
-            ``torch.autocast`` block and a call of compiled code put the switch back, at their end,
-            to what they found: nothing can be turned off inside. Until the thread acts on it, at
-            the next operator with a row, region or ``no_casts``, its kernels stay, and torch's own
-            have ours before them.
+            ``torch.autocast`` block and a call of compiled code restore the switch at their end, so
+            it cannot be turned off inside. Until the thread applies the end of the session, at its
+            next operator with a row, region or ``no_casts``, the session's kernels stay registered,
+            and ours replace torch's own.
         """
         if self.busy:
             return
@@ -212,7 +212,7 @@ class ThreadCasts:
         depth = autocast_depth()
         if ended and (is_compiling_here() or depth > min(request.depth for request in ended)):
             return
-        # A block that was around a request has ended, and taken its switches along.
+        # A block around a request has ended and reset its switches.
         if ended or any(not r.applied or r.depth > depth for r in living):
             self._set_switches(depth)
         for request in living:
@@ -223,10 +223,10 @@ class ThreadCasts:
             request.release()
 
     def _set_switches(self, depth: int) -> None:
-        """Sets the switches by ``specs``; may be cut short and called again."""
+        """Sets the switches from ``specs``; safe to interrupt and repeat."""
         if self.specs and not self._before:
             self._cache_before = _is_cache_on()
-        # Blocks that were around have ended: they have put back what stood before them.
+        # Surrounding blocks that ended have already restored their switches.
         before = {device: was for device, was in self._before.items() if was.depth <= depth}
         for device in self.specs:
             before.setdefault(device, _Before(is_on(device), get_dtype(device), depth))
@@ -237,13 +237,13 @@ class ThreadCasts:
         for device in before.keys() - self.specs.keys():
             set_on(device, before[device].on)
             set_dtype(device, before[device].dtype)
-        # Outside of runs nothing says when a weight has changed: no weight cache.
+        # No weight cache outside runs, where changes of weights go unnoticed.
         _set_cache(not self.specs and self._cache_before)
         self._before = {device: before[device] for device in self.specs}
 
 
 class Threads(threading.local):
-    """Holds every thread's casts; the one owner of per-thread state."""
+    """Every thread's casts; the one owner of per-thread state."""
 
     def __init__(self) -> None:
         self.here = ThreadCasts()

@@ -1,4 +1,4 @@
-"""Functions that the user wants cast: decorators, and functions registered in other modules."""
+"""Casts for user functions: decorated ones, and ones registered by module and name."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from apex._core.tree import map_arguments
 from apex._engine.autocast.region import UncastRegion, active_dtype
 
 Kind = Literal["low_precision", "bfloat16", "float", "promote"]
-"""What a user's function gets.
+"""How a user function's arguments are cast.
 
-``low_precision``: every floating tensor in the region's dtype.
-``bfloat16``: every floating tensor in bfloat16.
-``float``: fp16 and bf16 tensors in fp32, and no casts inside; float64 stays.
-``promote``: every floating tensor in the widest floating dtype among them.
+``low_precision``: every floating tensor to the region's dtype.
+``bfloat16``: every floating tensor to bfloat16.
+``float``: fp16 and bf16 tensors to fp32, with casts off inside; float64 stays.
+``promote``: every floating tensor to the widest floating dtype among them.
 """
 
 P = ParamSpec("P")
@@ -34,21 +34,21 @@ _uncast = UncastRegion(users=True)
 
 
 def cast_function(fn: Callable[P, R], kind: Kind) -> Callable[P, R]:
-    """Returns ``fn`` behind casts of its tensor arguments, in any nesting.
+    """Returns ``fn`` with casts of its tensor arguments, however nested.
 
-    Where casts are off it is a plain call.
+    With casts off, it calls ``fn`` directly.
 
-    Works on functions, methods, ``autograd.Function.apply`` and custom operators, and traces
-    under ``torch.compile``. A function that is cast already is cast anew, never twice.
+    Works on functions, methods, ``autograd.Function.apply`` and custom operators, and under
+    ``torch.compile``. Casting a cast function again replaces its kind.
 
     Raises:
         ValueError: If ``kind`` is unknown.
         TypeError: If ``fn`` is not callable.
     """
     if kind not in get_args(Kind):
-        raise ValueError(f"Unknown kind of cast {kind!r}: use one of {', '.join(get_args(Kind))}.")
+        raise ValueError(f"Unknown cast kind {kind!r}; use one of {', '.join(get_args(Kind))}.")
     if not callable(fn):
-        raise TypeError(f"amp can only cast calls of functions; got {type(fn).__name__} {fn!r}.")
+        raise TypeError(f"amp can cast callables only; got {type(fn).__name__} {fn!r}.")
     plain: Callable[P, R] = getattr(fn, "__wrapped__", fn) if _is_cast(fn) else fn
 
     @functools.wraps(plain)
@@ -66,9 +66,9 @@ def cast_function(fn: Callable[P, R], kind: Kind) -> Callable[P, R]:
 
 
 class UserRegistry:
-    """Functions of other modules that sessions cast; replaced while any session is applied.
+    """Registered functions of other modules, replaced by cast versions while a session lives.
 
-    A session may end in another thread, and in a garbage collection anywhere inside ``apply``.
+    A session may end in another thread, or in a garbage collection at any point of ``apply``.
     """
 
     def __init__(self) -> None:
@@ -78,31 +78,29 @@ class UserRegistry:
         self._sessions = 0
 
     def register(self, module: ModuleType | type, name: str, kind: Kind) -> None:
-        """Marks ``module.name`` to be cast from the next ``apply`` on; the last kind holds.
+        """Registers ``module.name`` to be cast from the next ``apply`` on; the latest kind wins.
 
         Raises:
             ValueError: If the module has no such function, or the kind is unknown.
         """
         where = getattr(module, "__name__", repr(module))
         if kind not in get_args(Kind):
-            raise ValueError(
-                f"Unknown kind of cast {kind!r}: use one of {', '.join(get_args(Kind))}."
-            )
+            raise ValueError(f"Unknown cast kind {kind!r}; use one of {', '.join(get_args(Kind))}.")
         if not callable(getattr(module, name, None)):
             raise ValueError(
-                f"No such function {name!r} in {where}: amp registers a function by the module "
-                "that holds it and its name there: amp.register_half_function(torch, 'einsum')."
+                f"No function {name!r} in {where}. Pass the module that holds the function and its "
+                "name there: amp.register_half_function(torch, 'einsum')."
             )
         self._entries[id(module), name] = _Entry(module, name, kind)
 
     def kinds(self) -> dict[str, Kind]:
-        """Returns the kind of every registered function, by its name in its module."""
+        """Returns the kind of every registered function by its name."""
         return {entry.name: entry.kind for entry in self._entries.values()}
 
     def apply(self) -> None:
-        """Replaces every registered function that is not replaced yet; pairs with one ``undo``."""
+        """Replaces every registered function not replaced yet; pairs with one ``undo``."""
         with self._lock:
-            # First: a session that ends in between must not be the last one.
+            # First, so that a session that ends during this call is not the last one.
             self._sessions += 1
             added: list[_Replaced] = []
             try:
@@ -115,10 +113,10 @@ class UserRegistry:
                 raise
 
     def undo(self) -> None:
-        """Ends one ``apply``; the last one puts every function back."""
+        """Ends one ``apply``; the last one restores every function."""
         with self._lock:
             if self._sessions == 0:
-                raise RuntimeError("undo() of user functions without apply(): call apply() first.")
+                raise RuntimeError("undo() of user functions was called without apply().")
             self._sessions -= 1
             if self._sessions == 0:
                 _restore_all(self._applied)
@@ -136,13 +134,13 @@ class _Entry:
     kind: Kind
 
     def replace(self) -> list[_Replaced]:
-        """Sets the cast function in the module; empty where it stands there already."""
+        """Sets the cast function in the module; returns nothing if it is already there."""
         own = vars(self.module).get(self.name, _ABSENT)
         function = getattr(self.module, self.name)
         if getattr(function, _MARK, None) == self.kind:
             return []
         value: Any = cast_function(function, self.kind)
-        # A bound method read from a class is a class method: its replacement must not bind again.
+        # A bound method read from a class is a class method; its replacement must not bind again.
         if inspect.isclass(self.module) and (
             inspect.ismethod(function) or isinstance(own, staticmethod)
         ):
@@ -158,9 +156,9 @@ class _Replaced:
     ours: Any
 
     def put_back(self) -> None:
-        """Restores the attribute.
+        """Restores the attribute, unless other code has replaced ours.
 
-        Unless someone has replaced ours by now; theirs may call ours, which is then a plain call.
+        That code may still call ours, which then calls the original directly.
         """
         module, name = self.entry.module, self.entry.name
         if vars(module).get(name) is not self.ours:
@@ -179,7 +177,7 @@ def _is_cast(fn: object) -> bool:
 
 
 def _rule(kind: Kind, dtype: torch.dtype, args: Any, kwargs: Any) -> Callable[[Tensor], Tensor]:
-    """Returns the cast of one tensor for a call with these arguments."""
+    """Returns the function that casts one tensor of a call with these arguments."""
     if kind == "float":
         return lambda tensor: tensor.float() if tensor.dtype in LOW_PRECISION else tensor
     if kind == "bfloat16":
