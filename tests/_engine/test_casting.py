@@ -376,16 +376,16 @@ def test_copy_is_a_region_of_its_own(copied):
     assert second.spec == BF16
 
 
-def test_a_lease_that_fails_raises_its_first_error():
+def test_a_registration_that_fails_raises_its_first_error():
     class Failing(Registry):
-        def _hold(self, number, group):
+        def _acquire(self, number, group):
             raise MemoryError("first")
 
         def _release(self, number):
             raise RuntimeError("second")
 
     with pytest.raises(MemoryError, match="first"):
-        Failing(region_module._rules).lease(BF16)
+        Failing(region_module._rules).register(BF16)
 
 
 def test_regions_end_in_any_thread():

@@ -154,9 +154,7 @@ def test_a_custom_operator_is_cast(level):
 
 @pytest.mark.parametrize("given", [None, 3, "exp"])
 def test_what_is_no_function_is_a_type_error(given):
-    with pytest.raises(
-        TypeError, match=f"only cast calls of functions; got {type(given).__name__}"
-    ):
+    with pytest.raises(TypeError, match=f"cast callables only; got {type(given).__name__}"):
         amp.half_function(given)
 
 

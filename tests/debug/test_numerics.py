@@ -70,7 +70,7 @@ def test_only_the_first_ten_are_named():
 def test_a_model_without_tensors_says_so():
     found = amp.debug.check_numerics(torch.nn.ReLU())
     assert found
-    assert str(found) == "No floating tensor."
+    assert str(found) == "No floating-point tensor."
 
 
 def test_sparse_gradients_and_integer_buffers_are_no_trouble():

@@ -70,7 +70,7 @@ def test_an_interrupt_inside_backward_leaves_the_gradients_from_before(level, lo
     ):
         scaled_loss.backward()
     assert cases.same(state(model, optimizer), before)
-    here = _threads.here
+    here = _threads.current
     assert (here.off, here.runs, here.busy) == (0, 0, 0)
     assert torch.is_autocast_enabled("cpu") is (level == "O1")
 
@@ -101,7 +101,7 @@ def test_an_interrupt_inside_forward_leaves_no_cast_region(level):
 
     with model[2].register_forward_pre_hook(interrupt), pytest.raises(KeyboardInterrupt):
         model(cases.batch()[0])
-    here = _threads.here
+    here = _threads.current
     assert (here.off, here.runs, here.busy) == (0, 0, 0)
     with amp.disable_casts():
         assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype is torch.float32
@@ -149,7 +149,7 @@ class Lines:
 
 
 def casts():
-    here = _threads.here
+    here = _threads.current
     return (
         (here.off, here.runs, here.busy, here.task, here.specs, here.stale),
         (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),

@@ -189,7 +189,7 @@ def without_ids(value):
 
 
 def casts_off_depth():
-    here = _threads.here
+    here = _threads.current
     return here.off + here.runs + here.busy
 
 

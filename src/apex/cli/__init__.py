@@ -47,8 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = int(args.run(args))
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # such as of `apex compare x.py | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
+    except BrokenPipeError:  # as in `apex compare x.py | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at exit
         return exit_codes.NOT_WRITTEN
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -156,7 +156,7 @@ def _show(comparison: Comparison, args: argparse.Namespace) -> bool:
     files = {"report": (args.output, report(comparison))}
     if args.json not in (None, "-"):
         files["json"] = (Path(args.json), data)
-    # Before anything is printed, because the reader of a pipe may be gone.
+    # Written before printing, because printing to a closed pipe raises.
     errors = {kind: _write(*file) for kind, file in files.items()}
     print("\n" + comparison_text(comparison), file=stream)
     if args.json == "-":
@@ -181,5 +181,5 @@ def _write(path: Path, text: str) -> str | None:
 def _count(text: str) -> int:
     """Parses an integer of at least 1."""
     if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a number of at least 1")
+        raise argparse.ArgumentTypeError(f"got {value}; it must be at least 1")
     return value

@@ -67,5 +67,5 @@ def run(args: argparse.Namespace) -> int:
 def _seconds(text: str) -> float:
     """Parses a finite time of at least 0 seconds."""
     if not 0.0 <= (value := float(text)) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a time of at least 0 seconds")
+        raise argparse.ArgumentTypeError(f"got {text}; it must be finite and at least 0 seconds")
     return value

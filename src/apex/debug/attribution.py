@@ -178,7 +178,7 @@ def _rows(op: str, function: str) -> Iterator[tuple[str, str]]:
 
 
 def _by_autocast(op: str, computed_in: str, call: Call) -> str:
-    """Returns what torch's own autocast did, which has no readable op list, only kernels."""
+    """Returns the decision of torch's own autocast, inferred from its kernels."""
     device, dtype = call.autocast or ("cpu", torch.float32)
     key = AUTOCAST_KEYS[device]
     rows = [f"aten::{row}" for _, row in _rows(op, call.name)]

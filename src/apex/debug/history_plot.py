@@ -1,4 +1,4 @@
-"""A history as a figure: loss scales with overflows marked, and gradient norms."""
+"""Plots a history: loss scales with overflows marked, and gradient norms."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ OVERFLOW = "tab:red"
 
 
 def figure(passes: Sequence[Pass]) -> Figure:
-    """Returns the figure, for ``savefig`` or a notebook; no window is opened.
+    """Returns the figure, for ``savefig`` or a notebook; opens no window.
 
     Args:
-        passes: Oldest first.
+        passes: The recorded passes, oldest first.
 
     Raises:
         ImportError: If matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""Which tensors of a model hold inf or NaN, and how much headroom the others have."""
+"""Finds tensors of a model that hold inf or NaN, and measures the headroom of the others."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from apex._core import dtypes, finite
 from apex._torch import copies, dtensor
 from apex.debug.skips import require_session
 
-NAMED = 10
+_MAX_LISTED = 10
+"""Number of non-finite tensors that ``str`` lists."""
 
 
 @dataclass(frozen=True)
 class TensorNumerics:
-    """The numbers in one tensor, in short.
+    """A summary of one tensor's values.
 
     Attributes:
         name: Qualified name of the parameter or buffer in the model.
         role: ``"parameter"``, ``"buffer"``, ``"gradient"``, ``"master"`` or ``"state NAME"``.
-        dtype: Such as ``"float16"``.
-        inf: Infinite elements, of either sign.
-        nan: NaN elements.
-        elements: All elements, of this rank where the tensor is sharded.
+        dtype: Name of the dtype, such as ``"float16"``.
+        inf: Number of infinite elements, of either sign.
+        nan: Number of NaN elements.
+        elements: Number of elements; of a sharded tensor, those on this rank.
         largest: Largest finite absolute value.
         limit: Largest finite value of the dtype.
     """
@@ -48,7 +49,7 @@ class TensorNumerics:
 
     @property
     def headroom(self) -> float:
-        """How often the largest value can double before it overflows; inf if all are 0."""
+        """Powers of two from the largest value to ``limit``; inf if all values are 0."""
         return math.log2(self.limit / self.largest) if self.largest else math.inf
 
     def __str__(self) -> str:
@@ -81,19 +82,19 @@ class Numerics(tuple[TensorNumerics, ...]):
         """Returns the tensors that are not finite, or else the one closest to overflow."""
         bad = self.nonfinite
         if bad:
-            more = [f"and {len(bad) - NAMED} more"] if len(bad) > NAMED else []
-            return "Not finite:\n" + "\n".join(f"  {line}" for line in [*bad[:NAMED], *more])
+            more = [f"and {len(bad) - _MAX_LISTED} more"] if len(bad) > _MAX_LISTED else []
+            return "Not finite:\n" + "\n".join(f"  {line}" for line in [*bad[:_MAX_LISTED], *more])
         close = self.least_headroom
         if close is None:
-            return "No floating tensor."
+            return "No floating-point tensor."
         return f"All {len(self)} tensors finite; closest to overflow: {close}."
 
 
 def check_numerics(model: nn.Module, optimizer: Any = None) -> Numerics:
-    """Finds inf and NaN in parameters, buffers and gradients, in masters and optimizer state.
+    """Finds inf and NaN in parameters, buffers, gradients, masters and optimizer state.
 
-    Call it between two steps when a NaN appears from nowhere: one in the optimizer's state returns
-    at every step, whatever the batch. Waits for the device once, at the end.
+    Call it between two steps to locate a persistent NaN: one in the optimizer's state returns at
+    every step, whatever the batch. Waits for the device once, at the end.
 
     Args:
         model: Any model, prepared or not.
@@ -101,8 +102,8 @@ def check_numerics(model: nn.Module, optimizer: Any = None) -> Numerics:
             state too, under the names of the model's parameters.
 
     Raises:
-        TypeError: If ``model`` is no module.
-        RuntimeError: If ``optimizer`` is not prepared.
+        TypeError: If ``model`` is not a module.
+        RuntimeError: If amp has not prepared ``optimizer``.
 
     Example:
         >>> import torch
@@ -155,7 +156,7 @@ def _of_optimizer(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, str, 
 
 @torch.no_grad()
 def _counted(tensors: list[Tensor]) -> list[list[float]]:
-    """Returns, for each tensor, the infinities, the NaNs and the largest finite magnitude."""
+    """Returns, for each tensor, the counts of inf and NaN and the largest finite magnitude."""
     found = [
         torch.stack(
             [

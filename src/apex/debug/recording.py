@@ -1,4 +1,4 @@
-"""Records every operator: its dtypes, time, FLOPs and ranges, and the casts outputs for it."""
+"""Records every operator: its dtypes, time, FLOPs and ranges, and the casts made for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a machine computes natively in a dtype."""
+"""Detects dtypes that a machine emulates."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ EMULATION_RATIO = 4.0
 def slowdown(dtype: torch.dtype, device: torch.device) -> float:
     """Returns the time of the slower of two operators in ``dtype`` relative to fp32 on ``device``.
 
-    They are a matrix product and the gradients of a convolution: some CPUs have fp16 kernels for
+    These are a matrix product and the gradients of a convolution; some CPUs have fp16 kernels for
     the first only.
 
     Raises:
-        RuntimeError: If the device has no such product.
+        RuntimeError: If the device does not support one of them.
     """
     if dtype is torch.float32:
         return 1.0

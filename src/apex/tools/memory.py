@@ -28,7 +28,7 @@ def stored(model: nn.Module, optimizer: Optimizer) -> Stored:
 
 
 class SavedBytes:
-    """Bytes that autograd saved for backward; counted while the block runs."""
+    """A running count of the bytes that autograd saved for backward."""
 
     def __init__(self) -> None:
         """Starts at zero."""

@@ -54,11 +54,11 @@ class BarProgress:
         self._bar.set_description(text)
 
     def step(self) -> None:
-        """Moves the bar."""
+        """Advances the bar."""
         self._bar.update()
 
     def close(self) -> None:
-        """Closes the bar as it is."""
+        """Closes the bar at its present position."""
         if self._bar is not None:
             self._bar.close()
 

@@ -14,10 +14,10 @@ LEAST_GAIN = 1.05
 """Least speed-up that justifies a change of numerics."""
 
 LEAST_MEMORY_GAIN = 0.9
-"""Greatest share of fp32's memory that does, ..."""
+"""Largest share of fp32's memory that justifies it, ..."""
 
 LEAST_BYTES_SAVED = 32e6
-"""... together with this saving in bytes."""
+"""... if it also saves this many bytes."""
 
 MOST_FROZEN = 0.05
 MOST_SKIPPED = 0.1
@@ -76,7 +76,7 @@ def loss_is_worse(result: Result, base: Result) -> bool:
 
 
 def _first_of_the_fastest(results: list[Result]) -> Result | None:
-    """Returns the fastest; of those within its spread, the first in the table."""
+    """Returns the first variant in the table that is as fast as the fastest, within its spread."""
     fastest = min(results, key=_time, default=None)
     if fastest is None or fastest.timing is None:
         return None
@@ -106,7 +106,7 @@ def _refusal(result: Result, base: Result) -> str:
         (not result.emulated and loss_is_worse(result, base), _worse(result, base)),
         (
             frozen > MOST_FROZEN,
-            f"rounding swallowed the updates of up to {frozen:.0%} of the weights",
+            f"rounding lost the updates of up to {frozen:.0%} of the weights",
         ),
         (
             len(record.skipped) > 2 + MOST_SKIPPED * len(record.losses),

@@ -146,8 +146,8 @@ class Result:
 
     Attributes:
         variant: The variant.
-        slowdown: Time of a matrix product in its dtype relative to fp32; ``None`` if this machine
-            does not support it.
+        slowdown: Time in its dtype relative to fp32, see :func:`apex.tools.emulation.slowdown`;
+            ``None`` if this machine does not support the dtype.
         emulated: Whether the machine emulates the dtype.
         training: Record of the training.
         timing: Time per step.

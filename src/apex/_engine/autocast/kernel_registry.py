@@ -23,10 +23,10 @@ from apex._torch.dynamo import is_compiling_here
 
 
 class Registry:
-    """The one owner of registered kernels, which stay registered while a lease needs them.
+    """The one owner of kernels: each exists while a registration needs it.
 
-    A lease may end in any thread and inside a garbage collection, so its end is only queued; the
-    next thread that gets the lock processes the queue.
+    A registration may end in any thread and inside a garbage collection, so its end is only queued;
+    the next thread that gets the lock processes the queue.
 
     Note [Compiled code outlives the kernels]
         Code from ``torch.compile`` has the casts of these kernels built in, but neither dynamo's
@@ -42,14 +42,14 @@ class Registry:
         self._rules = rules
         self._lock = threading.Lock()
         self._queue: deque[Callable[[], None]] = deque()
-        self._leases: dict[int, _Lease] = {}
+        self._registrations: dict[int, _Registration] = {}
         self._kernels: dict[Group, _Kernels] = {}
         self._coverage: dict[str, Coverage] = {}
         self._numbers = itertools.count()
         self._tag_before: str | None = None
 
-    def lease(self, spec: CastSpec, *, rules: bool = True) -> int:
-        """Registers the kernels for ``spec``; returns the number of the lease, for :meth:`end`.
+    def register(self, spec: CastSpec, *, rules: bool = True) -> int:
+        """Registers the kernels for ``spec``; returns the number for :meth:`unregister`.
 
         Args:
             spec: Rows and device types.
@@ -67,49 +67,49 @@ class Registry:
         number = next(self._numbers)
         try:
             with self._lock:
-                self._leases[number] = _Lease(spec, rules)
+                self._registrations[number] = _Registration(spec, rules)
                 for device in spec.device_types:
                     coverage = self._coverage_of(device)
                     for group in (*coverage.groups(spec.table), coverage.probe):
-                        self._hold(number, group)
-                self._mark_compile_caches()
+                        self._acquire(number, group)
+                self._update_cache_tag()
         except BaseException:
             with contextlib.suppress(Exception):  # the first error is the one to report
-                self.end(number)
+                self.unregister(number)
             raise
-        self._work_off()
+        self._process_queue()
         return number
 
     def replace_native(self, number: int) -> None:
-        """Replaces torch's own kernels with ours on the device types of a live lease.
+        """Replaces torch's own kernels with ours on the device types of a live registration.
 
         Ours cost 3 us more per call, but handle float64, backward passes, and sessions that ended
         in another thread.
         """
-        lease = self._leases.get(number)
-        if lease is not None and not lease.replaces_native:
-            lease.replaces_native = True
+        registration = self._registrations.get(number)
+        if registration is not None and not registration.replaces_native:
+            registration.replaces_native = True
             self._queue.append(functools.partial(self._replace_native, number))
-            self._work_off()
+            self._process_queue()
 
     def replace_native_of(self, spec: CastSpec) -> None:
-        """Replaces torch's own kernels for all leases of one spec object."""
-        for number, lease in list(self._leases.items()):
-            if lease.spec is spec:
+        """Replaces torch's own kernels for all registrations of one spec object."""
+        for number, registration in list(self._registrations.items()):
+            if registration.spec is spec:
                 self.replace_native(number)
 
-    def end(self, number: int) -> None:
-        """Ends a lease; safe in finalizers and in any thread."""
+    def unregister(self, number: int) -> None:
+        """Ends a registration; safe in finalizers and in any thread."""
         self._queue.append(functools.partial(self._release, number))
-        self._work_off()
+        self._process_queue()
 
     def newest(self, device: str) -> CastSpec | None:
         """Returns the spec of the newest live session for a device type.
 
         Prefers one whose dtype is the thread's autocast dtype.
         """
-        leases = reversed(list(self._leases.values()))
-        specs = [lease.spec for lease in leases if lease.rules and lease.covers(device)]
+        registrations = reversed(list(self._registrations.values()))
+        specs = [each.spec for each in registrations if each.rules and each.covers(device)]
         dtype = torch.get_autocast_dtype(device)
         return next((spec for spec in specs if spec.dtype is dtype), specs[0] if specs else None)
 
@@ -118,17 +118,17 @@ class Registry:
             self._coverage[device] = Coverage(device)
         return self._coverage[device]
 
-    def _hold(self, number: int, group: Group) -> None:
-        held = self._leases[number].groups
+    def _acquire(self, number: int, group: Group) -> None:
+        held = self._registrations[number].groups
         if group in held:
             return
         if group not in self._kernels:
             kernels = self._coverage_of(group.device).kernels(group, self._rules)
             self._kernels[group] = _Kernels(dispatcher.register(kernels, group.device))
-        self._kernels[group].leases += 1
+        self._kernels[group].registrations += 1
         held.append(group)
 
-    def _work_off(self) -> None:
+    def _process_queue(self) -> None:
         while self._queue and self._lock.acquire(blocking=False):
             try:
                 if self._queue:  # another thread may have emptied it
@@ -137,24 +137,24 @@ class Registry:
                 self._lock.release()
 
     def _replace_native(self, number: int) -> None:
-        if number in self._leases:
-            for device in self._leases[number].spec.device_types:
+        if number in self._registrations:
+            for device in self._registrations[number].spec.device_types:
                 for group in self._coverage_of(device).native_groups():
-                    self._hold(number, group)
+                    self._acquire(number, group)
 
     def _release(self, number: int) -> None:
-        lease = self._leases.pop(number, None)
-        for group in lease.groups if lease is not None else ():
+        registration = self._registrations.pop(number, None)
+        for group in registration.groups if registration is not None else ():
             kernels = self._kernels[group]
-            kernels.leases -= 1
-            if not kernels.leases:
+            kernels.registrations -= 1
+            if not kernels.registrations:
                 del self._kernels[group]
                 kernels.remove()
-        self._mark_compile_caches()
+        self._update_cache_tag()
 
-    def _mark_compile_caches(self) -> None:
+    def _update_cache_tag(self) -> None:
         """Sets or restores the cache tag; see Note [Compiled code outlives the kernels]."""
-        specs = [lease.spec for lease in self._leases.values()]
+        specs = [registration.spec for registration in self._registrations.values()]
         rules = {repr((sorted(s.table.rows.items()), s.allow_banned)) for s in specs}
         if self._tag_before is None:
             self._tag_before = compiler_config.cache_key_tag
@@ -166,11 +166,11 @@ class Registry:
             self._tag_before = None
         if compiler_config.cache_key_tag != tag:
             compiler_config.cache_key_tag = tag
-            _forget_compiled()
+            _reset_dynamo()
 
 
 @dataclass
-class _Lease:
+class _Registration:
     spec: CastSpec
     rules: bool
     replaces_native: bool = False
@@ -183,10 +183,10 @@ class _Lease:
 @dataclass
 class _Kernels:
     remove: Callable[[], None]
-    leases: int = 0
+    registrations: int = 0
 
 
-def _forget_compiled() -> None:
+def _reset_dynamo() -> None:
     """Drops dynamo's code if dynamo is loaded; importing it here would cost seconds.
 
     Does nothing while dynamo traces, which a garbage collection can interrupt; a later change of

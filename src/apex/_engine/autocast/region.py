@@ -60,7 +60,7 @@ class _Rules:
     """
 
     def spec(self, device: str) -> CastSpec | None:
-        here = _threads.here
+        here = _threads.current
         if here.stale:
             here.settle()
             if not is_on(device):
@@ -71,12 +71,12 @@ class _Rules:
         task = backward_id()
         if task == -1:
             return False
-        here = _threads.here
+        here = _threads.current
         # torch.utils.checkpoint enters torch.autocast to recompute.
         return task != here.task and autocast_depth() <= here.depth
 
     def casts_double(self) -> bool:
-        return bool(_threads.here.runs) or autocast_depth() > 0
+        return bool(_threads.current.runs) or autocast_depth() > 0
 
     def backward_begins(self) -> None:
         if not is_compiling_here():
@@ -90,17 +90,17 @@ _registry = Registry(_rules)
 @at_tracing
 def _prepare_plain_backward() -> None:
     """Prepares this thread's ambient casts for a backward pass outside ``scale_loss``."""
-    for spec in {id(spec): spec for spec in _threads.here.specs.values()}.values():
+    for spec in {id(spec): spec for spec in _threads.current.specs.values()}.values():
         _registry.replace_native_of(spec)
 
 
-def _leave_parent() -> None:
+def _withdraw_after_fork() -> None:
     """Withdraws the ambient casts in a forked process.
 
     Its thread is a copy of one that called ``initialize``, but the results of data loader workers
     must not depend on how they are started.
     """
-    here = _threads.here
+    here = _threads.current
     for request in here.requests:
         request.alive = False
     here.stale = True
@@ -108,7 +108,7 @@ def _leave_parent() -> None:
 
 
 if sys.platform != "win32":
-    os.register_at_fork(after_in_child=_leave_parent)
+    os.register_at_fork(after_in_child=_withdraw_after_fork)
 
 
 class CastRegion:
@@ -125,8 +125,8 @@ class CastRegion:
         self.spec = spec
         self._requests: list[AmbientRequest] = []
         self._casts_double = False
-        self._lease = _registry.lease(spec)
-        weakref.finalize(self, _end, self._lease, self._requests).atexit = False
+        self._registration = _registry.register(spec)
+        weakref.finalize(self, _end, self._registration, self._requests).atexit = False
 
     def __reduce__(self) -> tuple[type[CastRegion], tuple[CastSpec]]:
         return CastRegion, (self.spec,)
@@ -140,24 +140,24 @@ class CastRegion:
         if _is_compiling():
             if get_dtype("cpu") is _TRACED_OFF:
                 return fn(*args, **kwargs)
-            self._watch_doubles(args, kwargs)
+            self._check_doubles(args, kwargs)
             return _traced(self.spec.device_types, self.spec.dtype, fn, *args, **kwargs)
-        here = _threads.here
+        here = _threads.current
         if here.stale:
             here.settle()
         if here.off and _stays_off():
             return fn(*args, **kwargs)
         if not self._casts_double:
-            self._watch_doubles(args, kwargs)
-        before = here.state(here.other_switches(self.spec))
+            self._check_doubles(args, kwargs)
+        before = here.state(here.changed_switches(self.spec))
         try:
             try:
                 here.turn_on(self.spec, before)
                 return fn(*args, **kwargs)
             finally:
-                here.put_back(before)
+                here.restore(before)
         finally:  # see Note [Interrupted blocks]
-            here.put_back(before)
+            here.restore(before)
 
     def enter_ambient(self) -> None:
         """Turns casts on in this thread until ``leave_ambient``.
@@ -165,10 +165,10 @@ class CastRegion:
         Of several ambient regions the newest live one applies; after the last one, the previous
         state returns.
         """
-        lease = _registry.lease(self.spec, rules=False)
-        request = AmbientRequest(self.spec, _threads.here, lease, _registry.end)
+        registration = _registry.register(self.spec, rules=False)
+        request = AmbientRequest(self.spec, _threads.current, registration, _registry.unregister)
         self._requests.append(request)
-        _threads.here.request(request)
+        _threads.current.request(request)
 
     def leave_ambient(self) -> None:
         """Withdraws this region's ambient casts; idempotent, and safe in any thread.
@@ -190,7 +190,7 @@ class CastRegion:
             self._casts_double = True
             _registry.replace_native_of(self.spec)
 
-    def _watch_doubles(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    def _check_doubles(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         for value in args:
             if isinstance(value, Tensor) and value.dtype is torch.float64:
                 self.handle_doubles()
@@ -206,7 +206,7 @@ def _stays_off() -> bool:
     torch.utils.checkpoint recomputes under ambient casts: it sets the switch itself, as in the
     forward.
     """
-    here = _threads.here
+    here = _threads.current
     return backward_id() == here.task or bool(here.requests and autocast_depth() > here.depth)
 
 
@@ -224,7 +224,7 @@ class UncastRegion:
         """Returns ``fn(*args, **kwargs)`` with casts off; cast regions inside turn them back on."""
         if _is_compiling():
             return _traced([d for d in DEVICE_TYPES if is_on(d)], None, fn, *args, **kwargs)
-        here = _threads.here
+        here = _threads.current
         if not here.specs and not self._users:
             return fn(*args, **kwargs)
         before = here.state(here.switches(DEVICE_TYPES if self._users else here.specs))
@@ -233,9 +233,9 @@ class UncastRegion:
                 here.turn_off(before, for_runs=False)
                 return fn(*args, **kwargs)
             finally:
-                here.put_back(before)
+                here.restore(before)
         finally:
-            here.put_back(before)
+            here.restore(before)
 
 
 class no_casts(ExitStack):  # noqa: N801 - reads as a function, like torch.no_grad
@@ -246,12 +246,12 @@ class no_casts(ExitStack):  # noqa: N801 - reads as a function, like torch.no_gr
 
     @untraced
     def __enter__(self) -> Any:
-        here = _threads.here
+        here = _threads.current
         if here.stale:
             here.settle()
         before = here.state(here.switches(here.specs))
-        self.callback(here.put_back, before)
-        self.callback(here.put_back, before)  # see Note [Interrupted blocks]
+        self.callback(here.restore, before)
+        self.callback(here.restore, before)  # see Note [Interrupted blocks]
         try:
             here.turn_off(before, for_runs=True)
             return self
@@ -276,7 +276,7 @@ def active_spec() -> CastSpec | None:
     """
     if _rules.in_formulas():
         return None
-    for device in _threads.here.specs or DEVICE_TYPES:
+    for device in _threads.current.specs or DEVICE_TYPES:
         if is_on(device):
             return _rules.spec(device)
     return None
@@ -338,14 +338,14 @@ def _withdraw(requests: list[AmbientRequest]) -> None:
         if thread is None:
             continue
         thread.stale = True
-        if thread is _threads.here:
+        if thread is _threads.current:
             thread.settle()
             if thread.busy:
                 continue  # the enclosing block settles it at its end
-        if request.release.alive:  # see Note [Sessions that end elsewhere]
-            _registry.replace_native(request.lease)
+        if request.unregister.alive:  # see Note [Sessions that end elsewhere]
+            _registry.replace_native(request.registration)
 
 
-def _end(lease: int, requests: list[AmbientRequest]) -> None:
+def _end(registration: int, requests: list[AmbientRequest]) -> None:
     _withdraw(requests)
-    _registry.end(lease)
+    _registry.unregister(registration)

@@ -24,14 +24,14 @@ _is_cache_on, _set_cache = torch.is_autocast_cache_enabled, torch.set_autocast_c
 
 
 _call = operator.methodcaller("__call__")
-_up_and_down = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
+_nesting_calls = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
 
 
 def autocast_depth() -> int:
     """Returns how many ``torch.autocast`` blocks this thread is in."""
     # torch returns the count only when changing it. Both changes run in one C call, so that a
     # Ctrl-C cannot separate them.
-    depth: int = list(map(_call, _up_and_down))[1]
+    depth: int = list(map(_call, _nesting_calls))[1]
     return depth
 
 
@@ -40,23 +40,23 @@ class AmbientRequest:
 
     Attributes:
         spec: The casts.
-        lease: Keeps the kernels registered until the thread has applied the end of the request.
-        release: Ends the lease; called at the latest when the thread is gone.
+        registration: Keeps the kernels until the thread has applied the request's end.
+        unregister: Ends the registration; called at the latest when the thread is gone.
         alive: Whether the request still stands.
         applied: Whether the thread's switches follow it.
         depth: Number of open ``torch.autocast`` blocks around the request.
     """
 
-    __slots__ = ("alive", "applied", "depth", "lease", "release", "spec", "thread")
+    __slots__ = ("alive", "applied", "depth", "registration", "spec", "thread", "unregister")
 
     def __init__(
-        self, spec: CastSpec, thread: ThreadCasts, lease: int, end: Callable[[int], None]
+        self, spec: CastSpec, thread: ThreadCasts, registration: int, end: Callable[[int], None]
     ) -> None:
         self.spec = spec
         self.thread = weakref.ref(thread)
-        self.lease = lease
-        self.release = weakref.finalize(thread, end, lease)
-        self.release.atexit = False
+        self.registration = registration
+        self.unregister = weakref.finalize(thread, end, registration)
+        self.unregister.atexit = False
         self.alive = True
         self.applied = False
         self.depth = autocast_depth()
@@ -90,7 +90,7 @@ class ThreadCasts:
 
     Note [Interrupted blocks]
         A Ctrl-C may interrupt any line. So a block saves the whole state before it changes
-        anything, and restores it in two nested ``finally`` clauses: if ``put_back`` is interrupted,
+        anything, and restores it in two nested ``finally`` clauses: if ``restore`` is interrupted,
         it runs again. ``busy`` changes first and is restored last.
 
     Attributes:
@@ -127,7 +127,7 @@ class ThreadCasts:
     # -- blocks --------------------------------------------------------------------------------
 
     def state(self, switches: list[Switch]) -> State:
-        """Returns the state for ``put_back``, which sets these switches only."""
+        """Returns the state for ``restore``, which sets these switches only."""
         cache = _is_cache_on()
         return self.busy, self.specs, self.runs, self.off, self.task, cache, switches
 
@@ -135,7 +135,7 @@ class ThreadCasts:
         """Returns the switch of each device type."""
         return [(device, is_on(device), get_dtype(device)) for device in devices]
 
-    def other_switches(self, spec: CastSpec) -> list[Switch]:
+    def changed_switches(self, spec: CastSpec) -> list[Switch]:
         """Returns the switches that a run of ``spec`` changes."""
         found: list[Switch] = []
         for device in spec.device_types:
@@ -145,7 +145,7 @@ class ThreadCasts:
         return found
 
     @untraced
-    def put_back(self, before: State) -> None:
+    def restore(self, before: State) -> None:
         """Ends a block; idempotent. See Note [Interrupted blocks]."""
         busy, specs, runs, off, task, cache, switches = before
         if self.busy == busy:
@@ -220,7 +220,7 @@ class ThreadCasts:
         self.requests = living
         self.stale = any(request.depth for request in living)
         for request in ended:
-            request.release()
+            request.unregister()
 
     def _set_switches(self, depth: int) -> None:
         """Sets the switches from ``specs``; safe to interrupt and repeat."""
@@ -246,4 +246,4 @@ class Threads(threading.local):
     """Every thread's casts; the one owner of per-thread state."""
 
     def __init__(self) -> None:
-        self.here = ThreadCasts()
+        self.current = ThreadCasts()

@@ -124,7 +124,7 @@ class UserRegistry:
 
 def _restore_all(replaced: list[_Replaced]) -> None:
     while replaced:
-        replaced.pop().put_back()
+        replaced.pop().restore()
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class _Replaced:
     before: Any
     ours: Any
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restores the attribute, unless other code has replaced ours.
 
         That code may still call ours, which then calls the original directly.

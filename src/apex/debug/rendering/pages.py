@@ -6,7 +6,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 
 def render(package: str, template: str, **values: object) -> str:
-    """Returns the page that a template makes of ``values``.
+    """Returns the page rendered from a template.
 
     Args:
         package: The package whose folder ``page`` holds the template.

@@ -16,7 +16,7 @@ def text(explanation: Explanation, *, rows: int | None = 40, colour: bool = Fals
     """Returns the explanation as tables drawn with box characters.
 
     Args:
-        explanation: What was found.
+        explanation: The explanation to render.
         rows: Number of operators to show, slowest first; None for all.
         colour: Whether to colour dtypes with ANSI escape sequences.
     """

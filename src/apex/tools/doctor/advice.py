@@ -30,7 +30,7 @@ def advise(speeds: list[Speed], device: str) -> Advice:
     """Returns the level to start with on ``device``.
 
     Args:
-        speeds: What :func:`apex.tools.doctor.speeds.measure` returned for it.
+        speeds: The result of :func:`apex.tools.doctor.speeds.measure` for it.
         device: The device.
     """
     bf16, fp16 = (ratio(speeds, device, name) for name in ("bfloat16", "float16"))

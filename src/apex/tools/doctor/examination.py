@@ -17,7 +17,7 @@ from apex.tools.doctor.speeds import Speed
 
 @dataclass(frozen=True)
 class Health:
-    """What :func:`examine` found.
+    """The result of :func:`examine`.
 
     Attributes:
         versions: Versions of apex-amp, torch, Python and the system, by name.

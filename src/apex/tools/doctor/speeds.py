@@ -63,7 +63,7 @@ def ratio(speeds: list[Speed], device: str, dtype: str) -> float:
     It is 0 if one of them fails.
 
     Args:
-        speeds: What :func:`measure` returned.
+        speeds: The result of :func:`measure`.
         device: The device.
         dtype: The dtype's name.
     """

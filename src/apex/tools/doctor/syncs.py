@@ -1,4 +1,4 @@
-"""Whether fused optimizers make the host wait for the device."""
+"""Counts the host syncs in a step of each fused optimizer."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def host_reads(device: torch.device) -> dict[str, int]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found[name] = _reads_of_a_step(make, device)
-        gc.collect()  # the session, and with it its casts, ends here
+        gc.collect()  # ends the session and its casts
     return found
 
 

@@ -12,7 +12,7 @@ _NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 
 
 def health_text(health: Health) -> str:
-    """Returns what ``apex doctor`` prints."""
+    """Returns the text that ``apex doctor`` prints."""
     parts = [
         ", ".join(f"{name} {version}" for name, version in health.versions.items()),
         "\n".join(_speed_lines(health)),

@@ -16,7 +16,7 @@ class Script:
     """A parsed file.
 
     Attributes:
-        module: Its syntax tree, whose nodes the methods take.
+        module: Its syntax tree; the methods take its nodes.
     """
 
     def __init__(self, text: str) -> None:
