@@ -22,7 +22,7 @@ class Communicator:
     def __init__(self) -> None:
         """Starts without wrappers."""
         self._wrappers = Wrappers()
-        self._told_of_join = False
+        self._join_warned = False
 
     def note(self, wrapper: DistributedDataParallel, *, traced: bool = False) -> None:
         """Records that a model's forward pass begins, or is traced, under a wrapper."""
@@ -56,8 +56,8 @@ class Communicator:
         # their own would drift apart.
         for pair in binding.pairs:
             pair.low_bits = False
-        if dynamic and not self._told_of_join:
-            self._told_of_join = True
+        if dynamic and not self._join_warned:
+            self._join_warned = True
             if ranks.rank() == 0:
                 _log.warning(
                     "amp: in DistributedDataParallel.join(), ranks that finish early stop updating "
