@@ -101,7 +101,7 @@ def test_a_static_scale_counts_steps_and_neither_checks_nor_moves():
         run_pass(scaler, math.inf)
     assert scaler.state() == {"loss_scale": 8.0, "unskipped": 3}
     assert not scaler.read_found_inf()
-    assert scaler.arrived() == []
+    assert scaler.read_updates() == []
 
 
 def test_an_optimizer_counts_once_among_overflows_before_one_step():
@@ -111,7 +111,7 @@ def test_an_optimizer_counts_once_among_overflows_before_one_step():
         scaler.begin_pass()
         scaler.unscale_([torch.tensor([math.inf])])
         scaler.update(iterations)
-    assert [update.optimizers for update in scaler.arrived()] == [1, 1, 1]
+    assert [update.optimizers for update in scaler.read_updates()] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -157,13 +157,13 @@ def test_updates_arrive_once_with_scale_overflow_and_skips_in_a_row():
     scaler = scaler_for("dynamic", ScaleRule(), loss_id=3)
     for grad in (math.inf, math.inf, 1.0, math.nan):
         run_pass(scaler, grad, optimizers=2)
-    assert scaler.arrived() == [
+    assert scaler.read_updates() == [
         ScaleUpdate(3, 2.0**15, True, 2, 1),
         ScaleUpdate(3, 2.0**14, True, 2, 2),
         ScaleUpdate(3, 2.0**14, False, 2, 0),
         ScaleUpdate(3, 2.0**13, True, 2, 1),
     ]
-    assert scaler.arrived() == []
+    assert scaler.read_updates() == []
 
 
 def test_a_pass_whose_update_was_left_out_keeps_its_flag_for_the_next():
@@ -183,7 +183,7 @@ def test_an_overridden_scale_divides_instead_of_the_own():
 def test_after_renewal_earlier_tensors_stay_and_the_state_goes_on():
     scaler = dynamic()
     earlier = scaler.loss_scale
-    scaler.renew()
+    scaler.replace_tensors()
     run_pass(scaler, math.inf)
     assert earlier == 2.0**16
     assert scaler.read_scale() == 2.0**15

@@ -98,7 +98,7 @@ def test_a_scale_keeps_its_state_on_its_way_through_devices():
         run_pass(scaler, place, value)
         assert scaler.loss_scale.device == torch.device(place)
         assert scaler.state() == {"loss_scale": scale, "unskipped": count}
-    scales = [update.loss_scale for update in scaler.arrived()]
+    scales = [update.loss_scale for update in scaler.read_updates()]
     assert scales == [2.0**16, 2.0**15, 2.0**15, 2.0**16, 2.0**15]
 
 
@@ -111,9 +111,9 @@ def test_a_pass_on_a_device_waits_for_nothing():
     scaler.unscale_([grad])
     scaler.update([Iteration(0, 0)])
     device.set_events_pass(False)
-    assert scaler.arrived() == []
+    assert scaler.read_updates() == []
     device.set_events_pass(True)
-    assert scaler.arrived() == [ScaleUpdate(0, 2.0**15, True, 1, 1)]
+    assert scaler.read_updates() == [ScaleUpdate(0, 2.0**15, True, 1, 1)]
     assert device.waits() == []
 
 
@@ -123,7 +123,7 @@ def test_a_report_that_blocks_on_the_readback_gets_it_at_once():
     device.set_events_pass(False)
     try:
         run_pass(scaler, "cuda:1", math.inf)
-        assert [update.overflow for update in scaler.arrived()] == [True]
+        assert [update.overflow for update in scaler.read_updates()] == [True]
     finally:
         device.set_events_pass(True)
 

@@ -10,7 +10,7 @@ from apex.tools.progress import PlainProgress
 from apex.tools.recommend import recommendation
 from apex.tools.results import Comparison, Distance, ModuleError, Probe, Result, Stored, Timing
 from apex.tools.results import Training as Record
-from apex.tools.variants import VARIANTS, chosen
+from apex.tools.variants import VARIANTS, parse_variants
 
 TARGET = """
 import torch
@@ -37,7 +37,7 @@ def written(folder, text=TARGET, name="target.py"):
 def compared(target, levels="O0,O4", *, steps=4, rounds=2, seed=0):
     """Compares on the CPU, quietly."""
     options = Options(
-        variants=chosen(levels),
+        variants=parse_variants(levels),
         steps=steps,
         emulated_steps=2,
         rounds=rounds,

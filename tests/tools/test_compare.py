@@ -11,7 +11,7 @@ import torch
 from apex import amp
 from apex.tools.compare import _timing_notes
 from apex.tools.results import Timing, to_json
-from apex.tools.targets import TargetError, opened
+from apex.tools.targets import TargetError, open_target
 from apex.tools.variants import VARIANTS
 from tests.tools.cases import TARGET, by_name, compared, result_of, written
 
@@ -26,7 +26,7 @@ def every(tmp_path_factory):
 
 def by_hand(target, step):
     """Returns the losses of a plain loop over the target's batches."""
-    with opened(target) as build:
+    with open_target(target) as build:
         experiment = build()
         return tuple(step(experiment, experiment.batches[index % 3]).item() for index in range(7))
 

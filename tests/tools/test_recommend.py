@@ -5,7 +5,7 @@ import math
 import pytest
 
 from apex.tools.results import Stored
-from apex.tools.variants import VARIANTS, chosen
+from apex.tools.variants import VARIANTS, parse_variants
 from tests.tools.cases import comparison_of, result_of
 
 SLOW_LOSSES = tuple(2.0 / step for step in range(1, 11))
@@ -108,11 +108,11 @@ def test_the_reasons_give_time_loss_and_memory():
 
 
 def test_levels_come_in_the_table_s_order_with_the_baseline():
-    assert [v.name for v in chosen("O5, O4")] == ["O0", "O4", "O5"]
-    assert [v.name for v in chosen(",".join(VARIANTS))] == list(VARIANTS)
+    assert [v.name for v in parse_variants("O5, O4")] == ["O0", "O4", "O5"]
+    assert [v.name for v in parse_variants(",".join(VARIANTS))] == list(VARIANTS)
 
 
 @pytest.mark.parametrize("names", ["O6", "O4,o5", ""])
 def test_an_unknown_level_is_refused_with_the_choices(names):
     with pytest.raises(ValueError, match="choose from O0, O1"):
-        chosen(names)
+        parse_variants(names)

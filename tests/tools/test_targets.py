@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from apex.tools.targets import TargetError, opened
+from apex.tools.targets import TargetError, open_target
 from tests.tools.cases import TARGET, written
 
 BODY = TARGET.replace("\n", "\n    ")
@@ -30,7 +30,7 @@ def trains(experiment):
     ids=["names", "setup", "function", "dict"],
 )
 def test_a_file_gives_fresh_objects_each_time(tmp_path, text, function):
-    with opened(written(tmp_path, text) + function) as build:
+    with open_target(written(tmp_path, text) + function) as build:
         first, second, third = build(), build(), build()
     assert len({id(experiment.model) for experiment in (first, second, third)}) == 3
     assert trains(first)
@@ -53,12 +53,12 @@ def module(tmp_path, monkeypatch):
 
 
 def test_a_function_of_a_module_is_called_anew(module):
-    with opened(module(SETUP) + ":setup") as build:
+    with open_target(module(SETUP) + ":setup") as build:
         assert build().model is not build().model
 
 
 def test_what_comes_back_the_same_is_copied_with_its_optimizer(module):
-    with opened(module(TARGET)) as build:
+    with open_target(module(TARGET)) as build:
         first, second = build(), build()
     assert first.model is not second.model
     assert trains(first)
@@ -68,7 +68,7 @@ def test_what_comes_back_the_same_is_copied_with_its_optimizer(module):
 
 def test_a_model_that_cannot_be_copied_is_no_fault_where_each_is_made_anew(tmp_path):
     locked = "\nimport threading\nmodel.lock = threading.Lock()\n"
-    with opened(written(tmp_path, TARGET + locked)) as build:
+    with open_target(written(tmp_path, TARGET + locked)) as build:
         assert trains(build())
 
 
@@ -76,7 +76,7 @@ def test_a_model_that_must_be_copied_and_cannot_is_refused_with_the_remedy(modul
     locked = "\nimport threading\nmodel.lock = threading.Lock()\n"
     with (
         pytest.raises(TargetError, match=r"cannot be deep-copied: TypeError.*builds a new one"),
-        opened(module(TARGET + locked)),
+        open_target(module(TARGET + locked)),
     ):
         pass
 
@@ -95,7 +95,7 @@ def test_a_model_that_must_be_copied_and_cannot_is_refused_with_the_remedy(modul
     ids=["raises", "import", "exit", "nothing", "two", "model", "several"],
 )
 def test_a_target_that_gives_no_experiment_is_refused(tmp_path, text, message):
-    with pytest.raises(TargetError, match=message), opened(written(tmp_path, text)):
+    with pytest.raises(TargetError, match=message), open_target(written(tmp_path, text)):
         pass
 
 
@@ -108,7 +108,7 @@ def test_a_target_that_gives_no_experiment_is_refused(tmp_path, text, message):
     ],
 )
 def test_a_target_that_is_not_there_is_refused(target, message):
-    with pytest.raises(TargetError, match=message), opened(target):
+    with pytest.raises(TargetError, match=message), open_target(target):
         pass
 
 
@@ -116,7 +116,7 @@ def test_a_file_imports_its_neighbours_and_leaves_no_trace(tmp_path):
     (tmp_path / "neighbour_of_target.py").write_text("WIDTH = 16\n")
     text = "from neighbour_of_target import WIDTH\n" + TARGET.replace("16", "WIDTH")
     path = list(sys.path)
-    with opened(written(tmp_path, text)) as build:
+    with open_target(written(tmp_path, text)) as build:
         assert trains(build())
     assert sys.path == path
     assert "apex_compare_target" not in sys.modules

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from apex.tools.emulation import slowdown
-from apex.tools.timing import _timing, time_in_turns
+from apex.tools.timing import _timing, time_interleaved
 
 CPU = torch.device("cpu")
 
@@ -26,7 +26,7 @@ def test_trainers_take_turns_after_one_step_each_that_is_not_counted():
     steps, ticks = [], []
     trainers = {name: Noted(name, steps) for name in ("O0", "O1", "O4")}
     rounds = {"O0": 3, "O1": 1, "O4": 3}
-    found = time_in_turns(trainers, "batch", rounds, device=CPU, on_step=lambda: ticks.append(1))
+    found = time_interleaved(trainers, "batch", rounds, device=CPU, on_step=lambda: ticks.append(1))
     turns = ["O0", "O1", "O4", "O0", "O1", "O4", "O0", "O4", "O0", "O4"]
     assert steps == [(name, "batch") for name in turns]
     assert len(ticks) == len(turns)

@@ -189,7 +189,7 @@ class BackwardPass(ExitStack):
         for binding, sends in zip(self._bindings, self._sends, strict=True):
             binding.gradients.commit(sent=sends)
         if self._moves_scale:
-            self._ended(self._scaler.arrived(), False)
+            self._ended(self._scaler.read_updates(), False)
 
     @property
     def _moves_scale(self) -> bool:
@@ -200,7 +200,7 @@ class BackwardPass(ExitStack):
         """Does everything that can fail; ``Gradients.roll_back`` reverts it."""
         scaler = self._scaler
         if scaler.open_blocks:
-            scaler.renew()
+            scaler.replace_tensors()
         scaler.begin_pass(continues=any(b.gradients.continues_local for b in self._bindings))
         unscale_ = (
             None
@@ -215,7 +215,7 @@ class BackwardPass(ExitStack):
             for binding in self._flagged:
                 binding.gradients.raise_flag(scaler.found_inf)
         if not all(self._sends):
-            scaler.hold()
+            scaler.hold_update()
         elif self._moves_scale:
             scaler.update([binding.gradients.iteration for binding in self._bindings])
 

@@ -118,7 +118,7 @@ def is_flat(state: Mapping[str, Any], flats: Sequence[Tensor]) -> bool:
     )
 
 
-def cut(
+def split_flat_state(
     state: Mapping[str, Any], flats: Sequence[Tensor], shapes: Sequence[Sequence[torch.Size]]
 ) -> dict[str, Any]:
     """Splits an optimizer's state dict over flat groups into one over single parameters.

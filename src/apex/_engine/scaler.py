@@ -105,11 +105,11 @@ class Scaler(ABC):
         """
 
     @abstractmethod
-    def hold(self) -> None:
+    def hold_update(self) -> None:
         """Ends a pass whose gradients stay in this process until a later pass sends them."""
 
     @abstractmethod
-    def renew(self) -> None:
+    def replace_tensors(self) -> None:
         """Continues with copies of scale and flag, leaving the present tensors unchanged.
 
         Autograd graphs that have yet to run saved the present scale, and autograd raises for a
@@ -150,7 +150,7 @@ class Scaler(ABC):
         """
 
     @abstractmethod
-    def arrived(self) -> list[ScaleUpdate]:
+    def read_updates(self) -> list[ScaleUpdate]:
         """Returns the updates that have reached the host since the last call, oldest first."""
 
     # -- state -------------------------------------------------------------------------------
@@ -223,10 +223,10 @@ class StaticScaler(Scaler):
     def begin_pass(self, *, continues: bool = False) -> None:
         """Does nothing: no pass raises a flag."""
 
-    def hold(self) -> None:
+    def hold_update(self) -> None:
         """Does nothing: no update follows."""
 
-    def renew(self) -> None:
+    def replace_tensors(self) -> None:
         """Does nothing: no graph holds the scale."""
 
     def unscale_(
@@ -245,7 +245,7 @@ class StaticScaler(Scaler):
         """Counts a step."""
         self._clean_steps += 1
 
-    def arrived(self) -> list[ScaleUpdate]:
+    def read_updates(self) -> list[ScaleUpdate]:
         """Returns nothing: there are no updates."""
         return []
 
@@ -327,11 +327,11 @@ class DynamicScaler(Scaler):
             self.found_inf.zero_()
         self.pass_state = PassState.PENDING
 
-    def hold(self) -> None:
+    def hold_update(self) -> None:
         """Leaves the flag for the pass that sends the gradients."""
         self.pass_state = PassState.HELD
 
-    def renew(self) -> None:
+    def replace_tensors(self) -> None:
         """Continues with copies of scale and flag."""
         self._bind(self._scale_and_flag.clone())
 
@@ -362,7 +362,7 @@ class DynamicScaler(Scaler):
         if self._readback.send(self._scale_and_flag):
             self._passes_sent.append(iterations)
 
-    def arrived(self) -> list[ScaleUpdate]:
+    def read_updates(self) -> list[ScaleUpdate]:
         """Returns the updates that have reached the host; with ``block_on_read``, all."""
         updates = []
         for loss_scale, found_inf in self._readback.poll(wait=self.block_on_read):

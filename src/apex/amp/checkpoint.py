@@ -140,7 +140,7 @@ def _to_optimizer(found: Contents) -> Converted:
     state = dict(part.optimizer or {})
     lost = tuple(f"{name} is no part of an optimizer's state." for name in part.left)
     if tensors.is_flat(state, part.flats):
-        state = tensors.cut(state, part.flats, _matched(found).shapes)
+        state = tensors.split_flat_state(state, part.flats, _matched(found).shapes)
     return Converted(state, lost)
 
 

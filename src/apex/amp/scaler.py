@@ -232,7 +232,7 @@ class LossScaler:
             self._scaler.found_inf.copy_(self._given_flag.reshape(()))
         overflow = self._scaler.dynamic and self._scaler.read_found_inf()
         self._scaler.update(())
-        self._scaler.arrived()
+        self._scaler.read_updates()
         return overflow
 
 

@@ -132,16 +132,16 @@ def _refused(error: Exception) -> int:
 
 def _options(args: argparse.Namespace) -> Options:
     from apex.tools.compare import Options
-    from apex.tools.devices import device_named
-    from apex.tools.variants import VARIANTS, chosen
+    from apex.tools.devices import parse_device
+    from apex.tools.variants import VARIANTS, parse_variants
 
     return Options(
-        variants=chosen(args.levels if args.levels is not None else ",".join(VARIANTS)),
+        variants=parse_variants(args.levels if args.levels is not None else ",".join(VARIANTS)),
         steps=args.steps,
         emulated_steps=args.emulated_steps,
         rounds=args.rounds,
         seed=args.seed,
-        device=device_named(args.device),
+        device=parse_device(args.device),
     )
 
 

@@ -47,12 +47,12 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Examines, prints the report, writes the JSON; returns the exit code."""
-    from apex.tools.devices import device_named
+    from apex.tools.devices import parse_device
     from apex.tools.doctor import examine
     from apex.tools.doctor.text import health_text
 
     try:
-        device = device_named(args.device)
+        device = parse_device(args.device)
     except ValueError as error:
         print(f"apex doctor: {error}", file=sys.stderr)
         return exit_codes.BAD_INPUT

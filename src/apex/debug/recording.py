@@ -179,9 +179,9 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
         else:
             _charge(self._stats.setdefault(cast.own, OpStats()), cast)
 
-    def _round_trip(self, there: Cast, back: Cast) -> None:
-        place = (back.own.module, back.own.direction, (there.source, there.target, back.target))
-        wasted = [back] if there.used else [there, back]
+    def _round_trip(self, outward: Cast, back: Cast) -> None:
+        place = (back.own.module, back.own.direction, (outward.source, outward.target, back.target))
+        wasted = [back] if outward.used else [outward, back]
         counts = self._trips.setdefault(place, [0, 0, 0])
         for index, more in enumerate((1, len(wasted), sum(cast.bytes for cast in wasted))):
             counts[index] += more

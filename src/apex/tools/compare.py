@@ -19,8 +19,8 @@ from apex.tools.progress import Progress
 from apex.tools.recommend import recommendation
 from apex.tools.results import Comparison, Result
 from apex.tools.seeds import seed_all
-from apex.tools.targets import Build, Experiment, TargetError, opened
-from apex.tools.timing import time_in_turns
+from apex.tools.targets import Build, Experiment, TargetError, open_target
+from apex.tools.timing import time_interleaved
 from apex.tools.trainers import INITIAL_SCALE, Trainer, prepare
 from apex.tools.training import State, Track
 from apex.tools.variants import BASELINE, Variant
@@ -60,7 +60,7 @@ def compare(target: str, options: Options, progress: Progress) -> Comparison:
     Raises:
         TargetError: If the target cannot be used under any variant.
     """
-    with opened(target, seed=options.seed) as build, _quiet():
+    with open_target(target, seed=options.seed) as build, _quiet():
         run = _Run(build, options, progress)
         run.train()
         run.probe()
@@ -154,7 +154,7 @@ class _Run:
     def _observed(self, result: Result) -> probing.Observation:
         weights = self._tracks[BASELINE].weights[len(self.batches)]
         _, trainer = self._fresh(result, weights, settled=True)
-        batch = training.placed(self.batches[0], self.options.device)
+        batch = training.to_device(self.batches[0], self.options.device)
         return probing.observe(trainer, batch, seed=self.options.seed)
 
     def time(self) -> None:
@@ -174,9 +174,9 @@ class _Run:
         trainers = {
             name: self._fresh(self.results[name], self._start, settled=True)[1] for name in names
         }
-        times = time_in_turns(
+        times = time_interleaved(
             trainers,
-            training.placed(self.batches[0], self.options.device),
+            training.to_device(self.batches[0], self.options.device),
             {name: self._rounds(self.results[name]) for name in names},
             device=self.options.device,
             on_step=self.progress.step,

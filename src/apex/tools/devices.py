@@ -7,7 +7,7 @@ import torch
 from apex._torch.devices import accelerator
 
 
-def device_named(name: str | None) -> torch.device:
+def parse_device(name: str | None) -> torch.device:
     """Returns the device called ``name``; for ``None`` the accelerator, or the CPU without one.
 
     Raises:

@@ -72,7 +72,7 @@ def rows(comparison: Comparison) -> list[Row]:
     return [_row(result, comparison.baseline) for result in comparison.results]
 
 
-def shown(cells: list[Row]) -> list[str]:
+def visible_columns(cells: list[Row]) -> list[str]:
     """Returns the names of the columns in which any variant has a value."""
     names = [field.name for field in fields(Row)]
     return [name for name in names if any(getattr(row, name) != NOTHING for row in cells)]

@@ -63,7 +63,7 @@ Build = Callable[[], Experiment]
 
 
 @contextmanager
-def opened(target: str, *, seed: int = 0) -> Iterator[Build]:
+def open_target(target: str, *, seed: int = 0) -> Iterator[Build]:
     """Yields a function that builds the experiment of ``target``.
 
     ``apex compare --help`` defines targets. Random numbers are seeded with ``seed`` before each

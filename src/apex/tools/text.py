@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from apex.tools.results import Comparison
-from apex.tools.rows import HEADINGS, MEANINGS, footnote, rows, shown
+from apex.tools.rows import HEADINGS, MEANINGS, footnote, rows, visible_columns
 from apex.tools.wrapping import wrapped
 
 LEFT = ("level", "compute", "first")
@@ -31,7 +31,7 @@ def comparison_text(comparison: Comparison) -> str:
 def text_table(comparison: Comparison) -> str:
     """Returns the table with its legend; empty columns are omitted."""
     cells = rows(comparison)
-    names = [name for name in shown(cells) if name != "spread"]
+    names = [name for name in visible_columns(cells) if name != "spread"]
     lines = [[getattr(row, name) for name in names] for row in (HEADINGS, *cells)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     body = [_aligned(line, names, widths) for line in lines]

@@ -14,7 +14,7 @@ from apex.tools.stopwatch import seconds
 from apex.tools.trainers import Trainer
 
 
-def time_in_turns(
+def time_interleaved(
     trainers: Mapping[str, Trainer],
     batch: Any,
     rounds: Mapping[str, int],

@@ -69,7 +69,9 @@ def train(
     samples = _spread(len(batches), FROZEN_SAMPLES)
     weights: dict[int, State] = {}
     for step, batch in enumerate(batches, start=1):
-        losses.append(float(trainer.backward(placed(batch, device))))  # sync: every loss is shown
+        losses.append(
+            float(trainer.backward(to_device(batch, device)))
+        )  # sync: every loss is shown
         frozen += _step(trainer, step, count=step in samples)
         scales.append(trainer.loss_scale())
         if step in keep_at or step == len(batches):
@@ -94,7 +96,7 @@ def evaluated(record: Training, trainer: Trainer, experiment: Experiment) -> Tra
         return replace(record, evaluation=float(trainer.run(experiment.evaluate, trainer.model)))
 
 
-def placed(batch: Any, device: torch.device) -> Any:
+def to_device(batch: Any, device: torch.device) -> Any:
     """Returns ``batch`` with its tensors and other movable objects on ``device``."""
     return tree.map_tensors(lambda tensor: tensor.to(device), batch, lambda o: o.to(device))
 

@@ -63,7 +63,7 @@ VARIANTS: Mapping[str, Variant] = {variant.name: variant for variant in _ALL}
 """By name, in display order."""
 
 
-def chosen(names: str) -> tuple[Variant, ...]:
+def parse_variants(names: str) -> tuple[Variant, ...]:
     """Returns the variants in a list such as ``"O0,O4,autocast-bf16"``, in display order.
 
     The baseline is always included.

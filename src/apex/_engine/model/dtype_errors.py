@@ -31,12 +31,12 @@ def explain(model: nn.Module, plan: ModelPlan, error: RuntimeError) -> None:
     if _NO_KERNEL.search(str(error)):
         raise kind(f"{error}\n{_without_kernel(model)}") from error
     if _ABOUT_DTYPES.search(str(error)):
-        strays = _strays(model, plan)
-        if strays:
-            raise kind(f"{error}\n{_mixed(model, plan, strays)}") from error
+        mismatches = _mismatches(model, plan)
+        if mismatches:
+            raise kind(f"{error}\n{_mixed(model, plan, mismatches)}") from error
 
 
-def _strays(model: nn.Module, plan: ModelPlan) -> list[str]:
+def _mismatches(model: nn.Module, plan: ModelPlan) -> list[str]:
     """Returns the names and dtypes of tensors whose dtype differs from the plan's."""
     return [
         f"{name} ({dtypes.name(tensor.dtype)})"
@@ -45,8 +45,8 @@ def _strays(model: nn.Module, plan: ModelPlan) -> list[str]:
     ]
 
 
-def _mixed(model: nn.Module, plan: ModelPlan, strays: list[str]) -> str:
-    shown = ", ".join(strays[:4]) + (", ..." if len(strays) > 4 else "")
+def _mixed(model: nn.Module, plan: ModelPlan, mismatches: list[str]) -> str:
+    shown = ", ".join(mismatches[:4]) + (", ..." if len(mismatches) > 4 else "")
     return (
         f"amp prepared the model {type(model).__name__} to compute in {plan.param_dtype}, but it "
         f"now holds {shown}, added or replaced after amp.initialize or passed to functional_call. "

@@ -6,7 +6,7 @@ from apex.debug.rendering.pages import render
 from apex.tools.report.bars import bar_figures
 from apex.tools.report.curves import curve_figures
 from apex.tools.results import Comparison
-from apex.tools.rows import HEADINGS, MEANINGS, footnote, rows, shown
+from apex.tools.rows import HEADINGS, MEANINGS, footnote, rows, visible_columns
 from apex.tools.variants import BASELINE
 
 
@@ -27,7 +27,7 @@ def report(comparison: Comparison) -> str:
         ],
         bar_figures=bar_figures(comparison),
         curve_figures=curve_figures(comparison),
-        columns=[name for name in shown(cells) if name != "spread"],
+        columns=[name for name in visible_columns(cells) if name != "spread"],
         headings=HEADINGS,
         meanings=MEANINGS,
         rows=list(zip(comparison.results, cells, strict=True)),
