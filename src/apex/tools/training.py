@@ -69,9 +69,8 @@ def train(
     samples = _spread(len(batches), FROZEN_SAMPLES)
     weights: dict[int, State] = {}
     for step, batch in enumerate(batches, start=1):
-        losses.append(
-            float(trainer.backward(to_device(batch, device)))
-        )  # sync: every loss is shown
+        loss = trainer.backward(to_device(batch, device))
+        losses.append(float(loss))  # sync: every loss is shown
         frozen += _step(trainer, step, count=step in samples)
         scales.append(trainer.loss_scale())
         if step in keep_at or step == len(batches):
