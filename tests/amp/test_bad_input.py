@@ -142,12 +142,12 @@ def test_a_prepared_model_is_refused(level):
 
 @pytest.mark.parametrize("given", [None, "net", 3, torch.ones(1), nn.Linear, {"net": nn.ReLU()}])
 def test_what_is_no_model_is_refused(given):
-    words = f"got {type(given).__name__} where a model belongs.*a list or tuple of them"
+    words = f"got {type(given).__name__} instead of a model.*a list or tuple of them"
     refused(TypeError, words, given)
 
 
 def test_what_is_no_model_in_a_list_is_refused_and_leaves_the_models_before_it():
-    refused(TypeError, "got int where a model belongs", [Net(), 3])
+    refused(TypeError, "got int instead of a model", [Net(), 3])
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -180,13 +180,13 @@ def test_larc_around_a_prepared_optimizer_is_refused():
 
 @pytest.mark.parametrize("given", ["sgd", 3, torch.optim.SGD, lambda: None, {}])
 def test_what_is_no_optimizer_is_refused(given):
-    words = f"got {type(given).__name__} where an optimizer belongs.*torch.optim.Optimizer"
+    words = f"got {type(given).__name__} instead of an optimizer.*torch.optim.Optimizer"
     refused(TypeError, words, Net(), given)
 
 
 def test_what_is_no_optimizer_in_a_list_is_refused():
     model = Net()
-    refused(TypeError, "got NoneType where an optimizer belongs", model, [sgd(model), None])
+    refused(TypeError, "got NoneType instead of an optimizer", model, [sgd(model), None])
 
 
 @every_level
@@ -200,7 +200,7 @@ def test_an_optimizer_made_before_the_model_got_new_parameters_is_refused():
     optimizer = sgd(model)
     for part in (model.first, model.norm, model.last):
         part._parameters = {k: nn.Parameter(p.detach()) for k, p in part._parameters.items()}
-    refused(ValueError, "make the optimizer after the model is on its device", model, optimizer)
+    refused(ValueError, "create the optimizer after moving the model", model, optimizer)
 
 
 @every_level
@@ -208,7 +208,7 @@ def test_an_optimizer_without_parameters_is_refused(level):
     model = Net()
     optimizer = sgd(model)
     optimizer.param_groups[0]["params"].clear()
-    words = r"optimizer \(SGD\) without parameters\. Make it with the model's parameters"
+    words = r"optimizer \(SGD\) without parameters\. Create it with the model's parameters"
     refused(ValueError, words, model, optimizer, level=level)
 
 

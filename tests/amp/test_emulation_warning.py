@@ -9,7 +9,7 @@ import apex.amp as amp
 from apex._torch.devices import cpu_features, plain_cpu_features
 from tests.amp.cases import LEVELS, Net
 
-WORDS = r"fp16 is emulated on this CPU.*bf16 is the fast choice.*'O4' instead of 'O1', 'O5'"
+WORDS = r"fp16 is emulated on this CPU.*Use bf16 here.*'O4' instead of 'O1', or 'O5'"
 
 
 def native_fp16():

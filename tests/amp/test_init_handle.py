@@ -138,7 +138,7 @@ def test_what_is_no_loss_is_a_type_error(loss):
 
 
 @pytest.mark.parametrize(
-    ("given", "words"), [("abc", "a string of one, or 'dynamic'"), (0.0, "positive and finite")]
+    ("given", "words"), [("abc", "a string with one, or 'dynamic'"), (0.0, "positive and finite")]
 )
 def test_what_is_no_loss_scale_is_refused_and_turns_nothing_on(given, words):
     with pytest.raises(ValueError, match=words):

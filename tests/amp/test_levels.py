@@ -248,7 +248,7 @@ def test_what_is_no_loss_scale_is_a_value_error(given):
     model = Net()
     with (
         nothing_changes(model),
-        pytest.raises(ValueError, match="positive number, a string of one"),
+        pytest.raises(ValueError, match="positive number, a string with one"),
     ):
         amp.initialize(model, opt_level="O2", loss_scale=given)
 
@@ -318,8 +318,8 @@ def test_a_type_for_function_casts_is_refused_where_there_are_none(level):
         ({"cast_model_type": "half"}, "torch.float16, torch.bfloat16, torch.float32"),
         ({"cast_model_type": torch.int8}, "torch.float16, torch.bfloat16, torch.float32"),
         ({"cast_model_type": True}, "or False for no conversion"),
-        ({"cast_model_outputs": torch.int32}, "a floating torch.dtype or None"),
-        ({"cast_model_outputs": "fp32"}, "a floating torch.dtype or None"),
+        ({"cast_model_outputs": torch.int32}, "a floating-point torch.dtype or None"),
+        ({"cast_model_outputs": "fp32"}, "a floating-point torch.dtype or None"),
     ],
 )
 def test_a_value_of_the_wrong_type_is_a_type_error_that_names_the_accepted(given, accepted):

@@ -325,7 +325,7 @@ def test_unscale_with_stashed_may_write_into_the_stash():
 
 @pytest.mark.parametrize("given", ["abc", None, True])
 def test_what_is_no_loss_scale_is_refused(given):
-    with pytest.raises(ValueError, match="positive number, a string of one, or 'dynamic'"):
+    with pytest.raises(ValueError, match="positive number, a string with one, or 'dynamic'"):
         LossScaler(given)
 
 

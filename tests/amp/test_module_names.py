@@ -219,7 +219,7 @@ def test_a_level_s_object_sets_the_options_that_initialize_reports(level):
 def test_properties_start_disabled_and_take_no_unknown_option():
     options = frontend.Properties()
     assert (options.enabled, options.opt_level, options.loss_scale) == (False, None, 1.0)
-    with pytest.raises(ValueError, match="'no_option' is no option; they are enabled"):
+    with pytest.raises(ValueError, match="'no_option' is not an option; the options are enabled"):
         options._update_options_dict([("no_option", 1)])
 
 

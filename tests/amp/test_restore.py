@@ -215,7 +215,7 @@ def test_a_model_restored_alone_is_fp32_and_its_prepared_optimizer_trains_it_on(
 
 def test_a_plain_model_is_refused():
     model = Net()
-    words = r"model \(Net\) that amp has not prepared\. Pass what amp\.initialize returned"
+    words = r"model \(Net\) that amp has not prepared\. Pass the model that amp\.initialize"
     with nothing_changes(model), pytest.raises(ValueError, match=words):
         amp.restore(model)
 
@@ -245,7 +245,7 @@ def test_a_plain_model_in_a_list_is_refused_before_any_changes():
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_an_optimizer_with_masters_is_refused_without_its_model(level):
     first, second = prepared(level), prepared(level)
-    words = r"masters belong to a model that was not given.*amp\.restore\(model, optimizer\)"
+    words = r"masters of a model that was not passed.*amp\.restore\(model, optimizer\)"
     with nothing_changes(*first, *second), pytest.raises(ValueError, match=words):
         amp.restore(first[0], second[1])
 
@@ -258,11 +258,11 @@ def test_a_wrapped_model_is_refused():
 
 @pytest.mark.parametrize("given", [None, "net", 3])
 def test_what_is_no_model_is_a_type_error(given):
-    with pytest.raises(TypeError, match="where a model belongs"):
+    with pytest.raises(TypeError, match="instead of a model"):
         amp.restore(given)
 
 
 def test_what_is_no_optimizer_is_a_type_error():
     model, _ = prepared("O5")
-    with pytest.raises(TypeError, match="where an optimizer belongs"):
+    with pytest.raises(TypeError, match="instead of an optimizer"):
         amp.restore(model, "sgd")

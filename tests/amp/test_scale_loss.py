@@ -98,7 +98,7 @@ def test_a_loss_that_is_no_tensor_is_a_type_error(loss):
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
 def test_a_loss_that_is_not_floating_is_a_type_error(dtype):
     model, optimizer = prepared("O2")
-    words = f"loss of dtype {dtype}; it must be a real floating type"
+    words = f"loss of dtype {dtype}; it must have a real floating-point dtype"
     with nothing_changes(model, optimizer), pytest.raises(TypeError, match=words):
         amp.scale_loss(torch.ones((), dtype=dtype), optimizer)
 
@@ -120,7 +120,7 @@ def test_the_index_error_tells_how_many_losses_to_ask_for():
 
 def test_what_is_no_optimizer_is_a_type_error():
     model, _ = prepared("O2")
-    with pytest.raises(TypeError, match="got Net where an optimizer belongs"):
+    with pytest.raises(TypeError, match="got Net instead of an optimizer"):
         amp.scale_loss(loss_of(model), model)
 
 

@@ -210,7 +210,7 @@ def test_it_is_taken_once():
 def test_several_sessions_take_it_in_order(caplog):
     amp.load_state_dict({f"loss_scaler{i}": entry(2.0**i, i) for i in range(1, -1, -1)})
     first = prepared("O2")
-    assert "loss_scaler1 of the checkpoint will go to the next amp.initialize" in caplog.text
+    assert "the next amp.initialize call will load loss_scaler1 of the checkpoint" in caplog.text
     second = prepared("O2")
     assert [(scale(i), unskipped(i)) for i in range(2)] == [(1.0, 0), (2.0, 1)]
     del first, second
@@ -220,7 +220,7 @@ def test_a_loss_without_a_waiting_scale_starts_anew_and_is_named(caplog):
     amp.load_state_dict({"loss_scaler0": entry(512.0, 7)})
     keep = prepared("O2", num_losses=3)
     assert [scale(i) for i in range(3)] == [512.0, 2.0**16, 2.0**16]
-    assert "no scale for loss 1, 2, which starts at its default" in caplog.text
+    assert "no scale for loss 1, 2; it starts at the default" in caplog.text
     del keep
 
 
@@ -325,7 +325,7 @@ def test_with_two_sessions_as_many_entries_as_the_newest_has_go_to_it(caplog, lo
     found = [(scale(i), unskipped(i)) for i in range(1 + losses)]
     assert found == [(2.0**16, 0), *((2.0**i, i) for i in range(losses))]
     (record,) = caplog.records
-    assert f"{losses} loss scalers, as the newest amp.initialize call" in record.getMessage()
+    assert f"{losses} loss scalers, which the newest amp.initialize" in record.getMessage()
     del first, second
 
 
@@ -365,7 +365,7 @@ def test_with_two_sessions_as_many_entries_as_both_have_go_to_both(caplog):
         ({"loss_scaler1": entry(torch.ones(1), 0)}, r"loss_scaler1\['loss_scale'\] is tensor"),
         ({"loss_scaler1": {**static(1.0, 0), "apex_amp_v1": {"dynamic": 1}}}, "'apex_amp_v1'"),
         ({"loss_scaler1": {**static(1.0, 0), "apex_amp_v1": 3}}, "'apex_amp_v1'"),
-        ({"loss_scaler2": entry(1.0, 0)}, "'loss_scaler1' is missing beside loss_scaler0"),
+        ({"loss_scaler2": entry(1.0, 0)}, "'loss_scaler1' is missing; the keys are loss_scaler0"),
         ({"loss_scaler01": entry(1.0, 0)}, "unexpected key 'loss_scaler01'"),
     ],
 )
@@ -381,7 +381,7 @@ def test_a_bad_key_or_value_is_refused_by_name_and_changes_nothing(bad, words):
 @pytest.mark.parametrize("bad", [None, [1.0], "loss_scaler0", 3])
 def test_what_is_no_dict_is_refused(bad):
     keep = prepared("O2")
-    with pytest.raises(RuntimeError, match=r"takes what amp\.state_dict"):
+    with pytest.raises(RuntimeError, match=r"accepts the dict that amp\.state_dict"):
         amp.load_state_dict(bad)
     del keep
 

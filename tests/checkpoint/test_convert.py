@@ -73,7 +73,7 @@ def test_further_and_static_scales_are_lost_in_a_grad_scaler():
     assert converted.state["scale"] == 1.0
     assert converted.lost == (
         "loss_scaler1: a GradScaler has one scale.",
-        "loss_scaler0 is static: a GradScaler moves its scale.",
+        "loss_scaler0 is static: a GradScaler's scale is dynamic.",
     )
     del keep
 
@@ -208,7 +208,7 @@ def test_masters_without_the_model_are_refused_for_they_have_no_names():
 def test_16_bit_weights_without_masters_are_told_one_by_one():
     state = {"a": torch.tensor([0.1]).half(), "b": torch.tensor([0.1]), "n": torch.tensor(3)}
     converted = convert(state, to="weights")
-    assert converted.lost == ("a is in 16 bits, without a master.",)
+    assert converted.lost == ("a is 16-bit and has no master.",)
     assert cases.same(converted.state, {**state, "a": state["a"].float()})
 
 
@@ -218,7 +218,7 @@ def test_masters_of_another_model_are_told():
         {"model": cases.net(seed=9).half().state_dict(), "optimizer": optimizer.state_dict()},
         to="weights",
     )
-    assert converted.lost[-1] == "4 of the masters round to no entry of the model."
+    assert converted.lost[-1] == "Masters that match no entry in the model's state dict: 4."
     assert len(converted.lost) == 5
 
 
@@ -290,7 +290,7 @@ def test_an_mmengine_checkpoint_gives_all_three_parts():
     assert cases.same(convert(checkpoint, to="weights").state, dict(model.state_dict()))
     converted = convert(checkpoint, to="optimizer")
     adam(model.parameters()).load_state_dict(converted.state)
-    assert converted.lost == ("base_param_settings is no part of an optimizer's state.",)
+    assert converted.lost == ("base_param_settings is not part of an optimizer's state.",)
 
 
 def test_nothing_that_is_given_changes():
@@ -305,7 +305,7 @@ def test_nothing_that_is_given_changes():
 
 
 def test_an_unknown_checkpoint_is_refused_with_its_keys():
-    with pytest.raises(ValueError, match=r"keys are 'epoch', 'best'\. It knows the states of amp"):
+    with pytest.raises(ValueError, match=r"keys are 'epoch', 'best'\. It accepts states of amp"):
         convert({"epoch": 3, "best": {"loss": 0.1}}, to="amp")
 
 

@@ -58,7 +58,7 @@ def test_verbosity_2_adds_a_line_with_the_first_names(capsys):
     model, optimizer = prepared("O2", verbosity=2)
     capsys.readouterr()
     break_two(model, optimizer)
-    reason = "Gradients not finite: first.weight (6 inf of 24), last.bias (2 nan of 2).\n"
+    reason = "Nonfinite gradients: first.weight (6 inf of 24), last.bias (2 nan of 2).\n"
     assert capsys.readouterr().out == LINE.format(0, 32768.0) + reason
 
 
@@ -68,7 +68,7 @@ def test_on_a_device_verbosity_2_reports_its_own_pass(capsys):
     model, optimizer = amp.initialize(model, sgd(model), opt_level="O2", verbosity=2)
     capsys.readouterr()
     break_two(model, optimizer)
-    assert "Gradients not finite: first.weight (6 inf of 24)" in capsys.readouterr().out
+    assert "Nonfinite gradients: first.weight (6 inf of 24)" in capsys.readouterr().out
 
 
 def test_verbosity_2_names_three_gradients_and_counts_the_rest(capsys):

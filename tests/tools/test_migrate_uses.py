@@ -275,7 +275,7 @@ def test_a_thing_has_one_note_under_all_its_names():
     [
         ("apex.optimizers.NpuFusedSGD", "apex.optimizers.NpuFusedSGD is not part of this apex."),
         ("apex.contrib.nothing.Thing", "apex.contrib.nothing is not part of this apex."),
-        ("apex.amp.wrap.cached_cast", "apex.amp.wrap.cached_cast is not here: it replaced"),
+        ("apex.amp.wrap.cached_cast", "apex.amp.wrap.cached_cast is not available: it replaced"),
     ],
 )
 def test_a_name_that_does_not_exist_is_not_supported_and_named(name, message):

@@ -4,7 +4,7 @@ import os
 
 from apex import _conflict
 
-# Another distribution's apex/__init__.py may have replaced ours, so the check is made here too.
+# Another distribution may have replaced our apex/__init__.py, so check here, too.
 _conflict.check(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from apex.amp import (  # noqa: F401 - reached as attributes

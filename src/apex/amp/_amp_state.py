@@ -1,4 +1,4 @@
-"""The one place that knows the current session; also apex's ``_amp_state`` object."""
+"""Process-wide state: the live sessions, and apex's ``_amp_state`` object."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ if TYPE_CHECKING:
 
 
 class AmpState:
-    """What amp remembers between calls: the living sessions and the last options.
+    """State that amp keeps between calls: the live sessions and the latest options.
 
-    Scripts read and set some of it as ``amp._amp_state``.
+    Scripts read and set parts of it through ``amp._amp_state``.
 
     Attributes:
-        verbosity: 0 for silence, 1 for the start-up and overflow reports.
-        hard_override: Warn about overrides that make no sense instead of refusing them.
-        allow_incoming_model_not_fp32: Accept models that are not fp32.
-        opt_properties: The options of the last ``initialize``; absent before the first.
-        min_loss_scale: As given to the last ``initialize``; scalers have their own.
+        verbosity: 0 for no output, 1 for the start-up and overflow reports, 2 to name nonfinite
+            gradients, too.
+        hard_override: Whether invalid overrides cause a warning instead of an error.
+        allow_incoming_model_not_fp32: Whether to accept models that are not fp32.
+        opt_properties: Options of the latest ``initialize`` or ``init``; absent before the first.
+        min_loss_scale: Argument of the latest ``initialize``; each scaler has its own.
         max_loss_scale: Likewise.
-        functions: What the user registered for casting.
-        waiting: Loss scales of a checkpoint that was loaded before there was a session.
+        functions: Functions that the user registered for casting.
+        pending_states: Loss scales of a checkpoint that was loaded before any session existed.
     """
 
     opt_properties: OptProperties
@@ -46,78 +47,78 @@ class AmpState:
         self.min_loss_scale: float | None = None
         self.max_loss_scale = 2.0**24
         self.functions = UserRegistry()
-        self.waiting: list[scaler_states.State] = []
+        self.pending_states: list[scaler_states.State] = []
         self._sessions: list[weakref.ref[Session]] = []
         self._disabled: weakref.WeakSet[Any] = weakref.WeakSet()
         self._init_handle: AmpHandle | NoOpHandle | None = None
-        self._given_handle: list[Any] = []
-        self._own_scalers: list[Scaler] = []
+        self._assigned_handle: list[Any] = []
+        self._sessionless_scalers: list[Scaler] = []
         self._lock = threading.Lock()
 
     # -- sessions ----------------------------------------------------------------------------
 
     def add(self, session: Session) -> None:
-        """Makes ``session`` the current one, and gives it the loss scales that wait for it."""
+        """Makes ``session`` current and applies pending loss scales to it."""
         with self._lock:
             self._sessions = [ref for ref in self._sessions if ref() is not None]
             self._sessions.append(weakref.ref(session))
-            self._given_handle.clear()
-            self.waiting = scaler_states.hand_over(session.scalers, self.waiting)
+            self._assigned_handle.clear()
+            self.pending_states = scaler_states.apply_pending(session.scalers, self.pending_states)
 
     def discard(self, session: Session) -> None:
-        """Forgets ``session``."""
+        """Removes ``session``."""
         with self._lock:
             self._sessions = [ref for ref in self._sessions if ref() not in (None, session)]
 
     def sessions(self) -> list[Session]:
-        """Returns the living sessions, oldest first."""
+        """Returns the live sessions, oldest first."""
         return [session for ref in self._sessions if (session := ref()) is not None]
 
     def current(self) -> Session | None:
-        """Returns the newest living session."""
+        """Returns the newest live session, if any."""
         sessions = self.sessions()
         return sessions[-1] if sessions else None
 
     def mark_disabled(self, given: Iterable[object]) -> None:
-        """Remembers models and optimizers that ``initialize(enabled=False)`` left alone."""
+        """Marks models and optimizers that ``initialize(enabled=False)`` received."""
         self._disabled.update(given)
 
     def unmark_disabled(self, given: Iterable[object]) -> None:
-        """Forgets that of those which are prepared after all."""
+        """Removes the mark from objects that a later ``initialize`` prepared."""
         self._disabled.difference_update(given)
 
     def is_disabled(self, given: object) -> bool:
-        """Returns whether every amp call is to leave ``given`` alone."""
+        """Returns whether amp is disabled for ``given``."""
         return given in self._disabled
 
     @property
     def initialized(self) -> bool:
-        """Whether ``amp.initialize`` or ``amp.init`` was ever called."""
+        """Whether ``amp.initialize`` or ``amp.init`` has been called."""
         return "opt_properties" in self.__dict__
 
     @property
     def enabled(self) -> bool:
-        """Whether the last ``initialize`` left amp on; true before the first."""
+        """Whether the latest ``initialize`` or ``init`` enabled amp; True before the first."""
         return not self.initialized or bool(self.opt_properties.enabled)
 
     def is_on(self, session: Session) -> bool:
-        """Whether ``session`` scales losses: until a script sets its ``enabled`` to False."""
+        """Returns whether ``session`` scales losses: False if a script unset its ``enabled``."""
         options = session.options
         return not isinstance(options, OptProperties) or bool(options.options["enabled"])
 
     def hold_handle(self, handle: AmpHandle | NoOpHandle) -> None:
-        """Keeps the handle of ``amp.init``, and with it its session."""
+        """Stores the handle of ``amp.init``, which keeps its session alive."""
         self._init_handle = handle
-        self._given_handle.clear()
+        self._assigned_handle.clear()
 
     def release_handle(self) -> None:
-        """Ends the handle of an earlier ``amp.init``."""
+        """Deactivates and drops the handle of an earlier ``amp.init``."""
         if self._init_handle is not None:
             self._init_handle._deactivate()
             self._init_handle = None
 
     def retire(self, handle: AmpHandle, session: Session) -> None:
-        """Leaves the session of a deactivated ``amp.init`` out of ``state_dict``."""
+        """Removes the session of a deactivated ``amp.init`` handle from ``state_dict``."""
         if handle is self._init_handle:
             self.discard(session)
 
@@ -125,14 +126,14 @@ class AmpState:
 
     @property
     def loss_scalers(self) -> LossScalers:
-        """The scalers of the current session, as apex's objects; empty without one.
+        """The current session's scalers, as apex's objects.
 
-        May be set, and changed as a list, to give losses other scalers.
+        Assign to it, or modify it as a list, to replace scalers.
         """
         from apex.amp.scaler import LossScalers
 
         session = self.current()
-        return LossScalers(self._own_scalers if session is None else session.scalers)
+        return LossScalers(self._sessionless_scalers if session is None else session.scalers)
 
     @loss_scalers.setter
     def loss_scalers(self, scalers: Iterable[LossScaler]) -> None:
@@ -140,44 +141,47 @@ class AmpState:
 
     @property
     def handle(self) -> Any:
-        """apex's handle: that of ``amp.init``, or one over the current session's casts.
+        """apex's handle: the one of ``amp.init``, or a view of the current session.
 
-        May be set: it is read back until the next ``initialize`` or ``init``, and nothing else.
+        Reads return an assigned value until the next ``initialize`` or ``init``; assignment has no
+        other effect.
         """
         from apex.amp.handle import handle_of
 
-        if self._given_handle:
-            return self._given_handle[0]
+        if self._assigned_handle:
+            return self._assigned_handle[0]
         return self._init_handle or handle_of(self.current())
 
     @handle.setter
     def handle(self, handle: Any) -> None:
-        self._given_handle[:] = [handle]
+        self._assigned_handle[:] = [handle]
 
 
 class OptProperties:
-    """The options of the last ``initialize``, readable and settable as attributes.
+    """The options of an ``initialize`` call, readable and settable as attributes.
 
     Attributes:
-        options: Name to value.
+        options: Values by name.
     """
 
     options: dict[str, Any]
 
     def __init__(self, options: dict[str, Any]) -> None:
-        """Holds ``options``."""
+        """Wraps ``options``."""
         self.__dict__["options"] = options
 
     def __getattr__(self, name: str) -> Any:
         """Returns the option ``name``."""
-        # Asked while a copy is made, too: before it has its options.
+        # copy and pickle look up attributes before ``options`` exists.
         options = self.__dict__.get("options", {})
         if name not in options:
-            raise AttributeError(f"amp's options have no {name!r}; they are {', '.join(options)}.")
+            raise AttributeError(
+                f"amp has no option {name!r}; the options are {', '.join(options)}."
+            )
         return options[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets the option ``name``; of these only ``enabled`` has an effect afterwards."""
+        """Sets the option ``name``; after ``initialize``, only ``enabled`` has an effect."""
         self.options[name] = value
 
 
@@ -185,13 +189,13 @@ _amp_state = AmpState()
 
 
 def maybe_print(msg: object, rank0: bool = False) -> None:
-    """Prints on standard output, unless ``verbosity`` is 0; with ``rank0`` only on rank 0."""
+    """Prints ``msg`` unless ``verbosity`` is 0; with ``rank0``, only on rank 0."""
     if _amp_state.verbosity > 0 and not (rank0 and ranks.rank()):
         print(msg)  # noqa: T201 - the report of ``verbosity`` goes to stdout, as in apex
 
 
 def warn_or_err(msg: str) -> None:
-    """Raises RuntimeError; warns instead where ``_amp_state.hard_override`` is set."""
+    """Raises RuntimeError, or warns if ``_amp_state.hard_override`` is set."""
     if not _amp_state.hard_override:
         raise RuntimeError(msg)
     warnings.warn(msg, UserWarning, stacklevel=3)

@@ -1,4 +1,4 @@
-"""apex's ``applier``, which scripts call, or replace to cast batches of their own types."""
+"""apex's ``applier``, which scripts call, or replace to cast custom batch types."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from apex import _unavailable
 from apex._core import dtypes, tree
 from apex._pickle import rebuild
 
-_CHECKS = "amp.initialize, which checks all that it is given before it changes anything"
+_CHECKS = "amp.initialize, which validates its arguments before it changes anything"
 
 __getattr__ = _unavailable.names_instead(
     __name__,
@@ -29,37 +29,37 @@ Applier = Callable[[Any, Callable[[Tensor], Tensor]], Any]
 
 
 def applier(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    """Returns ``value`` with ``fn`` applied to every tensor in it, container types kept."""
+    """Returns ``value`` with ``fn`` applied to every tensor; keeps container types."""
     return tree.map_tensors(fn, value)
 
 
 def to_type(dtype: torch.dtype, t: Any) -> Any:
-    """Returns a floating tensor in ``dtype``, other tensors as they are, other values by ``to``."""
+    """Casts floating-point tensors, and other objects through their ``to``; keeps other tensors."""
     return dtypes.cast(t, dtype) if isinstance(t, Tensor) else t.to(dtype)
 
 
-_own = applier
+_default_applier = applier
 
 
 class AppliedCast:
-    """The cast of inputs and outputs by an ``applier`` that a script put in this module."""
+    """Casts inputs and outputs through an ``applier`` that a script assigned to this module."""
 
-    def __init__(self, replaced: Applier) -> None:
-        """Holds the script's function."""
-        self._replaced = replaced
+    def __init__(self, custom_applier: Applier) -> None:
+        """Stores the script's function."""
+        self._applier = custom_applier
 
     def __call__(self, value: Any, dtype: torch.dtype) -> Any:
-        """Returns ``value`` with its floating tensors in ``dtype``."""
-        return self._replaced(value, lambda tensor: dtypes.cast(tensor, dtype))
+        """Returns ``value`` with its floating-point tensors in ``dtype``."""
+        return self._applier(value, lambda tensor: dtypes.cast(tensor, dtype))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles by its kind; see :mod:`apex._pickle`."""
-        return rebuild, ("cast", self._replaced)
+        """Pickles by kind; see :mod:`apex._pickle`."""
+        return rebuild, ("cast", self._applier)
 
 
-def replaced_cast() -> AppliedCast | None:
-    """Returns the cast by a replaced ``applier``; ``None`` while it is our own.
+def custom_cast() -> AppliedCast | None:
+    """Returns a cast through a script's ``applier``; ``None`` for the default one.
 
-    ``amp.initialize`` asks once: replace ``apex.amp._initialize.applier`` before it.
+    ``amp.initialize`` calls this once, so replace ``apex.amp._initialize.applier`` before that.
     """
-    return None if applier is _own else AppliedCast(applier)
+    return None if applier is _default_applier else AppliedCast(applier)

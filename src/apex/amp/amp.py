@@ -1,4 +1,4 @@
-"""Casts of the user's own functions, and ``init``, the entry of apex's older API."""
+"""Casts for user functions, and ``init``, the entry point of apex's older API."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ R = TypeVar("R")
 
 
 def half_function(fn: Callable[P, R]) -> Callable[P, R]:
-    """Returns ``fn`` with floating arguments cast to the level's 16-bit type while casts are on.
+    """Returns ``fn`` with floating-point arguments cast to the level's 16-bit dtype.
 
-    A decorator or a wrapper, for functions, methods, ``autograd.Function.apply`` and custom ops:
-    fp16 at O1, bf16 at O4, and unchanged where no casts are on.
+    Use it as a decorator or wrapper for functions, methods, ``autograd.Function.apply`` and custom
+    ops. The dtype is fp16 at O1 and bf16 at O4; where casts are off, arguments stay unchanged.
     """
     return cast_function(fn, "low_precision")
 
 
 def bfloat16_function(fn: Callable[P, R]) -> Callable[P, R]:
-    """Returns ``fn`` with floating arguments cast to bf16 while casts are on."""
+    """Returns ``fn`` with floating-point arguments cast to bf16 while casts are on."""
     return cast_function(fn, "bfloat16")
 
 
 def float_function(fn: Callable[P, R]) -> Callable[P, R]:
-    """Returns ``fn`` computing in fp32: arguments cast up, casts off inside."""
+    """Returns ``fn`` with 16-bit arguments cast to fp32 and casts off inside."""
     return cast_function(fn, "float")
 
 
 def promote_function(fn: Callable[P, R]) -> Callable[P, R]:
-    """Returns ``fn`` with floating arguments cast to the widest type among them."""
+    """Returns ``fn`` with floating-point arguments cast to the widest dtype among them."""
     return cast_function(fn, "promote")
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Makes ``module.name`` a :func:`half_function` while a session with op casts lives.
+    """Makes ``module.name`` a :func:`half_function` during sessions with op casts.
 
     Call it before ``amp.initialize``.
 
@@ -57,7 +57,7 @@ def register_half_function(module: Any, name: str) -> None:
 
 
 def register_bfloat16_function(module: Any, name: str) -> None:
-    """Makes ``module.name`` a :func:`bfloat16_function` while a session with op casts lives.
+    """Makes ``module.name`` a :func:`bfloat16_function` during sessions with op casts.
 
     Raises:
         ValueError: If ``module`` has no function ``name``.
@@ -66,7 +66,7 @@ def register_bfloat16_function(module: Any, name: str) -> None:
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Makes ``module.name`` a :func:`float_function` while a session with op casts lives.
+    """Makes ``module.name`` a :func:`float_function` during sessions with op casts.
 
     Raises:
         ValueError: If ``module`` has no function ``name``.
@@ -75,7 +75,7 @@ def register_float_function(module: Any, name: str) -> None:
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Makes ``module.name`` a :func:`promote_function` while a session with op casts lives.
+    """Makes ``module.name`` a :func:`promote_function` during sessions with op casts.
 
     Raises:
         ValueError: If ``module`` has no function ``name``.
@@ -90,32 +90,32 @@ def init(
     verbose: bool = False,
     allow_banned: bool = False,
 ) -> AmpHandle | NoOpHandle:
-    """Turns on the casts of O1 in this thread and returns a handle: apex's older API.
+    """Turns on O1's casts in this thread and returns a handle (apex's older API).
 
     Args:
-        enabled: With False the handle passes everything through.
+        enabled: If False, nothing is cast and the handle returns losses unscaled.
         loss_scale: A number, or ``"dynamic"``.
-        enable_caching: Accepted for old scripts, kept on the handle; a weight is cast once a
-            forward in any case.
-        verbose: Accepted for old scripts, kept on the handle.
-        allow_banned: Let ``binary_cross_entropy`` take fp16, in fp32, instead of refusing it.
+        enable_caching: Value of ``handle.has_cache``; casts are not cached in any case.
+        verbose: Value of ``handle.verbose``; has no other effect.
+        allow_banned: Whether ``binary_cross_entropy`` runs in fp32 on fp16 input instead of
+            raising.
 
     Returns:
-        A handle with ``scale_loss``, ``wrap_optimizer`` and ``is_active``; a later call replaces
-        it.
+        A handle with ``scale_loss``, ``wrap_optimizer`` and ``is_active``. A later call
+        deactivates it.
     """
     _amp_state.release_handle()
     handle: AmpHandle | NoOpHandle = NoOpHandle()
     if enabled:
-        session = o1_session(loss_scale, allow_banned=allow_banned)
+        session = start_o1_session(loss_scale, allow_banned=allow_banned)
         handle = AmpHandle.over(session, enable_caching=enable_caching, verbose=verbose)
     _amp_state.opt_properties = OptProperties({"enabled": enabled})
     _amp_state.hold_handle(handle)
     return handle
 
 
-def o1_session(loss_scale: float | str, *, allow_banned: bool = False) -> Session:
-    """Returns a session that casts as O1 in this thread, without models."""
+def start_o1_session(loss_scale: float | str, *, allow_banned: bool = False) -> Session:
+    """Starts a session without models that applies O1's casts in this thread."""
     policy = to_policy(LEVELS["O1"])
     types = all_device_types()
     spec = CastSpec(torch.float16, types, lists.op_table(), allow_banned)

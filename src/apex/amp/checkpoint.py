@@ -1,4 +1,4 @@
-"""Checkpoints of other tools and of older apex: read, and written in the form that is asked for."""
+"""Converts checkpoints of other tools and of older apex releases."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ Target = Literal["amp", "grad_scaler", "optimizer", "weights"]
 
 @dataclass(frozen=True)
 class Converted:
-    """What :func:`convert` returns.
+    """The result of :func:`convert`.
 
     Attributes:
-        state: The state, in the form that was asked for.
-        lost: What the checkpoint held of it and this form cannot hold, a sentence each; empty for
-            a conversion without loss.
+        state: The state in the requested form.
+        lost: What this form cannot represent, one sentence each; empty for a lossless conversion.
     """
 
     state: dict[str, Any]
@@ -33,17 +32,17 @@ class Converted:
 
 
 def convert(checkpoint: Mapping[str, Any], *, to: Target) -> Converted:
-    """Returns one part of a checkpoint in the form that ``to`` names, and what is lost by that.
+    """Returns one part of a checkpoint in the form ``to``, and lists what is lost.
 
-    It knows, by their keys: ``amp.state_dict()`` of apex and of this package; the state of a
-    ``torch.amp.GradScaler``; both ``FP16_Optimizer`` of apex (2018, of ``apex.fp16_utils``, and
-    2019, of ``apex.optimizers`` and ``apex.contrib.optimizers``); optimizers of MMEngine's
+    Recognizes by their keys: ``amp.state_dict()`` of apex and of this package; the state of a
+    ``torch.amp.GradScaler``; apex's ``FP16_Optimizer`` classes (2018: ``apex.fp16_utils``; 2019:
+    ``apex.optimizers`` and ``apex.contrib.optimizers``); optimizers of MMEngine's
     ``ApexOptimWrapper`` (``apex_amp``) and of torch; state dicts of models; and whole checkpoints
-    with these among their values, as in ``{"model": ..., "optimizer": ..., "epoch": 3}``. Changes
-    nothing in what it is given, whose tensors it may return.
+    that contain these, as in ``{"model": ..., "optimizer": ..., "epoch": 3}``. Does not modify
+    ``checkpoint``; the result may share its tensors.
 
     ================= ==========================================================================
-    ``to``            what comes out
+    ``to``            result
     ================= ==========================================================================
     ``"amp"``         loss scales, for ``amp.load_state_dict``
     ``"grad_scaler"`` the first loss scale, for ``torch.amp.GradScaler.load_state_dict``
@@ -52,14 +51,13 @@ def convert(checkpoint: Mapping[str, Any], *, to: Target) -> Converted:
     ================= ==========================================================================
 
     Args:
-        checkpoint: What ``torch.load`` gave, or a part of it.
-        to: The form.
+        checkpoint: The dict that ``torch.load`` returned, or a dict inside it.
+        to: The target form.
 
     Raises:
-        TypeError: If ``checkpoint`` is no dict.
-        ValueError: If nothing in it is known, it lacks what is asked for, or it holds two of it;
-            names the keys.
-        RuntimeError: For a loss scale that makes no sense, naming its key.
+        TypeError: If ``checkpoint`` is not a dict.
+        ValueError: If ``to`` is unknown, or the required state is missing or occurs twice.
+        RuntimeError: If a loss scale is invalid; the message names its key.
 
     Example:
         >>> import torch
@@ -71,7 +69,7 @@ def convert(checkpoint: Mapping[str, Any], *, to: Target) -> Converted:
         >>> scale.lost
         ('growth_interval is 500: pass it to amp.initialize.',)
 
-        16-bit weights of an old checkpoint with the masters of its optimizer:
+        The model's 16-bit weights take the exact values of the optimizer's masters:
 
         >>> weight = torch.tensor([1 / 3])
         >>> old = {
@@ -94,7 +92,7 @@ def convert(checkpoint: Mapping[str, Any], *, to: Target) -> Converted:
             f"amp.checkpoint.convert got {type(checkpoint).__name__}; it takes the dict that "
             "torch.load returned, or one inside it."
         )
-    # Here: few scripts convert, and every one pays for what `import apex.amp` loads.
+    # Imported here to keep `import apex.amp` fast: few scripts convert.
     from apex.amp.checkpoint_kinds import Contents
 
     return _FORMS[to](Contents(checkpoint))
@@ -102,11 +100,11 @@ def convert(checkpoint: Mapping[str, Any], *, to: Target) -> Converted:
 
 def _to_amp(found: Contents) -> Converted:
     scales = found.scales()
-    usual = ScaleRule()
+    default = ScaleRule()
     lost = [
         f"{name} is {getattr(scales.rule, name):g}: pass it to amp.initialize."
         for name in ("growth_factor", "backoff_factor", "growth_interval")
-        if getattr(scales.rule, name) != getattr(usual, name)
+        if getattr(scales.rule, name) != getattr(default, name)
     ]
     entries = [
         scaler_states.entry(state.key, state.loss_scale, state.unskipped, static=bool(state.static))
@@ -117,12 +115,12 @@ def _to_amp(found: Contents) -> Converted:
 
 def _to_grad_scaler(found: Contents) -> Converted:
     scales = found.scales()
-    if not scales.states:  # amp was off, and so is a GradScaler with an empty state
+    if not scales.states:  # a disabled amp becomes a disabled GradScaler
         return Converted({})
     first, *others = scales.states
     lost = [f"{state.key}: a GradScaler has one scale." for state in others]
     if first.static:
-        lost.append(f"{first.key} is static: a GradScaler moves its scale.")
+        lost.append(f"{first.key} is static: a GradScaler's scale is dynamic.")
     state = {
         "scale": first.loss_scale,
         "growth_factor": scales.rule.growth_factor,
@@ -138,7 +136,7 @@ def _to_optimizer(found: Contents) -> Converted:
 
     part = found.optimizer()
     state = dict(part.optimizer or {})
-    lost = tuple(f"{name} is no part of an optimizer's state." for name in part.left)
+    lost = tuple(f"{name} is not part of an optimizer's state." for name in part.other_keys)
     if tensors.is_flat(state, part.flats):
         state = tensors.split_flat_state(state, part.flats, _matched(found).shapes)
     return Converted(state, lost)
@@ -146,9 +144,9 @@ def _to_optimizer(found: Contents) -> Converted:
 
 def _to_weights(found: Contents) -> Converted:
     matched = _matched(found)
-    lost = [f"{name} is in 16 bits, without a master." for name in matched.rounded]
+    lost = [f"{name} is 16-bit and has no master." for name in matched.rounded]
     if matched.unused:
-        lost.append(f"{matched.unused} of the masters round to no entry of the model.")
+        lost.append(f"Masters that match no entry in the model's state dict: {matched.unused}.")
     return Converted(matched.weights, tuple(lost))
 
 

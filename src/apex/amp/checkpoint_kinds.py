@@ -1,4 +1,4 @@
-"""What a checkpoint holds: the kinds of state that amp knows, told by their keys."""
+"""Recognizes the kinds of state in a checkpoint by their keys."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Scales:
-    """Loss scales and how the dynamic ones move, as far as the file has that."""
+    """Loss scales, and the rule of the dynamic ones (defaults where the file has none)."""
 
     states: Sequence[scaler_states.State]
     rule: ScaleRule = field(default_factory=ScaleRule)
@@ -25,17 +25,17 @@ class Scales:
 
 @dataclass(frozen=True)
 class Part:
-    """What one dict of a checkpoint has to say.
+    """The recognized contents of one dict in a checkpoint.
 
     Attributes:
-        path: Keys that lead to it.
-        kind: What it is, in words.
+        path: Keys that lead to the dict.
+        kind: Description of the kind, for messages.
         scales: Loss scales.
-        optimizer: An optimizer's own state.
-        masters: Its fp32 masters of single parameters.
-        flats: Its fp32 masters of groups, each in one flat tensor.
-        model: A model's state dict.
-        left: Keys of an optimizer's dict that are none of these.
+        optimizer: State dict of an optimizer.
+        masters: The optimizer's fp32 masters of single parameters.
+        flats: The optimizer's fp32 masters of whole groups, one flat tensor each.
+        model: State dict of a model.
+        other_keys: Keys of an optimizer's dict that belong to none of these.
     """
 
     path: tuple[str, ...]
@@ -45,64 +45,64 @@ class Part:
     masters: Sequence[Tensor] = ()
     flats: Sequence[Tensor] = ()
     model: Mapping[str, Any] | None = None
-    left: tuple[str, ...] = ()
+    other_keys: tuple[str, ...] = ()
 
 
 class Contents:
-    """Everything that is known in a checkpoint: itself, or dicts up to two levels below it."""
+    """The recognized parts of a checkpoint: the dict itself, or dicts up to two levels below."""
 
     def __init__(self, checkpoint: Dict) -> None:
         """Reads ``checkpoint``.
 
         Raises:
-            ValueError: If nothing in it is known, naming its keys.
-            RuntimeError: For a loss scale that makes no sense, naming its key.
+            ValueError: If nothing is recognized; the message lists the keys.
+            RuntimeError: If a loss scale is invalid; the message names its key.
         """
         self._checkpoint = checkpoint
         self._parts = list(_parts(checkpoint))
         if not self._parts:
             raise ValueError(
-                f"amp.checkpoint.convert knows nothing in this checkpoint, whose keys are "
-                f"{_keys(checkpoint)}. It knows the states of amp, of a model, of "
+                f"amp.checkpoint.convert recognizes nothing in this checkpoint, whose keys are "
+                f"{_keys(checkpoint)}. It accepts states of amp, a model, "
                 f"{', '.join(kind for kind, _, _ in KINDS)}, and dicts of these."
             )
 
     def scales(self) -> Scales:
-        """Returns the loss scales; ValueError if there are none, or in two places."""
-        part = self._one("scales")
-        return self._present(None if part is None else part.scales, "a loss scale")
+        """Returns the loss scales; raises ValueError if there are none or several sets."""
+        part = self._single("scales")
+        return self._require(None if part is None else part.scales, "a loss scale")
 
     def optimizer(self) -> Part:
         """Returns the part with an optimizer's state; ValueError as for ``scales``."""
-        return self._present(self._one("optimizer"), "an optimizer's state")
+        return self._require(self._single("optimizer"), "an optimizer's state")
 
     def model(self) -> Mapping[str, Any]:
         """Returns the model's state dict; ValueError as for ``scales``."""
-        part = self._one("model")
+        part = self._single("model")
         state = None if part is None else part.model
-        return self._present(state, "a model's state dict, which tells names and shapes")
+        return self._require(state, "a model's state dict (for names and shapes)")
 
     def masters(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Returns the optimizer's fp32 masters, single and flat; none without an optimizer."""
-        part = self._one("optimizer")
+        part = self._single("optimizer")
         return ((), ()) if part is None else (part.masters, part.flats)
 
-    def _one(self, name: str) -> Part | None:
+    def _single(self, name: str) -> Part | None:
         having = [part for part in self._parts if getattr(part, name) is not None]
         if len(having) > 1:
             places = " and ".join(repr(".".join(part.path)) for part in having)
             raise ValueError(
-                f"amp.checkpoint.convert found two or more states of one kind: {places}. Pass a "
-                "dict of the parts that belong together."
+                f"amp.checkpoint.convert found several states of one kind: {places}. Pass a dict "
+                "of only the parts that belong together."
             )
         return having[0] if having else None
 
-    def _present(self, found: T | None, words: str) -> T:
+    def _require(self, found: T | None, description: str) -> T:
         if found is None:
             raise ValueError(
-                f"amp.checkpoint.convert needs {words} for this; the checkpoint, with the keys "
+                f"amp.checkpoint.convert needs {description}; the checkpoint, with the keys "
                 f"{_keys(self._checkpoint)}, holds {' and '.join(p.kind for p in self._parts)}. "
-                "Pass a dict with all the parts."
+                "Pass a dict that contains all required parts."
             )
         return found
 
@@ -131,12 +131,12 @@ def _is_model(checkpoint: Mapping[Any, Any]) -> bool:
     kinds = {
         isinstance(value, Tensor)
         for key, value in checkpoint.items()
-        if not str(key).endswith("_extra_state")  # anything, by ``nn.Module.get_extra_state``
+        if not str(key).endswith("_extra_state")  # any object: ``nn.Module.get_extra_state``
     }
     return kinds == {True}
 
 
-# -- one reader for each kind ----------------------------------------------------------------
+# -- readers, one per kind --------------------------------------------------------------------
 
 
 def _grad_scaler(given: Dict, part: Part) -> Part:
@@ -151,21 +151,21 @@ def _optimizer(given: Dict, part: Part) -> Part:
     state = given["state"]
     order = [index for group in given["param_groups"] for index in group["params"]]
     states = [state[index] for index in order if index in state]
-    # Kept by this package's fused optimizers of 16-bit parameters.
+    # This package's fused optimizers store masters of 16-bit parameters here.
     masters = [each["master_param"] for each in states if "master_param" in each]
     return replace(part, optimizer=given, masters=masters)
 
 
 def _mmengine(given: Dict, part: Part) -> Part:
     own = {key: given[key] for key in ("state", "param_groups")}
-    left = tuple(key for key in given if key not in (*own, "apex_amp"))
+    other_keys = tuple(key for key in given if key not in (*own, "apex_amp"))
     scales = Scales(scaler_states.parsed(given["apex_amp"]))
-    return replace(_optimizer(own, part), scales=scales, left=left)
+    return replace(_optimizer(own, part), scales=scales, other_keys=other_keys)
 
 
 def _fp16_utils(given: Dict, part: Part) -> Part:
     scaler = given["loss_scaler"]
-    # Here a dict of numbers, in apex's files an object with them.
+    # A dict in files of this package, an object with these attributes in files of apex.
     values = scaler if isinstance(scaler, Mapping) else getattr(scaler, "__dict__", {})
     return replace(
         part,
@@ -186,10 +186,10 @@ def _fp16_optimizer(given: Dict, part: Part) -> Part:
 
 
 def _host_scale(values: Dict, dynamic: bool, place: str) -> Scales:
-    """Reads the scale of an ``FP16_Optimizer``, of apex's three classes of scalers."""
-    usual = ScaleRule()
-    interval = values.get("scale_window", values.get("_scale_seq_len", usual.growth_interval))
-    rule = ScaleRule(values.get("scale_factor", usual.growth_factor), growth_interval=interval)
+    """Reads an ``FP16_Optimizer``'s scale, in the format of any of apex's three scaler classes."""
+    default = ScaleRule()
+    interval = values.get("scale_window", values.get("_scale_seq_len", default.growth_interval))
+    rule = ScaleRule(values.get("scale_factor", default.growth_factor), growth_interval=interval)
     names = (
         "_loss_scale" if "_loss_scale" in values else "cur_scale",
         "cur_iter" if dynamic and "cur_iter" in values else "_unskipped",
@@ -229,4 +229,4 @@ KINDS: tuple[tuple[str, set[str], Callable[[Dict, Part], Part]], ...] = (
     ("MMEngine's ApexOptimWrapper", {"state", "param_groups", "apex_amp"}, _mmengine),
     ("an optimizer", {"state", "param_groups"}, _optimizer),
 )
-"""What a kind is, the keys that it is known by, and its reader; the first that fits is taken."""
+"""Description, required keys and reader of each kind; the first match applies."""

@@ -1,4 +1,4 @@
-"""Which devices a session is for, and what they are slow at."""
+"""The device types of a session, and a warning about emulated fp16."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ EMULATED = "fp16 is emulated on this CPU"
 
 
 def device_types(models: Iterable[nn.Module]) -> tuple[str, ...]:
-    """Returns the device types that the models' parameters and buffers live on and compute on.
+    """Returns the device types that store and compute the models' parameters and buffers.
 
-    The two differ where ``fully_shard`` offloads parameters to the CPU. Models without any count as
-    on the accelerator, where there is one, and on the CPU.
+    The two differ where ``fully_shard`` offloads parameters to the CPU. For models without tensors,
+    returns :func:`all_device_types`.
     """
     tensors = (t for model in models for t in (*model.parameters(), *model.buffers()))
     found = dict.fromkeys(kind for tensor in tensors for kind in dtensor.device_types(tensor))
@@ -26,17 +26,17 @@ def device_types(models: Iterable[nn.Module]) -> tuple[str, ...]:
 
 
 def all_device_types() -> tuple[str, ...]:
-    """Returns the accelerator's type, where there is one, and ``"cpu"``."""
+    """Returns the accelerator's type, if there is one, and ``"cpu"``."""
     found = accelerator()
     return ("cpu",) if found is None else (found.type, "cpu")
 
 
 def warn_if_emulated(dtype: torch.dtype | None, types: Iterable[str]) -> None:
-    """Warns that fp16 is slow on a CPU that has no fp16 arithmetic."""
+    """Warns if ``dtype`` is fp16 on a CPU without fp16 arithmetic, which is slow."""
     if dtype is torch.float16 and "cpu" in types and not _native_fp16():
         warnings.warn(
-            f"{EMULATED}: matrix products are far slower than in fp32. bf16 is the fast choice "
-            "here: use opt_level 'O4' instead of 'O1', 'O5' instead of 'O2'.",
+            f"{EMULATED}: matrix products are far slower than in fp32. Use bf16 here: opt_level "
+            "'O4' instead of 'O1', or 'O5' instead of 'O2'.",
             UserWarning,
             stacklevel=4,
         )

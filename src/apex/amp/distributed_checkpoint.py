@@ -1,4 +1,4 @@
-"""Models whose parameters are their fp32 masters, for ``torch.distributed.checkpoint``."""
+"""Views of models with fp32 masters as parameters, for ``torch.distributed.checkpoint``."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from apex.amp.optimizers import unwrap
 
 
 def with_masters(model: nn.Module, *optimizers: Any) -> nn.Module:
-    """Returns a view of ``model`` with the parameters that ``optimizers`` step.
+    """Returns a view of ``model`` that holds the parameters that ``optimizers`` step.
 
-    The functions of ``torch.distributed.checkpoint.state_dict`` name an optimizer's parameters by
-    finding them in the model; at O2 and O5 the optimizer steps fp32 masters, which the model does
-    not hold. Give them this view in place of the model. Its ``state_dict`` and ``load_state_dict``
-    are the model's own: in fp32, with the masters' exact values.
+    The functions in ``torch.distributed.checkpoint.state_dict`` look up an optimizer's parameters
+    in the model to name them. At O2 and O5, the optimizer steps fp32 masters, which the model does
+    not hold, so pass this view instead. Its ``state_dict`` and ``load_state_dict`` are the model's
+    own: in fp32, with the masters' exact values.
 
-    It is for checkpoints only. Make a new one each time: it does not follow parameters that are
-    added later.
+    Use the view for checkpoints only, and create a new one each time: it does not track parameters
+    that are added later.
 
     Args:
-        model: A prepared model; not wrapped, or inside its wrapper.
-        optimizers: Its optimizers. Ones without masters (O1, O4) change nothing.
+        model: A prepared model, without a wrapper such as DistributedDataParallel.
+        optimizers: Its optimizers; ones without masters (O1, O4) have no effect.
 
     Example::
 
@@ -51,7 +51,7 @@ def with_masters(model: nn.Module, *optimizers: Any) -> nn.Module:
 def _view(
     module: nn.Module, masters: dict[int, nn.Parameter], views: dict[int, nn.Module]
 ) -> nn.Module:
-    """Returns an object of the same class that shares all but parameters and children."""
+    """Returns a copy of ``module`` that shares everything but parameters and children."""
     if id(module) not in views:
         view = views[id(module)] = object.__new__(type(module))
         children = {

@@ -67,11 +67,11 @@ def initialize(
 ) -> Any:
     """Prepares models and optimizers for mixed precision and returns them.
 
-    The same objects come back, changed in place: models cast their inputs or their operators,
-    optimizers step fp32 masters where the level keeps them. Call it once the models are on their
-    device and the optimizers made, before the models are wrapped in DistributedDataParallel or
-    compiled. It may be called any number of times, for other models and optimizers; each call has
-    its own loss scales. Either all is prepared or, after an error, nothing is changed.
+    The objects are changed in place and returned: models cast their inputs or their operators, and
+    optimizers step fp32 masters where the level keeps them. Call it after moving the models to
+    their device and creating the optimizers, and before compiling the models or wrapping them in
+    DistributedDataParallel. Further calls may prepare other models and optimizers; each call has
+    its own loss scales. If a call fails, nothing is changed.
 
     ===== ============ ============ ========== ======= ========== =======================
     level parameters   ops          batch norm masters loss scale for
@@ -88,46 +88,45 @@ def initialize(
         models: An fp32 module, or a list or tuple of them.
         optimizers: A ``torch.optim.Optimizer`` (or LARC around one), a list or tuple of them, or
             ``None`` for inference.
-        enabled: With False nothing is prepared and every amp call passes through.
-        opt_level: ``"O0"`` to ``"O5"``. The arguments below change single properties of it;
-            ``None`` keeps the level's own.
-        cast_model_type: Type of parameters, buffers and inputs (O0, O2, O3, O5); False for none.
-            At O1 and O4 only ``torch.float32``: inputs and outputs are cast to fp32.
-        patch_torch_functions: Whether ops cast by the op table; False at O1 or O4 turns it off.
+        enabled: If False, nothing is prepared and every amp call passes through.
+        opt_level: ``"O0"`` to ``"O5"``. The arguments below override single properties of the
+            level; ``None`` keeps its default.
+        cast_model_type: Dtype of parameters, buffers and inputs (O0, O2, O3, O5); False for no
+            cast. O1 and O4 only accept ``torch.float32``, which casts inputs and outputs to fp32.
+        patch_torch_functions: Whether ops cast by the op table; False turns that off at O1 and O4.
         keep_batchnorm_fp32: Whether batch norm stays fp32 in a converted model (O2, O3, O5);
-            also the strings ``"True"`` and ``"False"``.
+            the strings ``"True"`` and ``"False"`` are accepted, too.
         master_weights: Whether optimizers step fp32 masters (O0, O2, O3, O5).
-        loss_scale: A positive number, a string of one, or ``"dynamic"``. A static scale is never
-            checked and never skips a step.
-        cast_model_outputs: Type of the models' floating outputs. By default a converted model
-            gives fp32 and the others what their last op gives.
-        num_losses: How many losses have a scale of their own (``loss_id`` of ``scale_loss``).
-        verbosity: 0 for silence, 1 for the start-up report and a line for each overflow, 2 also
-            for which gradients were not finite (waits for the device after each backward pass).
-        min_loss_scale: Least dynamic scale. It never reaches 0 in any case.
-        max_loss_scale: Greatest dynamic scale.
-        patch_torch_functions_type: fp16 or bf16 for the op casts of O1 and O4.
+        loss_scale: A positive number, a string with one, or ``"dynamic"``. With a static scale,
+            gradients are not checked and no step is skipped.
+        cast_model_outputs: Dtype of the models' floating-point outputs. By default, models with
+            ``cast_model_type`` return fp32, and others the dtype of their last op.
+        num_losses: Number of losses with a scale of their own (``loss_id`` of ``scale_loss``).
+        verbosity: 0 for no output, 1 for the start-up report and a line per overflow, 2 to name
+            the nonfinite gradients, too (waits for the device after each backward pass).
+        min_loss_scale: Smallest dynamic scale; it is above 0 in any case.
+        max_loss_scale: Largest dynamic scale.
+        patch_torch_functions_type: fp16 or bf16, for the op casts of O1 and O4.
         fp32_modules: Module types and name patterns (``"decoder.*.norm"``) that stay fp32 in a
-            converted model, beside batch norm (O2, O3, O5).
+            converted model, in addition to batch norm (O2, O3, O5).
         growth_interval: Clean steps before a dynamic scale grows.
-        growth_factor: Its multiplier then; above 1.
-        backoff_factor: Its multiplier after an overflow; between 0 and 1.
-        keep_fp32_values: Whether :func:`restore` gives every weight back to the last bit, also
-            those that no optimizer steps (frozen ones, inference-only models). Costs 4 bytes for
-            each of their elements; weights with masters and buffers come back exactly in any case.
+        growth_factor: Multiplier of a growing scale; above 1.
+        backoff_factor: Multiplier after an overflow; between 0 and 1.
+        keep_fp32_values: Whether :func:`restore` also restores, bit for bit, the weights that no
+            optimizer steps (frozen weights, inference-only models). Costs 4 bytes per element;
+            weights with masters, and buffers, are always restored exactly.
 
     Returns:
-        The models as given (one, list or tuple), and the optimizers as given if there were any:
-        ``model``, or ``model, optimizer``.
+        The models as given (one, list or tuple), followed by the optimizers as given if there are
+        any: ``model``, or ``model, optimizer``.
 
     Raises:
-        RuntimeError: For an unknown level; an override that the level cannot honour; a model that
-            is 16-bit (or float64 at O1 and O4), on the meta device, lazy, wrapped or already
-            prepared; an optimizer that is already prepared; ``torch.inference_mode()``; cuDNN
-            switched off.
-        TypeError: For models, optimizers or values of a wrong type.
-        ValueError: For numbers outside their range; a model or optimizer given twice; an
-            optimizer without parameters, or with none of the models' parameters.
+        RuntimeError: If the level is unknown or cannot honour an override; if a model is 16-bit
+            (or float64 at O1 and O4), on the meta device, lazy, wrapped or already prepared; if an
+            optimizer is already prepared; under ``torch.inference_mode()``; if cuDNN is disabled.
+        TypeError: If a model, optimizer or value has the wrong type.
+        ValueError: If a number is out of range, a model or optimizer is given twice, or an
+            optimizer holds no parameters or none of the models' parameters.
 
     Examples:
         >>> import torch
@@ -142,7 +141,7 @@ def initialize(
         ...     scaled_loss.backward()
         >>> optimizer.step()
 
-        The level's properties can be changed one by one:
+        Override single properties of the level:
 
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
         >>> model = amp.initialize(
@@ -154,7 +153,7 @@ def initialize(
     _amp_state.verbosity = verbosity
     if not enabled:
         _amp_state.opt_properties = OptProperties({"enabled": False})
-        _amp_state.mark_disabled(inputs.prepared_when_enabled(models, optimizers))
+        _amp_state.mark_disabled(inputs.models_and_optimizers(models, optimizers))
         return models if optimizers is None else (models, optimizers)
     _check_cudnn()
     defaults = level_defaults(opt_level)
@@ -197,19 +196,19 @@ def initialize(
 def restore(models: Any, optimizers: Any = None) -> Any:
     """Undoes :func:`initialize`: returns plain fp32 models and plain optimizers.
 
-    The same objects come back: parameters hold their masters' values in fp32, optimizers step the
-    models' own parameters and keep their state, classes and hooks are those from before.
+    The objects are changed in place: parameters hold their masters' fp32 values, optimizers step
+    the models' own parameters and keep their state, and the original classes and hooks return.
 
     Args:
         models: A prepared model, or a list or tuple of them.
         optimizers: Their optimizers, likewise; ``None`` if there are none.
 
     Returns:
-        What was given, as :func:`initialize` does; untouched if that was called with
-        ``enabled=False``.
+        The arguments, in the form that :func:`initialize` returns. Objects that it received with
+        ``enabled=False`` are unchanged.
 
     Raises:
-        ValueError: For a model or optimizer that is not prepared; nothing is changed then.
+        ValueError: If a model or optimizer is not prepared; nothing changes in this case.
 
     Example:
         >>> import torch
@@ -231,51 +230,53 @@ def restore(models: Any, optimizers: Any = None) -> Any:
 def state_dict(
     destination: OrderedDict[str, dict[str, Any]] | None = None,
 ) -> OrderedDict[str, dict[str, Any]]:
-    """Returns the loss scales of all living sessions, in apex's checkpoint format.
+    """Returns the loss scales of all live sessions, in apex's checkpoint format.
 
-    ``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``, one entry for each loss in
-    the order of the ``initialize`` calls; empty when amp is not enabled. A static scale's entry
-    says so under ``apex_amp_v1``, where apex does not look.
+    ``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``, one entry per loss in the
+    order of the ``initialize`` calls; empty without a session. Entries of static scales are marked
+    under ``apex_amp_v1``, a key that apex ignores.
 
     Args:
-        destination: A dict to add the entries to and return; ``None`` for a new one.
+        destination: Dict to add the entries to and return; ``None`` for a new one.
     """
     result = OrderedDict() if destination is None else destination
-    result.update(scaler_states.entries(_living_scalers()))
+    result.update(scaler_states.entries(_live_scalers()))
     return result
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Sets the loss scales from what :func:`state_dict` returned, here or in apex.
+    """Loads loss scales from the result of :func:`state_dict`, of this package or of apex.
 
-    May come before ``initialize``, as model and optimizer states may: the scales are checked at
-    once and wait. The ``initialize`` calls that follow take them in order, each as many as it has
-    losses, and a second load before them replaces what waits. Calls with ``enabled=False`` take
-    none; after one, with nothing else prepared, this does nothing.
+    May precede ``initialize``, as loading model and optimizer states may: the scales are validated
+    immediately and kept. The following ``initialize`` calls take them in order, one per loss; a
+    second load before them replaces the first. Calls with ``enabled=False`` take none; after such
+    a call, with nothing else prepared, this function does nothing.
 
-    With several living sessions a checkpoint with as many entries as the newest has losses goes to
-    that one, with a line in the log; one with as many as all of them together goes to all.
+    With several live sessions, a checkpoint with as many entries as the newest session has losses
+    is loaded into that session, with a log message; one with as many as all sessions together is
+    loaded into all.
 
-    What has no meaning here is left, with a line in the log (``apex``): a dynamic scale where it
-    is static, or a static one where it is dynamic. Another number of scalers gives a warning, and
-    what fits is loaded.
+    A dynamic scale is not loaded into a static scaler, nor the reverse; the logger ``apex`` reports
+    it. If the number of scalers differs, the first ones are loaded, with a warning.
 
     Args:
         state_dict: ``loss_scaler0`` and so on, each with ``loss_scale`` and ``unskipped``.
 
     Raises:
-        RuntimeError: For an unexpected or missing key or a value that makes no sense, naming it.
-            Nothing is changed then.
+        RuntimeError: If a key is unexpected or missing, or a value is invalid; the message names
+            it. Nothing changes in this case.
     """
-    scalers = _living_scalers()
+    scalers = _live_scalers()
     if not scalers and not _amp_state.enabled:
-        scaler_states.log_rank0("amp.load_state_dict: amp is off; state ignored.", logging.INFO)
+        scaler_states.log_rank0(
+            "amp.load_state_dict: amp is disabled; state ignored.", logging.INFO
+        )
         return
     states = scaler_states.parsed(state_dict)
-    _amp_state.waiting = [] if scalers else states
+    _amp_state.pending_states = [] if scalers else states
     if not scalers:
         return
-    scalers = _addressed(states, scalers)
+    scalers = _target_scalers(states, scalers)
     if len(states) != len(scalers):
         warnings.warn(
             f"amp.load_state_dict got {len(states)} loss scalers, but amp has {len(scalers)}; "
@@ -284,22 +285,22 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
             UserWarning,
             stacklevel=2,
         )
-    scaler_states.put(scalers, states)
+    scaler_states.set_scalers(scalers, states)
 
 
-def _addressed(states: Sequence[object], scalers: list[Scaler]) -> list[Scaler]:
-    """Returns the scalers that a checkpoint is for: all, or those of the newest session."""
+def _target_scalers(states: Sequence[object], scalers: list[Scaler]) -> list[Scaler]:
+    """Returns the scalers to load a checkpoint into: all, or those of the newest session."""
     newest = _amp_state.sessions()[-1].scalers
     if len(states) in (len(scalers), 0) or len(states) != len(newest):
         return scalers
     scaler_states.log_rank0(
-        f"amp.load_state_dict: the checkpoint has {len(states)} loss scalers, as the newest "
-        f"amp.initialize call; earlier calls, with {len(scalers) - len(newest)} more, keep theirs."
+        f"amp.load_state_dict: the checkpoint has {len(states)} loss scalers, which the newest "
+        f"amp.initialize call takes; the {len(scalers) - len(newest)} of earlier calls are kept."
     )
     return newest
 
 
-def _living_scalers() -> list[Scaler]:
+def _live_scalers() -> list[Scaler]:
     return [scaler for session in _amp_state.sessions() for scaler in session.scalers]
 
 
@@ -326,7 +327,7 @@ def _session(
         keep_fp32=keep_fp32,
     )
     for scaler in made.scalers:
-        scaler.block_on_read = report.names_gradients()
+        scaler.block_on_read = report.lists_gradients()
     return made
 
 
@@ -337,7 +338,7 @@ def _plan(policy: Policy, fp32_modules: tuple[type[nn.Module] | str, ...]) -> Mo
         output_dtype=policy.output_dtype,
         keep_batchnorm_fp32=policy.batchnorm_fp32,
         fp32_modules=fp32_modules,
-        cast=_initialize.replaced_cast(),
+        cast=_initialize.custom_cast(),
     )
 
 

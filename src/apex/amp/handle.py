@@ -35,33 +35,36 @@ def scale_loss(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> AbstractContextManager[Tensor]:
-    """Returns a context with the scaled loss; at its end the gradients are unscaled.
+    """Returns a context that yields the scaled loss and unscales the gradients on exit.
 
-    Inside, call ``backward()`` on the scaled loss. Afterwards the gradients of
-    ``amp.master_params(optimizer)`` are fp32 and unscaled, so that clipping and inspection see
-    true values, and a dynamic scale has moved. If a gradient held inf or NaN the next
-    ``optimizer.step()`` does nothing. Without host sync; op casts are off inside.
+    Call ``backward()`` on the scaled loss inside it. On exit, the gradients of
+    ``amp.master_params(optimizer)`` are fp32 and unscaled, so clipping and inspection see true
+    values. A dynamic scale is updated, and if a gradient held inf or NaN, the next
+    ``optimizer.step()`` does nothing. No host sync; op casts are off inside.
 
-    After an exception inside the gradients are those from before (at a scale of exactly 1 what
-    autograd had added stays, as without amp), and the next block works.
+    An exception inside restores the earlier gradients (at a scale of exactly 1, what autograd
+    added remains, as without amp); later blocks work as usual.
 
     Args:
-        loss: A floating loss (0-d, or any shape that you call backward on). Fp16 and bf16 losses
-            are scaled in fp32.
-        optimizers: The optimizer, or several, that this loss trains; an empty list only scales.
-        loss_id: Which of ``num_losses`` scalers, from 0.
-        model: Accepted for old scripts, not used.
-        delay_unscale: Leave gradients scaled, to accumulate further backward passes of the same
-            loss; the last pass must not delay. (Passes without it accumulate too: unscaled.)
-            Delay under DistributedDataParallel's ``no_sync``, so that the last pass sends all.
-        delay_overflow_check: Leave the scale where it is; the next pass moves it for both.
+        loss: A floating-point loss (0-d, or any shape that ``backward`` accepts). Fp16 and bf16
+            losses are scaled in fp32.
+        optimizers: One optimizer or several that this loss trains; with an empty list, the loss is
+            only scaled.
+        loss_id: Index of the loss scaler, below ``num_losses``.
+        model: Ignored; accepted for old scripts.
+        delay_unscale: Whether to leave the gradients scaled, to accumulate further backward passes
+            of the same loss; the last pass must not delay. Passes without delay accumulate
+            unscaled gradients. Under DistributedDataParallel's ``no_sync``, delay, so that the last
+            pass sends the sum.
+        delay_overflow_check: Whether to leave the scale unchanged; the next pass updates it for
+            both.
 
     Raises:
-        RuntimeError: Before ``amp.initialize``; for an optimizer that it has not prepared; for
-            optimizers of different ``initialize`` calls; inside another block of the same
-            optimizer.
-        TypeError: For a loss that is not a floating tensor.
-        IndexError: For a ``loss_id`` that has no scaler.
+        RuntimeError: If called before ``amp.initialize``, with an optimizer that it did not
+            prepare, with optimizers of different ``initialize`` calls, or (on entry) inside
+            another block of the same optimizer.
+        TypeError: If ``loss`` is not a floating-point tensor.
+        IndexError: If ``loss_id`` has no scaler.
 
     Example:
         >>> import torch
@@ -75,7 +78,7 @@ def scale_loss(
         >>> optimizer.step()
     """
     del model
-    own = _own(optimizers)
+    own = _unwrapped(optimizers)
     bindings = [binding_of(optimizer) for optimizer in own]
     session = _session_of(own, bindings)
     if session is None:
@@ -93,14 +96,13 @@ def scale_loss(
 def disable_casts() -> AbstractContextManager[None]:
     """Returns a context in which no op casts its inputs, at any level.
 
-    Nestable, and over at its end also after an exception. Models that were converted (O2, O3, O5)
-    stay in their dtype.
+    Contexts may be nested. Converted models (O2, O3, O5) keep their dtype.
     """
     return casts_off()
 
 
 class AmpHandle:
-    """What ``amp.init`` returns: op casts in this thread and a scale for each loss."""
+    """The handle of ``amp.init``: op casts in this thread, and loss scaling."""
 
     def __init__(
         self,
@@ -108,27 +110,27 @@ class AmpHandle:
         enable_caching: bool = True,
         verbose: bool = False,
     ) -> None:
-        """Turns on the casts of O1 in this thread, as ``amp.init`` does; they end with the handle.
+        """Turns on O1's casts in this thread, for the lifetime of the handle.
 
         Args:
             loss_scale: A number, or ``"dynamic"``.
-            enable_caching: What ``has_cache`` says; a weight is cast once a forward in any case.
-            verbose: What ``verbose`` says.
+            enable_caching: Value of ``has_cache``; casts are not cached in any case.
+            verbose: Value of ``verbose``.
         """
-        from apex.amp.amp import o1_session
+        from apex.amp.amp import start_o1_session
 
-        self._hold(o1_session(loss_scale), enable_caching=enable_caching, verbose=verbose)
+        self._set(start_o1_session(loss_scale), enable_caching=enable_caching, verbose=verbose)
 
     @classmethod
     def over(
         cls, session: Session, *, enable_caching: bool = True, verbose: bool = False
     ) -> AmpHandle:
-        """Returns a handle of ``session``, which ends with it."""
+        """Returns a handle that keeps ``session`` alive."""
         handle = cls.__new__(cls)
-        handle._hold(session, enable_caching=enable_caching, verbose=verbose)
+        handle._set(session, enable_caching=enable_caching, verbose=verbose)
         return handle
 
-    def _hold(self, session: Session, *, enable_caching: bool, verbose: bool) -> None:
+    def _set(self, session: Session, *, enable_caching: bool, verbose: bool) -> None:
         self._session = session
         self._enable_caching = enable_caching
         self._verbose = verbose
@@ -141,21 +143,21 @@ class AmpHandle:
 
     @property
     def verbose(self) -> bool:
-        """As given to ``amp.init``."""
+        """The ``verbose`` argument."""
         return self._verbose
 
     @property
     def has_cache(self) -> bool:
-        """The ``enable_caching`` given."""
+        """The ``enable_caching`` argument."""
         return self._enable_caching
 
     @property
     def cache(self) -> dict[Tensor, Tensor]:
-        """An empty dict: torch keeps the casts of weights."""
+        """An empty dict: the handle caches no casts."""
         return {}
 
     def remove_cache(self, param: Tensor) -> None:
-        """Forgets the casts of all weights, that of ``param`` among them."""
+        """Clears torch's autocast cache, for all weights."""
         del param
         self._clear_cache()
 
@@ -164,7 +166,8 @@ class AmpHandle:
         """Returns the context of one backward pass; see :func:`apex.amp.scale_loss`.
 
         Raises:
-            RuntimeError: For an optimizer that ``wrap_optimizer`` wrapped: it scales by itself.
+            RuntimeError: If ``wrap_optimizer`` returned ``optimizer``, which has its own
+                ``scale_loss``.
         """
         if isinstance(optimizer, OptimWrapper):
             raise RuntimeError(
@@ -176,7 +179,7 @@ class AmpHandle:
         return self._session.backward_pass(loss, [self._bound(optimizer)], scaler)
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
-        """Returns the optimizer with ``scale_loss``, and a scale for each loss."""
+        """Wraps an optimizer to add ``scale_loss``, with one scale per loss."""
         return OptimWrapper(optimizer, self, num_loss)
 
     def _bind(self, optimizer: Any) -> tuple[Session, Binding]:
@@ -203,7 +206,7 @@ class AmpHandle:
 
 
 class NoOpHandle:
-    """The handle of ``amp.init(enabled=False)``: everything passes through."""
+    """The handle of ``amp.init(enabled=False)``: casts and scales nothing."""
 
     _is_active = False
     verbose = False
@@ -214,12 +217,12 @@ class NoOpHandle:
         return False
 
     def scale_loss(self, loss: Tensor, optimizer: Any) -> AbstractContextManager[Tensor]:
-        """Returns a context with the loss itself."""
+        """Returns a context that yields the loss itself."""
         del optimizer
         return nullcontext(loss)
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
-        """Returns the optimizer with a ``scale_loss`` that passes the loss through."""
+        """Wraps an optimizer to add a ``scale_loss`` that yields the loss itself."""
         return OptimWrapper(optimizer, self, num_loss)
 
     def _bind(self, optimizer: Any) -> tuple[None, None]:
@@ -237,13 +240,13 @@ class NoOpHandle:
 
 
 def handle_of(session: Session | None) -> AmpHandle | NoOpHandle:
-    """Returns apex's handle over the casts of ``session``."""
+    """Returns a handle of ``session``, a no-op one if it has no op casts."""
     if session is None or session.policy.compute_dtype is None:
         return NoOpHandle()
     return AmpHandle.over(session)
 
 
-def _own(optimizers: Optimizers) -> list[Optimizer]:
+def _unwrapped(optimizers: Optimizers) -> list[Optimizer]:
     several: Sequence[Any] = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
     return [unwrap(optimizer) for optimizer in several]
 
@@ -251,7 +254,7 @@ def _own(optimizers: Optimizers) -> list[Optimizer]:
 def _session_of(
     optimizers: Sequence[Optimizer], bindings: Sequence[Binding | None]
 ) -> Session | None:
-    """Returns the one session of these optimizers; None when amp is switched off for them."""
+    """Returns the session that prepared the optimizers; None if amp is disabled for them."""
     if len(bindings) == 1 and bindings[0] is not None and bindings[0].owner is not None:
         session = cast(Session, bindings[0].owner)
         return session if _amp_state.is_on(session) else None
@@ -280,13 +283,13 @@ def _not_prepared(bindings: Sequence[Binding | None]) -> str:
     call = "    model, optimizer = amp.initialize(model, optimizer, opt_level='O1')"
     if any(binding is not None and binding.owner is None for binding in bindings):
         return (
-            "amp.scale_loss got an optimizer that was unpickled: its session stayed behind. Call "
-            f"amp.restore(model, optimizer) with the model that came with it, and then\n{call}"
+            "amp.scale_loss got an unpickled optimizer, which has no amp session. Call "
+            f"amp.restore(model, optimizer) with the model it was saved with, and then\n{call}"
         )
     if not _amp_state.initialized:
         return f"amp.scale_loss was called before amp.initialize. First call\n{call}"
     if not bindings:
-        return f"amp.scale_loss got no optimizer, and no amp session is alive. Call\n{call}"
+        return f"amp.scale_loss got no optimizer, and there is no live amp session. Call\n{call}"
     return (
         "amp.scale_loss got an optimizer that amp has not prepared. Pass it to amp.initialize and "
         f"use the one returned:\n{call}"
@@ -300,8 +303,8 @@ def _check_loss(loss: object) -> None:
         )
     if not loss.is_floating_point():
         raise TypeError(
-            f"amp.scale_loss got a loss of dtype {loss.dtype}; it must be a real floating type "
-            "that gradients can flow through."
+            f"amp.scale_loss got a loss of dtype {loss.dtype}; it must have a real floating-point "
+            "dtype, which autograd can differentiate."
         )
 
 

@@ -1,4 +1,4 @@
-"""Checks of what the public calls are given, before anything changes."""
+"""Validates arguments of the public functions before anything changes."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ def model_list(models: object) -> list[nn.Module]:
     """Returns the models as a list.
 
     Raises:
-        TypeError: For anything but a module, or a list or tuple of modules.
+        TypeError: If ``models`` is not a module, or a list or tuple of modules.
     """
     several: list[Any] = list(models) if isinstance(models, list | tuple) else [models]
     for model in several:
         if not isinstance(model, nn.Module):
             raise TypeError(
-                f"amp got {type(model).__name__} where a model belongs. It accepts a "
+                f"amp got {type(model).__name__} instead of a model. It accepts a "
                 "torch.nn.Module, or a list or tuple of them."
             )
     return several
 
 
 def optimizer_list(optimizers: object) -> list[Any]:
-    """Returns the optimizers as a list, wrappers as given; empty for None.
+    """Returns the optimizers as a list, wrappers included; empty for None.
 
     Raises:
-        TypeError: For anything but optimizers.
+        TypeError: If one is not an optimizer.
     """
     if optimizers is None:
         return []
@@ -47,10 +47,10 @@ def optimizer_list(optimizers: object) -> list[Any]:
 
 
 def fp32_rules(given: object) -> tuple[Any, ...]:
-    """Returns ``fp32_modules`` as a tuple; the conversion's plan checks what it holds.
+    """Returns ``fp32_modules`` as a tuple; ``ModelPlan`` validates its items.
 
     Raises:
-        TypeError: For a string or a single type, which would be taken apart or fail obscurely.
+        TypeError: If it is a string, a single type or not iterable.
     """
     if isinstance(given, Iterable) and not isinstance(given, str | type):
         return tuple(given)
@@ -61,8 +61,8 @@ def fp32_rules(given: object) -> tuple[Any, ...]:
     )
 
 
-def prepared_when_enabled(*given: object) -> Iterator[nn.Module | Optimizer]:
-    """Yields models and optimizers from what a disabled ``initialize`` got, leaving the rest."""
+def models_and_optimizers(*given: object) -> Iterator[nn.Module | Optimizer]:
+    """Yields the models and optimizers among the arguments, unwrapping optimizers."""
     for each in given:
         for item in each if isinstance(each, list | tuple) else [each]:
             inner = item if isinstance(item, nn.Module) else getattr(item, "optim", item)
@@ -71,7 +71,7 @@ def prepared_when_enabled(*given: object) -> Iterator[nn.Module | Optimizer]:
 
 
 def check_models(models: Sequence[nn.Module], plan: ModelPlan, *, op_casts: bool) -> None:
-    """Raises what :func:`apex.amp.initialize` documents for models."""
+    """Raises the errors that :func:`apex.amp.initialize` documents for models."""
     if len({id(model) for model in models}) < len(models):
         raise ValueError(
             "amp.initialize got the same model twice. Pass each model once; it may have several "
@@ -90,7 +90,7 @@ def check_models(models: Sequence[nn.Module], plan: ModelPlan, *, op_casts: bool
 def check_optimizers(
     optimizers: Sequence[Any], models: Sequence[nn.Module], *, master_weights: bool
 ) -> None:
-    """Raises what :func:`apex.amp.initialize` documents for optimizers."""
+    """Raises the errors that :func:`apex.amp.initialize` documents for optimizers."""
     own = [unwrap(optimizer) for optimizer in optimizers]
     if len({id(optimizer) for optimizer in own}) < len(own):
         raise ValueError("amp.initialize got the same optimizer twice. Pass each one once.")
@@ -98,7 +98,7 @@ def check_optimizers(
     for optimizer in own:
         _check_optimizer(optimizer, known, bool(models))
         if master_weights:
-            _check_takes_masters(optimizer)
+            _check_accepts_masters(optimizer)
 
 
 def _check_optimizer(optimizer: Optimizer, known: set[int], has_models: bool) -> None:
@@ -111,34 +111,34 @@ def _check_optimizer(optimizer: Optimizer, known: set[int], has_models: bool) ->
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if not params:
         raise ValueError(
-            f"amp.initialize got an optimizer ({name}) without parameters. Make it with the "
+            f"amp.initialize got an optimizer ({name}) without parameters. Create it with the "
             "model's parameters, or leave it out."
         )
     if has_models and not any(id(param) in known for param in params):
         raise ValueError(
             f"amp.initialize got an optimizer ({name}) that holds no parameter of the given "
-            "models. Pass the model that it trains; make the optimizer after the model is on its "
-            "device."
+            "models. Pass the model that it trains, and create the optimizer after moving the "
+            "model to its device."
         )
     sharding.check_optimizer(optimizer)
 
 
-def _check_takes_masters(optimizer: Optimizer) -> None:
+def _check_accepts_masters(optimizer: Optimizer) -> None:
     kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(optimizer).__mro__}
-    # By name: importing it takes long, and only a script that uses it has done so.
+    # Compared by name: importing the class is slow, and only scripts that use it have done so.
     if "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer" in kinds:
         raise RuntimeError(
-            "amp.initialize got a ZeroRedundancyOptimizer, which steps the model's own parameters "
-            "by an optimizer inside it and would never see fp32 masters. Use opt_level 'O1' or "
-            "'O4', or shard the masters with the model: fully_shard(model), then any optimizer "
-            "of torch.optim."
+            "amp.initialize got a ZeroRedundancyOptimizer, whose inner optimizer steps the model's "
+            "own parameters and would never see fp32 masters. Use opt_level 'O1' or 'O4', or shard "
+            "the masters with the model: fully_shard(model), then any optimizer of torch.optim."
         )
 
 
 def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-    """Raises ValueError unless all are prepared, and optimizers with masters with their models.
+    """Raises ValueError if an object is not prepared, or the model of a master is not given.
 
-    A model that casts no parameters leaves a file plain, beside an optimizer that is prepared.
+    With an unpickled optimizer, plain models pass: a model that casts no parameters (O0, O1, O4)
+    is pickled as a plain one.
     """
     bindings = [binding for opt in optimizers if (binding := binding_of(opt)) is not None]
     unpickled = any(binding.owner is None for binding in bindings)
@@ -146,7 +146,7 @@ def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer])
         if not (unpickled or conversion.is_converted(model)):
             raise ValueError(
                 f"amp.restore got a model ({type(model).__name__}) that amp has not prepared. "
-                "Pass what amp.initialize returned, without a wrapper."
+                "Pass the model that amp.initialize returned, without a wrapper."
             )
     given = _params(models)
     prepared = {model for session in _amp_state.sessions() for model in session.models}
@@ -156,14 +156,14 @@ def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer])
         if binding is None:
             raise ValueError(
                 f"amp.restore got an optimizer ({type(optimizer).__name__}) that amp has not "
-                "prepared. Pass what amp.initialize returned."
+                "prepared. Pass the optimizer that amp.initialize returned."
             )
         stepped = {id(pair.model) for pair in binding.pairs}
-        # What is in no model any more (an old head) is nobody else's.
+        # Parameters that no prepared model holds any more (a replaced head) do not count.
         if stepped and (not stepped & given or stepped & (others - given)):
             raise ValueError(
-                "amp.restore got an optimizer whose masters belong to a model that was not given. "
-                "Restore model and optimizer together: amp.restore(model, optimizer)."
+                "amp.restore got an optimizer with masters of a model that was not passed. Restore "
+                "model and optimizer together: amp.restore(model, optimizer)."
             )
 
 
@@ -172,7 +172,7 @@ def _params(models: Iterable[nn.Module]) -> set[int]:
 
 
 def checked_count(num_losses: object) -> int:
-    """Returns ``num_losses``, or raises ValueError unless it is an integer of at least 1."""
+    """Returns ``num_losses``; raises ValueError unless it is an integer of at least 1."""
     is_bool = isinstance(num_losses, bool)
     count = int(num_losses) if isinstance(num_losses, numbers.Integral) and not is_bool else 0
     if count < 1:

@@ -1,4 +1,4 @@
-"""Names the gradients that hold inf or NaN, for reports of skipped steps."""
+"""Finds the gradients that hold inf or NaN, for reports of skipped steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from apex._engine.optimizer.binding import Binding
 from apex._engine.session import Session
 from apex._torch import dtensor
 
-NAMED = 3
+MAX_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class NonfiniteGradient:
 
     Attributes:
         name: Qualified name of the parameter in its model.
-        inf: Elements that are infinite, of either sign.
-        nan: Elements that are NaN.
-        elements: Elements of the gradient.
+        inf: Number of infinite elements, of either sign.
+        nan: Number of NaN elements.
+        elements: Number of elements.
     """
 
     name: str
@@ -33,7 +33,7 @@ class NonfiniteGradient:
     elements: int
 
     def __str__(self) -> str:
-        """Returns name and counts."""
+        """Returns the name and the counts."""
         counts = [f"{n} {kind}" for n, kind in ((self.inf, "inf"), (self.nan, "nan")) if n]
         return f"{self.name} ({', '.join(counts)} of {self.elements})"
 
@@ -41,13 +41,13 @@ class NonfiniteGradient:
 def nonfinite_gradients(
     session: Session, only: Binding | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields name and gradient of every parameter whose gradient holds inf or NaN.
+    """Yields the name and gradient of every parameter whose gradient holds inf or NaN.
 
-    Waits for the device: for a diagnosis, never in a normal step.
+    Waits for the device, so call it for diagnosis only.
 
     Args:
-        session: Whose models and optimizers to look at.
-        only: The optimizer whose parameters to look at; ``None`` for all.
+        session: The session whose gradients to check.
+        only: The binding of the only optimizer to check; ``None`` for all.
     """
     names = {id(p): name for model in session.models for name, p in model.named_parameters()}
     for binding in session.bindings if only is None else (only,):
@@ -56,25 +56,25 @@ def nonfinite_gradients(
             if param.grad is None:
                 continue
             values = finite.summed_values(dtensor.local(param.grad))
-            if not bool(torch.isfinite(values).all()):  # sync: a diagnosis after 50 skips
+            if not bool(torch.isfinite(values).all()):  # sync: a diagnosis of skipped steps
                 own = models.get(id(param), param)
                 yield names.get(id(own), "(a parameter of no initialized model)"), values
 
 
-def found_in(gradients: Iterable[tuple[str, Tensor]]) -> list[NonfiniteGradient]:
-    """Counts what is not finite in named gradients. Waits for the device."""
-    found = []
+def count_nonfinite(gradients: Iterable[tuple[str, Tensor]]) -> list[NonfiniteGradient]:
+    """Counts inf and NaN in named gradients. Waits for the device."""
+    counted = []
     for name, grad in gradients:
         counts = torch.stack([torch.isinf(grad).sum(), torch.isnan(grad).sum()])
         inf, nan = counts.tolist()  # sync: a diagnosis of a skipped step
-        found.append(NonfiniteGradient(name, inf, nan, grad.numel()))
-    return found
+        counted.append(NonfiniteGradient(name, inf, nan, grad.numel()))
+    return counted
 
 
-def sentence(gradients: list[NonfiniteGradient]) -> str:
-    """Says in a line which gradients were not finite: the first few by name."""
+def summary(gradients: list[NonfiniteGradient]) -> str:
+    """Returns one line on the nonfinite gradients, which names the first few."""
     if not gradients:
-        return "No gradient is inf or NaN any more: they were cleared, or another rank overflowed."
-    more = len(gradients) - NAMED
-    named = ", ".join(map(str, gradients[:NAMED])) + (f", and {more} more" if more > 0 else "")
-    return f"Gradients not finite: {named}."
+        return "No gradient holds inf or NaN now: they were cleared, or another rank overflowed."
+    more = len(gradients) - MAX_NAMED
+    named = ", ".join(map(str, gradients[:MAX_NAMED])) + (f", and {more} more" if more > 0 else "")
+    return f"Nonfinite gradients: {named}."

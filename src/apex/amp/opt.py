@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class OptimWrapper:
-    """An optimizer with ``scale_loss``; everything else is the optimizer's own.
+    """An optimizer with ``scale_loss``; delegates everything else to the optimizer.
 
-    With several losses each ``scale_loss`` block between two steps is the next loss, with its own
-    scale; an overflow in any of them skips the step.
+    With several losses, the n-th ``scale_loss`` block after a step uses the n-th loss scale; an
+    overflow in any of them skips the step.
     """
 
     def __init__(self, optimizer: Any, amp_handle: AmpHandle | NoOpHandle, num_loss: int) -> None:
-        """Wraps ``optimizer``; under a ``NoOpHandle`` the losses pass through."""
+        """Wraps ``optimizer``; under a ``NoOpHandle``, losses are not scaled."""
         self._optimizer = optimizer
         session, binding = amp_handle._bind(optimizer)
         self._session: Session | None = session
@@ -45,7 +45,7 @@ class OptimWrapper:
         """Returns the context of the next loss's backward pass.
 
         Raises:
-            RuntimeError: For more blocks between two steps than ``num_loss``.
+            RuntimeError: If there are more blocks between two steps than ``num_loss``.
         """
         if self._session is None or self._binding is None:
             return nullcontext(loss)
@@ -86,5 +86,5 @@ class OptimWrapper:
         return getattr(self.__dict__["_optimizer"], name)
 
     def __repr__(self) -> str:
-        """Shows the optimizer."""
+        """Returns the optimizer's ``repr``."""
         return repr(self._optimizer)

@@ -1,4 +1,4 @@
-"""apex's objects of the levels, as ``apex.amp.frontend`` has them: read by scripts, not by amp."""
+"""apex's level objects in ``apex.amp.frontend``: for scripts; amp itself does not read them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from apex.amp.properties import DESCRIPTIONS, LEVELS
 
 
 class Properties(OptProperties):
-    """Options with apex's defaults, before a level has set them; see :class:`O0` and its like."""
+    """Options before a level has set them, with apex's defaults; see :class:`Level`."""
 
     def __init__(self) -> None:
-        """Starts disabled."""
+        """Creates disabled options."""
         names = asdict(LEVELS["O0"])
         given = {"enabled": False, "patch_torch_functions": False, "loss_scale": 1.0}
         super().__init__({name: given.get(name) for name in names})
@@ -22,28 +22,30 @@ class Properties(OptProperties):
     def _update_options_dict(self, new_options: Iterable[tuple[str, Any]]) -> None:
         for name, value in new_options:
             if name not in self.options:
-                raise ValueError(f"{name!r} is no option; they are {', '.join(self.options)}.")
+                raise ValueError(
+                    f"{name!r} is not an option; the options are {', '.join(self.options)}."
+                )
             self.options[name] = value
 
 
 class Level:
-    """One level: called with :class:`Properties`, it sets the level's defaults and returns them.
+    """One level: a callable that sets the level's defaults in :class:`Properties`.
 
     Attributes:
-        brief: The level in a line.
-        more: The same: ``docs/concepts/levels.md`` tells more.
+        brief: One-line description.
+        more: The same line; see ``docs/concepts/levels.md`` for details.
     """
 
     brief: ClassVar[str]
     more: ClassVar[str]
 
     def __init_subclass__(cls) -> None:
-        """Describes the level of the class's name."""
+        """Sets the description by the class's name."""
         cls.brief = f"{cls.__name__}:  {DESCRIPTIONS[cls.__name__]}"
         cls.more = cls.brief
 
     def __call__(self, properties: Properties) -> Properties:
-        """Sets every option to the level's default."""
+        """Sets every option to the level's default; returns ``properties``."""
         properties._update_options_dict(asdict(LEVELS[type(self).__name__]).items())
         return properties
 
@@ -73,4 +75,4 @@ class O5(Level):
 
 
 opt_levels: Mapping[str, Level] = {kind.__name__: kind() for kind in (O3, O2, O1, O0, O4, O5)}
-"""Every level by name."""
+"""Levels by name."""

@@ -1,4 +1,4 @@
-"""What scripts call and read on an optimizer that amp prepared, in apex's names."""
+"""apex's interface to a prepared optimizer: ``master_params`` and ``_amp_stash``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def unwrap(optimizer: Any) -> Optimizer:
     """Returns the optimizer itself, or the one inside a LARC-like wrapper (its ``optim``).
 
     Raises:
-        TypeError: For anything else.
+        TypeError: If it is neither.
     """
     if isinstance(optimizer, Optimizer):
         return optimizer
@@ -32,16 +32,16 @@ def unwrap(optimizer: Any) -> Optimizer:
         if isinstance(inner, Optimizer):
             return inner
     raise TypeError(
-        f"amp got {type(optimizer).__name__} where an optimizer belongs. It accepts a "
+        f"amp got {type(optimizer).__name__} instead of an optimizer. It accepts a "
         "torch.optim.Optimizer, apex.parallel.LARC around one, or a list of these."
     )
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:
-    """Yields the parameters that the optimizer steps: fp32 masters where there are any.
+    """Yields the parameters that the optimizer steps, which include any fp32 masters.
 
-    For clipping: ``torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)``. Gradients
-    of a plain ``loss.backward()`` are on the masters, too. Works without amp as well.
+    For clipping: ``torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)``. Masters
+    also receive the gradients of a plain ``loss.backward()``. Accepts unprepared optimizers, too.
     """
     binding = None if not isinstance(optimizer, Optimizer) else binding_of(optimizer)
     if binding is not None:
@@ -51,16 +51,16 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
 
 
 class AmpStash:
-    """apex's ``optimizer._amp_stash``: the lists of an optimizer's parameters, made when read.
+    """apex's ``optimizer._amp_stash``: lists of the optimizer's parameters, built on access.
 
     Attributes:
-        lazy_init_called: Kept for scripts that set it; the masters exist from ``initialize`` on.
-        already_patched: Kept for scripts that set it.
+        lazy_init_called: For scripts that set it; has no effect.
+        already_patched: For scripts that set it; has no effect.
     """
 
     def __init__(self, binding: Binding) -> None:
-        """Views ``binding``."""
-        # The binding holds this view: a strong reference would keep both until a collection.
+        """Creates a view of ``binding``."""
+        # Weak, as the binding refers to this view: a cycle would delay the deletion of both.
         self._reference = weakref.ref(binding)
         self.lazy_init_called = True
         self.already_patched = True
@@ -74,7 +74,7 @@ class AmpStash:
 
     @property
     def all_fp16_params(self) -> list[Tensor]:
-        """Low-precision model parameters that have a master."""
+        """Low-precision model parameters with masters."""
         return [pair.model for pair in self._binding.pairs]
 
     @property
@@ -84,40 +84,40 @@ class AmpStash:
 
     @property
     def all_fp32_from_fp32_params(self) -> list[Tensor]:
-        """Parameters that are stepped themselves."""
+        """Parameters that the optimizer steps directly, without masters."""
         return list(self._binding.direct())
 
     @property
     def all_fp32_params(self) -> list[Tensor]:
-        """Both kinds that are stepped."""
+        """All parameters that the optimizer steps."""
         return [*self.all_fp32_from_fp16_params, *self.all_fp32_from_fp32_params]
 
     @property
     def fp16_groups(self) -> list[list[Tensor]]:
-        """Model parameters that have a master, by parameter group; absent without masters."""
+        """Model parameters with masters, by group; AttributeError at levels without masters."""
         return self._by_group(lambda pair, _: None if pair is None else pair.model)
 
     @property
     def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
-        """Their masters, by parameter group; absent without masters."""
+        """The masters, by group; AttributeError at levels without masters."""
         return self._by_group(lambda pair, _: None if pair is None else pair.master)
 
     @property
     def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
-        """Trained parameters that are stepped themselves, by group; absent without masters."""
+        """Trainable parameters without masters, by group; AttributeError as for ``fp16_groups``."""
         return self._by_group(lambda pair, own: own if pair is None and own.requires_grad else None)
 
     def _by_group(
-        self, listed: Callable[[TrackedPair | None, Tensor], Tensor | None]
+        self, select: Callable[[TrackedPair | None, Tensor], Tensor | None]
     ) -> list[list[Tensor]]:
         binding = self._binding
         if not binding.master_weights:
             raise AttributeError(
-                "optimizer._amp_stash has groups only where the optimizer steps masters (O2, O5)."
+                "optimizer._amp_stash has groups only if the optimizer steps masters (O2, O5)."
             )
         pairs = {id(pair.master): pair for pair in binding.pairs}
         groups = (group["params"] for group in binding.optimizer.param_groups)
-        found = ([listed(pairs.get(id(param)), param) for param in group] for group in groups)
+        found = ([select(pairs.get(id(param)), param) for param in group] for group in groups)
         return [[param for param in group if param is not None] for group in found]
 
     @property
@@ -131,11 +131,11 @@ class AmpStash:
 
 
 class AmpStashOptimizer(AmpOptimizer):
-    """The overrides of a prepared optimizer, with apex's private names that scripts use."""
+    """Overrides of a prepared optimizer, with the private names of apex that scripts use."""
 
     @property
     def _amp_stash(self) -> AmpStash:
-        binding = _required(self)
+        binding = _require_binding(self)
         if not isinstance(binding.view, AmpStash):
             binding.view = AmpStash(binding)
         return binding.view
@@ -148,29 +148,29 @@ class AmpStashOptimizer(AmpOptimizer):
         self._amp_stash.lazy_init_called = True
 
     def _master_params_to_model_params(self) -> None:
-        """Rounds the masters' values into the model."""
-        masters.round_into_model(_required(self).pairs)
+        """Writes the rounded masters into the model."""
+        masters.round_into_model(_require_binding(self).pairs)
 
     def _prepare_amp_backward(self) -> None:
-        """Sets unscaled gradients aside, before a backward pass."""
-        binding = _required(self)
+        """Sets existing gradients aside before a backward pass."""
+        binding = _require_binding(self)
         binding.read_model()
         binding.gradients.absorb_changes()
         binding.gradients.begin(identity=False)
 
     def _post_amp_backward(self, scaler: LossScaler) -> None:
-        """Unscales the gradients of the pass by ``scaler``."""
-        gradients = _required(self).gradients
+        """Unscales the gradients of the pass and adds those set aside."""
+        gradients = _require_binding(self).gradients
         gradients.accumulate(scaler._scaler.unscale_)
         gradients.commit()
         if scaler.dynamic:
             gradients.raise_flag(scaler._scaler.found_inf)
 
 
-def _required(optimizer: Optimizer) -> Binding:
+def _require_binding(optimizer: Optimizer) -> Binding:
     binding = binding_of(optimizer)
     if binding is None:
         raise AttributeError(
-            f"This {type(optimizer).__name__} is not prepared by amp. Pass it to amp.initialize."
+            f"amp has not prepared this {type(optimizer).__name__}. Pass it to amp.initialize."
         )
     return binding

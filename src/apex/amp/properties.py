@@ -1,4 +1,4 @@
-"""The option table of the levels, in apex's words: defaults, overrides and their refusals."""
+"""The option table of the levels in apex's terms: defaults and checked overrides."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Properties:
     """One row of the option table.
 
     Attributes:
-        enabled: Whether amp does anything.
+        enabled: Whether amp is enabled.
         opt_level: ``"O0"`` to ``"O5"``.
-        cast_model_type: Type of parameters and inputs; ``None`` or ``False`` for no conversion.
+        cast_model_type: Dtype of parameters and inputs; ``None`` or ``False`` for no conversion.
         patch_torch_functions: Whether ops cast their inputs by the op table.
-        patch_torch_functions_type: The low-precision type of these casts.
+        patch_torch_functions_type: Low-precision dtype of these casts.
         keep_batchnorm_fp32: Whether batch norm stays fp32 in a converted model.
         master_weights: Whether optimizers step fp32 masters.
         loss_scale: A number, or ``"dynamic"``.
-        cast_model_outputs: Type of the model's outputs; ``None`` for the level's own rule.
+        cast_model_outputs: Dtype of the model's outputs; ``None`` for the level's default.
     """
 
     enabled: bool
@@ -42,7 +42,7 @@ class Properties:
     cast_model_outputs: torch.dtype | None = None
 
     def lines(self) -> Iterator[tuple[str, object]]:
-        """Yields name and value of what the start-up report shows, in its order."""
+        """Yields names and values for the start-up report, in its order."""
         for name in REPORTED:
             yield name, getattr(self, name)
 
@@ -71,7 +71,7 @@ LEVELS: Mapping[str, Properties] = {
         Properties(True, "O5", _BF16, False, None, True, True, 1.0),
     )
 }
-"""The defaults of every level."""
+"""Defaults by level."""
 
 DESCRIPTIONS: Mapping[str, str] = {
     "O0": "the whole training in fp32.",
@@ -81,17 +81,17 @@ DESCRIPTIONS: Mapping[str, str] = {
     "O4": "bf16 casts around operators, fp32 parameters.",
     "O5": "bf16 model, fp32 batch norm and fp32 master weights.",
 }
-"""What each level does, for the start-up report."""
+"""Descriptions for the start-up report, by level."""
 
 
 class OverrideChecker:
-    """Refuses overrides that a level cannot honour; warns where apex's hard override is set."""
+    """Rejects overrides that a level cannot honour; only warns under apex's hard override."""
 
     def __init__(self, *, hard_override: bool = False) -> None:
-        """Takes ``amp._amp_state.hard_override``."""
+        """Stores ``amp._amp_state.hard_override``."""
         self._hard_override = hard_override
 
-    def refuse(self, message: str) -> None:
+    def reject(self, message: str) -> None:
         """Raises RuntimeError, or warns under the hard override."""
         if not self._hard_override:
             raise RuntimeError(message)
@@ -102,18 +102,18 @@ def level_defaults(opt_level: object) -> Properties:
     """Returns the defaults of a level.
 
     Raises:
-        RuntimeError: If there is no such level; the message lists them and guesses what was meant.
+        RuntimeError: If there is no such level; the message lists the levels and suggests one.
     """
     if isinstance(opt_level, str) and opt_level in LEVELS:
         return LEVELS[opt_level]
     raise RuntimeError(
-        f"Unexpected optimization level {opt_level!r}.{_guess(opt_level)} The levels are "
+        f"Unexpected optimization level {opt_level!r}.{_suggestion(opt_level)} The levels are "
         f"{', '.join(repr(level) for level in LEVELS)}. "
         'Note that the prefix O in "O0", "O1" and so on is the letter O, not the number zero.'
     )
 
 
-def _guess(opt_level: object) -> str:
+def _suggestion(opt_level: object) -> str:
     text = str(opt_level).strip().upper()
     if text.isdigit():
         text = "O" + str(int(text))
@@ -123,12 +123,12 @@ def _guess(opt_level: object) -> str:
 def resolve(
     defaults: Properties, overrides: Mapping[str, Any], *, hard_override: bool = False
 ) -> Properties:
-    """Returns the level's defaults with the caller's overrides, ``None`` meaning not given.
+    """Returns the level's defaults with the caller's overrides; ``None`` keeps a default.
 
     Raises:
-        RuntimeError: For an override that makes no sense at this level.
-        ValueError: For a loss scale that is no number, not positive or not finite.
-        TypeError: For a value of the wrong type.
+        RuntimeError: If an override has no meaning at this level.
+        ValueError: If the loss scale is not a number, not positive or not finite.
+        TypeError: If a value has the wrong type.
     """
     given = {name: value for name, value in overrides.items() if value is not None}
     values = {name: _PARSERS[name](name, value) for name, value in given.items()}
@@ -136,20 +136,20 @@ def resolve(
     if defaults.patch_torch_functions:
         _check_cast_level(checker, defaults, values)
     elif values.get("patch_torch_functions"):
-        checker.refuse(_no_patching(defaults))
+        checker.reject(_no_op_casts(defaults))
         del values["patch_torch_functions"]
     if not defaults.patch_torch_functions and "patch_torch_functions_type" in values:
-        checker.refuse(
+        checker.reject(
             f"patch_torch_functions_type has no meaning at {defaults.opt_level}, which does not "
-            "cast around operators. Use opt_level 'O1' or 'O4', or cast_model_type for a "
-            "converted model."
+            "cast around operators. Use opt_level 'O1' or 'O4', or set cast_model_type to convert "
+            "the model."
         )
         del values["patch_torch_functions_type"]
     return replace(defaults, **values)
 
 
 def to_policy(properties: Properties) -> Policy:
-    """Translates the option row into today's terms."""
+    """Returns the policy that the options describe."""
     dtype = properties.cast_model_type
     param_dtype = dtype if isinstance(dtype, torch.dtype) else None
     if properties.patch_torch_functions and param_dtype is not _FP32:
@@ -174,19 +174,19 @@ def _check_cast_level(
 ) -> None:
     level, full = defaults.opt_level, "O2" if defaults.opt_level == "O1" else "O5"
     if "keep_batchnorm_fp32" in values:
-        checker.refuse(
-            f"keep_batchnorm_fp32={values['keep_batchnorm_fp32']} has no meaning at {level}: the "
-            "model keeps its fp32 parameters there and batch norm follows its input. "
+        checker.reject(
+            f"keep_batchnorm_fp32={values['keep_batchnorm_fp32']} has no meaning at {level}, where "
+            "the model keeps its fp32 parameters and batch norm follows its input. "
             f"Leave it None, or use opt_level {full!r}."
         )
     if "master_weights" in values:
-        checker.refuse(
+        checker.reject(
             f"master_weights={values['master_weights']} has no meaning at {level}: the model's own "
             f"parameters are fp32 there. Leave it None, or use opt_level {full!r}."
         )
     model_type = values.get("cast_model_type")
     if model_type not in (None, False, _FP32):
-        checker.refuse(
+        checker.reject(
             f"cast_model_type={model_type} has no meaning at {level}, which casts around operators "
             f"and leaves the model in fp32. Leave it None, or use opt_level {full!r}."
         )
@@ -196,10 +196,10 @@ def _check_cast_level(
         values.pop("cast_model_type", None)
 
 
-def _no_patching(defaults: Properties) -> str:
+def _no_op_casts(defaults: Properties) -> str:
     level = defaults.opt_level
     return (
-        f"patch_torch_functions=True has no meaning at {level}, whose model runs as a whole in "
+        f"patch_torch_functions=True has no meaning at {level}, where the whole model runs in "
         f"{defaults.cast_model_type}. Leave it None, or use opt_level 'O1' (fp16) or 'O4' (bf16) "
         "for casts around operators."
     )
@@ -225,7 +225,7 @@ def _as_dtype(name: str, value: object) -> torch.dtype | bool:
 def _as_output_dtype(name: str, value: object) -> torch.dtype:
     if isinstance(value, torch.dtype) and value in CASTABLE:
         return value
-    raise TypeError(f"{name} is {value!r}; it must be a floating torch.dtype or None.")
+    raise TypeError(f"{name} is {value!r}; it must be a floating-point torch.dtype or None.")
 
 
 def _as_low_precision(name: str, value: object) -> torch.dtype:
@@ -235,7 +235,7 @@ def _as_low_precision(name: str, value: object) -> torch.dtype:
 
 
 def as_loss_scale(name: str, value: object) -> LossScale:
-    """Returns ``"dynamic"`` or a positive finite number, from either or from a numeric string."""
+    """Returns ``"dynamic"`` or a positive finite number; parses numeric strings."""
     if value == "dynamic":
         return "dynamic"
     try:
@@ -244,7 +244,7 @@ def as_loss_scale(name: str, value: object) -> LossScale:
         number = float(value)
     except (TypeError, ValueError):
         raise ValueError(
-            f"{name} is {value!r}; it must be a positive number, a string of one, or 'dynamic'."
+            f"{name} is {value!r}; it must be a positive number, a string with one, or 'dynamic'."
         ) from None
     if not (number > 0.0 and math.isfinite(number)):
         raise ValueError(f"{name} is {value!r}; a static scale must be positive and finite.")

@@ -1,4 +1,4 @@
-"""What amp tells on standard output: the start-up report and the overflow lines."""
+"""The reports on standard output: start-up options and overflows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from apex._engine.events import ScaleUpdate
 from apex._engine.session import Session
 from apex._torch import ranks
 from apex.amp._amp_state import _amp_state, maybe_print
-from apex.amp.nonfinite import found_in, nonfinite_gradients, sentence
+from apex.amp.nonfinite import count_nonfinite, nonfinite_gradients, summary
 from apex.amp.properties import DESCRIPTIONS, Properties
 
 SKIPS_BEFORE_WARNING = 50
@@ -21,17 +21,17 @@ def _is_on_rank_zero(record: logging.LogRecord) -> bool:
     return ranks.rank() == 0
 
 
-# What every rank would say alike is said once.
+# Every rank logs the same messages, so only rank 0 emits them.
 logging.getLogger("apex").addFilter(_is_on_rank_zero)
 
 
 def print_rank0(message: str) -> None:
-    """Prints on standard output, unless ``verbosity`` is 0 or this is not rank 0."""
+    """Prints ``message`` on rank 0, unless ``verbosity`` is 0."""
     maybe_print(message, rank0=True)
 
 
-def names_gradients() -> bool:
-    """Returns whether an overflow line is to be followed by the gradients that were not finite."""
+def lists_gradients() -> bool:
+    """Returns whether overflow lines are followed by the nonfinite gradients."""
     return _amp_state.verbosity > 1
 
 
@@ -47,9 +47,9 @@ def start_up(defaults: Properties, properties: Properties) -> None:
 
 
 def scale_update(session: Session, update: ScaleUpdate) -> None:
-    """Reports an overflow, one line per skipped step, and warns once when skipping goes on.
+    """Reports an overflow with one line per skipped step; warns after 50 consecutive skips.
 
-    With ``verbosity=2`` a line more names the gradients that were not finite.
+    With ``verbosity=2``, another line names the nonfinite gradients.
     """
     if not update.overflow:
         return
@@ -58,10 +58,10 @@ def scale_update(session: Session, update: ScaleUpdate) -> None:
             f"Gradient overflow.  Skipping step, loss scaler {update.loss_id} "
             f"reducing loss scale to {update.loss_scale}"
         )
-    if update.optimizers and names_gradients() and ranks.rank() == 0:
-        print_rank0(sentence(found_in(nonfinite_gradients(session))))
+    if update.optimizers and lists_gradients() and ranks.rank() == 0:
+        print_rank0(summary(count_nonfinite(nonfinite_gradients(session))))
     if update.skipped_in_row == SKIPS_BEFORE_WARNING:
-        warnings.warn(_skipping(session, update), UserWarning, stacklevel=6)
+        warnings.warn(_persistent_skips(session, update), UserWarning, stacklevel=6)
 
 
 def _print_lines(properties: Properties) -> None:
@@ -69,19 +69,19 @@ def _print_lines(properties: Properties) -> None:
         print_rank0(f"{name:26} : {value}")
 
 
-def _skipping(session: Session, update: ScaleUpdate) -> str:
+def _persistent_skips(session: Session, update: ScaleUpdate) -> str:
     text = (
         f"amp has skipped {update.skipped_in_row} steps in a row for loss {update.loss_id}; its "
-        f"scale is down to {update.loss_scale:g} and the model does not train. "
+        f"scale is down to {update.loss_scale:g} and the model is not training. "
     )
     found = next(nonfinite_gradients(session), None)
     if found is None:
-        return text + "The gradients of this step are finite or cleared; look at the next one."
+        return text + "The gradients of this step are finite or cleared; check the next step."
     name, grad = found
-    if bool(torch.isnan(grad).any()):  # sync: a diagnosis after 50 skips
+    if bool(torch.isnan(grad).any()):  # sync: a diagnosis of skipped steps
         return text + (
-            f"The gradient of {name} holds NaN: no loss scale mends that. Look for NaN or inf in "
-            "the batch, the loss and the forward pass, and for a learning rate that is too high."
+            f"The gradient of {name} holds NaN, which no loss scale can fix. Look for NaN or inf "
+            "in the batch, the loss and the forward pass, and for too high a learning rate."
         )
     return text + (
         f"The gradient of {name} holds inf: values exceed the range of "

@@ -1,4 +1,4 @@
-"""apex's ``LossScaler``: a thin view of one loss's scale, in apex's names."""
+"""apex's ``LossScaler``: a thin view of one loss's scaler under apex's names."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from apex.amp.properties import as_loss_scale
 
 
 class LossScaler:
-    """The scale of one loss, as scripts written for apex read and set it.
+    """The scale of one loss, with the attributes that scripts for apex read and set.
 
-    Reading ``_loss_scale``, ``_unskipped`` or ``_has_overflow`` waits for the device; setting one
-    does not.
+    Reading a dynamic scaler's ``_loss_scale``, ``_unskipped`` or ``_has_overflow`` waits for the
+    device; setting them does not.
 
     Attributes:
         dynamic: Whether the scale follows the gradients.
-        has_fused_kernel: Always true, as where apex was built with its extensions.
-        warned_no_fused_kernel: Always false: there is no such warning.
+        has_fused_kernel: Always True, as in apex built with its extensions.
+        warned_no_fused_kernel: Always False: this package has no such warning.
         warned_unscaling_non_fp32_grad: Likewise.
     """
 
@@ -40,15 +40,15 @@ class LossScaler:
         min_loss_scale: float | None = None,
         max_loss_scale: float = 2.0**24,
     ) -> None:
-        """Creates a scaler that belongs to no ``amp.initialize`` call.
+        """Creates a scaler outside any ``amp.initialize`` call.
 
         Args:
             loss_scale: A number, or ``"dynamic"``.
-            init_scale: First value of a dynamic scale (multiplier).
+            init_scale: Initial dynamic scale (multiplier).
             scale_factor: Growth factor; its inverse is the backoff factor.
             scale_window: Clean steps before growth.
-            min_loss_scale: Least scale after a backoff.
-            max_loss_scale: Greatest scale after growth.
+            min_loss_scale: Smallest scale after a backoff.
+            max_loss_scale: Largest scale after growth.
         """
         rule = ScaleRule(
             growth_factor=scale_factor,
@@ -58,24 +58,24 @@ class LossScaler:
             ceiling=max_loss_scale,
         )
         scale = as_loss_scale("loss_scale", loss_scale)
-        # apex's default moves within the bounds; a scale that the caller chose does not.
+        # The default is clamped to the bounds; a value that the caller chose is not.
         initial = None if init_scale == INITIAL_SCALE else init_scale
         self._view(scaler_for(scale, rule, initial=initial))
 
     @classmethod
     def over(cls, scaler: Scaler) -> LossScaler:
-        """Returns the view of ``scaler``, always the same object."""
+        """Returns the one view of ``scaler``."""
         if not isinstance(scaler.view, LossScaler):
             cls.__new__(cls)._view(scaler)
         return cast(LossScaler, scaler.view)
 
     def _view(self, scaler: Scaler) -> None:
         self._scaler = scaler
-        self._given_flag: Tensor | None = None
+        self._assigned_flag: Tensor | None = None
         scaler.view = self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles and copies by values, as a scaler of its own; waits for the device."""
+        """Pickles and copies the values into an independent scaler; waits for the device."""
         rule, scale = self._scaler.rule, self._scaler.read_scale()
         if not self.dynamic:
             return type(self), (scale,)
@@ -83,7 +83,7 @@ class LossScaler:
         return type(self), ("dynamic", scale, rule.growth_factor, *bounds), self._unskipped
 
     def __setstate__(self, unskipped: int) -> None:
-        """Takes over the count of clean steps, which the constructor does not know."""
+        """Restores the count of clean steps, which the constructor does not take."""
         self._unskipped = unskipped
 
     @property
@@ -92,7 +92,7 @@ class LossScaler:
         return self._scaler.dynamic
 
     def loss_scale(self) -> float:
-        """Returns the present scale."""
+        """Returns the current scale."""
         return self._scaler.read_scale()
 
     @property
@@ -117,20 +117,24 @@ class LossScaler:
 
     @_has_overflow.setter
     def _has_overflow(self, value: bool) -> None:
-        self._given_flag = None
+        self._assigned_flag = None
         self._scaler.found_inf.fill_(float(value))
 
     @property
     def _overflow_buf(self) -> Tensor:
-        return self._scaler.found_inf.reshape(1) if self._given_flag is None else self._given_flag
+        return (
+            self._scaler.found_inf.reshape(1)
+            if self._assigned_flag is None
+            else self._assigned_flag
+        )
 
     @_overflow_buf.setter
     def _overflow_buf(self, flag: Tensor) -> None:
         if not isinstance(flag, Tensor):
-            raise TypeError(f"_overflow_buf is {flag!r}; it must be a tensor of one element.")
+            raise TypeError(f"_overflow_buf is {flag!r}; it must be a tensor with one element.")
         if flag.numel() != 1:
-            raise ValueError(f"_overflow_buf has shape {tuple(flag.shape)}; it takes one element.")
-        self._given_flag = flag
+            raise ValueError(f"_overflow_buf has shape {tuple(flag.shape)}; it needs one element.")
+        self._assigned_flag = flag
 
     @property
     def _scale_seq_len(self) -> int:
@@ -160,10 +164,10 @@ class LossScaler:
         self._scaler.rule = replace(self._scaler.rule, **changes)
 
     def clear_overflow_state(self) -> None:
-        """Clears the overflow flag of the last pass, and one that the script has set."""
+        """Clears the overflow flag, and a tensor that the script assigned as ``_overflow_buf``."""
         self._scaler.found_inf.zero_()
-        if self._given_flag is not None:
-            self._given_flag.zero_()
+        if self._assigned_flag is not None:
+            self._assigned_flag.zero_()
 
     def unscale(
         self,
@@ -177,10 +181,10 @@ class LossScaler:
 
         Args:
             model_grads: Scaled gradients.
-            master_grads: Gradients to write, of any floating dtype; may be the same tensors.
+            master_grads: Tensors to write to, of any floating-point dtype; may be the same tensors.
             unused_scale: Ignored; accepted for old callers.
             models_are_masters: Ignored; accepted for old callers.
-            scale_override: Divide by this instead of the scale.
+            scale_override: Divisor to use instead of the scale.
         """
         del unused_scale, models_are_masters
         with torch.no_grad():
@@ -223,13 +227,13 @@ class LossScaler:
             torch._foreach_add_(list(master_grads), stashed)
 
     def update_scale(self) -> bool:
-        """Moves the scale by the overflow flag; returns whether to skip the step.
+        """Updates the scale by the overflow flag; returns whether to skip the step.
 
-        The flag is that of the last pass, or the tensor that the script has set as
-        ``_overflow_buf``. Waits for the device.
+        The flag is that of the last pass, or the tensor that the script assigned as
+        ``_overflow_buf``. Waits for the device if the scale is dynamic.
         """
-        if self._scaler.dynamic and self._given_flag is not None:
-            self._scaler.found_inf.copy_(self._given_flag.reshape(()))
+        if self._scaler.dynamic and self._assigned_flag is not None:
+            self._scaler.found_inf.copy_(self._assigned_flag.reshape(()))
         overflow = self._scaler.dynamic and self._scaler.read_found_inf()
         self._scaler.update(())
         self._scaler.read_updates()
@@ -239,10 +243,11 @@ class LossScaler:
 def scale_check_overflow_python(
     model_grad: Tensor, master_grad: Tensor, scale: float, check_overflow: bool = False
 ) -> bool:
-    """Writes ``scale * model_grad`` into ``master_grad``; nothing if it is checked and not finite.
+    """Writes ``scale * model_grad`` into ``master_grad``, unless a check finds inf or NaN.
 
     Returns:
-        Whether it was checked and held inf or NaN. Waits for the device then.
+        Whether ``check_overflow`` is set and ``model_grad`` holds inf or NaN. The check waits for
+        the device.
     """
     return axpby_check_overflow_python(
         model_grad, master_grad, master_grad, scale, 0.0, check_overflow
@@ -258,10 +263,11 @@ def axpby_check_overflow_python(
     b: float,
     check_overflow: bool = False,
 ) -> bool:
-    """Writes ``a * model_grad + b * stashed_grad``; nothing if ``model_grad`` is not finite.
+    """Writes ``a * model_grad + b * stashed_grad``, unless a check finds inf or NaN.
 
     Returns:
-        Whether it was checked and held inf or NaN. Waits for the device then.
+        Whether ``check_overflow`` is set and ``model_grad`` holds inf or NaN. The check waits for
+        the device.
     """
     if check_overflow and not bool(torch.isfinite(model_grad).all()):  # sync: the caller asks
         return True
@@ -271,14 +277,14 @@ def axpby_check_overflow_python(
 
 
 class LossScalers(MutableSequence[LossScaler]):
-    """The scalers of a session, one for each ``loss_id``, as a list that scripts may change."""
+    """A session's scalers by ``loss_id``, as a list that scripts may modify."""
 
     def __init__(self, scalers: list[Scaler]) -> None:
-        """Views the session's own list."""
+        """Creates a view of the session's own list."""
         self._scalers = scalers
 
     def __len__(self) -> int:
-        """Returns how many there are."""
+        """Returns the number of scalers."""
         return len(self._scalers)
 
     @overload
@@ -288,45 +294,45 @@ class LossScalers(MutableSequence[LossScaler]):
     def __getitem__(self, index: slice) -> list[LossScaler]: ...
 
     def __getitem__(self, index: int | slice) -> LossScaler | list[LossScaler]:
-        """Returns one, or several as a list."""
+        """Returns one scaler, or a list of them for a slice."""
         if isinstance(index, slice):
             return [LossScaler.over(scaler) for scaler in self._scalers[index]]
         return LossScaler.over(self._scalers[index])
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Replaces one, or several."""
+        """Replaces one scaler, or several for a slice."""
         several = isinstance(index, slice)
         self._scalers[index] = (
             [_engine_scaler(s) for s in value] if several else _engine_scaler(value)
         )
-        self._number()
+        self._renumber()
 
     def __delitem__(self, index: int | slice) -> None:
-        """Removes one, or several."""
+        """Removes one scaler, or several for a slice."""
         del self._scalers[index]
-        self._number()
+        self._renumber()
 
     def insert(self, index: int, value: LossScaler) -> None:
-        """Adds one before ``index``."""
+        """Inserts a scaler before ``index``."""
         self._scalers.insert(index, _engine_scaler(value))
-        self._number()
+        self._renumber()
 
-    def _number(self) -> None:
+    def _renumber(self) -> None:
         for loss_id, scaler in enumerate(self._scalers):
             scaler.loss_id = loss_id
 
     def __eq__(self, other: object) -> bool:
-        """Equal to a list of the same scalers."""
+        """Compares with a list of scalers."""
         return isinstance(other, LossScalers | list) and list(self) == list(other)
 
     __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles as a list of scalers of their own."""
+        """Copies and pickles as a list of independent scalers."""
         return list, (list(self),)
 
     def __repr__(self) -> str:
-        """Shows a list."""
+        """Returns the ``repr`` of a list."""
         return repr(list(self))
 
 
@@ -334,5 +340,6 @@ def _engine_scaler(given: object) -> Scaler:
     if isinstance(given, LossScaler):
         return given._scaler
     raise TypeError(
-        f"amp._amp_state.loss_scalers takes apex.amp.scaler.LossScaler, not {type(given).__name__}."
+        f"amp._amp_state.loss_scalers got {type(given).__name__}; it accepts "
+        "apex.amp.scaler.LossScaler objects."
     )

@@ -1,9 +1,9 @@
-"""Loss scales in apex's checkpoint format: written, read and checked, and set.
+"""Reads, validates and writes loss scales in apex's checkpoint format.
 
-Note [Versioned key]: an entry holds apex's two keys, ``loss_scale`` and ``unskipped``. What this
-project adds is under ``apex_amp_v1`` beside them, which apex does not read; a later version will
-use a key with its own number, and unknown keys are ignored. So far the key exists only for static
-scales, as ``{"dynamic": False}``. Without it a checkpoint of O4 (static, 1.0) would start the
+Note [Versioned key]: an entry holds apex's two keys, ``loss_scale`` and ``unskipped``. This package
+stores its additions beside them under ``apex_amp_v1``, which apex does not read; a later format
+will use a key with another number, and unknown keys are ignored. Currently, only static scales have
+the key, as ``{"dynamic": False}``. Without it, a checkpoint of O4 (static, 1.0) would start the
 dynamic scale of O2 at 1.0, and fp16 gradients would underflow until the scale had grown.
 """
 
@@ -19,10 +19,10 @@ from apex._engine.scaler import Scaler
 from apex._torch import ranks
 
 VERSIONED = "apex_amp_v1"
-"""What this project adds to apex's entry, see Note [Versioned key]."""
+"""Key of this package's additions; see Note [Versioned key]."""
 
-_LEAST, _GREATEST = SMALLEST_SCALE, ScaleRule().greatest
-_MOST_STEPS = 2**31 - 1
+_MIN_SCALE, _MAX_SCALE = SMALLEST_SCALE, ScaleRule().greatest
+_MAX_STEPS = 2**31 - 1
 _ENTRY = re.compile(r"loss_scaler(0|[1-9][0-9]*)")
 _log = logging.getLogger("apex")
 
@@ -32,9 +32,9 @@ class State(NamedTuple):
 
     Attributes:
         key: ``"loss_scaler0"`` and so on.
-        loss_scale: The multiplier of the loss.
-        unskipped: Clean steps since it last changed.
-        static: Whether the scale is static; ``None`` if the file does not say.
+        loss_scale: Multiplier of the loss.
+        unskipped: Clean steps since the scale last changed.
+        static: Whether the scale is static; ``None`` if unknown.
     """
 
     key: str
@@ -44,7 +44,7 @@ class State(NamedTuple):
 
 
 def entries(scalers: Iterable[Scaler]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields key and state of every scaler: ``"loss_scaler0"`` and so on."""
+    """Yields the key and state of every scaler: ``"loss_scaler0"`` and so on."""
     for index, scaler in enumerate(scalers):
         key, state = f"loss_scaler{index}", scaler.state()
         yield entry(key, state["loss_scale"], int(state["unskipped"]), static=not scaler.dynamic)
@@ -53,39 +53,39 @@ def entries(scalers: Iterable[Scaler]) -> Iterator[tuple[str, dict[str, Any]]]:
 def entry(
     key: str, loss_scale: float, unskipped: int, *, static: bool
 ) -> tuple[str, dict[str, Any]]:
-    """Returns key and value of one scaler in a checkpoint."""
+    """Returns the key and value of one scaler in a checkpoint."""
     value: dict[str, Any] = {"loss_scale": loss_scale, "unskipped": unskipped}
     return key, {**value, VERSIONED: {"dynamic": False}} if static else value
 
 
-def put(scalers: Sequence[Scaler], states: Sequence[State]) -> None:
-    """Sets the scalers from the states, in order; extra scalers and states are left alone.
+def set_scalers(scalers: Sequence[Scaler], states: Sequence[State]) -> None:
+    """Sets the scalers from the states, in order; ignores extra scalers and states.
 
-    Skips a static state for a dynamic scaler and the other way round, and logs it. A state that
-    does not say which it is (apex's own) fits a dynamic scaler, or a static one of the same scale.
+    Skips and logs a static state for a dynamic scaler, and the reverse. A state of unknown kind (of
+    apex) is accepted by a dynamic scaler, or by a static one with the same scale.
     """
     for scaler, state in zip(scalers, states, strict=False):
-        if _belongs(state, scaler):
+        if _accepts(scaler, state):
             scaler.set_scale(state.loss_scale)
             scaler.set_clean_steps(state.unskipped)
         else:
             _log_skipped(state, scaler)
 
 
-def hand_over(scalers: Sequence[Scaler], waiting: Sequence[State]) -> list[State]:
-    """Sets the scalers of a new session from the waiting states; returns those left over."""
-    rest = list(waiting[len(scalers) :])
-    put(scalers, waiting)
-    if waiting and len(waiting) < len(scalers):
-        fresh = ", ".join(map(str, range(len(waiting), len(scalers))))
+def apply_pending(scalers: Sequence[Scaler], pending: Sequence[State]) -> list[State]:
+    """Sets the scalers of a new session from pending states; returns the remaining states."""
+    rest = list(pending[len(scalers) :])
+    set_scalers(scalers, pending)
+    if pending and len(pending) < len(scalers):
+        fresh = ", ".join(map(str, range(len(pending), len(scalers))))
         log_rank0(
-            f"amp.initialize: the checkpoint has no scale for loss {fresh}, which starts at its "
+            f"amp.initialize: the checkpoint has no scale for loss {fresh}; it starts at the "
             "default."
         )
     if rest:
         left = ", ".join(state.key for state in rest)
         log_rank0(
-            f"amp.initialize: {left} of the checkpoint will go to the next amp.initialize call."
+            f"amp.initialize: the next amp.initialize call will load {left} of the checkpoint."
         )
     return rest
 
@@ -97,34 +97,34 @@ def log_rank0(message: str, level: int = logging.WARNING) -> None:
 
 
 def is_key(key: object) -> bool:
-    """Returns whether a checkpoint's key is that of a scaler."""
+    """Returns whether ``key`` is the key of a scaler."""
     return isinstance(key, str) and _ENTRY.fullmatch(key) is not None
 
 
 def parsed(state_dict: Any) -> list[State]:
-    """Returns every scaler's state in a checkpoint, in order.
+    """Returns the scalers' states in a checkpoint, in order.
 
     Raises:
-        RuntimeError: For an unexpected key or value, naming it.
+        RuntimeError: If a key or value is unexpected or a key is missing; the message names it.
     """
     if not isinstance(state_dict, Mapping):
         raise RuntimeError(
-            f"amp.load_state_dict got {_shown(state_dict)}; it takes what amp.state_dict() "
-            "returns, a dict."
+            f"amp.load_state_dict got {_shown(state_dict)}; it accepts the dict that "
+            "amp.state_dict() returns."
         )
     indices: dict[int, State] = {}
     for key, value in state_dict.items():
         match = _ENTRY.fullmatch(key) if isinstance(key, str) else None
         if match is None:
             raise RuntimeError(
-                f"amp.load_state_dict got the unexpected key {key!r}. It takes what "
-                "amp.state_dict() returns: 'loss_scaler0', 'loss_scaler1' and so on."
+                f"amp.load_state_dict got the unexpected key {key!r}. It accepts the keys of "
+                "amp.state_dict(): 'loss_scaler0', 'loss_scaler1' and so on."
             )
         indices[int(match[1])] = _parsed(key, value)
     for index in range(len(indices)):
         if index not in indices:
             raise RuntimeError(
-                f"amp.load_state_dict: 'loss_scaler{index}' is missing beside "
+                f"amp.load_state_dict: 'loss_scaler{index}' is missing; the keys are "
                 f"{', '.join(state_dict)}. The checkpoint is truncated."
             )
     return [indices[index] for index in sorted(indices)]
@@ -133,10 +133,10 @@ def parsed(state_dict: Any) -> list[State]:
 def checked(
     place: str, values: Mapping[str, Any], names: tuple[str, str] = ("loss_scale", "unskipped")
 ) -> tuple[float, int]:
-    """Returns the scale and the count in ``values``, under ``names``.
+    """Returns the scale and the count of clean steps in ``values``, under ``names``.
 
     Raises:
-        RuntimeError: If one is missing or out of range, naming it and ``place``.
+        RuntimeError: If one is missing or out of range; the message names it and ``place``.
     """
     for name in names:
         if isinstance(values.get(name), bool) or not isinstance(values.get(name), int | float):
@@ -145,13 +145,15 @@ def checked(
                 "checkpoint is truncated or of another kind."
             )
     loss_scale, unskipped = values[names[0]], values[names[1]]
-    if not _LEAST <= loss_scale <= _GREATEST:
+    if not _MIN_SCALE <= loss_scale <= _MAX_SCALE:
         raise RuntimeError(
             f"{place}[{names[0]!r}] is {_shown(loss_scale)}; it must be positive and finite in "
             "fp32."
         )
-    if not (0 <= unskipped <= _MOST_STEPS and unskipped == int(unskipped)):
-        raise RuntimeError(f"{place}[{names[1]!r}] is {_shown(unskipped)}; it must be a count.")
+    if not (0 <= unskipped <= _MAX_STEPS and unskipped == int(unskipped)):
+        raise RuntimeError(
+            f"{place}[{names[1]!r}] is {_shown(unskipped)}; it must be a count of steps."
+        )
     return float(loss_scale), int(unskipped)
 
 
@@ -174,7 +176,7 @@ def _static(key: str, added: Any) -> bool | None:
     )
 
 
-def _belongs(state: State, scaler: Scaler) -> bool:
+def _accepts(scaler: Scaler, state: State) -> bool:
     if state.static is not None:
         return state.static is not scaler.dynamic
     return scaler.dynamic or state.loss_scale == scaler.read_scale()

@@ -1,4 +1,4 @@
-"""Small questions about tensors under apex's names, which old scripts import."""
+"""apex's small tensor functions, for old scripts that import them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from apex import _unavailable
 from apex._core import dtypes
 
-_RNN = "torch's RNNs as they are: amp casts their weights"
+_RNN = "torch's RNNs, whose weights amp casts directly"
 
 __getattr__ = _unavailable.names_instead(
     __name__,
@@ -27,12 +27,12 @@ Cast = Callable[[Any], Any]
 
 
 def is_cuda_enabled() -> bool:
-    """Returns whether torch is built for CUDA."""
+    """Returns whether torch was built for CUDA."""
     return torch.version.cuda is not None
 
 
 def get_cuda_version() -> tuple[int, ...]:
-    """Returns the CUDA version that torch is built for; empty where it is built for none."""
+    """Returns the CUDA version that torch was built for; empty without CUDA."""
     return tuple(int(part) for part in (torch.version.cuda or "").split(".") if part)
 
 
@@ -42,44 +42,44 @@ def is_nested(x: object) -> bool:
 
 
 def is_fp_tensor(x: Any) -> bool:
-    """Returns whether ``x`` is a floating tensor, or a list or tuple of nothing else."""
+    """Returns whether ``x`` is a floating-point tensor, or a nested list or tuple of such."""
     if isinstance(x, list | tuple):
         return all(is_fp_tensor(item) for item in x)
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
 def should_cache(x: Any) -> bool:
-    """Returns whether ``x`` is an fp32 parameter, or a list or tuple of nothing else."""
+    """Returns whether ``x`` is an fp32 parameter, or a nested list or tuple of such."""
     if isinstance(x, list | tuple):
         return all(should_cache(item) for item in x)
     return isinstance(x, nn.Parameter) and x.dtype is torch.float32
 
 
 def collect_fp_tensor_types(args: Iterable[Any], kwargs: Mapping[str, Any]) -> set[str]:
-    """Returns the :func:`type_string` of every floating tensor, also of those in lists."""
+    """Returns the :func:`type_string` of each floating-point tensor, lists included."""
     floating = [x for x in (*args, *kwargs.values()) if is_fp_tensor(x)]
     return {type_string(tensor) for x in floating for tensor in _flat(x)}
 
 
 def type_string(x: Tensor) -> str:
-    """Returns the last word of the tensor's type, such as ``"HalfTensor"``."""
+    """Returns the last part of the tensor's type name, such as ``"HalfTensor"``."""
     return x.type().split(".")[-1]
 
 
 def maybe_half(x: Any, name: str = "", verbose: bool = False) -> Any:
-    """Returns floating tensors in fp16, also in lists and tuples; anything else as it is."""
+    """Casts floating-point tensors, also in lists and tuples, to fp16; keeps anything else."""
     del name, verbose
     return _mapped(x, torch.float16)
 
 
 def maybe_float(x: Any, name: str = "", verbose: bool = False) -> Any:
-    """Returns floating tensors in fp32, also in lists and tuples; anything else as it is."""
+    """Casts floating-point tensors, also in lists and tuples, to fp32; keeps anything else."""
     del name, verbose
     return _mapped(x, torch.float32)
 
 
 def cached_cast(cast_fn: Cast, x: Any, cache: dict[Any, Any]) -> Any:
-    """Returns ``cast_fn(x)``, from ``cache`` where that has it with the gradient it needs."""
+    """Returns ``cast_fn(x)``, cached; recomputes it if ``requires_grad`` has changed."""
     if isinstance(x, list | tuple):
         return type(x)(cached_cast(cast_fn, item, cache) for item in x)
     known = cache.get(x)
@@ -89,7 +89,7 @@ def cached_cast(cast_fn: Cast, x: Any, cache: dict[Any, Any]) -> Any:
 
 
 def verbosify(cast_fn: Callable[..., Any], fn_name: str, verbose: bool) -> Callable[..., Any]:
-    """Returns ``cast_fn``, with its name and ``verbose`` bound if that is set."""
+    """Returns ``cast_fn``; with ``verbose``, binds it and the function's name as arguments."""
     return functools.partial(cast_fn, name=fn_name, verbose=verbose) if verbose else cast_fn
 
 
@@ -117,7 +117,7 @@ def set_func(mod: Any, fn: str, new_fn: Any) -> None:
 
 
 def casted_args(cast_fn: Cast, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Returns ``args`` with ``cast_fn`` applied to the floating ones; ``kwargs`` stay."""
+    """Returns ``args`` with ``cast_fn`` applied to the floating-point ones; ignores ``kwargs``."""
     del kwargs
     return [cast_fn(arg) if is_fp_tensor(arg) else arg for arg in args]
 

@@ -1,4 +1,4 @@
-"""apex's wrappers of functions; those that replaced functions of torch are not here."""
+"""apex's function wrappers, except those that replaced functions of torch."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def make_cast_wrapper(
     handle: object = None,
     try_caching: bool = False,
 ) -> Callable[..., Any]:
-    """Returns ``orig_fn`` with ``cast_fn`` applied to its floating arguments while casts are on.
+    """Returns ``orig_fn`` with floating-point arguments passed through ``cast_fn`` under casts.
 
     Args:
-        orig_fn: The function.
+        orig_fn: The function to wrap.
         cast_fn: Casts one argument, such as ``apex.amp.utils.maybe_half``.
-        handle: Accepted for old callers, not used.
-        try_caching: Accepted for old callers, not used.
+        handle: Ignored; accepted for old callers.
+        try_caching: Ignored; accepted for old callers.
     """
     del handle, try_caching
 
@@ -39,17 +39,18 @@ def make_cast_wrapper(
 def make_promote_wrapper(
     orig_fn: Callable[..., Any], cast_fn: object = None, handle: object = None
 ) -> Callable[..., Any]:
-    """Returns ``orig_fn`` as :func:`apex.amp.promote_function` does; the rest is not used."""
+    """Returns ``promote_function(orig_fn)``; ignores the other arguments."""
     del cast_fn, handle
     return promote_function(orig_fn)
 
 
 def __getattr__(name: str) -> Any:
-    """Says why a wrapper of apex is not here."""
+    """Raises an AttributeError that explains why a wrapper is missing."""
     if name.startswith("__"):
         raise AttributeError(name)
     raise AttributeError(
-        f"apex.amp.wrap.{name} is not here: it replaced functions of torch, and this apex casts "
-        "them without. For a function of your own use amp.half_function, amp.float_function, "
-        "amp.promote_function or amp.register_half_function(module, name) and its like."
+        f"apex.amp.wrap.{name} is not available: it replaced functions of torch, which this apex "
+        "casts without replacing them. For your own functions, use amp.half_function, "
+        "amp.float_function or amp.promote_function, or register them, as with "
+        "amp.register_half_function(module, name)."
     )

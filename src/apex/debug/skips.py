@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from apex._engine.optimizer.optimizer_class import binding_of
 from apex._engine.session import Session
-from apex.amp.nonfinite import NonfiniteGradient, found_in, nonfinite_gradients
+from apex.amp.nonfinite import NonfiniteGradient, count_nonfinite, nonfinite_gradients
 from apex.amp.optimizers import unwrap
 
 
@@ -36,7 +36,7 @@ def why_skipped(optimizer: Any) -> list[NonfiniteGradient]:
         weight (1 inf of 2)
     """
     session, binding = require_session(optimizer, "why_skipped")
-    return found_in(nonfinite_gradients(session, only=binding))
+    return count_nonfinite(nonfinite_gradients(session, only=binding))
 
 
 def require_session(optimizer: Any, caller: str) -> tuple[Session, Any]:

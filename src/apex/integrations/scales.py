@@ -63,7 +63,7 @@ def load_state_dict(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
             UserWarning,
             stacklevel=2,
         )
-    scaler_states.put(scalers, states)
+    scaler_states.set_scalers(scalers, states)
 
 
 def _scalers(optimizer: Any) -> list[Scaler]:

@@ -1,8 +1,8 @@
-"""apex's op lists, which scripts change before ``amp.initialize``.
+"""apex's op lists, which scripts may modify before ``amp.initialize``.
 
-Three modules, one a namespace: ``functional_overrides``, ``torch_overrides``, ``tensor_overrides``,
-each with mutable ``FP16_FUNCS``, ``FP32_FUNCS``, ``CASTS`` (promotion), ``SEQUENCE_CASTS`` and
-``BANNED_FUNCS``. ``amp.initialize`` reads them; the op table of that session follows.
+One module per namespace: ``functional_overrides``, ``torch_overrides`` and ``tensor_overrides``,
+each with the mutable lists ``FP16_FUNCS``, ``FP32_FUNCS``, ``CASTS`` (promotion),
+``SEQUENCE_CASTS`` and ``BANNED_FUNCS``. ``amp.initialize`` builds its session's op table from them.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _LISTS: dict[str, Category] = {
 
 
 def op_table() -> OpTable:
-    """Returns the op table with whatever the user changed in the lists.
+    """Returns the op table with the user's changes to the lists.
 
     Raises:
-        ValueError: For an added name that no operator is known for.
+        ValueError: If an added name is unknown, or the list's category cannot apply to it.
     """
     table = OpTable.default()
     for namespace, list_name, name in _changes(removed=True):
@@ -56,5 +56,5 @@ def _changes(*, removed: bool) -> Iterator[tuple[str, str, str]]:
 
 
 def _name(entry: str | tuple[str, str]) -> str:
-    # apex's BANNED_FUNCS hold a name and the message for it.
+    # apex's BANNED_FUNCS pair each name with its message.
     return entry if isinstance(entry, str) else entry[0]

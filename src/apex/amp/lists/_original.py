@@ -1,4 +1,4 @@
-"""The names of apex's op lists, as it shipped them."""
+"""The names in apex's original op lists."""
 
 from __future__ import annotations
 
