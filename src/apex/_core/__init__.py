@@ -1,5 +1,5 @@
-"""Values and rules on torch alone: no hooks, no logging, nothing kept from one call to the next.
+"""Values and rules that depend on torch alone: no hooks, no logging, no state between calls.
 
-A function whose name ends in an underscore changes tensors that it is given, as in torch. Any other
-is pure, unless its docstring says what it changes.
+As in torch, a function whose name ends in an underscore modifies its arguments. Other functions are
+pure unless their docstrings say otherwise.
 """

@@ -1,4 +1,4 @@
-"""The floating-point types that mixed precision casts between, and the one cast rule."""
+"""The floating-point dtypes that amp casts between, and the cast rule."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 LOW_PRECISION: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
-"""The two 16-bit types that a level may compute in."""
+"""The 16-bit dtypes that a level may compute in."""
 
 CASTABLE: frozenset[torch.dtype] = frozenset({*LOW_PRECISION, torch.float32, torch.float64})
-"""Types that amp casts from and to; integers, complex, float8 and quantized types stay."""
+"""Dtypes that amp casts from and to; not integer, complex, float8 and quantized ones."""
 
 
 def is_castable(tensor: Tensor) -> bool:
@@ -23,9 +23,9 @@ def is_low_precision(tensor: Tensor) -> bool:
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns ``tensor`` in ``dtype``; the same object where nothing is to be cast.
+    """Returns ``tensor`` in ``dtype``; the same object if there is nothing to cast.
 
-    Differentiable. Tensors that are not castable (integers, complex, ...) come back unchanged.
+    Differentiable. Returns tensors that are not castable (integer, complex, ...) unchanged.
     """
     if tensor.dtype is dtype or tensor.dtype not in CASTABLE:
         return tensor

@@ -14,10 +14,10 @@ from apex._torch.sparse import stored_values
 
 
 def dense_values(grads: list[Tensor]) -> list[Tensor]:
-    """Returns dense tensors that share memory with ``grads``: values of sparse ones, local parts.
+    """Returns dense tensors that share memory with ``grads``: sparse values, DTensors' local parts.
 
-    Sparse gradients must be coalesced, and those of DTensors summed over their ranks: what is
-    finite one by one may overflow in its sum, so the check must see the sum.
+    Coalesce sparse gradients and reduce DTensor gradients over their ranks first: a sum of finite
+    values may overflow, and the check must see the sum.
     """
     grads = dtensor.locals_of(grads)
     if {grad.layout for grad in grads} <= {torch.strided}:
@@ -26,14 +26,14 @@ def dense_values(grads: list[Tensor]) -> list[Tensor]:
 
 
 def summed_values(grad: Tensor) -> Tensor:
-    """Returns the values of a sparse gradient, duplicate rows summed, and any other as it is."""
+    """Returns a sparse gradient's values with duplicate rows summed, others unchanged."""
     return grad.coalesce().values() if grad.is_sparse else grad
 
 
 def group(grads: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yields gradients in lists of one device and one dtype, as the foreach kernels want.
+    """Yields gradients in lists of one device and dtype, as foreach kernels require.
 
-    Complex ones come as their real view, so that one kernel serves all.
+    Yields real views of complex gradients, so that one kernel handles all.
     """
     groups: Any = foreach.group([[*grads]])
     for (_, dtype), ((same,), _) in groups.items():
@@ -43,10 +43,10 @@ def group(grads: list[Tensor]) -> Iterator[list[Tensor]]:
 def unscale_and_check_(values: list[Tensor], inverse_scale: Tensor, found_inf: Tensor) -> None:
     """Multiplies ``values`` by ``inverse_scale`` in place; sets ``found_inf`` to 1 on inf or NaN.
 
-    No host sync. ``found_inf`` is only ever raised, never cleared, so several calls accumulate.
+    No host sync. Never clears ``found_inf``, so calls accumulate.
 
     Args:
-        values: Dense gradients of any device and floating or complex dtype.
+        values: Dense gradients on any device, of any floating-point or complex dtype.
         inverse_scale: 0-d fp32, one over the loss scale.
         found_inf: 0-d fp32.
     """
@@ -67,5 +67,5 @@ def unscale_(values: list[Tensor], inverse_scale: float) -> None:
 
 
 def raise_flag_(flag: Tensor, other: Tensor) -> None:
-    """Sets 0-d ``flag`` where 0-d ``other`` is set, on the device."""
+    """Sets 0-d ``flag`` if 0-d ``other`` is set, on the device."""
     torch.maximum(flag, other, out=flag)

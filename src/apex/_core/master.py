@@ -1,4 +1,4 @@
-"""Numbers between low-precision parameters and their fp32 masters: gradients in, values out."""
+"""Copies values and gradients between low-precision parameters and their fp32 masters."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from apex._torch.dynamo import untraced
 
 
 class Pair(NamedTuple):
-    """A parameter of the model and the fp32 one that the optimizer steps in its place."""
+    """A model parameter and the fp32 parameter that the optimizer steps in its place."""
 
     model: nn.Parameter
     master: nn.Parameter
 
 
 class Linked(Protocol):
-    """Anything with the two sides of a :class:`Pair`."""
+    """An object with the two parameters of a :class:`Pair`."""
 
     @property
     def model(self) -> nn.Parameter:
@@ -38,11 +38,11 @@ def make_master(
 
     Args:
         param: A low-precision parameter.
-        exact: Its value before rounding, where still known; taken over without a copy when fp32.
-        kind: The class of the result; a DTensor's is always ``nn.Parameter``.
+        exact: Its value before rounding, if known; used without a copy if it is fp32.
+        kind: Class of the result; always ``nn.Parameter`` for a DTensor.
     """
-    # Not detach(): that shares autograd's version counter, and a write into the master would count
-    # as one into the model's parameter.
+    # Not detach(), which shares autograd's version counter: a write to the master would count as a
+    # write to the model's parameter.
     value = (param.data if exact is None else exact.data).to(torch.float32)
     return nn.Parameter(value) if dtensor.is_dtensor(value) else kind(value)
 
@@ -50,16 +50,17 @@ def make_master(
 @untraced
 @torch.no_grad()
 def copy_to_model(pairs: Sequence[Linked]) -> None:
-    """Writes every master's value, rounded, into its model parameter."""
+    """Writes each master's rounded value into its model parameter."""
     if pairs:
         models = dtensor.locals_of([pair.model for pair in pairs])
         torch._foreach_copy_(models, dtensor.locals_of([pair.master for pair in pairs]))
 
 
 def fp32_grads(params: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Returns fp32 copies of the parameters' gradients, as :func:`fp32_copies`.
+    """Returns fp32 copies of the parameters' gradients; see :func:`fp32_copies`.
 
-    Every parameter must have a gradient.
+    Raises:
+        ValueError: If a parameter has no gradient.
     """
     grads = [grad for param in params if (grad := param.grad) is not None]
     if len(grads) < len(params):
@@ -70,30 +71,30 @@ def fp32_grads(params: Sequence[nn.Parameter]) -> list[Tensor]:
 def fp32_copies(
     grads: Sequence[Tensor], params: Sequence[Tensor], like: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Returns fp32 copies of gradients; sparse ones stay sparse, their rows summed.
+    """Returns fp32 copies of gradients; sparse ones stay sparse, with duplicate rows summed.
 
     Args:
         grads: The gradients.
-        params: Their parameters: a DTensor's gradient is laid out as it is.
+        params: Their parameters; a DTensor gradient gets its parameter's placements.
         like: Tensors whose device and memory layout the copies get, such as the masters.
     """
     if not dtensor.any_dtensor(params) and {grad.layout for grad in grads} <= {torch.strided}:
-        return _filled(list(grads), like)
+        return _fp32_copies_like(list(grads), like)
     result: list[Tensor] = []
     for grad, param, layout in zip(grads, params, like, strict=True):
         if grad.is_sparse:
-            # Rows are summed in fp32: in 16 bits the sum of duplicates could overflow.
+            # Rows are summed in fp32: in 16 bits, the sum of duplicates could overflow.
             result.append(grad.to(device=layout.device, dtype=torch.float32).coalesce())
         elif not dtensor.same_layout(param, grad):
-            # Summed over ranks in fp32, too.
+            # Ranks are summed in fp32, too.
             result.append(dtensor.laid_out_as(param, grad.to(torch.float32)))
         else:
-            result += _filled([grad], [layout])
+            result += _fp32_copies_like([grad], [layout])
     return result
 
 
-def _filled(grads: list[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    # torch's fused CPU kernels take the layout of what they step for granted.
+def _fp32_copies_like(grads: list[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    # Strides as in ``like``: torch's fused CPU kernels assume those of the parameter.
     copies = [torch.empty_like(each, dtype=torch.float32, requires_grad=False) for each in like]
     if copies:
         torch._foreach_copy_(dtensor.locals_of(copies), dtensor.locals_of(grads))
@@ -101,9 +102,9 @@ def _filled(grads: list[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def sums(values: Sequence[Tensor], addends: Sequence[Tensor | None]) -> list[Tensor]:
-    """Returns ``values[i] + addends[i]``, in the memory of ``values`` where both are dense.
+    """Returns ``values[i] + addends[i]``; where both are dense, adds in place to ``values[i]``.
 
-    ``None`` adds nothing; the addends do not change.
+    ``None`` adds nothing. Does not modify the addends.
     """
     result = list(values)
     targets: list[Tensor] = []

@@ -1,7 +1,7 @@
-"""Which operations run in low precision, fp32 or their widest input: data for every device.
+"""Which operators run in low precision, fp32 or their widest input dtype, on every device.
 
-The names are those of apex's lists (``amp.lists``), each mapped to the aten operators that it
-arrives as under ``torch.autocast``. Operators of the same families that came after apex are added.
+Maps the names in apex's lists (``amp.lists``) to the aten operators that ``torch.autocast`` sees.
+Newer operators of the same families are added.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ Category = Literal[
     "recurrent",
     "to_cpu",
 ]
-"""What a row asks for.
+"""How a row casts an operator's arguments.
 
-``low_precision``: every floating argument goes to the region's dtype, float64 included.
-``fp32``: fp16 and bf16 arguments go to fp32; float64 stays, a ``dtype=`` is honoured.
-``promote``: floating arguments go to the widest floating dtype among them.
+``low_precision``: all to the region's dtype; float64 only inside prepared forwards and
+``torch.autocast`` blocks.
+``fp32``: fp16 and bf16 to fp32; float64 and a ``dtype=`` argument are kept.
+``promote``: all to the widest floating-point dtype among them.
 ``banned``: as ``fp32``, but fp16 raises NotImplementedError unless the spec allows it.
-``low_precision_inplace``: writes into ``self``, so the other arguments go to its dtype.
-``fp32_inplace``: cannot store an fp32 result, so a low-precision ``self`` raises the same
-(``x **= 2`` makes a new fp32 tensor).
-``recurrent``: input, state and weights of a whole RNN go to the region's dtype.
-``to_cpu``: ``Tensor.cpu()`` of a low-precision tensor gives fp32.
+``low_precision_inplace``: all to the dtype of ``self``, which receives the result.
+``fp32_inplace``: none; a low-precision ``self``, which cannot hold an fp32 result, raises
+NotImplementedError (``x **= 2`` makes a new fp32 tensor).
+``recurrent``: input, state and weights of a whole RNN to the region's dtype.
+``to_cpu``: none, but ``Tensor.cpu()`` of a low-precision tensor returns fp32.
 """
 
 Names = Mapping[str, tuple[str, ...]]
@@ -67,7 +68,7 @@ _RECURRENT: Names = {
 _POW: Names = {"pow": ("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar")}
 
 _NORM: Names = {
-    # torch.norm and Tensor.norm call torch.linalg's norms today; the rest serves saved programs.
+    # torch.norm and Tensor.norm now call torch.linalg's norms; saved programs use the others.
     "norm": (
         *("linalg_vector_norm", "linalg_matrix_norm", "linalg_matrix_norm.str_ord"),
         *("norm.Scalar", "norm.ScalarOpt_dim", "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim_dtype"),
@@ -114,13 +115,13 @@ _FUNCTIONAL_FP32: Names = {
     "cross_entropy": ("cross_entropy_loss",),
     "nll_loss": ("nll_loss_nd", "nll_loss", "nll_loss2d"),
     "ctc_loss": ("ctc_loss.IntList", "ctc_loss.Tensor"),
-    # Written in Python over rows of this table; their result has its dtype from those.
+    # Python functions over other rows, which determine their result dtype.
     "local_response_norm": (),
     "multilabel_soft_margin_loss": (),
     "normalize": (),
 }
 
-# Without operators of ours: torch promotes these itself, in-place ones to self's dtype.
+# No rows: torch itself promotes these, in-place ones to self's dtype.
 _COMPARISONS = "eq ge gt le lt ne"
 _ARITHMETIC = "add sub mul div"
 _NATIVE_PROMOTION: Names = dict.fromkeys(f"{_ARITHMETIC} {_COMPARISONS}".split(), ())
@@ -177,10 +178,10 @@ NAMES: Mapping[str, Names] = {
     },
     "torch.Tensor": _METHODS,
 }
-"""For every namespace, each known name and the aten operators that it arrives as.
+"""The known names of every namespace, with the aten operators that each dispatches to.
 
-A name without operators has its result dtype from torch's own promotion (arithmetic, comparisons,
-``cat``, ``stack``) or, written in Python, from other rows: no row of its own can change it.
+For a name without operators, torch's own promotion (arithmetic, comparisons, ``cat``, ``stack``) or
+other rows (Python functions) determine the result dtype; a row of its own could not change it.
 """
 
 _INPLACE_LOW = ("addmm_", "addmv_", "addr_", "addbmm_", "baddbmm_")
@@ -193,11 +194,11 @@ _INPLACE_FP32 = (
 COVERED_INSIDE: frozenset[str] = frozenset(
     {"conv1d.padding", "conv2d.padding", "conv3d.padding", "nll_loss_nd"}
 )
-"""Operators that torch writes over other rows of the table.
+"""Operators that torch composes from other rows of the table.
 
-Where a device lacks a kernel for one of them none is added: the inner rows give the same result,
-and one kernel more would only cost time. ``cross_entropy_loss`` is none of them: it asks
-``log_softmax`` for its input's own dtype, which the inner row honours.
+Where a device lacks an autocast kernel for one of them, amp adds none: the inner rows give the same
+result, and another kernel would only cost time. ``cross_entropy_loss`` is not among them: it
+passes ``log_softmax`` its input's dtype, which the inner row would keep.
 """
 
 _NATIVE_ON_ACCELERATORS: Mapping[str, str] = {
@@ -214,10 +215,10 @@ NATIVE_DIFFERENCES: Mapping[str, Mapping[str, str]] = {
     "xpu": _NATIVE_ON_ACCELERATORS,
     "mps": _NATIVE_ON_ACCELERATORS,
 }
-"""What torch's own autocast does, by device type, where its category is not the table's.
+"""Categories of torch's own autocast, by device type, where they differ from the table.
 
-``refuses``: raises on the 16-bit input that its rule leaves. An autocast kernel of torch that is
-not named here follows the table (torch 2.13).
+``refuses``: raises on 16-bit input, which its kernel does not cast. torch's autocast kernels that
+are not listed here follow the table (torch 2.13).
 """
 
 
@@ -234,24 +235,23 @@ def _ops(*groups: Names | Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class OpTable:
-    """Which aten operator is cast how; a value, the same on every device.
+    """The category of each aten operator; immutable, and the same on every device.
 
-    Without a row an operator follows torch: its inner operators may have rows, and mixed floating
-    arguments promote (``add``, ``mul``, comparisons, ``cat``, ``stack``) by torch's own rule, by
-    which a 0-d tensor does not widen the result. In ``promote`` rows a 0-d tensor counts like any
+    An operator without a row follows torch: its inner operators may have rows, and torch's own rule
+    promotes mixed floating-point arguments (``add``, ``mul``, comparisons, ``cat``, ``stack``), by
+    which a 0-d tensor does not widen the result. In ``promote`` rows, a 0-d tensor counts like any
     other, as in ``torch.autocast``. ``mean`` has no row and keeps low precision, as in apex.
     Factories and ``out=`` variants have no rows.
 
-    What differs from the lists inside, or follows from another row:
+    Differences from apex's lists, and effects of other rows:
 
-    - ``F.local_response_norm`` squares and averages in its input's dtype before the fp32 power,
-      ``F.multilabel_soft_margin_loss`` takes its log-sigmoids in it before the fp32 sum. Both
+    - ``F.local_response_norm`` squares and averages in its input's dtype before the fp32 power;
+      ``F.multilabel_soft_margin_loss`` computes log-sigmoids in it before the fp32 sum. Their
       results, and that of ``F.normalize``, are fp32.
-    - ``1 / x`` is ``x.reciprocal()`` to torch, and so fp32.
-    - ``F.interpolate(mode="area")`` is ``F.adaptive_avg_pool`` to torch, and keeps its dtype.
-    - ``x.to("cpu")``, and ``x.type_as(y)`` on the CPU, cannot be told from ``x.cpu()`` unless the
-      dtype changes: they give fp32 as well. With a dtype, ``non_blocking`` or ``copy``, ``x.to``
-      does not.
+    - ``1 / x`` calls ``x.reciprocal()``, so it is fp32.
+    - ``F.interpolate(mode="area")`` calls ``F.adaptive_avg_pool``, so it keeps its dtype.
+    - ``x.to("cpu")``, and ``x.type_as(y)`` on the CPU, dispatch as ``x.cpu()`` and return fp32, too,
+      except with a dtype, ``non_blocking`` or ``copy``.
 
     Attributes:
         rows: Category by aten operator and overload, such as ``{"pow.Scalar": "fp32"}``.
@@ -264,57 +264,58 @@ class OpTable:
 
     @classmethod
     def default(cls) -> OpTable:
-        """Returns the table of apex's lists and today's operators; always the same object."""
+        """Returns the one table of apex's lists and newer operators."""
         return _default_table()
 
     def without(self, namespace: str, name: str) -> OpTable:
-        """Returns the table after ``name`` left its list: its operators follow torch.
+        """Returns the table without the rows of ``name``, whose operators then follow torch.
 
-        A function and the method of the same name are one operator to torch: the row goes for
-        both. A name that promotes by torch's own rule (``add``, ``cat``) has no row to lose.
+        A function and a method of the same name share their operators, so both lose their rows.
+        Names that torch itself promotes (``add``, ``cat``) have no rows.
 
         Raises:
-            ValueError: If the name is in none of apex's lists.
+            ValueError: If the name is unknown.
         """
-        gone = _known(namespace, name)
-        return OpTable({op: category for op, category in self.rows.items() if op not in gone})
+        removed = _operators_of(namespace, name)
+        return OpTable({op: category for op, category in self.rows.items() if op not in removed})
 
     def with_(self, namespace: str, name: str, category: Category) -> OpTable:
-        """Returns the table after ``name`` was added to the list of ``category`` in ``namespace``.
+        """Returns the table with the operators of ``name`` in ``category``.
 
         Raises:
-            ValueError: If the name or the category is unknown, or no row can cast the name so.
+            ValueError: If the name or the category is unknown, or no row can change the name.
         """
         if category not in get_args(Category):
             raise ValueError(
                 f"Unknown op category {category!r}: use one of {', '.join(get_args(Category))}."
             )
-        ops = _known(namespace, name)
-        if not ops and category != _followed(name):
+        ops = _operators_of(namespace, name)
+        if not ops and category != _inherent_category(name):
             raise ValueError(
                 f"amp.lists cannot make {namespace}.{name} {category}: torch or its inner "
-                f"operators decide its dtype ({_followed(name)}). "
+                f"operators determine its dtype ({_inherent_category(name)}). "
                 f"{_register_instead(namespace, name)}"
             )
         return OpTable({**self.rows, **dict.fromkeys(ops, category)})
 
 
-def _known(namespace: str, name: str) -> tuple[str, ...]:
-    """Returns the operators of a name, or explains that it has none."""
+def _operators_of(namespace: str, name: str) -> tuple[str, ...]:
+    """Returns the operators of a name; raises ValueError if it is unknown."""
     if namespace not in NAMES:
         raise ValueError(
             f"Unknown namespace {namespace!r} of amp.lists: use one of {', '.join(NAMES)}."
         )
     if name not in NAMES[namespace]:
         raise ValueError(
-            f"amp.lists cannot cast {namespace}.{name}: amp knows {len(NAMES[namespace])} names of "
-            f"{namespace}, and this is none of them. {_register_instead(namespace, name)}"
+            f"amp.lists cannot cast {namespace}.{name}: it is not among the "
+            f"{len(NAMES[namespace])} names of {namespace} that amp knows. "
+            f"{_register_instead(namespace, name)}"
         )
     return NAMES[namespace][name]
 
 
-def _followed(name: str) -> Category:
-    """Returns what a name without operators of its own does anyway."""
+def _inherent_category(name: str) -> Category:
+    """Returns the category that a name without operators has in effect."""
     return "fp32" if name in _FUNCTIONAL_FP32 else "promote"
 
 
@@ -350,13 +351,13 @@ def _default_table() -> OpTable:
 
 @dataclass(frozen=True)
 class CastSpec:
-    """What one session casts, and where.
+    """The op casts of one session.
 
     Attributes:
         dtype: The low precision, float16 (O1) or bfloat16 (O4).
-        device_types: Device types of the initialized models, such as ``("cpu",)``.
-        table: Rows by operator, with the user's changes.
-        allow_banned: Whether banned operations run in fp32 on fp16 input instead of raising.
+        device_types: Device types of the prepared models, such as ``("cpu",)``.
+        table: The op table, with the user's changes.
+        allow_banned: Whether banned operators run in fp32 on fp16 input instead of raising.
     """
 
     dtype: torch.dtype

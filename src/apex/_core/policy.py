@@ -1,4 +1,4 @@
-"""What one level of mixed precision asks for, in today's terms."""
+"""The settings of one level of mixed precision, in current terms."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ LossScale = float | Literal["dynamic"]
 
 @dataclass(frozen=True)
 class Policy:
-    """The decisions that every part of a session reads; a value, never changed.
+    """The settings that every part of a session reads.
 
     Attributes:
-        opt_level: Name of the level it came from, ``"O0"`` to ``"O5"``.
-        param_dtype: Type of the model's parameters and inputs; ``None`` leaves them.
-        compute_dtype: Low-precision type of the op casts; ``None`` means no op casts.
-        output_dtype: Type of the model's floating outputs; ``None`` leaves them.
+        opt_level: Name of the level, ``"O0"`` to ``"O5"``.
+        param_dtype: Dtype of the model's parameters and inputs; ``None`` keeps theirs.
+        compute_dtype: Low-precision dtype of the op casts; ``None`` means no op casts.
+        output_dtype: Dtype of the model's floating-point outputs; ``None`` keeps theirs.
         batchnorm_fp32: Whether batch norm stays in fp32 when ``param_dtype`` is lower.
         master_weights: Whether the optimizer steps fp32 copies of low-precision parameters.
         loss_scale: Multiplier on the loss, or ``"dynamic"``.
@@ -35,7 +35,7 @@ class Policy:
 
     @property
     def low_precision(self) -> torch.dtype | None:
-        """The 16-bit type that this policy computes in; ``None`` when it is all fp32."""
+        """The 16-bit dtype of the computation; ``None`` if there is none."""
         for dtype in (self.compute_dtype, self.param_dtype):
             if dtype in (torch.float16, torch.bfloat16):
                 return dtype

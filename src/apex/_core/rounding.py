@@ -1,4 +1,4 @@
-"""What is known of a value behind its 16-bit rounding, element by element, without a host sync."""
+"""Matches 16-bit values with unrounded ones, element by element, without a host sync."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from apex._torch import dtensor, parameters
 
 @torch.no_grad()
 def exact_value(param: Tensor, candidates: Iterable[Tensor]) -> Tensor:
-    """Returns the value of ``param`` in fp32, as exactly as it is known.
+    """Returns ``param`` in fp32, with unrounded values where they are known.
 
-    Each element is that of the last candidate which rounds to the parameter's element, and the
-    parameter's own where none does.
+    Each element comes from the last candidate that rounds to the parameter's element, or from the
+    parameter if there is none.
 
     Args:
         param: A low-precision tensor.
-        candidates: Unrounded values of it, such as its master; those of another shape are left out.
+        candidates: Possible unrounded values, such as its master; other shapes are ignored.
 
     Returns:
         A new fp32 tensor with the parameter's shape and layout.
@@ -35,17 +35,17 @@ def exact_value(param: Tensor, candidates: Iterable[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def follow(param: Tensor, master: Tensor, *, keep_low_bits: bool = True) -> None:
-    """Writes ``param`` into its fp32 ``master`` where it is not the rounded master already.
+def update_master(param: Tensor, master: Tensor, *, keep_low_bits: bool = True) -> None:
+    """Copies ``param`` into its fp32 ``master``, in place.
 
     Args:
         param: A low-precision tensor.
-        master: Its fp32 value, written in place.
-        keep_low_bits: Whether elements that agree keep what rounding hides.
+        master: Its fp32 master.
+        keep_low_bits: Whether to keep the master's elements that already round to the parameter's.
     """
     value, exact = dtensor.locals_of([param, master])
     rounded = value.to(device=exact.device, dtype=torch.float32)
     if keep_low_bits:
         rounded = torch.where(exact.to(value.dtype).to(torch.float32) == rounded, exact, rounded)
-    # Uncounted: a loss that uses masters directly may hold them for its backward pass.
+    # Not counted by autograd: a loss that uses masters directly may have saved them for backward.
     parameters.uncounted(exact).copy_(rounded)

@@ -15,7 +15,7 @@ from torch import Tensor
 from apex._torch import foreach
 
 SMALLEST_SCALE: float = torch.finfo(torch.float32).tiny
-"""The floor under every dynamic scale: its inverse is finite in fp32, so no step divides by 0."""
+"""Lower bound of every scale: positive, and its inverse is finite in fp32."""
 
 
 _PUBLIC = {"floor": "min_loss_scale", "ceiling": "max_loss_scale"}
@@ -23,9 +23,9 @@ _PUBLIC = {"floor": "min_loss_scale", "ceiling": "max_loss_scale"}
 _LARGEST_SCALE = torch.finfo(torch.float32).max
 
 _FIRST_INF = 2.0**128 - 2.0**103
-"""From here on fp32 rounds to inf."""
+"""The smallest value that rounds to inf in fp32."""
 
-_MOST_STEPS = torch.iinfo(torch.int32).max
+_MAX_STEPS = torch.iinfo(torch.int32).max
 
 
 class ScaleState(NamedTuple):
@@ -37,21 +37,21 @@ class ScaleState(NamedTuple):
 
 @dataclass(frozen=True)
 class ScaleRule:
-    """How a dynamic scale moves.
+    """How a dynamic scale changes.
 
-    As in apex the ceiling bounds growth and the floor bounds backoff: a scale that was set beyond
-    one of them (by a script, by a checkpoint) moves from where it is.
+    As in apex, the ceiling limits growth only and the floor backoff only: a scale that a script or
+    checkpoint set beyond one of them is not clamped until it changes in that direction.
 
     Attributes:
         growth_factor: Multiplier after ``growth_interval`` clean steps; above 1.
         backoff_factor: Multiplier after an overflow; between 0 and 1.
         growth_interval: Clean steps before growth; at least 1.
-        floor: Least scale after a backoff; ``None`` means the smallest normal fp32.
-        ceiling: Greatest scale after growth; ``None`` means the greatest finite fp32.
+        floor: Smallest scale after a backoff; ``None`` means the smallest normal fp32.
+        ceiling: Largest scale after growth; ``None`` means the largest finite fp32.
 
     Raises:
-        TypeError: For a value that is no number, or an interval that is no integer.
-        ValueError: For a factor, interval or bound outside its range, naming it.
+        TypeError: If a value is not a number, or the interval not an integer.
+        ValueError: If a factor, interval or bound is out of range; the message names it.
     """
 
     growth_factor: float = 2.0
@@ -61,7 +61,7 @@ class ScaleRule:
     ceiling: float | None = None
 
     def __post_init__(self) -> None:
-        """Checks every value's type, then its range."""
+        """Validates types, then ranges."""
         for name, value in vars(self).items():
             optional = value is None and name in ("floor", "ceiling")
             kind: type = numbers.Integral if name == "growth_interval" else numbers.Real
@@ -81,25 +81,25 @@ class ScaleRule:
 
     @property
     def least(self) -> float:
-        """The least scale after a backoff, always above 0."""
+        """The smallest scale after a backoff, always above 0."""
         return max(SMALLEST_SCALE, self.floor or 0.0)
 
     @property
     def greatest(self) -> float:
-        """The greatest scale after growth, always finite in fp32."""
+        """The largest scale after growth, always finite in fp32."""
         return _LARGEST_SCALE if self.ceiling is None else min(_LARGEST_SCALE, self.ceiling)
 
     @property
     def window(self) -> int:
-        """The growth interval, within what a count on a device can hold."""
-        return min(self.growth_interval, _MOST_STEPS)
+        """The growth interval, capped to the int32 count on the device."""
+        return min(self.growth_interval, _MAX_STEPS)
 
 
 def next_scale(state: ScaleState, rule: ScaleRule, *, overflow: bool) -> ScaleState:
     """Returns the loss-scale state after one backward pass: the reference form.
 
     Backs off on overflow, to no less than ``rule.least``; grows after ``rule.growth_interval``
-    clean steps, to no more than ``rule.greatest``. A growth that fp32 cannot hold is left out.
+    clean steps, to no more than ``rule.greatest``. Does not grow beyond the range of fp32.
 
     Args:
         state: Scale (multiplier on a 0-d loss) and clean steps so far.
@@ -123,18 +123,18 @@ def update_scale_(
     *,
     in_range: bool = False,
 ) -> None:
-    """Moves ``scale`` and ``clean_steps`` in place by :func:`next_scale`, without a host sync.
+    """Updates ``scale`` and ``clean_steps`` in place as :func:`next_scale`, without a host sync.
 
     Args:
         scale: 0-d fp32.
         clean_steps: 0-d int32 on the same device.
         found_inf: 0-d fp32 on the same device; non-zero means overflow.
         rule: Factors, interval and bounds.
-        in_range: Whether the scale is known to lie within the rule's bounds and the count below
-            its interval, where both stay. Takes two kernels then, in place of nine.
+        in_range: Whether the scale is known to be within the rule's bounds, and the count below
+            the interval. Both then stay in range, and two kernels replace nine.
     """
     if not in_range:
-        clean_steps.clamp_(max=rule.window - 1)  # the kernel grows at the interval, not beyond it
+        clean_steps.clamp_(max=rule.window - 1)  # the kernel grows only at the interval itself
     foreach.update_scale_(
         scale, clean_steps, found_inf, rule.growth_factor, rule.backoff_factor, rule.window
     )
@@ -146,7 +146,7 @@ def update_scale_(
 
 
 def checked_static(loss_scale: float) -> float:
-    """Returns a scale given as a number.
+    """Returns a static scale.
 
     Raises:
         ValueError: Unless it and its inverse are positive and finite in fp32.

@@ -1,4 +1,4 @@
-"""Apply a function to every tensor in nested containers, keeping types and identity."""
+"""Applies functions to the tensors in nested containers; preserves types and identity."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 TensorFunction = Callable[[Tensor], Any]
 ObjectFunction = Callable[[Any], Any]
 
-# Values met most often in forward calls that hold no tensor: answered without any further test.
+# The most common types without tensors in forward calls, returned without further tests.
 _LEAVES: tuple[type, ...] = (type(None), bool, int, float, complex, str, bytes)
 _PLAIN: tuple[type, ...] = (list, tuple, dict)
 
@@ -37,15 +37,15 @@ def map_tensors(fn: TensorFunction, obj: T, convert: ObjectFunction | None = Non
     """Returns ``obj`` with ``fn`` applied to every tensor in any nesting.
 
     Containers keep their types (namedtuples, dataclasses, subclasses of dict, list and tuple) and
-    are never changed in place; wherever nothing below changed, the very same object comes back.
-    What is one object in several places stays one, containers that hold themselves included.
-    Everything else (strings, arrays, modules, sets, iterators) is returned untouched.
+    are not modified; one in which nothing changes is returned itself. An object that occurs in
+    several places stays a single object, also in cyclic containers. Everything else (strings,
+    arrays, modules, sets, iterators) is returned unchanged.
 
     Args:
-        fn: Called once with each tensor; returns its replacement, or the same tensor for no change.
+        fn: Called once per tensor; returns the replacement, or the same tensor for no change.
         obj: A tensor, a container of tensors, or anything else.
         convert: Called with each object that is neither tensor nor module and has a ``to`` method,
-            instead of looking into it; such an object stays untouched where this is ``None``.
+            instead of traversing it; with ``None``, such objects are returned unchanged.
     """
     return _Walk(fn, convert).map([obj])[0]  # type: ignore[no-any-return]
 
@@ -56,17 +56,17 @@ def map_arguments(
     kwargs: dict[str, Any],
     convert: ObjectFunction | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments of a call, mapped together as :func:`map_tensors` does."""
+    """Returns a call's arguments, mapped together as by :func:`map_tensors`."""
     found = _Walk(fn, convert).map([*args, *kwargs.values()])
-    # By position: dynamo cannot look into tuples and dicts that it has built itself.
+    # By position: dynamo cannot inspect tuples and dicts that it has built itself.
     return tuple(found[: len(args)]), dict(zip(kwargs, found[len(args) :], strict=True))
 
 
 def cast_tensors(obj: T, dtype: torch.dtype) -> T:
-    """Returns ``obj`` with every floating tensor in ``dtype``, in any nesting.
+    """Returns ``obj`` with every floating-point tensor in ``dtype``, in any nesting.
 
-    Objects with a ``to`` method of their own are converted by ``obj.to(dtype)``. See
-    :func:`map_tensors` for what else is kept.
+    Converts objects with their own ``to`` method by ``obj.to(dtype)``. See :func:`map_tensors` for
+    what is preserved.
     """
     kind = type(obj)
     if kind is Tensor:
@@ -79,7 +79,7 @@ def cast_tensors(obj: T, dtype: torch.dtype) -> T:
 def cast_arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments of a call with every floating tensor in ``dtype``."""
+    """Returns a call's arguments with every floating-point tensor in ``dtype``."""
     if len(args) == 1 and not kwargs:
         return (cast_tensors(args[0], dtype),), kwargs
     return map_arguments(
@@ -94,9 +94,9 @@ def _converted(obj: Any, dtype: torch.dtype) -> Any:
 
 
 class _Walk:
-    """One traversal: the functions to apply, what they gave, and the way to the current object.
+    """One traversal: the functions to apply, their results, and the path to the current object.
 
-    Changes are counted rather than found by comparing containers, which dynamo cannot trace.
+    Counts changes instead of comparing containers, which dynamo cannot trace.
     """
 
     def __init__(self, fn: TensorFunction, convert: ObjectFunction | None) -> None:
@@ -109,7 +109,7 @@ class _Walk:
         self.cyclic = False
 
     def map(self, values: list[Any]) -> list[Any]:
-        """Returns the values, mapped."""
+        """Returns the mapped values."""
         found = [self.visit(value) for value in values]
         if not (self.cyclic and self.changes):
             return found
@@ -125,9 +125,9 @@ class _Walk:
             return self._changed(obj, self._mapped(obj, self.fn))
         if isinstance(obj, (nn.Module, type)):
             return obj
-        # An object's own ``to`` goes first: it knows more of its class than its base type tells
-        # (a packed sequence is a named tuple, a tokenizer's batch a dict).
-        # Asked of the class: instances of attribute-style dicts answer to any name.
+        # An object's own ``to`` takes precedence over its base type: a packed sequence is a named
+        # tuple, a tokenizer's batch a dict. Looked up on the class: instances of attribute-style
+        # dicts seem to have every attribute.
         if kind not in _PLAIN and callable(getattr(kind, "to", None)):
             if self.convert is None:
                 return obj
@@ -140,7 +140,7 @@ class _Walk:
         return new
 
     def _mapped(self, obj: Any, fn: ObjectFunction) -> Any:
-        if _is_compiling():  # dynamo has no id() of a tensor in a graph
+        if _is_compiling():  # dynamo cannot trace id() of a graph's tensor
             for old, new in self.tensors:
                 if old is obj:
                     return new
@@ -208,14 +208,14 @@ class _Walk:
 
 
 class _CyclicWalk(_Walk):
-    """A traversal of containers that hold themselves: copies each before looking into it."""
+    """A traversal of cyclic containers, which copies each one before visiting its items."""
 
     def _container(self, obj: Any) -> Any:
         if id(obj) in self.done:
             return self.done[id(obj)][1]
         if isinstance(obj, tuple):
             items = [self.visit(item) for item in obj]
-            # What it holds may have led back to it, and have made it.
+            # Visiting the items may have come back to this tuple and built it.
             return self.done.setdefault(id(obj), (obj, _tuple_like(obj, items)))[1]
         result = obj
         if isinstance(obj, (MutableMapping, list, deque)) or dataclasses.is_dataclass(obj):
@@ -237,11 +237,11 @@ def _tuple_like(obj: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
     if _is_compiling() and not traces_copy:  # nor is ``tuple.__new__`` traced on torch 2.6
         return kind(*items)
     try:
-        # Past the class's own ``__new__``, which may take other arguments than the items.
+        # Bypasses the class's own ``__new__``, which may not take the items.
         result = tuple.__new__(kind, items)
-    except TypeError:  # torch.return_types: C types, which only their own constructor makes
+    except TypeError:  # torch.return_types: C types, which only their constructor creates
         return kind(items)
-    if kind.__dictoffset__:  # a class of its own on top; a plain namedtuple has no attributes
+    if kind.__dictoffset__:  # a subclass; plain namedtuples have no attributes
         result.__dict__.update(obj.__dict__)
     return result
 
@@ -250,13 +250,13 @@ def _fields(obj: Any) -> list[tuple[str, Any]]:
     return [(field.name, getattr(obj, field.name, None)) for field in dataclasses.fields(obj)]
 
 
-def _with_fields(obj: Any, changes: dict[str, Any], copied: Callable[[Any], Any]) -> Any:
+def _with_fields(obj: Any, changes: dict[str, Any], duplicate: Callable[[Any], Any]) -> Any:
     if not changes:
         return obj
-    # A copy rather than ``replace``: fields with ``init=False`` and ``__post_init__`` stay out.
-    result = copied(obj)
+    # dataclasses.replace() would run ``__post_init__`` and reject fields with ``init=False``.
+    result = duplicate(obj)
     for name, value in changes.items():
-        object.__setattr__(result, name, value)  # frozen ones too
+        object.__setattr__(result, name, value)  # works on frozen dataclasses, too
     return result
 
 

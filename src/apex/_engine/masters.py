@@ -171,7 +171,7 @@ def read_model(pairs: Iterable[TrackedPair], *, alike: bool = False) -> None:
 
 
 def _follow_model(pair: TrackedPair, *, low_bits: bool) -> None:
-    rounding.follow(pair.model, pair.master, keep_low_bits=low_bits)
+    rounding.update_master(pair.model, pair.master, keep_low_bits=low_bits)
     pair.mark_synced()
 
 

@@ -24,7 +24,7 @@ class AdagradRule:
         lr: Learning rate.
         eps: Added to the denominator.
         weight_decay: Decay rate of the parameters.
-        decoupled: Whether it acts on the parameter or enters the gradient.
+        decoupled: Whether weight decay acts on the parameter directly, not on the gradient.
     """
 
     lr: Scalar
@@ -48,13 +48,13 @@ def adagrad_(
         grads: Gradients; divided in place if the gate has a scale.
         sums: Sums of squared gradients.
         rule: Hyperparameters.
-        gate: Whether to leave everything as it is.
+        gate: Whether to skip the step.
     """
     if not params:
         return
     lists = working(params, grads, sums)
     if rule.decoupled and rule.weight_decay:
-        # Before the step, as the rest of it does not look at the parameter.
+        # The order does not matter: the rest of the step does not read the parameter.
         keep = gate.coefficient(1.0 - rule.lr * rule.weight_decay, 1.0)
         torch._foreach_mul_(lists[0], keep)
     if foreach.has_fused("fused_adagrad_", params[0].device):
@@ -72,7 +72,7 @@ def _coupled_decay(rule: AdagradRule) -> float:
 
 
 def _fused(lists: Sequence[list[Tensor]], rule: AdagradRule, gate: Gate) -> None:
-    # Only a decay of lr over the steps would look at the count.
+    # The kernel uses the count only to decay lr, by a rate that is 0 here.
     count = torch.ones((), device=lists[0][0].device)
     for params, grads, sums in same_dtype(*lists):
         foreach.fused_adagrad_(

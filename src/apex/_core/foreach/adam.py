@@ -15,7 +15,7 @@ from apex._core.foreach.gate import Gate, Scalar, add_, as_tensor, bias_correcti
 from apex._core.foreach.working import same_dtype, store, working
 from apex._torch import foreach
 
-# The fused kernels always correct the bias of the averages; after so many steps it is 1.
+# The fused kernels always correct the averages' bias; at this count, the divisors are 1.
 _UNBIASED_STEP = 2.0**60
 
 
@@ -29,9 +29,9 @@ class AdamRule:
         beta2: Decay of the average of their squares, per step.
         eps: Added to the denominator.
         weight_decay: Decay rate of the parameters.
-        decoupled: Whether it acts on the parameter (AdamW) or enters the gradient (Adam).
+        decoupled: Whether weight decay acts on the parameter (AdamW) or the gradient (Adam).
         bias_correction: Whether averages are divided by ``1 - beta ** step``.
-        averaged: Whether the gradient enters its average by ``1 - beta1`` or by 1.
+        averaged: Whether the gradient's weight in its average is ``1 - beta1``; 1 if False.
     """
 
     lr: Scalar
@@ -70,7 +70,7 @@ def adam_(
         exp_avg_sqs: Averages of their squares.
         rule: Hyperparameters.
         step: Count of this step, from 1.
-        gate: Whether to leave everything as it is.
+        gate: Whether to skip the step.
     """
     if not params:
         return
@@ -141,9 +141,9 @@ def directions_(
     step: Scalar,
     gate: Gate,
 ) -> list[Tensor]:
-    """Moves the averages and returns what ``lr`` multiplies, as fresh tensors.
+    """Updates the averages and returns the directions that ``lr`` multiplies, as new tensors.
 
-    That is ``m / (sqrt(v) + eps)`` with corrected averages, plus decoupled weight decay.
+    A direction is ``m / (sqrt(v) + eps)`` with corrected averages, plus decoupled weight decay.
     """
     if rule.weight_decay and not rule.decoupled:
         grads = list(torch._foreach_add(grads, params, alpha=rule.weight_decay))

@@ -1,4 +1,4 @@
-"""Adam as in apex's first FusedAdam: ``eps`` in or out of the root, bias in the step size.
+"""Adam as in apex's first FusedAdam, which corrects the bias in the step size.
 
 Source: Kingma and Ba, ICLR 2015, the form at the end of section 2.
 """
@@ -24,7 +24,7 @@ class EarlyAdamRule:
         beta1: Decay of the average of gradients, per step.
         beta2: Decay of the average of their squares, per step.
         eps: Added to the denominator.
-        eps_inside_sqrt: Whether inside the square root.
+        eps_inside_sqrt: Whether ``eps`` is added before the square root.
         weight_decay: Decay rate of the parameters, decoupled.
         bias_correction: Whether ``lr`` is multiplied by ``sqrt(1 - beta2**t) / (1 - beta1**t)``.
     """
@@ -45,7 +45,7 @@ class EarlyAdamRule:
         return self.lr * second**0.5 / first
 
     def denominators(self, squares: list[Tensor], gate: Gate) -> list[Tensor]:
-        """Returns what the averages are divided by, as fresh tensors."""
+        """Returns the divisors of the averages, as new tensors."""
         added = gate.coefficient(self.eps, 1.0)
         if self.eps_inside_sqrt:
             result = list(torch._foreach_mul(squares, 1.0))  # copies: _foreach_clone came with 2.11
@@ -71,12 +71,12 @@ def early_adam_(
 
     Args:
         params: Parameters.
-        grads: Gradients, not changed.
+        grads: Gradients; not modified.
         exp_avgs: Averages of gradients.
         exp_avg_sqs: Averages of their squares.
         rule: Hyperparameters.
         step: Count of this step, from 1.
-        gate: Whether to leave everything as it is.
+        gate: Whether to skip the step.
     """
     values, wide, firsts, seconds = working(params, grads, exp_avgs, exp_avg_sqs)
     wide = gate.gradients(wide)

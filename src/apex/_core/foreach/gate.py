@@ -79,7 +79,7 @@ class Gate:
 def bias_correction(beta: float, step: Scalar) -> Scalar:
     """Returns ``1 - beta ** step`` for a host or device step count.
 
-    On the device by ``expm1``: in fp32 the plain form loses four digits at ``beta=0.999``.
+    Uses ``expm1`` on the device: in fp32, the plain form loses four digits at ``beta=0.999``.
     """
     if not isinstance(step, Tensor):
         return float(1.0 - beta**step)
@@ -91,10 +91,10 @@ def bias_correction(beta: float, step: Scalar) -> Scalar:
 def add_(tensors: list[Tensor], value: Scalar) -> None:
     """Adds one number to all tensors, in place.
 
-    ``torch._foreach_add_`` itself would take a 0-d tensor for a host number, and read it.
+    Given a 0-d tensor, ``torch._foreach_add_`` itself would read it on the host.
     """
     if isinstance(value, Tensor):
-        # On the parts of DTensors: torch 2.11 has no such operator for them.
+        # On the local parts of DTensors, for which torch 2.11 lacks this operator.
         torch.ops.aten._foreach_add_.Tensor(dtensor.locals_of(tensors), dtensor.local(value))
     else:
         torch._foreach_add_(tensors, value)
@@ -103,16 +103,16 @@ def add_(tensors: list[Tensor], value: Scalar) -> None:
 def as_tensor(value: Scalar, device: torch.device) -> Tensor:
     """Returns a number or a one-element tensor as 0-d fp32 on ``device``.
 
-    Waits only for a device tensor that is wanted on the CPU.
+    Waits only where :func:`moved` does.
     """
     if isinstance(value, Tensor):
         return moved(value, device, torch.float32).reshape(())
-    # torch.as_tensor would copy it from the host, and wait for that.
+    # torch.as_tensor would copy from the host and wait for the copy.
     return torch.full((), value, dtype=torch.float32, device=device)
 
 
 def as_scalar(value: Scalar, device: torch.device) -> Scalar:
-    """Returns a host number as it is, a one-element tensor as 0-d on ``device``."""
+    """Returns a host number unchanged, a one-element tensor as 0-d on ``device``."""
     if not isinstance(value, Tensor):
         return value
     return moved(value, device).reshape(())

@@ -1,4 +1,4 @@
-"""The loss-scale rule that tolerates a number of overflows before it backs off."""
+"""A loss-scale rule that tolerates several overflows before it backs off."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ def update_scale_hysteresis_(
     growth_interval: int,
     hysteresis: int,
 ) -> None:
-    """Moves a loss scale in place, without a host sync.
+    """Updates a loss scale in place, without a host sync.
 
-    An overflow uses up one of ``tolerance``; while some is left the scale stays and only the
-    count of clean steps restarts. Without any left, each overflow multiplies the scale by
-    ``backoff_factor``. A clean step restores the tolerance, and ``growth_interval`` of them in a
-    row multiply the scale by ``growth_factor`` unless that is beyond fp32.
+    An overflow decrements ``tolerance`` and restarts the count of clean steps; if the tolerance is
+    then 0 or below, it also multiplies the scale by ``backoff_factor``. A clean step resets the
+    tolerance to ``hysteresis``; ``growth_interval`` consecutive ones multiply the scale by
+    ``growth_factor``, unless the result exceeds fp32.
 
     Args:
         scale: Loss scale, one fp32 element.
-        clean_steps: Clean steps since the scale last changed, one int32 element.
-        tolerance: Overflows that are left, one int32 element.
+        clean_steps: Clean steps since the last overflow or growth, one int32 element.
+        tolerance: Remaining tolerance, one int32 element.
         found_inf: Above 0 for an overflow, one element.
         growth_factor: Multiplier after ``growth_interval`` clean steps.
-        backoff_factor: Multiplier after an overflow too many.
+        backoff_factor: Multiplier after an overflow without remaining tolerance.
         growth_interval: Clean steps before growth.
-        hysteresis: Overflows in a row of which the last one backs off.
+        hysteresis: Consecutive overflows at which the scale backs off.
     """
     overflow = moved(found_inf, scale.device).reshape(scale.shape) > 0
     left = tolerance.reshape(scale.shape) - overflow.to(tolerance.dtype)

@@ -1,4 +1,4 @@
-"""LAMB over lists of tensors: Adam's direction at a rate of its own for every tensor.
+"""LAMB over lists of tensors: Adam's direction with a learning rate per tensor.
 
 Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes",
 ICLR 2020.
@@ -18,11 +18,11 @@ from apex._core.foreach.working import store, working
 
 
 def clip_divisor(norm: Tensor, max_norm: Scalar) -> Tensor:
-    """Returns what gradients are divided by so that their global norm is at most ``max_norm``.
+    """Returns the divisor that limits the gradients' global norm to ``max_norm``.
 
     Args:
         norm: Their global norm, 0-d.
-        max_norm: The greatest norm allowed.
+        max_norm: Largest norm allowed.
     """
     return torch.where(norm > max_norm, norm / max_norm, 1.0)
 
@@ -43,14 +43,14 @@ def lamb_(
 
     Args:
         params: Parameters.
-        grads: Gradients, not changed.
+        grads: Gradients; not modified.
         exp_avgs: Averages of gradients.
         exp_avg_sqs: Averages of their squares.
         rule: Hyperparameters.
         step: Count of this step, from 1.
-        divisor: What gradients are divided by, 0-d.
+        divisor: Divisor of the gradients, 0-d.
         adaptive: Whether each tensor's rate is scaled by its trust ratio.
-        gate: Whether to leave everything as it is.
+        gate: Whether to skip the step.
     """
     if not params:
         return
@@ -75,7 +75,7 @@ def trust_rates(param_norms: Tensor, update_norms: Tensor, lr: Scalar) -> Tensor
 
 
 def apply_(params: list[Tensor], updates: list[Tensor], rates: Scalar) -> None:
-    """Subtracts ``rates * updates`` in place; ``rates`` is one number or ``[N]``, one each."""
+    """Subtracts ``rates * updates`` in place; ``rates`` is a number, or ``[N]``, one per tensor."""
     if isinstance(rates, Tensor) and rates.dim() == 1:
         scaled = torch._foreach_mul(updates, list(rates.unbind()))
     else:

@@ -16,7 +16,7 @@ _PIECE = 2**16
 
 
 def l2_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the 2-norm of every tensor: 0-d, fp32 (fp64 of fp64 tensors)."""
+    """Returns the 2-norm of every tensor: 0-d, fp32 (fp64 for fp64 tensors)."""
     if not any(tensor.dtype is torch.float64 for tensor in tensors):
         return _norms_of_pieces([_pieces(tensor) for tensor in tensors])
     # One call takes one dtype, and refuses one narrower than a tensor's own.
@@ -44,7 +44,7 @@ def _norms_of_pieces(tensors: Sequence[Sequence[Tensor]]) -> list[Tensor]:
 
 
 def max_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the greatest absolute value of every tensor, 0 of an empty one: 0-d, own dtype."""
+    """Returns the largest absolute value of every tensor, 0 if empty: 0-d, in its dtype."""
     full = [tensor for tensor in tensors if tensor.numel()]
     found = iter(torch._foreach_norm(full, float("inf")) if full else ())
     return [next(found) if t.numel() else t.new_zeros(()) for t in tensors]
@@ -64,7 +64,7 @@ def total(norms: Tensor) -> Tensor:
 
 
 def any_non_finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Returns a 0-d bool: whether any value is inf or NaN. Reads only; no host sync."""
-    # Before `stacked`, whose fp32 turns large fp64 norms into inf.
+    """Returns a 0-d bool: whether any value is inf or NaN. No host sync."""
+    # Before `stacked`, which turns large fp64 norms into inf in fp32.
     flags = [norm.isfinite() for norm in max_norms(tensors)]
     return (stacked(flags, device) == 0).any()

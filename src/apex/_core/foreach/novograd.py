@@ -1,4 +1,4 @@
-"""NovoGrad over lists of tensors: Adam with one second moment for every tensor.
+"""NovoGrad over lists of tensors: Adam with one second moment per tensor.
 
 Source: Ginsburg et al., arXiv:1905.11286.
 """
@@ -29,10 +29,10 @@ class NovoGradRule:
         beta2: Decay of the average of their norms, per step.
         eps: Added to the denominator.
         weight_decay: Decay rate of the parameters.
-        bias_correction: Whether averages are divided by their bias.
-        averaged: Whether the gradient enters its average by ``1 - beta1`` or by 1.
+        bias_correction: Whether to correct the bias of the averages.
+        averaged: Whether the gradient's weight in its average is ``1 - beta1``; 1 if False.
         inside_moment: Whether the gradient is normalized and decayed before it is averaged.
-        norm_type: 2 for the 2-norm, 0 for the greatest absolute value.
+        norm_type: 2 for the 2-norm, 0 for the largest absolute value.
     """
 
     lr: Scalar
@@ -52,7 +52,7 @@ def norms_of(grads: Sequence[Tensor], norm_type: int, device: torch.device) -> T
 
 
 def blended(norms: Tensor, fresh: Tensor, rule: NovoGradRule) -> Tensor:
-    """Returns the running norms ``[N]`` after the norms ``fresh`` of this step."""
+    """Returns the running norms ``[N]`` updated with this step's norms ``fresh``."""
     if rule.norm_type == MAX_NORM:
         return rule.beta2 * norms + (1.0 - rule.beta2) * fresh
     return torch.sqrt(rule.beta2 * norms * norms + (1.0 - rule.beta2) * fresh * fresh)
@@ -72,12 +72,12 @@ def novograd_(
 
     Args:
         params: Parameters.
-        grads: Gradients, not changed.
+        grads: Gradients; not modified.
         exp_avgs: Averages of gradients.
-        norms: Running norms of the gradients, this step's blended in: ``[N]`` fp32.
+        norms: Running norms of the gradients, including this step's: ``[N]`` fp32.
         rule: Hyperparameters.
         step: Count of this step, from 1.
-        gate: Whether to leave everything as it is.
+        gate: Whether to skip the step.
     """
     if not params:
         return

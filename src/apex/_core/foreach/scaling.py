@@ -1,4 +1,4 @@
-"""``out = scale * x`` and ``out = a * x + b * y`` over lists of tensors of any floating dtypes."""
+"""``out = scale * x`` and ``out = a * x + b * y`` over lists of floating-point tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def scale_(sources: Sequence[Tensor], targets: Sequence[Tensor], scale: Scalar) 
     """
     device = sources[0].device
     found_inf = torch.zeros((), device=device)
-    # The kernel that GradScaler uses: multiplies in place, and checks what it read.
+    # GradScaler's kernel, which multiplies in place and checks its input.
     factor = as_tensor(scale, device)
     values = [_product(s, t) for s, t in zip(sources, targets, strict=True)]
     store(values, sources)
@@ -33,7 +33,7 @@ def scale_(sources: Sequence[Tensor], targets: Sequence[Tensor], scale: Scalar) 
 
 
 def _product(source: Tensor, target: Tensor) -> Tensor:
-    """Returns the tensor to multiply in: the target, unless it would round before the product."""
+    """Returns the tensor to multiply in: the target, unless it would round the source."""
     if target is source or target.dtype is source.dtype:
         return target
     dtype = math_dtype(source, target)
@@ -52,7 +52,7 @@ def axpby_(
     """Writes ``a * x + b * y`` into each target, rounded once; targets may be xs or ys.
 
     Returns:
-        A 0-d bool flag: whether a tensor of the lists ``check`` held inf or NaN.
+        A 0-d bool flag: whether any tensor in the lists ``check`` held inf or NaN.
     """
     device = xs[0].device
     found_inf = any_non_finite([tensor for tensors in check for tensor in tensors], device)

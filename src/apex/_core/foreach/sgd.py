@@ -29,10 +29,10 @@ class SGDRule:
     Attributes:
         lr: Learning rate.
         momentum: Decay of the momentum buffer per step; 0 for none.
-        dampening: Part of the gradient that is kept out of the buffer.
+        dampening: Fraction of the gradient that the buffer does not take.
         weight_decay: Decay rate of the parameters.
-        nesterov: Whether the step looks ahead by Nesterov's rule.
-        decay_after_momentum: Whether weight decay joins behind the momentum, not before it.
+        nesterov: Whether to use Nesterov momentum.
+        decay_after_momentum: Whether weight decay is added after momentum instead of before.
     """
 
     lr: Scalar
@@ -59,8 +59,8 @@ def sgd_(
         grads: Gradients; divided in place if the gate has a scale.
         buffers: Momentum; empty without momentum.
         rule: Hyperparameters.
-        first_run: Whether the buffers start as the gradient, undamped.
-        gate: Whether to leave everything as it is.
+        first_run: Whether this step initializes the buffers, to the undamped gradients.
+        gate: Whether to skip the step.
     """
     if not params:
         return

@@ -1,14 +1,13 @@
-"""Tensors in the precision that a rule computes in, and the way back.
+"""Copies tensors to the dtype and layout that a rule computes in, and writes results back.
 
 Note [Precision of the rules]
-Every rule is computed in fp32 (fp64 where a tensor of the position is fp64), whatever its tensors
-are stored in: 16-bit ones are copied up first and rounded once at the end, as apex's kernels do in
-registers. It also makes a skipped step exact, for a 16-bit value survives the way up and back.
+Every rule computes in fp32 (fp64 if a tensor of the same position is fp64), whatever dtype the
+tensors are stored in: 16-bit ones are cast up first and rounded once at the end, as apex's kernels
+do in registers. This also makes a skipped step exact, as 16-bit values survive the round trip.
 
 Note [Strides]
-torch's fused CPU kernels walk through memory and ignore strides: a transposed gradient would be
-applied to the wrong elements without a word (measured on torch 2.13). So all tensors of one
-position get one layout.
+torch's fused CPU kernels ignore strides: they would silently apply a transposed gradient to the
+wrong elements (measured on torch 2.13). So all tensors of one position get the same layout.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from apex._torch import foreach
 
 
 def math_dtype(*tensors: Tensor) -> torch.dtype:
-    """Returns the dtype that a rule over ``tensors`` computes in: fp32, or fp64 if one is that."""
+    """Returns the dtype to compute in: fp64 if any of ``tensors`` is fp64, else fp32."""
     wide = any(tensor.dtype is torch.float64 for tensor in tensors)
     return torch.float64 if wide else torch.float32
 
@@ -31,7 +30,7 @@ def math_dtype(*tensors: Tensor) -> torch.dtype:
 def working(*lists: Sequence[Tensor]) -> tuple[list[Tensor], ...]:
     """Returns the lists with every tensor in its position's dtype and layout.
 
-    Tensors that are right already come back themselves, others as copies; :func:`store` writes
+    Tensors that match already are returned themselves, others as copies; :func:`store` writes
     results back.
     """
     results = tuple(list(tensors) for tensors in lists)
@@ -54,21 +53,21 @@ def working(*lists: Sequence[Tensor]) -> tuple[list[Tensor], ...]:
 
 
 def store(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Writes ``values``, rounded, into ``targets`` where they are not the same tensors."""
+    """Writes rounded ``values`` into ``targets``, where they are not the same tensors."""
     pairs = [(t, v) for t, v in zip(targets, values, strict=True) if t is not v]
     if pairs:
         torch._foreach_copy_([target for target, _ in pairs], [value for _, value in pairs])
 
 
 def fresh(tensors: Sequence[Tensor], originals: Sequence[Tensor]) -> list[Tensor]:
-    """Returns ``tensors``, cloned where they are the originals: free to be changed in place."""
+    """Returns ``tensors``, cloned where they are the originals, for changes in place."""
     return [t.clone() if t is o else t for t, o in zip(tensors, originals, strict=True)]
 
 
 def same_dtype(*lists: list[Tensor]) -> Iterator[list[list[Tensor]]]:
-    """Yields the lists in parts of one dtype, as the fused kernels want them.
+    """Yields the lists in parts of one dtype, as fused kernels require.
 
-    All lists must agree in the dtype of each position.
+    All lists must have the same dtype at each position.
     """
     dtypes = {tensor.dtype for tensor in lists[0]}
     if len(dtypes) == 1:
@@ -80,7 +79,7 @@ def same_dtype(*lists: list[Tensor]) -> Iterator[list[list[Tensor]]]:
 
 
 def _is_ready(position: tuple[Tensor, ...]) -> bool:
-    """Returns whether all are contiguous in one dtype to compute in: the case that must be fast."""
+    """Returns whether all are contiguous and all fp32 or all fp64: the fast path."""
     dtype = position[0].dtype
     if dtype is not torch.float32 and dtype is not torch.float64:
         return False
@@ -91,7 +90,7 @@ def _is_ready(position: tuple[Tensor, ...]) -> bool:
 
 
 def _shared_layout(position: tuple[Tensor, ...]) -> torch.memory_format | None:
-    """Returns the layout that all have, ``None`` where they differ or are not dense."""
+    """Returns the layout that all tensors share; ``None`` if there is none."""
     for layout in (torch.contiguous_format, torch.channels_last):
         if all(_has_layout(tensor, layout) for tensor in position):
             return layout
