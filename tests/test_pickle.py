@@ -111,7 +111,7 @@ def test_files_of_a_replaced_applier_name_no_other_private_module(monkeypatch):
 
 
 def test_the_kinds_of_parts_in_files_are_frozen():
-    assert sorted(_pickle._PLACES) == [
+    assert sorted(_pickle._KINDS) == [
         "binding",
         "cast",
         "fp32_hooks",
@@ -124,8 +124,8 @@ def test_the_kinds_of_parts_in_files_are_frozen():
         "plan",
         "tracked_pair",
     ]
-    for kind in _pickle._PLACES:
-        assert callable(_pickle._place(kind))
+    for kind in _pickle._KINDS:
+        assert callable(_pickle._load(kind))
 
 
 def test_an_unknown_kind_is_refused_with_the_remedy():

@@ -11,7 +11,7 @@ from types import ModuleType
 
 from apex import _conflict, _requirements, _unavailable
 
-# First of all: with another package's files in the folder, the imports below may fail with errors
+# Runs first: if the folder holds another package's files, the imports below may fail with errors
 # that hide the cause.
 _conflict.check(os.path.dirname(os.path.abspath(__file__)))
 _requirements.check()
@@ -23,7 +23,7 @@ from apex import amp, debug  # noqa: E402 - after the check
 amp.debug = debug  # type: ignore[attr-defined]
 sys.modules["apex.amp.debug"] = debug
 
-__version__ = "0.1.0"  # as in pyproject.toml; importlib.metadata would slow down every import
+__version__ = "0.1.0"  # same as in pyproject.toml; importlib.metadata would slow down every import
 
 __all__ = [
     "RNN",

@@ -1,4 +1,4 @@
-"""``python -m apex``: the command ``apex``."""
+"""``python -m apex``: runs the command ``apex``."""
 
 import sys
 

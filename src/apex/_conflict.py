@@ -56,7 +56,7 @@ def _owner_by_metadata(package: str) -> str | None:
 
 
 def _owns_modules(metadata: str) -> bool:
-    if os.path.isfile(metadata):  # from distutils: a file without a list, always with modules
+    if os.path.isfile(metadata):  # from distutils: no file list; such packages always have modules
         return True
     lines = _lines(os.path.join(metadata, "RECORD"))
     top_level = _lines(os.path.join(metadata, "top_level.txt")) if not lines else []

@@ -1,6 +1,6 @@
-"""What rebuilds saved models and optimizers: the one private module that their files name.
+"""Rebuilds saved models and optimizers: the only private module that their files refer to.
 
-A file names a kind, never a class or function of the engine: it outlives moves inside the package.
+Files refer to kinds instead of the engine's classes and functions, so that these can be moved.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import functools
 from importlib import import_module
 from typing import Any
 
-_PLACES = {
+_KINDS = {
     "binding": "apex._engine.optimizer.binding:Binding",
     "cast": "apex.amp._initialize:AppliedCast",
     "fp32_hooks": "apex._engine.model.state_dict:Fp32Hooks",
@@ -22,34 +22,34 @@ _PLACES = {
     "tracked_pair": "apex._engine.masters:rebuild_pair",
     "plan": "apex._engine.model.plan:ModelPlan",
 }
-"""Where each kind is made. Kinds stay: files hold them."""
+"""Location of each kind's class or function. Never remove a kind: existing files use it."""
 
 
 def rebuild(kind: str, *parts: Any) -> Any:
-    """Returns the object that a file describes by its kind and parts.
+    """Returns the object that a file describes by kind and parts.
 
     Raises:
-        ValueError: If the file was written by a newer release, which knows more kinds.
+        ValueError: If the kind is unknown, as in a file from a newer release.
     """
-    return _place(kind)(*parts)
+    return _load(kind)(*parts)
 
 
 def empty(kind: str) -> Any:
-    """Returns an object of this kind without attributes, which follow in the file.
+    """Returns an object of this kind without attributes; the file sets them later.
 
     Raises:
-        ValueError: If the file was written by a newer release, which knows more kinds.
+        ValueError: If the kind is unknown, as in a file from a newer release.
     """
-    made = _place(kind)
+    made = _load(kind)
     return made.__new__(made)
 
 
 @functools.cache
-def _place(kind: str) -> Any:
-    if kind not in _PLACES:
+def _load(kind: str) -> Any:
+    if kind not in _KINDS:
         raise ValueError(
             f"The file holds an object of kind {kind!r}; this release of apex knows "
-            f"{', '.join(_PLACES)}. Load the file with the release that wrote it, or a newer one."
+            f"{', '.join(_KINDS)}. Load the file with the release that wrote it, or a newer one."
         )
-    module, name = _PLACES[kind].split(":")
+    module, name = _KINDS[kind].split(":")
     return getattr(import_module(module), name)

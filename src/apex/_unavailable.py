@@ -1,4 +1,4 @@
-"""Modules and names of apex that this package does not provide: using one names the alternative.
+"""Modules and names of apex that this package lacks: their errors name an alternative.
 
 `install` appends a finder to ``sys.meta_path``, so that it only sees modules that nothing else
 provides. The error is a ModuleNotFoundError, and so an ImportError, which libraries with an
@@ -25,7 +25,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
     {
         "apex.transformer": "Megatron-LM's megatron.core, to which these modules have moved",
         "apex.pyprof": "torch.profiler, or torch.autograd.profiler.emit_nvtx with Nsight",
-        "apex.amp._process_optimizer": "amp.initialize, which prepares optimizers by a class",
+        "apex.amp._process_optimizer": "amp.initialize, which gives optimizers a subclass",
         "apex.contrib.bottleneck": "torchvision's resnet.Bottleneck in channels_last",
         "apex.contrib.conv_bias_relu": "torch.nn.Conv2d and ReLU, which torch.compile fuses",
         "apex.contrib.cudnn_gbn": _BATCH_NORM,
@@ -73,14 +73,14 @@ class UnavailableFinder(MetaPathFinder):
 
 
 def names_instead(module: str, instead: Mapping[str, str]) -> Callable[[str], Any]:
-    """Returns a module's ``__getattr__`` that says what to use in place of names it lacks.
+    """Returns a module ``__getattr__`` whose errors name alternatives to missing names.
 
     Args:
         module: The module's name.
-        instead: What to use, by the name that the module has in the original.
+        instead: What to use instead, by the name in apex's module.
     """
 
-    def __getattr__(name: str) -> Any:  # noqa: N807 - it becomes one
+    def __getattr__(name: str) -> Any:  # noqa: N807 - becomes a module's __getattr__
         if name in instead:
             raise AttributeError(f"{module}.{name} is not part of this apex: use {instead[name]}.")
         raise AttributeError(f"module {module!r} has no attribute {name!r}")

@@ -41,7 +41,7 @@ def test_groups_are_the_sharded_dimensions_of_the_meshes_each_once(on_four_ranks
 
 def greatest(rank):
     flag = torch.tensor(float(rank == 2))
-    dtensor.greatest_(flag, dtensor.groups([placed(mesh(2, 2), Shard(0), Shard(0))]))
+    dtensor.all_reduce_max_(flag, dtensor.groups([placed(mesh(2, 2), Shard(0), Shard(0))]))
     return flag.item()
 
 

@@ -11,7 +11,7 @@ from apex._engine import masters
 from apex._engine.masters import TrackedPair
 from apex._engine.optimizer.binding import Binding
 from apex._torch import ddp, ranks
-from apex._torch.ddp import ALONE, Communication, Wrappers
+from apex._torch.ddp import NO_WRAPPER, Communication, Wrappers
 
 _log = logging.getLogger("apex")
 
@@ -42,12 +42,12 @@ class Communicator:
             dynamic: Whether the session has a dynamic loss scale.
         """
         if not self._wrappers.seen:
-            return ALONE
+            return NO_WRAPPER
         wrappers = self._wrappers.of(binding, binding.trained)
         new = [pair for pair in binding.pairs if pair.new]
         if new:
-            _share(new, [wrapper for wrapper in wrappers if not ddp.joins(wrapper)])
-        if any(map(ddp.joins, wrappers)):
+            _share(new, [wrapper for wrapper in wrappers if not ddp.is_joining(wrapper)])
+        if any(map(ddp.is_joining, wrappers)):
             self._join(binding, dynamic=dynamic)
         return self._wrappers.communication(wrappers)
 
@@ -75,6 +75,6 @@ def _share(new: Sequence[TrackedPair], wrappers: Iterable[DistributedDataParalle
         sent = ddp.sent_params(wrapper)
         shared = [pair for pair in new if id(pair.model) in sent and pair.new]
         masters.read_model(shared, alike=True)
-        ddp.share([pair.master.detach() for pair in shared], wrapper)
+        ddp.broadcast_from_first_rank([pair.master.detach() for pair in shared], wrapper)
         for pair in shared:
             pair.mark_master_written()

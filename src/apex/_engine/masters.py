@@ -65,7 +65,7 @@ class Master(nn.Parameter):
         return plain.__reduce_ex__(protocol)
 
 
-parameters.let_foreach_take(Master)
+parameters.allow_foreach(Master)
 
 
 class TrackedPair:

@@ -139,7 +139,7 @@ class Scaler(ABC):
         and keep equal scales.
         """
         if over := dtensor.groups(params):
-            dtensor.greatest_(self.found_inf, over)
+            dtensor.all_reduce_max_(self.found_inf, over)
 
     @abstractmethod
     def update(self, iterations: Sequence[Iteration]) -> None:

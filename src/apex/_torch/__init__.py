@@ -1,5 +1,5 @@
-"""All contact with what torch keeps private or changes from release to release.
+"""All uses of torch's private interfaces and of those that differ between releases.
 
-Each private name is used in one file, beside its plain form where there can be one. Copies between
-devices are here, too: which of them may go unwaited for is torch's business.
+Each private name is used in one file, with a fallback in public torch where possible. Copies
+between devices are here, too, as torch determines which of them are asynchronous.
 """

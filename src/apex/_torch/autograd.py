@@ -1,4 +1,4 @@
-"""autograd's backward passes: which one runs in this thread, and one that function modes follow."""
+"""The backward pass that runs in this thread, and backward passes under function modes."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from torch.autograd.graph import get_gradient_edge
 
 
 def plain_backward_id() -> int:
-    """Returns -1: without torch's number a backward pass cannot be told from other code."""
+    """Returns -1: without torch's ids, a backward pass cannot be distinguished from other code."""
     return -1
 
 
 backward_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", plain_backward_id)
-"""Returns the number of autograd's backward pass that calls in this thread, -1 outside of one."""
+"""Returns the id of the backward pass that runs the calling code, -1 outside of one."""
 
 
 def plain_run_backward(tensor: Tensor, gradient: Tensor, keep: bool, create_graph: bool) -> None:
-    """Does what ``tensor.backward(gradient)`` does, with this thread's function modes on in it.
+    """Runs ``tensor.backward(gradient)`` with this thread's function modes active inside.
 
-    torch takes a mode off while it handles a call, and a call that is given an edge of the graph in
-    place of a tensor is not handled.
+    torch disables a mode while the mode handles a call. Modes do not handle a call that receives a
+    graph edge instead of a tensor.
 
     Args:
-        tensor: Where to begin.
-        gradient: Its gradient.
+        tensor: Root of the backward pass.
+        gradient: The root's gradient.
         keep: Whether to keep the graph.
-        create_graph: Whether the gradients get a graph of their own.
+        create_graph: Whether to build a graph of the gradients.
     """
     torch.autograd.backward([get_gradient_edge(tensor)], [gradient], keep, create_graph)
 
 
 def _run_backward(tensor: Tensor, gradient: Tensor, keep: bool, create_graph: bool) -> None:
-    """Does so in 30 us less."""
+    """Does the same, 30 us faster."""
     torch.autograd.graph._engine_run_backward(
         *((tensor,), (gradient,), keep, create_graph, ()),
         allow_unreachable=True,

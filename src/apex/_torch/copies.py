@@ -1,15 +1,15 @@
-"""Copies between devices, each behind an event or waited for: the one place that decides.
+"""Copies between devices: the only place that decides which ones wait.
 
 Note [Copies]
-Onto a device nothing is waited for: what reads the copy there is queued behind it. From pageable
-host memory the driver has read the source when the call returns; pinned memory it reads later, when
-the script may have written again, so a copy from there is waited for. Between two devices of one
-kind torch orders the copy on the streams of both.
+Copies to a device do not wait, as their readers are queued behind them. From pageable host memory,
+the driver has read the source when the call returns. It reads pinned memory later, when the script
+may already have overwritten it, so copies from pinned memory wait. Between two devices of the same
+type, torch orders the copy on the streams of both.
 
-Onto the host there are two ways. :func:`moved` waits, for code that goes on with the tensor.
-:class:`HostCopy` does not: torch copies into pinned memory in the background, and what stands there
-before the event has passed is garbage. The event belongs on the stream of *the tensor's* device:
-``Event.record()`` alone takes that of the device that is current in the thread.
+Copies to the host have two forms. :func:`moved` waits, for code that uses the tensor next.
+:class:`HostCopy` does not: torch copies into pinned memory in the background, and the content is
+undefined until an event has passed. The event must be on the stream of *the tensor's* device;
+``Event.record()`` by itself uses the thread's current device.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch import Tensor
 
 
 def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns ``tensor`` on ``device``, safe to read there; itself where it is there already.
+    """Returns ``tensor`` on ``device``, safe to read there; itself if it is there already.
 
-    Waits for a copy from a device to the host, and for one from pinned memory.
+    Waits for copies from a device to the host, and for copies from pinned memory.
     """
     source = tensor.device
     if source == device:
@@ -32,21 +32,21 @@ def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None
         background = not tensor.is_pinned()
     else:
         background = source.type == device.type
-    # sync: onto the host, where the caller reads the result; and from pinned memory
+    # sync: to the host, where the caller reads the result; and from pinned memory
     return tensor.to(device=device, dtype=dtype, non_blocking=background)
 
 
 def record(device: torch.device, *, timing: bool = False) -> torch.Event:
-    """Returns an event recorded on the current stream of ``device``, whichever is current here."""
+    """Returns an event recorded on the current stream of ``device``, not of the current device."""
     event = torch.Event(device, enable_timing=timing)
     event.record(torch.accelerator.current_stream(device))
     return event
 
 
 class HostCopy:
-    """A copy of a device tensor that is on its way to the host.
+    """An asynchronous copy of a device tensor to the host.
 
-    A tensor in host memory is copied at once, and has arrived.
+    Tensors in host memory are copied immediately.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -62,12 +62,12 @@ class HostCopy:
 
     @property
     def arrived(self) -> bool:
-        """Whether :meth:`wait` would return at once. False while its device captures a graph."""
-        # Asking an event would break the capture.
+        """Whether :meth:`wait` would return immediately; False during CUDA graph capture."""
+        # Querying an event would break the capture.
         return self._event is None or (not capturing(self._event.device) and self._event.query())
 
     def wait(self) -> Tensor:
-        """Returns the copy, in host memory, once it has arrived."""
+        """Waits for the copy and returns it."""
         if self._event is not None:
             self._event.synchronize()  # sync: the caller waits; returns at once if it has arrived
             self._event = None
@@ -75,10 +75,10 @@ class HostCopy:
 
 
 def fetched(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Returns copies in host memory, having started all before it waits for the first."""
+    """Returns copies in host memory; starts all of them before waiting for the first."""
     return [copy.wait() for copy in [HostCopy(tensor) for tensor in tensors]]
 
 
 def capturing(device: torch.device) -> bool:
-    """Returns whether a CUDA graph is being captured on ``device``'s current stream."""
+    """Returns whether ``device`` is CUDA and the thread's current stream captures a graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

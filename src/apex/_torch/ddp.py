@@ -1,4 +1,4 @@
-"""What DistributedDataParallel does with a model's gradients, as its forward pass shows."""
+"""How DistributedDataParallel communicates a model's gradients, as seen in forward passes."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ import torch
 from torch import Tensor, distributed
 from torch.nn.parallel import DistributedDataParallel
 
-# The wrapper whose forward runs now. torch has no public name for it; without it a wrapper is never
-# seen, and amp does as for models whose gradients a script averages itself.
+# The wrapper whose forward runs now is private in torch. Without it, amp sees no wrapper and treats
+# models as if the script averaged their gradients.
 _KNOWS_ACTIVE = "_active_ddp_module" in vars(DistributedDataParallel)
 
 SENDS_LATER = "_apex_sends_later"
-"""Set in the ``__dict__`` of a wrapper that keeps torch's reducer out of its forward pass."""
+"""Key in a wrapper's ``__dict__``: whether it sends gradients later, without torch's reducer."""
 
 
 @dataclass(frozen=True)
 class Communication:
-    """What becomes of the gradients of one backward pass.
+    """How the gradients of one backward pass are communicated.
 
     Attributes:
-        sends: Whether they are averaged over the ranks; False while ``no_sync`` accumulates.
-        in_buckets: Whether they share memory with the buckets they are sent in.
+        sends: Whether they are averaged over the ranks; False under ``no_sync``.
+        in_buckets: Whether they share memory with the communication buckets.
     """
 
     sends: bool = True
     in_buckets: bool = False
 
 
-ALONE = Communication()
-"""Where no wrapper has been seen: gradients are whole after every pass, or a script's concern."""
+NO_WRAPPER = Communication()
+"""Without a wrapper: gradients are complete after each pass, or the script averages them."""
 
 
 def active_wrapper() -> DistributedDataParallel | None:
-    """Returns the wrapper whose forward pass runs now, of the innermost one if several."""
+    """Returns the innermost wrapper whose forward pass is running, if any."""
     if not _KNOWS_ACTIVE:
         return None
     return DistributedDataParallel._active_ddp_module
 
 
 class Wrappers:
-    """The wrappers that models have been seen under.
+    """The wrappers under which models have run.
 
     Attributes:
         seen: Whether there has been any.
@@ -61,11 +61,11 @@ class Wrappers:
         )
 
     def note(self, wrapper: DistributedDataParallel, *, traced: bool = False) -> None:
-        """Takes note of a forward pass, and whether its gradients are to be sent.
+        """Records a forward pass under ``wrapper`` and whether its gradients will be sent.
 
         Args:
             wrapper: The wrapper whose forward pass runs.
-            traced: Whether it is compiled: later ones will not be noted.
+            traced: Whether the pass is being compiled, so that later ones are not recorded.
         """
         self.seen = True
         if traced:
@@ -77,15 +77,16 @@ class Wrappers:
             self._sends[wrapper] = _sends(wrapper)
 
     def forget_users(self) -> None:
-        """Looks up anew who uses which wrapper."""
+        """Clears the lookups of :meth:`of`."""
         self._of.clear()
 
     def of(
         self, user: object, params: Callable[[], Iterable[Tensor]]
     ) -> list[DistributedDataParallel]:
-        """Returns the wrappers that hold any of ``params()``, looked up once for each ``user``.
+        """Returns the wrappers that hold any of ``params()``, looked up once per ``user``.
 
-        In the order in which they were first noted: every rank is to send messages in the same.
+        They are in the order of their first forward passes, so that all ranks communicate in the
+        same order.
         """
         if user not in self._of:
             wanted = {id(param) for param in params()}
@@ -97,10 +98,10 @@ class Wrappers:
         return [wrapper for ref in self._of[user] if (wrapper := ref()) is not None]
 
     def communication(self, wrappers: Iterable[DistributedDataParallel]) -> Communication:
-        """Returns what becomes of gradients that these wrappers send."""
+        """Returns how these wrappers communicate gradients."""
         return Communication(
             sends=all(
-                # Where no forward pass has told: by what holds in the block of the backward pass.
+                # Compiled forward passes do not record it: use the state at the backward pass.
                 _sends(wrapper) if wrapper in self._traced else self._sends.get(wrapper, True)
                 for wrapper in wrappers
             ),
@@ -113,26 +114,26 @@ def _sends(wrapper: DistributedDataParallel) -> bool:
 
 
 def sent_params(wrapper: DistributedDataParallel) -> set[int]:
-    """Returns the ids of the parameters that the wrapper keeps alike on all ranks."""
+    """Returns the ids of the parameters that the wrapper keeps equal on all ranks."""
     ignored = wrapper.parameters_to_ignore
     named = wrapper.module.named_parameters()
     return {id(param) for name, param in named if name not in ignored}
 
 
-def joins(wrapper: DistributedDataParallel) -> bool:
-    """Returns whether the wrapper is in a ``join``, where ranks may be without a batch.
+def is_joining(wrapper: DistributedDataParallel) -> bool:
+    """Returns whether the wrapper is inside ``join``, where ranks may have no batch left.
 
-    No message may be added there: ranks without a batch answer those of the wrapper only.
+    Do not add collectives there: ranks without a batch match only the wrapper's own.
     """
     # Private in torch (``Joinable``); a wrapper without it cannot join.
     config = wrapper.__dict__.get("_join_config")
     return bool(config is not None and config.enable)
 
 
-def share(tensors: Sequence[Tensor], wrapper: DistributedDataParallel) -> None:
-    """Gives every rank of the wrapper's group the values of the group's first rank.
+def broadcast_from_first_rank(tensors: Sequence[Tensor], wrapper: DistributedDataParallel) -> None:
+    """Broadcasts tensors from the first rank of the wrapper's group to the others, in place.
 
-    Every rank has to call it, with tensors of the same shapes.
+    Every rank must call it, with tensors of the same shapes.
     """
     group = wrapper.process_group
     source = distributed.get_global_rank(group, 0)

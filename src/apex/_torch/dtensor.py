@@ -1,4 +1,4 @@
-"""DTensors (sharded or replicated over a device mesh) seen by this rank: the part it holds."""
+"""The local parts of DTensors, which are sharded or replicated over a device mesh."""
 
 from __future__ import annotations
 
@@ -14,45 +14,45 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
 _MODULE = "torch.distributed.tensor"
-"""Looked up where a script has imported it: it takes a second to load."""
+"""Used only if a script has imported it: loading it takes a second."""
 
 _PLAIN = {Tensor, nn.Parameter}
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Returns whether ``tensor`` lies on a device mesh."""
+    """Returns whether ``tensor`` is a DTensor."""
     module = sys.modules.get(_MODULE)
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def any_dtensor(tensors: Iterable[Tensor]) -> bool:
-    """Returns whether any of ``tensors`` lies on a device mesh."""
+    """Returns whether any of ``tensors`` is a DTensor."""
     kinds = set(map(type, tensors))
-    if kinds <= _PLAIN:  # in every step of every model: no look at each tensor
+    if kinds <= _PLAIN:  # the common case, without a check per tensor
         return False
     module = sys.modules.get(_MODULE)
     return module is not None and any(issubclass(kind, module.DTensor) for kind in kinds)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Returns this rank's part of a DTensor, sharing memory, and any other tensor as it is.
+    """Returns this rank's part of a DTensor, sharing memory, and other tensors unchanged.
 
-    Element-wise work on the parts is that on the whole, without DTensor's dispatch: that costs tens
-    of microseconds an operator, and has no ``_foreach_copy_``.
+    Elementwise operations on the parts give the same result without DTensor's dispatch, which costs
+    tens of microseconds per operator and lacks ``_foreach_copy_``.
     """
     return locals_of([tensor])[0]
 
 
 def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns :func:`local` of each."""
+    """Returns :func:`local` of each tensor."""
     if not any_dtensor(tensors):
         return list(tensors)
-    with torch.no_grad():  # in which to_local shares memory
+    with torch.no_grad():  # to_local shares memory under no_grad
         return [tensor.to_local() if is_dtensor(tensor) else tensor for tensor in tensors]
 
 
 def with_local(like: Tensor, part: Tensor) -> Tensor:
-    """Returns a tensor laid out as ``like``, of which this rank holds ``part``.
+    """Returns a tensor with the placements of ``like`` whose local part is ``part``.
 
     The inverse of :func:`local`.
     """
@@ -71,17 +71,16 @@ def with_local(like: Tensor, part: Tensor) -> Tensor:
 
 
 def same_layout(first: Tensor, second: Tensor) -> bool:
-    """Returns whether both lie on the same mesh in the same way; plain tensors do."""
+    """Returns whether both have the same mesh and placements, or both are plain tensors."""
     if not (is_dtensor(first) and is_dtensor(second)):
         return is_dtensor(first) is is_dtensor(second)
     return first.placements == second.placements and first.device_mesh == second.device_mesh
 
 
 def laid_out_as(like: Tensor, tensor: Tensor) -> Tensor:
-    """Returns ``tensor`` with the placements of ``like``: sums not yet taken are, shards move.
+    """Returns ``tensor`` with the placements of ``like``; reduces partial sums, moves shards.
 
-    Communicates where the placements differ. Tensors that are not both DTensors come back as they
-    are.
+    Communicates if the placements differ. Unless both are DTensors, returns ``tensor`` unchanged.
     """
     if not (is_dtensor(like) and is_dtensor(tensor)) or same_layout(like, tensor):
         return tensor
@@ -90,7 +89,7 @@ def laid_out_as(like: Tensor, tensor: Tensor) -> Tensor:
 
 
 def device_types(tensor: Tensor) -> tuple[str, ...]:
-    """Returns the device types that ``tensor`` is on, and that its mesh computes on."""
+    """Returns the device type of ``tensor``, preceded by its mesh's for a DTensor."""
     here = tensor.device.type
     return (tensor.device_mesh.device_type, here) if is_dtensor(tensor) else (here,)
 
@@ -99,7 +98,7 @@ class Group(NamedTuple):
     """The ranks along one dimension of a device mesh.
 
     Attributes:
-        device_type: Of the mesh: where its ranks communicate from.
+        device_type: The mesh's device type, on which the ranks communicate.
         ranks: A ``torch.distributed`` process group.
     """
 
@@ -108,10 +107,10 @@ class Group(NamedTuple):
 
 
 def groups(params: Sequence[Tensor]) -> list[Group]:
-    """Returns the groups of ranks that hold different parts of ``params``, each once.
+    """Returns the groups of ranks that hold different parts of ``params``, without duplicates.
 
-    One for every dimension of every mesh over which a parameter is sharded, in the order of the
-    parameters, which is that of every rank.
+    There is one per mesh dimension over which a parameter is sharded, in parameter order, which is
+    the same on every rank.
     """
     if not any_dtensor(params):
         return []
@@ -130,13 +129,13 @@ def groups(params: Sequence[Tensor]) -> list[Group]:
 
 
 @torch.no_grad()
-def greatest_(flag: Tensor, over: Iterable[Group]) -> None:
-    """Sets 0-d ``flag`` to its greatest value on all ranks of ``over``.
+def all_reduce_max_(flag: Tensor, over: Iterable[Group]) -> None:
+    """Sets 0-d ``flag`` to its maximum over all ranks of the groups ``over``.
 
-    Every one of these ranks has to call it. Waits for the device only where their backend does.
+    All these ranks must call it. Waits for the device only if their backend does.
     """
     for device_type, ranks in over:
-        # A loss on the CPU with parameters on the device, or the other way round.
+        # The loss may be on the CPU and the parameters on the device, or the reverse.
         shared = flag.clone() if flag.device.type == device_type else flag.to(device_type)
         distributed.all_reduce(shared, op=distributed.ReduceOp.MAX, group=ranks)
         flag.copy_(shared)

@@ -1,4 +1,4 @@
-"""What ``torch.compile`` leaves alone, and when it is at work."""
+"""Marks functions that ``torch.compile`` must not trace, and detects compilation."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ traces_copy = release >= (2, 12)
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# torch.compiler.disable does the same, but loads all of dynamo for it and costs 2 us a call.
+# torch.compiler.disable does the same, but imports all of dynamo and costs 2 us per call.
 _eval_frame: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
 
 
 def untraced(fn: Callable[P, R]) -> Callable[P, R]:
-    """Marks ``fn`` to run in eager, with all that it calls: bookkeeping that has no graph.
+    """Marks ``fn`` and everything it calls to run in eager mode.
 
-    Code that is compiled around it breaks its graph at the call.
+    Compiled code around it has a graph break at the call.
     """
     return _mark(fn, recursive=True)
 
 
 def untraced_frame(fn: Callable[P, R]) -> Callable[P, R]:
-    """Marks ``fn`` to run in eager, while what it calls may be compiled."""
+    """Marks ``fn`` to run in eager mode; functions that it calls may be compiled."""
     return _mark(fn, recursive=False)
 
 
 def at_tracing(fn: Callable[P, R]) -> Callable[P, R]:
-    """Marks ``fn`` to be called while code around it is traced, and never by that code."""
+    """Marks ``fn`` to be called when its caller is traced, and not by the compiled code."""
     marked: Any = fn
     marked._dynamo_marked_constant = True  # what torch.compiler.assume_constant_result sets
     return fn
 
 
 def is_compiling_here() -> bool:
-    """Returns whether this thread is in a call of compiled code, or compiling."""
+    """Returns whether this thread is compiling or running compiled code."""
     if "torch._dynamo" not in sys.modules:
         return False
     if _eval_frame is not None and callable(_eval_frame.get_eval_frame_callback()):
@@ -63,7 +63,7 @@ def _mark(fn: Callable[P, R], *, recursive: bool) -> Callable[P, R]:
         skip, default = _eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT
         inside = skip if recursive else default
         set_strategy(marked.__code__, _eval_frame._FrameExecStrategy(skip, inside))
-    marked._torchdynamo_disable = True  # asked before a call is traced into
+    marked._torchdynamo_disable = True  # dynamo checks this before it traces a call
     result: Callable[P, R] = marked
     return result
 
@@ -80,4 +80,4 @@ def _without_dynamo(fn: Callable[P, R]) -> Callable[P, R]:
     return called
 
 
-untraced(untraced_frame)  # it marks closures in calls that may be compiled
+untraced(untraced_frame)  # compiled code may call it to mark closures

@@ -1,6 +1,6 @@
-"""Kernels over lists of tensors that torch keeps private, each with a plain form beside it.
+"""torch's private kernels over lists of tensors, each with a fallback in public torch.
 
-Which form is used is decided here, at import, except where a device or a dtype lacks the kernel.
+The form is chosen at import, except where a device or dtype lacks the kernel.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ def plain_update_scale_(
     backoff_factor: float,
     growth_interval: int,
 ) -> Tensor:
-    """Moves a scale and its count of clean steps in place, without a host sync; returns the scale.
+    """Updates a scale and its clean-step count in place, without a host sync; returns the scale.
 
-    It backs off where 0-d ``found_inf`` is set and grows after ``growth_interval`` clean steps,
-    unless fp32 cannot hold the result.
+    The scale backs off if 0-d ``found_inf`` is set and grows after ``growth_interval`` clean steps,
+    unless the result exceeds fp32.
     """
     overflow = found_inf != 0
     steps = torch.where(overflow, 0, clean_steps + 1)
     grows = steps == growth_interval
-    # In fp64, as the kernel multiplies: the factors are Python numbers.
+    # In fp64, as in the kernel: the factors are Python numbers.
     grown, reduced = ((scale.double() * f).float() for f in (growth_factor, backoff_factor))
     grown = torch.where(grows & torch.isfinite(grown), grown, scale)
     scale.copy_(torch.where(overflow, reduced, grown))
@@ -50,7 +50,7 @@ def plain_update_scale_(
 
 
 def plain_group(lists: Sequence[Sequence[Tensor]]) -> dict[Any, tuple[list[list[Tensor]], Any]]:
-    """Returns lists of equal length in parts whose first tensors have one device and dtype."""
+    """Groups positions of equally long lists by device and dtype of the first list's tensor."""
     groups: dict[Any, tuple[list[list[Tensor]], list[int]]] = {}
     for index, tensors in enumerate(zip(*lists, strict=True)):
         key = tensors[0].device, tensors[0].dtype
@@ -62,7 +62,7 @@ def plain_group(lists: Sequence[Sequence[Tensor]]) -> dict[Any, tuple[list[list[
 
 
 def plain_flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns one 1-d tensor with the elements of dense tensors of one dtype."""
+    """Concatenates dense tensors of one dtype into a 1-d tensor."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
@@ -82,15 +82,15 @@ _check_and_unscale_kernel_ = _found(
 
 
 def check_and_unscale_(grads: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
-    """Does what :func:`plain_check_and_unscale_` does, in few kernels.
+    """Does the same as :func:`plain_check_and_unscale_`, in fewer kernels.
 
     Args:
-        grads: Gradients of one device and one real floating dtype.
+        grads: Gradients of one device and one real floating-point dtype.
         found_inf: 0-d fp32 on the same device.
         inverse: 0-d fp32 on the same device.
     """
     if grads and grads[0].dtype is torch.bfloat16 and grads[0].device.type != "cpu":
-        # Only the CPU's kernel takes bf16 (torch 2.13).
+        # Only the CPU kernel accepts bf16 (torch 2.13).
         wide = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
         torch._foreach_copy_(wide, grads)
         _check_and_unscale_kernel_(wide, found_inf, inverse)
@@ -105,7 +105,7 @@ flatten = _found(torch._utils, "_flatten_dense_tensors", plain_flatten)
 unflatten = _found(torch._utils, "_unflatten_dense_tensors", plain_unflatten)
 
 
-# -- fused optimizer kernels; the rules of `_core.foreach` have their plain forms ------------------
+# -- fused optimizer kernels; the fallbacks are in `_core.foreach` --------------------------------
 
 fused_adagrad_ = torch._fused_adagrad_
 fused_adam_ = torch._fused_adam_
@@ -114,6 +114,6 @@ fused_sgd_ = torch._fused_sgd_
 
 
 def has_fused(name: str, device: torch.device) -> bool:
-    """Returns whether ``device`` has a kernel for one of them, such as ``"fused_adam_"``."""
+    """Returns whether ``device`` has the fused kernel ``name``, such as ``"fused_adam_"``."""
     key = _BACKENDS.get(device.type)
     return key is not None and has_kernel(f"aten::_{name}", key)

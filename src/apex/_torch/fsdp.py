@@ -1,7 +1,7 @@
-"""What ``fully_shard`` (FSDP2) keeps of a model, where torch has no public way to ask.
+"""State of ``fully_shard`` (FSDP2) that has no public interface in torch.
 
-Where another torch keeps it elsewhere, no groups of parameters are found: then the refusals that
-rely on them are torch's own, later and in its words.
+If another torch release stores it elsewhere, no parameter groups are found, and errors that rely on
+them come later, from torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 _MODULE = "torch.distributed.fsdp"
-"""Looked up where a script has imported it, so that ``import apex.amp`` stays quick."""
+"""Used only if a script has imported it, to keep ``import apex.amp`` fast."""
 
 
 def is_fsdp1(module: nn.Module) -> bool:
@@ -31,16 +31,16 @@ def sharded_modules(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Makes a sharded model hold its own parameters again.
+    """Frees a sharded model's gathered parameters, so that it holds its own again.
 
-    After a forward pass without a backward it holds those gathered for it.
+    A forward pass without a backward pass leaves the gathered ones in place.
     """
     for module in sharded_modules(model):
         _call(module, "reshard")
 
 
 def param_groups(model: nn.Module) -> list[Any]:
-    """Returns the groups of parameters that are gathered together, each once."""
+    """Returns the groups of parameters that are gathered together, without duplicates."""
     found: dict[int, Any] = {}
     for module in sharded_modules(model):
         state = _call(module, "_get_fsdp_state")
@@ -57,7 +57,7 @@ def sharded_params(group: Any) -> list[Tensor]:
 
 
 def has_run(group: Any) -> bool:
-    """Returns whether a group has been gathered, so that its buffers have a dtype."""
+    """Returns whether a group has been gathered before, which fixes the dtype of its buffers."""
     return any(getattr(param, "all_gather_outputs", None) for param in group.fsdp_params)
 
 
@@ -68,9 +68,9 @@ def compute_dtype(group: Any) -> torch.dtype | None:
 
 
 def defers_reduction(groups: Iterable[Any]) -> bool:
-    """Returns whether any group keeps its gradients to sum them with those of a later pass.
+    """Returns whether any group leaves gradient reduction to a later pass.
 
-    That is after ``model.set_requires_gradient_sync(False)``.
+    ``model.set_requires_gradient_sync(False)`` causes this.
     """
     return any(getattr(group, "reduce_grads", True) is False for group in groups)
 

@@ -1,4 +1,4 @@
-"""torch's function modes, entered and left so that an interrupt leaves none behind."""
+"""Enters and exits torch function modes so that an interrupt leaves none active."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Callable
 import torch
 from torch.overrides import TorchFunctionMode
 
-# No plain form: a mode that stayed behind would slow down every call of torch's.
+# No fallback: a mode left active would slow down every call to torch.
 push_function_mode: Callable[[TorchFunctionMode], None] = torch.overrides._push_mode
-"""Makes this thread's calls of torch's functions go through a mode."""
+"""Activates a mode for this thread's calls to torch functions."""
 
 
 def function_modes() -> int:
-    """Returns how many function modes this thread is in."""
+    """Returns the number of active function modes in this thread."""
     return torch._C._len_torch_function_stack()
 
 
-def leave_function_modes(count: int) -> None:
-    """Leaves the newest modes until ``count`` are left; may be called again."""
+def exit_function_modes(count: int) -> None:
+    """Exits the newest modes until ``count`` remain; idempotent."""
     while function_modes() > count:
         torch.overrides._pop_mode()  # type: ignore[no-untyped-call]

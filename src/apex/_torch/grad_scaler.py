@@ -1,4 +1,4 @@
-"""What an optimizer that unscales by itself asks of ``torch.amp.GradScaler``."""
+"""The signals of ``torch.amp.GradScaler`` for optimizers that unscale gradients themselves."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from apex._torch.copies import moved
 
 
 def signals(scaler: Any, optimizer: Optimizer) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the divisor of the gradients, and the flag that skips the step.
+    """Returns the divisor of the gradients, if any, and the flag to skip the step, if any.
 
-    Does what ``GradScaler.step`` does for an optimizer that takes no ``grad_scaler`` argument. Does
-    not wait for the device.
+    ``GradScaler.step`` sets the same values on optimizers that take no ``grad_scaler`` argument.
+    Does not wait for the device.
 
     Args:
         scaler: The ``torch.amp.GradScaler`` that scaled the gradients.
-        optimizer: Holds the parameters.
+        optimizer: The optimizer to step.
     """
     if not scaler.is_enabled():
         return None, None

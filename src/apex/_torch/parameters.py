@@ -1,4 +1,4 @@
-"""What a subclass of ``nn.Parameter`` needs from torch beside its public interface."""
+"""torch internals that a subclass of ``nn.Parameter`` needs."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from torch import Tensor
 from torch.optim import optimizer
 
 set_data: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-"""Does ``param.data = value`` as torch's own property does."""
+"""torch's own setter of ``param.data``."""
 
 _get_data: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 def uncounted(tensor: Tensor) -> Tensor:
-    """Returns the values of ``tensor``; its version counter does not see what is written there."""
+    """Returns an alias of ``tensor``; writes to it do not increment the version counter."""
     values: Tensor = _get_data(tensor)
     return values
 
 
-def let_foreach_take(kind: type[Tensor]) -> None:
-    """Lets torch's optimizers choose their foreach form for parameters of a subclass.
+def allow_foreach(kind: type[Tensor]) -> None:
+    """Lets torch's optimizers use their foreach form for parameters of class ``kind``.
 
-    They ask a list of types by identity (private). A torch without it needs no permission, or steps
-    the parameters one by one.
+    They compare types with a private list. A torch release without that list accepts all types, or
+    steps the parameters one by one.
     """
     supported = getattr(optimizer, "_foreach_supported_types", None)
     if isinstance(supported, list) and kind not in supported:

@@ -1,4 +1,4 @@
-"""Where this process stands among those of ``torch.distributed``; alone without a process group."""
+"""Rank and world size in ``torch.distributed``, with defaults for a single process."""
 
 from __future__ import annotations
 

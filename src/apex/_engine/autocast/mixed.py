@@ -16,7 +16,7 @@ from apex._engine.autocast.region import CastRegion, UncastRegion
 from apex._torch import autograd
 from apex._torch.autograd import backward_id
 from apex._torch.dynamo import untraced
-from apex._torch.function_modes import function_modes, leave_function_modes, push_function_mode
+from apex._torch.function_modes import exit_function_modes, function_modes, push_function_mode
 
 
 class resolve_mixed(ExitStack):  # noqa: N801 - reads as a function
@@ -33,8 +33,8 @@ class resolve_mixed(ExitStack):  # noqa: N801 - reads as a function
     def __enter__(self) -> Any:
         if isinstance(self._region, CastRegion):
             modes = function_modes()
-            self.callback(leave_function_modes, modes)
-            self.callback(leave_function_modes, modes)  # see Note [Interrupted blocks]
+            self.callback(exit_function_modes, modes)
+            self.callback(exit_function_modes, modes)  # see Note [Interrupted blocks]
             try:
                 push_function_mode(_ResolveMixed(self._region))
                 return self
@@ -131,9 +131,9 @@ def _call_in(mode: _ResolveMixed, func: Any, *args: Any, **kwargs: Any) -> Any:
             push_function_mode(mode)
             return func(*args, **kwargs)
         finally:
-            leave_function_modes(modes)
+            exit_function_modes(modes)
     finally:  # see Note [Interrupted blocks]
-        leave_function_modes(modes)
+        exit_function_modes(modes)
 
 
 _PASSES: dict[Any, Callable[..., Any]] = {
