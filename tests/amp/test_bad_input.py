@@ -286,7 +286,7 @@ def test_fp32_modules_that_match_nothing_are_refused():
 
 @pytest.mark.parametrize("given", ["first", nn.Linear])
 def test_fp32_modules_must_be_a_sequence(given):
-    refused(TypeError, "fp32_modules is.*it takes a sequence", Net(), fp32_modules=given)
+    refused(TypeError, "fp32_modules is.*it accepts a sequence", Net(), fp32_modules=given)
 
 
 def test_fp32_modules_must_hold_types_and_patterns():

@@ -366,9 +366,9 @@ def test_an_old_optimizer_s_scale_that_makes_no_sense_is_refused_by_name(wrapper
 
 
 def test_the_form_and_the_checkpoint_are_checked():
-    with pytest.raises(ValueError, match=r"to='apex'; it takes 'amp', 'grad_scaler'"):
+    with pytest.raises(ValueError, match=r"to='apex'; it accepts 'amp', 'grad_scaler'"):
         convert(SCALER, to="apex")
-    with pytest.raises(TypeError, match="got list; it takes the dict"):
+    with pytest.raises(TypeError, match="got list; it accepts the dict"):
         convert([SCALER], to="amp")
 
 

@@ -86,10 +86,10 @@ def convert(checkpoint: Mapping[str, Any], *, to: Target) -> Converted:
     """
     if to not in _FORMS:
         names = ", ".join(map(repr, _FORMS))
-        raise ValueError(f"amp.checkpoint.convert got to={to!r}; it takes {names}.")
+        raise ValueError(f"amp.checkpoint.convert got to={to!r}; it accepts {names}.")
     if not isinstance(checkpoint, Mapping):
         raise TypeError(
-            f"amp.checkpoint.convert got {type(checkpoint).__name__}; it takes the dict that "
+            f"amp.checkpoint.convert got {type(checkpoint).__name__}; it accepts the dict that "
             "torch.load returned, or one inside it."
         )
     # Imported here to keep `import apex.amp` fast: few scripts convert.

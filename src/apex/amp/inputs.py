@@ -56,7 +56,7 @@ def fp32_rules(given: object) -> tuple[Any, ...]:
         return tuple(given)
     shown = given.__name__ if isinstance(given, type) else repr(given)
     raise TypeError(
-        f"fp32_modules is {shown}; it takes a sequence of module types and name patterns. Write "
+        f"fp32_modules is {shown}; it accepts a sequence of module types and name patterns. Pass "
         f"fp32_modules=[{shown}]."
     )
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def unwrap(optimizer: Any) -> Optimizer:
-    """Returns the optimizer itself, or the one inside a LARC-like wrapper (its ``optim``).
+    """Returns the optimizer itself, or the one inside a wrapper such as LARC.
 
     Raises:
         TypeError: If it is neither.

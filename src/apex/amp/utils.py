@@ -18,7 +18,7 @@ __getattr__ = _unavailable.names_instead(
     __name__,
     {
         "new_synthesize_flattened_rnn_weights": _RNN,
-        "set_func_save": "amp.register_half_function(module, name) and its like",
+        "set_func_save": "amp.register_half_function(module, name) or another register function",
         "synthesize_flattened_rnn_weights": _RNN,
     },
 )
