@@ -250,7 +250,7 @@ class OpTable:
       results, and that of ``F.normalize``, are fp32.
     - ``1 / x`` calls ``x.reciprocal()``, so it is fp32.
     - ``F.interpolate(mode="area")`` calls ``F.adaptive_avg_pool``, so it keeps its dtype.
-    - ``x.to("cpu")``, and ``x.type_as(y)`` on the CPU, dispatch as ``x.cpu()`` and return fp32, too,
+    - ``x.to("cpu")``, and ``x.type_as(y)`` on the CPU, dispatch as ``x.cpu()`` and return fp32,
       except with a dtype, ``non_blocking`` or ``copy``.
 
     Attributes:
