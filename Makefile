@@ -19,7 +19,7 @@ demo: $(VENV)/.demo ## Train on handwritten digits at every level; print the tab
 	$(RUN) -m apex compare examples/digits/experiment.py --steps 138 --emulated-steps 8
 
 test: $(VENV)/.dev ## The whole check: lint, types, docs, then every test on the installed wheel
-	@$(NOX) -s lint types docs
+	@$(NOX) -s lint types docs wheel
 	@$(NOX) -s tests
 
 lint: $(VENV)/.dev ## Formatting, ruff rules, import directions

@@ -1,6 +1,7 @@
 """The checks that `make` and CI run: lint, types and docs here, tests on an installed wheel."""
 
 import logging
+import shutil
 import sys
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import nox
 nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "venv"
 nox.options.reuse_existing_virtualenvs = True
-nox.options.sessions = ["lint", "types", "docs", "tests"]
+nox.options.sessions = ["lint", "types", "docs", "wheel", "tests"]
 
 CONSTRAINTS = "packaging/constraints.txt"
 DIST = Path("dist")
@@ -44,8 +45,11 @@ def docs(session):
 
 @shared
 def wheel(session):
-    """Build the one wheel, py3-none-any, into dist/."""
-    build_wheel(session)
+    """Build the wheel, py3-none-any, and the sdist into dist/; check their metadata."""
+    wheel_path = build_wheel(session)
+    session.run(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(DIST))
+    (sdist,) = DIST.glob("apex_amp-*.tar.gz")
+    session.run(sys.executable, "-m", "twine", "check", "--strict", str(wheel_path), str(sdist))
 
 
 @nox.session
@@ -83,9 +87,34 @@ def clients(session, transformers):
     )  # fmt: skip
 
 
+@nox.session(reuse_venv=False)
+@nox.parametrize("torch", ["2.6.0", "2.8.0", "2.10.0", "2.15.0"])
+def matrix(session, torch):
+    """The tests that depend on torch, on its oldest and newest supported release and two between.
+
+    PyPI's wheels of these bring CUDA's libraries: some 6 GB each, removed when its tests are done.
+    """
+    free = shutil.disk_usage(".").free / 1e9
+    if free < 12:
+        session.skip(
+            f"torch {torch} takes 6 GB to install and 6 to download; {free:.0f} GB are free"
+        )
+    wheel_path = build_wheel(session)
+    try:
+        session.install("-qq", "--no-cache-dir", f"torch=={torch}", f"{wheel_path}[test]")
+        folders = "_core _engine _torch amp optimizers training checkpoint wrappers compiled"
+        session.run(
+            "python", "-m", "pytest", "-n", "2", "-q", "-p", "no:cacheprovider",
+            *(session.posargs or [f"tests/{name}" for name in (*folders.split(), "distributed")]),
+            env={"OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+    finally:
+        shutil.rmtree(session.virtualenv.location, ignore_errors=True)
+
+
 def build_wheel(session):
     """Builds the wheel with the hatchling of the environment that runs nox; returns its path."""
-    for old in DIST.glob("apex_amp-*.whl"):
+    for old in DIST.glob("apex_amp-*"):
         old.unlink()
     session.run(
         sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(DIST), external=True

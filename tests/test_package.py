@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from importlib import resources
 from pathlib import Path
@@ -92,6 +93,41 @@ def test_a_missing_or_old_torch_is_one_error_with_the_command(tmp_path, name, ve
 
 def found(version):
     return "torch is not installed" if version is None else f"this is torch {version}"
+
+
+@pytest.mark.skipif(not (ROOT / "pyproject.toml").exists(), reason="needs the repository")
+def test_links_of_the_readme_hold_outside_the_repository():
+    targets = re.findall(r"\]\(([^)]+)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert len(targets) > 5
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    pages = re.escape(re.search(r'^Homepage = "(.+)"$', project, re.MULTILINE)[1])
+    for target in targets:
+        match = re.fullmatch(rf"{pages}/(?:blob|tree|raw)/main/([^#]+)(#.*)?", target)
+        assert match is not None, target
+        assert (ROOT / match[1]).exists(), target
+
+
+@pytest.mark.slow
+def test_the_sdist_builds_the_wheel_that_the_repository_builds(tmp_path):
+    build(ROOT, "sdist", tmp_path)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    contents = []
+    for source in (ROOT, tmp_path / sdist.name.removesuffix(".tar.gz")):
+        out = tmp_path / f"wheel-{len(contents)}"
+        build(source, "wheel", out)
+        (wheel,) = out.glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            contents.append({info.filename: info.CRC for info in archive.infolist()})
+    assert contents[0] == contents[1]
+    metadata = importlib.metadata.metadata("apex-amp")
+    assert metadata["Metadata-Version"] == "2.4"
+
+
+def build(source, target, out):
+    command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(out)]
+    subprocess.run(command, cwd=source, check=True, capture_output=True)
 
 
 def test_package_is_marked_as_typed():

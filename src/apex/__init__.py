@@ -23,7 +23,7 @@ from apex import amp, debug  # noqa: E402 - after the check
 amp.debug = debug  # type: ignore[attr-defined]
 sys.modules["apex.amp.debug"] = debug
 
-__version__ = "0.1.0"  # same as in pyproject.toml; importlib.metadata would slow down every import
+__version__ = "0.2.0"  # same as in pyproject.toml; importlib.metadata would slow down every import
 
 __all__ = [
     "RNN",
