@@ -299,19 +299,22 @@ def test_after_a_join_the_ranks_are_alike(on_two_ranks, level):
     assert first["masters"] == second["masters"]
 
 
-def accumulated_by(rank, level, optimizers):
+def accumulated_by(rank, level, passes):
     """Gradients of two passes, one under ``no_sync``, for optimizers of the same parameters."""
     model = net(seed=0)
-    bound = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(optimizers)]
+    bound = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(1 + max(map(max, passes)))]
     model, bound = amp.initialize(model, bound, opt_level=level, verbosity=0, loss_scale=128.0)
     parallel = DistributedDataParallel(model)
     with parallel.no_sync():
-        backward(parallel, bound, *batch(rank, 0))
-    backward(parallel, bound, *batch(rank, 1))
+        backward(parallel, [bound[index] for index in passes[0]], *batch(rank, 0))
+    backward(parallel, [bound[index] for index in passes[1]], *batch(rank, 1))
     return [param.grad.tolist() for param in amp.master_params(bound[0])]
 
 
+@pytest.mark.parametrize("passes", [([0, 1], [0, 1]), ([0], [1, 0]), ([1], [0, 1])])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_optimizers_that_share_parameters_accumulate_without_sync_as_one(on_two_ranks, level):
-    (one, _), (two, _) = (on_two_ranks(accumulated_by, level, number) for number in (1, 2))
+def test_optimizers_that_share_parameters_accumulate_without_sync_as_one(
+    on_two_ranks, level, passes
+):
+    (one, _), (two, _) = (on_two_ranks(accumulated_by, level, p) for p in (([0], [0]), passes))
     assert one == two

@@ -94,9 +94,13 @@ class BackwardPass(ExitStack):
         self.push(self._end)
         try:
             # All before any begins: gradients that one sets aside would look cleared to another.
-            communications = [self._prepared(binding) for binding in self._bindings]
-            begun: set[int] | None = set() if len(self._bindings) > 1 else None
-            for binding, communication in zip(self._bindings, communications, strict=True):
+            prepared = [(binding, self._prepared(binding)) for binding in self._bindings]
+            # First those with gradients that other ranks miss: whichever optimizer begins first
+            # makes room for a shared parameter's gradient, and has to send it again.
+            prepared.sort(key=lambda pair: pair[0].gradients.state is not GradState.LOCAL)
+            self._bindings = [binding for binding, _ in prepared]
+            begun: set[int] | None = set() if len(prepared) > 1 else None
+            for binding, communication in prepared:
                 self._begin(binding, communication, begun)
             self._off = self._casts_off()
             self._off.__enter__()
