@@ -1,16 +1,28 @@
-"""What ``torch.compile`` leaves alone, with torch's private switch and without it."""
+"""What ``torch.compile`` leaves alone, by the private switch of torch 2.8 and by that before it."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from apex._torch import dynamo
+from apex._torch.dispatcher import release
 from tests.compiled.cases import compiled, graph_breaks
 
 
-@pytest.fixture(params=["private switch", "without it"])
+def skip_code(code):
+    """Does what ``eval_frame.skip_code`` does, which torch 2.8 and newer express by a strategy."""
+    frame = torch._C._dynamo.eval_frame
+    strategy = frame._FrameExecStrategy(frame._FrameAction.SKIP, frame._FrameAction.DEFAULT)
+    frame.set_code_exec_strategy(code, strategy)
+
+
+@pytest.fixture(params=["torch 2.8", "before"])
 def marks(request, monkeypatch):
-    if request.param == "without it":
-        monkeypatch.setattr(dynamo, "_eval_frame", None)
+    frame = torch._C._dynamo.eval_frame
+    if request.param == "before" and release >= (2, 8):
+        before = SimpleNamespace(skip_code=skip_code, set_eval_frame=frame.set_eval_frame)
+        monkeypatch.setattr(dynamo, "_eval_frame", before)
     return dynamo
 
 
