@@ -105,7 +105,7 @@ def test_in_a_conversion_that_is_withdrawn():
     for line in every_interrupt(lambda: conversion.convert(Net(), O3, PlainRegion())):
         model = Net()
         assert interrupt_at(line, lambda model=model: conversion.convert(model, O3, PlainRegion()))
-        conversion.withdraw(model)
+        conversion.undo_convert(model)
         assert type(model) is Net
         assert set(vars(model)) == set(vars(Net()))
         assert hooks_of(model) == []

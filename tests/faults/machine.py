@@ -255,7 +255,7 @@ class Machine(RuleBasedStateMachine):
 def end_sessions():
     """Ends what the traceback of a failed example keeps alive."""
     for session in amp._amp_state.sessions():
-        session.stop()
+        session.close()
         amp._amp_state.discard(session)
 
 

@@ -125,7 +125,7 @@ class Session:
                 self._convert(model, plan, undo, trains=bool(optimizers))
             for optimizer in optimizers:
                 self.bind(optimizer, mixin=mixin, undo=undo)
-            undo.push(self.stop)
+            undo.push(self.close)
             self.start()
             restoring.match_states(optimizers, old_dtypes)
         self._models.update(models)
@@ -136,7 +136,7 @@ class Session:
     def _convert(self, model: nn.Module, plan: ModelPlan, undo: Undo, *, trains: bool) -> None:
         before = _fp32_values(model)
         conversion.convert(model, plan, self.region, masters=self, owner=self, undo=undo)
-        undo.push(conversion.withdraw, model)
+        undo.push(conversion.undo_convert, model)
         undo.push(self.masters.release, model)
         self._make_masters(model, before, trains=trains)
 
@@ -174,7 +174,7 @@ class Session:
             self._end = weakref.finalize(self, _end, self.region, self._functions)
             self._end.atexit = False
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Turns op casts off, in this thread and in the models' forward passes; idempotent."""
         if self._end is not None and self._end.alive:
             self._end()

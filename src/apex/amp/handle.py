@@ -198,7 +198,7 @@ class AmpHandle:
         torch.clear_autocast_cache()
 
     def _deactivate(self) -> None:
-        self._session.stop()
+        self._session.close()
         _amp_state.retire(self, self._session)
 
     def _disable_casts(self) -> AbstractContextManager[None]:

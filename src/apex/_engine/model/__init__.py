@@ -1,7 +1,7 @@
 """Model conversion and restoration: dtypes of parameters, inputs and outputs; fp32 state dicts."""
 
 from apex._engine.model.checks import check, check_restorable
-from apex._engine.model.convert import convert, convert_late, restore, set_region, withdraw
+from apex._engine.model.convert import convert, convert_late, restore, set_region, undo_convert
 from apex._engine.model.plan import MasterSource, ModelPlan, Region
 from apex._engine.model.state import assign, is_converted, owner_of
 
@@ -18,5 +18,5 @@ __all__ = [
     "owner_of",
     "restore",
     "set_region",
-    "withdraw",
+    "undo_convert",
 ]

@@ -49,13 +49,13 @@ def convert(
         undo: Receives the inverse of the tensors' casts.
     """
     state = ModelState(plan, region, MasterLink(masters), owner)
-    model.__dict__[STATE] = state  # first, because withdraw() needs it
+    model.__dict__[STATE] = state  # first, because undo_convert() needs it
     try:
         swap_class(model, converted_class(type(model)))
         stash_forward(model, state)
         state.apply(model, undo)
     except BaseException:
-        withdraw(model)
+        undo_convert(model)
         raise
 
 
@@ -102,7 +102,7 @@ def restore(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> No
     flatten_rnns(model)
 
 
-def withdraw(model: nn.Module) -> None:
+def undo_convert(model: nn.Module) -> None:
     """Makes a converted model plain, but leaves the dtypes of its tensors.
 
     Allocates nothing, so it works out of memory.
