@@ -97,7 +97,9 @@ def found(version):
 
 @pytest.mark.skipif(not (ROOT / "pyproject.toml").exists(), reason="needs the repository")
 def test_links_of_the_readme_hold_outside_the_repository():
-    targets = re.findall(r"\]\(([^)]+)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    targets = re.findall(r"\]\(([^)]+)\)|^\[.+\]: (.+)$", text, re.MULTILINE)
+    targets = [inline or listed for inline, listed in targets]
     assert len(targets) > 5
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     pages = re.escape(re.search(r'^Homepage = "(.+)"$', project, re.MULTILINE)[1])
