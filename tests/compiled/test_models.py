@@ -8,6 +8,7 @@ from torch import nn
 
 from apex import amp
 from tests.compiled.cases import (
+    GENERATORS,
     Net,
     assert_close,
     compiled,
@@ -169,6 +170,7 @@ class PartlyOff(nn.Module):
         return before, inside, inner, self.linear(x)
 
 
+@GENERATORS
 @pytest.mark.parametrize("level", MIXED)
 def test_disable_casts_traces(level):
     inner, optimizer = prepared(level)

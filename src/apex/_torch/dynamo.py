@@ -21,36 +21,6 @@ R = TypeVar("R")
 _eval_frame: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
 
 
-def untraced(fn: Callable[P, R]) -> Callable[P, R]:
-    """Marks ``fn`` and everything it calls to run in eager mode.
-
-    Compiled code around it has a graph break at the call.
-    """
-    return _mark(fn, recursive=True)
-
-
-def untraced_frame(fn: Callable[P, R]) -> Callable[P, R]:
-    """Marks ``fn`` to run in eager mode; functions that it calls may be compiled."""
-    return _mark(fn, recursive=False)
-
-
-def at_tracing(fn: Callable[P, R]) -> Callable[P, R]:
-    """Marks ``fn`` to be called when its caller is traced, and not by the compiled code."""
-    marked: Any = fn
-    marked._dynamo_marked_constant = True  # what torch.compiler.assume_constant_result sets
-    return fn
-
-
-def is_compiling_here() -> bool:
-    """Returns whether this thread is compiling or running compiled code."""
-    if "torch._dynamo" not in sys.modules:
-        return False
-    if _eval_frame is not None and callable(_eval_frame.get_eval_frame_callback()):
-        return True
-    contexts = (torch._guards.CompileContext, torch._guards.TracingContext)
-    return any(context.try_get() is not None for context in contexts)
-
-
 def _mark(fn: Callable[P, R], *, recursive: bool) -> Callable[P, R]:
     if _eval_frame is None:  # a build without dynamo
         return fn
@@ -80,4 +50,32 @@ def _without_dynamo(fn: Callable[P, R]) -> Callable[P, R]:
     return called
 
 
-untraced(untraced_frame)  # compiled code may call it to mark closures
+def untraced(fn: Callable[P, R]) -> Callable[P, R]:
+    """Marks ``fn`` and everything it calls to run in eager mode.
+
+    Compiled code around it has a graph break at the call.
+    """
+    return _mark(fn, recursive=True)
+
+
+@untraced  # compiled code may call it to mark closures
+def untraced_frame(fn: Callable[P, R]) -> Callable[P, R]:
+    """Marks ``fn`` to run in eager mode; functions that it calls may be compiled."""
+    return _mark(fn, recursive=False)
+
+
+def at_tracing(fn: Callable[P, R]) -> Callable[P, R]:
+    """Marks ``fn`` to be called when its caller is traced, and not by the compiled code."""
+    marked: Any = fn
+    marked._dynamo_marked_constant = True  # what torch.compiler.assume_constant_result sets
+    return fn
+
+
+def is_compiling_here() -> bool:
+    """Returns whether this thread is compiling or running compiled code."""
+    if "torch._dynamo" not in sys.modules:
+        return False
+    if _eval_frame is not None and callable(_eval_frame.get_eval_frame_callback()):
+        return True
+    contexts = (torch._guards.CompileContext, torch._guards.TracingContext)
+    return any(context.try_get() is not None for context in contexts)
