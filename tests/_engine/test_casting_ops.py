@@ -146,11 +146,14 @@ def test_norms_of_any_order_are_fp32(region, low, device, order):
     assert region.run(torch.linalg.norm, x, order).dtype is torch.float32
 
 
-@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "bilinear", "bicubic"])
-@pytest.mark.parametrize("antialias", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "antialias"),
+    [
+        *((mode, False) for mode in ("nearest", "nearest-exact", "bilinear", "bicubic")),
+        *((mode, True) for mode in ("bilinear", "bicubic")),
+    ],
+)
 def test_interpolate_is_fp32_in_every_mode(region, low, device, mode, antialias):
-    if antialias and mode.startswith("nearest"):
-        pytest.skip("torch has no such mode")
     x = torch.rand(1, 1, 3, 3, device=device).to(low)
     got = region.run(F.interpolate, x, scale_factor=2.0, mode=mode, antialias=antialias)
     assert got.dtype is torch.float32

@@ -92,7 +92,7 @@ def test_two_ranks_give_batch_norm_on_the_joined_batch(on_two_ranks, shape, cut)
     assert_same(joined(results), plain(shape))
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(kernels="gloo copies tensors from the GPU by itself")
 @two_ranks
 @pytest.mark.parametrize("cut", [3, 1, 0])
 @pytest.mark.parametrize("shape", [(6, 3), (6, 3, 2, 2)])

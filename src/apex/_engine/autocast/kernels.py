@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from apex._core.op_casts import has_double, rules_for, widest
-from apex._core.op_table import COVERED_INSIDE, NATIVE_DIFFERENCES, CastSpec, Category, OpTable
+from apex._core.op_table import COVERED_INSIDE, NATIVE_DIFFERENCES, CastSpec, OpTable
 from apex._torch import dispatcher
 from apex._torch.autograd import backward_id
 from apex._torch.dynamo import untraced
@@ -56,13 +56,13 @@ class Coverage:
         self.native: dict[str, Any] = {}
         self._device = device
         filled: list[str] = []
-        for op, category in OpTable.default().rows.items():
+        for op in OpTable.default().rows:
             if not dispatcher.has_operator(f"aten::{op}"):
                 continue  # an operator of another torch release
             kernel = dispatcher.autocast_kernel(op, device)
             if kernel is not None:
                 self.native[op] = kernel
-            if _needs_kernel(op, category, device, kernel is not None):
+            if _needs_kernel(op, device, kernel is not None):
                 filled.append(op)
         self._base = Group(device, tuple(filled))
         self.probe = Group(device, (BACKWARD_BEGINS,))
@@ -112,6 +112,7 @@ def build_kernel(op: str, device: str, rules: ThreadRules, native: Any) -> Kerne
         native: torch's own autocast kernel, or None where it has none.
     """
     redispatch, call = dispatcher.overload(op).redispatch, dispatcher.direct_call(op)
+    cudnn = device == "cuda" and torch.version.hip is None
     cast_rules = rules_for(op, dispatcher.schema(op))
     default = OpTable.default().rows.get(op)
     follows = native is not None and op not in NATIVE_DIFFERENCES[device]
@@ -135,6 +136,9 @@ def build_kernel(op: str, device: str, rules: ThreadRules, native: Any) -> Kerne
             return redispatch(keyset & below, *args, **kwargs)
         # autograd's device threads have torch's own default.
         low = spec.dtype if formulas else _get_dtype(device)
+        if category == "recurrent" and cudnn and low is torch.float16:
+            # The inner row of cuDNN casts a whole RNN's weights into one piece; it knows fp16 only.
+            return redispatch(keyset & below, *args, **kwargs)
         if category == "banned" and spec.allow_banned:
             category = "fp32"
         cast_args, cast_kwargs = cast_rules[category](args, kwargs, low)
@@ -165,9 +169,7 @@ def _probe(op: str, device: str, rules: ThreadRules) -> Kernel:
     return kernel
 
 
-def _needs_kernel(op: str, category: Category, device: str, native: bool) -> bool:
+def _needs_kernel(op: str, device: str, native: bool) -> bool:
     if op in NATIVE_DIFFERENCES[device]:
         return True
-    # cuDNN's own row flattens the weights of a whole RNN again; plain casts would undo that.
-    own_recurrent = category == "recurrent" and device == "cuda" and torch.version.hip is None
-    return not (native or own_recurrent or op in COVERED_INSIDE)
+    return not (native or op in COVERED_INSIDE)

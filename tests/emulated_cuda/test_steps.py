@@ -1,4 +1,4 @@
-"""Training loops and optimizer steps on a device, without a wait; run by test_emulated_cuda.py."""
+"""Training loops and optimizer steps on a device, without a wait."""
 
 import math
 
@@ -11,6 +11,7 @@ from tests.optimizers import cases as optimizers
 from tests.training import cases
 
 ADAMW = cases.OPTIMIZERS["fused AdamW"]
+pytestmark = pytest.mark.gpu(devices=2)
 
 
 @pytest.fixture
@@ -103,6 +104,7 @@ def test_a_grad_scaler_steps_parameters_on_two_devices(name):
     assert scaler.get_scale() == 4.0
 
 
+@pytest.mark.emulated
 def test_clipping_and_reading_the_scale_in_between_is_all_that_waits():
     model, optimizer = cases.prepared("O2", ADAMW, model=cases.net().cuda())
     batches = on("cuda", cases.batches(2))
