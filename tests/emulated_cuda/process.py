@@ -32,13 +32,13 @@ class Process:
         Unavailable: If this machine cannot have the device.
     """
 
-    def __init__(self, files):
+    def __init__(self, files, rootdir=ROOT):
         build.library()
         self.pipe, theirs = multiprocessing.Pipe()
         self.output = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115
         command = [sys.executable, "-m", "pytest", "-p", __name__, "-p", "no:cacheprovider"]
         self.process = subprocess.Popen(
-            [*command, f"--rootdir={ROOT}", "-W", IGNORED, *map(str, files)],
+            [*command, f"--rootdir={rootdir}", "-W", IGNORED, *map(str, files)],
             cwd=ROOT,
             env={**os.environ, device.VARIABLE: "1", PIPE: str(theirs.fileno())},
             pass_fds=[theirs.fileno()],
@@ -67,17 +67,21 @@ class Process:
                 yield report
         except (EOFError, OSError):
             pass
-        self.stop()
-        self.output.seek(0)
-        raise EOFError(f"The emulated device's process has died:\n{self.output.read()[-8000:]}")
+        written = self.stop()
+        raise EOFError(f"The emulated device's process has died:\n{written[-8000:]}")
 
     def stop(self):
-        """Ends the process, which ends by itself at the end of the pipe."""
+        """Ends the process, which ends by itself at the end of the pipe; returns its output."""
         self.pipe.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(10)
         self.process.kill()
         self.process.wait()
+        if self.output.closed:
+            return ""
+        with self.output:
+            self.output.seek(0)
+            return self.output.read()
 
 
 def pytest_configure(config):
