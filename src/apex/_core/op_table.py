@@ -211,12 +211,18 @@ NATIVE_DIFFERENCES: Mapping[str, Mapping[str, str]] = {
     "cpu": {"binary_cross_entropy": "fp32"},
     "cuda": _NATIVE_ON_ACCELERATORS,
     "xpu": _NATIVE_ON_ACCELERATORS,
-    "mps": _NATIVE_ON_ACCELERATORS,
+    "mps": {"grid_sampler": "promote", "tensordot": "promote"},
 }
 """What torch's own autocast does, by device type, where its category is not the table's.
 
 ``refuses``: raises on the 16-bit input that its rule leaves. An autocast kernel of torch that is
 not named here follows the table (torch 2.13).
+"""
+
+DEVICE_LIMITS: Mapping[str, Mapping[str, Category]] = {"mps": {"conv_transpose3d.input": "fp32"}}
+"""Rows that a device has no 16-bit kernel for, by device type, and what runs there instead.
+
+torch's own autocast does the same (torch 2.13).
 """
 
 

@@ -8,7 +8,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from apex._core.op_casts import has_double, rules_for, widest
-from apex._core.op_table import COVERED_INSIDE, NATIVE_DIFFERENCES, CastSpec, OpTable
+from apex._core.op_table import (
+    COVERED_INSIDE,
+    DEVICE_LIMITS,
+    NATIVE_DIFFERENCES,
+    CastSpec,
+    OpTable,
+)
 from apex._torch import dispatcher
 from apex._torch.autograd import backward_id
 from apex._torch.dynamo import untraced
@@ -115,6 +121,7 @@ def build_kernel(op: str, device: str, rules: ThreadRules, native: Any) -> Kerne
     cudnn = device == "cuda" and torch.version.hip is None
     cast_rules = rules_for(op, dispatcher.schema(op))
     default = OpTable.default().rows.get(op)
+    limit = DEVICE_LIMITS.get(device, {}).get(op)
     follows = native is not None and op not in NATIVE_DIFFERENCES[device]
     key, below = dispatcher.autocast_key(device), dispatcher.keys_below_autocast(device)
     exclude = dispatcher.exclude_key
@@ -141,6 +148,8 @@ def build_kernel(op: str, device: str, rules: ThreadRules, native: Any) -> Kerne
             return redispatch(keyset & below, *args, **kwargs)
         if category == "banned" and spec.allow_banned:
             category = "fp32"
+        elif limit is not None and category == default:
+            category = limit
         cast_args, cast_kwargs = cast_rules[category](args, kwargs, low)
         # Kernels run only while the key is included, so clearing the flag puts it back; twice, for
         # a Ctrl-C may hit the first.
