@@ -106,7 +106,7 @@ class ThreadCasts:
 
     __slots__ = (
         *("busy", "off", "requests", "runs", "specs", "stale", "task"),
-        *("__weakref__", "_before", "_cache_before"),
+        *("__weakref__", "_before", "_cache_before", "_set"),
     )
 
     def __init__(self) -> None:
@@ -116,6 +116,7 @@ class ThreadCasts:
         self.task = -1
         self.stale = False
         self._before: dict[str, _Before] = {}
+        self._set: dict[str, torch.dtype] = {}
         self._cache_before = True
 
     @property
@@ -225,8 +226,13 @@ class ThreadCasts:
         """Sets the switches by ``specs``; may be cut short and called again."""
         if self.specs and not self._before:
             self._cache_before = _is_cache_on()
-        # Blocks that were around have ended: they have put back what stood before them.
-        before = {device: was for device, was in self._before.items() if was.depth <= depth}
+        # Blocks that were around have ended, and have put back what stood before them: those of
+        # this device type. Where the switch is as we set it, they were of another.
+        before = {
+            device: was._replace(depth=min(was.depth, depth))
+            for device, was in self._before.items()
+            if was.depth <= depth or (is_on(device) and get_dtype(device) is self._set.get(device))
+        }
         for device in self.specs:
             before.setdefault(device, _Before(is_on(device), get_dtype(device), depth))
         self._before = before
@@ -239,6 +245,7 @@ class ThreadCasts:
         # Outside of runs nothing says when a weight has changed: no weight cache.
         _set_cache(not self.specs and self._cache_before)
         self._before = {device: before[device] for device in self.specs}
+        self._set = {device: spec.dtype for device, spec in self.specs.items()}
 
 
 class Threads(threading.local):
