@@ -3,6 +3,8 @@
 The markers are explained in tests/emulated_cuda/README.md.
 """
 
+import functools
+
 import pytest
 import torch
 
@@ -53,7 +55,7 @@ class Forwarding:
             return None
         hook = item.ihook
         hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        for report in self.reports(item, nextitem):
+        for report in [*self.reports(item, nextitem), *teardown(item, nextitem)]:
             hook.pytest_runtest_logreport(report=report)
         hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         return True
@@ -82,6 +84,14 @@ class Forwarding:
     def pytest_sessionfinish(self):
         if self.process is not None:
             self.process.stop()
+
+
+def teardown(item, nextitem):
+    """Ends fixtures of this process that the next test does not share; yields a failure."""
+    end = functools.partial(item.session._setupstate.teardown_exact, nextitem)
+    call = pytest.CallInfo.from_call(end, when="teardown")
+    if call.excinfo is not None:
+        yield item.ihook.pytest_runtest_makereport(item=item, call=call)
 
 
 def report_of(item, outcome, reason):

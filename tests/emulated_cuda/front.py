@@ -22,6 +22,9 @@ def replace(device):
             device.set_device(index)
         return before
 
+    def maybe_exchange_device(index):  # a function of its own: dynamo tells the two apart
+        return exchange_device(index)
+
     def synchronize(where=None):
         index = None if where is None else torch.device(where).index
         device.synchronize(-1 if index is None else index)
@@ -42,7 +45,7 @@ def replace(device):
             "device_count": lambda: 2,
             "current_device": get_device,
             "_exchange_device": exchange_device,
-            "_maybe_exchange_device": exchange_device,
+            "_maybe_exchange_device": maybe_exchange_device,
             "synchronize": synchronize,
             "is_bf16_supported": lambda *args, **kwargs: True,
             "is_current_stream_capturing": lambda: bool(device.is_capturing()),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -28,13 +30,23 @@ class Readback:
 
         Nothing is queued while a CUDA graph is captured: a replay has no host side.
         """
+        return self.prepare(values)()
+
+    def prepare(self, values: Tensor) -> Callable[[], bool]:
+        """Returns what does as ``send`` later, and has the memory for it now."""
         if values.device.type == "cpu" and not self._in_flight:
-            # tolist() on host memory reads it in place: no kernel, nothing to wait for.
-            self._ready.append(tuple(values.tolist()))
-            return True
+            return functools.partial(self._read, values)
         if capturing(values.device):
-            return False
-        self._in_flight.append(HostCopy(values))
+            return lambda: False
+        return functools.partial(self._start, HostCopy(values, start=False))
+
+    def _read(self, values: Tensor) -> bool:
+        # tolist() on host memory reads it in place: no kernel, nothing to wait for.
+        self._ready.append(tuple(values.tolist()))
+        return True
+
+    def _start(self, copy: HostCopy) -> bool:
+        self._in_flight.append(copy.start())
         return True
 
     def poll(self, *, wait: bool = False) -> list[Reading]:

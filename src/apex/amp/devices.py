@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from apex._torch import dtensor
+from apex._torch.dispatcher import AUTOCAST_KEYS
 
 EMULATED = "fp16 is emulated on this CPU"
 
@@ -16,18 +17,20 @@ EMULATED = "fp16 is emulated on this CPU"
 def device_types(models: Iterable[nn.Module]) -> tuple[str, ...]:
     """Returns the device types that the models' parameters and buffers live on and compute on.
 
-    The two differ where ``fully_shard`` offloads parameters to the CPU. Models without any count as
-    on the accelerator, where there is one, and on the CPU.
+    The two differ where ``fully_shard`` offloads parameters to the CPU. Models on the CPU, and
+    those without any, count as on the accelerator, too: scripts may move them there.
     """
     tensors = (t for model in models for t in (*model.parameters(), *model.buffers()))
     found = dict.fromkeys(kind for tensor in tensors for kind in dtensor.device_types(tensor))
-    return tuple(found) or all_device_types()
+    return all_device_types() if found.keys() <= {"cpu"} else tuple(found)
 
 
 def all_device_types() -> tuple[str, ...]:
-    """Returns the accelerator's type, where there is one, and ``"cpu"``."""
+    """Returns the type of the accelerator, where there is one that has autocast, and ``"cpu"``."""
     accelerator = torch.accelerator.current_accelerator()
-    return ("cpu",) if accelerator is None else (accelerator.type, "cpu")
+    if accelerator is None or accelerator.type not in AUTOCAST_KEYS:
+        return ("cpu",)
+    return (accelerator.type, "cpu")
 
 
 def warn_if_emulated(dtype: torch.dtype | None, types: Iterable[str]) -> None:
