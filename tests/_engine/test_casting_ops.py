@@ -203,6 +203,25 @@ def test_functorch_transforms_see_the_casts(region, low, device):
     torch.testing.assert_close(gradient, x.float().exp().to(low))
 
 
+@pytest.mark.parametrize("probabilities", [False, True])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.3}, {"weight": 10}], ids=str)
+def test_cross_entropy_is_that_of_fp32_logits(region, low, device, probabilities, options):
+    logits = (torch.randn(8, 10, device=device) * 10).to(low).requires_grad_()
+    target = torch.randint(10, (8,), device=device)
+    if probabilities:
+        target = torch.rand(8, 10, device=device).softmax(1)
+    if "weight" in options:
+        options = {"weight": torch.rand(10, device=device)}
+    loss = region.run(F.cross_entropy, logits, target, **options)
+    full = logits.detach().float().requires_grad_()
+    expected = F.cross_entropy(full, target, **options)
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    expected.backward()
+    assert logits.grad.dtype is low
+    torch.testing.assert_close(logits.grad, full.grad.to(low))
+
+
 # -- cpu() ----------------------------------------------------------------------------------------
 
 
