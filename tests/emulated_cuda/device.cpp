@@ -16,6 +16,8 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#include <malloc.h>
+
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -149,6 +151,17 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 std::mutex pinned_lock;
 std::set<const void*> pinned;
 
+// Bytes of device tensors that live, and the most there were: all devices together, without what
+// kernels need inside.
+std::atomic<int64_t> live_bytes{0}, peak_bytes{0};
+
+void count(int64_t bytes) {
+  auto now = live_bytes += bytes;
+  auto peak = peak_bytes.load();
+  while (now > peak && !peak_bytes.compare_exchange_weak(peak, now)) {
+  }
+}
+
 bool is_pinned(const void* pointer) {
   std::lock_guard<std::mutex> guard(pinned_lock);
   return pinned.count(pointer) > 0;
@@ -157,10 +170,8 @@ bool is_pinned(const void* pointer) {
 struct Memory final : c10::Allocator {
   explicit Memory(bool pins) : pins(pins) {}
   static void free(void* pointer) {
-    {
-      std::lock_guard<std::mutex> guard(pinned_lock);
-      pinned.erase(pointer);
-    }
+    std::lock_guard<std::mutex> guard(pinned_lock);
+    if (pointer && !pinned.erase(pointer)) count(-static_cast<int64_t>(malloc_usable_size(pointer)));
     std::free(pointer);
   }
   DataPtr allocate(size_t bytes) override {
@@ -168,6 +179,8 @@ struct Memory final : c10::Allocator {
     if (pins && pointer) {
       std::lock_guard<std::mutex> guard(pinned_lock);
       pinned.insert(pointer);
+    } else if (pointer) {
+      count(malloc_usable_size(pointer));
     }
     return {pointer, pointer, &free, pins ? Device(DeviceType::CPU) : Device(kType, current)};
   }
@@ -238,9 +251,17 @@ at::Tensor host_view(const at::Tensor& t) {
   return out;
 }
 
+// A result of the CPU's, as memory of the device from now on.
 at::Tensor device_view(const at::Tensor& t, Device device) {
+  auto release = [](void* pointer) {
+    auto* storage = static_cast<Storage*>(pointer);
+    count(-static_cast<int64_t>(storage->nbytes()));
+    delete storage;
+  };
   auto storage = t.storage();
-  Storage same(Storage::use_byte_size_t(), storage.nbytes(), shared(storage, device), &device_memory, true);
+  count(storage.nbytes());
+  DataPtr memory(storage.mutable_data(), new Storage(storage), release, device);
+  Storage same(Storage::use_byte_size_t(), storage.nbytes(), std::move(memory), &device_memory, true);
   return shaped_as(t, std::move(same), DispatchKey::CUDA);
 }
 
@@ -807,6 +828,9 @@ void replay(int graph) {
 }
 void drop_graph(int graph) { graphs.erase(graph); }
 void synchronize(int device) { finish(index_of(device), last_copy, true); }
+int64_t get_live_bytes() { return live_bytes; }
+int64_t get_peak_bytes() { return peak_bytes; }
+void reset_peak_bytes() { peak_bytes = live_bytes.load(); }
 const char* get_waits() { return waits.c_str(); }
 void clear_waits() {
   std::lock_guard<std::mutex> guard(waits_lock);

@@ -44,6 +44,7 @@ def library():
         ctypes.CDLL(str(build.torch_folder() / "lib" / name), mode=ctypes.RTLD_GLOBAL)
     loaded = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     loaded.get_waits.restype = ctypes.c_char_p
+    loaded.get_live_bytes.restype = loaded.get_peak_bytes.restype = ctypes.c_int64
     return loaded
 
 
