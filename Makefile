@@ -10,7 +10,7 @@ NOX := $(RUN) -m nox --stop-on-first-error
 BENCH_JSON ?= benchmarks.json
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types docs clients bench
+.PHONY: help demo test lint types docs clients bench gpu
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +37,10 @@ clients: $(VENV)/.dev ## Train through MMEngine, Ignite, timm, transformers (old
 # The demo extra brings numpy, without which torch warns at import.
 bench: $(VENV)/.demo ## Measure against torch.autocast; print the table, write benchmarks.json
 	$(RUN) -m benchmarks --json $(BENCH_JSON)
+
+# With the torch that PYTHON has: a pinned one would take the place of one built for the card.
+gpu: ## On a machine with a GPU: its tests, CUDA graphs, ResNet-50 and BERT-base; writes benchmarks/results/
+	PYTHONPATH=src:. $(PYTHON) -m benchmarks.gpu
 
 # Stamps: a step runs again when the file that decides its result is newer. torch comes first and
 # alone, by its pin, so that nothing after it can choose another build.

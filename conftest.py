@@ -1,4 +1,4 @@
-"""Rules for every test and doctest: one thread, one seed, no casts left on, GPU tests skipped."""
+"""Rules for every test and doctest: one thread, one seed, no casts left on, its device."""
 
 import collections
 import gc
@@ -6,9 +6,16 @@ import random
 
 import hypothesis
 import pytest
+
+from tests.emulated_cuda import device
+
+if device.INSTALLED:
+    device.install()  # before torch is imported
+
 import torch
 
 import apex
+from tests.devices import Forwarding, Place
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("apex", deadline=None, derandomize=True, database=None)
@@ -23,24 +30,30 @@ def pytest_report_header():
     return f"apex {apex.__version__} from {apex.__file__}, torch {torch.__version__}"
 
 
+def pytest_configure(config):
+    config.pluginmanager.register(Forwarding(config))
+
+
 def pytest_collection_modifyitems(items):
-    if torch.cuda.is_available():
-        return
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        skipped = Place(item).skipped
+        if skipped is not None:
+            item.add_marker(pytest.mark.skip(reason=skipped))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter):
-    """Says how many tests executed, right before pytest's closing line, which CI reads."""
+    """Says how many tests executed, and where, before pytest's closing line, which CI reads."""
     yield
     stats = terminalreporter.stats
     ended = [r for kind in ("passed", "failed", "xfailed", "xpassed") for r in stats.get(kind, [])]
-    executed = len({report.nodeid for report in ended})
+    places = {report.nodeid: dict(report.user_properties).get("place") for report in ended}
+    executed = collections.Counter(place or "the CPU" for place in places.values())
     reasons = collections.Counter(reason_of(report) for report in stats.get("skipped", []))
     skipped = sum(reasons.values())
-    line = f"executed {executed} of {executed + skipped} tests"
+    line = f"executed {len(places)} of {len(places) + skipped} tests"
+    if places:
+        line += ": " + ", ".join(f"{count} on {place}" for place, count in executed.most_common())
     if skipped:
         told = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
         line += f"; {skipped} skipped: {told}"
@@ -55,6 +68,7 @@ def reason_of(report):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield
+    report.user_properties.append(("place", Place(item).name))
     item.failed = getattr(item, "failed", False) or report.failed
     return report
 

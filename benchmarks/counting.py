@@ -25,6 +25,9 @@ SYNC_OPS = frozenset(
 )
 """Operators whose result, or its shape, the host needs before it can continue."""
 
+COPIES = ("aten::_to_copy", "aten::copy_")
+"""Operators that bring data from one device to another; ``empty_like`` brings none."""
+
 MASKS = (torch.bool, torch.uint8)
 
 
@@ -96,7 +99,9 @@ def refused_syncs() -> Iterator[None]:
 
 def _waits(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> bool:
     return (
-        name in SYNC_OPS or _is_masked_index(name, args) or _is_copy_to_host(args, kwargs, result)
+        name in SYNC_OPS
+        or _is_masked_index(name, args)
+        or (name in COPIES and _is_copy_to_host(args, kwargs, result))
     )
 
 

@@ -48,13 +48,15 @@ def device() -> str:
 
 
 def plain(task: Task) -> Work:
-    """Returns one iteration of the same training without any mixed precision."""
+    """Returns one iteration of the same training without any mixed precision; gives the loss."""
     model, optimizer, (inputs, labels) = _start(task)
 
-    def iteration() -> None:
-        F.cross_entropy(model(inputs), labels).backward()
+    def iteration() -> Tensor:
+        loss = F.cross_entropy(model(inputs), labels)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        return loss.detach()
 
     return iteration
 
@@ -69,12 +71,13 @@ def with_amp(task: Task, level: str) -> Work:
     model, optimizer, (inputs, labels) = _start(task)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
 
-    def iteration() -> None:
+    def iteration() -> Tensor:
         loss = F.cross_entropy(model(inputs), labels)
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        return loss.detach()
 
     return iteration
 
@@ -83,12 +86,13 @@ def _with_autocast(task: Task, dtype: torch.dtype) -> Work:
     model, optimizer, (inputs, labels) = _start(task)
     kind = device()
 
-    def iteration() -> None:
+    def iteration() -> Tensor:
         with torch.autocast(kind, dtype):
             loss = F.cross_entropy(model(inputs), labels)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        return loss.detach()
 
     return iteration
 
@@ -98,13 +102,14 @@ def _with_scaler(task: Task) -> Work:
     kind = device()
     scaler = torch.amp.GradScaler(kind)
 
-    def iteration() -> None:
+    def iteration() -> Tensor:
         with torch.autocast(kind, torch.float16):
             loss = F.cross_entropy(model(inputs), labels)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
+        return loss.detach()
 
     return iteration
 

@@ -16,8 +16,9 @@ SECONDS_FOR_ANSWER = 150
 class Ranks:
     """Starts the processes at the first call and keeps them: importing torch costs seconds."""
 
-    def __init__(self, world_size=2):
+    def __init__(self, world_size=2, backend="gloo"):
         self.world_size = world_size
+        self.backend = backend
         self.processes = []
         self.pipes = []
         self.calls = 0
@@ -40,7 +41,7 @@ class Ranks:
         context = multiprocessing.get_context("spawn")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            arguments = (rank, self.world_size, theirs)
+            arguments = (rank, self.world_size, self.backend, theirs)
             process = context.Process(target=serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -67,10 +68,12 @@ class Ranks:
         self.processes, self.pipes = [], []
 
 
-def serve(rank, world_size, pipe):
+def serve(rank, world_size, backend, pipe):
     import torch
 
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "fp16 is emulated on this CPU")
     warnings.filterwarnings("ignore", module="torch")  # each release has some of its own
@@ -80,16 +83,16 @@ def serve(rank, world_size, pipe):
             store, fn, args = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
-        pipe.send_bytes(pickle.dumps(answer(rank, world_size, store, fn, args)))
+        pipe.send_bytes(pickle.dumps(answer(rank, world_size, backend, store, fn, args)))
 
 
-def answer(rank, world_size, store, fn, args):
+def answer(rank, world_size, backend, store, fn, args):
     import torch
 
     torch.manual_seed(0)
     try:
         torch.distributed.init_process_group(
-            "gloo",
+            backend,
             store=torch.distributed.FileStore(store, world_size),
             rank=rank,
             world_size=world_size,

@@ -34,7 +34,7 @@ def test_a_run_says_how_many_tests_executed_before_the_closing_line(tmp_path, wo
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     *_, ours, closing = run.stdout.splitlines()
-    assert ours == ("executed 4 of 8 tests; 4 skipped: 3 needs a CUDA device, 1 needs a key"), (
-        run.stdout + run.stderr
-    )
+    assert ours == (
+        "executed 4 of 8 tests: 4 on the CPU; 4 skipped: 3 needs a CUDA device, 1 needs a key"
+    ), run.stdout + run.stderr
     assert closing.startswith("1 failed, 2 passed, 4 skipped, 1 xfailed, 1 error")

@@ -1,6 +1,6 @@
-"""What torch's own autocast does on CPU and CUDA, as far as the op table relies on it.
+"""What torch's own autocast does on each device type, as far as the op table relies on it.
 
-CUDA's autocast casts fake tensors, without a device and without values.
+The autocast of CUDA, XPU and MPS casts fake tensors, without a device and without values.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from apex._core.op_table import NAMES, NATIVE_DIFFERENCES, CastSpec, OpTable
+from apex._core.op_table import DEVICE_LIMITS, NAMES, NATIVE_DIFFERENCES, CastSpec, OpTable
 from apex._engine.autocast import kernels
 from apex._engine.autocast.region import CastRegion
 from apex._torch import dispatcher
@@ -31,6 +31,7 @@ WANTED = {  # by category: dtypes of the result for fp32, bf16 and mixed inputs
 }
 # They read values or lay out memory, which fake tensors of a missing device do not let them.
 NOT_FAKED = {"equal", "ctc_loss", "grid_sample"}
+AT_LEAST = {"cpu": 30, "cuda": 60, "xpu": 60, "mps": 45}
 MORE = [
     Call("torch", "tensordot", "", (floats(2, 3), floats(3, 2), 1), {}),
     Call("torch.linalg", "matrix_norm", "", (floats(2, 2), 2), {}),
@@ -96,30 +97,39 @@ def runs(call, device):
 
 
 def native_category(op, device):
-    return NATIVE_DIFFERENCES[device].get(op, ROWS[op])
+    limits = DEVICE_LIMITS.get(device, {})
+    return NATIVE_DIFFERENCES[device].get(op, limits.get(op, ROWS[op]))
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", ["cpu", "cuda", "xpu", "mps"])
 def test_torchs_own_kernels_have_the_categories_that_the_table_says(device):
     gc.collect()
     checked = set()
     for call, op in native_calls(device):
-        if device == "cuda" and call.name in NOT_FAKED:
+        if device != "cpu" and call.name in NOT_FAKED:
             continue
         with native_autocast(device):
             found = results(call, device)
         assert found == WANTED[native_category(op, device)][: len(found)], (call.name, op, found)
         checked.add(op)
-    assert len(checked) > {"cpu": 30, "cuda": 60}[device]
+    assert len(checked) > AT_LEAST[device]
     differences = NATIVE_DIFFERENCES[device].keys() - {"grid_sampler", "linalg_matrix_norm.str_ord"}
-    assert differences <= checked | {"linalg_matrix_norm"}
+    assert differences <= checked
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_row_that_a_device_has_no_kernel_for_runs_as_in_torchs_autocast():
+    region = CastRegion(CastSpec(LOW, ("mps",), OpTable.default()))
+    (call,) = (c for c in calls() if c.name == "conv_transpose3d" and c.namespace == "torch")
+    assert region.run(results, call, "mps") == (FP32,) * 3
+    region.handle_doubles()  # from now on by kernels of ours
+    assert region.run(results, call, "mps") == (FP32,) * 3
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "xpu", "mps"])
 def test_what_torch_before_2_9_cannot_hand_out_is_restated(device):
     gc.collect()
     for call, op in native_calls(device):
-        if device == "cuda" and call.name in NOT_FAKED:
+        if device != "cpu" and call.name in NOT_FAKED:
             continue
         remove = dispatcher.register({op: kernels._Restated(op, device).call_boxed}, device)
         try:

@@ -54,6 +54,17 @@ def test_outputs_have_the_dtype_of_their_level(level):
     assert model(torch.randn(3, 4)).dtype is (LOW[level] if level in ("O1", "O4") else FP32)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_model_moved_to_the_gpu_after_initialize_computes_there_in_the_same_dtype(level):
+    model, _ = prepared(level)
+    model.cuda()
+    seen = []
+    model.first.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    model(torch.ones(3, 4, device="cuda"))
+    assert seen == [COLUMNS[level][2] or COLUMNS[level][0] or FP32]
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_optimizer_holds_fp32_masters_where_the_level_has_them(level):
     model, optimizer = prepared(level)

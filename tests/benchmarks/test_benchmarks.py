@@ -94,8 +94,8 @@ def test_a_copy_to_the_host_counts(read):
 @pytest.mark.gpu
 def test_a_copy_to_the_host_that_nobody_waits_for_counts_nothing():
     tensor = torch.ones(3, device="cuda")
-    host = torch.empty(3, pin_memory=True)
     with counted_syncs() as counts:
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
         host.copy_(tensor, non_blocking=True)
     assert not counts
 

@@ -109,7 +109,7 @@ def test_a_scheduler_and_a_compiled_step_work_together(level):
     assert_close(trained(optimizer)[0], trained(plain)[0], "O0")
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(kernels="inductor writes and compiles them")
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 def test_compiled_capturable_step_equals_eager_on_a_gpu(level):
     def parts():

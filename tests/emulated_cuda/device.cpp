@@ -11,14 +11,19 @@
 #include <ATen/Operators.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/native/RNN.h>
 #include <ATen/ops/resize_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#include <malloc.h>
+
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <list>
+#include <map>
 #include <mutex>
 #include <set>
 #include <string>
@@ -40,6 +45,8 @@ DeviceIndex index_of(DeviceIndex index) { return index < 0 ? current : index; }
 
 // -- what makes the host wait ---------------------------------------------------------------------
 
+std::atomic<bool> capturing{false};
+
 std::mutex waits_lock;
 std::string waits;
 
@@ -49,6 +56,7 @@ void host_waits(const std::string& what) {
     waits += what + "\n";
   }
   TORCH_CHECK(sync_mode != 2, "called a synchronizing CUDA operation (", what, ")");
+  TORCH_CHECK(!capturing, "operation not permitted when stream is capturing (", what, ")");
 }
 
 // -- copies that nobody has waited for ------------------------------------------------------------
@@ -143,6 +151,17 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 std::mutex pinned_lock;
 std::set<const void*> pinned;
 
+// Bytes of device tensors that live, and the most there were: all devices together, without what
+// kernels need inside.
+std::atomic<int64_t> live_bytes{0}, peak_bytes{0};
+
+void count(int64_t bytes) {
+  auto now = live_bytes += bytes;
+  auto peak = peak_bytes.load();
+  while (now > peak && !peak_bytes.compare_exchange_weak(peak, now)) {
+  }
+}
+
 bool is_pinned(const void* pointer) {
   std::lock_guard<std::mutex> guard(pinned_lock);
   return pinned.count(pointer) > 0;
@@ -151,10 +170,8 @@ bool is_pinned(const void* pointer) {
 struct Memory final : c10::Allocator {
   explicit Memory(bool pins) : pins(pins) {}
   static void free(void* pointer) {
-    {
-      std::lock_guard<std::mutex> guard(pinned_lock);
-      pinned.erase(pointer);
-    }
+    std::lock_guard<std::mutex> guard(pinned_lock);
+    if (pointer && !pinned.erase(pointer)) count(-static_cast<int64_t>(malloc_usable_size(pointer)));
     std::free(pointer);
   }
   DataPtr allocate(size_t bytes) override {
@@ -162,6 +179,8 @@ struct Memory final : c10::Allocator {
     if (pins && pointer) {
       std::lock_guard<std::mutex> guard(pinned_lock);
       pinned.insert(pointer);
+    } else if (pointer) {
+      count(malloc_usable_size(pointer));
     }
     return {pointer, pointer, &free, pins ? Device(DeviceType::CPU) : Device(kType, current)};
   }
@@ -232,9 +251,17 @@ at::Tensor host_view(const at::Tensor& t) {
   return out;
 }
 
+// A result of the CPU's, as memory of the device from now on.
 at::Tensor device_view(const at::Tensor& t, Device device) {
+  auto release = [](void* pointer) {
+    auto* storage = static_cast<Storage*>(pointer);
+    count(-static_cast<int64_t>(storage->nbytes()));
+    delete storage;
+  };
   auto storage = t.storage();
-  Storage same(Storage::use_byte_size_t(), storage.nbytes(), shared(storage, device), &device_memory, true);
+  count(storage.nbytes());
+  DataPtr memory(storage.mutable_data(), new Storage(storage), release, device);
+  Storage same(Storage::use_byte_size_t(), storage.nbytes(), std::move(memory), &device_memory, true);
   return shaped_as(t, std::move(same), DispatchKey::CUDA);
 }
 
@@ -262,10 +289,21 @@ class Call {
       auto* alias = schema.arguments()[i].alias_info();
       if (alias && alias->isWrite() && argument(i).isTensor()) written.push_back(argument(i).toTensor());
     }
-    if (kHostWaits.count(name) && target) host_waits(name);
+    if ((kHostWaits.count(name) || has_mask()) && target) host_waits(name);
   }
 
   IValue& argument(size_t i) { return (*stack)[begin + i]; }
+
+  // Indexing by a mask looks for its non-zero places.
+  bool has_mask() {
+    if (name != "aten::index.Tensor") return false;
+    for (std::optional<at::Tensor> t : argument(1).toOptionalTensorList())
+      if (t && t->defined() && (t->scalar_type() == at::kBool || t->scalar_type() == at::kByte)) return true;
+    return false;
+  }
+
+  // Runs the operator for the shapes of its results, and takes back what it has written.
+  void capture(const OperatorHandle& op);
 
   // Returns whether the call was a copy that is finished later.
   bool deferred() {
@@ -273,8 +311,9 @@ class Call {
     auto to = argument(0).toTensor(), from = argument(1).toTensor();
     bool background = argument(2).toBool();
     bool to_host = !is_device_view(to), from_host = !is_device_view(from);
-    if (to_host && !background) host_waits("aten::copy_ to host");
-    if (!background || !(to_host || from_host)) return false;
+    if (!background && to_host) host_waits("aten::copy_ to host");
+    if (!background && from_host) host_waits("aten::copy_ from host");
+    if (!background || !(to_host || from_host) || capturing) return false;
     auto& host = to_host ? to : from;
     if (!is_pinned(host.storage().data())) return false;
     if (to_host) {
@@ -379,14 +418,69 @@ class Call {
   const size_t begin;
   std::vector<Seen> arguments;
   std::vector<at::Tensor> written;
-  std::optional<Device> target, asked;
+  std::optional<Device> asked;
   bool host_tensor = false;
+
+ public:
+  std::optional<Device> target;
 };
+
+// -- CUDA graphs: the operators of a capture, run again -------------------------------------------
+
+struct Node {
+  OperatorHandle op;
+  Stack arguments, results;
+
+  // What is no device memory is a constant of the graph.
+  static IValue kept(const IValue& value, const std::function<bool(const at::Tensor&)>& on_device) {
+    return value.isTensor() && value.toTensor().defined() && !on_device(value.toTensor())
+               ? IValue(value.toTensor().clone())
+               : value;
+  }
+
+  void replay() const {
+    Stack stack = arguments;
+    op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &stack);
+    for (size_t i = 0; i < results.size(); ++i) {
+      if (results[i].isTensor()) refill(results[i].toTensor(), stack[i].toTensor());
+      if (!results[i].isTensorList()) continue;
+      auto to = results[i].toTensorVector(), from = stack[i].toTensorVector();
+      for (size_t j = 0; j < to.size(); ++j) refill(to[j], from[j]);
+    }
+  }
+  static void refill(const at::Tensor& to, const at::Tensor& from) {
+    if (to.defined() && to.data_ptr() != from.data_ptr()) to.copy_(from);
+  }
+};
+std::recursive_mutex graphs_lock;
+std::map<int, std::vector<Node>> graphs;
+int last_graph = 0;
+
+void Call::capture(const OperatorHandle& op) {
+  auto device = [this](const at::Tensor& t) { return is_device_view(t); };
+  std::vector<std::pair<at::Tensor, at::Tensor>> before;
+  Stack arguments;
+  for (size_t i = 0; i < schema.arguments().size(); ++i) {
+    arguments.push_back(Node::kept(argument(i), device));
+    auto* alias = schema.arguments()[i].alias_info();
+    if (!alias || !alias->isWrite()) continue;
+    if (argument(i).isTensor()) before.emplace_back(argument(i).toTensor(), argument(i).toTensor().clone());
+    if (argument(i).isTensorList())
+      for (const at::Tensor& t : argument(i).toTensorVector()) before.emplace_back(t, t.clone());
+  }
+  op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), stack);
+  for (auto& [tensor, value] : before) tensor.copy_(value);
+  std::lock_guard<std::recursive_mutex> guard(graphs_lock);
+  graphs[last_graph].push_back({op, std::move(arguments), Stack(stack->begin() + begin, stack->end())});
+}
 
 void fallback(const OperatorHandle& op, DispatchKeySet, Stack* stack) {
   Call call(op, stack);
   at::AutoDispatchBelowAutograd guard;
-  if (!call.deferred()) op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), stack);
+  if (capturing && call.target)
+    call.capture(op);
+  else if (!call.deferred())
+    op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), stack);
   call.give_back();
 }
 
@@ -484,18 +578,159 @@ void fused(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
 }
 
 // The softmaxes of CUDA read half precision and write fp32 in one kernel.
-template <bool kLog>
-at::Tensor softmax(const at::Tensor& self, int64_t dim, bool half_to_float) {
-  auto x = host_view(half_to_float ? self.to(at::kFloat) : self);
-  return device_view(kLog ? at::_log_softmax(x, dim, false) : at::_softmax(x, dim, false), self.device());
+void softmax(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  auto& self = (*stack)[stack->size() - 3];
+  if (stack->back().toBool()) self = self.toTensor().to(at::kFloat);
+  stack->back() = false;
+  fallback(op, keys, stack);
 }
 
-template <bool kLog>
-at::Tensor softmax_backward(const at::Tensor& grad, const at::Tensor& output, int64_t dim, ScalarType dtype) {
-  auto g = host_view(grad), o = host_view(output);
-  auto r = kLog ? at::_log_softmax_backward_data(g, o, dim, g.scalar_type())
-                : at::_softmax_backward_data(g, o, dim, g.scalar_type());
-  return device_view(r.to(dtype), grad.device());
+void softmax_backward(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  auto dtype = stack->back().toScalarType();
+  stack->back() = (*stack)[stack->size() - 4].toTensor().scalar_type();
+  fallback(op, keys, stack);
+  stack->back() = stack->back().toTensor().to(dtype);
+}
+
+// -- recurrent layers -----------------------------------------------------------------------------
+
+// CUDA's fused cells, as operators that autograd sees.
+using Maybe = const std::optional<at::Tensor>&;
+
+at::Tensor plus(const at::Tensor& gates, Maybe bias) { return bias && bias->defined() ? gates + *bias : gates; }
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell(const at::Tensor& input, const at::Tensor& hidden,
+                                                         const at::Tensor& cx, Maybe b_input, Maybe b_hidden) {
+  auto gates = (plus(input, b_input) + plus(hidden, b_hidden)).chunk(4, 1);
+  auto cy = gates[1].sigmoid() * cx + gates[0].sigmoid() * gates[2].tanh();
+  return {gates[3].sigmoid() * cy.tanh(), cy, at::empty({0}, cx.options())};
+}
+
+std::tuple<at::Tensor, at::Tensor> gru_cell(const at::Tensor& input, const at::Tensor& hidden,
+                                            const at::Tensor& hx, Maybe b_input, Maybe b_hidden) {
+  auto i = plus(input, b_input).chunk(3, 1), h = plus(hidden, b_hidden).chunk(3, 1);
+  auto update = (i[1] + h[1]).sigmoid();
+  auto fresh = (i[2] + (i[0] + h[0]).sigmoid() * h[2]).tanh();
+  return {fresh + update * (hx - fresh), at::empty({0}, hx.options())};
+}
+
+// cuDNN's whole networks: acceptable for the dtypes of cuDNN before 9.13, and under autocast always
+// in fp16, whatever autocast's own dtype (aten/src/ATen/cudnn/AutocastRNN.cpp). Weights that do not
+// lie in one piece are compacted at each call, with a warning. What is computed is what torch does
+// without cuDNN.
+thread_local bool inside_cudnn = false;
+
+bool cudnn_is_acceptable(const at::Tensor& t) {
+  auto dtype = t.scalar_type();
+  bool known = dtype == at::kHalf || dtype == at::kFloat || dtype == at::kDouble;
+  return known && !inside_cudnn && at::globalContext().userEnabledCuDNN();
+}
+
+class InsideCuDNN {
+ public:
+  explicit InsideCuDNN(at::TensorList weights) {
+    inside_cudnn = true;
+    for (const at::Tensor& t : weights)
+      if (!(casts && t.scalar_type() != at::kHalf) && !t.is_alias_of(weights[0]))
+        TORCH_WARN("RNN module weights are not part of single contiguous chunk of memory.");
+  }
+  ~InsideCuDNN() { inside_cudnn = false; }
+  at::Tensor operator()(const at::Tensor& t) const {
+    return casts && t.scalar_type() != at::kDouble ? t.to(at::kHalf) : t;
+  }
+  std::vector<at::Tensor> operator()(at::TensorList list) const {
+    std::vector<at::Tensor> cast;
+    for (const at::Tensor& t : list) cast.push_back((*this)(t));
+    return cast;
+  }
+
+ private:
+  bool casts = !c10::impl::tls_is_dispatch_key_excluded(DispatchKey::AutocastCUDA);
+  c10::impl::ExcludeDispatchKeyGuard below{DispatchKeySet(DispatchKey::AutocastCUDA)};
+};
+
+void cudnn_lstm(at::Tensor& output, at::Tensor& hy, at::Tensor& cy, const at::Tensor& input, at::TensorList hx,
+                at::TensorList params, bool biases, int64_t layers, double dropout, bool train, bool both,
+                bool batch_first) {
+  InsideCuDNN cast(params);
+  std::tie(output, hy, cy) =
+      at::lstm(cast(input), cast(hx), cast(params), biases, layers, dropout, train, both, batch_first);
+}
+
+void cudnn_lstm_packed(at::Tensor& output, at::Tensor& hy, at::Tensor& cy, const at::Tensor& data,
+                       const at::Tensor& sizes, at::TensorList hx, at::TensorList params, bool biases,
+                       int64_t layers, double dropout, bool train, bool both) {
+  InsideCuDNN cast(params);
+  std::tie(output, hy, cy) =
+      at::lstm(cast(data), sizes, cast(hx), cast(params), biases, layers, dropout, train, both);
+}
+
+#define CUDNN_NETWORK(name)                                                                                      \
+  void cudnn_##name(at::Tensor& output, at::Tensor& hy, const at::Tensor& input, const at::Tensor& hx,           \
+                    at::TensorList params, bool biases, int64_t layers, double dropout, bool train, bool both,   \
+                    bool batch_first) {                                                                          \
+    InsideCuDNN cast(params);                                                                                            \
+    std::tie(output, hy) =                                                                                       \
+        at::name(cast(input), cast(hx), cast(params), biases, layers, dropout, train, both, batch_first);        \
+  }                                                                                                              \
+  void cudnn_##name##_packed(at::Tensor& output, at::Tensor& hy, const at::Tensor& data,                         \
+                             const at::Tensor& sizes, const at::Tensor& hx, at::TensorList params, bool biases,  \
+                             int64_t layers, double dropout, bool train, bool both) {                            \
+    InsideCuDNN cast(params);                                                                                            \
+    std::tie(output, hy) =                                                                                       \
+        at::name(cast(data), sizes, cast(hx), cast(params), biases, layers, dropout, train, both);               \
+  }
+
+CUDNN_NETWORK(gru)
+CUDNN_NETWORK(rnn_tanh)
+CUDNN_NETWORK(rnn_relu)
+
+// -- the four steps of a synchronized batch norm, which only CUDA has ------------------------------
+
+at::Tensor exact(const at::Tensor& x) { return x.scalar_type() == at::kDouble ? x : x.to(at::kFloat); }
+
+at::Tensor spread(const at::Tensor& per_channel, const at::Tensor& x) {
+  std::vector<int64_t> shape(x.dim(), 1);
+  shape[1] = -1;
+  return per_channel.view(shape);
+}
+
+std::vector<int64_t> not_channels(const at::Tensor& x) {
+  std::vector<int64_t> dims{0};
+  for (int64_t i = 2; i < x.dim(); ++i) dims.push_back(i);
+  return dims;
+}
+
+std::tuple<at::Tensor, at::Tensor> batch_norm_stats(const at::Tensor& x, double eps) {
+  auto [var, mean] = at::var_mean(exact(x), not_channels(x), false);
+  return {mean, (var + eps).rsqrt()};
+}
+
+at::Tensor batch_norm_elemt(const at::Tensor& x, Maybe weight, Maybe bias, const at::Tensor& mean,
+                            const at::Tensor& invstd, double) {
+  auto y = (exact(x) - spread(mean, x)) * spread(invstd, x);
+  if (weight && weight->defined()) y = y * spread(*weight, x);
+  if (bias && bias->defined()) y = y + spread(*bias, x);
+  return y.to(x.scalar_type());
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> batch_norm_backward_reduce(
+    const at::Tensor& grad, const at::Tensor& x, const at::Tensor& mean, const at::Tensor& invstd, Maybe,
+    bool, bool, bool) {
+  auto dy = exact(grad);
+  auto dot = (dy * (exact(x) - spread(mean, x))).sum(not_channels(x));
+  return {dy.sum(not_channels(x)), dot, dot * invstd, dy.sum(not_channels(x))};
+}
+
+at::Tensor batch_norm_backward_elemt(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& mean,
+                                     const at::Tensor& invstd, Maybe weight, const at::Tensor& sum,
+                                     const at::Tensor& dot, const at::Tensor& count) {
+  TORCH_CHECK(count.scalar_type() == at::kInt && count.dim() == 1, "count must be a list of int32");
+  auto total = count.sum().to(mean.scalar_type());
+  auto slope = spread(dot / total * invstd * invstd, x);
+  auto dx = exact(grad) - spread(sum / total, x) - (exact(x) - spread(mean, x)) * slope;
+  auto factor = weight && weight->defined() ? invstd * *weight : invstd;
+  return (dx * spread(factor, x)).to(x.scalar_type());
 }
 
 int64_t plain_attention(const at::Tensor&, const at::Tensor&, const at::Tensor&,
@@ -524,6 +759,13 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("set_.source_Storage", &set_whole);
   m.impl("set_.source_Tensor", &set_tensor);
   m.impl("_fused_sdp_choice", &plain_attention);
+  m.impl("_thnn_fused_lstm_cell", &lstm_cell);
+  m.impl("_thnn_fused_gru_cell", &gru_cell);
+  m.impl("cudnn_is_acceptable", &cudnn_is_acceptable);
+  m.impl("batch_norm_stats", &batch_norm_stats);
+  m.impl("batch_norm_elemt", &batch_norm_elemt);
+  m.impl("batch_norm_backward_reduce", &batch_norm_backward_reduce);
+  m.impl("batch_norm_backward_elemt", &batch_norm_backward_elemt);
   for (std::string name : {"_use_cudnn_ctc_loss", "_use_miopen_ctc_loss"}) {
     m.impl(name.c_str(), &no_library);
     m.impl((name + ".Tensor").c_str(), &no_library_for_tensors);
@@ -531,14 +773,19 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   // Their functional forms: the composite ones, over `out=`, warn of the size of their output.
   m.impl("mse_loss", boxed<&fallback>());
   m.impl("smooth_l1_loss", boxed<&fallback>());
-  m.impl("_softmax", &softmax<false>);
-  m.impl("_log_softmax", &softmax<true>);
-  m.impl("_softmax_backward_data", &softmax_backward<false>);
-  m.impl("_log_softmax_backward_data", &softmax_backward<true>);
+  for (std::string name : {"_softmax", "_log_softmax"}) {
+    m.impl(name.c_str(), boxed<&softmax>());
+    m.impl((name + "_backward_data").c_str(), boxed<&softmax_backward>());
+  }
   m.impl("_amp_foreach_non_finite_check_and_unscale_", boxed<&check_and_unscale>());
   m.impl("_amp_update_scale_", boxed<&update_scale>());
   for (std::string name : {"_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"})
     for (std::string overload : {"", ".tensor_lr"}) m.impl((name + overload).c_str(), boxed<&fused>());
+}
+
+TORCH_LIBRARY_IMPL(aten, AutogradCUDA, m) {
+  m.impl("_thnn_fused_lstm_cell", &lstm_cell);
+  m.impl("_thnn_fused_gru_cell", &gru_cell);
 }
 
 c10::impl::DeviceGuardImplRegistrar guard_registrar(kType, new Guard());
@@ -548,6 +795,16 @@ c10::impl::DeviceGuardImplRegistrar guard_registrar(kType, new Guard());
 namespace at {
 using ::CUDAHooks;
 REGISTER_CUDA_HOOKS(CUDAHooks)
+namespace native {
+REGISTER_CUDA_DISPATCH(lstm_cudnn_stub, &cudnn_lstm)
+REGISTER_CUDA_DISPATCH(lstm_packed_cudnn_stub, &cudnn_lstm_packed)
+REGISTER_CUDA_DISPATCH(gru_cudnn_stub, &cudnn_gru)
+REGISTER_CUDA_DISPATCH(gru_packed_cudnn_stub, &cudnn_gru_packed)
+REGISTER_CUDA_DISPATCH(rnn_tanh_cudnn_stub, &cudnn_rnn_tanh)
+REGISTER_CUDA_DISPATCH(rnn_tanh_packed_cudnn_stub, &cudnn_rnn_tanh_packed)
+REGISTER_CUDA_DISPATCH(rnn_relu_cudnn_stub, &cudnn_rnn_relu)
+REGISTER_CUDA_DISPATCH(rnn_relu_packed_cudnn_stub, &cudnn_rnn_relu_packed)
+}  // namespace native
 }  // namespace at
 
 // -- what device.py asks --------------------------------------------------------------------------
@@ -559,7 +816,21 @@ void set_events_pass(int value) { events_pass = value; }
 void set_sync_mode(int value) { sync_mode = value; }
 int get_sync_mode() { return sync_mode; }
 int get_last_recorded_on() { return last_recorded_on; }
+int begin_capture() {
+  capturing = true;
+  return ++last_graph;
+}
+void end_capture() { capturing = false; }
+int is_capturing() { return capturing; }
+void replay(int graph) {
+  at::AutoDispatchBelowAutograd guard;
+  for (auto& node : graphs.at(graph)) node.replay();
+}
+void drop_graph(int graph) { graphs.erase(graph); }
 void synchronize(int device) { finish(index_of(device), last_copy, true); }
+int64_t get_live_bytes() { return live_bytes; }
+int64_t get_peak_bytes() { return peak_bytes; }
+void reset_peak_bytes() { peak_bytes = live_bytes.load(); }
 const char* get_waits() { return waits.c_str(); }
 void clear_waits() {
   std::lock_guard<std::mutex> guard(waits_lock);

@@ -97,13 +97,14 @@ def test_forward_leaves_nothing_behind(level, lasting):
 # -- one pass and one step -----------------------------------------------------------------
 
 
-def two_optimizers(level):
+def two_optimizers(level, device="cpu"):
     """A model with two optimizers, after one step, with the gradients of a second pass."""
-    model = cases.net()
+    model = cases.net().to(device)
     optimizers = [cases.sgd(model[2].parameters()), adam(list(model[0].parameters()))]
     amp.initialize(model, optimizers, opt_level=level, verbosity=0)
     for seed in (1, 2):
-        block(model, *optimizers, *cases.batch(seed)).__exit__(None, None, None)
+        x, y = cases.batch(seed)
+        block(model, *optimizers, x.to(device), y.to(device)).__exit__(None, None, None)
         if seed == 1:
             for optimizer in optimizers:
                 optimizer.step()
@@ -133,22 +134,27 @@ def facts(model, *optimizers):
 @every_failure
 @pytest.mark.parametrize("data", [cases.batch, cases.overflowing], ids=["finite", "overflow"])
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_the_end_of_a_block_unscales_all_or_leaves_the_gradients_from_before(level, data, lasting):
-    x, y = data(3)
-    expected = two_optimizers(level)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_end_of_a_block_unscales_all_or_leaves_the_gradients_from_before(
+    device, level, data, lasting
+):
+    x, y = (tensor.to(device) for tensor in data(3))
+    expected = two_optimizers(level, device)
     block(*expected, x, y).__exit__(None, None, None)
     before = []
 
     def make():
-        made = two_optimizers(level)
+        made = two_optimizers(level, device)
         before.append(facts(*made))
         return *made, block(*made, x, y)
 
     def end(*made):
         made[-1].__exit__(None, None, None)
 
-    # The clamp of the scale, one number in place, comes after the scale has moved.
-    for (*made, _), _ in sweep(make, end, lasting=lasting, spare=("aten::clamp_",)):
+    # The clamp of the scale, one number in place, and its copy, into memory that is there, come
+    # after the scale has moved.
+    spare = ("aten::clamp_", "aten::copy_") if device == "cuda" else ("aten::clamp_",)
+    for (*made, _), _ in sweep(make, end, lasting=lasting, spare=spare):
         assert same_facts(facts(*made), before[-1])
         assert casts_off_depth() == 0
         block(*made, x, y).__exit__(None, None, None)

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from apex import amp
 from apex.parallel import SyncBatchNorm
+from apex.parallel.sync_batch_norm_function import Running, sync_batch_norm
 
 two_ranks = pytest.mark.distributed
 SHAPES = [(6, 3), (6, 3, 5), (6, 3, 2, 2), (6, 3, 2, 1, 2), (6, 3, 1, 2, 1, 2)]
@@ -93,6 +94,31 @@ def test_two_ranks_give_batch_norm_on_the_joined_batch(on_two_ranks, shape, cut)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *LOW])
+def test_on_a_gpu_one_process_is_batch_norm_by_the_kernels_of_its_own(dtype, layout, affine):
+    bn = layer(AnyRank, affine=affine).to(
+        torch.float64 if dtype is torch.float64 else torch.float32
+    )
+    twin = copy.deepcopy(bn).cuda()
+    x, pull = data((6, 3, 2, 4), dtype)
+
+    def synced(x):
+        running = Running(twin.running_mean, twin.running_var, twin.momentum)
+        return sync_batch_norm(x, twin.weight, twin.bias, running, twin.eps, None)
+
+    there = x.cuda().to(memory_format=layout).requires_grad_()
+    output = synced(there)
+    assert output.is_contiguous(memory_format=layout)
+    output.backward(pull.cuda())
+    grads = [None if p is None else p.grad for p in (twin.weight, twin.bias)]
+    result = [output, there.grad, *grads, twin.running_mean, twin.running_var]
+    result = [None if tensor is None else tensor.detach().cpu() for tensor in result]
+    assert_same(result, passed(bn, x, pull), dtype)
+
+
+@pytest.mark.gpu(kernels="gloo copies tensors from the GPU by itself")
 @two_ranks
 @pytest.mark.parametrize("cut", [3, 1, 0])
 @pytest.mark.parametrize("shape", [(6, 3), (6, 3, 2, 2)])

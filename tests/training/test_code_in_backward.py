@@ -102,6 +102,17 @@ def test_initialize_inside_an_autocast_block_leaves_autocast_off(level):
 
 
 @CASTING
+@pytest.mark.filterwarnings("ignore:CUDA is not available:UserWarning")
+def test_initialize_inside_an_autocast_block_of_another_device_leaves_autocast_off(level):
+    with torch.autocast("cuda", torch.bfloat16):
+        made = cases.prepared(level)
+    assert made[0](torch.ones(1, 4)).dtype is cases.LEVELS[level].compute
+    del made
+    gc.collect()
+    assert product() is torch.float32
+
+
+@CASTING
 def test_a_session_that_ends_in_another_thread_ends_its_casts_in_this_one(level):
     made = [cases.prepared(level)]
     assert product() is cases.LEVELS[level].compute

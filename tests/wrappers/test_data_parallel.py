@@ -106,7 +106,7 @@ def test_a_replica_outlives_restore_of_its_model(level):
     assert replica(x).dtype is expected.dtype
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(devices=2)
 @every_level
 def test_on_gpus_the_wrapper_trains_as_its_model(level):
     model = cases.net().cuda()

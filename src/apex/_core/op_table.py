@@ -213,12 +213,18 @@ NATIVE_DIFFERENCES: Mapping[str, Mapping[str, str]] = {
     "cpu": {"binary_cross_entropy": "fp32"},
     "cuda": _NATIVE_ON_ACCELERATORS,
     "xpu": _NATIVE_ON_ACCELERATORS,
-    "mps": _NATIVE_ON_ACCELERATORS,
+    "mps": {"grid_sampler": "promote", "tensordot": "promote"},
 }
 """Categories of torch's own autocast, by device type, where they differ from the table.
 
 ``refuses``: raises on 16-bit input, which its kernel does not cast. torch's autocast kernels that
 are not listed here follow the table (torch 2.13).
+"""
+
+DEVICE_LIMITS: Mapping[str, Mapping[str, Category]] = {"mps": {"conv_transpose3d.input": "fp32"}}
+"""Rows that a device has no 16-bit kernel for, by device type, and what runs there instead.
+
+torch's own autocast does the same (torch 2.13).
 """
 
 

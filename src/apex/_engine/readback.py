@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -28,13 +30,23 @@ class Readback:
 
         Nothing is queued while a CUDA graph is captured: a replay has no host side.
         """
+        return self.prepare(values)()
+
+    def prepare(self, values: Tensor) -> Callable[[], bool]:
+        """Returns a function that does what ``send`` does, and allocates its memory now."""
         if values.device.type == "cpu" and not self._in_flight:
-            # On the host, tolist() reads memory in place: no kernel, no wait.
-            self._ready.append(tuple(values.tolist()))
-            return True
+            return functools.partial(self._read, values)
         if capturing(values.device):
-            return False
-        self._in_flight.append(HostCopy(values))
+            return lambda: False
+        return functools.partial(self._start, HostCopy(values, start=False))
+
+    def _read(self, values: Tensor) -> bool:
+        # On the host, tolist() reads memory in place: no kernel, no wait.
+        self._ready.append(tuple(values.tolist()))
+        return True
+
+    def _start(self, copy: HostCopy) -> bool:
+        self._in_flight.append(copy.start())
         return True
 
     def poll(self, *, wait: bool = False) -> list[Reading]:

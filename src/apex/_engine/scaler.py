@@ -351,6 +351,7 @@ class DynamicScaler(Scaler):
 
     def update(self, iterations: Sequence[Iteration]) -> None:
         """Updates the scale from the flag, on the device, and sends both to the host."""
+        send = self._readback.prepare(self._scale_and_flag)  # first, because memory may run out
         update_scale_(
             self.loss_scale,
             self.clean_steps,
@@ -359,7 +360,7 @@ class DynamicScaler(Scaler):
             in_range=self._in_range,
         )
         self.pass_state = PassState.UPDATED
-        if self._readback.send(self._scale_and_flag):
+        if send():
             self._passes_sent.append(iterations)
 
     def read_updates(self) -> list[ScaleUpdate]:

@@ -49,16 +49,28 @@ class HostCopy:
     Tensors in host memory are copied immediately.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
-        """Starts the copy; does not wait."""
-        tensor = tensor.detach()
+    def __init__(self, tensor: Tensor, *, start: bool = True) -> None:
+        """Starts the copy; does not wait.
+
+        Args:
+            tensor: What to copy.
+            start: False to get the memory only, and leave the rest to :meth:`start`.
+        """
+        self._tensor = tensor.detach()
         self._event: torch.Event | None = None
-        if tensor.device.type == "cpu":
-            self._host = tensor.clone()
-            return
-        self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        self._host.copy_(tensor, non_blocking=True)
-        self._event = record(tensor.device)
+        pinned = tensor.device.type != "cpu"
+        self._host = torch.empty_like(self._tensor, device="cpu", pin_memory=pinned)
+        if start:
+            self.start()
+
+    def start(self) -> HostCopy:
+        """Starts the copy of what the tensor holds now; needs no memory. Returns itself."""
+        device = self._tensor.device
+        self._host.copy_(self._tensor, non_blocking=True)
+        if device.type != "cpu":
+            self._event = record(device)
+        del self._tensor
+        return self
 
     @property
     def arrived(self) -> bool:

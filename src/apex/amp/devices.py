@@ -10,6 +10,7 @@ from torch import nn
 
 from apex._torch import dtensor
 from apex._torch.devices import accelerator, cpu_features
+from apex._torch.dispatcher import AUTOCAST_KEYS
 
 EMULATED = "fp16 is emulated on this CPU"
 
@@ -17,18 +18,18 @@ EMULATED = "fp16 is emulated on this CPU"
 def device_types(models: Iterable[nn.Module]) -> tuple[str, ...]:
     """Returns the device types that store and compute the models' parameters and buffers.
 
-    The two differ where ``fully_shard`` offloads parameters to the CPU. For models without tensors,
-    returns :func:`all_device_types`.
+    The two differ where ``fully_shard`` offloads parameters to the CPU. Models on the CPU, and
+    those without tensors, count as on the accelerator, too: scripts may move them there.
     """
     tensors = (t for model in models for t in (*model.parameters(), *model.buffers()))
     found = dict.fromkeys(kind for tensor in tensors for kind in dtensor.device_types(tensor))
-    return tuple(found) or all_device_types()
+    return all_device_types() if found.keys() <= {"cpu"} else tuple(found)
 
 
 def all_device_types() -> tuple[str, ...]:
-    """Returns the accelerator's type, if there is one, and ``"cpu"``."""
+    """Returns the accelerator's type, if there is one with autocast, and ``"cpu"``."""
     found = accelerator()
-    return ("cpu",) if found is None else (found.type, "cpu")
+    return ("cpu",) if found is None or found.type not in AUTOCAST_KEYS else (found.type, "cpu")
 
 
 def warn_if_emulated(dtype: torch.dtype | None, types: Iterable[str]) -> None:

@@ -8,7 +8,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from apex._core.op_casts import CastRule, has_double, rules_for, widest
-from apex._core.op_table import COVERED_INSIDE, NATIVE_DIFFERENCES, CastSpec, Category, OpTable
+from apex._core.op_table import (
+    COVERED_INSIDE,
+    DEVICE_LIMITS,
+    NATIVE_DIFFERENCES,
+    CastSpec,
+    OpTable,
+)
 from apex._torch import dispatcher
 from apex._torch.autograd import backward_id
 from apex._torch.dynamo import untraced
@@ -56,13 +62,13 @@ class Coverage:
         self.native: dict[str, Any] = {}
         self._device = device
         filled: list[str] = []
-        for op, category in OpTable.default().rows.items():
+        for op in OpTable.default().rows:
             if not dispatcher.has_operator(f"aten::{op}"):
                 continue  # not in this torch release
             native = dispatcher.has_autocast(op, device)
             if native:
                 self.native[op] = dispatcher.autocast_kernel(op, device) or _Restated(op, device)
-            if _needs_kernel(op, category, device, native):
+            if _needs_kernel(op, device, native):
                 filled.append(op)
         self._base = Group(device, tuple(filled))
         self.probe = Group(device, (BACKWARD_BEGINS,))
@@ -96,7 +102,8 @@ class _Restated:
     """Does what torch's own autocast kernel of one operator does, on a torch before 2.9."""
 
     def __init__(self, op: str, device: str) -> None:
-        self._category = NATIVE_DIFFERENCES[device].get(op, OpTable.default().rows[op])
+        row = DEVICE_LIMITS.get(device, {}).get(op, OpTable.default().rows[op])
+        self._category = NATIVE_DIFFERENCES[device].get(op, row)
         self._redispatch, self._call = (
             dispatcher.overload(op).redispatch,
             dispatcher.direct_call(op),
@@ -154,8 +161,10 @@ def build_kernel(op: str, device: str, rules: ThreadRules, native: Any) -> Kerne
         native: torch's own autocast kernel, or None.
     """
     redispatch, call = dispatcher.overload(op).redispatch, dispatcher.direct_call(op)
+    cudnn = device == "cuda" and torch.version.hip is None
     cast_rules = rules_for(op, dispatcher.schema(op))
     default = OpTable.default().rows.get(op)
+    limit = DEVICE_LIMITS.get(device, {}).get(op)
     follows = native is not None and op not in NATIVE_DIFFERENCES[device]
     key, below = dispatcher.autocast_key(device), dispatcher.keys_below_autocast(device)
     exclude = dispatcher.exclude_key
@@ -177,8 +186,13 @@ def build_kernel(op: str, device: str, rules: ThreadRules, native: Any) -> Kerne
             return redispatch(keyset & below, *args, **kwargs)
         # In autograd's device threads, the autocast dtype is torch's default.
         low = spec.dtype if formulas else _get_dtype(device)
+        if category == "recurrent" and cudnn and low is torch.float16:
+            # The inner row of cuDNN casts a whole RNN's weights into one piece; it knows fp16 only.
+            return redispatch(keyset & below, *args, **kwargs)
         if category == "banned" and spec.allow_banned:
             category = "fp32"
+        elif limit is not None and category == default:
+            category = limit
         cast_args, cast_kwargs = cast_rules[category](args, kwargs, low)
         # As _below_autocast, whose frame would cost 0.1 us a call.
         try:
@@ -206,9 +220,7 @@ def _probe(op: str, device: str, rules: ThreadRules) -> Kernel:
     return kernel
 
 
-def _needs_kernel(op: str, category: Category, device: str, native: bool) -> bool:
+def _needs_kernel(op: str, device: str, native: bool) -> bool:
     if op in NATIVE_DIFFERENCES[device]:
         return True
-    # torch's kernel for cuDNN flattens the cast weights of an RNN; casting one by one would not.
-    own_recurrent = category == "recurrent" and device == "cuda" and torch.version.hip is None
-    return not (native or own_recurrent or op in COVERED_INSIDE)
+    return not (native or op in COVERED_INSIDE)

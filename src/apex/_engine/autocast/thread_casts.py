@@ -107,7 +107,7 @@ class ThreadCasts:
 
     __slots__ = (
         *("busy", "off", "requests", "runs", "specs", "stale", "task"),
-        *("__weakref__", "_before", "_cache_before"),
+        *("__weakref__", "_before", "_cache_before", "_set"),
     )
 
     def __init__(self) -> None:
@@ -117,6 +117,7 @@ class ThreadCasts:
         self.task = -1
         self.stale = False
         self._before: dict[str, _Before] = {}
+        self._set: dict[str, torch.dtype] = {}
         self._cache_before = True
 
     @property
@@ -226,8 +227,13 @@ class ThreadCasts:
         """Sets the switches from ``specs``; safe to interrupt and repeat."""
         if self.specs and not self._before:
             self._cache_before = _is_cache_on()
-        # Surrounding blocks that ended have already restored their switches.
-        before = {device: was for device, was in self._before.items() if was.depth <= depth}
+        # Surrounding blocks that ended have already restored the switch of their device type. A
+        # switch that is still as we set it was not theirs.
+        before = {
+            device: was._replace(depth=min(was.depth, depth))
+            for device, was in self._before.items()
+            if was.depth <= depth or (is_on(device) and get_dtype(device) is self._set.get(device))
+        }
         for device in self.specs:
             before.setdefault(device, _Before(is_on(device), get_dtype(device), depth))
         self._before = before
@@ -240,6 +246,7 @@ class ThreadCasts:
         # No weight cache outside runs, where changes of weights go unnoticed.
         _set_cache(not self.specs and self._cache_before)
         self._before = {device: before[device] for device in self.specs}
+        self._set = {device: spec.dtype for device, spec in self.specs.items()}
 
 
 class Threads(threading.local):

@@ -1,4 +1,4 @@
-"""Training loops and optimizer steps on a device, without a wait; run by test_emulated_cuda.py."""
+"""Training loops and optimizer steps on a device, without a wait."""
 
 import math
 
@@ -11,6 +11,7 @@ from tests.optimizers import cases as optimizers
 from tests.training import cases
 
 ADAMW = cases.OPTIMIZERS["fused AdamW"]
+pytestmark = pytest.mark.gpu(devices=2)
 
 
 @pytest.fixture
@@ -103,6 +104,7 @@ def test_a_grad_scaler_steps_parameters_on_two_devices(name):
     assert scaler.get_scale() == 4.0
 
 
+@pytest.mark.emulated
 def test_clipping_and_reading_the_scale_in_between_is_all_that_waits():
     model, optimizer = cases.prepared("O2", ADAMW, model=cases.net().cuda())
     batches = on("cuda", cases.batches(2))
@@ -115,3 +117,50 @@ def test_clipping_and_reading_the_scale_in_between_is_all_that_waits():
     assert device.waits() == []
     amp.state_dict()
     assert set(device.waits()) == {"aten::_local_scalar_dense"}
+
+
+OTHERS = {
+    "Adam": lambda params: torch.optim.Adam(params, foreach=True),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=True),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, foreach=True),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, foreach=True),
+}
+FUSED = {
+    "Adam": lambda params: torch.optim.Adam(params, fused=True),
+    "AdamW": lambda params: torch.optim.AdamW(params, fused=True),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True),
+    **optimizers.MAKERS,
+}
+
+
+def waits_of(level, make, loss_scale):
+    """What the host waits for in four iterations, after two to start with; one overflows."""
+    model, optimizer = cases.prepared(level, make, cases.net().cuda(1), loss_scale=loss_scale)
+    batches = on("cuda:1", cases.batches(6, overflow_at={3} if loss_scale == "dynamic" else ()))
+    for x, y in batches[:2]:
+        cases.train_step(model, optimizer, x, y)
+    device.waits()
+    for x, y in batches[2:]:
+        cases.train_step(model, optimizer, x, y)
+    return device.waits()
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("loss_scale", [None, "dynamic"])
+@pytest.mark.parametrize("level", cases.MIXED)
+def test_an_iteration_with_an_optimizer_that_skips_on_the_device_waits_for_nothing(
+    level, loss_scale, name
+):
+    assert waits_of(level, FUSED[name], loss_scale) == []
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("loss_scale", [None, "dynamic"])
+@pytest.mark.parametrize("level", cases.MIXED)
+def test_an_iteration_with_any_other_optimizer_waits_once_and_only_where_it_may_skip(
+    level, loss_scale, name
+):
+    dynamic = loss_scale == "dynamic" or level in ("O1", "O2")
+    assert len(waits_of(level, OTHERS[name], loss_scale)) == (4 if dynamic else 0)

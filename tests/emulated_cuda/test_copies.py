@@ -1,4 +1,4 @@
-"""What is read on the host, and on two devices; run by test_emulated_cuda.py."""
+"""What is read on the host, and on two devices."""
 
 import pytest
 import torch
@@ -7,8 +7,10 @@ from apex._torch import copies
 from tests.emulated_cuda import device
 
 DEVICES = [torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)]
+pytestmark = pytest.mark.gpu(devices=2)
 
 
+@pytest.mark.emulated
 def test_an_unwaited_copy_is_garbage_until_an_event_of_its_own_device_has_passed():
     """What the other checks stand on."""
     host = torch.full((2,), 3.0, device="cuda:1").to("cpu", non_blocking=True)
@@ -23,6 +25,7 @@ def test_an_unwaited_copy_is_garbage_until_an_event_of_its_own_device_has_passed
     assert host.tolist() == [3.0, 3.0]
 
 
+@pytest.mark.emulated
 def test_a_copy_from_pinned_memory_reads_it_later():
     """What the other checks stand on, in the other direction."""
     source = torch.ones(2).pin_memory()
@@ -54,6 +57,7 @@ def test_pinned_memory_may_be_written_as_soon_as_it_was_moved(target):
     assert result.tolist() == [3.0, 3.0]
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("target", DEVICES[1:], ids=str)
 def test_only_copies_to_the_host_wait(target):
     device.waits()
@@ -76,6 +80,7 @@ def test_a_host_copy_has_the_values_of_its_start(source, current):
         assert copy.wait().tolist() == [3.0, 3.0]
 
 
+@pytest.mark.emulated
 def test_a_host_copy_has_arrived_when_its_event_has_passed():
     copy = copies.HostCopy(torch.full((2,), 3.0, device="cuda:1"))
     device.set_events_pass(False)
@@ -92,6 +97,7 @@ def test_tensors_of_every_device_are_fetched():
     assert [float(value) for value in copies.fetched(tensors)] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("current", [0, 1])
 def test_events_are_recorded_on_the_device_that_is_asked_for(index, current):

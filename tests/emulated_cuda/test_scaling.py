@@ -1,4 +1,4 @@
-"""Unscaling, the scale and its readback on two devices; run by test_emulated_cuda.py."""
+"""Unscaling, the scale and its readback on two devices."""
 
 import math
 
@@ -19,6 +19,7 @@ from tests.training import test_loss_scale
 
 DEVICES = [torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+pytestmark = pytest.mark.gpu(devices=2)
 places = pytest.mark.parametrize("place", DEVICES, ids=str)
 others = pytest.mark.parametrize("other", DEVICES, ids=str)
 
@@ -102,6 +103,7 @@ def test_a_scale_keeps_its_state_on_its_way_through_devices():
     assert scales == [2.0**16, 2.0**15, 2.0**15, 2.0**16, 2.0**15]
 
 
+@pytest.mark.emulated
 def test_a_pass_on_a_device_waits_for_nothing():
     scaler = DynamicScaler(ScaleRule())
     scaler.scale(torch.ones((), device="cuda:1"))
@@ -117,6 +119,7 @@ def test_a_pass_on_a_device_waits_for_nothing():
     assert device.waits() == []
 
 
+@pytest.mark.emulated
 def test_a_report_that_blocks_on_the_readback_gets_it_at_once():
     scaler = DynamicScaler(ScaleRule())
     scaler.block_on_read = True
@@ -150,6 +153,7 @@ def test_numerics_of_a_model_on_two_devices_are_right():
     assert [item.name for item in amp.debug.check_numerics(model).nonfinite] == ["1.weight"]
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("current", [0, 1])
 def test_operators_are_timed_on_their_own_device(current):
     clock = clock_for(torch.device("cuda", 1))

@@ -1,0 +1,125 @@
+"""ResNet-50 and BERT-base, written out: what people measure mixed precision with.
+
+He et al., "Deep Residual Learning for Image Recognition", 2016, with the stride in the 3x3
+convolution; Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers", 2019, with a
+classifier of the first token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class ResNet(nn.Module):
+    """A residual network of bottlenecks; by default ResNet-50."""
+
+    def __init__(
+        self, depths: Sequence[int] = (3, 4, 6, 3), width: int = 64, classes: int = 1000
+    ) -> None:
+        """Makes a stage of bottlenecks for each depth; each doubles the width."""
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(3, stride=2, padding=1),
+        )
+        stages: list[nn.Module] = []
+        channels = width
+        for place, depth in enumerate(depths):
+            inner = width * 2**place
+            for block in range(depth):
+                stride = 2 if block == 0 and place > 0 else 1
+                stages.append(_Bottleneck(channels, inner, stride))
+                channels = 4 * inner
+        self.stages = nn.Sequential(*stages)
+        self.classifier = nn.Linear(channels, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Returns logits ``[N, classes]`` of ``images`` ``[N, 3, H, W]``."""
+        features: Tensor = self.stages(self.stem(images))
+        logits: Tensor = self.classifier(F.adaptive_avg_pool2d(features, 1).flatten(1))
+        return logits
+
+
+class _Bottleneck(nn.Module):
+    def __init__(self, channels: int, inner: int, stride: int) -> None:
+        super().__init__()
+        outer = 4 * inner
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, inner, 1, bias=False),
+            nn.BatchNorm2d(inner),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(inner, inner, 3, stride, padding=1, bias=False),
+            nn.BatchNorm2d(inner),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(inner, outer, 1, bias=False),
+            nn.BatchNorm2d(outer),
+        )
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or channels != outer:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(channels, outer, 1, stride, bias=False), nn.BatchNorm2d(outer)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.body(x) + self.shortcut(x))
+
+
+class Bert(nn.Module):
+    """An encoder of tokens with a classifier; by default BERT-base. Without dropout."""
+
+    def __init__(
+        self,
+        layers: int = 12,
+        width: int = 768,
+        heads: int = 12,
+        vocabulary: int = 30522,
+        positions: int = 512,
+        classes: int = 2,
+    ) -> None:
+        """Makes ``layers`` layers of ``width`` features."""
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(positions, width)
+        self.norm = nn.LayerNorm(width)
+        self.layers = nn.ModuleList(_Layer(width, heads) for _ in range(layers))
+        self.pooler = nn.Linear(width, width)
+        self.classifier = nn.Linear(width, classes)
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Returns logits ``[N, classes]`` of ``tokens`` ``[N, length]``."""
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.norm(self.tokens(tokens) + self.positions(places))
+        for layer in self.layers:
+            x = layer(x)
+        logits: Tensor = self.classifier(torch.tanh(self.pooler(x[:, 0])))
+        return logits
+
+
+class _Layer(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.inputs = nn.Linear(width, 3 * width)
+        self.output = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
+        self.feed_forward = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+        self.last_norm = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        count, length, width = x.shape
+        split = self.inputs(x).view(count, length, 3, self.heads, width // self.heads)
+        query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = F.scaled_dot_product_attention(query, key, value)
+        x = self.norm(x + self.output(mixed.transpose(1, 2).reshape(count, length, width)))
+        return self.last_norm(x + self.feed_forward(x))
