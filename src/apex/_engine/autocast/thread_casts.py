@@ -230,7 +230,7 @@ class ThreadCasts:
         # Surrounding blocks that ended have already restored the switch of their device type. A
         # switch that is still as we set it was not theirs.
         before = {
-            device: was._replace(depth=min(was.depth, depth))
+            device: _Before(was.on, was.dtype, min(was.depth, depth))
             for device, was in self._before.items()
             if was.depth <= depth or (is_on(device) and get_dtype(device) is self._set.get(device))
         }
