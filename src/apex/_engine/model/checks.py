@@ -94,8 +94,8 @@ def _check_kind(model: object) -> None:
     module = module_behind(model)
     if not issubclass(type(module), nn.Module):
         raise TypeError(
-            f"amp.initialize got a model of type {kind}, which pretends to be a torch.nn.Module by "
-            "its __class__, but whose modules() holds none. Pass the module itself."
+            f"amp.initialize got a model of type {kind}, whose __class__ is that of a "
+            "torch.nn.Module but whose modules() yields none. Pass the module itself."
         )
     if is_converted(model):
         raise RuntimeError(

@@ -111,7 +111,7 @@ def restore(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> No
 def undo_convert(model: nn.Module) -> None:
     """Makes a converted model plain, but leaves the dtypes of its tensors.
 
-    Allocates nothing, so it works out of memory.
+    Allocates no tensors, so it works out of memory.
     """
     state = state_of(model)
     if state is None:

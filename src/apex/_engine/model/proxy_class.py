@@ -1,11 +1,11 @@
-"""The class of a prepared proxy: an object that stands for a module and is none.
+"""The class of a prepared proxy: an object that stands for a module without being one.
 
 Note [Proxies]: classy_vision's models are such objects. Their ``__class__`` is a property that
-names the class of a module inside; ``modules()`` and whatever else they lack is that module's; a
-``forward`` or a ``__call__`` is their own. The module inside is converted as any other, and carries
-the state. What the proxy itself runs has to be cast too, so its ``forward`` casts as well, and the
-module's then does not. The proxy's real class gives way to a subclass of the same layout, past the
-property.
+returns the class of a module inside, and every attribute that they lack is looked up there; they
+define ``forward`` or ``__call__`` themselves. The module inside is converted like any other and
+holds the state. The proxy may compute too, so its ``forward`` casts, and while that runs, the
+module's does not. For this the proxy's real class is replaced by a subclass with the same layout,
+bypassing the property.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from apex._pickle import rebuild
 
 
 def check(proxy: nn.Module) -> None:
-    """Raises TypeError where a proxy's own ``forward`` could not cast; changes nothing."""
+    """Raises TypeError if a proxy's own ``forward`` could not cast; changes nothing."""
     try:
         cover(proxy)
     finally:
@@ -44,13 +44,13 @@ def check(proxy: nn.Module) -> None:
 
 
 def cover(proxy: nn.Module) -> None:
-    """Gives a proxy, and those inside it, the class of prepared ones; none gets it twice.
+    """Replaces the class of a proxy, and of proxies inside it, by that of prepared ones.
 
-    A type written in C may allow no other class. What it lacks is the module's in any case, so it
-    can stay as it is unless it has a ``forward``.
+    Leaves proxies that have it already, and those whose type (one written in C) allows no other
+    class: without a ``forward`` of their own, they call the module's.
 
     Raises:
-        TypeError: If it has.
+        TypeError: If a proxy of such a type has a ``forward``.
     """
     for each in _chain(proxy):
         kind = type(each)
@@ -61,16 +61,16 @@ def cover(proxy: nn.Module) -> None:
         except TypeError as error:
             if _class_forward(kind) is not None or "forward" in own_dict(each):
                 raise TypeError(
-                    f"amp.initialize got a model of type {kind.__name__}, which stands for a "
-                    "torch.nn.Module, has a forward of its own and allows no other class, so that "
-                    "amp cannot cast what it runs. Pass the module inside it."
+                    f"amp.initialize got a model of type {kind.__name__}, a proxy of a "
+                    "torch.nn.Module with a forward of its own, which amp cannot replace because "
+                    "the type allows no subclass in its place. Pass the module inside it."
                 ) from error
         else:
             _rename(own_dict(each), "forward", FORWARD)
 
 
 def uncover(proxy: nn.Module) -> None:
-    """Gives a proxy, and those inside it, their plain class back."""
+    """Restores the plain class of a proxy and of proxies inside it."""
     for each in _chain(proxy):
         if is_generated(type(each)):
             swap_class(each, plain_class(type(each)))
@@ -78,7 +78,7 @@ def uncover(proxy: nn.Module) -> None:
 
 
 def _chain(proxy: nn.Module) -> list[nn.Module]:
-    """Returns a proxy and those inside it that stand for the same module."""
+    """Returns a proxy and the proxies of the same module inside it."""
     module, found = module_behind(proxy), [proxy]
     for each in found:  # which grows
         found += [
@@ -98,10 +98,10 @@ def _among(value: object, several: list[nn.Module]) -> bool:
 
 
 def own_dict(proxy: nn.Module) -> dict[str, Any]:
-    """Returns the attributes of the object itself; those of its module are not among them."""
+    """Returns the attributes of the proxy itself, without those of its module."""
     try:
         own: dict[str, Any] = object.__getattribute__(proxy, "__dict__")
-    except AttributeError:  # all it has is in slots
+    except AttributeError:  # it has slots only
         return {}
     return own
 
@@ -113,14 +113,14 @@ def proxy_class(base: type) -> type:
         if PROXY in vars(known):
             return known
     names: dict[str, Any] = {
-        "__slots__": (),  # with room for more, it could not take the place of ``base``
+        "__slots__": (),  # keeps the layout of ``base``
         "__reduce_ex__": _reduce_ex,
         "__copy__": _copy,
         "__deepcopy__": _deepcopy,
         "forward": _casting_forward(_class_forward(base) or _forward_behind),
     }
     made: type = new_class(base, (base,), names)
-    type.__setattr__(made, PROXY, base)  # last: a class that failed to be made stays in the list
+    type.__setattr__(made, PROXY, base)  # last: a failed class may still be listed
     return made
 
 
@@ -132,7 +132,7 @@ def rebuild_proxy(func: Callable[..., nn.Module], *args: Any) -> nn.Module:
 
 
 def _reduce_ex(proxy: Any, protocol: Any) -> Any:
-    """Pickles a proxy of a model that casts no parameters as the plain proxy that it is."""
+    """Pickles a proxy of a model that casts no parameters as a plain proxy."""
     state = state_of(proxy)
     if state is not None and state.plan.casts_down:
         return _reduced(proxy, max(protocol, 2))
@@ -161,7 +161,7 @@ def _reduced(proxy: Any, protocol: int) -> Any:
     func, args, inner = of_plain_class(type(proxy), reduced)
     forward = own_dict(proxy).get(FORWARD)
     if forward is not None and getattr(forward, "__func__", forward) is _class_forward(base):
-        # A file holds it as a name of the proxy, which would be our ``forward``.
+        # pickle would look it up by name, and find the ``forward`` of the generated class.
         inner = {name: value for name, value in inner.items() if name != FORWARD}
     return rebuild, ("proxy", func, *args), inner, *reduced[3:]
 
@@ -169,10 +169,10 @@ def _reduced(proxy: Any, protocol: int) -> Any:
 def _casting_forward(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)  # keeps the signature, which libraries read
     def forward(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        set_on_it = own_dict(self).get(FORWARD)
-        run, bound = (own, (self,)) if set_on_it is None else (set_on_it, ())
+        replaced = own_dict(self).get(FORWARD)
+        run, bound = (own, (self,)) if replaced is None else (replaced, ())
         state, thread = state_of(self), threading.get_ident()
-        if state is None or thread in state.in_proxy:  # restored since, or called by another proxy
+        if state is None or thread in state.in_proxy:  # restored, or called by another proxy
             return run(*bound, *args, **kwargs)
         state.in_proxy.add(thread)
         try:
@@ -184,7 +184,7 @@ def _casting_forward(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _forward_behind(proxy: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    """Calls the ``forward`` that the proxy's plain class finds elsewhere."""
+    """Calls the ``forward`` that the proxy's ``__getattr__`` finds."""
     find = getattr(_plain(proxy), "__getattr__", None)
     forward = module_behind(proxy).forward if find is None else find(proxy, "forward")
     return forward(*args, **kwargs)
@@ -197,7 +197,7 @@ def _class_forward(base: type) -> Callable[..., Any] | None:
 
 def _rename(attributes: dict[str, Any], old: str, new: str) -> None:
     if old in attributes:
-        attributes[new] = attributes.pop(old)
+        attributes.setdefault(new, attributes.pop(old))
 
 
 def _plain(proxy: Any) -> Any:
