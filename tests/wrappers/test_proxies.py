@@ -11,6 +11,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -115,6 +116,10 @@ def test_batch_norm_is_synchronized_before_or_after(level, before):
     assert_alike(*trained)
 
 
+def test_a_proxy_of_a_batch_norm_is_synchronized():
+    assert isinstance(convert_syncbn_model(Transparent(nn.BatchNorm1d(2))), SyncBatchNorm)
+
+
 @every_kind
 @pytest.mark.parametrize("level", cases.WITH_MASTERS)
 def test_zero_grad_of_the_proxy_clears_the_masters_gradients(level, kind):
@@ -160,6 +165,40 @@ def test_the_module_inside_casts_where_it_is_called_itself(level, kind):
         assert cases.same(model.inner.eval()(x), module.eval()(x))
         with pytest.raises(RuntimeError, match="cannot be multiplied"):
             model(x[:, :3])  # a call that failed leaves nothing behind
+
+
+def test_an_interrupt_at_any_line_of_the_proxy_s_forward_leaves_the_casts():
+    model, _ = prepared(KINDS["with a forward"](), "O5")
+    model.eval()
+    x, _ = cases.batch()
+    expected = model(x)
+    lines = []
+
+    def trace(frame, event, arg):
+        if Path(frame.f_code.co_filename).name != "proxy_class.py":
+            return None
+        if event == "line":
+            lines.append(frame.f_lineno)
+            if len(lines) - 1 == interrupt_at:
+                raise KeyboardInterrupt
+        return trace
+
+    interrupt_at, count = None, 1
+    while interrupt_at is None or interrupt_at < count:
+        lines.clear()
+        sys.settrace(trace)
+        try:
+            model(x)
+        except KeyboardInterrupt:
+            assert interrupt_at is not None
+        finally:
+            sys.settrace(None)
+        if interrupt_at is None:
+            count, interrupt_at = len(lines), -1
+        interrupt_at += 1
+        assert cases.same(model(x), expected)
+        assert cases.same(model.inner(x).dtype, torch.float32)
+    assert count > 10
 
 
 @every_level

@@ -174,10 +174,13 @@ def _casting_forward(own: Callable[..., Any]) -> Callable[..., Any]:
         state, thread = state_of(self), threading.get_ident()
         if state is None or thread in state.in_proxy:  # restored, or called by another proxy
             return run(*bound, *args, **kwargs)
-        state.in_proxy.add(thread)
         try:
-            return cast_call(self, state, run, bound, args, kwargs)
-        finally:
+            try:
+                state.in_proxy.add(thread)
+                return cast_call(self, state, run, bound, args, kwargs)
+            finally:
+                state.in_proxy.discard(thread)
+        finally:  # see Note [Interrupted blocks]
             state.in_proxy.discard(thread)
 
     return forward
