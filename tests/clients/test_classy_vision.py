@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import sys
 
 import pytest
 import torch
@@ -188,16 +189,22 @@ def test_a_task_resumes_where_it_was(level):
     assert resumed.num_updates == 2 * 3 * BATCH
 
 
-def test_the_trained_model_is_restored_and_copied():
+def test_the_trained_model_is_restored():
     made = trained(task("O5", network()))
     model, optimizer = made.base_model, made.optimizer.optimizer
-    x = images(1)[0]["input"].unsqueeze(0)
-    model.eval()
-    with torch.no_grad():  # the blocks keep their last outputs, and those with a graph do not copy
-        expected = model(x)
-        assert same(copy.deepcopy(model)(x), expected)
     exact = dict(model.state_dict())
     amp.restore(model, optimizer)
     assert type(model) is ClassyModelHeadExecutorWrapper
     assert same(dict(model.state_dict()), exact)
-    assert model(x).dtype is torch.float32
+    assert model(images(1)[0]["input"].unsqueeze(0)).dtype is torch.float32
+
+
+@pytest.mark.skipif(
+    sys.version_info < (3, 11), reason="such proxies do not copy before Python 3.11"
+)
+def test_the_trained_model_is_copied():
+    model = trained(task("O5", network())).base_model.eval()
+    x = images(1)[0]["input"].unsqueeze(0)
+    with torch.no_grad():  # the blocks keep their last outputs, and those with a graph do not copy
+        expected = model(x)
+        assert same(copy.deepcopy(model)(x), expected)

@@ -62,6 +62,9 @@ class Transparent:
         else:
             setattr(self.inner, name, value)
 
+    def __getstate__(self):  # before Python 3.11 copies would ask the module for its own
+        return self.__dict__
+
     def __call__(self, *args, **kwargs):
         return self.forward(*args, **kwargs)
 
