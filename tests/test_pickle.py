@@ -122,6 +122,7 @@ def test_the_kinds_of_parts_in_files_are_frozen():
         "optimizer",
         "output_cast",
         "plan",
+        "proxy",
         "tracked_pair",
     ]
     for kind in _pickle._KINDS:

@@ -20,6 +20,7 @@ _KINDS = {
     "optimizer": "apex._engine.optimizer.optimizer_class:rebuild_optimizer",
     "output_cast": "apex._engine.model.state:OutputCast",
     "tracked_pair": "apex._engine.masters:rebuild_pair",
+    "proxy": "apex._engine.model.proxy_class:rebuild_proxy",
     "plan": "apex._engine.model.plan:ModelPlan",
 }
 """Location of each kind's class or function. Never remove a kind: existing files use it."""

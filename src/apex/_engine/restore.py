@@ -36,7 +36,7 @@ def restore(models: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> Non
         _release(binding)
     for binding in bindings:
         if binding.owner is not None:
-            for holder in (binding, *models):
+            for holder in (binding, *map(conversion.module_behind, models)):
                 binding.owner.masters.release(holder)
     match_states(optimizers, before)
 

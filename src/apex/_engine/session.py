@@ -128,7 +128,7 @@ class Session:
             undo.push(self.close)
             self.start()
             restoring.match_states(optimizers, old_dtypes)
-        self._models.update(models)
+        self._models.update(map(conversion.module_behind, models))
         self._prepared = frozenset(id(p) for model in models for p in model.parameters())
         groups = (group for model in models for group in fsdp.param_groups(model))
         self._shards += map(weakref.ref, groups)
@@ -137,8 +137,9 @@ class Session:
         before = _fp32_values(model)
         conversion.convert(model, plan, self.region, masters=self, owner=self, undo=undo)
         undo.push(conversion.undo_convert, model)
-        undo.push(self.masters.release, model)
-        self._make_masters(model, before, trains=trains)
+        module = conversion.module_behind(model)
+        undo.push(self.masters.release, module)
+        self._make_masters(module, before, trains=trains)
 
     def _make_masters(
         self, model: nn.Module, before: Sequence[tuple[Tensor, Tensor]], *, trains: bool

@@ -16,7 +16,7 @@ from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine import restore as restoring
 from apex._engine.autocast.region import CastSpec
-from apex._engine.model import ModelPlan, is_converted
+from apex._engine.model import ModelPlan, is_converted, module_behind
 from apex._engine.scaler import Scaler
 from apex._engine.session import Session
 from apex.amp import _initialize, inputs, lists, report, scaler_states
@@ -187,7 +187,7 @@ def initialize(
     own = [unwrap(optimizer) for optimizer in optimizer_list]
     made.prepare(model_list, own, plan, mixin=AmpStashOptimizer)
     _amp_state.add(made)
-    _amp_state.unmark_disabled([*model_list, *own])
+    _amp_state.unmark_disabled([*map(module_behind, model_list), *own])
     _amp_state.opt_properties = made.options = OptProperties(asdict(properties))
     _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
     return models if optimizers is None else (models, optimizers)
@@ -219,7 +219,7 @@ def restore(models: Any, optimizers: Any = None) -> Any:
         torch.float32
     """
     skip = _amp_state.is_disabled
-    model_list = [model for model in inputs.model_list(models) if not skip(model)]
+    model_list = [model for model in inputs.model_list(models) if not skip(module_behind(model))]
     given = map(unwrap, inputs.optimizer_list(optimizers))
     own = [optimizer for optimizer in given if not skip(optimizer)]
     inputs.check_prepared(model_list, own)

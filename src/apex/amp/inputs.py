@@ -65,14 +65,15 @@ def models_and_optimizers(*given: object) -> Iterator[nn.Module | Optimizer]:
     """Yields the models and optimizers among the arguments, unwrapping optimizers."""
     for each in given:
         for item in each if isinstance(each, list | tuple) else [each]:
-            inner = item if isinstance(item, nn.Module) else getattr(item, "optim", item)
-            if isinstance(inner, nn.Module | Optimizer):
+            if isinstance(item, nn.Module):
+                yield conversion.module_behind(item)
+            elif isinstance(inner := getattr(item, "optim", item), Optimizer):
                 yield inner
 
 
 def check_models(models: Sequence[nn.Module], plan: ModelPlan, *, op_casts: bool) -> None:
     """Raises the errors that :func:`apex.amp.initialize` documents for models."""
-    if len({id(model) for model in models}) < len(models):
+    if len(set(map(id, map(conversion.module_behind, models)))) < len(models):
         raise ValueError(
             "amp.initialize got the same model twice. Pass each model once; it may have several "
             "optimizers."

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from apex._engine.events import PassEnd
+from apex._engine.model import module_behind
 from apex._engine.session import Session
 from apex._torch import ranks
 from apex.debug.modes import suspend_modes
@@ -83,7 +84,7 @@ class AutoTrace:
         """Starts listening to the session's backward passes."""
         self.trace: OverflowTrace | None = None
         self._session = weakref.ref(session)
-        self._models = weakref.WeakSet(models)
+        self._models = weakref.WeakSet(map(module_behind, models))
         self._after_skips = after_skips
         self._traced_loss: int | None = None
         self._thread = 0

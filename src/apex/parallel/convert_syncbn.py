@@ -53,7 +53,7 @@ def convert_syncbn_model(
             if isinstance(child, _BatchNorm):
                 parent._modules[name] = fresh[child]
     if isinstance(module, _BatchNorm):
-        return fresh[module]  # type: ignore[return-value]
+        return fresh[layers[0]]  # type: ignore[return-value]
     return module
 
 

@@ -3,7 +3,7 @@
 from apex._engine.model.checks import check, check_restorable
 from apex._engine.model.convert import convert, convert_late, restore, set_region, undo_convert
 from apex._engine.model.plan import MasterSource, ModelPlan, Region
-from apex._engine.model.state import assign, is_converted, owner_of
+from apex._engine.model.state import assign, is_converted, module_behind, owner_of
 
 __all__ = [
     "MasterSource",
@@ -15,6 +15,7 @@ __all__ = [
     "convert",
     "convert_late",
     "is_converted",
+    "module_behind",
     "owner_of",
     "restore",
     "set_region",

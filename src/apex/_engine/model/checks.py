@@ -12,7 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from apex._core import dtypes
-from apex._engine.model import sharding
+from apex._engine.model import proxy_class, sharding
 from apex._engine.model.plan import (
     ModelPlan,
     Rule,
@@ -22,7 +22,7 @@ from apex._engine.model.plan import (
     own_tensors,
     planned_dtypes,
 )
-from apex._engine.model.state import is_converted, state_of
+from apex._engine.model.state import is_converted, module_behind, state_of
 from apex._torch import fsdp
 
 
@@ -52,7 +52,8 @@ def check(
         ValueError: If ``plan.fp32_modules`` does not fit the model.
     """
     _check_mode()
-    _check_kind(model)
+    for each in (model, *others):
+        _check_kind(each)
     fsdp.reshard(model)
     for name, tensor in _tensors(model):
         _check_materialized(name, tensor)
@@ -90,6 +91,12 @@ def _check_kind(model: object) -> None:
             f"amp.initialize got a model of type {kind}; it takes a torch.nn.Module, or a list or "
             "tuple of them."
         )
+    module = module_behind(model)
+    if not issubclass(type(module), nn.Module):
+        raise TypeError(
+            f"amp.initialize got a model of type {kind}, whose __class__ is that of a "
+            "torch.nn.Module but whose modules() yields none. Pass the module itself."
+        )
     if is_converted(model):
         raise RuntimeError(
             f"amp.initialize got the model {kind}, which it has already prepared. Pass each model "
@@ -116,6 +123,8 @@ def _check_kind(model: object) -> None:
             f"amp.initialize got a scripted model ({kind}), whose compiled forward cannot cast. "
             "Pass the plain module; torch.compile and torch.jit.trace take the model amp returns."
         )
+    if module is not model:
+        proxy_class.check(model)
 
 
 def _check_materialized(name: str, tensor: Tensor) -> None:

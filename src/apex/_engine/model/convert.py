@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from apex._core import dtypes
 from apex._core.rounding import exact_value
+from apex._engine.model import proxy_class
 from apex._engine.model.module_class import (
     ConvertedModule,
     converted_class,
@@ -19,6 +20,7 @@ from apex._engine.model.state import (
     STATE,
     ModelState,
     flatten_rnns,
+    module_behind,
     set_in_place,
     stash_forward,
     state_of,
@@ -41,7 +43,7 @@ def convert(
     ``check`` first: this function validates nothing.
 
     Args:
-        model: A plain model.
+        model: A plain model, or a proxy of one.
         plan: The conversion.
         region: Runs the model's own forward.
         masters: Source of exact values for ``state_dict`` and ``restore``; receives loaded ones.
@@ -49,11 +51,14 @@ def convert(
         undo: Receives the inverse of the tensors' casts.
     """
     state = ModelState(plan, region, MasterLink(masters), owner)
-    model.__dict__[STATE] = state  # first, because undo_convert() needs it
+    module = module_behind(model)
+    module.__dict__[STATE] = state  # first, because undo_convert() needs it
     try:
-        swap_class(model, converted_class(type(model)))
-        stash_forward(model, state)
-        state.apply(model, undo)
+        swap_class(module, converted_class(type(module)))
+        if module is not model:
+            proxy_class.cover(model)
+        stash_forward(module, state)
+        state.apply(module, undo)
     except BaseException:
         undo_convert(model)
         raise
@@ -92,12 +97,13 @@ def restore(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> No
             f"amp.restore got the model {type(model).__name__}, which amp has not prepared. Pass "
             "a model returned by amp.initialize, once."
         )
-    old_class = plain_class(type(model))
+    module = module_behind(model)
+    old_class = plain_class(type(module))
     state.link.write_back()
     with all_or_nothing() as undo:
         if state.plan.casts_down:
-            _to_fp32(model, state.link.source, masters or {}, undo)
-        swap_class(model, old_class)
+            _to_fp32(module, state.link.source, masters or {}, undo)
+        swap_class(module, old_class)
     _forget(model, state)
     flatten_rnns(model)
 
@@ -105,21 +111,25 @@ def restore(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> No
 def undo_convert(model: nn.Module) -> None:
     """Makes a converted model plain, but leaves the dtypes of its tensors.
 
-    Allocates nothing, so it works out of memory.
+    Allocates no tensors, so it works out of memory.
     """
     state = state_of(model)
     if state is None:
         return
-    if isinstance(model, ConvertedModule):
-        swap_class(model, plain_class(type(model)))
+    module = module_behind(model)
+    if issubclass(type(module), ConvertedModule):
+        swap_class(module, plain_class(type(module)))
     _forget(model, state)
 
 
 def _forget(model: nn.Module, state: ModelState) -> None:
     state.remove_hooks()
+    module = module_behind(model)
+    if module is not model:
+        proxy_class.uncover(model)
     if state.inner_forward is not None:
-        model.__dict__.setdefault("forward", state.inner_forward)
-    del model.__dict__[STATE]
+        module.__dict__.setdefault("forward", state.inner_forward)
+    del module.__dict__[STATE]
 
 
 def _to_fp32(

@@ -10,7 +10,9 @@ object in all these cases.
 from __future__ import annotations
 
 import copy
+import copyreg
 import functools
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +25,15 @@ from apex._engine.model import dtype_errors
 from apex._engine.model.state import STATE, ModelState, stash_forward
 from apex._pickle import rebuild
 from apex._torch.dynamo import untraced
+
+PROXY = "_apex_plain_proxy"
+"""Attribute of a prepared proxy's class that holds the plain class; see Note [Proxies]."""
+
+FORWARD = "_apex_forward"
+"""Attribute of a prepared proxy that holds a ``forward`` that was set on the object."""
+
+_RECONSTRUCTOR: Any = object().__reduce_ex__(1)[0]
+"""The function that pickle's protocol 1 creates objects with."""
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -73,21 +84,15 @@ class ConvertedModule(nn.Module):
         return self._reduced(state, protocol)
 
     def _reduced_as_plain(self, state: ModelState) -> Any:
-        reduced: Any = super().__reduce_ex__(1)  # protocol 2 requires the object's present class
-        if isinstance(reduced, str):
-            return reduced
-        func, args, inner = _of_plain_class(type(self), reduced)
-        if isinstance(inner, dict):
-            inner = {name: value for name, value in inner.items() if name != STATE}
-            if state.inner_forward is not None:
-                inner.setdefault("forward", state.inner_forward)
-        return func, args, inner, *reduced[3:]
+        # Protocol 2 requires the object's present class; protocol 1 trusts ``__class__``.
+        reduced: Any = super().__reduce_ex__(1 if self.__class__ is type(self) else 2)
+        return reduced_as_plain(type(self), reduced, state.inner_forward)
 
     def _reduced(self, state: ModelState, protocol: Any) -> Any:
-        reduced: Any = super().__reduce_ex__(protocol)
+        reduced: Any = super().__reduce_ex__(max(protocol, 2))
         if isinstance(reduced, str):
             return reduced
-        func, args, inner = _of_plain_class(type(self), reduced)
+        func, args, inner = of_plain_class(type(self), reduced)
         return rebuild, ("model", func, *args), (state, inner), *reduced[3:]
 
     def __copy__(self) -> Any:
@@ -109,19 +114,13 @@ class ConvertedModule(nn.Module):
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return new
 
-    def _copied(self, memo: dict[int, Any], copied: Callable[[_Reduced], Any]) -> Any:
+    def _copied(self, memo: dict[int, Any], copied: Callable[[Any], Any]) -> Any:
         state = self._apex_state
         if state is None or not is_generated(type(self)):
             reduced: Any = super().__reduce_ex__(4)
         else:
             reduced = self._reduced(state, 4)
-        if isinstance(reduced, str):
-            return self
-        given = _Reduced(self, reduced, memo)
-        try:
-            return copied(given)
-        finally:
-            given.memo = {}  # breaks the reference cycle, which would outlive the copy
+        return copied_by(copied, self, reduced, memo)
 
     def __setstate__(self, saved: Any) -> None:
         """Restores the state from ``__reduce_ex__``."""
@@ -134,6 +133,8 @@ class ConvertedModule(nn.Module):
         intact = self.__dict__.get(STATE) is state
         self.__dict__[STATE] = state
         stash_forward(self, state)
+        if getattr(state.inner_forward, "__func__", None) is type(self).forward:
+            state.inner_forward = None  # the model's own, which pickle looks up by its name
         if not intact:  # the model's own class rebuilt it from part of its state
             state.apply(self)
 
@@ -164,7 +165,7 @@ def _keeping(fn: Callable[[Tensor], Tensor], state: ModelState) -> Callable[[Ten
 class _Reduced:
     """Stands in for a model in ``copy``, which then follows the model's ``__reduce_ex__`` value."""
 
-    def __init__(self, model: nn.Module, reduced: Any, memo: dict[int, Any]) -> None:
+    def __init__(self, model: object, reduced: Any, memo: dict[int, Any]) -> None:
         self._model = model
         self._reduced = reduced
         self.memo = memo
@@ -180,6 +181,19 @@ class _Reduced:
         return make, args, *rest
 
 
+def copied_by(
+    copied: Callable[[Any], Any], model: object, reduced: Any, memo: dict[int, Any]
+) -> Any:
+    """Returns the copy that ``copied`` makes of ``model`` from ``reduced``."""
+    if isinstance(reduced, str):
+        return model
+    given = _Reduced(model, reduced, memo)
+    try:
+        return copied(given)
+    finally:
+        given.memo = {}  # breaks the reference cycle, which would outlive the copy
+
+
 def rebuild_model(func: Callable[..., nn.Module], *args: Any) -> nn.Module:
     """Rebuilds a pickled converted model; its state is set afterwards."""
     model = func(*args)
@@ -187,7 +201,28 @@ def rebuild_model(func: Callable[..., nn.Module], *args: Any) -> nn.Module:
     return model
 
 
-def _of_plain_class(own: type[nn.Module], reduced: tuple[Any, ...]) -> tuple[Any, ...]:
+def reduced_as_plain(own: type, reduced: Any, forward: Callable[..., Any] | None) -> Any:
+    """Returns a reduced object without its conversion.
+
+    Args:
+        own: The generated class of the object.
+        reduced: The value of the plain class's ``__reduce_ex__``.
+        forward: The ``forward`` that was set on the object, if any.
+    """
+    if isinstance(reduced, str):
+        return reduced
+    func, args, inner = of_plain_class(own, reduced)
+    if func is copyreg.__newobj__:  # type: ignore[attr-defined]
+        # pickle accepts this one only if the object's ``__class__`` is its first argument.
+        func, args = _RECONSTRUCTOR, (args[0], object, None)
+    if isinstance(inner, dict):
+        inner = {name: value for name, value in inner.items() if name not in (STATE, FORWARD)}
+        if forward is not None:
+            inner.setdefault("forward", forward)
+    return func, args, inner, *reduced[3:]
+
+
+def of_plain_class(own: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
     """Returns the function, arguments and state of a reduced model, naming its plain class."""
     func, args, *rest = reduced
     base = plain_class(own)
@@ -195,12 +230,13 @@ def _of_plain_class(own: type[nn.Module], reduced: tuple[Any, ...]) -> tuple[Any
     return base if func is own else func, args, rest[0] if rest else None
 
 
-def swap_class(model: nn.Module, new: type[nn.Module]) -> None:
-    """Sets the class of ``model``, bypassing its own ``__setattr__``.
+def swap_class(model: object, new: type) -> None:
+    """Sets the class of ``model``, bypassing its own ``__setattr__`` and ``__class__``.
 
-    That may reject or forward attributes, as compiled models do.
+    The former may reject or forward attributes, as compiled models do; the latter may be a
+    property.
     """
-    object.__setattr__(model, "__class__", new)
+    vars(object)["__class__"].__set__(model, new)
 
 
 def converted_class(base: type[nn.Module]) -> type[nn.Module]:
@@ -209,34 +245,43 @@ def converted_class(base: type[nn.Module]) -> type[nn.Module]:
     Python's weak list of subclasses serves as the cache.
     """
     bases = (ConvertedModule, base)
-    for known in base.__subclasses__():
+    for known in type.__subclasses__(base):
         if known.__bases__ == bases:
             return known
-    names = {
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
-        "forward": _casting_forward(base),
-    }
-    return types.new_class(base.__name__, bases, {}, lambda namespace: namespace.update(names))
+    made: type[nn.Module] = new_class(base, bases, {"forward": _casting_forward(base)})
+    return made
 
 
-def plain_class(kind: type[nn.Module]) -> type[nn.Module]:
+def plain_class(kind: type) -> type:
     """Returns ``kind`` without the conversion.
 
     A class generated on top of it (by ``fully_shard`` or a parametrization of the model itself) is
     rebuilt over the plain class.
     """
     if is_generated(kind):
-        return kind.__bases__[1]
+        return kind.__bases__[-1]
     bases = tuple(plain_class(b) if issubclass(b, ConvertedModule) else b for b in kind.__bases__)
     names = {k: v for k, v in vars(kind).items() if k not in ("__dict__", "__weakref__")}
     return types.new_class(kind.__name__, bases, {}, lambda namespace: namespace.update(names))
 
 
-def is_generated(kind: type[nn.Module]) -> bool:
-    """Returns whether ``converted_class`` made ``kind``."""
-    return kind.__bases__[0] is ConvertedModule
+def is_generated(kind: type) -> bool:
+    """Returns whether ``converted_class`` or ``proxy_class`` made ``kind``."""
+    return kind.__bases__[0] is ConvertedModule or PROXY in vars(kind)
+
+
+def new_class(base: Any, bases: tuple[type, ...], names: dict[str, Any]) -> Any:
+    """Returns a class with the given bases and attributes, under the name of ``base``."""
+    shown = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+    }
+    names = {**shown, **names}
+    try:
+        return types.new_class(base.__name__, bases, {}, lambda namespace: namespace.update(names))
+    except Exception:  # noqa: BLE001 - a metaclass that requires keywords or forbids subclasses
+        return type.__new__(type(base), base.__name__, bases, names)
 
 
 def _casting_forward(base: type[nn.Module]) -> Callable[..., Any]:
@@ -245,25 +290,38 @@ def _casting_forward(base: type[nn.Module]) -> Callable[..., Any]:
         state: ModelState | None = getattr(self, STATE, None)
         if state is None:  # restored, or made by type(model)(...)
             return base.forward(self, *args, **kwargs)
-        plan = state.plan
-        if _is_compiling():
-            state.begin_traced_forward()
-        else:
-            state.begin_forward()
-        if plan.input_dtype is not None:
-            if plan.cast is None:
-                args, kwargs = tree.cast_arguments(args, kwargs, plan.input_dtype)
-            else:
-                args, kwargs = (plan.cast(part, plan.input_dtype) for part in (args, kwargs))
-        if state.inner_forward is None:
-            output = _run_inside(self, state, base.forward, self, *args, **kwargs)
-        else:
-            output = _run_inside(self, state, state.inner_forward, *args, **kwargs)
-        if plan.output_dtype is not None:
-            output = (plan.cast or tree.cast_tensors)(output, plan.output_dtype)
-        return output
+        replaced = state.inner_forward
+        run, bound = (base.forward, (self,)) if replaced is None else (replaced, ())
+        if state.in_proxy and threading.get_ident() in state.in_proxy:
+            return run(*bound, *args, **kwargs)
+        return cast_call(self, state, run, bound, args, kwargs)
 
     return forward
+
+
+def cast_call(
+    model: nn.Module,
+    state: ModelState,
+    forward: Callable[..., Any],
+    bound: tuple[Any, ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Calls ``forward(*bound, *args, **kwargs)``, casting ``args``, ``kwargs`` and the output."""
+    plan = state.plan
+    if _is_compiling():
+        state.begin_traced_forward()
+    else:
+        state.begin_forward()
+    if plan.input_dtype is not None:
+        if plan.cast is None:
+            args, kwargs = tree.cast_arguments(args, kwargs, plan.input_dtype)
+        else:
+            args, kwargs = (plan.cast(part, plan.input_dtype) for part in (args, kwargs))
+    output = _run_inside(model, state, forward, *bound, *args, **kwargs)
+    if plan.output_dtype is not None:
+        output = (plan.cast or tree.cast_tensors)(output, plan.output_dtype)
+    return output
 
 
 def _run_inside(

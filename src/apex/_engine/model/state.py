@@ -25,6 +25,8 @@ from apex._torch.dynamo import at_tracing
 
 STATE = "_apex_state"
 
+_NOT_SAVED = ("owner", "region", "in_proxy")
+
 _log = logging.getLogger("apex")
 
 
@@ -40,6 +42,8 @@ class ModelState:
         inner_forward: A ``forward`` that was set on the object, called in place of the class's.
         handles: Hooks to remove at the end.
         hooked: The low-precision dtype that the attached hooks are for.
+        in_proxy: Ids of the threads inside the ``forward`` of a proxy of the model, which casts in
+            its place; see Note [Proxies].
         given: The plan of the conversion; differs from ``plan`` after the model was cast to another
             dtype.
     """
@@ -51,6 +55,7 @@ class ModelState:
     inner_forward: Callable[..., Any] | None = None
     handles: list[RemovableHandle] = field(default_factory=list)
     hooked: torch.dtype | None = None
+    in_proxy: set[int] = field(default_factory=set)
     given: ModelPlan = field(init=False)
 
     def __post_init__(self) -> None:
@@ -139,6 +144,7 @@ class ModelState:
         """Copies all but the owner."""
         new = memo[id(self)] = object.__new__(type(self))
         new.__dict__.update(copy.deepcopy({**self.__dict__, "owner": None}, memo))
+        new.in_proxy = set()
         return new
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -148,11 +154,12 @@ class ModelState:
         """
         if not self.plan.casts_down:
             return type(None), ()
-        return empty, ("model_state",), {**self.__dict__, "owner": None, "region": None}
+        return empty, ("model_state",), {**self.__dict__, **dict.fromkeys(_NOT_SAVED)}
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
         """Restores the state from ``__reduce__``."""
         self.__dict__.update({"given": saved["plan"], **saved}, region=UncastRegion())
+        self.in_proxy = set()
 
 
 def _in_dtype(plan: ModelPlan, dtype: torch.dtype) -> ModelPlan:
@@ -173,9 +180,23 @@ def stash_forward(model: nn.Module, state: ModelState) -> None:
         state.inner_forward = own
 
 
+def module_behind(model: nn.Module) -> nn.Module:
+    """Returns the module that a proxy stands for, and any other object itself.
+
+    See Note [Proxies].
+    """
+    if issubclass(type(model), nn.Module):
+        return model
+    try:
+        first = next(iter(model.modules()), model)
+    except (AttributeError, TypeError):  # no proxy of a module
+        return model
+    return first if issubclass(type(first), nn.Module) else model
+
+
 def state_of(model: nn.Module) -> ModelState | None:
     """Returns the conversion state of ``model``, or ``None`` for a plain one."""
-    state = model.__dict__.get(STATE)
+    state = module_behind(model).__dict__.get(STATE)
     return state if isinstance(state, ModelState) else None
 
 
