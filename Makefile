@@ -31,8 +31,8 @@ types: $(VENV)/.dev ## mypy --strict
 docs: $(VENV)/.dev ## Build docs/_build/html; any warning is an error
 	@$(NOX) -s docs
 
-clients: $(VENV)/.dev ## Train through MMEngine, Ignite, timm, transformers (old and new)
-	@$(NOX) -s clients
+clients: $(VENV)/.dev ## Train through the libraries that call apex, of today and of 2020 to 2025
+	@$(NOX) -s clients programs
 
 # The demo extra brings numpy, without which torch warns at import.
 bench: $(VENV)/.demo ## Measure against torch.autocast; print the table, write benchmarks.json

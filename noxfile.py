@@ -87,6 +87,30 @@ def clients(session, transformers):
     )  # fmt: skip
 
 
+@nox.session
+def programs(session):
+    """Programs of 2020 to 2025 that call apex, unmodified: docs/programs.md tells which and how."""
+    wheel_path = build_wheel(session)
+    session.install("-qq", "-r", CONSTRAINTS)
+    session.install(
+        "-qq", "-c", CONSTRAINTS, f"{wheel_path}[test]", "-r", "packaging/programs-needs.txt"
+    )
+    session.install("-qq", "--no-deps", "--force-reinstall", str(wheel_path))
+    session.install("-qq", "--no-deps", "--no-build-isolation", "packaging/apex-metadata")
+    session.install("-qq", "--no-deps", "-r", "packaging/programs.txt")
+    # One environment holds one release of a name: the older is found by its path.
+    older = Path(session.virtualenv.location, "opennmt-1.1.1").absolute()
+    session.install("-qq", "--no-deps", "--upgrade", "--target", str(older), "OpenNMT-py==1.1.1")
+    # catalyst and pytext install their `tests`, which would stand before ours in spawned processes.
+    folder = "shutil.rmtree(sysconfig.get_path('purelib') + '/tests', ignore_errors=True)"
+    session.run("python", "-c", f"import shutil, sysconfig; {folder}")
+    session.run(
+        "python", "-m", "pytest", "-m", "clients",
+        *(session.posargs or [*folders, "--ignore=tests/clients/test_transformers.py"]),
+        env={"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
 @nox.session(reuse_venv=False)
 @nox.parametrize("torch", ["2.6.0", "2.8.0", "2.10.0", "2.15.0"])
 def matrix(session, torch):

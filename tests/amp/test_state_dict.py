@@ -301,6 +301,22 @@ def test_saved_loaded_and_continued_training_equals_uninterrupted(level):
     assert (train(model, optimizer, steps=5), amp.state_dict()) == expected
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_cell_that_is_run_again_resumes_while_its_first_run_lives(level):
+    whole = prepared(level, growth_interval=3, optimizer=momentum)
+    train(*whole, steps=4)
+    saved = copy.deepcopy((whole[0].state_dict(), whole[1].state_dict(), amp.state_dict()))
+    expected = train(*whole, steps=5), list(amp.state_dict().values())
+
+    again = prepared(level, growth_interval=3, optimizer=momentum)
+    for part, state in zip((*again, amp), saved, strict=True):
+        part.load_state_dict(state)
+    kept, of_again = amp.state_dict().values()
+    assert (kept, of_again) == (*expected[1], *saved[2].values())
+    resumed = train(*again, steps=5), list(amp.state_dict().values())[1:]
+    assert resumed == expected
+
+
 def momentum(model):
     return sgd(model, momentum=0.5)
 

@@ -1,10 +1,18 @@
 """Imports of other libraries; a test module that needs one is skipped where it is missing."""
 
 import importlib.util
+import socket
 import warnings
 
 import pytest
 import torch
+
+of_its_time = [
+    pytest.mark.clients,
+    # Deprecations that a library of 2020 meets are its own business; what apex says is not.
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.filterwarnings("error:::apex"),
+]
 
 _kept = []  # torch forgets an operator with the object that defined it
 
@@ -12,12 +20,19 @@ _kept = []  # torch forgets an operator with the object that defined it
 def need(name):
     """Returns the module ``name``, or skips the tests of the module that asks.
 
-    Deprecations that the import itself meets are the library's own business.
+    Warnings that the import itself meets are the library's own business.
     """
     _declare_torchvision_operators()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is deprecated", DeprecationWarning)
+        warnings.simplefilter("ignore")
         return pytest.importorskip(name, reason=f"{name} is not installed", exc_type=ImportError)
+
+
+def free_port():
+    """Returns a port that no process listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def _declare_torchvision_operators():

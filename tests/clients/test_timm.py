@@ -9,6 +9,7 @@ from apex import amp
 from tests.clients.libraries import need
 
 timm = need("timm")
+need("timm.layers")  # not in 0.4, which test_timm_of_2021.py runs
 cuda = need("timm.utils.cuda")
 
 pytestmark = pytest.mark.clients

@@ -1,0 +1,104 @@
+"""DeepSpeed 0.16: the section ``amp`` of its configuration."""
+
+import pytest
+import torch
+import torch.distributed
+from torch import nn
+from torch.nn import functional as F
+from torch.testing import assert_close
+
+from apex import amp
+from tests.clients.libraries import free_port, need, of_its_time
+
+deepspeed = need("deepspeed")
+
+pytestmark = of_its_time
+
+LEVELS = ("O0", "O1", "O2", "O4", "O5")
+EXACT = {"rtol": 0, "atol": 0}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone():
+    """A process group of one, as DeepSpeed's launcher starts it, on the CPU."""
+    from deepspeed.accelerator import get_accelerator
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DS_ACCELERATOR", "cpu")
+        for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}.items():
+            patch.setenv(name, str(value))
+        patch.setenv("MASTER_ADDR", "127.0.0.1")
+        patch.setenv("MASTER_PORT", str(free_port()))
+        # Its own all-reduce for CPUs: minutes of compilation, not used by a group of one.
+        patch.setitem(deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm", False)
+        # It refuses to reduce fp16 gradients on a CPU that has no instructions for them.
+        patch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
+        deepspeed.init_distributed("gloo")
+        yield
+        torch.distributed.destroy_process_group()
+
+
+def batch(index):
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(index % 4))
+    return x, x[:, :3].argmax(1)
+
+
+@pytest.fixture
+def start():
+    """Builds engines; ends their sessions, for DeepSpeed never lets an engine go."""
+    engines = []
+
+    def build(level, accumulate=1):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+        config = {
+            "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": accumulate,
+            "gradient_clipping": 1.0, "amp": {"enabled": level is not None, "opt_level": level},
+        }  # fmt: skip
+        optimizer = torch.optim.Adam(model.parameters(), lr=2e-2)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        if level:
+            engines.append(engine)
+        return engine
+
+    yield build
+    for engine in engines:
+        amp.restore(engine.module, engine.optimizer)
+
+
+def train(engine, steps):
+    """Returns the loss of every step, of which four are one epoch."""
+    losses = []
+    for index in steps:
+        x, y = batch(index)
+        loss = F.cross_entropy(engine(x).float(), y)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def masters(engine):
+    return [param.detach().clone() for param in amp.master_params(engine.optimizer)]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_engine_trains_as_fp32_does(start, level, accumulate):
+    expected = train(start(None, accumulate), range(24))
+    losses = train(start(level, accumulate), range(24))
+    assert sum(losses[-4:]) < 0.6 * sum(losses[:4])
+    assert_close(losses, expected, **(EXACT if level == "O0" else {"rtol": 0.05, "atol": 0.01}))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_checkpoint_resumes(start, level, tmp_path):
+    whole = start(level)
+    train(whole, range(8))
+    first = start(level)
+    train(first, range(4))
+    first.save_checkpoint(tmp_path)
+    second = start(level)
+    second.load_checkpoint(tmp_path)
+    train(second, range(4, 8))
+    assert_close(masters(second), masters(whole), **EXACT)
