@@ -15,8 +15,8 @@ from tests.tools.test_compare import FAILS_IN_BF16
 
 FLAGS = {
     "compare": [
-        *("-h", "--help", "--levels", "--steps", "--emulated-steps", "--rounds", "--seed"),
-        *("--device", "--output", "--json"),
+        *("-h", "--help", "--levels", "--steps", "--emulated", "--emulated-steps", "--rounds"),
+        *("--seed", "--device", "--output", "--json"),
     ],
     "doctor": ["-h", "--help", "--device", "--seconds", "--json"],
     "migrate": ["-h", "--help", "--json"],

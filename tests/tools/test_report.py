@@ -131,12 +131,12 @@ def test_the_table_tells_speed_memory_skips_and_the_first_module():
     masters = Stored(params=100, model=200, masters=400, optimizer=800)
     scales = (4.0, 2.0, *(2.0,) * 9)
     found = comparison_of(
-        result_of(milliseconds=30.0),
-        result_of("O2", milliseconds=15.0, stored=masters, loss_scales=scales),
+        result_of(samples=[30.0] * 20),
+        result_of("O2", samples=[15.0] * 20, stored=masters, loss_scales=scales),
     )
     (row,) = [line.split() for line in text_table(found).splitlines() if line.startswith("O2")]
-    assert row[:5] == ["O2", "fp16", "15", "2.00x", "14.0"]
-    assert row[-1] == "(model)"
+    assert row[:7] == ["O2", "fp16", "15", "2.00x", "5.4", "kB", "14.0"]
+    assert row[-2:] == ["(model)", "use"]
     assert "1 of 10" in " ".join(row)
 
 

@@ -49,6 +49,8 @@ examples:
 
 """
 
+EMULATED_STEPS = 10
+
 
 def add_parser(subparsers: Any) -> None:
     """Adds the subcommand."""
@@ -67,11 +69,15 @@ def add_parser(subparsers: Any) -> None:
         "--steps", type=_count, default=100, metavar="N", help="training steps (default: 100)"
     )
     parser.add_argument(
+        "--emulated",
+        action="store_true",
+        help="also train levels whose dtype this machine emulates, which is slow",
+    )
+    parser.add_argument(
         "--emulated-steps",
         type=_count,
-        default=10,
         metavar="N",
-        help="training steps of a level whose dtype this machine emulates (default: 10)",
+        help=f"their training steps (default: {EMULATED_STEPS}); implies --emulated",
     )
     parser.add_argument(
         "--rounds",
@@ -138,7 +144,7 @@ def _options(args: argparse.Namespace) -> Options:
     return Options(
         variants=parse_variants(args.levels if args.levels is not None else ",".join(VARIANTS)),
         steps=args.steps,
-        emulated_steps=args.emulated_steps,
+        emulated_steps=args.emulated_steps or (EMULATED_STEPS if args.emulated else None),
         rounds=args.rounds,
         seed=args.seed,
         device=parse_device(args.device),

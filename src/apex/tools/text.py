@@ -8,7 +8,7 @@ from apex.tools.results import Comparison
 from apex.tools.rows import HEADINGS, MEANINGS, footnote, rows, visible_columns
 from apex.tools.wrapping import wrapped
 
-LEFT = ("level", "compute", "first")
+LEFT = ("level", "compute", "first", "verdict")
 """Left-aligned columns."""
 
 
@@ -29,9 +29,10 @@ def comparison_text(comparison: Comparison) -> str:
 
 
 def text_table(comparison: Comparison) -> str:
-    """Returns the table with its legend; empty columns are omitted."""
-    cells = rows(comparison)
-    names = [name for name in visible_columns(cells) if name != "spread"]
+    """Returns the table with its legend; empty columns and skipped levels are omitted."""
+    skipped = {result.name for result in comparison.results if result.skipped}
+    cells = [row for row in rows(comparison) if row.level not in skipped]
+    names = visible_columns(cells)
     lines = [[getattr(row, name) for name in names] for row in (HEADINGS, *cells)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     body = [_aligned(line, names, widths) for line in lines]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from apex.tools.recommend import megabytes, speedup
 from apex.tools.results import Comparison, Result, Timing
+from apex.tools.sizes import megabytes
+from apex.tools.variants import BASELINE
 
 
 @dataclass(frozen=True)
@@ -53,14 +54,14 @@ def _time(comparison: Comparison) -> list[BarFigure]:
     timed = [(r, r.timing) for r in comparison.results if r.timing is not None]
     if not timed:
         return []
-    longest = max((t.high for result, t in timed if not result.emulated), default=math.inf)
+    longest = max((t.quartiles[1] for result, t in timed if not result.emulated), default=math.inf)
     bars = tuple(
         Bar(
             result.name,
             # An emulated variant takes so long that the others would shrink to nothing.
             (Piece("bar off", "width:100%"),) if result.emulated else _time_bar(timing, longest),
             _milliseconds(timing.median),
-            _speed(result, comparison.baseline),
+            _speed(result, comparison),
         )
         for result, timing in timed
     )
@@ -71,7 +72,8 @@ def _time(comparison: Comparison) -> list[BarFigure]:
 
 
 def _time_bar(timing: Timing, longest: float) -> tuple[Piece, ...]:
-    left, width = timing.low / longest, (timing.high - timing.low) / longest
+    low, high = timing.quartiles
+    left, width = low / longest, (high - low) / longest
     return (
         Piece("bar", f"width:{timing.median / longest:.1%}"),
         Piece("whisker", f"left:{left:.1%};width:{width:.1%}"),
@@ -132,6 +134,6 @@ def _milliseconds(value: float) -> str:
     return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
 
 
-def _speed(result: Result, base: Result) -> str:
-    speed = speedup(result, base)
-    return "" if speed is None or result.name == base.name else f"{speed:.2f}x"
+def _speed(result: Result, comparison: Comparison) -> str:
+    speed = comparison.speed(result)
+    return "" if speed is None or result.name == BASELINE else f"{speed.median:.2f}x"

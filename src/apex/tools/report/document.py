@@ -27,7 +27,7 @@ def report(comparison: Comparison) -> str:
         ],
         bar_figures=bar_figures(comparison),
         curve_figures=curve_figures(comparison),
-        columns=[name for name in visible_columns(cells) if name != "spread"],
+        columns=visible_columns(cells),
         headings=HEADINGS,
         meanings=MEANINGS,
         rows=list(zip(comparison.results, cells, strict=True)),
@@ -39,7 +39,8 @@ def _headline(comparison: Comparison) -> dict[str, str]:
     """Returns the recommendation as a headline, split at the level, and the sentence after it."""
     headline, _, rest = comparison.recommendation.text.partition(": ")
     level = comparison.recommendation.level
-    before, named, after = headline.partition(level) if level != BASELINE else (headline, "", "")
+    split = headline.partition(level) if level not in (None, BASELINE) else (headline, "", "")
+    before, named, after = split
     return {
         "before": before,
         "level": named,
