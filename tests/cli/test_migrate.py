@@ -81,4 +81,4 @@ def test_json_goes_to_a_file_or_alone_to_standard_output(apex, tmp_path):
 def test_json_that_cannot_be_written_is_exit_code_3(apex):
     code, _, err = apex("train.py", "--json", "no/such/folder.json")
     assert code == exit_codes.NOT_WRITTEN
-    assert "no/such/folder.json could not be written: No such file" in err
+    assert "no/such/folder.json cannot be written: No such file" in err

@@ -1,6 +1,7 @@
 """Targets and results for the tests of the tools."""
 
 import io
+import math
 import random
 from dataclasses import replace
 
@@ -35,8 +36,8 @@ def written(folder, text=TARGET, name="target.py"):
     return str(path)
 
 
-def compared(target, levels="O0,O4", *, steps=4, rounds=2, seed=0, emulated_steps=2):
-    """Compares on the CPU, quietly."""
+def compared(target, levels="O0,O4", *, steps=4, rounds=2, seed=0, emulated_steps=2, stream=None):
+    """Compares on the CPU; progress goes to ``stream``."""
     options = Options(
         variants=parse_variants(levels),
         steps=steps,
@@ -45,7 +46,7 @@ def compared(target, levels="O0,O4", *, steps=4, rounds=2, seed=0, emulated_step
         seed=seed,
         device=torch.device("cpu"),
     )
-    return compare(target, options, PlainProgress(io.StringIO()))
+    return compare(target, options, PlainProgress(stream or io.StringIO(), seconds=math.inf))
 
 
 def by_name(comparison):

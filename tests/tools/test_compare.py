@@ -1,5 +1,6 @@
 """A whole comparison: levels train as they would alone, and what fails does not stop the rest."""
 
+import io
 import json
 import re
 from pathlib import Path
@@ -9,8 +10,9 @@ import torch
 
 from apex import amp
 from apex.tools import compare as tools_compare
+from apex.tools.errors import TargetError
 from apex.tools.results import to_json
-from apex.tools.targets import TargetError, open_target
+from apex.tools.targets import open_target
 from apex.tools.variants import VARIANTS
 from tests.tools.cases import TARGET, by_name, compared, written
 
@@ -204,16 +206,39 @@ def test_a_level_that_cannot_run_is_noted_and_the_others_finish(tmp_path):
     assert sound["O5"].probe is not None
 
 
-def test_without_an_fp32_run_the_others_train_and_no_advice_is_given(tmp_path):
-    text = TARGET.replace(
-        "    return nn",
-        "    if not torch.is_autocast_enabled('cpu'):\n"
-        "        raise RuntimeError('too slow')\n"
-        "    return nn",
-    )
-    found = compared(written(tmp_path, text))
-    assert by_name(found)["O4"].training is not None
-    assert found.recommendation.text.startswith("No recommendation")
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("labels.oops", r"AttributeError: 'Tensor' object has no attribute 'oops'"),
+        ("return [1.0]", "returned list; it must return the 0-d loss tensor"),
+        (
+            "return model(inputs)",
+            r"returned a tensor of shape \[6, 4\]; it must return a 0-d tensor",
+        ),
+        ("return model(inputs).sum().detach()", "returned a tensor without a gradient"),
+        ("return model(inputs).sum() + torch.zeros(3, requires_grad=True)", r"of shape \[3\]"),
+    ],
+)
+def test_a_target_that_fails_in_fp32_stops_at_once_and_names_the_line(tmp_path, line, message):
+    target = written(tmp_path, TARGET.replace("    return nn", f"    {line}\n    return nn"))
+    stages = io.StringIO()
+    with pytest.raises(TargetError, match=message) as raised:
+        compared(target, ALL, stream=stages)
+    assert str(raised.value).startswith("Training in fp32 (O0) failed: ")
+    assert re.search(rf"\({re.escape(target)}:\d+\)\.?$", str(raised.value))
+    assert [each.partition("] ")[2] for each in stages.getvalue().splitlines()] == ["train O0"]
+
+
+def test_an_error_that_only_torch_raises_names_the_loss(tmp_path):
+    spoiled = "    y = model(inputs).exp()\n    z = y.sum()\n    y += 1\n    return z\n"
+    target = written(tmp_path, TARGET.replace("    return nn", spoiled + "    return nn"))
+    with pytest.raises(TargetError, match=rf"inplace operation.*\({re.escape(target)}:10\)$"):
+        compared(target)
+
+
+def test_a_loss_of_one_element_trains(tmp_path):
+    text = TARGET.replace("labels)\n", "labels).reshape(1)\n")
+    assert not compared(written(tmp_path, text), rounds=1).failed
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from importlib import metadata
 
 import apex
 from apex.cli import exit_codes
+from apex.cli.arguments import Parser
 
 SUBCOMMANDS = ("compare", "doctor", "migrate")
 """Modules of this package, in help order; each has ``add_parser`` and ``run``."""
@@ -18,16 +19,16 @@ SUBCOMMANDS = ("compare", "doctor", "migrate")
 
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command and all its subcommands."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="apex",
         description="Mixed-precision tools of apex-amp.",
         epilog=exit_codes.epilog(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     version = f"apex-amp {apex.__version__}, torch {metadata.version('torch')}"
-    parser.set_defaults(hint="")  # appended to the error on an unknown argument
+    parser.set_defaults(run=None, hint="")  # appended to the error on an unknown argument
     parser.add_argument("--version", action="version", version=version)
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name in SUBCOMMANDS:
         importlib.import_module(f"apex.cli.{name}").add_parser(subparsers)
     return parser
@@ -43,6 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{args.hint}")
+    if args.run is None:
+        parser.print_help(sys.stderr)
+        print(f"\napex: name a COMMAND: {', '.join(SUBCOMMANDS)}", file=sys.stderr)
+        return exit_codes.BAD_INPUT
     try:
         code = int(args.run(args))
         sys.stdout.flush()

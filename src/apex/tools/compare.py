@@ -14,13 +14,13 @@ import torch
 
 from apex.tools import probing, training
 from apex.tools.emulation import EMULATION_RATIO, slowdown
-from apex.tools.errors import format_error
+from apex.tools.errors import TargetError, format_error
 from apex.tools.load import current_load
 from apex.tools.progress import Progress
 from apex.tools.recommend import recommendation
 from apex.tools.results import Comparison, Result
 from apex.tools.seeds import seed_all
-from apex.tools.targets import Build, Experiment, TargetError, open_target
+from apex.tools.targets import Build, Experiment, open_target
 from apex.tools.timing import time_interleaved
 from apex.tools.trainers import INITIAL_SCALE, Trainer, prepare
 from apex.tools.training import State, Track
@@ -97,6 +97,7 @@ class _Run:
         self.interleaved = True
         self._build = build
         first = build()
+        self._loss_place = first.loss.place
         self.batches = self._draw(first)
         self._start: State = {
             name: value.detach().to("cpu", copy=True)
@@ -121,8 +122,19 @@ class _Run:
             if result.skipped:
                 continue
             self.progress.describe(f"train {name}" + (" (emulated)" if result.emulated else ""))
+            if name == BASELINE:
+                self._train_baseline(result)
+                continue
             with self._recording_errors(name, "training"):
                 self._train_one(name, result)
+
+    def _train_baseline(self, result: Result) -> None:
+        """Trains in fp32; a failure is the target's, and there would be nothing to compare with."""
+        try:
+            self._train_one(BASELINE, result)
+        except Exception as error:
+            text = format_error(error, otherwise=self._loss_place)
+            raise TargetError(f"Training in fp32 (O0) failed: {text}") from error
 
     def _train_one(self, name: str, result: Result) -> None:
         experiment, trainer = self._fresh(result, self._start)
@@ -133,8 +145,7 @@ class _Run:
             keep_at=[self._steps(other) for other in self.results.values()],
             on_step=self.progress.step,
         )
-        if BASELINE in self._tracks:
-            record = training.with_distance(record, self._tracks[name], self._tracks[BASELINE])
+        record = training.with_distance(record, self._tracks[name], self._tracks[BASELINE])
         self._put(name, training=record)
         if name != BASELINE:
             del self._tracks[name]  # only the baseline is needed later
@@ -143,8 +154,6 @@ class _Run:
 
     def probe(self) -> None:
         """Runs one batch forward and backward under each variant, from fp32's final weights."""
-        if BASELINE not in self._tracks:
-            return
         fp32: probing.Observation | None = None
         for name in self._trained():
             self.progress.describe(f"probe {name}")
