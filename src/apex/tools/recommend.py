@@ -36,6 +36,8 @@ LEAST_BYTES_SAVED = 32e6
 
 ENOUGH_ROUNDS = 20
 
+MEASURE = "what the others are measured against"
+
 
 class Outcome(Enum):
     """What the times say of a variant."""
@@ -169,7 +171,7 @@ def _word(
     """Returns the verdict on a variant in one word, and the reason."""
     speed, base = comparison.speed(result), comparison.baseline
     if result.name == BASELINE:
-        return ("use", "no other level gains") if level == BASELINE else ("baseline", "")
+        return ("use", "no other level gains") if level == BASELINE else ("baseline", MEASURE)
     if refused:
         return "skipped" if result.skipped else "no", refused
     if speed is None:
