@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -48,6 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         print(f"\napex: name a COMMAND: {', '.join(SUBCOMMANDS)}", file=sys.stderr)
         return exit_codes.BAD_INPUT
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # file names may not be text, a terminal ASCII
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = int(args.run(args))
         sys.stdout.flush()
