@@ -147,6 +147,7 @@ def test_a_level_that_fails_is_exit_code_1_and_the_rest_is_there(apex, tmp_path)
         (["compare", "x.py", "--seed", "1.5"], "--seed: got '1.5'; it must be a whole number"),
         (["compare", "x.py", "--seed", "9" * 20], "it must fit in 64 bits"),
         (["compare", "x.py", "--device"], "--device needs a value: --device NAME"),
+        (["compare", "x.py", "--json", "report.html"], "--output and --json name the same file"),
         (["doctor", "--json"], "--json needs a value: --json FILE, or - for standard output"),
         (["doctor", "--seconds", "abc"], "got 'abc'; it must be a number of seconds"),
         (["doctor", "--seconds", "-1"], "got -1; it must be finite and at least 0 seconds"),

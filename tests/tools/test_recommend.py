@@ -3,6 +3,7 @@
 import math
 import random
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -244,7 +245,15 @@ def test_levels_that_are_there_to_compare_with_are_never_advised():
 
 def test_where_no_level_is_sound_the_text_says_so():
     found = advised(result_of("O1", milliseconds=1.0, emulated=True))
-    assert found.text.endswith("no other level trained successfully on this machine.")
+    assert found.text == "Stay in fp32: no other level is usable on this machine."
+
+
+def test_without_fp32_s_times_there_is_no_verdict():
+    errors = ("timing failed: MemoryError",)
+    untimed = replace(result_of("O0"), timing=None, errors=errors)
+    found = comparison_of(untimed, result_of("O4", milliseconds=1.0)).recommendation
+    assert (found.level, found.text) == (None, "No verdict on speed: fp32 was not timed.")
+    assert found.reasons == errors
 
 
 def test_fp32_alone_gets_no_advice():

@@ -123,6 +123,8 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         options = _options(args)
+        if _same_file(args):
+            raise ValueError(f"--output and --json name the same file, {args.json}")
     except ValueError as error:
         return _refused(error)
     if unwritable := _unwritable(args):
@@ -144,6 +146,11 @@ def run(args: argparse.Namespace) -> int:
 def _refused(error: Exception) -> int:
     print(f"apex compare: {error}", file=sys.stderr)
     return exit_codes.BAD_INPUT
+
+
+def _same_file(args: argparse.Namespace) -> bool:
+    paths = [path.resolve() for path in _files(args).values()]
+    return len({*paths}) < len(paths)
 
 
 def _unwritable(args: argparse.Namespace) -> str:

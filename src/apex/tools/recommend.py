@@ -73,6 +73,8 @@ def recommendation(comparison: Comparison) -> Recommendation:
         return Recommendation(None, "No recommendation: the fp32 baseline failed.", base.errors)
     if len(comparison.results) == 1:
         return Recommendation(None, "Nothing to compare: only fp32 was trained.")
+    if base.timing is None:
+        return Recommendation(None, "No verdict on speed: fp32 was not timed.", base.errors)
     refusals = {result.name: refusal(result, comparison) for result in comparison.results}
     sound = [
         _Candidate(result, speed)
@@ -215,7 +217,7 @@ def _no_verdict(best: _Candidate, comparison: Comparison) -> str:
 def _stay(sound: Sequence[_Candidate], base: Result) -> str:
     """Returns the advice to stay in fp32, and why no variant gains."""
     if not sound:
-        return "Stay in fp32: no other level trained successfully on this machine."
+        return "Stay in fp32: no other level is usable on this machine."
     best = max(sound, key=_median)
     facts = [
         f"{best.name}, the fastest usable level, is {best.speed}",

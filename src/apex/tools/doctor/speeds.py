@@ -98,23 +98,22 @@ def _mean(ratios: list[float]) -> float:
 
 
 def _measured(device: torch.device, work: str, budget: float) -> list[Speed]:
+    make = _matmul if work == "matmul" else _conv
+    runs: dict[str, Callable[[], Tensor]] = {}
     times: dict[str, list[float]] = {}
     errors: dict[str, str] = {}
     flops = 0
-    for turn in range(-1, ROUNDS):  # the first calls choose an algorithm
-        for dtype in DTYPES:
-            name = dtypes.name(dtype)
-            if name in errors:
-                continue
-            try:
-                run, flops = (_matmul if work == "matmul" else _conv)(device, dtype)
-                fastest = _fastest(run, device, budget / ROUNDS if turn >= 0 else 0.0)
-            except (RuntimeError, NotImplementedError) as error:  # a kernel is missing
-                errors[name] = str(error).partition("\n")[0]
-                times.pop(name, None)
-                continue
-            if turn >= 0:
-                times.setdefault(name, []).append(fastest)
+    for dtype in DTYPES:
+        name = dtypes.name(dtype)
+        try:
+            runs[name], flops = make(device, dtype)
+            _fastest(runs[name], device, 0.0)  # the first call chooses an algorithm
+        except (RuntimeError, NotImplementedError) as error:  # not every device has every kernel
+            errors[name] = str(error).partition("\n")[0]
+            runs.pop(name, None)
+    for _ in range(ROUNDS):
+        for name, run in runs.items():
+            times.setdefault(name, []).append(_fastest(run, device, budget / ROUNDS))
     return [
         Speed(str(device), work, name, min(times[name]), flops, "", tuple(times[name]))
         if name in times
