@@ -1,5 +1,6 @@
 """The command ``apex``: its flags, its help, its exit codes."""
 
+import io
 import json
 import os
 import re
@@ -10,13 +11,16 @@ from importlib.metadata import version
 import pytest
 
 from apex.cli import SUBCOMMANDS, build_parser, exit_codes, main
-from tests.tools.cases import TARGET, written
+from apex.cli.output_files import why_not_writable
+from apex.tools.progress import progress_on
+from apex.tools.text import text_table
+from tests.tools.cases import TARGET, comparison_of, result_of, written
 from tests.tools.test_compare import FAILS_IN_BF16
 
 FLAGS = {
     "compare": [
-        *("-h", "--help", "--levels", "--steps", "--emulated-steps", "--rounds", "--seed"),
-        *("--device", "--output", "--json"),
+        *("-h", "--help", "--levels", "--steps", "--emulated", "--emulated-steps", "--rounds"),
+        *("--seed", "--device", "--output", "--json", "--wide"),
     ],
     "doctor": ["-h", "--help", "--device", "--seconds", "--json"],
     "migrate": ["-h", "--help", "--json"],
@@ -111,7 +115,7 @@ def test_a_comparison_prints_a_row_per_level_and_writes_the_files(apex, tmp_path
         ["O4", "bf16"],
     ]
     assert out.endswith("report: report.html\njson: figures.json\n")
-    assert (tmp_path / "report.html").read_text().count("<tr") == 3
+    assert (tmp_path / "report.html").read_text().count("<tr") == 2 * (1 + 2)  # verdicts, figures
     assert len(json.loads((tmp_path / "figures.json").read_text())["levels"]) == 2
 
 
@@ -139,10 +143,17 @@ def test_a_level_that_fails_is_exit_code_1_and_the_rest_is_there(apex, tmp_path)
         (["compare", "x.py", "--device", "abacus"], "there is no device 'abacus'"),
         (["compare", "x.py", "--device", "xpu:99"], "there is no device 'xpu:99'"),
         (["compare", "no_such.py"], "There is no file no_such.py."),
+        (["compare", "x.py", "--steps", "abc"], "--steps: got 'abc'; it must be a whole number"),
+        (["compare", "x.py", "--seed", "1.5"], "--seed: got '1.5'; it must be a whole number"),
+        (["compare", "x.py", "--seed", "9" * 20], "it must fit in 64 bits"),
+        (["compare", "x.py", "--device"], "--device needs a value: --device NAME"),
+        (["compare", "x.py", "--json", "report.html"], "--output and --json name the same file"),
+        (["doctor", "--json"], "--json needs a value: --json FILE, or - for standard output"),
+        (["doctor", "--seconds", "abc"], "got 'abc'; it must be a number of seconds"),
         (["doctor", "--seconds", "-1"], "got -1; it must be finite and at least 0 seconds"),
         (["doctor", "--seconds", "nan"], "got nan; it must be finite and at least 0 seconds"),
         (["no-such-command"], "invalid choice"),
-        ([], "COMMAND"),
+        ([], "apex: name a COMMAND: compare, doctor, migrate"),
     ],
 )
 def test_bad_usage_is_exit_code_2_and_says_what_is_wrong(apex, arguments, message):
@@ -158,12 +169,37 @@ def test_a_factory_that_raises_is_exit_code_2_and_quoted(apex, tmp_path):
     assert err.splitlines()[-1].endswith(f"setup() raised OSError: no data here ({target}:2)")
 
 
-def test_a_report_that_cannot_be_written_is_exit_code_3_and_the_json_still_is(apex, tmp_path):
-    arguments = ["--levels", "O0", *FEW, "--output", "no/such/folder.html", "--json", "a.json"]
-    code, _, err = apex("compare", written(tmp_path), *arguments)
-    assert code == exit_codes.NOT_WRITTEN
-    assert "no/such/folder.html could not be written: No such file" in err
-    assert (tmp_path / "a.json").exists()
+@pytest.mark.parametrize(
+    ("outputs", "reason"),
+    [
+        (["--output", "no/such/folder.html"], "no/such/folder.html cannot be written: No such"),
+        (["--output", "folder"], "folder cannot be written: it is a folder"),
+        (["--json", "no/figures.json"], "no/figures.json cannot be written: No such"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_found_before_the_training(
+    apex, tmp_path, outputs, reason
+):
+    (tmp_path / "folder").mkdir()
+    target = written(tmp_path, "raise RuntimeError('executed')\n")
+    code, out, err = apex("compare", target, *outputs)
+    assert (code, out) == (exit_codes.NOT_WRITTEN, "")
+    assert err.startswith(f"apex compare: {reason}")
+    assert err.endswith("Nothing was trained.\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "target.py"]
+
+
+def test_trying_a_file_neither_changes_nor_leaves_one(tmp_path):
+    (tmp_path / "old").write_text("kept")
+    assert why_not_writable(tmp_path / "old") is None
+    assert why_not_writable(tmp_path / "new") is None
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("old", "kept")]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no FIFOs")
+def test_a_pipe_without_a_reader_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    assert why_not_writable(tmp_path / "pipe") is None
 
 
 def test_a_reader_that_is_gone_costs_no_report_and_is_exit_code_3(tmp_path):
@@ -189,10 +225,52 @@ def test_an_interrupt_is_exit_code_130(apex, tmp_path):
     assert err.endswith("interrupted\n")
 
 
-def test_without_tqdm_and_matplotlib_plain_lines_do(apex, tmp_path, monkeypatch):
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_without_tqdm_a_terminal_gets_plain_lines_and_a_notice(monkeypatch):
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    code, _, err = apex("compare", written(tmp_path), "--levels", "O0", *FEW)
+    stream = Terminal()
+    progress = progress_on(stream)
+    progress.start(2)
+    progress.describe("train O0")
+    assert stream.getvalue() == (
+        "tqdm is not installed: plain progress (pip install 'apex-amp[demo]')\n[0/2] train O0\n"
+    )
+
+
+def test_without_a_terminal_each_stage_is_one_line(apex, tmp_path):
+    code, _, err = apex("compare", written(tmp_path), "--levels", "O0,O4", *FEW)
     assert code == exit_codes.OK
-    assert "tqdm is not installed: plain progress (pip install 'apex-amp[demo]')" in err
-    assert re.search(r"^\[\d+/\d+\] train O0$", err, re.MULTILINE)
+    stages = ["train O0", "train O4", "probe O0", "probe O4", "time all, interleaved"]
+    assert [line.partition("] ")[2] for line in err.splitlines()] == stages
+    assert "\r" not in err
+
+
+# -- width -----------------------------------------------------------------------------------
+
+NARROW = ["level", "ms", "/", "step", "speed", "memory", "final", "loss", "verdict"]
+
+
+@pytest.mark.parametrize(("columns", "wide", "narrow"), [(80, 0, 1), (99, 0, 1), (80, 1, 0)])
+def test_a_narrow_terminal_gets_the_columns_that_matter(
+    apex, tmp_path, monkeypatch, columns, wide, narrow
+):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    arguments = ["--levels", "O0,O4", *FEW, *["--wide"] * wide]
+    _, out, _ = apex("compare", written(tmp_path), *arguments)
+    (heading,) = [line for line in out.splitlines() if line.startswith("level ")]
+    assert (heading.split() == NARROW) == bool(narrow)
+    assert ("--wide shows all columns." in out) == bool(narrow)
+    if narrow:
+        prose = [line for line in out.splitlines() if str(tmp_path) not in line]
+        assert max(map(len, prose)) <= columns
+
+
+def test_a_table_that_does_not_fit_a_wide_terminal_is_cut_too():
+    found = comparison_of(result_of(), result_of("O4"))
+    assert max(map(len, text_table(found).splitlines())) > 120
+    assert max(map(len, text_table(found, width=120).splitlines())) <= 100
+    assert text_table(found, width=200) == text_table(found)

@@ -1,6 +1,10 @@
 """``apex migrate``: its output, the files it writes, its exit codes."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -81,4 +85,16 @@ def test_json_goes_to_a_file_or_alone_to_standard_output(apex, tmp_path):
 def test_json_that_cannot_be_written_is_exit_code_3(apex):
     code, _, err = apex("train.py", "--json", "no/such/folder.json")
     assert code == exit_codes.NOT_WRITTEN
-    assert "no/such/folder.json could not be written: No such file" in err
+    assert "no/such/folder.json cannot be written: No such file" in err
+
+
+def test_names_that_are_no_text_are_printed_escaped(tmp_path):
+    name = os.fsencode(tmp_path) + b"/caf\xe9.py"
+    try:
+        Path(os.fsdecode(name)).write_text("from apex import amp\n")
+    except OSError:
+        pytest.skip("the file system takes no such name")
+    command = [sys.executable, "-m", "apex", "migrate", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, check=False)
+    assert ended.returncode == exit_codes.OK
+    assert b"caf\\udce9.py" in ended.stdout

@@ -1,6 +1,8 @@
 """Targets and results for the tests of the tools."""
 
 import io
+import math
+import random
 from dataclasses import replace
 
 import torch
@@ -34,17 +36,17 @@ def written(folder, text=TARGET, name="target.py"):
     return str(path)
 
 
-def compared(target, levels="O0,O4", *, steps=4, rounds=2, seed=0):
-    """Compares on the CPU, quietly."""
+def compared(target, levels="O0,O4", *, steps=4, rounds=2, seed=0, emulated_steps=2, stream=None):
+    """Compares on the CPU; progress goes to ``stream``."""
     options = Options(
         variants=parse_variants(levels),
         steps=steps,
-        emulated_steps=2,
+        emulated_steps=emulated_steps,
         rounds=rounds,
         seed=seed,
         device=torch.device("cpu"),
     )
-    return compare(target, options, PlainProgress(io.StringIO()))
+    return compare(target, options, PlainProgress(stream or io.StringIO(), seconds=math.inf))
 
 
 def by_name(comparison):
@@ -52,7 +54,15 @@ def by_name(comparison):
     return {result.name: result for result in comparison.results}
 
 
-def result_of(name="O0", *, milliseconds=10.0, spread=0.1, errors=(), probe=(), **changes):
+def samples_of(name, milliseconds, spread, rounds=20):
+    """Returns times around a median, within ``spread`` of it, in an order of the level's own."""
+    draw = random.Random(name).uniform
+    return tuple(milliseconds + draw(-spread, spread) for _ in range(rounds))
+
+
+def result_of(
+    name="O0", *, milliseconds=10.0, spread=0.1, samples=(), errors=(), probe=(), **changes
+):
     """Returns a made-up result: a sound training, ten steps long."""
     emulated = changes.pop("emulated", False)
     record = Record(
@@ -77,7 +87,7 @@ def result_of(name="O0", *, milliseconds=10.0, spread=0.1, errors=(), probe=(), 
         slowdown=30.0 if emulated else 1.0,
         emulated=emulated,
         training=record,
-        timing=Timing(milliseconds, milliseconds - spread, milliseconds + spread, 20),
+        timing=Timing(tuple(samples) or samples_of(name, milliseconds, spread)),
         probe=Probe(**seen | dict(probe)),
         errors=errors,
     )

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import os
 import pkgutil
 import re
 import textwrap
@@ -15,6 +16,7 @@ from apex.tools.migrate.migration import migration_of
 from apex.tools.migrate.notes import NOTED_KEYWORDS, NOTES, OPTIMIZER_ATTRIBUTES, REFUSED_KEYWORDS
 from apex.tools.migrate.report import migration_text, to_json
 from apex.tools.migrate.script import Script
+from apex.tools.migrate.sources import UnreadableError
 from apex.tools.migrate.uses import Use, uses
 from apex.tools.migrate.verdicts import Kind, resolve, verdict_of, verdict_of_use
 
@@ -371,8 +373,7 @@ def test_files_that_cannot_be_read_are_named_and_the_rest_goes_on(folder):
     migration = migration_of(folder)
     assert {path.name: reason for path, reason in migration.unread} == {
         "broken.py": "line 2: not valid Python 3 syntax.",
-        "latin.py": f"{folder / 'latin.py'} cannot be decoded: invalid or missing encoding "
-        f"declaration for '{folder / 'latin.py'}'.",
+        "latin.py": "cannot be decoded: invalid or missing encoding declaration.",
     }
     assert migration.failed
 
@@ -406,6 +407,170 @@ def test_the_json_has_every_use(folder):
         str(folder / "broken.py"),
         str(folder / "latin.py"),
     ]
+
+
+# -- hostile files -----------------------------------------------------------------------------
+
+USE = "from apex import amp\n"
+
+# What Python says of some of them depends on its release, so that only the beginning is compared.
+HOSTILE = {
+    "utf16.py": (
+        USE.encode("utf-16"),
+        "cannot be decoded: invalid or missing encoding declaration.",
+    ),
+    "rot13.py": (
+        b"# coding: rot13\n" + USE.encode(),
+        "cannot be decoded: 'rot13' is not a text encoding",
+    ),
+    "unknown.py": (b"# coding: klingon\n", "cannot be decoded: unknown encoding: klingon."),
+    "undefined.py": (b"# coding: undefined\n", "cannot be decoded: "),
+    "brackets.py": (
+        USE.encode() + b"x = " + b"[" * 300 + b"]" * 300,
+        "line 2: not valid Python 3 syntax.",
+    ),
+    "sum.py": (
+        USE.encode() + b"x = " + b"+".join([b"1"] * 20_000),
+        "nested too deeply to be read.",
+    ),
+    "elif.py": (
+        USE.encode() + b"if x: pass\n" + b"elif y: pass\n" * 3000,
+        "nested too deeply to be read.",
+    ),
+    "null.py": (USE.encode() + b"x = '\0'\n", "line 1: not valid Python 3 syntax."),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_file_that_no_parser_takes_is_one_line_and_the_rest_goes_on(tmp_path, name):
+    data, reason = HOSTILE[name]
+    (tmp_path / name).write_bytes(data)
+    (tmp_path / "train.py").write_text(USE)
+    migration = migration_of(tmp_path)
+    ((path, why),) = migration.unread
+    assert path.name == name
+    assert why.startswith(reason)
+    assert "\n" not in why
+    assert [script.path.name for script in migration.scripts] == ["train.py"]
+    assert migration.failed
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no FIFOs")
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.py")
+    (tmp_path / "gone.py").symlink_to("nowhere.py")
+    (tmp_path / "train.py").write_text(USE)
+    migration = migration_of(tmp_path)
+    assert [path.name for path, _ in migration.unread] == ["gone.py", "pipe.py"]
+    assert "pipe, socket or device" in migration.unread[1][1]
+    assert len(migration.scripts) == 1
+    with pytest.raises(UnreadableError, match=r"pipe\.py cannot be read: it is neither"):
+        migration_of(tmp_path / "pipe.py")
+
+
+def test_a_folder_that_cannot_be_read_is_one_line_and_the_rest_goes_on(tmp_path, monkeypatch):
+    locked = tmp_path / "locked"
+    locked.mkdir()
+    (tmp_path / "train.py").write_text(USE)
+
+    def scandir(folder):
+        if Path(folder) == locked:
+            raise PermissionError(13, "Permission denied")
+        return original(folder)
+
+    original = os.scandir
+    monkeypatch.setattr(os, "scandir", scandir)
+    migration = migration_of(tmp_path)
+    assert migration.unread == ((locked, "cannot be read: Permission denied."),)
+    assert len(migration.scripts) == 1
+    with pytest.raises(UnreadableError, match="locked cannot be read: Permission denied"):
+        migration_of(locked)
+
+
+def test_a_file_of_20_000_uses_is_a_short_report(tmp_path):
+    path = tmp_path / "long.py"
+    path.write_text(USE + "amp.initialize(m, opt_level='O1')\n" * 20_000)
+    text = migration_text(migration_of(path))
+    assert "(line 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 19,990 more)" in text
+    assert len(text) < 1000
+    assert len(to_json(migration_of(path))["uses"]) == 20_001
+
+
+# -- remarks -----------------------------------------------------------------------------------
+
+
+def test_equal_remarks_in_a_file_stand_together(tmp_path):
+    (tmp_path / "a.py").write_text("from apex.RNN import LSTM, mLSTM\nfrom apex.RNN import Tanh\n")
+    assert migration_text(migration_of(tmp_path)).splitlines()[1:5] == [
+        "  note           apex.RNN.LSTM  (line 1)",
+        "                 apex.RNN.mLSTM  (line 1)",
+        "                 apex.RNN.Tanh  (line 2)",
+        f"{'':17}{NOTES['apex.RNN.LSTM']}",
+    ]
+
+
+def test_a_remark_on_several_files_is_written_once(tmp_path):
+    for name in ("a.py", "b.py"):
+        (tmp_path / name).write_text("from apex.RNN import LSTM\n")
+    (tmp_path / "c.py").write_text("from apex.optimizers import FusedNovoGrad\n")
+    text = migration_text(migration_of(tmp_path))
+    assert text.count("  note           apex.RNN.LSTM  (line 1) [1]\n") == 2
+    assert text.count(NOTES["apex.RNN.LSTM"]) == 1
+    assert f"\n[1] {NOTES['apex.RNN.LSTM']}\n" in text
+    assert f"{'':17}{NOTES['apex.optimizers.FusedNovoGrad']}" in text
+
+
+# -- levels ------------------------------------------------------------------------------------
+
+SWIN = """
+    from apex import amp
+    if config.AMP_OPT_LEVEL != "O0":
+        model, optimizer = amp.initialize(model, optimizer, opt_level=config.AMP_OPT_LEVEL)
+"""
+
+
+def test_a_test_of_the_opt_level_is_known_and_bf16_takes_the_same_branch(tmp_path):
+    (tmp_path / "main.py").write_text(textwrap.dedent(SWIN))
+    migration = migration_of(tmp_path)
+    assert not migration.failed
+    lines = migration_text(migration).splitlines()
+    assert lines[2] == "  note           config.AMP_OPT_LEVEL != 'O0'  (line 3)"
+    assert lines[3].strip().startswith("Treats O4 and O5, the levels in bf16, like O1 and O2")
+
+
+@pytest.mark.parametrize(
+    ("test", "passing"),
+    [
+        ("args.opt_level != 'O0'", "O1 O2 O3 O4 O5"),
+        ("'O0' != opt_level", "O1 O2 O3 O4 O5"),
+        ("cfg['amp_opt_level'] == 'O1'", "O1"),
+        ("self.fp16_opt_level in ('O1', 'O2')", "O1 O2"),
+        ("opt_level not in ['O0', 'O3']", "O1 O2 O4 O5"),
+        ("opt_level > 'O0'", "O1 O2 O3 O4 O5"),
+        ("parser.add_argument('--amp-opt-level', choices=['O0', 'O1', 'O2'])", "O0 O1 O2"),
+    ],
+)
+def test_the_levels_that_pass_a_test(test, passing):
+    (found,) = [use for use in uses(script_of(f"import apex\n{test}\n")) if use.passing is not None]
+    assert found.passing == set(passing.split())
+    same = ("O1" in passing) == ("O4" in passing)
+    assert ("without another change" in verdict_of_use(found).text) == same
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import apex\nx != 'O0'\n",
+        "import apex\nopt_level != other\n",
+        "import apex\nopt_level == 'fast'\n",
+        "import apex\n'O0' in opt_level\n",
+        "import apex\n'O0' < opt_level < 'O3'\n",
+        "import apex\nparser.add_argument('--model', choices=['a', 'b'])\n",
+        "opt_level != 'O0'\n",
+    ],
+)
+def test_what_tests_no_opt_level_of_apex_is_no_use(program):
+    assert not [use for use in uses(script_of(program)) if use.passing is not None]
 
 
 def test_without_a_use_the_report_says_so(tmp_path):

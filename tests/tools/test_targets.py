@@ -1,11 +1,13 @@
 """What ``apex compare`` accepts as a target, and what it says of what it does not."""
 
+import re
 import sys
 
 import pytest
 import torch
 
-from apex.tools.targets import TargetError, open_target
+from apex.tools.errors import TargetError
+from apex.tools.targets import open_target
 from tests.tools.cases import TARGET, written
 
 BODY = TARGET.replace("\n", "\n    ")
@@ -96,6 +98,18 @@ def test_a_model_that_must_be_copied_and_cannot_is_refused_with_the_remedy(modul
 )
 def test_a_target_that_gives_no_experiment_is_refused(tmp_path, text, message):
     with pytest.raises(TargetError, match=message), open_target(written(tmp_path, text)):
+        pass
+
+
+@pytest.mark.parametrize("imported", ["import apex.amp as amp", "from apex import amp"])
+def test_a_target_that_prepares_its_model_is_refused_with_the_line(tmp_path, imported):
+    call = "model, optimizer = amp.initialize(model, optimizer, opt_level='O5', verbosity=0)\n"
+    target = written(tmp_path, f"{imported}\n{TARGET}{call}")
+    line = TARGET.count("\n") + 2
+    message = (
+        rf"calls amp\.initialize \({re.escape(target)}:{line}\).*once per level: return the pl"
+    )
+    with pytest.raises(TargetError, match=message), open_target(target):
         pass
 
 

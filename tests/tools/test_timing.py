@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from apex.tools.emulation import slowdown
-from apex.tools.timing import _timing, time_interleaved
+from apex.tools.results import Timing
+from apex.tools.timing import time_interleaved
 
 CPU = torch.device("cpu")
 
@@ -30,13 +31,13 @@ def test_trainers_take_turns_after_one_step_each_that_is_not_counted():
     turns = ["O0", "O1", "O4", "O0", "O1", "O4", "O0", "O4", "O0", "O4"]
     assert steps == [(name, "batch") for name in turns]
     assert len(ticks) == len(turns)
-    assert {name: timing.steps for name, timing in found.items()} == rounds
+    assert {name: len(timing.samples) for name, timing in found.items()} == rounds
 
 
 def test_a_timing_is_the_median_and_the_ends_of_the_middle_half():
-    timing = _timing([9.0, 1.0, 2.0, 4.0, 3.0])
-    assert (timing.low, timing.median, timing.high) == (2.0, 3.0, 4.0)
-    assert _timing([5.0]) == type(timing)(median=5.0, low=5.0, high=5.0, steps=1)
+    timing = Timing((9.0, 1.0, 2.0, 4.0, 3.0))
+    assert (timing.median, timing.quartiles) == (3.0, (2.0, 4.0))
+    assert (Timing((5.0,)).median, Timing((5.0,)).quartiles) == (5.0, (5.0, 5.0))
 
 
 def test_fp32_is_what_other_dtypes_are_measured_against():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from importlib import metadata
 
 import apex
 from apex.cli import exit_codes
+from apex.cli.arguments import Parser
 
 SUBCOMMANDS = ("compare", "doctor", "migrate")
 """Modules of this package, in help order; each has ``add_parser`` and ``run``."""
@@ -18,16 +20,16 @@ SUBCOMMANDS = ("compare", "doctor", "migrate")
 
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command and all its subcommands."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="apex",
         description="Mixed-precision tools of apex-amp.",
         epilog=exit_codes.epilog(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     version = f"apex-amp {apex.__version__}, torch {metadata.version('torch')}"
-    parser.set_defaults(hint="")  # appended to the error on an unknown argument
+    parser.set_defaults(run=None, hint="")  # appended to the error on an unknown argument
     parser.add_argument("--version", action="version", version=version)
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name in SUBCOMMANDS:
         importlib.import_module(f"apex.cli.{name}").add_parser(subparsers)
     return parser
@@ -43,6 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{args.hint}")
+    if args.run is None:
+        parser.print_help(sys.stderr)
+        print(f"\napex: name a COMMAND: {', '.join(SUBCOMMANDS)}", file=sys.stderr)
+        return exit_codes.BAD_INPUT
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # file names may not be text, a terminal ASCII
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = int(args.run(args))
         sys.stdout.flush()

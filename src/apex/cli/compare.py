@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from apex.cli import exit_codes
+from apex.cli.arguments import count, seed
 from apex.cli.json_output import json_text
+from apex.cli.output_files import why_not_writable, write
 
 if TYPE_CHECKING:
     from apex.tools.compare import Options
@@ -49,6 +51,8 @@ examples:
 
 """
 
+EMULATED_STEPS = 10
+
 
 def add_parser(subparsers: Any) -> None:
     """Adds the subcommand."""
@@ -64,23 +68,27 @@ def add_parser(subparsers: Any) -> None:
         "--levels", metavar="NAMES", help="comma-separated, such as O0,O4,O5 (default: all)"
     )
     parser.add_argument(
-        "--steps", type=_count, default=100, metavar="N", help="training steps (default: 100)"
+        "--steps", type=count, default=100, metavar="N", help="training steps (default: 100)"
+    )
+    parser.add_argument(
+        "--emulated",
+        action="store_true",
+        help="also train levels whose dtype this machine emulates, which is slow",
     )
     parser.add_argument(
         "--emulated-steps",
-        type=_count,
-        default=10,
+        type=count,
         metavar="N",
-        help="training steps of a level whose dtype this machine emulates (default: 10)",
+        help=f"their training steps (default: {EMULATED_STEPS}); implies --emulated",
     )
     parser.add_argument(
         "--rounds",
-        type=_count,
+        type=count,
         default=20,
         metavar="N",
         help="timed steps of each level, interleaved (default: 20)",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
+    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="default: 0")
     parser.add_argument(
         "--device",
         metavar="NAME",
@@ -99,19 +107,29 @@ def add_parser(subparsers: Any) -> None:
         help="also write the results as JSON; - writes them to standard output and the table to "
         "standard error",
     )
+    parser.add_argument(
+        "--wide",
+        action="store_true",
+        help="print all columns; a terminal that they do not fit shows the six most important ones",
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Compares, prints the table, writes the files; returns the exit code."""
     from apex.tools.compare import compare
+    from apex.tools.errors import TargetError
     from apex.tools.progress import progress_on
-    from apex.tools.targets import TargetError
 
     try:
         options = _options(args)
+        if _same_file(args):
+            raise ValueError(f"--output and --json name the same file, {args.json}")
     except ValueError as error:
         return _refused(error)
+    if unwritable := _unwritable(args):
+        print(f"apex compare: {unwritable}", file=sys.stderr)
+        return exit_codes.NOT_WRITTEN
     progress = progress_on(sys.stderr)
     try:
         comparison = compare(args.target, options, progress)
@@ -130,6 +148,27 @@ def _refused(error: Exception) -> int:
     return exit_codes.BAD_INPUT
 
 
+def _same_file(args: argparse.Namespace) -> bool:
+    paths = [path.resolve() for path in _files(args).values()]
+    return len({*paths}) < len(paths)
+
+
+def _unwritable(args: argparse.Namespace) -> str:
+    """Returns which file cannot be written and why; empty if all can."""
+    for path in _files(args).values():
+        if why := why_not_writable(path):
+            return f"{path} cannot be written: {why}. Nothing was trained."
+    return ""
+
+
+def _files(args: argparse.Namespace) -> dict[str, Path]:
+    """Returns the files to write, by what they hold."""
+    files = {"report": args.output}
+    if args.json not in (None, "-"):
+        files["json"] = Path(args.json)
+    return files
+
+
 def _options(args: argparse.Namespace) -> Options:
     from apex.tools.compare import Options
     from apex.tools.devices import parse_device
@@ -138,7 +177,7 @@ def _options(args: argparse.Namespace) -> Options:
     return Options(
         variants=parse_variants(args.levels if args.levels is not None else ",".join(VARIANTS)),
         steps=args.steps,
-        emulated_steps=args.emulated_steps,
+        emulated_steps=args.emulated_steps or (EMULATED_STEPS if args.emulated else None),
         rounds=args.rounds,
         seed=args.seed,
         device=parse_device(args.device),
@@ -147,39 +186,23 @@ def _options(args: argparse.Namespace) -> Options:
 
 def _show(comparison: Comparison, args: argparse.Namespace) -> bool:
     """Writes the files and prints the table; returns whether all files could be written."""
+    from apex.cli.terminal import columns_of
     from apex.tools.report import report
     from apex.tools.results import to_json
     from apex.tools.text import comparison_text
 
     stream = sys.stderr if args.json == "-" else sys.stdout
     data = json_text(to_json(comparison))
-    files = {"report": (args.output, report(comparison))}
-    if args.json not in (None, "-"):
-        files["json"] = (Path(args.json), data)
+    files, contents = _files(args), {"report": report(comparison), "json": data}
     # Written before printing, because printing to a closed pipe raises.
-    errors = {kind: _write(*file) for kind, file in files.items()}
-    print("\n" + comparison_text(comparison), file=stream)
+    errors = {kind: write(path, contents[kind]) for kind, path in files.items()}
+    text = comparison_text(comparison, width=columns_of(stream), wide=args.wide)
+    print("\n" + text, file=stream)
     if args.json == "-":
         sys.stdout.write(data)
-    for kind, (path, _) in files.items():
+    for kind, path in files.items():
         if errors[kind] is None:
             print(f"{kind}: {path}", file=stream)
         else:
             print(f"apex compare: {path} could not be written: {errors[kind]}", file=sys.stderr)
     return not any(errors.values())
-
-
-def _write(path: Path, text: str) -> str | None:
-    """Writes a file; returns the error message, if any."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        return error.strerror or str(error)
-    return None
-
-
-def _count(text: str) -> int:
-    """Parses an integer of at least 1."""
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"got {value}; it must be at least 1")
-    return value

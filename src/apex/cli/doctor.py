@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from apex.cli import exit_codes
-from apex.cli.json_output import write_json
+from apex.cli.json_output import json_is_writable, write_json
 
 DESCRIPTION = """\
 Reports versions and devices, the measured speed of fp32, fp16 and bf16 (this takes a few seconds),
@@ -56,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"apex doctor: {error}", file=sys.stderr)
         return exit_codes.BAD_INPUT
+    if not json_is_writable("doctor", args.json):
+        return exit_codes.NOT_WRITTEN
     health = examine(device, budget=args.seconds)
     if args.json != "-":
         print(health_text(health))
@@ -66,6 +68,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _seconds(text: str) -> float:
     """Parses a finite time of at least 0 seconds."""
-    if not 0.0 <= (value := float(text)) < math.inf:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"got {text!r}; it must be a number of seconds") from None
+    if not 0.0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"got {text}; it must be finite and at least 0 seconds")
     return value

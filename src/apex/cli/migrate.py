@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from apex.cli import exit_codes
-from apex.cli.json_output import write_json
+from apex.cli.json_output import json_is_writable, write_json
 
 DESCRIPTION = """\
 Reads Python files and reports, for every use of apex, whether it works with this package:
@@ -57,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
     from apex.tools.migrate.report import migration_text, to_json
     from apex.tools.migrate.sources import UnreadableError
 
+    if not json_is_writable("migrate", args.json):
+        return exit_codes.NOT_WRITTEN
     try:
         migration = migration_of(args.path)
     except UnreadableError as error:

@@ -14,21 +14,19 @@ import torch
 
 from apex.tools import probing, training
 from apex.tools.emulation import EMULATION_RATIO, slowdown
-from apex.tools.errors import format_error
+from apex.tools.errors import TargetError, format_error
+from apex.tools.load import current_load
 from apex.tools.progress import Progress
 from apex.tools.recommend import recommendation
 from apex.tools.results import Comparison, Result
 from apex.tools.seeds import seed_all
-from apex.tools.targets import Build, Experiment, TargetError, open_target
+from apex.tools.targets import Build, Experiment, open_target
 from apex.tools.timing import time_interleaved
 from apex.tools.trainers import INITIAL_SCALE, Trainer, prepare
 from apex.tools.training import State, Track
 from apex.tools.variants import BASELINE, Variant
 
 FEW_STEPS = 20
-
-WIDE_SPREAD = 0.3
-"""If the interquartile range exceeds this share of the median, timings count as noisy."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,8 @@ class Options:
     Attributes:
         variants: In display order, the baseline first.
         steps: Training steps.
-        emulated_steps: Training steps of a variant whose dtype the machine emulates.
+        emulated_steps: Training steps of a variant whose dtype the machine emulates; ``None`` to
+            skip these variants.
         rounds: Timed steps of each variant.
         seed: Seed of all random numbers.
         device: Device to train on.
@@ -46,7 +45,7 @@ class Options:
 
     variants: tuple[Variant, ...]
     steps: int
-    emulated_steps: int
+    emulated_steps: int | None
     rounds: int
     seed: int
     device: torch.device
@@ -71,7 +70,9 @@ def compare(target: str, options: Options, progress: Progress) -> Comparison:
         steps=len(run.batches),
         seed=options.seed,
         results=tuple(run.results.values()),
-        notes=(*run.notes, *_timing_notes(run.results[BASELINE])),
+        notes=tuple(run.notes),
+        interleaved=run.interleaved,
+        load=current_load(),
     )
     return replace(found, recommendation=recommendation(found))
 
@@ -93,13 +94,10 @@ class _Run:
         """Draws the batches and checks which dtypes the machine emulates."""
         self.options, self.progress = options, progress
         self.notes: list[str] = []
-        if options.device.type != "cuda":
-            self.notes.append(
-                f"Peak memory is not measured on {options.device.type}; stored bytes and "
-                "bytes saved for backward are."
-            )
+        self.interleaved = True
         self._build = build
         first = build()
+        self._loss_place = first.loss.place
         self.batches = self._draw(first)
         self._start: State = {
             name: value.detach().to("cpu", copy=True)
@@ -109,17 +107,34 @@ class _Run:
         self._tracks: dict[str, Track] = {}
         self._slowdowns: dict[torch.dtype, float | None] = {}
         self.results = {variant.name: self._initial_result(variant) for variant in options.variants}
-        total = sum(self._steps(r) + self._rounds(r) + 2 for r in self.results.values())
+        total = sum(
+            self._steps(result) + self._rounds(result) + 2
+            for result in self.results.values()
+            if not result.skipped
+        )
         progress.start(total)
 
     # -- the three phases ----------------------------------------------------------------------
 
     def train(self) -> None:
         """Trains under each variant, one after another."""
-        for name, result in self.results.items():
+        for name, result in list(self.results.items()):
+            if result.skipped:
+                continue
             self.progress.describe(f"train {name}" + (" (emulated)" if result.emulated else ""))
+            if name == BASELINE:
+                self._train_baseline(result)
+                continue
             with self._recording_errors(name, "training"):
                 self._train_one(name, result)
+
+    def _train_baseline(self, result: Result) -> None:
+        """Trains in fp32; a failure is the target's, and there would be nothing to compare with."""
+        try:
+            self._train_one(BASELINE, result)
+        except Exception as error:
+            text = format_error(error, otherwise=self._loss_place)
+            raise TargetError(f"Training in fp32 (O0) failed: {text}") from error
 
     def _train_one(self, name: str, result: Result) -> None:
         experiment, trainer = self._fresh(result, self._start)
@@ -130,8 +145,7 @@ class _Run:
             keep_at=[self._steps(other) for other in self.results.values()],
             on_step=self.progress.step,
         )
-        if BASELINE in self._tracks:
-            record = training.with_distance(record, self._tracks[name], self._tracks[BASELINE])
+        record = training.with_distance(record, self._tracks[name], self._tracks[BASELINE])
         self._put(name, training=record)
         if name != BASELINE:
             del self._tracks[name]  # only the baseline is needed later
@@ -140,8 +154,6 @@ class _Run:
 
     def probe(self) -> None:
         """Runs one batch forward and backward under each variant, from fp32's final weights."""
-        if BASELINE not in self._tracks:
-            return
         fp32: probing.Observation | None = None
         for name in self._trained():
             self.progress.describe(f"probe {name}")
@@ -165,6 +177,7 @@ class _Run:
             return
         except Exception as error:  # noqa: BLE001 - memory, or the user's code
             self.notes.append(f"Timed one after another, not interleaved: {format_error(error)}.")
+            self.interleaved = False
         # Outside the handler, so that the exception no longer holds the memory.
         for name in self._trained():
             with self._recording_errors(name, "timing"):
@@ -228,11 +241,13 @@ class _Run:
             except RuntimeError:
                 self._slowdowns[dtype] = None
         ratio = self._slowdowns[dtype]
-        return Result(variant, slowdown=ratio, emulated=ratio is None or ratio > EMULATION_RATIO)
+        emulated = ratio is None or ratio > EMULATION_RATIO
+        skipped = emulated and self.options.emulated_steps is None
+        return Result(variant, slowdown=ratio, emulated=emulated, skipped=skipped)
 
     def _steps(self, result: Result) -> int:
-        few = self.options.emulated_steps if result.emulated else len(self.batches)
-        return min(few, len(self.batches))
+        few = self.options.emulated_steps if result.emulated else None
+        return len(self.batches) if few is None else min(few, len(self.batches))
 
     def _rounds(self, result: Result) -> int:
         return 1 if result.emulated else self.options.rounds
@@ -251,15 +266,6 @@ class _Run:
         except Exception as error:  # noqa: BLE001 - the user's code, or what this machine lacks
             errors = (*self.results[name].errors, f"{part} failed: {format_error(error)}")
             self._put(name, errors=errors)
-
-
-def _timing_notes(base: Result) -> Iterator[str]:
-    timing = base.timing
-    if timing is not None and timing.high - timing.low > WIDE_SPREAD * timing.median:
-        yield (
-            f"Timings are noisy: the interquartile range of fp32 steps is {timing.low:.3g} to "
-            f"{timing.high:.3g} ms. Use an idle machine or more --rounds."
-        )
 
 
 def _cycle(experiment: Experiment) -> Iterator[Any]:

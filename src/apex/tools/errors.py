@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import inspect
 import traceback
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
 
 from apex.debug import frames
 
 
-def format_error(error: BaseException) -> str:
+class TargetError(Exception):
+    """A target that cannot be used; the message gives the reason and the remedy."""
+
+
+def format_error(error: BaseException, *, otherwise: str = "") -> str:
     """Returns an error's type, the first line of its message and the user's line that raised it.
 
-    The location is omitted if no user code is in the traceback.
+    Args:
+        error: The error; of a ``TargetError`` only the message is returned.
+        otherwise: Location to name if no user code is in the traceback; by default none.
     """
+    if isinstance(error, TargetError):
+        return str(error)
     lines = str(error).strip().splitlines()
     text = type(error).__name__ + (f": {lines[0]}" if lines else "")
     places = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_user(frame)]
-    return f"{text} ({places[-1].filename}:{places[-1].lineno})" if places else text
+    place = f"{places[-1].filename}:{places[-1].lineno}" if places else otherwise
+    return f"{text} ({place})" if place else text
+
+
+def place_of(function: Callable[..., Any]) -> str:
+    """Returns ``"file:line"`` of a function's definition; empty if it has none in Python."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if isinstance(code, CodeType) else ""
 
 
 def _is_user(frame: traceback.FrameSummary) -> bool:

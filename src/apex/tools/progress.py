@@ -1,8 +1,9 @@
-"""Progress of a long run: a bar if tqdm is installed, otherwise a line every few seconds."""
+"""Progress of a long run: a bar on a terminal, a line for each stage elsewhere."""
 
 from __future__ import annotations
 
 import importlib
+import math
 import time
 from typing import Any, Protocol, TextIO
 
@@ -26,7 +27,12 @@ class Progress(Protocol):
 
 
 def progress_on(stream: TextIO) -> Progress:
-    """Returns a bar on ``stream`` if tqdm is installed; otherwise plain lines, after a notice."""
+    """Returns a bar if ``stream`` is a terminal and tqdm is installed; otherwise plain lines.
+
+    On a terminal, a notice names tqdm, and there is also a line every few seconds.
+    """
+    if not stream.isatty():
+        return PlainProgress(stream, seconds=math.inf)
     try:
         tqdm = importlib.import_module("tqdm").tqdm
     except ImportError:
@@ -66,9 +72,9 @@ class BarProgress:
 class PlainProgress:
     """A line for each activity, and one every few seconds."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, *, seconds: float = SECONDS_BETWEEN_LINES) -> None:
         """Shows nothing yet."""
-        self._stream = stream
+        self._stream, self._seconds = stream, seconds
         self._text = ""
         self._total = self._done = 0
         self._shown = time.monotonic()
@@ -85,7 +91,7 @@ class PlainProgress:
     def step(self) -> None:
         """Writes a line if the last one is a few seconds old."""
         self._done += 1
-        if time.monotonic() - self._shown >= SECONDS_BETWEEN_LINES:
+        if time.monotonic() - self._shown >= self._seconds:
             self._line()
 
     def close(self) -> None:

@@ -1,119 +1,193 @@
-"""The recommended level, with the measurements behind it."""
+"""The recommended level, the verdict on every other, and the measurements behind them.
+
+Note [Verdict on speed]
+    The variants take turns, so that a round holds one step of each under the same load. A
+    variant's speed is the median over rounds of fp32's time divided by its own, with the interval
+    of :mod:`apex.tools.paired`. It is faster if the median is at least ``LEAST_GAIN`` and the
+    interval lies above 1; not faster if the median is less than ``LEAST_GAIN`` and the interval
+    ends below ``MOST_MISSED``. Anything else is unclear, and a comparison in which no variant is
+    faster and one is unclear has no verdict on speed.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from statistics import stdev
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from enum import Enum
 
-from apex.tools.results import Comparison, Recommendation, Result
-from apex.tools.training import end_loss, last
-from apex.tools.variants import BASELINE, SHORT
+import torch
+
+from apex.tools.load import why_times_spread
+from apex.tools.paired import LEAST_ROUNDS, Interval
+from apex.tools.results import Comparison, Recommendation, Result, Verdict, Word
+from apex.tools.sizes import megabytes, saving, saving_text
+from apex.tools.soundness import noise, refusal
+from apex.tools.training import end_loss
+from apex.tools.variants import BASELINE
 
 LEAST_GAIN = 1.05
 """Least speed-up that justifies a change of numerics."""
 
-LEAST_MEMORY_GAIN = 0.9
-"""Largest share of fp32's memory that justifies it, ..."""
+MOST_MISSED = 1.1
+"""Largest speed-up that a decision for fp32 may miss."""
 
 LEAST_BYTES_SAVED = 32e6
-"""... if it also saves this many bytes."""
+"""Least saving of memory that justifies a change of numerics at the same speed."""
 
-MOST_FROZEN = 0.05
-MOST_SKIPPED = 0.1
-LOSS_TOLERANCE = 0.05
+ENOUGH_ROUNDS = 20
+
+MEASURE = "what the others are measured against"
+
+
+class Outcome(Enum):
+    """What the times say of a variant."""
+
+    FASTER = "faster"
+    NOT_FASTER = "not faster"
+    UNCLEAR = "unclear"
+
+
+def outcome(speed: Interval) -> Outcome:
+    """Returns what a speed relative to fp32 says; see Note [Verdict on speed]."""
+    if speed.median >= LEAST_GAIN:
+        return Outcome.FASTER if speed.low > 1 else Outcome.UNCLEAR
+    return Outcome.NOT_FASTER if speed.high < MOST_MISSED else Outcome.UNCLEAR
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A variant that trains as well as fp32, and its speed relative to fp32."""
+
+    result: Result
+    speed: Interval
+
+    @property
+    def name(self) -> str:
+        return self.result.name
 
 
 def recommendation(comparison: Comparison) -> Recommendation:
-    """Returns the fastest variant that trains as well as fp32, or fp32 if none gains anything."""
+    """Returns the fastest variant that trains as well as fp32, or fp32, or no verdict."""
     base = comparison.baseline
     if base.training is None:
-        return Recommendation(
-            BASELINE,
-            "No recommendation: the fp32 baseline failed.",
-            base.errors,
-        )
+        return Recommendation(None, "No recommendation: the fp32 baseline failed.", base.errors)
     if len(comparison.results) == 1:
-        return Recommendation(BASELINE, "Nothing to compare: only fp32 was trained.", ())
-    refusals = {result.name: _refusal(result, base) for result in comparison.results}
-    sound = [r for r in comparison.results if r.variant.advised and not refusals[r.name]]
-    gaining = [result for result in sound if gains(result, base)]
-    best = _first_of_the_fastest(gaining)
-    others = _grouped(refusals)
-    if best is None:
-        text = "Stay in fp32: " + _because(sound, base)
-        return Recommendation(BASELINE, text, tuple(others))
-    text = f"Use {best.name} ({best.variant.meaning}): {_gain(best, base)}."
-    return Recommendation(best.name, text, (*_reasons(best, base), *others))
+        return Recommendation(None, "Nothing to compare: only fp32 was trained.")
+    if base.timing is None:
+        return Recommendation(None, "No verdict on speed: fp32 was not timed.", base.errors)
+    refusals = {result.name: refusal(result, comparison) for result in comparison.results}
+    sound = [
+        _Candidate(result, speed)
+        for result in comparison.results
+        if result.variant.advised and not refusals[result.name]
+        if (speed := comparison.speed(result)) is not None
+    ]
+    gaining = [each for each in sound if _gains(each, base)]
+    unclear = [each for each in sound if outcome(each.speed) is Outcome.UNCLEAR]
+    level: str | None = None
+    ties: list[_Candidate] = []
+    reasons = _grouped(refusals)
+    if gaining:
+        alike = _fastest_and_ties(gaining, comparison)
+        best = min(alike, key=_preference)
+        ties = [each for each in alike if each is not best]
+        level, text = best.name, _use(best, ties, base)
+        reasons = [*_reasons(best.result, base), *reasons]
+    elif unclear:
+        text = _no_verdict(max(unclear, key=_median), comparison)
+    else:
+        level, text = BASELINE, _stay(sound, base)
+    tied = {each.name for each in ties}
+    verdicts = [
+        Verdict(result.name, *_word(result, level, tied, refusals[result.name], comparison))
+        for result in comparison.results
+    ]
+    return Recommendation(level, text, tuple(reasons), tuple(verdicts))
 
 
-def speedup(result: Result, base: Result) -> float | None:
-    """Returns a variant's speed relative to fp32; ``None`` if it was not timed."""
-    if result.timing is None or base.timing is None or not result.timing.median:
-        return None
-    return base.timing.median / result.timing.median
+def _median(candidate: _Candidate) -> float:
+    return candidate.speed.median
 
 
-def gains(result: Result, base: Result) -> bool:
-    """Returns whether a variant is clearly faster than fp32, or clearly smaller and no slower."""
-    speed = speedup(result, base)
-    if speed is None or result.timing is None or base.timing is None:
-        return False
-    if speed >= LEAST_GAIN and result.timing.high < base.timing.low:
-        return True
-    saved = _memory(base) - _memory(result)
-    smaller = _memory_ratio(result, base) <= LEAST_MEMORY_GAIN and saved >= LEAST_BYTES_SAVED
-    return smaller and speed >= 1 / LEAST_GAIN
+def _gains(candidate: _Candidate, base: Result) -> bool:
+    """Returns whether a variant is faster than fp32, or much smaller and no slower."""
+    found = outcome(candidate.speed)
+    smaller = saving(candidate.result, base) >= LEAST_BYTES_SAVED
+    no_slower = found is Outcome.NOT_FASTER and candidate.speed.median >= 1 / LEAST_GAIN
+    return found is Outcome.FASTER or (smaller and no_slower)
 
 
-def loss_is_worse(result: Result, base: Result) -> bool:
-    """Returns whether a variant's final loss exceeds fp32's by more than fp32's own noise."""
-    if result.training is None or base.training is None:
-        return False
-    losses = base.training.losses[: len(result.training.losses)]
-    ours, fp32 = end_loss(result.training.losses), end_loss(losses)
-    return ours > fp32 + max(2 * _noise(losses), LOSS_TOLERANCE * abs(fp32))
+def _fastest_and_ties(candidates: Sequence[_Candidate], comparison: Comparison) -> list[_Candidate]:
+    """Returns the fastest variant and those that are as fast, within the spread."""
+    fastest = max(candidates, key=_median)
+    found = []
+    for each in candidates:
+        lead = comparison.speed(fastest.result, each.result)
+        if lead is None or lead.median < LEAST_GAIN or lead.low <= 1:
+            found.append(each)
+    return found
 
 
-def _first_of_the_fastest(results: list[Result]) -> Result | None:
-    """Returns the first variant in the table that is as fast as the fastest, within its spread."""
-    fastest = min(results, key=_time, default=None)
-    if fastest is None or fastest.timing is None:
-        return None
-    alike = max(fastest.timing.high, fastest.timing.median * LEAST_GAIN)
-    return next(result for result in results if _time(result) <= alike)
+def _preference(candidate: _Candidate) -> tuple[bool, bool]:
+    """Returns a key that sorts the simplest of equally fast variants first."""
+    variant = candidate.result.variant
+    return not variant.fp32_weights, variant.dtype is torch.float16
 
 
-def _refusal(result: Result, base: Result) -> str:
-    """Returns why a variant is ruled out; empty if it is not."""
-    record = result.training
-    own = [
-        error for error in result.errors if error not in base.errors
-    ]  # shared ones are the target's
-    if own or record is None:
-        return "; ".join(own or result.errors)
-    if result.name == base.name:
+def _use(best: _Candidate, ties: Sequence[_Candidate], base: Result) -> str:
+    facts = [str(best.speed), saving_text(best.result, base)]
+    if outcome(best.speed) is not Outcome.FASTER:
+        facts.reverse()
+    gain = ", ".join([*filter(None, facts), "and a final loss within the noise of fp32"])
+    return f"Use {best.name} ({best.result.variant.meaning}): {gain}." + _ties_text(best, ties)
+
+
+def _ties_text(best: _Candidate, ties: Sequence[_Candidate]) -> str:
+    """Returns who ties and why ``best`` is named; empty if it is alone."""
+    if not ties:
         return ""
-    name = SHORT[result.variant.dtype]
-    frozen = max((share for _, share in record.frozen), default=0.0)
-    rules = (
-        (
-            result.emulated,
-            f"{name} is emulated on this machine"
-            + ("" if result.slowdown is None else f" ({result.slowdown:.0f}x the time of fp32)"),
-        ),
-        (not math.isfinite(record.losses[-1]), "the final loss is not finite"),
-        (not result.emulated and loss_is_worse(result, base), _worse(result, base)),
-        (
-            frozen > MOST_FROZEN,
-            f"rounding lost the updates of up to {frozen:.0%} of the weights",
-        ),
-        (
-            len(record.skipped) > 2 + MOST_SKIPPED * len(record.losses),
-            f"{len(record.skipped)} of {len(record.losses)} steps were skipped",
-        ),
-    )
-    return "; ".join(reason for holds, reason in rules if holds)
+    (stored, scaled), whys = _preference(best), []
+    if not stored and any(_preference(each)[0] for each in ties):
+        whys.append("its weights stay fp32")
+    if not scaled and any(_preference(each)[1] for each in ties):
+        whys.append("bf16 needs no loss scale")
+    same = [each for each in ties if _preference(each) == _preference(best)]
+    text = f" Equally fast within the spread: {', '.join(map(_prose, ties))}."
+    if whys:
+        text += f" {best.name} is named because {' and '.join(whys)}."
+    if same:
+        text += f" A script that uses {_prose(same[0])} can keep it."
+    return text
+
+
+def _prose(candidate: _Candidate) -> str:
+    variant = candidate.result.variant
+    if variant.engine == "amp":
+        return variant.name
+    return "torch.autocast" + " in fp16" * (variant.dtype is torch.float16)
+
+
+def _word(
+    result: Result, level: str | None, tied: Set[str], refused: str, comparison: Comparison
+) -> tuple[Word, str]:
+    """Returns the verdict on a variant in one word, and the reason."""
+    speed, base = comparison.speed(result), comparison.baseline
+    if result.name == BASELINE:
+        return ("use", "no other level gains") if level == BASELINE else ("baseline", MEASURE)
+    if refused:
+        return "skipped" if result.skipped else "no", refused
+    if speed is None:
+        return "unclear", "not timed"
+    facts = ", ".join(filter(None, [str(speed), saving_text(result, base)]))
+    if not result.variant.advised:
+        return "no", f"{facts}; no fp32 masters, for comparison only"
+    if result.name == level:
+        return "use", facts
+    if result.name in tied:
+        return "ties", facts
+    if outcome(speed) is Outcome.UNCLEAR:
+        return "unclear", f"{facts}; the times do not tell"
+    return "usable", facts + ("; no gain" if level in (None, BASELINE) else f"; {level} gains more")
 
 
 def _grouped(refusals: Mapping[str, str]) -> list[str]:
@@ -125,45 +199,40 @@ def _grouped(refusals: Mapping[str, str]) -> list[str]:
     return [f"{', '.join(who)}: {reason.rstrip('.')}." for reason, who in names.items()]
 
 
-def _worse(result: Result, base: Result) -> str:
-    if result.training is None or base.training is None:
-        return ""
-    fp32 = end_loss(base.training.losses[: len(result.training.losses)])
-    return f"final loss {end_loss(result.training.losses):.4g}, against {fp32:.4g} in fp32"
+def _no_verdict(best: _Candidate, comparison: Comparison) -> str:
+    """Returns why the times decide nothing, what they look like, and what to do."""
+    timing = best.result.timing
+    rounds = 0 if timing is None else len(timing.samples)
+    if rounds < LEAST_ROUNDS:
+        why = f"{rounds} timed step{'s' * (rounds != 1)} of each level cannot tell"
+        again = f"Run again with --rounds {ENOUGH_ROUNDS}."
+    else:
+        why = why_times_spread(comparison.load)
+        again = f"Run again when it is idle, or with --rounds {4 * rounds}."
+    saved = saving_text(best.result, comparison.baseline)
+    looked = f"{best.name} looked {best.speed}" + (f", {saved}" if saved else "")
+    return f"No verdict on speed: {why}. {looked}. {again}"
 
 
-def _because(sound: list[Result], base: Result) -> str:
-    """Returns why no variant gains."""
-    timed = [result for result in sound if result.timing is not None]
-    if not timed:
-        return "no other level trained successfully on this machine."
-    best = min(timed, key=_time)
-    speed = speedup(best, base) or 0.0
-    return (
-        f"the fastest usable level, {best.name}, runs at {speed:.2f}x the speed of fp32 "
-        f"({_spread(best)} a step against {_spread(base)}) and uses "
-        f"{_memory_ratio(best, base):.0%} of its memory."
-    )
-
-
-def _gain(best: Result, base: Result) -> str:
-    speed = speedup(best, base) or 1.0
-    ratio = _memory_ratio(best, base)
-    words = [f"{speed:.2f}x as fast as fp32"]
-    if ratio <= LEAST_MEMORY_GAIN:
-        words.append(f"{1 - ratio:.0%} less memory")
-    if speed < LEAST_GAIN:
-        words.reverse()
-    return ", ".join([*words, "and a final loss within the noise of fp32"])
+def _stay(sound: Sequence[_Candidate], base: Result) -> str:
+    """Returns the advice to stay in fp32, and why no variant gains."""
+    if not sound:
+        return "Stay in fp32: no other level is usable on this machine."
+    best = max(sound, key=_median)
+    facts = [
+        f"{best.name}, the fastest usable level, is {best.speed}",
+        saving_text(best.result, base),
+    ]
+    return f"Stay in fp32: {', '.join(filter(None, facts))}."
 
 
 def _reasons(best: Result, base: Result) -> list[str]:
-    reasons = [f"Time: {_spread(best)} a step, against {_spread(base)} in fp32."]
+    reasons = [f"Time: {_time(best)} a step, against {_time(base)} in fp32."]
     if best.training is not None and base.training is not None:
         losses = base.training.losses
         reasons.append(
             f"Final loss: {end_loss(best.training.losses):.4g}, against "
-            f"{end_loss(losses):.4g} in fp32 (standard deviation {_noise(losses):.2g})."
+            f"{end_loss(losses):.4g} in fp32 (standard deviation {noise(losses):.2g})."
         )
         reasons.append(
             f"Stored: {best.training.stored.per_param:.1f} bytes per parameter, against "
@@ -177,40 +246,6 @@ def _reasons(best: Result, base: Result) -> list[str]:
     return reasons
 
 
-def megabytes(count: int) -> str:
-    """Returns bytes as megabytes, or as kilobytes below 0.1 MB."""
-    value = count / 1e6
-    if value < 0.1:
-        return f"{count / 1e3:.1f} kB"
-    return f"{value:.0f} MB" if value >= 100 else f"{value:.1f} MB"
-
-
-def _memory_ratio(result: Result, base: Result) -> float:
-    """Returns a variant's memory relative to fp32."""
-    ours, fp32 = _memory(result), _memory(base)
-    return ours / fp32 if ours and fp32 else 1.0
-
-
-def _memory(result: Result) -> int:
-    if result.training is None or result.probe is None:
-        return 0
-    if result.training.peak_bytes is not None:
-        return result.training.peak_bytes
-    stored = result.training.stored
-    return stored.model + stored.masters + stored.optimizer + result.probe.activation_bytes
-
-
-def _time(result: Result) -> float:
-    return math.inf if result.timing is None else result.timing.median
-
-
-def _spread(result: Result) -> str:
+def _time(result: Result) -> str:
     timing = result.timing
-    if timing is None:
-        return "not timed"
-    return f"{timing.median:.3g} ms ({timing.low:.3g} to {timing.high:.3g})"
-
-
-def _noise(losses: tuple[float, ...]) -> float:
-    steps = last(losses)
-    return stdev(steps) if len(steps) > 1 else 0.0
+    return "not timed" if timing is None else f"{timing.median:.3g} ms"

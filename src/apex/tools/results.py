@@ -6,11 +6,14 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from statistics import median, quantiles
+from typing import Any, Literal
 
 import torch
 
 from apex._core import dtypes
+from apex.tools.load import Load
+from apex.tools.paired import Interval, independent_ratio, paired_ratio
 from apex.tools.variants import BASELINE, Variant
 
 Sample = tuple[int, float]
@@ -89,16 +92,23 @@ class Timing:
     """Milliseconds per training step, measured over interleaved steps of all variants.
 
     Attributes:
-        median: Median.
-        low: First quartile.
-        high: Third quartile.
-        steps: Number of timed steps.
+        samples: One per round, at least one.
     """
 
-    median: float
-    low: float
-    high: float
-    steps: int
+    samples: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Median."""
+        return median(self.samples)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """First and third quartile."""
+        if len(self.samples) == 1:
+            return self.samples[0], self.samples[0]
+        low, _, high = quantiles(self.samples, n=4, method="inclusive")
+        return low, high
 
 
 @dataclass(frozen=True)
@@ -153,6 +163,7 @@ class Result:
         timing: Time per step.
         probe: One pass compared with fp32.
         errors: Messages of what failed.
+        skipped: Whether it was not trained because its dtype is emulated.
     """
 
     variant: Variant
@@ -162,6 +173,7 @@ class Result:
     timing: Timing | None = None
     probe: Probe | None = None
     errors: tuple[str, ...] = ()
+    skipped: bool = False
 
     @property
     def name(self) -> str:
@@ -169,19 +181,45 @@ class Result:
         return self.variant.name
 
 
+Word = Literal["use", "ties", "usable", "unclear", "no", "skipped", "baseline"]
+"""The verdict on a level in one word."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The verdict on one level.
+
+    Attributes:
+        level: The level.
+        word: "use" for the one to use, "ties" if it is equally fast, "usable" if it trains as well
+            as fp32 but brings less, "unclear" if the times do not tell, "no" if it is ruled out.
+        why: The reason, with the measurement.
+    """
+
+    level: str
+    word: Word
+    why: str
+
+
 @dataclass(frozen=True)
 class Recommendation:
     """The recommended level.
 
     Attributes:
-        level: The level; "O0" to stay in fp32.
-        text: The recommendation in one sentence.
+        level: The level; "O0" to stay in fp32, ``None`` without a verdict.
+        text: The recommendation, the reason after a colon.
         reasons: One sentence each, with measurements.
+        verdicts: One for each level, in display order.
     """
 
-    level: str
+    level: str | None
     text: str
-    reasons: tuple[str, ...]
+    reasons: tuple[str, ...] = ()
+    verdicts: tuple[Verdict, ...] = ()
+
+    def verdict(self, level: str) -> Verdict:
+        """Returns the verdict on a level."""
+        return next(verdict for verdict in self.verdicts if verdict.level == level)
 
 
 @dataclass(frozen=True)
@@ -195,6 +233,8 @@ class Comparison:
         seed: Seed of all random numbers.
         results: In display order, the fp32 baseline first.
         notes: Remarks for the reader.
+        interleaved: Whether the variants took turns while they were timed.
+        load: Load of the machine while they were timed; ``None`` if it is not reported.
         recommendation: Derived from the results.
     """
 
@@ -204,7 +244,9 @@ class Comparison:
     seed: int
     results: tuple[Result, ...]
     notes: tuple[str, ...] = ()
-    recommendation: Recommendation = field(default=Recommendation(BASELINE, "", ()))
+    interleaved: bool = True
+    load: Load | None = None
+    recommendation: Recommendation = field(default=Recommendation(None, ""))
 
     @property
     def baseline(self) -> Result:
@@ -216,16 +258,33 @@ class Comparison:
         """The variants in which something failed."""
         return tuple(result for result in self.results if result.errors)
 
+    def speed(self, result: Result, other: Result | None = None) -> Interval | None:
+        """Returns a variant's speed relative to ``other``; ``None`` if one was not timed.
+
+        Args:
+            result: The variant.
+            other: Another variant; by default fp32.
+        """
+        ours, base = result.timing, (other or self.baseline).timing
+        if ours is None or base is None:
+            return None
+        ratio = paired_ratio if self.interleaved else independent_ratio
+        return ratio(base.samples, ours.samples)
+
 
 def to_json(comparison: Comparison) -> dict[str, Any]:
     """Returns ``comparison`` as plain data, with None for NaN and infinity, which JSON lacks."""
     data = {name: value for name, value in asdict(comparison).items() if name != "results"}
-    results = [_result_data(result) for result in comparison.results]
+    results = [_result_data(result, comparison) for result in comparison.results]
     return {"format": "apex-compare/1", **_plain(data), "levels": _plain(results)}
 
 
-def _result_data(result: Result) -> dict[str, Any]:
+def _result_data(result: Result, comparison: Comparison) -> dict[str, Any]:
     data = {name: value for name, value in asdict(result).items() if name != "variant"}
+    speed = comparison.speed(result)
+    data["speed"] = None if speed is None else asdict(speed)
+    if result.timing is not None:
+        data["timing"]["median"] = result.timing.median
     if result.training is not None:
         data["training"]["skipped"] = result.training.skipped
         data["training"]["stored"]["bytes_per_param"] = result.training.stored.per_param

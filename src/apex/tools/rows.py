@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass, fields
 
 from apex._core import dtypes
-from apex.tools.recommend import megabytes, speedup
 from apex.tools.results import Comparison, Probe, Result, Training
+from apex.tools.sizes import megabytes, needed
 from apex.tools.training import end_loss
-from apex.tools.variants import SHORT
+from apex.tools.variants import BASELINE, SHORT
 
 NOTHING = "-"
 
@@ -21,11 +21,10 @@ class Row:
     level: str
     compute: str
     time: str
-    spread: str
     speed: str
+    memory: str
     stored: str
     kept: str
-    peak: str
     loss: str
     evaluation: str
     distance: str
@@ -33,17 +32,17 @@ class Row:
     frozen: str
     underflow: str
     first: str
+    verdict: str
 
 
 HEADINGS = Row(
     level="level",
     compute="compute",
     time="ms / step",
-    spread="IQR",
     speed="speed",
+    memory="memory",
     stored="bytes / param",
     kept="saved",
-    peak="peak",
     loss="final loss",
     evaluation="evaluate",
     distance="from fp32",
@@ -51,13 +50,17 @@ HEADINGS = Row(
     frozen="frozen",
     underflow="zero grads",
     first="first beyond eps",
+    verdict="verdict",
 )
 
+COMPACT = ("level", "time", "speed", "memory", "loss", "verdict")
+"""The columns for a narrow terminal."""
+
 MEANINGS = {
-    "spread": "interquartile range of the time per step",
+    "speed": "median over the rounds of fp32's time divided by the level's",
+    "memory": "peak on the device; where it is not measured, stored and saved bytes",
     "stored": "weights, masters and optimizer state between steps",
     "kept": "bytes that autograd saves for backward, not counting weights",
-    "peak": "peak memory allocated on the device",
     "loss": "mean over the last steps",
     "distance": "relative distance of the weights from fp32's after the same number of steps",
     "skipped": "steps that overflowed",
@@ -69,7 +72,7 @@ MEANINGS = {
 
 def rows(comparison: Comparison) -> list[Row]:
     """Returns the cells of every variant, formatted."""
-    return [_row(result, comparison.baseline) for result in comparison.results]
+    return [_row(result, comparison) for result in comparison.results]
 
 
 def visible_columns(cells: list[Row]) -> list[str]:
@@ -90,22 +93,24 @@ def footnote(comparison: Comparison) -> str:
     )
 
 
-def _row(result: Result, base: Result) -> Row:
-    timing, speed = result.timing, speedup(result, base)
+def _row(result: Result, comparison: Comparison) -> Row:
+    timing, speed, memory = result.timing, comparison.speed(result), needed(result)
+    verdicts = {verdict.level: verdict.word for verdict in comparison.recommendation.verdicts}
     return Row(
         level=result.name,
         compute=_compute(result),
         time=NOTHING if timing is None else _three(timing.median),
-        spread=NOTHING if timing is None else f"{_three(timing.low)}..{_three(timing.high)}",
-        speed=NOTHING if speed is None else f"{speed:.2f}x",
+        speed=NOTHING if speed is None else f"{speed.median:.2f}x",
+        memory=megabytes(memory) if memory else NOTHING,
         **_training_cells(result.training),
-        **_probe_cells(result.probe, baseline=result.name == base.name),
+        **_probe_cells(result.probe, baseline=result.name == BASELINE),
+        verdict=verdicts.get(result.name, NOTHING),
     )
 
 
 def _compute(result: Result) -> str:
     if result.training is None:
-        return "failed"
+        return "skipped" if result.skipped else "failed"
     short = {dtypes.name(dtype): name for dtype, name in SHORT.items()}
     seen = None if result.probe is None else result.probe.compute_dtype
     name = seen or dtypes.name(result.variant.dtype)
@@ -114,13 +119,12 @@ def _compute(result: Result) -> str:
 
 def _training_cells(record: Training | None) -> dict[str, str]:
     if record is None:
-        names = "stored peak loss evaluation distance skipped frozen"
+        names = "stored loss evaluation distance skipped frozen"
         return dict.fromkeys(names.split(), NOTHING)
     far = record.distance
     loss = end_loss(record.losses)
     return {
         "stored": f"{record.stored.per_param:.1f}",
-        "peak": NOTHING if record.peak_bytes is None else megabytes(record.peak_bytes),
         "loss": f"{loss:.4g}" if math.isfinite(loss) else "diverged",
         "evaluation": NOTHING if record.evaluation is None else f"{record.evaluation:.4g}",
         "distance": NOTHING if far is None else _percent(far.weights),

@@ -13,17 +13,23 @@ import copy
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from apex.tools.errors import format_error
+from apex import amp
+from apex._engine.session import Session
+from apex.tools.checked_loss import CheckedLoss
+from apex.tools.errors import TargetError, format_error
+from apex.tools.migrate.script import Script
+from apex.tools.migrate.sources import UnreadableError, read
+from apex.tools.migrate.uses import uses
 from apex.tools.seeds import seed_all
 
 FUNCTION = "setup"
@@ -35,10 +41,6 @@ NAMES = ("model", "optimizer", "batches", "loss")
 _MODULE = "apex_compare_target"
 
 
-class TargetError(Exception):
-    """A target that cannot be used; the message gives the reason and the remedy."""
-
-
 @dataclass(frozen=True)
 class Experiment:
     """What a target provides.
@@ -47,14 +49,14 @@ class Experiment:
         model: In fp32, not prepared by amp.
         optimizer: Over the model's parameters.
         batches: Batches of arbitrarily nested tensors.
-        loss: Returns the loss of the model on a batch (0-d).
+        loss: Returns the loss of the model on a batch (one number).
         evaluate: Returns a metric of the trained model; ``None`` if there is none.
     """
 
     model: nn.Module
     optimizer: Optimizer
     batches: Iterable[Any]
-    loss: Callable[[nn.Module, Any], Tensor]
+    loss: CheckedLoss
     evaluate: Callable[[nn.Module], Any] | None = None
 
 
@@ -79,8 +81,11 @@ def open_target(target: str, *, seed: int = 0) -> Iterator[Build]:
 
         def make() -> Experiment:
             seed_all(seed)
+            before = amp._amp_state.sessions()
             module = _executed(Path(place)) if _is_file(place) else _imported(place)
-            return _made(target, module, function)
+            experiment = _made(target, module, function)
+            _refuse_prepared(target, module, before)
+            return experiment
 
         yield _repeatable(target, make)
     finally:
@@ -164,8 +169,34 @@ def _checked(target: str, given: Any) -> Experiment:
     if wrong:
         raise TargetError(f"{target}: {'; '.join(wrong)}.")
     return Experiment(
-        given["model"], given["optimizer"], given["batches"], given["loss"], given.get("evaluate")
+        given["model"],
+        given["optimizer"],
+        given["batches"],
+        CheckedLoss(given["loss"]),
+        given.get("evaluate"),
     )
+
+
+def _refuse_prepared(target: str, module: ModuleType, before: Sequence[Session]) -> None:
+    """Raises if the target called ``amp.initialize``."""
+    new = [session for session in amp._amp_state.sessions() if session not in before]
+    if not new:
+        return
+    place = _line_of_initialize(module)
+    raise TargetError(
+        f"{target} calls amp.initialize{place and f' ({place})'}. apex compare does so itself, "
+        "once per level: return the plain model and optimizer in fp32."
+    )
+
+
+def _line_of_initialize(module: ModuleType) -> str:
+    """Returns ``"file:line"`` of the call; empty if it is in another file."""
+    path = Path(module.__file__ or "")
+    try:
+        found = [u for u in uses(Script(read(path))) if u.name == "apex.amp.initialize"]
+    except (UnreadableError, SyntaxError, ValueError, RecursionError):
+        return ""
+    return f"{path}:{found[-1].line}" if found else ""
 
 
 def _repeatable(target: str, make: Build) -> Build:

@@ -5,47 +5,75 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from apex.tools.results import Comparison
-from apex.tools.rows import HEADINGS, MEANINGS, footnote, rows, visible_columns
-from apex.tools.wrapping import wrapped
+from apex.tools.rows import COMPACT, HEADINGS, MEANINGS, Row, footnote, rows, visible_columns
+from apex.tools.wrapping import WIDTH, wrapped
 
-LEFT = ("level", "compute", "first")
+LEFT = ("level", "compute", "first", "verdict")
 """Left-aligned columns."""
 
 
-def comparison_text(comparison: Comparison) -> str:
-    """Returns the table, failures, notes and the recommendation."""
+def comparison_text(comparison: Comparison, *, width: int | None = None, wide: bool = False) -> str:
+    """Returns the table, failures, notes and the recommendation.
+
+    Args:
+        comparison: What to show.
+        width: Columns of the terminal; ``None`` if there is none.
+        wide: Whether to show every column of the table, whatever the width.
+    """
+    line = min(width or WIDTH, WIDTH)
     parts = [
-        f"{comparison.target}: {comparison.steps} steps on {comparison.machine}",
-        text_table(comparison),
+        wrapped(
+            f"{comparison.target}: {comparison.steps} steps on {comparison.machine}", width=line
+        ),
+        text_table(comparison, width=width, wide=wide),
         "\n".join(
-            wrapped(f"{result.name}: {error}")
+            wrapped(f"{result.name}: {error}", width=line)
             for result in comparison.failed
             for error in result.errors
         ),
-        "\n".join(map(wrapped, comparison.notes)),
-        advice(comparison),
+        "\n".join(wrapped(note, width=line) for note in comparison.notes),
+        advice(comparison, width=line),
     ]
     return "\n\n".join(part for part in parts if part)
 
 
-def text_table(comparison: Comparison) -> str:
-    """Returns the table with its legend; empty columns are omitted."""
-    cells = rows(comparison)
-    names = [name for name in visible_columns(cells) if name != "spread"]
-    lines = [[getattr(row, name) for name in names] for row in (HEADINGS, *cells)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    body = [_aligned(line, names, widths) for line in lines]
+def text_table(comparison: Comparison, *, width: int | None = None, wide: bool = False) -> str:
+    """Returns the table with its legend; empty columns and skipped levels are omitted.
+
+    Below ``WIDTH`` columns, or if the table does not fit, only the columns ``COMPACT`` are shown,
+    unless ``wide``.
+    """
+    skipped = {result.name for result in comparison.results if result.skipped}
+    cells = [row for row in rows(comparison) if row.level not in skipped]
+    names = visible_columns(cells)
+    body = _body(cells, names)
+    narrow = width is not None and width < max(WIDTH, *map(len, body)) and not wide
+    if narrow:
+        names = [name for name in names if name in COMPACT]
+        body = _body(cells, names)
     rule = "-" * max(map(len, body))
     legend = "; ".join(f"{getattr(HEADINGS, n)}: {MEANINGS[n]}" for n in names if n in MEANINGS)
-    below = [wrapped(text) for text in (footnote(comparison), legend) if text]
+    more = "--wide shows all columns." if narrow else ""
+    below = [
+        wrapped(text, width=min(width or WIDTH, WIDTH))
+        for text in (footnote(comparison), legend, more)
+        if text
+    ]
     return "\n".join([body[0], rule, *body[1:], rule, *below])
 
 
-def advice(comparison: Comparison) -> str:
+def advice(comparison: Comparison, *, width: int = WIDTH) -> str:
     """Returns the recommendation and its reasons."""
     found = comparison.recommendation
-    reasons = [wrapped(reason, "    ", first="  - ") for reason in found.reasons]
-    return "\n".join([wrapped(found.text), *reasons])
+    reasons = [wrapped(reason, "    ", first="  - ", width=width) for reason in found.reasons]
+    return "\n".join([wrapped(found.text, width=width), *reasons])
+
+
+def _body(cells: Sequence[Row], names: Sequence[str]) -> list[str]:
+    """Returns the heading and the rows, aligned."""
+    lines = [[getattr(row, name) for name in names] for row in (HEADINGS, *cells)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [_aligned(line, names, widths) for line in lines]
 
 
 def _aligned(cells: Sequence[str], names: Sequence[str], widths: Sequence[int]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from statistics import median, quantiles
 from typing import Any
 
 import torch
@@ -41,14 +40,9 @@ def time_interleaved(
                 if turn >= 0:  # the first one allocates the optimizer's state
                     times[name].append(milliseconds)
                 on_step()
-    return {name: _timing(values) for name, values in times.items()}
+    return {name: Timing(tuple(values)) for name, values in times.items() if values}
 
 
 def _step(trainer: Trainer, batch: Any) -> None:
     trainer.backward(batch)
     trainer.step()
-
-
-def _timing(values: list[float]) -> Timing:
-    low, _, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
-    return Timing(median=median(values), low=low, high=high, steps=len(values))

@@ -20,6 +20,7 @@ class Variant:
         engine: "amp" for ``amp.initialize``, "autocast" for ``torch.autocast``, in fp16 with a
             ``GradScaler``.
         options: Arguments of ``amp.initialize``.
+        fp32_weights: Whether the model's weights stay fp32.
         advised: Whether it may be recommended; the others are only compared with.
     """
 
@@ -28,6 +29,7 @@ class Variant:
     meaning: str
     engine: Literal["amp", "autocast"] = "amp"
     options: Mapping[str, Any] = field(default_factory=dict)
+    fp32_weights: bool = True
     advised: bool = True
 
 
@@ -44,10 +46,10 @@ SHORT: Mapping[torch.dtype, str] = {
 _ALL = (
     Variant("O0", torch.float32, "fp32 throughout", advised=False),
     Variant("O1", torch.float16, "fp16 where it is safe, fp32 weights"),
-    Variant("O2", torch.float16, "fp16 model, fp32 batch norm and masters"),
-    Variant("O3", torch.float16, "fp16 throughout, no masters", advised=False),
+    Variant("O2", torch.float16, "fp16 model, fp32 batch norm and masters", fp32_weights=False),
+    Variant("O3", torch.float16, "fp16 throughout, no masters", fp32_weights=False, advised=False),
     Variant("O4", torch.bfloat16, "bf16 where it is safe, fp32 weights"),
-    Variant("O5", torch.bfloat16, "bf16 model, fp32 batch norm and masters"),
+    Variant("O5", torch.bfloat16, "bf16 model, fp32 batch norm and masters", fp32_weights=False),
     Variant("autocast-fp16", torch.float16, "torch.autocast and GradScaler", engine="autocast"),
     Variant("autocast-bf16", torch.bfloat16, "torch.autocast", engine="autocast"),
     Variant(
@@ -55,6 +57,7 @@ _ALL = (
         torch.bfloat16,
         "bf16 throughout, no masters",
         options={"opt_level": "O5", "master_weights": False, "keep_batchnorm_fp32": False},
+        fp32_weights=False,
         advised=False,
     ),
 )

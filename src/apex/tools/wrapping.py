@@ -7,17 +7,18 @@ import textwrap
 WIDTH = 100
 
 
-def wrapped(text: str, indent: str = "", *, first: str | None = None) -> str:
-    """Returns ``text`` in lines of at most ``WIDTH`` characters.
+def wrapped(text: str, indent: str = "", *, first: str | None = None, width: int = WIDTH) -> str:
+    """Returns ``text`` in lines of at most ``width`` characters.
 
     Args:
         text: One paragraph.
         indent: Prefix of every line.
         first: Prefix of the first line, if another.
+        width: Length of a line, indent included.
     """
     return textwrap.fill(
         text,
-        WIDTH,
+        width,
         initial_indent=indent if first is None else first,
         subsequent_indent=indent,
         break_long_words=False,

@@ -13,6 +13,7 @@ from apex._torch.devices import cpu_features
 from apex.tools.doctor import installed, speeds, syncs
 from apex.tools.doctor.advice import Advice, advise
 from apex.tools.doctor.speeds import Speed
+from apex.tools.load import current_load
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def examine(device: torch.device, *, budget: float = 0.2) -> Health:
         speeds=measured,
         conflicts=installed.conflicts(),
         host_reads=syncs.host_reads(device),
-        advice=advise(measured, str(device)),
+        advice=advise(measured, str(device), current_load()),
     )
 
 

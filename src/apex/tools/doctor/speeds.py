@@ -1,4 +1,10 @@
-"""The speed of matrix products and convolutions in each dtype."""
+"""The speed of matrix products and convolutions in each dtype.
+
+Note [Rounds]
+    The dtypes take turns, a short slice of time each, so that a load on the machine meets all of
+    them. The best call of all rounds is the speed; the best calls of single rounds show how far it
+    can be trusted.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from apex._core import dtypes
+from apex.tools.paired import Interval, median_interval
 from apex.tools.stopwatch import seconds
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WORK = ("matmul", "conv")
-LEAST_CALLS = 2
+ROUNDS = 10
+"""Turns of each dtype; an interval of 95 % then leaves out the lowest and the highest."""
 _TINY = 1e-9
 """Seconds; below the resolution of any clock."""
 
@@ -32,6 +40,7 @@ class Speed:
         seconds: Time of the fastest call; None if the device does not support it.
         flops: Floating-point operations of a call.
         error: Why the device does not support it; empty if it does.
+        rounds: Time of the fastest call in each round.
     """
 
     device: str
@@ -40,6 +49,7 @@ class Speed:
     seconds: float | None
     flops: int
     error: str = ""
+    rounds: tuple[float, ...] = ()
 
     @property
     def per_second(self) -> float:
@@ -48,47 +58,76 @@ class Speed:
 
 
 def measure(device: torch.device, *, budget: float = 0.2) -> list[Speed]:
-    """Returns the speed of every operator in every dtype.
+    """Returns the speed of every operator in every dtype; see Note [Rounds].
 
     Args:
         device: Device to measure.
-        budget: Seconds per operator and dtype, beyond two calls.
+        budget: Seconds per operator and dtype; each gets at least one call a round.
     """
-    return [_measured(device, work, dtype, budget) for work in WORK for dtype in DTYPES]
+    return [speed for work in WORK for speed in _measured(device, work, budget)]
 
 
-def ratio(speeds: list[Speed], device: str, dtype: str) -> float:
+def ratio(speeds: list[Speed], device: str, dtype: str) -> Interval:
     """Returns the speed of a dtype relative to fp32, as the geometric mean over operators.
 
-    It is 0 if one of them fails.
+    The median is that of the best calls; it is 0 if the device does not support an operator.
+    Without rounds, the interval is that one value.
 
     Args:
         speeds: The result of :func:`measure`.
         device: The device.
         dtype: The dtype's name.
     """
-    found = {(s.work, s.dtype): s.per_second for s in speeds if s.device == device}
-    ratios = [found[work, dtype] / (found[work, "float32"] or _TINY) for work in WORK]
+    found = {(s.work, s.dtype): s for s in speeds if s.device == device}
+    pairs = [(found[work, "float32"], found[work, dtype]) for work in WORK]
+    best = _mean([ours.per_second / (base.per_second or _TINY) for base, ours in pairs])
+    turns = min((len(speed.rounds) for pair in pairs for speed in pair), default=0)
+    if not best or not turns:
+        return Interval(best, best, best)
+    spread = median_interval(
+        [
+            _mean([base.rounds[turn] / ours.rounds[turn] for base, ours in pairs])
+            for turn in range(turns)
+        ]
+    )
+    return Interval(best, min(best, spread.low), max(best, spread.high))
+
+
+def _mean(ratios: list[float]) -> float:
     return math.prod(ratios) ** (1 / len(ratios))
 
 
-def _measured(device: torch.device, work: str, dtype: torch.dtype, budget: float) -> Speed:
-    run, flops = (_matmul if work == "matmul" else _conv)(device, dtype)
-    name = dtypes.name(dtype)
-    try:
-        fastest = _fastest(run, device, budget)
-    except (RuntimeError, NotImplementedError) as error:  # not every device has every kernel
-        return Speed(str(device), work, name, None, flops, str(error).partition("\n")[0])
-    return Speed(str(device), work, name, fastest, flops)
+def _measured(device: torch.device, work: str, budget: float) -> list[Speed]:
+    make = _matmul if work == "matmul" else _conv
+    runs: dict[str, Callable[[], Tensor]] = {}
+    times: dict[str, list[float]] = {}
+    errors: dict[str, str] = {}
+    flops = 0
+    for dtype in DTYPES:
+        name = dtypes.name(dtype)
+        try:
+            runs[name], flops = make(device, dtype)
+            _fastest(runs[name], device, 0.0)  # the first call chooses an algorithm
+        except (RuntimeError, NotImplementedError) as error:  # not every device has every kernel
+            errors[name] = str(error).partition("\n")[0]
+            runs.pop(name, None)
+    for _ in range(ROUNDS):
+        for name, run in runs.items():
+            times.setdefault(name, []).append(_fastest(run, device, budget / ROUNDS))
+    return [
+        Speed(str(device), work, name, min(times[name]), flops, "", tuple(times[name]))
+        if name in times
+        else Speed(str(device), work, name, None, flops, errors[name])
+        for name in map(dtypes.name, DTYPES)
+    ]
 
 
 def _fastest(run: Callable[[], Tensor], device: torch.device, budget: float) -> float:
-    times: list[float] = []
     end = time.perf_counter() + budget
-    run()  # the first call chooses an algorithm
-    while len(times) < LEAST_CALLS or time.perf_counter() < end:
-        times.append(max(seconds(run, device), _TINY))
-    return min(times)
+    fastest = seconds(run, device)
+    while time.perf_counter() < end:
+        fastest = min(fastest, seconds(run, device))
+    return max(fastest, _TINY)
 
 
 def _matmul(device: torch.device, dtype: torch.dtype) -> tuple[Callable[[], Tensor], int]:

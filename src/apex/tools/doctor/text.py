@@ -18,10 +18,16 @@ def health_text(health: Health) -> str:
         "\n".join(_speed_lines(health)),
         "\n".join(_conflict_lines(health)),
         "\n".join(_step_lines(health)),
-        f"Start with {health.advice.opt_level}: {health.advice.reason} `apex compare` measures the "
-        "gain on your model.",
+        f"{_advice(health)} `apex compare` measures the gain on your model.",
     ]
     return "\n\n".join("\n".join(wrapped(line) for line in part.splitlines()) for part in parts)
+
+
+def _advice(health: Health) -> str:
+    advice = health.advice
+    if advice.opt_level is None:
+        return f"No level suggested: {advice.reason}"
+    return f"Start with {advice.opt_level}: {advice.reason}"
 
 
 def _speed_lines(health: Health) -> Iterator[str]:

@@ -25,7 +25,7 @@ class Migration:
 
     Attributes:
         scripts: The scripts that mention apex.
-        unread: Files that could not be read or parsed, with the reason.
+        unread: Files and folders that could not be read or parsed, with the reason.
         files: Number of files searched.
     """
 
@@ -46,16 +46,18 @@ def migration_of(path: Path) -> Migration:
     Raises:
         UnreadableError: If the path itself cannot be read.
     """
-    files = python_files(path)
+    files, folders = python_files(path)
     scripts: list[ScriptUses] = []
-    unread: list[tuple[Path, str]] = []
+    unread = [(error.path, error.reason) for error in folders]
     for file in files:
         try:
             found = _uses_in(file)
         except UnreadableError as error:  # noqa: PERF203 - one bad file must not end the search
             if file == path:
                 raise
-            unread.append((file, str(error)))
+            unread.append((file, error.reason))
+        except (RecursionError, MemoryError):  # the parser raises the second, too
+            unread.append((file, "nested too deeply to be read."))
         except (SyntaxError, ValueError) as error:  # ValueError: null bytes, before Python 3.12
             line = error.lineno if isinstance(error, SyntaxError) else None
             unread.append((file, f"line {line or 1}: not valid Python 3 syntax."))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from itertools import groupby
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from apex.tools.migrate.migration import Migration, ScriptUses
@@ -14,12 +13,21 @@ from apex.tools.wrapping import wrapped
 
 _INDENT = " " * 17
 
+MOST_LINES = 10
+"""Lines named for each use; the JSON has all."""
+
 
 def migration_text(migration: Migration) -> str:
-    """Returns a paragraph per file, then the unread files, then the counts."""
-    parts = [_script_text(script) for script in migration.scripts if script.uses]
-    parts += [f"{path}: {reason}" for path, reason in migration.unread]
-    return "\n\n".join([*parts, _summary(migration)])
+    """Returns a paragraph per file, remarks that several share, the unread files, the counts."""
+    scripts = [script for script in migration.scripts if script.uses]
+    shared = _shared_remarks(scripts)
+    parts = [_script_text(script, shared) for script in scripts]
+    parts += [
+        "\n".join(wrapped(text, "    ", first=f"[{at}] ") for at, text in enumerate(shared, 1)),
+        "\n".join(f"{path}: {reason}" for path, reason in migration.unread),
+        _summary(migration),
+    ]
+    return "\n\n".join(filter(None, parts))
 
 
 def to_json(migration: Migration) -> dict[str, Any]:
@@ -43,23 +51,43 @@ def to_json(migration: Migration) -> dict[str, Any]:
     }
 
 
-def _script_text(script: ScriptUses) -> str:
-    return "\n".join([str(script.path), *_rows(script.uses)])
+def _shared_remarks(scripts: Sequence[ScriptUses]) -> list[str]:
+    """Returns the remarks that concern several files, in order."""
+    found = Counter(
+        text
+        for script in scripts
+        for text in dict.fromkeys(verdict.text for _, verdict in script.uses)
+        if text
+    )
+    return [text for text, files in found.items() if files > 1]
 
 
-def _rows(uses: Iterable[tuple[Use, Verdict]]) -> Iterable[str]:
-    """Yields a row for each name and verdict, followed by the lines of its uses."""
+def _script_text(script: ScriptUses, shared: Sequence[str]) -> str:
+    return "\n".join([str(script.path), *_rows(script.uses, shared)])
 
-    def by_name(pair: tuple[Use, Verdict]) -> tuple[str, str]:
-        return pair[0].name, pair[1].text
 
-    grouped = [list(group) for _, group in groupby(sorted(uses, key=by_name), key=by_name)]
-    for group in sorted(grouped, key=lambda pairs: pairs[0][0].line):
-        use, verdict = group[0]
-        lines = ", ".join(map(str, dict.fromkeys(use.line for use, _ in group)))
-        yield f"  {verdict.kind.value:<13}  {use.name}  (line {lines})"
-        if verdict.text:
-            yield wrapped(verdict.text, _INDENT)
+def _rows(uses: Sequence[tuple[Use, Verdict]], shared: Sequence[str]) -> Iterable[str]:
+    """Yields the names with the lines of their uses; those with the same remark stand together."""
+    groups: dict[tuple[str, str], dict[str, list[int]]] = {}
+    for use, verdict in uses:
+        # Without a remark, each name is a group of its own.
+        group = groups.setdefault((verdict.kind.value, verdict.text or f"\0{use.name}"), {})
+        group.setdefault(use.name, []).append(use.line)
+    for (kind, text), names in groups.items():
+        remark = "" if text.startswith("\0") else text
+        seen = f" [{shared.index(remark) + 1}]" if remark in shared else ""
+        for at, (name, lines) in enumerate(names.items()):
+            yield f"  {kind if not at else '':<13}  {name}  ({_lines(lines)}){seen}"
+        if remark and not seen:
+            yield wrapped(remark, _INDENT)
+
+
+def _lines(lines: Sequence[int]) -> str:
+    """Returns the first of the lines, and how many more there are."""
+    distinct = list(dict.fromkeys(lines))
+    more = len(distinct) - MOST_LINES
+    shown = ", ".join(map(str, distinct[:MOST_LINES]))
+    return f"line {shown}" + (f" and {more:,} more" if more > 0 else "")
 
 
 def _summary(migration: Migration) -> str:

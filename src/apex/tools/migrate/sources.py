@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import stat
 import tokenize
 from pathlib import Path
 
@@ -11,45 +13,80 @@ SKIPPED = frozenset({"site-packages", "dist-packages", "build", "__pycache__"})
 
 
 class UnreadableError(Exception):
-    """A path that cannot be read; the message names it and gives the reason."""
+    """A path that cannot be read.
+
+    Attributes:
+        path: The path.
+        reason: Why, as the end of a sentence.
+    """
+
+    def __init__(self, path: Path, reason: str, message: str = "") -> None:
+        """Joins both to the message, unless there is a better one."""
+        super().__init__(message or f"{path} {reason}")
+        self.path, self.reason = path, reason
 
 
-def python_files(path: Path) -> list[Path]:
-    """Returns the file, or all ``*.py`` below a folder, in order.
+def python_files(path: Path) -> tuple[list[Path], list[UnreadableError]]:
+    """Returns the file, or all ``*.py`` below a folder, in order, and the folders not readable.
 
     Raises:
-        UnreadableError: If there is no such path, or the folder cannot be read.
+        UnreadableError: If there is no such path, or it cannot be read at all.
     """
     if path.is_file():
-        return [path]
+        return [path], []
+    if not path.exists():
+        raise UnreadableError(path, "does not exist.", f"There is no file or folder {path}.")
     if not path.is_dir():
-        raise UnreadableError(f"There is no file or folder {path}.")
-    try:
-        with os.scandir(path):
-            pass
-    except OSError as error:
-        raise UnreadableError(f"{path} cannot be read: {error.strerror}.") from error
+        raise UnreadableError(path, _SPECIAL)
     found: list[Path] = []
-    for folder, folders, files in os.walk(path):
-        folders[:] = sorted(name for name in folders if not _is_left_out(Path(folder), name))
-        found += (Path(folder, name) for name in sorted(files) if name.endswith(".py"))
-    return found
+    unread: list[UnreadableError] = []
+    folders = [path]
+    while folders:  # os.walk recurses, and a tree may be deep
+        folder = folders.pop()
+        try:
+            inside = _split(folder)
+        except OSError as error:
+            unread.append(UnreadableError(folder, f"cannot be read: {error.strerror}."))
+            continue
+        found += inside[0]
+        folders += reversed(inside[1])
+    if unread and unread[0].path == path:
+        raise unread[0]
+    return found, unread
 
 
 def read(path: Path) -> str:
     """Returns the source, decoded as the file declares; line ends are kept.
 
     Raises:
-        UnreadableError: If it cannot be read or decoded.
+        UnreadableError: If it is a pipe or a device, or cannot be read or decoded.
     """
     try:
-        with path.open("rb") as file:
-            encoding, _ = tokenize.detect_encoding(file.readline)
-        return path.read_bytes().decode(encoding)
+        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe waits for its writer
+            raise UnreadableError(path, _SPECIAL)
+        data = path.read_bytes()
     except OSError as error:
-        raise UnreadableError(f"{path} cannot be read: {error.strerror}.") from error
-    except (SyntaxError, UnicodeDecodeError) as error:
-        raise UnreadableError(f"{path} cannot be decoded: {error}.") from error
+        raise UnreadableError(path, f"cannot be read: {error.strerror}.") from error
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+        return data.decode(encoding)
+    # LookupError: a codec such as rot13, which does not decode bytes to text.
+    except (SyntaxError, LookupError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UnreadableError(path, f"cannot be decoded: {reason}.") from error
+
+
+_SPECIAL = "cannot be read: it is neither a file nor a folder but a pipe, socket or device."
+
+
+def _split(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Returns the Python files and the folders to search in one folder, both sorted."""
+    with os.scandir(folder) as entries:
+        inside = sorted(entries, key=lambda entry: entry.name)
+    folders = [e.name for e in inside if e.is_dir(follow_symlinks=False)]
+    kept = [Path(folder, name) for name in folders if not _is_left_out(folder, name)]
+    others = [e for e in inside if e.name.endswith(".py") and not e.is_dir()]
+    return [Path(folder, entry.name) for entry in others], kept
 
 
 def _is_left_out(folder: Path, name: str) -> bool:

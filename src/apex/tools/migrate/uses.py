@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 
+from apex.tools.migrate.level_tests import levels_offered, levels_passing
 from apex.tools.migrate.notes import OPTIMIZER_ATTRIBUTES
 from apex.tools.migrate.script import ROOTS, Script, is_of_apex
 
@@ -22,6 +23,8 @@ class Use:
         column: From 1.
         keywords: Keyword arguments of the call.
         quoted: Whether it is a string, as in configs and for ``import_module``.
+        passing: For a test of the opt level, such as ``args.opt_level != "O0"``, the levels that
+            pass it; ``None`` for anything else.
     """
 
     name: str
@@ -29,6 +32,7 @@ class Use:
     column: int
     keywords: tuple[str, ...] = ()
     quoted: bool = False
+    passing: frozenset[str] | None = None
 
 
 def may_use_apex(text: str) -> bool:
@@ -40,13 +44,16 @@ def uses(script: Script) -> list[Use]:
     """Returns the uses, imports included, in the order of the file."""
     visitor = _UseVisitor(script)
     visitor.visit(script.module)
-    return sorted(visitor.found, key=lambda use: (use.line, use.column))
+    # A script without amp may have levels of its own.
+    tests = visitor.tests if any(is_of_apex(use.name) for use in visitor.found) else []
+    return sorted(visitor.found + tests, key=lambda use: (use.line, use.column))
 
 
 class _UseVisitor(ast.NodeVisitor):
     def __init__(self, script: Script) -> None:
         self.script = script
         self.found: list[Use] = []
+        self.tests: list[Use] = []
         self._calls: dict[ast.expr, ast.Call] = {}
 
     def visit_Import(self, node: ast.Import) -> None:
@@ -65,6 +72,11 @@ class _UseVisitor(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         self._calls[node.func] = node
+        self._add_test(node, levels_offered(node))
+        self.generic_visit(node)
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        self._add_test(node, levels_passing(node))
         self.generic_visit(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
@@ -97,6 +109,12 @@ class _UseVisitor(ast.NodeVisitor):
     ) -> None:
         column = self.script.column(node.lineno, node.col_offset)
         self.found.append(Use(name, node.lineno, column, self._keywords(node), quoted))
+
+    def _add_test(self, node: ast.expr, passing: frozenset[str] | None) -> None:
+        if passing is not None:
+            name = ast.unparse(node)
+            column = self.script.column(node.lineno, node.col_offset)
+            self.tests.append(Use(name, node.lineno, column, passing=passing))
 
     def _add_attribute(self, node: ast.Attribute) -> None:
         line, end = node.end_lineno or node.lineno, node.end_col_offset or 0

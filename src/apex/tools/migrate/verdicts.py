@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from apex._unavailable import INSTEAD
+from apex.tools.migrate.level_tests import remark
 from apex.tools.migrate.notes import NOTED_KEYWORDS, NOTES, OPTIMIZER_ATTRIBUTES, REFUSED_KEYWORDS
 from apex.tools.migrate.uses import OPTIMIZER, Use
 
@@ -37,14 +38,21 @@ class Verdict:
 
 def verdict_of_use(use: Use) -> Verdict:
     """Returns the verdict on one use, including its arguments."""
-    verdict = verdict_of(use.name)
-    if verdict.kind is Kind.NOT_SUPPORTED or use.name.startswith(OPTIMIZER):
+    if use.passing is not None:
+        return _noted(remark(use.passing))
+    return _verdict_of_call(use.name, use.keywords)
+
+
+@cache
+def _verdict_of_call(full_name: str, keywords: tuple[str, ...]) -> Verdict:
+    verdict = verdict_of(full_name)
+    if verdict.kind is Kind.NOT_SUPPORTED or full_name.startswith(OPTIMIZER):
         return verdict
-    refused = list(_refusals(use))
+    refused = list(_refusals(full_name, keywords))
     if refused:
         return Verdict(Kind.NOT_SUPPORTED, " ".join(refused))
-    name = _noted_name(use.name)
-    notes = [verdict.text, *(NOTED_KEYWORDS.get((name, key), "") for key in use.keywords)]
+    name = _noted_name(full_name)
+    notes = [verdict.text, *(NOTED_KEYWORDS.get((name, key), "") for key in keywords)]
     return _noted(" ".join(filter(None, notes)))
 
 
@@ -125,14 +133,14 @@ def _names_of_objects() -> dict[int, str]:
     return {id(found): name for name, found in objects.items()}
 
 
-def _refusals(use: Use) -> Iterable[str]:
-    name = _noted_name(use.name)
-    taken = _parameters(resolve(use.name)) if use.keywords else None
-    for keyword in use.keywords:
+def _refusals(full_name: str, keywords: tuple[str, ...]) -> Iterable[str]:
+    name = _noted_name(full_name)
+    taken = _parameters(resolve(full_name)) if keywords else None
+    for keyword in keywords:
         if (name, keyword) in REFUSED_KEYWORDS:
             yield REFUSED_KEYWORDS[name, keyword]
         elif taken is not None and keyword not in taken:
-            yield f"{use.name} takes no argument {keyword}: remove it."
+            yield f"{full_name} takes no argument {keyword}: remove it."
 
 
 def _parameters(function: Any) -> frozenset[str] | None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from apex.tools.recommend import megabytes, speedup
-from apex.tools.results import Comparison, Result, Timing
+from apex.tools.results import Comparison, Result, Stored, Timing
+from apex.tools.sizes import megabytes, needed
+from apex.tools.variants import BASELINE
 
 
 @dataclass(frozen=True)
@@ -53,14 +54,14 @@ def _time(comparison: Comparison) -> list[BarFigure]:
     timed = [(r, r.timing) for r in comparison.results if r.timing is not None]
     if not timed:
         return []
-    longest = max((t.high for result, t in timed if not result.emulated), default=math.inf)
+    longest = max((t.quartiles[1] for result, t in timed if not result.emulated), default=math.inf)
     bars = tuple(
         Bar(
             result.name,
             # An emulated variant takes so long that the others would shrink to nothing.
             (Piece("bar off", "width:100%"),) if result.emulated else _time_bar(timing, longest),
             _milliseconds(timing.median),
-            _speed(result, comparison.baseline),
+            _speed(result, comparison),
         )
         for result, timing in timed
     )
@@ -71,7 +72,8 @@ def _time(comparison: Comparison) -> list[BarFigure]:
 
 
 def _time_bar(timing: Timing, longest: float) -> tuple[Piece, ...]:
-    left, width = timing.low / longest, (timing.high - timing.low) / longest
+    low, high = timing.quartiles
+    left, width = low / longest, (high - low) / longest
     return (
         Piece("bar", f"width:{timing.median / longest:.1%}"),
         Piece("whisker", f"left:{left:.1%};width:{width:.1%}"),
@@ -86,52 +88,81 @@ _LABELS = {
 }
 """What memory is for: CSS class and label."""
 
+PARTS = ("model", "masters", "optimizer")
+"""What is stored between steps."""
+
 
 def _memory(comparison: Comparison) -> list[BarFigure]:
-    used = {result.name: _bytes_by_use(result) for result in comparison.results if result.training}
-    if not used:
+    return [*_peak(comparison), *_stored(comparison)]
+
+
+def _peak(comparison: Comparison) -> list[BarFigure]:
+    needs = [(result, needed(result)) for result in comparison.results if needed(result)]
+    if not needs:
         return []
-    totals = {name: sum(sizes.values()) for name, sizes in used.items()}
-    largest = max(totals.values()) or 1
+    largest = max(count for _, count in needs)
+    bars = tuple(_memory_bar(result, count, largest) for result, count in needs)
+    if any(result.training is not None and result.training.peak_bytes for result, _ in needs):
+        caption = "Most bytes allocated at any time during training."
+        return [BarFigure("Peak memory", caption, bars)]
+    caption = (
+        "Bytes stored between steps and saved for backward; this device does not report its peak."
+    )
+    return [BarFigure("Memory of a step", caption, bars, _legend((*PARTS, "kept")))]
+
+
+def _stored(comparison: Comparison) -> list[BarFigure]:
+    stored = [(r.name, r.training.stored) for r in comparison.results if r.training is not None]
+    if not stored:
+        return []
+    most = max(each.per_param for _, each in stored) or 1.0
     bars = tuple(
         Bar(
             name,
-            tuple(
-                Piece(
-                    f"bar {kind}",
-                    f"width:{size / largest:.1%}",
-                    f"{_LABELS[kind]}: {megabytes(size)}",
-                )
-                for kind, size in sizes.items()
-            ),
-            megabytes(totals[name]),
+            tuple(_piece(use, size / max(each.params, 1), most) for use, size in _parts(each)),
+            f"{each.per_param:.1f} B",
         )
-        for name, sizes in used.items()
+        for name, each in stored
     )
-    shown = {kind for sizes in used.values() for kind in sizes}
-    legend = tuple((kind, label) for kind, label in _LABELS.items() if kind in shown)
-    caption = "Weights, masters and optimizer state persist between steps."
-    return [BarFigure("Memory", caption, bars, legend)]
+    caption = "Bytes of weights, fp32 masters and optimizer state between steps."
+    return [BarFigure("Stored per parameter", caption, bars, _legend(PARTS))]
 
 
-def _bytes_by_use(result: Result) -> dict[str, int]:
+def _memory_bar(result: Result, total: int, largest: int) -> Bar:
+    record, probe = result.training, result.probe
+    if record is None or probe is None or record.peak_bytes is not None:
+        pieces: tuple[Piece, ...] = (Piece("bar", f"width:{total / largest:.1%}"),)
+    else:
+        parts = [*_parts(record.stored), ("kept", probe.activation_bytes)]
+        pieces = tuple(
+            Piece(
+                f"bar {part}", f"width:{size / largest:.1%}", f"{_LABELS[part]}: {megabytes(size)}"
+            )
+            for part, size in parts
+            if size
+        )
+    return Bar(result.name, pieces, megabytes(total))
+
+
+def _piece(part: str, per_param: float, most: float) -> Piece:
+    title = f"{_LABELS[part]}: {per_param:.1f} bytes per parameter"
+    return Piece(f"bar {part}", f"width:{per_param / most:.1%}", title)
+
+
+def _parts(stored: Stored) -> list[tuple[str, int]]:
     """Returns the bytes of each use that takes any, by its CSS class."""
-    if result.training is None:
-        return {}
-    stored = result.training.stored
-    sizes = {
-        "model": stored.model,
-        "masters": stored.masters,
-        "optimizer": stored.optimizer,
-        "kept": result.probe.activation_bytes if result.probe else 0,
-    }
-    return {kind: size for kind, size in sizes.items() if size}
+    sizes = zip(PARTS, (stored.model, stored.masters, stored.optimizer), strict=True)
+    return [(part, size) for part, size in sizes if size]
+
+
+def _legend(parts: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    return tuple((part, _LABELS[part]) for part in parts)
 
 
 def _milliseconds(value: float) -> str:
     return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
 
 
-def _speed(result: Result, base: Result) -> str:
-    speed = speedup(result, base)
-    return "" if speed is None or result.name == base.name else f"{speed:.2f}x"
+def _speed(result: Result, comparison: Comparison) -> str:
+    speed = comparison.speed(result)
+    return "" if speed is None or result.name == BASELINE else f"{speed.median:.2f}x"

@@ -8,12 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from apex.tools.report.lines import Chart, Line, Picture, picture, smooth
+from apex.tools.report.scales import AROUND_ZERO
 from apex.tools.results import Comparison, Result, Training
 from apex.tools.rows import module_name
-from apex.tools.variants import SHORT
+from apex.tools.variants import BASELINE, SHORT
 
 WIDE = (960, 320)
 NARROW = (360, 260)
+
+NOISES_SHOWN = 6
+"""Largest difference from fp32 that is shown, in its noise; a diverging level leaves the chart."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +47,53 @@ class CurveFigure:
 
 def curve_figures(comparison: Comparison) -> list[CurveFigure]:
     """Returns the figures that have data to show."""
-    figures = (_losses, _first_losses, _modules, _frozen, _loss_scales)
+    figures = (_differences, _losses, _first_losses, _modules, _frozen, _loss_scales)
     return [figure for draw in figures if (figure := draw(comparison)) is not None]
+
+
+def _differences(comparison: Comparison) -> CurveFigure | None:
+    records = {name: r.losses for name, r, emulated in _records(comparison) if not emulated}
+    fp32 = records.pop(BASELINE, ())
+    records = {name: losses for name, losses in records.items() if len(losses) == len(fp32)}
+    if not records:
+        return None
+    mean = smooth(fp32)
+    relative = min(mean, default=0.0) > 0
+    sizes = mean if relative else (1.0,) * len(mean)
+    noise = [
+        math.sqrt(square)
+        for square in smooth(
+            [((x - m) / s) ** 2 for x, m, s in zip(fp32, mean, sizes, strict=True)]
+        )
+    ]
+    lines = tuple(
+        Line(name, _apart(smooth(losses), mean, sizes), raw=_apart(losses, fp32, sizes))
+        for name, losses in records.items()
+    )
+    largest = max((value for value in noise if math.isfinite(value)), default=0.0)
+    return _figure(
+        "Loss, difference from fp32",
+        "Running mean of each level's loss minus fp32's"
+        + (", in percent of it" if relative else "")
+        + "; thin: every step. The band is fp32's own noise, one standard deviation of its loss "
+        "around its running mean: a curve inside it is closer to fp32 than fp32's steps are to one "
+        "another.",
+        Chart(
+            "Difference of each level's loss from fp32",
+            lines,
+            axis="relative" if relative else "difference",
+            rules=((0.0, "fp32"),),
+            band=tuple((-value, value) for value in noise),
+            limit=NOISES_SHOWN * largest or math.inf,
+        ),
+    )
+
+
+def _apart(
+    losses: Sequence[float], fp32: Sequence[float], sizes: Sequence[float]
+) -> tuple[float, ...]:
+    """Returns the differences of two curves in units of ``sizes``."""
+    return tuple((x - y) / size for x, y, size in zip(losses, fp32, sizes, strict=True))
 
 
 def _losses(comparison: Comparison) -> CurveFigure | None:
@@ -54,8 +103,7 @@ def _losses(comparison: Comparison) -> CurveFigure | None:
     lines = tuple(Line(name, smooth(r.losses), raw=r.losses) for name, r in records)
     return _figure(
         "Training loss",
-        "Thin: every step. Bold: the running mean. If the curves coincide, reduced precision does "
-        "not affect training.",
+        "Thin: every step. Bold: the running mean.",
         Chart("Training loss of each level", lines),
     )
 
@@ -171,11 +219,12 @@ def _records(comparison: Comparison) -> list[tuple[str, Training, bool]]:
 
 
 def _figure(title: str, caption: str, chart: Chart) -> CurveFigure:
-    factor, unit = (100.0, " %") if chart.axis == "share" else (1.0, "")
-    values = {
-        line.level: [_short(value * factor) for value in line.raw or line.values]
-        for line in chart.lines
-    }
+    factor, unit = (100.0, " %") if chart.axis in ("share", "relative") else (1.0, "")
+
+    def shown(line: Line) -> Sequence[float]:
+        return line.values if chart.axis in AROUND_ZERO else line.raw or line.values
+
+    values = {line.level: [_short(value * factor) for value in shown(line)] for line in chart.lines}
     longest = max(len(line.values) for line in chart.lines)
     steps: Sequence[str | int] = chart.names or [chart.step(index) for index in range(longest)]
     return CurveFigure(
@@ -184,7 +233,7 @@ def _figure(title: str, caption: str, chart: Chart) -> CurveFigure:
         data=json.dumps({"steps": steps, "values": values, "unit": unit}),
         unit=chart.unit,
         last_step=str(steps[-1]),
-        final={level: _final(shown[-1], unit) for level, shown in values.items()},
+        final={level: _final(numbers[-1], unit) for level, numbers in values.items()},
         wide=picture(chart, width=WIDE[0], height=WIDE[1], kind="wide"),
         narrow=picture(chart, width=NARROW[0], height=NARROW[1], kind="narrow"),
     )

@@ -13,24 +13,24 @@ from apex.tools.variants import BASELINE
 def report(comparison: Comparison) -> str:
     """Returns the page as HTML; the same comparison gives the same page."""
     reasons = comparison.recommendation.reasons
-    cells = rows(comparison)
+    trained = [
+        (result, row)
+        for result, row in zip(comparison.results, rows(comparison), strict=True)
+        if not result.skipped
+    ]
     return render(
         "apex.tools.report",
         "report.html.jinja",
         comparison=comparison,
         headline=_headline(comparison),
         reasons=[reason for reason in reasons if not _levels_of(reason, comparison)],
-        refusals=[
-            (levels, reason.partition(": ")[2])
-            for reason in reasons
-            if (levels := _levels_of(reason, comparison))
-        ],
+        verdicts=_verdicts(comparison),
         bar_figures=bar_figures(comparison),
         curve_figures=curve_figures(comparison),
-        columns=[name for name in visible_columns(cells) if name != "spread"],
+        columns=visible_columns([row for _, row in trained]),
         headings=HEADINGS,
         meanings=MEANINGS,
-        rows=list(zip(comparison.results, cells, strict=True)),
+        rows=trained,
         footnote=footnote(comparison),
     )
 
@@ -39,13 +39,22 @@ def _headline(comparison: Comparison) -> dict[str, str]:
     """Returns the recommendation as a headline, split at the level, and the sentence after it."""
     headline, _, rest = comparison.recommendation.text.partition(": ")
     level = comparison.recommendation.level
-    before, named, after = headline.partition(level) if level != BASELINE else (headline, "", "")
+    split = headline.partition(level) if level not in (None, BASELINE) else (headline, "", "")
+    before, named, after = split
     return {
         "before": before,
         "level": named,
         "after": after,
         "lead": rest[:1].upper() + rest[1:],
     }
+
+
+def _verdicts(comparison: Comparison) -> list[tuple[list[str], str, str]]:
+    """Returns levels, word and reason of each verdict; levels ruled out alike share a line."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for verdict in comparison.recommendation.verdicts:
+        found.setdefault((verdict.word, verdict.why), []).append(verdict.level)
+    return [(levels, word, why) for (word, why), levels in found.items()]
 
 
 def _levels_of(reason: str, comparison: Comparison) -> list[str]:

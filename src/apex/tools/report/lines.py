@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from apex.tools.report.scales import (
+    AROUND_ZERO,
     Axis,
     Frame,
     step_ticks,
@@ -19,6 +20,12 @@ from apex.tools.report.scales import (
 MOST_NAMES = 16
 NAME_ROOM = 88
 NARROW = 400
+
+LETTER = 6.4
+"""Mean width of a label's letter."""
+
+LABEL_GAP = 13.0
+"""Least distance of two labels' baselines."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,8 @@ class Chart:
         rules: Values with a horizontal line, and their labels.
         unit: What a step is.
         names: Names of the steps, written below a wide chart if they are few.
+        band: Ends of a shaded band at every step, such as the noise of fp32.
+        limit: Largest distance from 0 that an axis around 0 shows; by default all values.
     """
 
     title: str
@@ -64,6 +73,8 @@ class Chart:
     rules: tuple[tuple[float, str], ...] = ()
     unit: str = "step"
     names: tuple[str, ...] = ()
+    band: tuple[tuple[float, float], ...] = ()
+    limit: float = math.inf
 
     def step(self, index: int) -> int:
         """Returns the step of each line's value ``index``."""
@@ -121,23 +132,23 @@ class Picture:
 
 def picture(chart: Chart, *, width: int, height: int, kind: str) -> Picture:
     """Returns ``chart`` drawn at a size."""
-    drawn = [v for line in chart.lines for v in (*line.values, *line.raw)]
-    drawn += [value for value, _ in chart.rules]
+    values = _range(chart)
     named = 0 < len(chart.names) <= MOST_NAMES and width > NARROW
     frame = Frame(
         width,
         height + (NAME_ROOM // 2 if named else 0),
         chart.axis,
         (chart.step(0), chart.last_step),
-        value_range(drawn, chart.axis),
-        right=NAME_ROOM - 14 if named else 14,
+        values,
+        right=max(_label_room(chart), NAME_ROOM - 14 if named else 14),
         bottom=NAME_ROOM if named else 30,
     )
-    elements = _grid(chart, frame)
+    elements = [*_band(chart, frame), *_grid(chart, frame)]
     elements += _name_ticks(chart, frame) if named else _ticks(chart, frame)
     elements += [_line("axis", frame, frame.plot_bottom)]
     for place, line in enumerate(chart.lines):
         elements += _curve(chart, line, frame, width=_stroke(place, len(chart.lines)))
+    elements += _labels(chart, frame)
     return Picture(
         kind,
         chart.title,
@@ -164,9 +175,24 @@ def smooth(values: Sequence[float], keep: float = 0.8) -> tuple[float, ...]:
     return tuple(means)
 
 
+def _range(chart: Chart) -> tuple[float, float]:
+    drawn = [value for value, _ in chart.rules]
+    drawn += [value for line in chart.lines for value in line.values]
+    if chart.axis not in AROUND_ZERO:
+        drawn += [value for line in chart.lines for value in line.raw]
+        return value_range(drawn, chart.axis)
+    drawn += [end for ends in chart.band for end in ends]
+    return value_range([min(max(v, -chart.limit), chart.limit) for v in drawn], chart.axis)
+
+
+def _label_room(chart: Chart) -> int:
+    """Returns the width of the longest label at a line's end."""
+    return round(max(len(line.level) for line in chart.lines) * LETTER) + 14
+
+
 def _stroke(place: int, count: int) -> float:
     """Returns a curve's width; the first is the widest, so that coinciding curves stay visible."""
-    return 2.0 if count == 1 else 7.0 - 5.0 * place / (count - 1)
+    return 2.0 if count == 1 else 5.0 - 3.0 * place / (count - 1)
 
 
 def _element(tag: str, kind: str, text: str = "", power: str = "", **at: str | float) -> Element:
@@ -211,8 +237,52 @@ def _grid(chart: Chart, frame: Frame) -> list[Element]:
     for value, name in chart.rules:
         y = frame.y(value)
         drawn.append(_line("rule", frame, y))
-        drawn.append(_element("text", "tick rule-name", name, x=frame.plot_right, y=y - 6))
+        drawn.append(_element("text", "tick rule-name", name, x=frame.left + 6, y=y - 6))
     return drawn
+
+
+def _band(chart: Chart, frame: Frame) -> list[Element]:
+    ends = [
+        (frame.x(chart.step(index)), frame.y(low), frame.y(high))
+        for index, (low, high) in enumerate(chart.band)
+        if math.isfinite(low) and math.isfinite(high)
+    ]
+    if len(ends) < 2:
+        return []
+    there = "L".join(f"{x:.1f} {high:.1f}" for x, _, high in ends)
+    back = "L".join(f"{x:.1f} {low:.1f}" for x, low, _ in reversed(ends))
+    return [_element("path", "band", d=f"M{there}L{back}Z")]
+
+
+def _labels(chart: Chart, frame: Frame) -> list[Element]:
+    """Returns the name of each line beside its end, moved apart where they would overlap."""
+    ends: dict[float, list[tuple[float, str]]] = {}
+    for line in chart.lines:
+        if points := _points(chart, line.values, frame):
+            x, y = points[-1]
+            ends.setdefault(x, []).append((y, line.level))
+    drawn = []
+    for x, labels in ends.items():
+        labels.sort()
+        places = spread_out([y for y, _ in labels], LABEL_GAP, frame.top, frame.plot_bottom)
+        for (y, level), place in zip(labels, places, strict=True):
+            if abs(place - y) > 2:
+                leader = f"M{x + 2:.1f} {y:.1f}L{x + 8:.1f} {place:.1f}"
+                drawn.append(_element("path", f"leader {level}", d=leader))
+            drawn.append(_element("text", f"end {level}", level, x=x + 10, y=place))
+    return drawn
+
+
+def spread_out(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """Returns ascending ``places`` moved at least ``gap`` apart, as far as possible within ends."""
+    moved: list[float] = []
+    for place in places:
+        moved.append(max(place, moved[-1] + gap) if moved else max(place, low))
+    beyond = high
+    for index in reversed(range(len(moved))):
+        moved[index] = min(moved[index], beyond)
+        beyond = moved[index] - gap
+    return moved
 
 
 def _curve(chart: Chart, line: Line, frame: Frame, *, width: float) -> list[Element]:

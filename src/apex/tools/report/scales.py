@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Axis = Literal["log10", "log2", "share"]
-"""Scale of an axis: powers of ten or two, or shares from 0 to 1."""
+Axis = Literal["log10", "log2", "share", "difference", "relative"]
+"""Scale of an axis: powers of ten or two, shares from 0 to 1, or differences around 0, absolute or
+in percent."""
+
+AROUND_ZERO = ("difference", "relative")
 
 BASES = {"log10": 10, "log2": 2}
 
@@ -47,7 +50,7 @@ class Frame:
         """Returns the vertical coordinate of ``value``, clamped to the plot area."""
         low, high = self.values
         value = min(max(value, low), high)
-        if self.axis != "share":
+        if self.axis in BASES:
             value, low, high = math.log(value), math.log(low), math.log(high)
         share = (value - low) / (high - low)
         return self.height - self.bottom - share * (self.height - self.top - self.bottom)
@@ -55,6 +58,9 @@ class Frame:
 
 def value_range(values: Sequence[float], axis: Axis) -> tuple[float, float]:
     """Returns the ends of an axis for ``values``, with a margin."""
+    if axis in AROUND_ZERO:
+        size = max((abs(value) for value in values if math.isfinite(value)), default=0.0) or 1.0
+        return -1.1 * size, 1.1 * size
     found = [value for value in values if math.isfinite(value) and value > 0]
     if axis == "share":
         return 0.0, min(1.0, _round_up(max(found, default=1.0)))
@@ -77,6 +83,8 @@ def value_ticks(low: float, high: float, axis: Axis, most: int = 6) -> list[floa
     """Returns round values between ``low`` and ``high``."""
     if axis == "share":
         return [high * quarter / 4 for quarter in range(5)]
+    if axis in AROUND_ZERO:
+        return _even_ticks(low, high, most)
     base = BASES[axis]
     powers = range(math.floor(math.log(low, base)), math.ceil(math.log(high, base)) + 1)
     decades = [float(base) ** power for power in powers]
@@ -95,13 +103,17 @@ def _even_ticks(low: float, high: float, most: int) -> list[float]:
     gaps = [factor * 10.0**p for p in (power, power + 1) for factor in (1, 2, 5)]
     counts = [(math.ceil(low / gap), math.floor(high / gap), gap) for gap in gaps]
     first, last, gap = next(count for count in counts if count[1] - count[0] < most)
-    return [round(index * gap, 9) for index in range(first, last + 1)]
+    return [float(f"{index * gap:.9g}") for index in range(first, last + 1)]
 
 
 def tick_label(value: float, axis: Axis) -> tuple[str, str]:
     """Returns a tick's label and the exponent after it, which may be empty."""
     if axis == "share":
         return f"{value * 100:.3g} %", ""
+    if axis in AROUND_ZERO:
+        percent = axis == "relative"
+        text = f"{value * 100:+.3g} %" if percent else f"{value:+.3g}"
+        return (text.replace("-", "\N{MINUS SIGN}") if value else "0"), ""
     if axis == "log10" and 1e-4 < value < 1e5:
         return f"{value:f}".rstrip("0").rstrip("."), ""
     base = BASES[axis]
