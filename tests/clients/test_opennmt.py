@@ -27,7 +27,7 @@ TRAINING = """
     -dropout 0 -attention_dropout 0 -max_grad_norm 1 -valid_steps 10 -save_checkpoint_steps 20
 """
 FP32 = "-model_dtype fp32 -optim adam"
-FUSED = "-model_dtype fp16 -optim fusedadam"  # fp16_utils' way: FP16_Optimizer around FusedAdam
+FUSED = "-model_dtype fp16 -optim fusedadam"  # contrib's FP16_Optimizer around a FusedAdam
 
 
 def of_amp(level):

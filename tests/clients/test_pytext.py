@@ -53,12 +53,8 @@ def write(path, count):
     with path.open("w") as file:
         for _ in range(count):
             label = random.choice(list(WORDS))
-            print(
-                label,
-                " ".join(random.choices(WORDS[label] + ["a", "the"], k=5)),
-                sep="\t",
-                file=file,
-            )
+            text = " ".join(random.choices([*WORDS[label], "a", "the"], k=5))
+            print(label, text, sep="\t", file=file)
     return str(path)
 
 
