@@ -14,6 +14,7 @@ nox.options.sessions = ["lint", "types", "docs", "wheel", "tests"]
 
 CONSTRAINTS = "packaging/constraints.txt"
 DIST = Path("dist")
+CLIENTS = ["tests/clients", "tests/integrations"]
 
 # Checks of the sources share the environment that runs nox (`make` fills .venv with the extra
 # `dev`): one torch instead of one per session.
@@ -82,7 +83,7 @@ def clients(session, transformers):
     session.install("-qq", "--no-deps", "--no-build-isolation", "packaging/apex-metadata")
     session.run(
         "python", "-m", "pytest", "-m", "clients",
-        *(session.posargs or ["tests/clients", "tests/integrations"]),
+        *(session.posargs or CLIENTS),
         env={"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 

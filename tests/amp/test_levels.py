@@ -57,12 +57,17 @@ def test_outputs_have_the_dtype_of_their_level(level):
 @pytest.mark.gpu
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_model_moved_to_the_gpu_after_initialize_computes_there_in_the_same_dtype(level):
-    model, _ = prepared(level)
+    model, optimizer = prepared(level, loss_scale=128.0)
     model.cuda()
     seen = []
     model.first.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
-    model(torch.ones(3, 4, device="cuda"))
+    before = model.state_dict()["last.bias"].clone()
+    with amp.scale_loss(model(torch.randn(3, 4).cuda()).float().sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
     assert seen == [COLUMNS[level][2] or COLUMNS[level][0] or FP32]
+    after = model.state_dict()["last.bias"].cuda()
+    torch.testing.assert_close(after, before.cuda() - 0.125 * 3, rtol=2**-7, atol=2**-7)
 
 
 @pytest.mark.parametrize("level", LEVELS)
