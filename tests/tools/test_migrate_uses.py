@@ -554,7 +554,7 @@ def test_the_levels_that_pass_a_test(test, passing):
     (found,) = [use for use in uses(script_of(f"import apex\n{test}\n")) if use.passing is not None]
     assert found.passing == set(passing.split())
     same = ("O1" in passing) == ("O4" in passing)
-    assert ("without another change" in verdict_of_use(found).text) == same
+    assert ("nothing else changes" in verdict_of_use(found).text) == same
 
 
 @pytest.mark.parametrize(

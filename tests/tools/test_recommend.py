@@ -113,7 +113,7 @@ def test_a_load_that_all_share_does_not_hide_a_gain():
 def test_too_few_rounds_give_no_verdict_and_say_how_many_are_enough():
     found = advised_from([10.0] * 3, O4=[5.0] * 3)
     assert found.text == (
-        "No verdict on speed: 3 timed steps of each level cannot tell. O4 looked 2.00x as fast as "
+        "No verdict on speed: 3 timed steps per level are too few. O4 looked 2.00x as fast as "
         "fp32. Run again with --rounds 20."
     )
 

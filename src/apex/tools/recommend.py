@@ -204,7 +204,10 @@ def _no_verdict(best: _Candidate, comparison: Comparison) -> str:
     timing = best.result.timing
     rounds = 0 if timing is None else len(timing.samples)
     if rounds < LEAST_ROUNDS:
-        why = f"{rounds} timed step{'s' * (rounds != 1)} of each level cannot tell"
+        steps = (
+            "1 timed step per level is" if rounds == 1 else f"{rounds} timed steps per level are"
+        )
+        why = f"{steps} too few"
         again = f"Run again with --rounds {ENOUGH_ROUNDS}."
     else:
         why = why_times_spread(comparison.load)

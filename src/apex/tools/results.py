@@ -192,7 +192,8 @@ class Verdict:
     Attributes:
         level: The level.
         word: "use" for the one to use, "ties" if it is equally fast, "usable" if it trains as well
-            as fp32 but brings less, "unclear" if the times do not tell, "no" if it is ruled out.
+            as fp32 but brings less, "unclear" if the times do not tell, "no" if it is ruled out,
+            "skipped" if it was not trained, "baseline" for fp32 unless that is the one to use.
         why: The reason, with the measurement.
     """
 

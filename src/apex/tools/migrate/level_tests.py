@@ -55,8 +55,8 @@ def remark(passing: frozenset[str]) -> str:
     ]
     if not apart:
         return (
-            "Treats O4 and O5, the levels in bf16, like O1 and O2: select one to train in bf16, "
-            "without another change."
+            "Treats O4 and O5, the levels in bf16, like O1 and O2: select one to train in bf16; "
+            "nothing else changes."
         )
     return f"Treats {' and '.join(apart)} differently: add the level in bf16 here to train with it."
 
