@@ -13,10 +13,8 @@ class Parser(argparse.ArgumentParser):
         """Prints usage and message; exits with code 2."""
         option, colon, fault = message.removeprefix("argument ").partition(": ")
         if colon and fault == "expected one argument":
-            for action in self._actions:
-                if option == "/".join(action.option_strings):
-                    message = f"{option} needs a value: {option} {action.metavar}"
-                    message += ", or - for standard output" if option == "--json" else ""
+            message = f"{option} needs a value"
+            message += ": a file, or - for standard output" if option == "--json" else ""
         super().error(message)
 
 
