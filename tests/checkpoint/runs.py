@@ -129,4 +129,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "fp16 is emulated on this CPU")
+    warnings.filterwarnings("ignore", module="torch")  # each release has some of its own
     resume_all(sys.argv[1])
