@@ -32,13 +32,14 @@ class Place:
         if options.keys() - {"kernels", "devices"} or (gpu is not None and gpu.args):
             raise pytest.UsageError(f"{item.nodeid}: gpu takes kernels='why' or devices=2")
         self.name = torch.cuda.get_device_name() if REAL else "emulated CUDA"
-        self.forwarded = not (REAL or device.INSTALLED)
+        here = REAL or device.INSTALLED or item.get_closest_marker("skip") is not None
         if not REAL and "kernels" in options:
             self.skipped = f"needs CUDA's own kernels: {options['kernels']}"
         elif REAL and torch.cuda.device_count() < options.get("devices", 1):
             self.skipped = f"needs {options['devices']} GPUs"
         elif REAL and emulated is not None:
             self.skipped = "asks the emulated device, and this machine has a GPU"
+        self.forwarded = not here and self.skipped is None
 
 
 class Forwarding:
@@ -51,7 +52,7 @@ class Forwarding:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item, nextitem):
-        if not Place(item).forwarded or item.get_closest_marker("skip"):
+        if not Place(item).forwarded:
             return None
         hook = item.ihook
         hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
