@@ -85,6 +85,7 @@ class Gradients:
         self._in_buckets = False
         self._returned = False
         self._scaled = False
+        self._modified = False
 
     @property
     def _optimized(self) -> SteppedParams:
@@ -201,7 +202,7 @@ class Gradients:
         self._fresh = list(zip(own, fresh, strict=True))
         if self._aside and not self._returned:
             self._add_aside()
-        if adds and not self._scaled:
+        if adds or self._scaled:
             self._mirror_sums(pairs, earlier)
         if self._unmirrored:
             self._mirrors = self._unreached_mirrors()
@@ -233,21 +234,14 @@ class Gradients:
         self._fresh = [(param, grad) for (param, _), grad in zip(self._fresh, total, strict=True)]
 
     def _mirror_sums(self, pairs: Sequence[TrackedPair], earlier: Sequence[Tensor | None]) -> None:
-        """Copies sums into the model's gradients where the pass added to earlier ones."""
+        """Rounds unscaled sums into the model's gradients, which are still those of the pass."""
         sums = {id(param): grad for param, grad in self._fresh}
-        mirrors: list[Tensor] = []
-        totals: list[Tensor] = []
-        for pair, before in zip(pairs, earlier, strict=True):
-            grad, total = pair.model.grad, sums[id(pair.master)]
-            if before is None or grad is None:
-                continue
-            if grad.is_sparse or total.is_sparse:
-                pair.model.grad = mirror_gradients.rounded(total, pair.model)
-            else:
-                mirrors.append(grad)
-                totals.append(total)
-        if mirrors:
-            torch._foreach_copy_(dtensor.locals_of(mirrors), dtensor.locals_of(totals))
+        changed = [
+            pair
+            for pair, before in zip(pairs, earlier, strict=True)
+            if self._scaled or before is not None
+        ]
+        mirror_gradients.write(changed, [sums[id(pair.master)] for pair in changed])
 
     def _unreached_mirrors(self) -> _Grads:
         """Returns the model's copies of master gradients that the pass did not reach."""
@@ -269,7 +263,7 @@ class Gradients:
         for param, grad in (*earlier, *self._fresh, *self._mirrors):
             param.grad = grad
         for pair in self._optimized.pairs:
-            mirror_gradients.mark(pair, edits_apply=not self._scaled)
+            mirror_gradients.mark(pair)
         self._end_pass(GradState.READY if sent else GradState.LOCAL)
         if self.checked and not self._optimized.pairs:
             present = (param.grad for param in self._optimized.params())
@@ -327,7 +321,7 @@ class Gradients:
                 pair.model.grad = mirror_gradients.rounded(grad, pair.model)
             except RuntimeError:  # out of memory: the model has no mirror, but no gradient is lost
                 continue
-            mirror_gradients.mark(pair, edits_apply=not self._scaled)
+            mirror_gradients.mark(pair)
 
     # -- outside of passes -------------------------------------------------------------------
 
@@ -335,61 +329,71 @@ class Gradients:
     def absorb_raw(self) -> None:
         """Applies gradient changes made outside passes to the masters.
 
-        These are gradients from a plain ``loss.backward()`` and cleared ones; see
-        :mod:`.mirror_gradients`.
+        These are gradients from a plain ``loss.backward()``, and the model's gradients that a
+        script cleared, clipped or wrote in another way; see :mod:`.mirror_gradients`.
         """
         if self.state in (GradState.OPEN, GradState.DELAYED):
             return
         raw: list[TrackedPair] = []
+        modified: list[TrackedPair] = []
         for pair in self._optimized.pairs:
             grad = pair.model.grad
             if grad is None:
                 if pair.mirrors_grad:  # cleared
                     pair.master.grad, pair.mirrors_grad = None, False
-            # DistributedDataParallel moves mirror gradients when it rebuilds its buckets.
-            elif not pair.mirrors_grad or (
-                mirror_gradients.replaces_master_grad(grad) and not self._in_buckets
-            ):
+            elif not pair.mirrors_grad:
                 raw.append(pair)
+            elif mirror_gradients.is_modified(grad, in_buckets=self._in_buckets):
+                modified.append(pair)
         self._absorb(raw)
+        self._carry_over(modified)
         if (self.checked or self.state is GradState.LOCAL) and not self._has_grads():
             self.reset()
 
     def _absorb(self, raw: Sequence[TrackedPair]) -> None:
+        """Adds gradients of a plain backward pass to the masters'."""
         if not raw:
             return
         grads = [grad for pair in raw if (grad := pair.model.grad) is not None]
         own = [pair.master for pair in raw]
         fresh = master.fp32_copies(grads, [pair.model for pair in raw], own)
-        # A mirror gradient that was replaced or changed also replaces its master's.
-        earlier = [None if pair.mirrors_grad else pair.master.grad for pair in raw]
-        for pair, grad in zip(raw, master.sums(fresh, earlier), strict=True):
+        earlier = [param.grad for param in own]
+        totals = master.sums(fresh, earlier)
+        added = [i for i, grad in enumerate(earlier) if grad is not None]
+        mirror_gradients.write([raw[i] for i in added], [totals[i] for i in added])
+        for pair, grad in zip(raw, totals, strict=True):
             pair.master.grad = grad
-            mirror_gradients.mark(pair, edits_apply=True)
+            mirror_gradients.mark(pair)
+
+    def _carry_over(self, modified: Sequence[TrackedPair]) -> None:
+        """Applies changes of mirror gradients to the masters'."""
+        if not modified:
+            return
+        dense: list[TrackedPair] = []
+        for pair in modified:
+            mirror, own = pair.model.grad, pair.master.grad
+            if mirror is None or own is None or mirror.is_sparse or own.is_sparse:
+                pair.master.grad = None  # replaced as a whole
+            else:
+                dense.append(pair)
+        self._absorb([pair for pair in modified if pair.master.grad is None])
+        mirror_gradients.carry_over(dense)
+        for pair in dense:
+            mirror_gradients.mark(pair)
+        self._modified = True
 
     def absorb_changes(self) -> None:
-        """Applies every gradient change made since the last pass, before the next begins."""
-        self.absorb_raw()
-        self._absorb_zeroed()
-
-    def _absorb_zeroed(self) -> None:
-        """Detects gradients zeroed in place, as by a wrapper's ``zero_grad(set_to_none=False)``.
+        """Applies every gradient change made since the last pass, before the next begins.
 
         Works on the device, without a host sync.
         """
+        self.absorb_raw()
         if self.state is GradState.DELAYED:
             return
-        zeroed = [
-            pair
-            for pair in self._optimized.pairs
-            if pair.mirrors_grad and mirror_gradients.is_modified(pair)
-        ]
-        for pair in zeroed:
-            mirror_gradients.zero_like_model(pair)
-            mirror_gradients.mark(pair, edits_apply=not self._scaled)
         sentinel = self._sentinel
-        if zeroed or (sentinel is not None and sentinel[0]._version != sentinel[1]):
+        if self._modified or (sentinel is not None and sentinel[0]._version != sentinel[1]):
             self._recheck()
+        self._modified = False
 
     @torch.no_grad()
     def _recheck(self) -> None:
@@ -430,6 +434,8 @@ class Gradients:
             else:
                 clear_grad(pair.model, set_to_none=False)
                 clear_grad(pair.master, set_to_none=False)
+                if pair.mirrors_grad:
+                    mirror_gradients.mark(pair)
         self.reset()
 
     def on_cleared(self, models: Container[int]) -> None:
@@ -439,6 +445,9 @@ class Gradients:
             models: Ids of the models' parameters whose gradients were just cleared.
         """
         pairs = {id(pair.master): id(pair.model) for pair in self._optimized.pairs}
+        for pair in self._optimized.pairs:
+            if pair.mirrors_grad and id(pair.model) in models:
+                mirror_gradients.mark(pair)
         if all(
             p.grad is None or pairs.get(id(p), id(p)) in models for p in self._optimized.params()
         ):
