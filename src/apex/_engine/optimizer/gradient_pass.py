@@ -15,6 +15,7 @@ from apex._engine.events import Iteration
 from apex._engine.masters import TrackedPair, clear_grad
 from apex._engine.optimizer import mirror_gradients
 from apex._torch import dtensor
+from apex._torch.copies import HostCopy, capturing
 from apex._torch.dynamo import untraced
 
 _Grads = list[tuple[nn.Parameter, Tensor]]
@@ -65,6 +66,9 @@ class Gradients:
         found_inf: Whether a present gradient held inf or NaN when it was unscaled, 0-d fp32;
             ``None`` before the first checked pass.
         checked: Whether ``found_inf`` is valid for the present gradients.
+        used: Whether a pass has begun.
+        skipped: Whether the last step was skipped: known on the host, or a 0-d fp32 flag.
+        steps: Steps so far, skipped ones included.
     """
 
     def __init__(self, stepped: SteppedParams) -> None:
@@ -74,6 +78,11 @@ class Gradients:
         self.open_pass: OpenPass | None = None
         self.found_inf: Tensor | None = None
         self.checked = False
+        self.used = False
+        self.skipped: Tensor | bool = False
+        self.steps = 0
+        self._skip_copy: HostCopy | None = None
+        self._spare_flag: Tensor | None = None
         self._steps = 0
         self._before = GradState.READY
         self._aside: _Grads = []
@@ -153,6 +162,7 @@ class Gradients:
         self._in_place = identity or delayed
         self._in_buckets = not keeps
         self._scaled = not identity
+        self.used = True
         self.open_pass = opened
         if delayed:
             return
@@ -401,9 +411,9 @@ class Gradients:
         if not self.checked or self.found_inf is None:
             return
         grads = [grad for param in self._optimized.params() if (grad := param.grad) is not None]
-        self.found_inf.zero_()
-        one = torch.ones_like(self.found_inf)
-        finite.unscale_and_check_(finite.dense_values(grads), one, self.found_inf)
+        flag = self._flag_to_write(self.found_inf)
+        flag.zero_()
+        finite.unscale_and_check_(finite.dense_values(grads), torch.ones_like(flag), flag)
 
     def absorb_partial(self) -> None:
         """Moves the gradients so far of an open pass at scale 1, for a step during the pass."""
@@ -419,11 +429,39 @@ class Gradients:
         if self.found_inf is None or self.found_inf.device != found_inf.device:
             self.found_inf = torch.zeros_like(found_inf)
             self.checked = False
+        flag = self._flag_to_write(self.found_inf)
         if self.checked:
-            finite.raise_flag_(self.found_inf, found_inf)
+            finite.raise_flag_(flag, found_inf)
         else:
-            self.found_inf.copy_(found_inf)
+            flag.copy_(found_inf)
         self.checked = True
+
+    def _flag_to_write(self, flag: Tensor) -> Tensor:
+        """Returns the flag, or another with its value if it tells whether the last step skipped."""
+        if flag is not self.skipped:
+            return flag
+        spare = self._spare_flag
+        if spare is None or spare.device != flag.device:
+            spare = torch.empty_like(flag)
+        self.found_inf, self._spare_flag = spare.copy_(flag), flag
+        return spare
+
+    def note_step(self, *, skipped: Tensor | bool) -> None:
+        """Records whether a step that begins is skipped."""
+        self.skipped, self._skip_copy = skipped, None
+        self.steps += 1
+
+    def skipped_on_host(self) -> bool | None:
+        """Returns whether the last step was skipped, None until the answer has arrived."""
+        skipped = self.skipped
+        if isinstance(skipped, bool):
+            return skipped
+        if self._skip_copy is None:
+            if capturing(skipped.device):
+                return None
+            self._skip_copy = HostCopy(skipped)
+        copy = self._skip_copy
+        return bool(copy.wait().tolist()) if copy.arrived else None  # sync: none, it has arrived
 
     def zero(self, *, set_to_none: bool) -> None:
         """Clears the gradients of all pairs, model and master, and any pending overflow."""

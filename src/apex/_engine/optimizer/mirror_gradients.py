@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from apex._core.foreach import norms
 from apex._engine.masters import TrackedPair
 from apex._torch import dtensor
+from apex._torch.counted import count_foreach
 
 _MARK = "_apex_mirrored"
 """Attribute of a mirror gradient: its version when it held the rounded master's gradient."""
@@ -41,6 +42,7 @@ def mark(pair: TrackedPair) -> None:
     """Marks the model's gradient as the rounded value of its master's."""
     grad = pair.model.grad
     if grad is not None:
+        count_foreach(grad)
         setattr(grad, _MARK, grad._version)
     pair.mirrors_grad = grad is not None
 
