@@ -16,6 +16,7 @@ from apex._engine.masters import TrackedPair, clear_grad
 from apex._engine.optimizer import mirror_gradients
 from apex._torch import dtensor
 from apex._torch.copies import HostCopy, capturing
+from apex._torch.counted import without_counting
 from apex._torch.dynamo import untraced
 
 _Grads = list[tuple[nn.Parameter, Tensor]]
@@ -346,17 +347,18 @@ class Gradients:
             return
         raw: list[TrackedPair] = []
         modified: list[TrackedPair] = []
-        for pair in self._optimized.pairs:
-            grad = pair.model.grad
-            if grad is None:
-                if pair.mirrors_grad:  # cleared
-                    pair.master.grad, pair.mirrors_grad = None, False
-            elif not pair.mirrors_grad:
-                raw.append(pair)
-            elif mirror_gradients.is_modified(grad, in_buckets=self._in_buckets):
-                modified.append(pair)
-        self._absorb(raw)
-        self._carry_over(modified)
+        with without_counting():
+            for pair in self._optimized.pairs:
+                grad = pair.model.grad
+                if grad is None:
+                    if pair.mirrors_grad:  # cleared
+                        pair.master.grad, pair.mirrors_grad = None, False
+                elif not pair.mirrors_grad:
+                    raw.append(pair)
+                elif mirror_gradients.is_modified(grad, in_buckets=self._in_buckets):
+                    modified.append(pair)
+            self._absorb(raw)
+            self._carry_over(modified)
         if (self.checked or self.state is GradState.LOCAL) and not self._has_grads():
             self.reset()
 

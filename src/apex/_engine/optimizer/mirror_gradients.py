@@ -42,8 +42,8 @@ def mark(pair: TrackedPair) -> None:
     """Marks the model's gradient as the rounded value of its master's."""
     grad = pair.model.grad
     if grad is not None:
-        count_foreach(grad)
         setattr(grad, _MARK, grad._version)
+        count_foreach(grad)
     pair.mirrors_grad = grad is not None
 
 
@@ -122,7 +122,7 @@ def _carry_over(changes: Sequence[_Change]) -> None:
     start = 0
     for chunk in _chunks(changes):
         part = slice(start, start + len(chunk))
-        _apply(chunk, shared, news_norms[part] / olds_norms[part])
+        _scale_or_replace(chunk, shared, news_norms[part] / olds_norms[part])
         start += len(chunk)
 
 
@@ -150,7 +150,7 @@ def _in_fp32(changes: Sequence[_Change]) -> tuple[list[Tensor], list[Tensor], li
     return news, olds, low
 
 
-def _apply(changes: Sequence[_Change], shared: Tensor, own_factors: Tensor) -> None:
+def _scale_or_replace(changes: Sequence[_Change], shared: Tensor, own_factors: Tensor) -> None:
     """Scales the gradients that were scaled by a factor; replaces elements of the others.
 
     Args:
