@@ -107,8 +107,8 @@ HOOKS = "where a module keeps its hooks: asked so that none of ours is attached 
 
 KNOWN = {
     "torch._C": (
-        f"{FUNCTION_MODES_PLACE} {AUTOGRAD} {TRACING} {DISPATCHER} {DEBUG}",
-        "the module itself",
+        f"{FUNCTION_MODES_PLACE} {AUTOGRAD} {TRACING} {DISPATCHER} {DEBUG} apex/_torch/counted.py",
+        "the module itself; DisableTorchFunctionSubclass is in torch's notes on extending it",
     ),
     "torch._C._dispatch_has_kernel": (DISPATCHER, NO_PLAIN_FORM),
     "torch._C._dispatch_has_kernel_for_dispatch_key": (DISPATCHER, NO_PLAIN_FORM),
@@ -157,7 +157,7 @@ KNOWN = {
     ),
     "._forward_pre_hooks": ("apex/_engine/model/state.py", HOOKS),
     "._get_scale_async": (GRAD_SCALERS, GRAD_SCALER),
-    "._getframe": (DEBUG, "of Python's sys"),
+    "._getframe": (f"{DEBUG} apex/_engine/mistakes.py", "of Python's sys"),
     "._op": (DISPATCHER, "an overload's callable, 0.2 us faster than the overload itself"),
     "._overloadpacket": (DEBUG, TOOL),
     "._patch_step_function": (
@@ -172,17 +172,13 @@ KNOWN = {
     "._sequence_nr": (DEBUG, TOOL),
     "._to_copy": (DEBUG, "a name of torch.ops.aten"),
     "._unsafe_view": (DEBUG, "a name of torch.ops.aten"),
-    "._nnz": (
-        "apex/_engine/optimizer/mirror_gradients.py",
-        "the rows of a sparse gradient, in torch's docs of sparse tensors",
-    ),
     "._state_dict_hooks": ("apex/_engine/model/state.py", HOOKS),
     "._values": (
         "apex/_torch/sparse.py",
         "the values of a sparse gradient to write into: Tensor.values() wants it coalesced",
     ),
     "._version": (
-        "apex/_engine/masters.py apex/_engine/model/state_dict.py "
+        "apex/_engine/masters.py apex/_engine/mistakes.py apex/_engine/model/state_dict.py "
         "apex/_engine/optimizer/gradient_pass.py apex/_engine/optimizer/mirror_gradients.py",
         "autograd's count of in-place writes, in the docs of torch.autograd",
     ),

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from apex import amp
 from apex.debug.auto_trace import arm
-from tests.amp.cases import Net, backward, loss_of, overflow, prepared, sgd
+from tests.amp.cases import Net, backward, loss_of, one_weight, overflow, prepared, sgd
 from tests.training import cases
 from tests.training.test_cost import HostReads
 
@@ -234,11 +234,132 @@ def test_only_rank_0_logs(log, rank):
     assert len(log()) == (rank == 0)
 
 
+# -- a dynamic scale that is finding its value -----------------------------------------------
+
+
+def scaled_slope(level, exponent, steps, **options):
+    """Steps whose gradients fit fp16 below a scale of 2**(16 - exponent)."""
+    model, optimizer = one_weight(level, **options)
+    handle = arm(optimizer, after_skips=2)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        backward((model(torch.ones(1, 1)) * 2.0**exponent).sum(), optimizer)
+        optimizer.step()
+    return handle
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_skips_of_a_scale_that_settles_are_silent_and_leave_the_handle_armed(log, level):
+    handle = scaled_slope(level, exponent=6, steps=12)
+    assert handle.trace.first.cause == "loss scale"
+    assert log() == []
+    assert not tracing()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_fault_after_the_scale_has_settled_is_reported(log, level):
+    model, optimizer = pair(level)
+    handle = arm(optimizer, after_skips=2)
+    for _ in range(30):  # the loss grows with the weights of 100: the scale falls for many steps
+        optimizer.zero_grad()
+        backward(loss_of(model), optimizer)
+        optimizer.step()
+    assert log() == []
+    for _ in range(4):
+        bad_step(model, optimizer)
+    assert handle.trace.first.module == "first"
+    assert len(log()) == 1
+
+
+# -- static scales ---------------------------------------------------------------------------
+
+STATIC = pytest.mark.parametrize(
+    ("level", "options"),
+    [("O0", {}), ("O4", {}), ("O5", {}), ("O1", {"loss_scale": 8.0}), ("O2", {"loss_scale": 8.0})],
+)
+
+
+def good_batch(model):
+    return model(0.1 * torch.ones(3, 4)).float().square().mean()
+
+
+def bad_batch(model):
+    return model(torch.full((3, 4), float("inf"))).float().square().mean()
+
+
+def iteration(model, optimizer, loss_of_batch, *, steps=True):
+    optimizer.zero_grad()
+    backward(loss_of_batch(model), optimizer)
+    if steps:
+        optimizer.step()
+
+
+@STATIC
+def test_with_a_static_scale_the_first_nonfinite_gradients_are_named(log, level, options):
+    model, optimizer = prepared(level, **options)
+    handle = arm(optimizer)
+    for loss_of_batch in (good_batch, good_batch, bad_batch, good_batch, good_batch):
+        iteration(model, optimizer, loss_of_batch)
+    (message,) = log()
+    assert "not finite since backward pass 3" in message
+    assert "first.weight, first.bias, norm.weight and 3 more (6 of 6 gradients)" in message
+    assert "earlier checkpoint" in message
+    assert "loss_scale='dynamic'" in message
+    assert not tracing()
+    assert handle.trace.first is not None
+
+
+@STATIC
+def test_with_a_static_scale_the_operator_is_named_if_the_script_skips_by_itself(
+    log, level, options
+):
+    model, optimizer = prepared(level, **options)
+    arm(optimizer)
+
+    def overflows(model):
+        return (model(0.1 * torch.ones(3, 4)).float() * 1e38 * 1e38).mean()
+
+    for loss_of_batch in (good_batch, overflows, overflows, good_batch):
+        iteration(model, optimizer, loss_of_batch, steps=loss_of_batch is good_batch)
+    (message,) = log()
+    assert "not finite since backward pass 2" in message
+    assert "First overflow: aten.mul" in message
+
+
+@STATIC
+def test_one_bad_batch_that_is_not_stepped_leaves_the_handle_armed(log, level, options):
+    model, optimizer = prepared(level, **options)
+    arm(optimizer)
+    for loss_of_batch in (good_batch, bad_batch, good_batch, good_batch):
+        iteration(model, optimizer, loss_of_batch, steps=loss_of_batch is good_batch)
+    assert log() == []
+    assert not tracing()
+    iteration(model, optimizer, bad_batch)
+    assert tracing()
+    iteration(model, optimizer, good_batch)
+    assert len(log()) == 1
+
+
+@STATIC
+def test_finite_gradients_of_static_scales_start_nothing(log, level, options):
+    model, optimizer = prepared(level, **options)
+    with arm(optimizer) as handle:
+        for _ in range(3):
+            iteration(model, optimizer, good_batch)
+    assert (handle.trace, log()) == (None, [])
+
+
 @pytest.mark.parametrize("level", ["O0", "O4", "O5"])
-def test_static_scales_are_refused_with_the_remedy(level):
-    _, optimizer = prepared(level)
-    with pytest.raises(ValueError, match=r"static.*trace_overflow"):
-        arm(optimizer)
+def test_watching_static_scales_reads_nothing_from_a_device(level):
+    model, optimizer = cases.prepared(level, lambda p: torch.optim.Adam(p, fused=True))
+    handle = arm(optimizer)
+    sent = []
+    handle._watch._readback.send = sent.append
+    with HostReads() as reads:
+        for x, y in cases.batches(3):
+            cases.train_step(model, optimizer, x, y)
+    assert reads.count == 0
+    assert [values.shape for values in sent] == [(4,)] * 3
 
 
 def test_bad_arguments_are_refused():

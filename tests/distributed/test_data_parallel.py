@@ -63,6 +63,29 @@ def test_two_ranks_stay_alike_and_train_as_one_process_on_the_joined_batch(
     assert_trained_alike(first, optimizer, level, eps=16)
 
 
+def clip_the_model(rank, level, wrapper, max_norm=2.0**-4):
+    """Clips the gradients of the model, twice as they are rebuilt into buckets."""
+    model, optimizer = prepare(level, seed=rank)
+    parallel = WRAPPERS[wrapper](model)
+    norms = []
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(parallel, optimizer, *batch(rank, step))
+        torch.nn.utils.clip_grad_norm_(parallel.parameters(), max_norm)
+        grads = [param.grad for param in amp.master_params(optimizer)]
+        norms.append(float(torch.nn.utils.get_total_norm(grads)))
+        optimizer.step()
+    return norms, state(parallel, optimizer)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("level", WITH_MASTERS)
+def test_clipping_the_model_clips_the_masters_alike_on_all_ranks(on_two_ranks, level, wrapper):
+    first, second = on_two_ranks(clip_the_model, level, wrapper)
+    assert first == second
+    torch.testing.assert_close(first[0], [2.0**-4] * 3, rtol=0.02, atol=0.0)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_four_ranks_stay_alike(on_four_ranks, level):
     first, *others = on_four_ranks(train, level, "torch")

@@ -20,6 +20,7 @@ WHOLE = [
 ]
 # A view for scripts, and modules with pages or parts of their own.
 NO_FUNCTIONS = {"_amp_state", "checkpoint", "debug", "distributed_checkpoint", "lists"}
+NO_FUNCTIONS |= {"lr_scheduler"}
 
 
 @pytest.mark.parametrize("page", LISTED)

@@ -49,6 +49,23 @@ def test_loops_have_the_numbers_of_the_cpu_and_wait_for_nothing(level, place):
         assert one.isfinite().all()
 
 
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_clipping_the_model_clips_the_masters_and_waits_for_nothing(level, foreach):
+    model, optimizer = cases.prepared(level, ADAMW, model=cases.net().cuda(), loss_scale="dynamic")
+    (batch,) = on("cuda", cases.batches(1))
+    cases.backward(model, optimizer, *(0.1 * value for value in batch))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 2.0**-8, foreach=foreach)
+        grads = cases.grads(amp.master_params(optimizer))
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    norm = torch.nn.utils.get_total_norm(grads).cpu()
+    torch.testing.assert_close(norm, torch.tensor(2.0**-8), rtol=0.02, atol=0.0)
+
+
 def test_what_waits_is_an_error_here(syncs_are_errors):
     with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
         torch.ones((), device="cuda").item()
@@ -164,3 +181,23 @@ def test_an_iteration_with_any_other_optimizer_waits_once_and_only_where_it_may_
 ):
     dynamic = loss_scale == "dynamic" or level in ("O1", "O2")
     assert len(waits_of(level, OTHERS[name], loss_scale)) == (4 if dynamic else 0)
+
+
+@pytest.mark.emulated
+def test_a_skip_aware_schedule_catches_up_without_a_wait():
+    model, optimizer = cases.prepared("O2", ADAMW, model=cases.net().cuda())
+    plain = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    scheduler = amp.lr_scheduler.skip_aware(plain)
+    batches = on("cuda", cases.batches(6, overflow_at={0, 2}))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for x, y in batches:
+            cases.train_step(model, optimizer, 0.01 * x, 0.01 * y)
+            skipped = amp.step_was_skipped(optimizer)
+            assert skipped.device.type == "cuda"
+            assert amp.step_was_skipped(optimizer, on_host=True) in (None, True, False)
+            scheduler.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    state = scheduler.state_dict()
+    assert state["last_epoch"] - state["skips_ahead"] == 4

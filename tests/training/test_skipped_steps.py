@@ -8,6 +8,7 @@ import torch
 
 from apex import amp
 from tests.training import cases
+from tests.training.test_cost import HostReads
 
 
 @pytest.mark.parametrize("name", cases.OPTIMIZERS)
@@ -123,3 +124,116 @@ def test_step_hooks_run_for_taken_steps(level):
     optimizer.register_step_post_hook(lambda *_: calls.append("after"))
     cases.train_step(model, optimizer, *cases.batch())
     assert calls == ["before", "after"]
+
+
+# -- step_was_skipped ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", cases.OPTIMIZERS)
+@pytest.mark.parametrize("level", ["O0", *cases.MIXED])
+def test_step_was_skipped_tells_each_step(level, name):
+    model, optimizer = cases.prepared(level, cases.OPTIMIZERS[name], loss_scale="dynamic")
+    train = cases.stepper(cases, name)
+    assert not amp.step_was_skipped(optimizer)
+    answers = []
+    for x, y in cases.batches(5, overflow_at={0, 3}):
+        train(model, optimizer, 0.01 * x, 0.01 * y)
+        answer = amp.step_was_skipped(optimizer)
+        assert (answer.dtype, answer.shape) == (torch.bool, ())
+        assert amp.step_was_skipped(optimizer, on_host=True) is answer.item()
+        answers.append(answer)
+    assert [answer.item() for answer in answers] == [True, False, False, True, False]
+
+
+@pytest.mark.parametrize("clear", [True, False])
+@pytest.mark.parametrize("name", ["fused AdamW", "SGD"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_answer_stays_until_the_next_step(level, name, clear):
+    model, optimizer = cases.prepared(level, cases.OPTIMIZERS[name])
+    for poisoned in (True, False, True):
+        batch = cases.overflowing() if poisoned else [0.01 * v for v in cases.batch()]
+        cases.backward(model, optimizer, *batch)
+        optimizer.step()
+        for follow in ([0.01 * v for v in cases.batch()], cases.overflowing()):
+            if clear:
+                optimizer.zero_grad()
+            else:
+                for param in model.parameters():
+                    param.grad.zero_()
+            cases.backward(model, optimizer, *follow)
+            assert bool(amp.step_was_skipped(optimizer)) is poisoned
+        optimizer.zero_grad()
+
+
+def test_nothing_is_skipped_where_amp_is_disabled_or_absent():
+    _, disabled = cases.prepared("O1", enabled=False)
+    for optimizer in (disabled, cases.sgd(cases.net().parameters())):
+        assert amp.step_was_skipped(optimizer).item() is False
+        assert amp.step_was_skipped(optimizer, on_host=True) is False
+    with pytest.raises(TypeError, match="instead of an optimizer"):
+        amp.step_was_skipped(cases.net())
+
+
+def test_asking_reads_nothing_on_the_host():
+    model, optimizer = cases.prepared("O2", cases.OPTIMIZERS["fused AdamW"])
+    with HostReads() as reads:
+        cases.train_step(model, optimizer, *cases.overflowing())
+        skipped = amp.step_was_skipped(optimizer)
+    assert (reads.count, bool(skipped)) == (0, True)
+
+
+# -- schedules -------------------------------------------------------------------------------
+
+
+def scheduled(level, name="fused AdamW", **options):
+    model, optimizer = cases.prepared(level, cases.OPTIMIZERS[name], **options)
+    plain = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    return model, optimizer, amp.lr_scheduler.skip_aware(plain)
+
+
+@pytest.mark.parametrize("name", ["fused AdamW", "SGD", "LBFGS closure"])
+@pytest.mark.parametrize("level", ["O0", *cases.MIXED])
+def test_skipped_steps_do_not_advance_a_skip_aware_schedule(level, name):
+    model, optimizer, scheduler = scheduled(level, name, loss_scale="dynamic")
+    first = optimizer.param_groups[0]["lr"]
+    train, taken = cases.stepper(cases, name), 0
+    for step, (x, y) in enumerate(cases.batches(6, overflow_at={0, 3})):
+        train(model, optimizer, 0.01 * x, 0.01 * y)
+        scheduler.step()
+        taken += step not in {0, 3}
+        assert scheduler.get_last_lr() == [first * 0.5**taken]
+        assert optimizer.param_groups[0]["lr"] == first * 0.5**taken
+
+
+def test_a_schedule_goes_on_where_nothing_is_skipped():
+    for options in ({"level": "O4"}, {"level": "O1", "enabled": False}):
+        model, optimizer, scheduler = scheduled(**options)
+        for x, y in cases.batches(2):
+            cases.train_step(model, optimizer, x, y)
+            scheduler.step()
+        scheduler.step()  # without a step of the optimizer
+        assert scheduler.last_epoch == 3
+
+
+@pytest.mark.parametrize("resume_plain", [True, False])
+def test_a_skip_aware_schedule_resumes(resume_plain):
+    model, optimizer, scheduler = scheduled("O2")
+    batches = list(cases.batches(6, overflow_at={1, 4}))
+    for x, y in batches[:3]:
+        cases.train_step(model, optimizer, 0.01 * x, 0.01 * y)
+        scheduler.step()
+    state = scheduler.state_dict()
+    assert state["last_epoch"] == 2
+    if resume_plain:
+        state = scheduler.scheduler.state_dict()
+    again, own, other = scheduled("O2")
+    other.load_state_dict(copy.deepcopy(state))
+    for x, y in batches[3:]:
+        cases.train_step(again, own, 0.01 * x, 0.01 * y)
+        other.step()
+    assert other.last_epoch == 4
+
+
+def test_a_schedule_without_an_optimizer_asks_for_it():
+    with pytest.raises(TypeError, match=r"skip_aware\(scheduler, optimizer\)"):
+        amp.lr_scheduler.skip_aware(object())

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from apex._engine.mistakes import BlockInspection, Mistakes
 from apex._engine.optimizer.gradient_pass import GradState
 from apex._torch.dynamo import untraced
 
@@ -42,6 +43,7 @@ class BackwardPass(ExitStack):
         ended: Callable[[Sequence[ScaleUpdate], bool], None],
         flagged: Sequence[Binding] | None = None,
         python_casts: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        mistakes: Mistakes | None = None,
         delay_unscale: bool = False,
         delay_overflow_check: bool = False,
     ) -> None:
@@ -57,6 +59,7 @@ class BackwardPass(ExitStack):
                 an exception ended the pass; not after a pass that defers its scale update.
             flagged: The optimizers whose next step an overflow skips; ``None`` for ``bindings``.
             python_casts: Context in which Python code inside the pass may mix dtypes.
+            mistakes: Those found in the session, for a pass to add to.
             delay_unscale: Leave the gradients scaled, for a later pass to unscale.
             delay_overflow_check: Leave the scale update to a later pass.
         """
@@ -75,6 +78,8 @@ class BackwardPass(ExitStack):
         self._finished = self._in_python_casts = False
         self._earlier: list[OpenPass | None] = []
         self._sends: list[bool] = []
+        self._mistakes = mistakes
+        self._inspection: BlockInspection | None = None
 
     @untraced
     def __enter__(self) -> Any:
@@ -106,6 +111,8 @@ class BackwardPass(ExitStack):
             self._off.__enter__()
             self._scaler.open_blocks.add(self)
             scaled_loss = self._scaler.scale(self._loss)
+            if self._mistakes is not None and self._mistakes.blocks_left:
+                self._inspect(self._mistakes, scaled_loss)
             self._scaled_by = self._scaler.loss_scale
             self._in_python_casts = True
             self._python_casts.__enter__()
@@ -113,6 +120,12 @@ class BackwardPass(ExitStack):
         except BaseException as error:
             self.__exit__(type(error), error, error.__traceback__)
             raise
+
+    def _inspect(self, mistakes: Mistakes, scaled_loss: Tensor) -> None:
+        if not self._scaler.is_identity:
+            params = [param for binding in self._bindings for param in binding.trained()]
+            self._inspection = BlockInspection(mistakes, params)
+            self._inspection.observe(scaled_loss)
 
     def _prepared(self, binding: Binding) -> Communication:
         communication = self._communication(binding)
@@ -152,8 +165,12 @@ class BackwardPass(ExitStack):
         elif not self._delay_unscale:
             self.finish()
         elif not self._finished:  # else a step inside the block has unscaled them already
+            if self._inspection is not None:
+                self._inspection.end_of_gradients()
             for binding in self._bindings:
                 binding.gradients.delay()
+        if self._inspection is not None:
+            self._inspection.warn()
 
     def _leave_python_casts(self) -> None:
         if self._in_python_casts:
@@ -165,6 +182,8 @@ class BackwardPass(ExitStack):
         """Closes whatever is still open; idempotent."""
         self._scaler.open_blocks.discard(self)
         self._leave_python_casts()
+        if self._inspection is not None:
+            self._inspection.close()
         off = self._off
         if off is not None:
             off.__exit__(None, None, None)
@@ -178,6 +197,8 @@ class BackwardPass(ExitStack):
         """Unscales the gradients and updates the scale, once; all or nothing."""
         if self._finished:
             return
+        if self._inspection is not None:
+            self._inspection.end_of_gradients()
         before = self._scaler.pass_state, [b.gradients.checked for b in self._flagged]
         try:
             self._finished = True

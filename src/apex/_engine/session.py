@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Wrapper
 from torch.optim import Optimizer
@@ -22,6 +23,7 @@ from apex._engine.backward import BackwardPass
 from apex._engine.communication import Communicator
 from apex._engine.events import PassEnd, ScaleUpdate
 from apex._engine.masters import Masters
+from apex._engine.mistakes import Mistakes
 from apex._engine.model import ModelPlan, sharding
 from apex._engine.optimizer import optimizer_class
 from apex._engine.optimizer.binding import Binding
@@ -56,6 +58,7 @@ class Session:
         scalers: One per loss.
         region: Turns op casts on in forward passes; off at levels without op casts.
         options: The options as the public API shows them.
+        mistakes: The mistakes found in the training loop.
     """
 
     def __init__(
@@ -100,6 +103,7 @@ class Session:
         self._prepared: frozenset[int] = frozenset()
         self._end: weakref.finalize[..., Session] | None = None
         self.options: object = None
+        self.mistakes = Mistakes()
 
     # -- setting up --------------------------------------------------------------------------
 
@@ -221,6 +225,12 @@ class Session:
         """Whether an overflow may skip a step: whether any loss scale is dynamic."""
         return any(scaler.dynamic for scaler in self.scalers)
 
+    @property
+    def needs_scale(self) -> bool:
+        """Whether gradients are fp16 and losses are scaled."""
+        scaled = any(not scaler.is_identity for scaler in self.scalers)
+        return scaled and self.policy.low_precision is torch.float16
+
     def forget(self, binding: Binding) -> None:
         """Removes a closed binding."""
         self._bindings.discard(binding)
@@ -251,6 +261,7 @@ class Session:
             scaler,
             casts_off=no_casts,
             python_casts=functools.partial(resolve_mixed, self.region),
+            mistakes=self.mistakes,
             communication=functools.partial(
                 self._communicator.of_pass, dynamic=any(s.dynamic for s in self.scalers)
             ),

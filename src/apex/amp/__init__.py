@@ -12,6 +12,7 @@ from apex.amp import (  # noqa: F401 - reached as attributes
     compat,
     distributed_checkpoint,
     lists,
+    lr_scheduler,
     opt,
     rnn_compat,
     scaler,
@@ -33,6 +34,7 @@ from apex.amp.amp import (
 from apex.amp.frontend import initialize, load_state_dict, restore, state_dict
 from apex.amp.handle import disable_casts, scale_loss
 from apex.amp.optimizers import master_params
+from apex.amp.skips import step_was_skipped
 
 __all__ = [
     "_amp_state",
@@ -46,6 +48,7 @@ __all__ = [
     "initialize",
     "lists",
     "load_state_dict",
+    "lr_scheduler",
     "master_params",
     "promote_function",
     "register_bfloat16_function",
@@ -55,4 +58,5 @@ __all__ = [
     "restore",
     "scale_loss",
     "state_dict",
+    "step_was_skipped",
 ]

@@ -11,9 +11,11 @@ from torch.optim import Optimizer
 
 from apex._engine import masters
 from apex._engine.masters import TrackedPair
+from apex._engine.mistakes import Mistake
 from apex._engine.optimizer.binding import Binding
 from apex._engine.optimizer.gradient_pass import GradState
 from apex._engine.optimizer.optimizer_class import AmpOptimizer, binding_of
+from apex._torch.autograd import backward_id
 
 if TYPE_CHECKING:
     from apex.amp.scaler import LossScaler
@@ -45,9 +47,17 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
     """
     binding = None if not isinstance(optimizer, Optimizer) else binding_of(optimizer)
     if binding is not None:
+        _warn_inside_block(binding)
         binding.gradients.absorb_raw()
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+def _warn_inside_block(binding: Binding) -> None:
+    inside = binding.gradients.state is GradState.OPEN and bool(binding.pairs)
+    # While a pass runs, hooks may ask for the masters, for instance to step them.
+    if inside and binding.owner is not None and backward_id() == -1:
+        binding.owner.mistakes.warn(Mistake.MASTERS_INSIDE)
 
 
 class AmpStash:

@@ -1,4 +1,4 @@
-"""Traces one step automatically after several consecutive skips."""
+"""Traces one step automatically once gradients keep overflowing."""
 
 from __future__ import annotations
 
@@ -12,10 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from apex._engine.events import PassEnd
+from apex._engine.events import PassEnd, ScaleUpdate
 from apex._engine.model import module_behind
 from apex._engine.session import Session
 from apex._torch import ranks
+from apex.debug.gradient_watch import (
+    GradientWatch,
+    NonfinitePass,
+    names_of,
+    weights_are_finite,
+)
 from apex.debug.modes import suspend_modes
 from apex.debug.overflow import OverflowTrace
 from apex.debug.skips import require_session
@@ -24,13 +30,19 @@ from apex.debug.skips import require_session
 def arm(
     optimizer: Any, after_skips: int = 3, *, model: nn.Module | Sequence[nn.Module] | None = None
 ) -> AutoTrace:
-    """Traces the overflow of one step automatically after several consecutive skipped steps.
+    """Traces one step automatically once gradients keep overflowing, and reports the cause.
 
-    After ``after_skips`` consecutive skips for one loss, :func:`apex.debug.trace_overflow` traces
-    everything up to the end of that loss's next backward pass. If it finds a fault, rank 0 logs the
-    report as a warning to the logger ``apex``, and the handle disarms itself. If the step is clean,
-    the handle waits for the next run of skips. Steps that are not traced cost no extra kernel and
-    no extra host sync.
+    Where a loss scale is dynamic (O1, O2), the handle waits for ``after_skips`` consecutive skips
+    of one loss. Then :func:`apex.debug.trace_overflow` traces everything up to the end of that
+    loss's next backward pass. If it finds a fault, rank 0 logs the report as a warning to the
+    logger ``apex``, and the handle disarms itself. It stays armed, silently, if the step is clean
+    or if only the scaled gradients overflow: a dynamic scale finds its value by such skips. Steps
+    that are not traced cost no extra kernel and no extra host sync.
+
+    Where all scales are static (O0, O3, O4, O5), nothing is skipped, and one step on inf or NaN
+    destroys the weights. So the handle looks for non-finite gradients on the device after each
+    pass (a few kernels, no host sync), and the first that arrives starts the trace. The report
+    names these gradients and the pass, and the operator if the weights are still finite.
 
     The trace ends early on an exception from the model or the ``scale_loss`` block, and when the
     model is called in eval mode or without gradients.
@@ -46,8 +58,7 @@ def arm(
 
     Raises:
         RuntimeError: If amp has not prepared the optimizer.
-        ValueError: If all loss scales are static, so that no step is ever skipped, or if
-            ``after_skips`` is less than 1.
+        ValueError: If ``after_skips`` is less than 1.
 
     Example:
         >>> import torch
@@ -63,12 +74,6 @@ def arm(
     if after_skips < 1:
         raise ValueError(f"amp.debug.arm got after_skips={after_skips}; it must be at least 1.")
     session, _ = require_session(optimizer, "arm")
-    if not any(scaler.dynamic for scaler in session.scalers):
-        raise ValueError(
-            "amp.debug.arm got an optimizer whose loss scales are all static, so no step is ever "
-            "skipped and no trace would start. Pass loss_scale='dynamic' to amp.initialize, or "
-            "use amp.debug.trace_overflow(model) around a step."
-        )
     models = session.models if model is None else [model] if isinstance(model, nn.Module) else model
     return AutoTrace(session, list(models), after_skips)
 
@@ -86,6 +91,10 @@ class AutoTrace:
         self._session = weakref.ref(session)
         self._models = weakref.WeakSet(map(module_behind, models))
         self._after_skips = after_skips
+        dynamic = any(scaler.dynamic for scaler in session.scalers)
+        self._watch = None if dynamic else GradientWatch()
+        self._nonfinite: NonfinitePass | None = None
+        self._skips_at_trace: dict[int, int] = {}
         self._traced_loss: int | None = None
         self._thread = 0
         self._handles: list[Any] = []
@@ -113,18 +122,34 @@ class AutoTrace:
         self._stop()
         self._remove_hooks()
 
-    def _end_of_pass(self, _: Session, end: PassEnd) -> None:
+    def _end_of_pass(self, session: Session, end: PassEnd) -> None:
+        due = self._due(end)
         if self.watching and threading.get_ident() == self._thread:
             if end.loss_id == self._traced_loss:
                 self._stop()
                 self._remove_hooks()
-                self._report()
+                self._report(session)
             return
         self._remove_hooks()
+        if due is not None:
+            self._skips_at_trace[due.loss_id] = due.skipped_in_row
+            self._start(due.loss_id)
+        elif self._watch is not None and not end.failed:
+            self._watch.send(end)
+            found = self._watch.poll()
+            if found:
+                self._nonfinite = found[0]
+                self._start(found[0].loss_id)
+
+    def _due(self, end: PassEnd) -> ScaleUpdate | None:
+        """Returns the skip that calls for a trace, if any."""
         for update in end.updates:
-            if update.skipped_in_row >= self._after_skips:
-                self._start(update.loss_id)
-                return
+            if not update.skipped_in_row:
+                self._skips_at_trace.pop(update.loss_id, None)
+            traced = self._skips_at_trace.get(update.loss_id, 0)
+            if update.skipped_in_row >= traced + self._after_skips:
+                return update
+        return None
 
     def _start(self, loss_id: int) -> None:
         models = list(self._models)
@@ -152,15 +177,35 @@ class AutoTrace:
             while self._handles:
                 self._handles.pop().remove()
 
-    def _report(self) -> None:
-        trace = self.trace
-        if trace is None or trace.first is None or trace.first.cause == "gradients":
-            return  # clean, apart from gradients left by the skipped step
+    def _report(self, session: Session) -> None:
+        message = self._message(session)
+        if message is None:
+            return
         if ranks.rank() == 0:
-            logging.getLogger("apex").warning(
-                "%d or more consecutive steps were skipped. %s", self._after_skips, trace
-            )
+            logging.getLogger("apex").warning(message)
         self.disarm()
+
+    def _message(self, session: Session) -> str | None:
+        """Returns the report, or None if the traced step shows no fault."""
+        first = None if self.trace is None else self.trace.first
+        if first is None or first.cause == "loss scale":
+            return None  # clean, or a dynamic scale that is finding its value
+        found = self._nonfinite
+        if found is None:
+            if first.cause == "gradients":
+                return None  # clean, apart from gradients left by the skipped step
+            return f"{self._after_skips} or more consecutive steps were skipped. {self.trace}"
+        message = f"{_gradients(session, found)} The trace of the next pass: {self.trace}"
+        if first.cause not in _EARLIER:
+            return message
+        if weights_are_finite(session):
+            return None  # the script did not step on these gradients
+        return (
+            f"{_gradients(session, found)} The weights are no longer finite: with a static loss "
+            "scale no step is skipped. To find the operator, go back to an earlier checkpoint and "
+            "run this iteration inside amp.debug.trace_overflow(model). To skip such steps, pass "
+            "loss_scale='dynamic' to amp.initialize."
+        )
 
     # Hooks of the models while a step is traced. torch is iterating over them when they run, so
     # they stop the trace and are removed later.
@@ -173,3 +218,19 @@ class AutoTrace:
     def _after_forward(self, *_: Any) -> None:
         if sys.exc_info()[1] is not self._error:
             self._stop()
+
+
+_EARLIER = ("gradients", "weights", "optimizer state")
+"""Causes that a step on non-finite gradients leaves behind."""
+
+_MAX_NAMED = 3
+
+
+def _gradients(session: Session, found: NonfinitePass) -> str:
+    names = names_of(session, found.params)
+    more = len(found.params) - _MAX_NAMED
+    listed = ", ".join(names[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
+    return (
+        f"Gradients are not finite since backward pass {found.index} after amp.debug.arm: "
+        f"{listed} ({len(found.params)} of {found.of} gradients)."
+    )

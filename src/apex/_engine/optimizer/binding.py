@@ -15,6 +15,7 @@ from apex._core import dtypes
 from apex._engine import masters
 from apex._engine.autocast.region import no_casts
 from apex._engine.masters import Masters, TrackedPair
+from apex._engine.mistakes import Mistakes
 from apex._engine.optimizer.gradient_pass import Gradients
 from apex._engine.undo import Undo, all_or_nothing
 from apex._pickle import empty
@@ -30,6 +31,14 @@ class Owner(Protocol):
     @property
     def masters(self) -> Masters:
         """The session's masters."""
+
+    @property
+    def mistakes(self) -> Mistakes:
+        """The mistakes found in the session."""
+
+    @property
+    def needs_scale(self) -> bool:
+        """Whether gradients are fp16 and losses are scaled."""
 
     @property
     def can_skip(self) -> bool:

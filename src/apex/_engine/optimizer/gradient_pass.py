@@ -15,6 +15,8 @@ from apex._engine.events import Iteration
 from apex._engine.masters import TrackedPair, clear_grad
 from apex._engine.optimizer import mirror_gradients
 from apex._torch import dtensor
+from apex._torch.copies import HostCopy, capturing
+from apex._torch.counted import without_counting
 from apex._torch.dynamo import untraced
 
 _Grads = list[tuple[nn.Parameter, Tensor]]
@@ -65,6 +67,9 @@ class Gradients:
         found_inf: Whether a present gradient held inf or NaN when it was unscaled, 0-d fp32;
             ``None`` before the first checked pass.
         checked: Whether ``found_inf`` is valid for the present gradients.
+        used: Whether a pass has begun.
+        skipped: Whether the last step was skipped: known on the host, or a 0-d fp32 flag.
+        steps: Steps so far, skipped ones included.
     """
 
     def __init__(self, stepped: SteppedParams) -> None:
@@ -74,6 +79,11 @@ class Gradients:
         self.open_pass: OpenPass | None = None
         self.found_inf: Tensor | None = None
         self.checked = False
+        self.used = False
+        self.skipped: Tensor | bool = False
+        self.steps = 0
+        self._skip_copy: HostCopy | None = None
+        self._spare_flag: Tensor | None = None
         self._steps = 0
         self._before = GradState.READY
         self._aside: _Grads = []
@@ -85,6 +95,7 @@ class Gradients:
         self._in_buckets = False
         self._returned = False
         self._scaled = False
+        self._modified = False
 
     @property
     def _optimized(self) -> SteppedParams:
@@ -152,6 +163,7 @@ class Gradients:
         self._in_place = identity or delayed
         self._in_buckets = not keeps
         self._scaled = not identity
+        self.used = True
         self.open_pass = opened
         if delayed:
             return
@@ -201,7 +213,7 @@ class Gradients:
         self._fresh = list(zip(own, fresh, strict=True))
         if self._aside and not self._returned:
             self._add_aside()
-        if adds and not self._scaled:
+        if adds or self._scaled:
             self._mirror_sums(pairs, earlier)
         if self._unmirrored:
             self._mirrors = self._unreached_mirrors()
@@ -233,21 +245,14 @@ class Gradients:
         self._fresh = [(param, grad) for (param, _), grad in zip(self._fresh, total, strict=True)]
 
     def _mirror_sums(self, pairs: Sequence[TrackedPair], earlier: Sequence[Tensor | None]) -> None:
-        """Copies sums into the model's gradients where the pass added to earlier ones."""
+        """Rounds unscaled sums into the model's gradients, which are still those of the pass."""
         sums = {id(param): grad for param, grad in self._fresh}
-        mirrors: list[Tensor] = []
-        totals: list[Tensor] = []
-        for pair, before in zip(pairs, earlier, strict=True):
-            grad, total = pair.model.grad, sums[id(pair.master)]
-            if before is None or grad is None:
-                continue
-            if grad.is_sparse or total.is_sparse:
-                pair.model.grad = mirror_gradients.rounded(total, pair.model)
-            else:
-                mirrors.append(grad)
-                totals.append(total)
-        if mirrors:
-            torch._foreach_copy_(dtensor.locals_of(mirrors), dtensor.locals_of(totals))
+        changed = [
+            pair
+            for pair, before in zip(pairs, earlier, strict=True)
+            if self._scaled or before is not None
+        ]
+        mirror_gradients.write(changed, [sums[id(pair.master)] for pair in changed])
 
     def _unreached_mirrors(self) -> _Grads:
         """Returns the model's copies of master gradients that the pass did not reach."""
@@ -269,7 +274,7 @@ class Gradients:
         for param, grad in (*earlier, *self._fresh, *self._mirrors):
             param.grad = grad
         for pair in self._optimized.pairs:
-            mirror_gradients.mark(pair, edits_apply=not self._scaled)
+            mirror_gradients.mark(pair)
         self._end_pass(GradState.READY if sent else GradState.LOCAL)
         if self.checked and not self._optimized.pairs:
             present = (param.grad for param in self._optimized.params())
@@ -327,7 +332,7 @@ class Gradients:
                 pair.model.grad = mirror_gradients.rounded(grad, pair.model)
             except RuntimeError:  # out of memory: the model has no mirror, but no gradient is lost
                 continue
-            mirror_gradients.mark(pair, edits_apply=not self._scaled)
+            mirror_gradients.mark(pair)
 
     # -- outside of passes -------------------------------------------------------------------
 
@@ -335,61 +340,72 @@ class Gradients:
     def absorb_raw(self) -> None:
         """Applies gradient changes made outside passes to the masters.
 
-        These are gradients from a plain ``loss.backward()`` and cleared ones; see
-        :mod:`.mirror_gradients`.
+        These are gradients from a plain ``loss.backward()``, and the model's gradients that a
+        script cleared, clipped or wrote in another way; see :mod:`.mirror_gradients`.
         """
         if self.state in (GradState.OPEN, GradState.DELAYED):
             return
         raw: list[TrackedPair] = []
-        for pair in self._optimized.pairs:
-            grad = pair.model.grad
-            if grad is None:
-                if pair.mirrors_grad:  # cleared
-                    pair.master.grad, pair.mirrors_grad = None, False
-            # DistributedDataParallel moves mirror gradients when it rebuilds its buckets.
-            elif not pair.mirrors_grad or (
-                mirror_gradients.replaces_master_grad(grad) and not self._in_buckets
-            ):
-                raw.append(pair)
-        self._absorb(raw)
+        modified: list[TrackedPair] = []
+        with without_counting():
+            for pair in self._optimized.pairs:
+                grad = pair.model.grad
+                if grad is None:
+                    if pair.mirrors_grad:  # cleared
+                        pair.master.grad, pair.mirrors_grad = None, False
+                elif not pair.mirrors_grad:
+                    raw.append(pair)
+                elif mirror_gradients.is_modified(grad, in_buckets=self._in_buckets):
+                    modified.append(pair)
+            self._absorb(raw)
+            self._carry_over(modified)
         if (self.checked or self.state is GradState.LOCAL) and not self._has_grads():
             self.reset()
 
     def _absorb(self, raw: Sequence[TrackedPair]) -> None:
+        """Adds gradients of a plain backward pass to the masters'."""
         if not raw:
             return
         grads = [grad for pair in raw if (grad := pair.model.grad) is not None]
         own = [pair.master for pair in raw]
         fresh = master.fp32_copies(grads, [pair.model for pair in raw], own)
-        # A mirror gradient that was replaced or changed also replaces its master's.
-        earlier = [None if pair.mirrors_grad else pair.master.grad for pair in raw]
-        for pair, grad in zip(raw, master.sums(fresh, earlier), strict=True):
+        earlier = [param.grad for param in own]
+        totals = master.sums(fresh, earlier)
+        added = [i for i, grad in enumerate(earlier) if grad is not None]
+        mirror_gradients.write([raw[i] for i in added], [totals[i] for i in added])
+        for pair, grad in zip(raw, totals, strict=True):
             pair.master.grad = grad
-            mirror_gradients.mark(pair, edits_apply=True)
+            mirror_gradients.mark(pair)
+
+    def _carry_over(self, modified: Sequence[TrackedPair]) -> None:
+        """Applies changes of mirror gradients to the masters'."""
+        if not modified:
+            return
+        dense: list[TrackedPair] = []
+        for pair in modified:
+            mirror, own = pair.model.grad, pair.master.grad
+            if mirror is None or own is None or mirror.is_sparse or own.is_sparse:
+                pair.master.grad = None  # replaced as a whole
+            else:
+                dense.append(pair)
+        self._absorb([pair for pair in modified if pair.master.grad is None])
+        mirror_gradients.carry_over(dense)
+        for pair in dense:
+            mirror_gradients.mark(pair)
+        self._modified = True
 
     def absorb_changes(self) -> None:
-        """Applies every gradient change made since the last pass, before the next begins."""
-        self.absorb_raw()
-        self._absorb_zeroed()
-
-    def _absorb_zeroed(self) -> None:
-        """Detects gradients zeroed in place, as by a wrapper's ``zero_grad(set_to_none=False)``.
+        """Applies every gradient change made since the last pass, before the next begins.
 
         Works on the device, without a host sync.
         """
+        self.absorb_raw()
         if self.state is GradState.DELAYED:
             return
-        zeroed = [
-            pair
-            for pair in self._optimized.pairs
-            if pair.mirrors_grad and mirror_gradients.is_modified(pair)
-        ]
-        for pair in zeroed:
-            mirror_gradients.zero_like_model(pair)
-            mirror_gradients.mark(pair, edits_apply=not self._scaled)
         sentinel = self._sentinel
-        if zeroed or (sentinel is not None and sentinel[0]._version != sentinel[1]):
+        if self._modified or (sentinel is not None and sentinel[0]._version != sentinel[1]):
             self._recheck()
+        self._modified = False
 
     @torch.no_grad()
     def _recheck(self) -> None:
@@ -397,9 +413,9 @@ class Gradients:
         if not self.checked or self.found_inf is None:
             return
         grads = [grad for param in self._optimized.params() if (grad := param.grad) is not None]
-        self.found_inf.zero_()
-        one = torch.ones_like(self.found_inf)
-        finite.unscale_and_check_(finite.dense_values(grads), one, self.found_inf)
+        flag = self._flag_to_write(self.found_inf)
+        flag.zero_()
+        finite.unscale_and_check_(finite.dense_values(grads), torch.ones_like(flag), flag)
 
     def absorb_partial(self) -> None:
         """Moves the gradients so far of an open pass at scale 1, for a step during the pass."""
@@ -415,11 +431,39 @@ class Gradients:
         if self.found_inf is None or self.found_inf.device != found_inf.device:
             self.found_inf = torch.zeros_like(found_inf)
             self.checked = False
+        flag = self._flag_to_write(self.found_inf)
         if self.checked:
-            finite.raise_flag_(self.found_inf, found_inf)
+            finite.raise_flag_(flag, found_inf)
         else:
-            self.found_inf.copy_(found_inf)
+            flag.copy_(found_inf)
         self.checked = True
+
+    def _flag_to_write(self, flag: Tensor) -> Tensor:
+        """Returns the flag, or another with its value if it tells whether the last step skipped."""
+        if flag is not self.skipped:
+            return flag
+        spare = self._spare_flag
+        if spare is None or spare.device != flag.device:
+            spare = torch.empty_like(flag)
+        self.found_inf, self._spare_flag = spare.copy_(flag), flag
+        return spare
+
+    def note_step(self, *, skipped: Tensor | bool) -> None:
+        """Records whether a step that begins is skipped."""
+        self.skipped, self._skip_copy = skipped, None
+        self.steps += 1
+
+    def skipped_on_host(self) -> bool | None:
+        """Returns whether the last step was skipped, None until the answer has arrived."""
+        skipped = self.skipped
+        if isinstance(skipped, bool):
+            return skipped
+        if self._skip_copy is None:
+            if capturing(skipped.device):
+                return None
+            self._skip_copy = HostCopy(skipped)
+        copy = self._skip_copy
+        return bool(copy.wait().tolist()) if copy.arrived else None  # sync: none, it has arrived
 
     def zero(self, *, set_to_none: bool) -> None:
         """Clears the gradients of all pairs, model and master, and any pending overflow."""
@@ -430,6 +474,8 @@ class Gradients:
             else:
                 clear_grad(pair.model, set_to_none=False)
                 clear_grad(pair.master, set_to_none=False)
+                if pair.mirrors_grad:
+                    mirror_gradients.mark(pair)
         self.reset()
 
     def on_cleared(self, models: Container[int]) -> None:
@@ -439,6 +485,9 @@ class Gradients:
             models: Ids of the models' parameters whose gradients were just cleared.
         """
         pairs = {id(pair.master): id(pair.model) for pair in self._optimized.pairs}
+        for pair in self._optimized.pairs:
+            if pair.mirrors_grad and id(pair.model) in models:
+                mirror_gradients.mark(pair)
         if all(
             p.grad is None or pairs.get(id(p), id(p)) in models for p in self._optimized.params()
         ):

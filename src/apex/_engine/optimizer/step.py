@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from apex._engine import masters
+from apex._engine.mistakes import inspect_step
 from apex._torch.dynamo import untraced, untraced_frame
 
 if TYPE_CHECKING:
@@ -45,13 +46,18 @@ def step(binding: Binding, run: Run, closure: Closure | None) -> Any:
     if closure is not None:
         return _step_with_closure(binding, run, closure)
     binding.settle()
+    if not binding.gradients.used:
+        _inspect(binding)
     off = binding.casts_off()
     ended: list[bool] = []
     try:
         try:
             _mark_masters_written(binding)
             off.__enter__()
-            return _run_unless_overflow(binding, run) if binding.gradients.checked else run()
+            if binding.gradients.checked:
+                return _run_unless_overflow(binding, run)
+            binding.gradients.note_step(skipped=False)
+            return run()
         finally:  # also if the step failed partway
             _end(binding, off, ended)
     finally:  # see Note [Interrupted blocks]
@@ -65,6 +71,17 @@ def _end(binding: Binding, off: AbstractContextManager[None], ended: list[bool])
         masters.write_back(binding.pairs)
         off.__exit__(None, None, None)
         ended.append(True)
+
+
+@untraced
+def _inspect(binding: Binding) -> None:
+    if binding.owner is not None:
+        inspect_step(
+            binding.owner.mistakes,
+            binding.params,
+            binding.optimizer.param_groups,
+            needs_scale=binding.owner.needs_scale,
+        )
 
 
 @untraced
@@ -103,8 +120,12 @@ def _starts_momentum(optimizer: SGD) -> bool:
 def _run_unless_overflow(binding: Binding, run: Run) -> Any:
     optimizer: Any = binding.optimizer
     if not skips_in_kernel(optimizer) or _spans_devices(binding):
-        return None if _overflowed(binding) else run()
-    optimizer.found_inf = binding.gradients.found_inf
+        overflowed = _overflowed(binding)
+        binding.gradients.note_step(skipped=overflowed)
+        return None if overflowed else run()
+    flag = binding.gradients.found_inf
+    binding.gradients.note_step(skipped=False if flag is None else flag)
+    optimizer.found_inf = flag
     try:
         return run()
     finally:
@@ -139,6 +160,7 @@ def _step_with_closure(binding: Binding, run: Run, closure: Closure) -> Any:
             _mark_masters_written(binding)
             off.__enter__()
             evaluate = _evaluation(binding, closure, off)
+            binding.gradients.note_step(skipped=False)
             if binding.owner is not None and binding.owner.can_skip:
                 return _run_or_restore(binding, run, evaluate)
             return run(evaluate)
@@ -169,9 +191,11 @@ def _run_or_restore(binding: Binding, run: Run, closure: Closure) -> Any:
         _restore_snapshot(binding, params, state)
         if not isinstance(error, _SkipStep):
             raise
+        binding.gradients.skipped = True
         return losses[0]
     if skipped:  # the optimizer caught _SkipStep
         _restore_snapshot(binding, params, state)
+        binding.gradients.skipped = True
         return losses[0]
     return result
 
@@ -188,6 +212,8 @@ def _evaluation(
         with _suspended(off):
             loss = closure()
         binding.settle()
+        if not binding.gradients.used:
+            _inspect(binding)
         _mark_masters_written(binding)
         return loss
 

@@ -1,0 +1,191 @@
+"""Mistakes in training loops that raise no error: each is found on the host and warned of once."""
+
+from __future__ import annotations
+
+import enum
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from apex._torch import ranks
+from apex._torch.counted import count_foreach, uncount_foreach
+
+_INSPECTED_BLOCKS = 32
+"""Blocks of a session that are inspected: a mistake shows in the first, and later ones are free."""
+
+_SENTINELS = 8
+"""Parameters whose gradients are inspected."""
+
+_BLOCK = (
+    "    with amp.scale_loss(loss, optimizer) as scaled_loss:\n        scaled_loss.backward()\n"
+)
+
+
+class Mistake(enum.Enum):
+    """A mistake, with what happened, what it does, and the lines to write."""
+
+    UNSCALED_BACKWARD = (
+        "A backward pass inside amp.scale_loss did not start at scaled_loss. On exit, the "
+        "gradients are divided by the loss scale although they were not multiplied by it: they are "
+        "too small by that factor (65536 at first), and the model hardly trains. Write\n" + _BLOCK
+    )
+    CLIPPED_INSIDE = (
+        "Gradients were changed inside amp.scale_loss, after the backward pass, while they are "
+        "still multiplied by the loss scale. Clipping there clips far too much: to the norm "
+        "divided by the loss scale (65536 at first). Clip after the block:\n"
+        + _BLOCK
+        + "    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)"
+    )
+    MASTERS_INSIDE = (
+        "amp.master_params was called inside amp.scale_loss, where the fp32 masters do not have "
+        "the gradients of this backward pass yet. Clipping them there changes nothing. Clip after "
+        "the block:\n"
+        + _BLOCK
+        + "    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)"
+    )
+    NO_SCALE_LOSS = (
+        "optimizer.step() got the gradients of a plain loss.backward(), without amp.scale_loss. In "
+        "fp16, gradients below 6e-8 become zero without loss scaling, and no step is skipped if a "
+        "gradient overflows. Write\n"
+        + _BLOCK
+        + "or use a bf16 level, which needs no loss scaling: opt_level 'O4' instead of 'O1', or "
+        "'O5' instead of 'O2'."
+    )
+    STEP_BEFORE_BACKWARD = (
+        "optimizer.step() was called before any backward pass. No parameter has a gradient, so the "
+        "step changes nothing. Call it after the backward pass:\n" + _BLOCK + "    optimizer.step()"
+    )
+
+
+class Mistakes:
+    """The mistakes found in one session.
+
+    Attributes:
+        blocks_left: ``scale_loss`` blocks still to be inspected.
+    """
+
+    def __init__(self) -> None:
+        """Starts with none."""
+        self._warned: set[Mistake] = set()
+        self.blocks_left = _INSPECTED_BLOCKS
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether the session has scaled a loss in a ``scale_loss`` block."""
+        return self.blocks_left < _INSPECTED_BLOCKS
+
+    def warn(self, mistake: Mistake) -> None:
+        """Warns of a mistake, once per session, at the user's line."""
+        if mistake not in self._warned:
+            self._warned.add(mistake)
+            warnings.warn(mistake.value, UserWarning, stacklevel=_level_of_user())
+
+
+class BlockInspection:
+    """Finds the mistakes of one ``scale_loss`` block whose loss is scaled.
+
+    Hooks on the scaled loss and on a few parameters tell whether gradients came from the scaled
+    loss, and gradients' version counters tell whether they were changed afterwards.
+    """
+
+    def __init__(self, mistakes: Mistakes, params: Iterable[nn.Parameter]) -> None:
+        """Starts observing the gradients of some of ``params``; ends with :meth:`close`."""
+        mistakes.blocks_left -= 1
+        self._mistakes = mistakes
+        self._from_loss: list[Tensor] | None = None
+        self._written: dict[nn.Parameter, tuple[Tensor, int]] = {}
+        self._found: list[Mistake] = []
+        leaves = [param for param in params if param.requires_grad and param.is_leaf]
+        self._handles: list[Any] = []
+        for param in leaves[:: max(1, len(leaves) // _SENTINELS)]:
+            handle: Any = param.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
+            self._handles.append(handle)
+
+    def observe(self, scaled_loss: Tensor) -> None:
+        """Observes whether backward passes start at ``scaled_loss``."""
+        if scaled_loss.requires_grad:
+            self._from_loss = []
+            handle: Any = scaled_loss.register_hook(self._from_loss.append)  # type: ignore[no-untyped-call]
+            self._handles.append(handle)
+
+    def _note(self, param: Tensor) -> None:
+        if param.grad is not None and isinstance(param, nn.Parameter):
+            count_foreach(param.grad)
+            self._written[param] = (param.grad, param.grad._version)
+
+    def end_of_gradients(self) -> None:
+        """Inspects the gradients of the block, before they are unscaled."""
+        written = [
+            grad._version != version
+            for param, (grad, version) in self._written.items()
+            if param.grad is grad
+        ]
+        if self._written and self._from_loss == []:
+            self._found.append(Mistake.UNSCALED_BACKWARD)
+        # Scripts that average gradients over ranks do so in place, and may do it here.
+        if written and all(written) and ranks.world_size() == 1:
+            self._found.append(Mistake.CLIPPED_INSIDE)
+        self.close()
+
+    def close(self) -> None:
+        """Removes the hooks; idempotent."""
+        while self._handles:
+            self._handles.pop().remove()
+        for grad, _ in self._written.values():
+            uncount_foreach(grad)
+        self._written.clear()
+        self._from_loss = None
+
+    def warn(self) -> None:
+        """Warns of the mistakes that were found, once the block has done its work."""
+        while self._found:
+            self._mistakes.warn(self._found.pop())
+
+
+def inspect_step(
+    mistakes: Mistakes,
+    params: Callable[[], Sequence[Tensor]],
+    groups: Sequence[dict[str, Any]],
+    *,
+    needs_scale: bool,
+) -> None:
+    """Warns of a step of an optimizer that no ``scale_loss`` block has used yet.
+
+    Args:
+        mistakes: Those of the session.
+        params: Returns the parameters that the optimizer steps.
+        groups: The optimizer's groups.
+        needs_scale: Whether the session's gradients are fp16 and its losses scaled.
+    """
+    if all(param.grad is None for param in params()):
+        mistakes.warn(Mistake.STEP_BEFORE_BACKWARD)
+    elif needs_scale and not mistakes.has_blocks and any(_is_learning(group) for group in groups):
+        mistakes.warn(Mistake.NO_SCALE_LOSS)
+
+
+def _is_learning(group: dict[str, Any]) -> bool:
+    # torch.distributed.checkpoint makes optimizer state by a step with a learning rate of 0.
+    lr = group.get("lr", 1.0)
+    return (isinstance(lr, Tensor) and lr.device.type != "cpu") or bool(lr)
+
+
+_APEX = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+def _level_of_user() -> int:
+    """Returns the caller's ``stacklevel`` for the innermost frame of the user's code."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 1
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((_APEX, _TORCH)) and not name.endswith("contextlib.py"):
+            return level
+        frame, level = frame.f_back, level + 1
+    return 1

@@ -1,0 +1,76 @@
+"""Gradients whose version counter also counts the writes of foreach kernels."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from apex._torch.parameters import allow_foreach
+
+without_counting = torch._C.DisableTorchFunctionSubclass
+"""Context in which these gradients are plain: as fast, and their foreach writes uncounted."""
+
+
+class CountedGradient(Tensor):
+    """A plain gradient, of which ``_foreach_*_`` functions count as writes.
+
+    torch's foreach kernels, which ``clip_grad_norm_`` uses on accelerators, do not increment the
+    version counter; on a CPU, their parts do, but not below a dispatch mode (torch 2.13). To
+    kernels, copies and files it is a plain tensor.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Calls ``func`` with plain results, and counts the write if it is a foreach function."""
+        with without_counting():
+            result = func(*args, **(kwargs or {}))
+            name = getattr(func, "__name__", "")
+            if "_foreach_" in name and name.endswith("_"):
+                for tensor in args[0] if args else ():
+                    if isinstance(tensor, cls):
+                        increment_version(tensor)
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """Copies as a plain tensor."""
+        return copy.deepcopy(self._plain(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles as a plain tensor, so that it loads without apex."""
+        plain: Any = self._plain()
+        return plain.__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Returns the repr of a plain tensor."""
+        return repr(self._plain())
+
+    def _plain(self) -> Tensor:
+        with without_counting():
+            return self.detach()
+
+
+allow_foreach(CountedGradient)
+
+
+def count_foreach(grad: Tensor) -> None:
+    """Makes foreach writes to a plain gradient count."""
+    if type(grad) is Tensor:
+        # In place: the gradient keeps its identity, and a new object would cost 20 times as much.
+        grad.__class__ = CountedGradient
+
+
+def uncount_foreach(grad: Tensor) -> None:
+    """Reverts :func:`count_foreach`."""
+    if type(grad) is CountedGradient:
+        grad.__class__ = Tensor  # type: ignore[assignment]

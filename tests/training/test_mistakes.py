@@ -1,0 +1,205 @@
+"""Mistakes in a loop that raise nothing are found without a host read, and warned of once."""
+
+import re
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from apex import amp
+from tests.training import cases
+from tests.training.test_cost import HostReads
+
+FP16 = pytest.mark.parametrize("level", ["O1", "O2"])
+EVERY = pytest.mark.parametrize("level", cases.LEVELS)
+
+NOT_FROM_SCALED = r"did not start at scaled_loss.*(?s:.*)scaled_loss\.backward\(\)"
+CLIPPED = r"Gradients were changed inside amp\.scale_loss(?s:.*)Clip after the block"
+MASTERS = r"master_params was called inside(?s:.*)Clip after the block"
+PLAIN = r"gradients of a plain loss\.backward\(\)(?s:.*)with amp\.scale_loss"
+EMPTY = r"before any backward pass(?s:.*)optimizer\.step\(\)"
+
+
+def unscaled(model, optimizer, x, y):
+    optimizer.zero_grad()
+    loss = cases.loss_of(model, x, y)
+    with amp.scale_loss(loss, optimizer):
+        loss.backward()
+    optimizer.step()
+
+
+def clipped_inside(model, optimizer, x, y):
+    optimizer.zero_grad()
+    with amp.scale_loss(cases.loss_of(model, x, y), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+
+def clipped_by_value_inside(model, optimizer, x, y):
+    optimizer.zero_grad()
+    with amp.scale_loss(cases.loss_of(model, x, y), optimizer, delay_unscale=True) as scaled_loss:
+        scaled_loss.backward()
+        nn.utils.clip_grad_value_(model.parameters(), 1.0)
+    optimizer.zero_grad()
+
+
+def masters_inside(model, optimizer, x, y):
+    optimizer.zero_grad()
+    with amp.scale_loss(cases.loss_of(model, x, y), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+    optimizer.step()
+
+
+def plain(model, optimizer, x, y):
+    optimizer.zero_grad()
+    cases.loss_of(model, x, y).backward()
+    optimizer.step()
+
+
+def plain_closure(model, optimizer, x, y):
+    def closure():
+        optimizer.zero_grad()
+        loss = cases.loss_of(model, x, y)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def swapped(model, optimizer, x, y):
+    optimizer.zero_grad()
+    optimizer.step()
+    cases.backward(model, optimizer, x, y)
+
+
+def assert_warns_once(level, train, message, optimizer="SGD", **options):
+    """Three iterations warn once, at a line of this file, without a host read."""
+    pair = cases.prepared(level, cases.OPTIMIZERS[optimizer], **options)
+    data = [[0.01 * value for value in batch] for batch in cases.batches(3)]
+    with HostReads() as reads, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x, y in data:
+            train(*pair, x, y)
+    (warning,) = caught
+    assert re.search(message, str(warning.message))
+    assert warning.filename == __file__
+    assert optimizer == "SGD" or reads.count == 0
+
+
+@FP16
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        (unscaled, NOT_FROM_SCALED),
+        (clipped_inside, CLIPPED),
+        (clipped_by_value_inside, CLIPPED),
+        (plain, PLAIN),
+        (plain_closure, PLAIN),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+@pytest.mark.parametrize("loss_scale", [None, 128.0])
+@pytest.mark.parametrize("optimizer", ["SGD", "fused AdamW"])
+def test_a_mistake_of_fp16_levels_is_warned_of_once(level, train, message, loss_scale, optimizer):
+    assert_warns_once(level, train, message, optimizer, loss_scale=loss_scale)
+
+
+def test_clipping_the_masters_inside_the_block_is_warned_of():
+    assert_warns_once("O1", masters_inside, CLIPPED)
+    assert_warns_once("O2", masters_inside, MASTERS)
+    assert_warns_once("O5", masters_inside, MASTERS)
+
+
+@EVERY
+def test_a_step_before_any_backward_pass_is_warned_of(level):
+    assert_warns_once(level, swapped, EMPTY)
+
+
+@pytest.mark.parametrize("level", ["O0", "O3", "O4", "O5"])
+@pytest.mark.parametrize("train", [unscaled, clipped_inside, plain, plain_closure])
+def test_the_same_at_a_scale_of_1_is_no_mistake(level, train):
+    pair = cases.prepared(level)
+    for x, y in cases.batches(2):
+        train(*pair, x, y)
+
+
+def test_a_mistake_does_not_change_what_the_step_does():
+    stepped = []
+    for show in ("ignore", "error"):
+        model, optimizer = cases.prepared("O1", loss_scale=128.0)
+        with warnings.catch_warnings():
+            warnings.simplefilter(show)
+            try:
+                unscaled(model, optimizer, *cases.batch())
+            except UserWarning:
+                optimizer.step()
+        stepped.append(cases.values(model.parameters()))
+    assert cases.same(*stepped)
+    assert not cases.same(stepped[0], cases.values(cases.net().parameters()))
+
+
+@FP16
+def test_inspection_leaves_no_hook_and_ends(level):
+    model, optimizer = cases.prepared(level, loss_scale=128.0)
+    for _ in range(40):
+        with amp.scale_loss(cases.loss_of(model, *cases.batch()), optimizer) as scaled_loss:
+            observed = scaled_loss._backward_hooks
+            scaled_loss.backward()
+        assert not scaled_loss._backward_hooks
+        assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
+    assert observed is None
+
+
+# -- what is no mistake ----------------------------------------------------------------------
+
+
+def halve_and_backward(scaled_loss):
+    (scaled_loss / 2).backward()
+
+
+def twice(scaled_loss):
+    scaled_loss.backward(retain_graph=True)
+    scaled_loss.backward()
+
+
+def by_autograd(scaled_loss):
+    torch.autograd.backward([scaled_loss])
+
+
+@FP16
+@pytest.mark.parametrize("backward", [halve_and_backward, twice, by_autograd])
+def test_other_ways_to_run_the_pass_are_no_mistake(level, backward):
+    model, optimizer = cases.prepared(level, loss_scale=128.0)
+    with amp.scale_loss(cases.loss_of(model, *cases.batch()), optimizer) as scaled_loss:
+        backward(scaled_loss)
+    optimizer.step()
+
+
+@FP16
+def test_one_gradient_changed_inside_the_block_is_no_mistake(level):
+    model, optimizer = cases.prepared(level, loss_scale=128.0)
+    with amp.scale_loss(cases.loss_of(model, *cases.batch()), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        model[0].weight.grad[0].zero_()
+    optimizer.step()
+
+
+@FP16
+def test_a_block_without_a_backward_pass_is_no_mistake(level):
+    model, optimizer = cases.prepared(level, loss_scale=128.0)
+    loss = cases.loss_of(model, *cases.batch())
+    with amp.scale_loss(loss, optimizer):
+        pass
+
+
+@FP16
+def test_a_step_that_only_makes_optimizer_state_is_no_mistake(level):
+    _, optimizer = cases.prepared(level)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for param in amp.master_params(optimizer):
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
