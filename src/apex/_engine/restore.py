@@ -63,7 +63,7 @@ def dtypes_of(optimizers: Iterable[Optimizer]) -> dict[int, torch.dtype]:
 
 
 def match_states(optimizers: Iterable[Optimizer], before: Mapping[int, torch.dtype]) -> None:
-    """Casts the state of parameters that were converted in place (O3), as torch's kernels want.
+    """Casts the state of parameters whose dtype has changed since ``before``, as kernels want it.
 
     All of it or, on failure, nothing.
     """
@@ -81,13 +81,17 @@ def _matched(
     binding = optimizer_class.binding_of(optimizer)
     # 0-d tensors are step counts, which stay exact, but for LBFGS: those are its parameters' dots.
     least_dim = 0 if isinstance(optimizer, LBFGS) else 1
+    pairs = () if binding is None else binding.pairs
+    behind = {id(pair.master): id(pair.model) for pair in pairs}
     for param, state in optimizer.state.items():
-        old = before.get(id(param), param.dtype)
+        old = before.get(behind.get(id(param), id(param)), param.dtype)
         # A frozen parameter's is for the fp32 master that it gets when it is unfrozen.
-        if old is param.dtype or (binding is not None and binding.waits(param)):
+        waits = binding is not None and binding.waits(param)
+        new = torch.float32 if waits else param.dtype
+        if old is new:
             continue
 
-        def follow(value: Tensor, old: torch.dtype = old, new: torch.dtype = param.dtype) -> Tensor:
+        def follow(value: Tensor, old: torch.dtype = old, new: torch.dtype = new) -> Tensor:
             return value.to(new) if value.dtype is old and value.dim() >= least_dim else value
 
         for name, value in state.items():

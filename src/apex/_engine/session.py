@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Wrapper
 from torch.optim import Optimizer
@@ -114,7 +115,7 @@ class Session:
         """Converts the models and binds the optimizers, all or nothing.
 
         Args:
-            models: Plain fp32 models, checked by :func:`apex._engine.model.check`.
+            models: Plain models, checked by :func:`apex._engine.model.check`.
             optimizers: Optimizers that are not bound yet.
             plan: The conversion.
             mixin: The overrides that the optimizers get.
@@ -134,7 +135,7 @@ class Session:
         self._shards += map(weakref.ref, groups)
 
     def _convert(self, model: nn.Module, plan: ModelPlan, undo: Undo, *, trains: bool) -> None:
-        before = _fp32_values(model)
+        before = _values(model)
         conversion.convert(model, plan, self.region, masters=self, owner=self, undo=undo)
         undo.push(conversion.withdraw, model)
         undo.push(self.masters.release, model)
@@ -143,13 +144,13 @@ class Session:
     def _make_masters(
         self, model: nn.Module, before: Sequence[tuple[Tensor, Tensor]], *, trains: bool
     ) -> None:
-        """Makes the masters of a model's trainable parameters from their fp32 values.
+        """Makes the masters of a model's trainable parameters from their values before conversion.
 
-        Other 16-bit tensors keep their fp32 values where that was asked for.
+        Other tensors that were rounded keep these values where that was asked for.
 
         Args:
             model: A converted model.
-            before: Tensors of the model with their fp32 values before conversion.
+            before: Tensors of the model with their values before conversion.
             trains: Whether optimizers came with the model.
         """
         kept: list[tuple[Tensor, Tensor]] = []
@@ -158,11 +159,14 @@ class Session:
             if not dtypes.is_low_precision(tensor):
                 continue
             if not isinstance(tensor, nn.Parameter):
-                kept.append((tensor, exact))
+                wanted = True
             elif has_masters and tensor.requires_grad:
                 self.masters.make(tensor, model, exact)
-            elif self._keep_fp32:
-                kept.append((tensor, exact))
+                continue
+            else:
+                wanted = self._keep_fp32
+            if wanted and exact.dtype is not tensor.dtype:
+                kept.append((tensor, exact.to(torch.float32)))
         self.masters.keep(kept, model)
 
     def start(self) -> None:
@@ -332,8 +336,9 @@ class Session:
         for model in self._models:
             if not any(id(param) in wanted for param in model.parameters()):
                 continue
-            late = _fp32_values(model)
+            before = _values(model)
             conversion.convert_late(model)
+            late = [(now, value) for now, value in before if value.dtype is not now.dtype]
             self._make_masters(model, late, trains=True)
 
     def clear_grads(self, params: Iterable[Tensor], *, set_to_none: bool) -> None:
@@ -344,12 +349,12 @@ class Session:
             binding.gradients.cleared(cleared)
 
 
-def _fp32_values(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Returns the model's tensors that are not 16 bits wide, with their present values."""
+def _values(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Returns the model's floating tensors with their present values."""
     return [
         (tensor, tensor.detach())
         for tensor in (*model.parameters(), *model.buffers())
-        if dtypes.is_castable(tensor) and not dtypes.is_low_precision(tensor)
+        if dtypes.is_castable(tensor)
     ]
 
 

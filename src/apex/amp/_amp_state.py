@@ -28,7 +28,7 @@ class AmpState:
     Attributes:
         verbosity: 0 for silence, 1 for the start-up and overflow reports.
         hard_override: Warn about overrides that make no sense instead of refusing them.
-        allow_incoming_model_not_fp32: Accept models that are not fp32.
+        allow_incoming_model_not_fp32: Accept float64 models at O1 and O4, too.
         opt_properties: The options of the last ``initialize``; absent before the first.
         min_loss_scale: As given to the last ``initialize``; scalers have their own.
         max_loss_scale: Likewise.

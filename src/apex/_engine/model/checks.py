@@ -11,7 +11,6 @@ from torch.nn import Parameter
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from apex._core import dtypes
 from apex._engine.model import sharding
 from apex._engine.model.plan import (
     ModelPlan,
@@ -31,7 +30,7 @@ def check(
     plan: ModelPlan,
     *,
     op_casts: bool = False,
-    allow_not_fp32: bool = False,
+    allow_float64: bool = False,
     others: Sequence[nn.Module] = (),
 ) -> None:
     """Raises where ``model`` cannot be converted as ``plan`` says; changes nothing.
@@ -40,15 +39,15 @@ def check(
         model: The model to convert.
         plan: The conversion.
         op_casts: Whether operators cast their inputs, which float64 weights do not take.
-        allow_not_fp32: Whether the model may come with 16-bit parameters and buffers.
+        allow_float64: Whether the model may come with such weights all the same.
         others: Further models of the same call: it is enough that an entry of
             ``plan.fp32_modules`` matches in one of them.
 
     Raises:
         TypeError: If ``model`` is no ``torch.nn.Module``.
         RuntimeError: Under ``torch.inference_mode()``; if the model is converted, wrapped for
-            parallel training, scripted, not materialized, not in fp32, or sharded in a way that
-            conflicts with the plan's dtypes.
+            parallel training, scripted, not materialized, in float64 where operators cast, or
+            sharded in a way that conflicts with the plan's dtypes.
         ValueError: If ``plan.fp32_modules`` does not fit the model.
     """
     _check_mode()
@@ -56,11 +55,10 @@ def check(
     fsdp.reshard(model)
     for name, tensor in _tensors(model):
         _check_materialized(name, tensor)
-        if not allow_not_fp32:
-            _check_precision(name, tensor, op_casts=op_casts)
+        if op_casts and not allow_float64:
+            _check_precision(name, tensor)
     _check_fp32_modules(model, plan, others)
-    if plan.param_dtype is not None:
-        sharding.check(model, planned_dtypes(model, plan), _remedy(plan))
+    sharding.check(model, planned_dtypes(model, plan), _remedy(plan), op_casts=op_casts)
 
 
 def check_restorable(model: nn.Module) -> None:
@@ -131,20 +129,9 @@ def _check_materialized(name: str, tensor: Tensor) -> None:
         )
 
 
-def _check_precision(name: str, tensor: Tensor, *, op_casts: bool) -> None:
-    if dtypes.is_low_precision(tensor):
-        raise RuntimeError(
-            f"amp.initialize got a model whose {name} is {dtypes.name(tensor.dtype)}; amp expects "
-            "fp32 models and casts them itself, as the level says. Drop .half() or .bfloat16() "
-            "from your script, or call model.float() first."
-        )
+def _check_precision(name: str, tensor: Tensor) -> None:
     # A 0-d one goes with any dtype, as a Python number does.
-    if (
-        op_casts
-        and tensor.dtype is torch.float64
-        and tensor.dim()
-        and isinstance(tensor, Parameter)
-    ):
+    if tensor.dtype is torch.float64 and tensor.dim() and isinstance(tensor, Parameter):
         raise RuntimeError(
             f"amp.initialize got a model whose {name} is float64; the op casts of O1 and O4 leave "
             "weights as they are, and float64 does not go with 16-bit inputs. Call model.float() "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -63,6 +64,8 @@ class ModelPlan:
             and their submodules stay in fp32 and compute in fp32: their inputs are cast to fp32,
             their outputs back to ``param_dtype``.
         cast: Replaces the cast of inputs and outputs; ``None`` for amp's own.
+        widen_low: Whether 16-bit parameters and buffers become fp32 where ``param_dtype`` is
+            ``None``.
 
     Raises:
         TypeError: If ``fp32_modules`` holds anything but module types and strings.
@@ -75,6 +78,7 @@ class ModelPlan:
     keep_batchnorm_fp32: bool = False
     fp32_modules: tuple[Rule, ...] = ()
     cast: Cast | None = None
+    widen_low: bool = False
 
     def __post_init__(self) -> None:
         """Checks ``fp32_modules`` as far as that needs no model."""
@@ -133,9 +137,14 @@ def fp32_modules(model: nn.Module, plan: ModelPlan) -> set[nn.Module]:
 def planned_dtypes(model: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, Tensor, torch.dtype]]:
     """Yields every parameter and buffer once, with its name and the dtype that the plan gives it.
 
-    A tensor that a module kept in fp32 shares with another one is fp32 (and refused by ``check``).
+    Those that the plan leaves as they are are not yielded. A tensor that a module kept in fp32
+    shares with another one is fp32 (and refused by ``check``).
     """
     if plan.param_dtype is None:
+        if plan.widen_low:
+            for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+                if dtypes.is_low_precision(tensor):
+                    yield name, tensor, torch.float32
         return
     kept = fp32_modules(model, plan)
     seen: set[int] = set()
