@@ -66,24 +66,16 @@ def test_a_lazy_model_is_refused(plan):
 
 @every_plan
 @pytest.mark.parametrize("dtype", [torch.float16, LOW])
-def test_a_low_precision_parameter_is_refused_by_name_and_dtype(plan, dtype):
+def test_low_precision_models_pass_wholly_and_in_part(plan, dtype):
+    check(Net().to(dtype), plan)
     model = Net()
     model.last.to(dtype)
-    name = str(dtype).removeprefix("torch.")
-    with pytest.raises(RuntimeError, match=rf"parameter last\.weight is {name}; amp expects fp32"):
-        check(model, plan)
+    model.shift = model.shift.to(dtype)
+    check(model, plan, op_casts=plan is O1)
 
 
-@every_plan
-def test_a_low_precision_buffer_is_refused(plan):
-    model = Net()
-    model.shift = model.shift.half()
-    with pytest.raises(RuntimeError, match="buffer shift is float16"):
-        check(model, plan)
-
-
-def test_low_precision_models_pass_where_allowed():
-    check(Net().to(LOW), O5, allow_not_fp32=True)
+def test_float64_weights_pass_where_scripts_allow_them():
+    check(Net().double(), O1, op_casts=True, allow_float64=True)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -68,6 +68,23 @@ def test_levels_without_mixed_precision_and_offloaded_parameters_train_alike(on_
             assert close(alone(name[:2], "SGD"), result), name
 
 
+def in_16_bits(rank):
+    results = {}
+    for name in ("O0", *MIXED, "O5 after a forward pass"):
+        model = shard(net().bfloat16(), mesh(2))
+        if len(name) > 2:  # its weights keep their dtype, so it may have run
+            model(DATA[0][0].bfloat16())
+        results[name] = run(*prepared(name[:2], model), DATA)
+    return results
+
+
+def test_models_that_arrive_in_16_bits_train_as_unsharded_ones_do(on_two_ranks):
+    for results in on_two_ranks(in_16_bits):
+        for name, result in results.items():
+            expected = run(*prepared(name[:2], net().bfloat16()), DATA)
+            assert close(expected, result), name
+
+
 def halves(rank, world_size):
     results = {}
     for level in MIXED:

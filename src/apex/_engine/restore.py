@@ -81,13 +81,17 @@ def _matched(
     binding = optimizer_class.binding_of(optimizer)
     # 0-d tensors are step counts, which stay exact; in LBFGS they are dot products.
     least_dim = 0 if isinstance(optimizer, LBFGS) else 1
+    pairs = () if binding is None else binding.pairs
+    behind = {id(pair.master): id(pair.model) for pair in pairs}
     for param, state in optimizer.state.items():
-        old = before.get(id(param), param.dtype)
+        old = before.get(behind.get(id(param), id(param)), param.dtype)
         # A frozen parameter's state is for the fp32 master that it gets when unfrozen.
-        if old is param.dtype or (binding is not None and binding.is_frozen(param)):
+        frozen = binding is not None and binding.is_frozen(param)
+        new = torch.float32 if frozen else param.dtype
+        if old is new:
             continue
 
-        def follow(value: Tensor, old: torch.dtype = old, new: torch.dtype = param.dtype) -> Tensor:
+        def follow(value: Tensor, old: torch.dtype = old, new: torch.dtype = new) -> Tensor:
             return value.to(new) if value.dtype is old and value.dim() >= least_dim else value
 
         for name, value in state.items():

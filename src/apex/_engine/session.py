@@ -118,7 +118,7 @@ class Session:
         """Converts the models and binds the optimizers, all or nothing.
 
         Args:
-            models: Plain fp32 models, checked by :func:`apex._engine.model.check`.
+            models: Plain models, checked by :func:`apex._engine.model.check`.
             optimizers: Optimizers that are not bound yet.
             plan: The conversion.
             mixin: The overrides for the optimizers.
@@ -138,7 +138,7 @@ class Session:
         self._shards += map(weakref.ref, groups)
 
     def _convert(self, model: nn.Module, plan: ModelPlan, undo: Undo, *, trains: bool) -> None:
-        before = _fp32_values(model)
+        before = _values(model)
         conversion.convert(model, plan, self.region, masters=self, owner=self, undo=undo)
         undo.push(conversion.undo_convert, model)
         module = conversion.module_behind(model)
@@ -148,9 +148,9 @@ class Session:
     def _make_masters(
         self, model: nn.Module, before: Sequence[tuple[Tensor, Tensor]], *, trains: bool
     ) -> None:
-        """Makes the masters of a model's trainable parameters from their fp32 values.
+        """Makes the masters of a model's trainable parameters from their values before conversion.
 
-        Keeps the fp32 values of buffers, and with ``keep_fp32`` those of other parameters.
+        Keeps these values of buffers, and with ``keep_fp32`` those of other rounded parameters.
 
         Args:
             model: A converted model.
@@ -163,11 +163,14 @@ class Session:
             if not dtypes.is_low_precision(tensor):
                 continue
             if not isinstance(tensor, nn.Parameter):
-                kept.append((tensor, exact))
+                wanted = True
             elif has_masters and tensor.requires_grad:
                 self.masters.make(tensor, model, exact)
-            elif self._keep_fp32:
-                kept.append((tensor, exact))
+                continue
+            else:
+                wanted = self._keep_fp32
+            if wanted and exact.dtype is not tensor.dtype:
+                kept.append((tensor, exact.to(torch.float32)))
         self.masters.keep(kept, model)
 
     def start(self) -> None:
@@ -344,8 +347,9 @@ class Session:
         for model in self._models:
             if not any(id(param) in wanted for param in model.parameters()):
                 continue
-            late = _fp32_values(model)
+            before = _values(model)
             conversion.convert_late(model)
+            late = [(now, value) for now, value in before if value.dtype is not now.dtype]
             self._make_masters(model, late, trains=True)
 
     def clear_grads(self, params: Iterable[Tensor], *, set_to_none: bool) -> None:
@@ -356,12 +360,12 @@ class Session:
             binding.gradients.on_cleared(cleared)
 
 
-def _fp32_values(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Returns the model's floating tensors that are not 16-bit, with their present values."""
+def _values(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Returns the model's floating tensors with their present values."""
     return [
         (tensor, tensor.detach())
         for tensor in (*model.parameters(), *model.buffers())
-        if dtypes.is_castable(tensor) and not dtypes.is_low_precision(tensor)
+        if dtypes.is_castable(tensor)
     ]
 
 

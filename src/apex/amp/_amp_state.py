@@ -29,7 +29,7 @@ class AmpState:
         verbosity: 0 for no output, 1 for the start-up and overflow reports, 2 to name nonfinite
             gradients, too.
         hard_override: Whether invalid overrides cause a warning instead of an error.
-        allow_incoming_model_not_fp32: Whether to accept models that are not fp32.
+        allow_incoming_model_not_fp32: Whether to accept float64 models at O1 and O4, too.
         opt_properties: Options of the latest ``initialize`` or ``init``; absent before the first.
         min_loss_scale: Argument of the latest ``initialize``; each scaler has its own.
         max_loss_scale: Likewise.

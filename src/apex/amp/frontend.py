@@ -85,7 +85,7 @@ def initialize(
     ===== ============ ============ ========== ======= ========== =======================
 
     Args:
-        models: An fp32 module, or a list or tuple of them.
+        models: A module in fp32, fp16, bf16 or a mix of them, or a list or tuple of them.
         optimizers: A ``torch.optim.Optimizer`` (or LARC around one), a list or tuple of them, or
             ``None`` for inference.
         enabled: If False, nothing is prepared and every amp call passes through.
@@ -121,8 +121,8 @@ def initialize(
         any: ``model``, or ``model, optimizer``.
 
     Raises:
-        RuntimeError: If the level is unknown or cannot honour an override; if a model is 16-bit
-            (or float64 at O1 and O4), on the meta device, lazy, wrapped or already prepared; if an
+        RuntimeError: If the level is unknown or cannot honour an override; if a model is
+            float64 at O1 or O4, on the meta device, lazy, wrapped or already prepared; if an
             optimizer is already prepared; under ``torch.inference_mode()``; if cuDNN is disabled.
         TypeError: If a model, optimizer or value has the wrong type.
         ValueError: If a number is out of range, a model or optimizer is given twice, or an
@@ -184,6 +184,7 @@ def initialize(
         policy, rule, model_list, inputs.checked_count(num_losses), keep_fp32=keep_fp32_values
     )
     report.start_up(defaults, properties)
+    report.low_precision_models(model_list, policy, trains=bool(optimizer_list))
     own = [unwrap(optimizer) for optimizer in optimizer_list]
     made.prepare(model_list, own, plan, mixin=AmpStashOptimizer)
     _amp_state.add(made)
@@ -339,6 +340,7 @@ def _plan(policy: Policy, fp32_modules: tuple[type[nn.Module] | str, ...]) -> Mo
         keep_batchnorm_fp32=policy.batchnorm_fp32,
         fp32_modules=fp32_modules,
         cast=_initialize.custom_cast(),
+        widen_low=policy.compute_dtype is not None,
     )
 
 

@@ -83,7 +83,7 @@ def check_models(models: Sequence[nn.Module], plan: ModelPlan, *, op_casts: bool
             model,
             plan,
             op_casts=op_casts,
-            allow_not_fp32=_amp_state.allow_incoming_model_not_fp32,
+            allow_float64=_amp_state.allow_incoming_model_not_fp32,
             others=[other for other in models if other is not model],
         )
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Sequence
 
 import torch
+from torch import nn
 
+from apex._core import dtypes
+from apex._core.policy import Policy
 from apex._engine.events import ScaleUpdate
 from apex._engine.session import Session
 from apex._torch import ranks
@@ -44,6 +48,34 @@ def start_up(defaults: Properties, properties: Properties) -> None:
     print_rank0("Processing user overrides (additional kwargs that are not None)...")
     print_rank0("After processing overrides, optimization options are:")
     _print_lines(properties)
+
+
+def low_precision_models(models: Sequence[nn.Module], policy: Policy, *, trains: bool) -> None:
+    """Reports in one line what becomes of models that arrive in 16 bits, wholly or in part.
+
+    Call it before they are prepared.
+
+    Args:
+        models: The models.
+        policy: What the level asks for.
+        trains: Whether optimizers came with them.
+    """
+    tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
+    low = [tensor for tensor in tensors if dtypes.is_low_precision(tensor)]
+    if not low:
+        return
+    found = dict.fromkeys(dtypes.name(tensor.dtype) for tensor in low)
+    target = policy.param_dtype or (torch.float32 if policy.compute_dtype else None)
+    then = "they stay as they are"
+    if trains and policy.master_weights and target is not torch.float32:
+        then = "fp32 masters start from their values"
+    elif target is not None and [*found] != [dtypes.name(target)]:
+        then = f"they become {dtypes.name(target)}"
+    kinds = ", ".join(type(model).__name__ for model in models)
+    print_rank0(
+        f"{kinds}: {len(low)} of {len(tensors)} parameters and buffers arrived in "
+        f"{' and '.join(found)}; {then}."
+    )
 
 
 def scale_update(session: Session, update: ScaleUpdate) -> None:

@@ -11,7 +11,6 @@ from torch.nn import Parameter
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from apex._core import dtypes
 from apex._engine.model import proxy_class, sharding
 from apex._engine.model.plan import (
     ModelPlan,
@@ -31,7 +30,7 @@ def check(
     plan: ModelPlan,
     *,
     op_casts: bool = False,
-    allow_not_fp32: bool = False,
+    allow_float64: bool = False,
     others: Sequence[nn.Module] = (),
 ) -> None:
     """Raises if ``model`` cannot be converted by ``plan``; changes nothing.
@@ -40,15 +39,15 @@ def check(
         model: The model to convert.
         plan: The conversion.
         op_casts: Whether operators cast their inputs, which excludes float64 weights.
-        allow_not_fp32: Whether the model may have 16-bit parameters and buffers.
+        allow_float64: Whether to accept such weights nevertheless.
         others: Further models of the same call; an entry of ``plan.fp32_modules`` needs to match in
             one of them only.
 
     Raises:
         TypeError: If ``model`` is not a ``torch.nn.Module``.
-        RuntimeError: Under ``torch.inference_mode()``; if the model is already converted, wrapped
-            for parallel training, scripted, not materialized, not in fp32, or sharded in a way that
-            conflicts with the plan's dtypes.
+        RuntimeError: Under ``torch.inference_mode()``; if the model is converted, wrapped for
+            parallel training, scripted, not materialized, in float64 where operators cast, or
+            sharded in a way that conflicts with the plan's dtypes.
         ValueError: If ``plan.fp32_modules`` does not fit the model.
     """
     _check_mode()
@@ -57,11 +56,10 @@ def check(
     fsdp.reshard(model)
     for name, tensor in _tensors(model):
         _check_materialized(name, tensor)
-        if not allow_not_fp32:
-            _check_precision(name, tensor, op_casts=op_casts)
+        if op_casts and not allow_float64:
+            _check_precision(name, tensor)
     _check_fp32_modules(model, plan, others)
-    if plan.param_dtype is not None:
-        sharding.check(model, planned_dtypes(model, plan), _remedy(plan))
+    sharding.check(model, planned_dtypes(model, plan), _remedy(plan), op_casts=op_casts)
 
 
 def check_restorable(model: nn.Module) -> None:
@@ -140,20 +138,9 @@ def _check_materialized(name: str, tensor: Tensor) -> None:
         )
 
 
-def _check_precision(name: str, tensor: Tensor, *, op_casts: bool) -> None:
-    if dtypes.is_low_precision(tensor):
-        raise RuntimeError(
-            f"amp.initialize got a model whose {name} is {dtypes.name(tensor.dtype)}; amp expects "
-            "fp32 models and casts them itself where the level requires it. Drop .half() or "
-            ".bfloat16() from your script, or call model.float() first."
-        )
+def _check_precision(name: str, tensor: Tensor) -> None:
     # A 0-d tensor combines with any dtype, like a Python number.
-    if (
-        op_casts
-        and tensor.dtype is torch.float64
-        and tensor.dim()
-        and isinstance(tensor, Parameter)
-    ):
+    if tensor.dtype is torch.float64 and tensor.dim() and isinstance(tensor, Parameter):
         raise RuntimeError(
             f"amp.initialize got a model whose {name} is float64; the op casts of O1 and O4 leave "
             "float64 as it is, and operators cannot combine it with 16-bit inputs. Call "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -63,6 +64,7 @@ class ModelPlan:
             and their submodules stay and compute in fp32: their inputs are cast to fp32, their
             outputs back to ``param_dtype``.
         cast: Replaces amp's own cast of inputs and outputs; ``None`` for that.
+        widen_low: Whether 16-bit parameters and buffers become fp32 if ``param_dtype`` is ``None``.
 
     Raises:
         TypeError: If ``fp32_modules`` holds anything other than module types and strings.
@@ -75,6 +77,7 @@ class ModelPlan:
     keep_batchnorm_fp32: bool = False
     fp32_modules: tuple[Rule, ...] = ()
     cast: Cast | None = None
+    widen_low: bool = False
 
     def __post_init__(self) -> None:
         """Checks ``fp32_modules`` as far as possible without a model."""
@@ -133,9 +136,14 @@ def fp32_modules(model: nn.Module, plan: ModelPlan) -> set[nn.Module]:
 def planned_dtypes(model: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, Tensor, torch.dtype]]:
     """Yields every parameter and buffer once, with its name and planned dtype.
 
-    A tensor shared by an fp32 module and another is planned as fp32 (``check`` raises for it).
+    Skips those that the plan does not cast. A tensor shared by an fp32 module and another is
+    planned as fp32 (``check`` raises for it).
     """
     if plan.param_dtype is None:
+        if plan.widen_low:
+            for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+                if dtypes.is_low_precision(tensor):
+                    yield name, tensor, torch.float32
         return
     kept = fp32_modules(model, plan)
     seen: set[int] = set()

@@ -42,7 +42,11 @@ def check_order(models: Iterable[nn.Module], params: Sequence[Tensor]) -> None:
 
 
 def check(
-    model: nn.Module, planned: Iterable[tuple[str, Tensor, torch.dtype]], remedy: str
+    model: nn.Module,
+    planned: Iterable[tuple[str, Tensor, torch.dtype]],
+    remedy: str,
+    *,
+    op_casts: bool = False,
 ) -> None:
     """Raises if the parameters of a sharded model cannot take their dtypes; changes nothing.
 
@@ -50,22 +54,27 @@ def check(
         model: A model whose parameters are to be cast.
         planned: Name, tensor and planned dtype of each parameter and buffer.
         remedy: The option to change so that parameters kept in fp32 are cast, too.
+        op_casts: Whether operators cast, so that ``fully_shard`` may compute in any dtype.
 
     Raises:
         RuntimeError: With the reason.
     """
     target = {}
+    changed: set[int] = set()
     for name, tensor, dtype in planned:
         if dtypes.is_castable(tensor):
             target[id(tensor)] = (name, dtype)
             if tensor.dtype is not dtype and dtensor.is_dtensor(tensor):
                 _check_hooks(name, tensor)
+                changed.add(id(tensor))
     for group in fsdp.param_groups(model):
-        _check_not_run(model, group)
-        params = [param for param in fsdp.sharded_params(group) if param.requires_grad]
-        trained = [target[id(param)] for param in params if id(param) in target]
+        params = fsdp.sharded_params(group)
+        if not changed.isdisjoint(map(id, params)):
+            _check_not_run(model, group)
+        trained = [target[id(p)] for p in params if p.requires_grad and id(p) in target]
         _check_one_dtype(trained, remedy)
-        _check_policy(group, trained)
+        if not op_casts:
+            _check_policy(group, trained)
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
@@ -112,8 +121,8 @@ def _check_hooks(name: str, param: Tensor) -> None:
     if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
         raise RuntimeError(
             f"amp.initialize got a model whose parameter {name} is a DTensor with gradient hooks, "
-            "which casting it would lose. Register them after amp.initialize, or use opt_level "
-            "'O1' or 'O4', which cast no parameters."
+            "which a change of its dtype would lose. Register them after amp.initialize, or use "
+            "opt_level 'O1' or 'O4', which leave fp32 parameters as they are."
         )
 
 
@@ -122,7 +131,7 @@ def _check_not_run(model: nn.Module, group: Any) -> None:
         raise RuntimeError(
             f"amp.initialize got the model {type(model).__name__}, which has already run under "
             "fully_shard, and that fixes the dtype of its buffers. Call amp.initialize before the "
-            "first forward pass, or use opt_level 'O1' or 'O4', which cast no parameters."
+            "first forward pass, or use opt_level 'O1' or 'O4', which do not cast fp32 parameters."
         )
 
 
