@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from apex._torch import ranks
 from apex._torch.counted import count_foreach, uncount_foreach
+from apex._torch.dynamo import untraced
 
 _INSPECTED_BLOCKS = 32
 """Blocks of a session that are inspected: a mistake shows in the first, and later ones are free."""
@@ -114,6 +115,7 @@ class BlockInspection:
             handle: Any = scaled_loss.register_hook(self._from_loss.append)  # type: ignore[no-untyped-call]
             self._handles.append(handle)
 
+    @untraced
     def _note(self, param: Tensor) -> None:
         if param.grad is not None and isinstance(param, nn.Parameter):
             count_foreach(param.grad)

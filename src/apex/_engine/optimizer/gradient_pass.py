@@ -439,15 +439,18 @@ class Gradients:
         self.checked = True
 
     def _flag_to_write(self, flag: Tensor) -> Tensor:
-        """Returns the flag, or another with its value if it tells whether the last step skipped."""
-        if flag is not self.skipped:
-            return flag
-        spare = self._spare_flag
-        if spare is None or spare.device != flag.device:
-            spare = torch.empty_like(flag)
-        self.found_inf, self._spare_flag = spare.copy_(flag), flag
-        return spare
+        """Returns the flag; keeps its value elsewhere if it tells whether the last step skipped.
 
+        The flag itself stays in place, for CUDA graphs.
+        """
+        if flag is self.skipped:
+            spare = self._spare_flag
+            if spare is None or spare.device != flag.device:
+                spare = self._spare_flag = torch.empty_like(flag)
+            self.skipped = spare.copy_(flag)
+        return flag
+
+    @untraced
     def note_step(self, *, skipped: Tensor | bool) -> None:
         """Records whether a step that begins is skipped."""
         self.skipped, self._skip_copy = skipped, None
