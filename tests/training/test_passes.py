@@ -91,6 +91,17 @@ def test_gradients_cleared_by_hand_are_gone(level):
     )
 
 
+@pytest.mark.parametrize("owner", ["optimizer", "model"])
+@pytest.mark.parametrize("level", cases.WITH_MASTERS)
+def test_gradients_cleared_by_hand_are_gone_also_when_what_is_left_is_zeroed(level, owner):
+    model, optimizer = cases.prepared(level, loss_scale=128.0)
+    cases.backward(model, optimizer, *cases.batch(1))
+    for param in model.parameters():
+        param.grad = None
+    (optimizer if owner == "optimizer" else model).zero_grad(set_to_none=False)
+    assert all(master.grad is None for master in amp.master_params(optimizer))
+
+
 @pytest.mark.parametrize("scale", [1.0, 128.0, "dynamic"])
 @pytest.mark.parametrize("level", cases.MIXED)
 def test_gradients_zeroed_through_a_wrapper_are_gone(level, scale):

@@ -477,8 +477,7 @@ class Gradients:
             else:
                 clear_grad(pair.model, set_to_none=False)
                 clear_grad(pair.master, set_to_none=False)
-                if pair.mirrors_grad:
-                    mirror_gradients.mark(pair)
+                mirror_gradients.mark_again(pair)
         self.reset()
 
     def on_cleared(self, models: Container[int]) -> None:
@@ -489,8 +488,8 @@ class Gradients:
         """
         pairs = {id(pair.master): id(pair.model) for pair in self._optimized.pairs}
         for pair in self._optimized.pairs:
-            if pair.mirrors_grad and id(pair.model) in models:
-                mirror_gradients.mark(pair)
+            if id(pair.model) in models:
+                mirror_gradients.mark_again(pair)
         if all(
             p.grad is None or pairs.get(id(p), id(p)) in models for p in self._optimized.params()
         ):

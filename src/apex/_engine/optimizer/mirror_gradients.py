@@ -47,6 +47,15 @@ def mark(pair: TrackedPair) -> None:
     pair.mirrors_grad = grad is not None
 
 
+def mark_again(pair: TrackedPair) -> None:
+    """Marks a mirror gradient that was zeroed with its master's.
+
+    One that a script has cleared meanwhile stays noted, so that its master's is cleared, too.
+    """
+    if pair.mirrors_grad and pair.model.grad is not None:
+        mark(pair)
+
+
 def is_included(grad: Tensor) -> bool:
     """Returns whether the master's gradient already includes ``grad``, a mirror gradient.
 
