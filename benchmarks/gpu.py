@@ -41,6 +41,8 @@ LEVELS = ("O1", "O2", "O4", "O5")
 SECONDS = 530
 """All of it; rows that do not fit any more are left out, and named."""
 SECONDS_FOR_TESTS = 300
+ROOMY = 20 * 2**30
+"""Bytes of memory from which a card gets the larger batches."""
 LOSSES = (1, 5, 10, 20)
 """Iterations whose loss is shown."""
 
@@ -113,10 +115,13 @@ def networks(*, tiny: bool) -> dict[str, Network]:
                 Task(small_bert, partial(sentences, 2, 8, 50), fused_adamw), 2, "sequences"
             ),
         }
+    count = 128 if torch.cuda.get_device_properties(0).total_memory > ROOMY else 32
     return {
-        "ResNet-50": Network(Task(ResNet, partial(images, 128, 224, 1000), sgd), 128, "images"),
+        "ResNet-50": Network(Task(ResNet, partial(images, count, 224, 1000), sgd), count, "images"),
         "BERT-base": Network(
-            Task(Bert, partial(sentences, 64, 128, 30522), fused_adamw), 64, "sequences"
+            Task(Bert, partial(sentences, count // 2, 128, 30522), fused_adamw),
+            count // 2,
+            "sequences",
         ),
     }
 
@@ -139,23 +144,37 @@ def sgd(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 # -- tests and checks ------------------------------------------------------------------------
 
 
-def run_tests(paths: Sequence[Path]) -> tuple[str, bool]:
-    """Returns pytest's last two lines (ours and its own), and whether all tests passed."""
+def run_tests(paths: Sequence[Path], output: Path) -> tuple[str, bool]:
+    """Runs tests, with all that pytest says in ``output``.
+
+    Returns the tests that failed and pytest's last two lines (ours and its own), and whether all
+    passed.
+    """
     if importlib.util.find_spec("pytest") is None:
         return f"not run: pytest is not installed for {sys.executable}", False
     parallel = len(paths) > 4 and importlib.util.find_spec("xdist") is not None
-    workers = ["-n", "4"] if parallel else []
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
-    try:
-        run = subprocess.run(
-            [*command, *workers, *map(str, paths)],
-            check=False, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS_FOR_TESTS,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return f"not through after {SECONDS_FOR_TESTS} s", False
-    lines = run.stdout.strip().splitlines()
-    failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    return "\n".join([*failures, *lines[-2:]]) or run.stderr[-2000:], run.returncode == 0
+    command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider"]
+    command += ["--tb=short", *(["-n", "4"] if parallel else []), *map(str, paths)]
+    with output.open("w", encoding="utf-8") as file:
+        try:
+            code = subprocess.run(
+                command, check=False, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT,
+                timeout=SECONDS_FOR_TESTS,
+            ).returncode  # fmt: skip
+        except subprocess.TimeoutExpired:
+            code = None
+    lines = output.read_text(encoding="utf-8").strip().splitlines()
+    over = [f"not through after {SECONDS_FOR_TESTS} s"] if code is None else lines[-2:]
+    return "\n".join([*failures(lines), *over]), code == 0
+
+
+def failures(lines: Sequence[str]) -> list[str]:
+    """Returns the names of the tests that failed, from what ``pytest -v`` says as it goes."""
+    pattern = re.compile(
+        r"(?:\[gw\d+\] .*)?(?:FAILED|ERROR) (\S+\.py\S*)|(\S+\.py\S*) (?:FAILED|ERROR)"
+    )
+    found = (pattern.match(line) for line in lines)
+    return list(dict.fromkeys(f"FAILED {m[1] or m[2]}" for m in found if m is not None))
 
 
 def gpu_tests() -> list[Path]:
@@ -235,7 +254,9 @@ def free() -> None:
 # -- putting it together -----------------------------------------------------------------------
 
 
-def find(*, tiny: bool, tests: Sequence[Path], log: Callable[[str], None]) -> Findings:
+def find(
+    *, tiny: bool, tests: Sequence[Path], output: Path, log: Callable[[str], None]
+) -> Findings:
     """Runs everything; what fails is noted, and the rest goes on."""
     start = time.perf_counter()
     torch.backends.cudnn.benchmark = True
@@ -244,7 +265,7 @@ def find(*, tiny: bool, tests: Sequence[Path], log: Callable[[str], None]) -> Fi
     )
     if tests:
         log("tests ...")
-        found.tests, passed = run_tests(tests)
+        found.tests, passed = run_tests(tests, output)
         found.failed += [] if passed else ["tests"]
         log(found.tests)
     for name, check in checks():
@@ -337,11 +358,13 @@ def main() -> None:
         )
     warnings.filterwarnings("ignore", message="fp16 is emulated")
     tests = gpu_tests() if args.tests is None else args.tests
-    found = find(tiny=args.tiny, tests=tests, log=partial(print, file=sys.stderr, flush=True))
+    name = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
+    args.results.mkdir(parents=True, exist_ok=True)
+    output = args.results / f"{name}-tests.txt"
+    log = partial(print, file=sys.stderr, flush=True)
+    found = find(tiny=args.tiny, tests=tests, output=output, log=log)
     page = markdown(found)
     print(page)
-    name = re.sub(r"[^a-z0-9]+", "-", str(found.machine["device"]).lower()).strip("-")
-    args.results.mkdir(parents=True, exist_ok=True)
     (args.results / f"{name}.json").write_text(json.dumps(asdict(found), indent=2) + "\n")
     (args.results / f"{name}.md").write_text(page)
     print(f"Written to {args.results / name}.json and .md in {found.seconds:.0f} s.")

@@ -36,7 +36,10 @@ def rehearsal(tmp_path_factory):
 def test_a_rehearsal_writes_every_row_of_the_table(rehearsal):
     found = json.loads((rehearsal / "emulated-cuda.json").read_text())
     assert found["failed"] == []
-    assert found["tests"].startswith("executed 1 of 1 tests: 1 on emulated CUDA\n1 passed")
+    ours, closing = found["tests"].splitlines()
+    assert ours == "executed 1 of 1 tests: 1 on emulated CUDA"
+    assert "1 passed" in closing
+    assert "test_finite.py" in (rehearsal / "emulated-cuda-tests.txt").read_text()
     assert len(found["checks"]) == 8
     assert set(found["checks"].values()) == {"ok"}
     assert found["networks"].keys() == {"ResNet-50", "BERT-base"}
@@ -89,10 +92,27 @@ def test_a_row_that_fails_says_why_and_the_page_shows_it():
 def test_tests_that_fail_are_named(tmp_path):
     file = tmp_path / "test_broken.py"
     file.write_text("import nothing_of_this_name\n")
-    told, passed = gpu.run_tests([file])
+    told, passed = gpu.run_tests([file], tmp_path / "output.txt")
     assert not passed
-    assert "ERROR" in told
-    assert "test_broken.py" in told
+    first, *_, last = told.splitlines()
+    assert first.startswith("FAILED ")
+    assert first.endswith("test_broken.py")
+    assert "1 error" in last
+    assert "nothing_of_this_name" in (tmp_path / "output.txt").read_text()
+
+
+def test_failures_are_read_from_what_pytest_says_as_it_goes():
+    lines = [
+        "tests/a.py::test_one[x] PASSED    [ 1%]",
+        "tests/a.py::test_two[y-1] FAILED  [ 2%]",
+        "[gw1] [  3%] FAILED tests/b.py::test_three ",
+        "[gw0] [  4%] PASSED tests/b.py::test_four ",
+        "FAILED tests/b.py::test_three - AssertionError: assert 1 == 2",
+        "ERROR tests/c.py",
+        "E   AssertionError: the test FAILED on purpose",
+    ]
+    named = ["tests/a.py::test_two[y-1]", "tests/b.py::test_three", "tests/c.py"]
+    assert gpu.failures(lines) == [f"FAILED {name}" for name in named]
 
 
 def test_only_files_with_tests_for_a_gpu_are_collected():

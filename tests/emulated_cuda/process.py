@@ -21,9 +21,6 @@ ROOT = Path(__file__).parents[2]
 PIPE = "APEX_EMULATED_CUDA_PIPE"
 SECONDS = 300
 
-# With a CUDA device `torch._dynamo.reset` loads inductor, and that a deprecated part of torch.
-IGNORED = "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
-
 
 class Process:
     """Runs tests of some files on the emulated device.
@@ -38,7 +35,7 @@ class Process:
         self.output = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115
         command = [sys.executable, "-m", "pytest", "-p", __name__, "-p", "no:cacheprovider"]
         self.process = subprocess.Popen(
-            [*command, f"--rootdir={rootdir}", "-W", IGNORED, *map(str, files)],
+            [*command, f"--rootdir={rootdir}", *map(str, files)],
             cwd=ROOT,
             env={**os.environ, device.VARIABLE: "1", PIPE: str(theirs.fileno())},
             pass_fds=[theirs.fileno()],
