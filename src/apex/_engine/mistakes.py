@@ -130,8 +130,8 @@ class BlockInspection:
         ]
         if self._written and self._from_loss == []:
             self._found.append(Mistake.UNSCALED_BACKWARD)
-        # Scripts that average gradients over ranks do so in place, and may do it here.
-        if written and all(written) and ranks.world_size() == 1:
+        # Averaging gradients over ranks, which wrappers do here with a single rank too, writes them.
+        if written and all(written) and not ranks.is_running():
             self._found.append(Mistake.CLIPPED_INSIDE)
         self.close()
 
