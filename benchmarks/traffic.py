@@ -24,12 +24,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from apex import amp
+from apex.parallel import reduce_in_fp32
 
 WORLD_SIZE = 2
 RESULT = Path(__file__).parent / "results/traffic.json"
-# Batch norm in 16 bits does not run under fully_shard on a CPU.
-NOT_MEASURED = {("fully_shard", "O3")}
+IN_FP32 = "reduce_in_fp32"
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+# Batch norm in 16 bits does not run under fully_shard on a CPU; gradients in fp32 need no option.
+NOT_MEASURED = {("fully_shard", "O3"), *((IN_FP32, level) for level in ("O0", "O1", "O4"))}
 # What a rank contributes, for each collective that the wrappers use, and where its tensors are.
 COLLECTIVES = {
     "allreduce_": ("all-reduce", 0),
@@ -76,8 +78,10 @@ def trained(wrapper: str, level: str) -> tuple[nn.Module, torch.optim.Optimizer]
         fully_shard(model, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    if wrapper == "DistributedDataParallel":
+    if wrapper != "fully_shard":
         model = DistributedDataParallel(model)
+    if wrapper == IN_FP32:
+        reduce_in_fp32(model)
     return model, optimizer
 
 
@@ -100,7 +104,7 @@ def measure() -> dict[str, Any]:
     Runs in a process group of ``WORLD_SIZE``.
     """
     result: dict[str, Any] = {}
-    for wrapper in ("DistributedDataParallel", "fully_shard"):
+    for wrapper in ("DistributedDataParallel", IN_FP32, "fully_shard"):
         for level in LEVELS:
             if (wrapper, level) in NOT_MEASURED:
                 continue

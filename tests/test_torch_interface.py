@@ -93,6 +93,7 @@ AUTOGRAD = "apex/_torch/autograd.py"
 FOREACH = "apex/_torch/foreach.py"
 GRAD_SCALERS = "apex/_torch/grad_scaler.py"
 TRACING = "apex/_torch/dynamo.py"
+OVERRIDES = "apex/_torch/overrides.py"
 FUNCTION_MODES_PLACE = "apex/_torch/function_modes.py"
 DISPATCHER = "apex/_torch/dispatcher.py"
 DEBUG = "apex/debug/"
@@ -107,7 +108,7 @@ HOOKS = "where a module keeps its hooks: asked so that none of ours is attached 
 
 KNOWN = {
     "torch._C": (
-        f"{FUNCTION_MODES_PLACE} {AUTOGRAD} {TRACING} {DISPATCHER} {DEBUG} apex/_torch/counted.py",
+        f"{FUNCTION_MODES_PLACE} {AUTOGRAD} {TRACING} {DISPATCHER} {OVERRIDES} {DEBUG}",
         "the module itself; DisableTorchFunctionSubclass is in torch's notes on extending it",
     ),
     "torch._C._dispatch_has_kernel": (DISPATCHER, NO_PLAIN_FORM),

@@ -1,4 +1,4 @@
-"""transformers: T5 on our norm, a step today, and the Trainer's apex backend of 4.57."""
+"""transformers: T5 on our norm, Llama's positions, and the Trainer's apex backend of 4.57."""
 
 import importlib.metadata
 import importlib.util
@@ -14,7 +14,7 @@ from tests.clients.libraries import need
 need("transformers")
 need("transformers.models.t5.modeling_t5")
 
-from transformers import T5Config  # noqa: E402 - after the checks
+from transformers import LlamaConfig, LlamaForCausalLM, T5Config  # noqa: E402 - after the checks
 from transformers.models.t5 import modeling_t5  # noqa: E402
 
 pytestmark = pytest.mark.clients
@@ -95,6 +95,82 @@ def test_t5_trains_at_every_level(level):
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0]
+
+
+# -- Llama -----------------------------------------------------------------------------------
+
+
+def tiny_llama():
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=8192,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config)
+
+
+def angles(model, dtype, position=4097):
+    x = torch.zeros(1, 1, 32, dtype=dtype)
+    return model.model.rotary_emb(x, torch.tensor([[position]]))
+
+
+def train_llama(model, optimizer, run=None):
+    ids = tokens()["input_ids"]
+    run = model if run is None else run
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = run(input_ids=ids, labels=ids).loss
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def prepared_llama(level, model=None):
+    model = tiny_llama() if model is None else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return amp.initialize(model, optimizer, opt_level=level, loss_scale=2.0**7, verbosity=0)
+
+
+@pytest.mark.parametrize(("level", "dtype"), [("O2", torch.float16), ("O5", torch.bfloat16)])
+def test_llama_s_angles_are_those_of_fp32_within_a_rounding(level, dtype):
+    expected = angles(tiny_llama(), torch.float32)
+    model, _ = prepared_llama(level)
+    for found, exact in zip(angles(model, dtype), expected, strict=True):
+        assert torch.equal(found, exact.to(dtype))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_llama_trains_at_every_level(level):
+    losses = train_llama(*prepared_llama(level))
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_llama_as_it_is_loaded_in_bf16_trains_at_every_level(level, tmp_path):
+    tiny_llama().save_pretrained(tmp_path)
+    model = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert model.lm_head.weight.dtype is torch.bfloat16
+    assert model.model.rotary_emb.inv_freq.dtype is torch.float32
+    before = [param.detach().float() for param in model.parameters()]
+    model, optimizer = prepared_llama(level, model)
+    assert all(map(torch.equal, amp.master_params(optimizer), before))
+    expected = angles(tiny_llama(), torch.float32)
+    for found, exact in zip(angles(model, torch.float32), expected, strict=True):
+        assert torch.equal(found, exact)
+    losses = train_llama(model, optimizer)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_llama_trains_as_in_eager():
+    torch._dynamo.reset()
+    expected = train_llama(*prepared_llama("O5"))
+    model, optimizer = prepared_llama("O5")
+    run = torch.compile(model, backend="aot_eager")
+    assert train_llama(model, optimizer, run) == pytest.approx(expected, rel=2.0**-7)
 
 
 # -- Trainer ---------------------------------------------------------------------------------

@@ -516,7 +516,7 @@ class Fixed(Heading):
         (lambda: mock.Mock(spec=nn.Module), TypeError, r"Mock.*Pass the module itself"),
         (lambda: Fixed(Trunk()), TypeError, r"Fixed.*forward of its own.*Pass the module inside"),
         (lambda: Transparent(nn.DataParallel(Trunk())), RuntimeError, "wrapped in"),
-        (lambda: Transparent(Trunk().half()), RuntimeError, "expects fp32"),
+        (lambda: Transparent(Trunk().to("meta")), RuntimeError, "meta device"),
     ],
 )
 @every_level

@@ -35,6 +35,14 @@ def exact_value(param: Tensor, candidates: Iterable[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
+def makes_equal(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns whether rounding to ``dtype`` makes distinct elements equal, as a 0-d bool tensor."""
+    exact = value.detach().flatten().sort().values
+    rounded = exact.to(dtype)
+    return ((exact[1:] != exact[:-1]) & (rounded[1:] == rounded[:-1])).any()
+
+
+@torch.no_grad()
 def update_master(param: Tensor, master: Tensor, *, keep_low_bits: bool = True) -> None:
     """Copies ``param`` into its fp32 ``master``, in place.
 

@@ -124,6 +124,7 @@ class Session:
             mixin: The overrides for the optimizers.
         """
         old_dtypes = restoring.dtypes_of(optimizers)
+        lost = [(model, conversion.find_lost(model, plan)) for model in models]
         with all_or_nothing() as undo:
             for model in models:
                 self._convert(model, plan, undo, trains=bool(optimizers))
@@ -132,13 +133,15 @@ class Session:
             undo.push(self.close)
             self.start()
             restoring.match_states(optimizers, old_dtypes)
+        for model, found in lost:
+            conversion.name_lost(model, plan, found)
         self._models.update(map(conversion.module_behind, models))
         self._prepared = frozenset(id(p) for model in models for p in model.parameters())
         groups = (group for model in models for group in fsdp.param_groups(model))
         self._shards += map(weakref.ref, groups)
 
     def _convert(self, model: nn.Module, plan: ModelPlan, undo: Undo, *, trains: bool) -> None:
-        before = _values(model)
+        before = _floating_tensors(model)
         conversion.convert(model, plan, self.region, masters=self, owner=self, undo=undo)
         undo.push(conversion.undo_convert, model)
         module = conversion.module_behind(model)
@@ -347,7 +350,7 @@ class Session:
         for model in self._models:
             if not any(id(param) in wanted for param in model.parameters()):
                 continue
-            before = _values(model)
+            before = _floating_tensors(model)
             conversion.convert_late(model)
             late = [(now, value) for now, value in before if value.dtype is not now.dtype]
             self._make_masters(model, late, trains=True)
@@ -360,7 +363,7 @@ class Session:
             binding.gradients.on_cleared(cleared)
 
 
-def _values(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+def _floating_tensors(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """Returns the model's floating tensors with their present values."""
     return [
         (tensor, tensor.detach())

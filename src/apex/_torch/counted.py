@@ -6,13 +6,13 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from apex._torch.overrides import without_overrides
 from apex._torch.parameters import allow_foreach
 
-without_counting = torch._C.DisableTorchFunctionSubclass
+without_counting = without_overrides
 """Context in which these gradients are plain: as fast, and their foreach writes uncounted."""
 
 

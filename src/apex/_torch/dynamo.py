@@ -71,6 +71,18 @@ def at_tracing(fn: Callable[P, R]) -> Callable[P, R]:
     return fn
 
 
+@at_tracing
+def allow_subclass_inputs() -> None:
+    """Lets the first run of compiled code take tensor subclasses that override functions only.
+
+    torch 2.13 looks for aliases that custom operators return in a mode that refuses such inputs.
+    The look has no effect but a warning.
+    """
+    config: Any = sys.modules.get("torch._functorch.config")
+    if getattr(config, "check_custom_op_aliasing", False):
+        config.check_custom_op_aliasing = False
+
+
 def is_compiling_here() -> bool:
     """Returns whether this thread is compiling or running compiled code."""
     if "torch._dynamo" not in sys.modules:

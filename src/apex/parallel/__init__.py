@@ -7,6 +7,7 @@ import torch
 
 from apex.parallel.convert_syncbn import convert_syncbn_model
 from apex.parallel.distributed import DistributedDataParallel, Reducer
+from apex.parallel.fp32_reduction import reduce_in_fp32
 from apex.parallel.LARC import LARC
 from apex.parallel.optimized_sync_batchnorm import SyncBatchNorm
 from apex.parallel.process_groups import create_syncbn_process_group
@@ -18,6 +19,7 @@ __all__ = [
     "SyncBatchNorm",
     "convert_syncbn_model",
     "create_syncbn_process_group",
+    "reduce_in_fp32",
 ]
 
 if torch.distributed.is_available():

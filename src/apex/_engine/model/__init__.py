@@ -2,6 +2,7 @@
 
 from apex._engine.model.checks import check, check_restorable
 from apex._engine.model.convert import convert, convert_late, restore, set_region, undo_convert
+from apex._engine.model.lost_values import find_lost, name_lost
 from apex._engine.model.plan import MasterSource, ModelPlan, Region
 from apex._engine.model.state import assign, is_converted, module_behind, owner_of
 
@@ -14,8 +15,10 @@ __all__ = [
     "check_restorable",
     "convert",
     "convert_late",
+    "find_lost",
     "is_converted",
     "module_behind",
+    "name_lost",
     "owner_of",
     "restore",
     "set_region",

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from apex._core import dtypes
 from apex._core.rounding import exact_value
-from apex._engine.model import proxy_class
+from apex._engine.model import kept_buffers, proxy_class
+from apex._engine.model.lost_values import find_lost, name_lost
 from apex._engine.model.module_class import (
     ConvertedModule,
     converted_class,
@@ -68,7 +69,9 @@ def convert_late(model: nn.Module) -> None:
     """Casts modules added to a converted model, such as a new head; all or nothing."""
     state = state_of(model)
     if state is not None:
+        lost = find_lost(model, state.plan)
         state.apply(model)
+        name_lost(model, state.plan, lost)
 
 
 def set_region(model: nn.Module, region: Region) -> None:
@@ -124,6 +127,8 @@ def undo_convert(model: nn.Module) -> None:
 
 def _forget(model: nn.Module, state: ModelState) -> None:
     state.remove_hooks()
+    for buffer in model.buffers():
+        kept_buffers.unmark(buffer)
     module = module_behind(model)
     if module is not model:
         proxy_class.uncover(model)

@@ -7,9 +7,11 @@ import re
 from torch import nn
 
 from apex._core import dtypes
+from apex._engine.model.kept_buffers import KeptBuffer
 from apex._engine.model.plan import ModelPlan, planned_dtypes
 
 _ABOUT_DTYPES = re.compile("type|Half|BFloat16|Float")
+_MIXED = re.compile("same dtype|scalar type|Half|BFloat16")
 _NO_KERNEL = re.compile("not implemented for '(Half|BFloat16)'|Low precision dtypes not supported")
 
 
@@ -31,30 +33,46 @@ def explain(model: nn.Module, plan: ModelPlan, error: RuntimeError) -> None:
     if _NO_KERNEL.search(str(error)):
         raise kind(f"{error}\n{_without_kernel(model)}") from error
     if _ABOUT_DTYPES.search(str(error)):
-        mismatches = _mismatches(model, plan)
-        if mismatches:
+        if mismatches := _mismatches(model, plan):
             raise kind(f"{error}\n{_mixed(model, plan, mismatches)}") from error
+        if _MIXED.search(str(error)) and (
+            kept := [each.name for each in planned_dtypes(model, plan) if each.yields]
+        ):
+            raise kind(f"{error}\n{_read(model, kept)}") from error
 
 
 def _mismatches(model: nn.Module, plan: ModelPlan) -> list[str]:
     """Returns the names and dtypes of tensors whose dtype differs from the plan's."""
     return [
         f"{name} ({dtypes.name(tensor.dtype)})"
-        for name, tensor, dtype in planned_dtypes(model, plan)
-        if dtypes.is_castable(tensor) and tensor.dtype is not dtype
+        for name, tensor, dtype, yields in planned_dtypes(model, plan)
+        if dtypes.is_castable(tensor)
+        and (tensor.dtype is not dtype or (yields and not isinstance(tensor, KeptBuffer)))
     ]
 
 
 def _mixed(model: nn.Module, plan: ModelPlan, mismatches: list[str]) -> str:
-    shown = ", ".join(mismatches[:4]) + (", ..." if len(mismatches) > 4 else "")
     return (
         f"amp prepared the model {type(model).__name__} to compute in {plan.param_dtype}, but it "
-        f"now holds {shown}, added or replaced after amp.initialize or passed to functional_call. "
-        "To cast an added module and make its fp32 masters, pass its parameters to "
-        "optimizer.add_param_group; if no optimizer trains it, call "
+        f"now holds {_shown(mismatches)}, added or replaced after amp.initialize or passed to "
+        "functional_call. To cast an added module and make its fp32 masters, pass its parameters "
+        "to optimizer.add_param_group; if no optimizer trains it, call "
         f".to({plan.param_dtype}). For functional_call, cast the values: value.to(param.dtype). "
         "If a copy of the model was cast as a whole, make it plain with amp.restore(copy)."
     )
+
+
+def _read(model: nn.Module, kept: list[str]) -> str:
+    return (
+        f"amp keeps these buffers of the model {type(model).__name__} in fp32, since its "
+        f"state_dict leaves them out: {_shown(kept)}. They take the dtype of 16-bit tensors that "
+        "they meet, but code that reads their dtype (x.to(buffer.dtype)) or casts them "
+        "(buffer.float()) computes in fp32 and must cast what it returns: result.to(x.dtype)."
+    )
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
 def _without_kernel(model: nn.Module) -> str:

@@ -14,6 +14,7 @@ import copyreg
 import functools
 import threading
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from apex._core import dtypes, tree
-from apex._engine.model import dtype_errors
+from apex._engine.model import dtype_errors, kept_buffers
 from apex._engine.model.state import STATE, ModelState, stash_forward
 from apex._pickle import rebuild
 from apex._torch.dynamo import untraced
@@ -137,6 +138,9 @@ class ConvertedModule(nn.Module):
             state.inner_forward = None  # the model's own, which pickle looks up by its name
         if not intact:  # the model's own class rebuilt it from part of its state
             state.apply(self)
+        state.model = weakref.ref(self)
+        for buffer in state.kept(self):
+            kept_buffers.mark(buffer)  # plain in files
 
 
 class _AnotherDtype(Exception):  # noqa: N818 - a signal, not an error
@@ -321,16 +325,24 @@ def cast_call(
     output = _run_inside(model, state, forward, *bound, *args, **kwargs)
     if plan.output_dtype is not None:
         output = (plan.cast or tree.cast_tensors)(output, plan.output_dtype)
-    return output
+    return kept_buffers.plain(output) if state.keeps else output
 
 
 def _run_inside(
     model: nn.Module, state: ModelState, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
+    kept = state.kept(model) if state.keeps else []
     if _is_compiling():  # dynamo cannot resume after a graph break inside a try block
-        return state.region.run(forward, *args, **kwargs)
+        if not kept:
+            return state.region.run(forward, *args, **kwargs)
+        with kept_buffers.Yielding(kept):
+            return state.region.run(forward, *args, **kwargs)
+    marked = kept_buffers.mark_plain(kept)
     try:
         return state.region.run(forward, *args, **kwargs)
     except RuntimeError as error:
         dtype_errors.explain(model, state.plan, error)
         raise
+    finally:
+        for buffer in marked:
+            kept_buffers.unmark(buffer)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from apex._core import dtypes
+from apex._engine.model.kept_buffers import KeptBuffer
 from apex._pickle import rebuild
+from apex._torch.modules import non_persistent
 
 Cast = Callable[[Any, torch.dtype], Any]
 """Casts the floating tensors in a value to a dtype."""
 
+
+WIDE = (torch.float32, torch.float64)
 
 Rule = type[nn.Module] | str
 """A module type, or an ``fnmatch`` pattern over qualified names."""
@@ -55,7 +59,7 @@ class ModelPlan:
     """The dtypes of a converted model; ``None`` leaves a dtype unchanged.
 
     Attributes:
-        param_dtype: Dtype of parameters and buffers.
+        param_dtype: Dtype of parameters and buffers; see :func:`is_kept` for exceptions.
         input_dtype: Dtype of every floating tensor passed to ``forward``.
         output_dtype: Dtype of every floating tensor that ``forward`` returns.
         keep_batchnorm_fp32: Whether batch norm layers stay in fp32. Their inputs are not cast, and
@@ -133,7 +137,24 @@ def fp32_modules(model: nn.Module, plan: ModelPlan) -> set[nn.Module]:
     return {module for top in tops for module in top.modules()}
 
 
-def planned_dtypes(model: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, Tensor, torch.dtype]]:
+class Planned(NamedTuple):
+    """What a plan does to one parameter or buffer.
+
+    Attributes:
+        name: Its qualified name.
+        tensor: The parameter or buffer.
+        dtype: Its planned dtype.
+        yields: Whether it is a buffer that stays in fp32 in a module that does not; see
+            Note [Kept buffers].
+    """
+
+    name: str
+    tensor: Tensor
+    dtype: torch.dtype
+    yields: bool = False
+
+
+def planned_dtypes(model: nn.Module, plan: ModelPlan) -> Iterator[Planned]:
     """Yields every parameter and buffer once, with its name and planned dtype.
 
     Skips those that the plan does not cast. A tensor shared by an fp32 module and another is
@@ -143,19 +164,34 @@ def planned_dtypes(model: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, Ten
         if plan.widen_low:
             for name, tensor in chain(model.named_parameters(), model.named_buffers()):
                 if dtypes.is_low_precision(tensor):
-                    yield name, tensor, torch.float32
+                    yield Planned(name, tensor, torch.float32)
         return
-    kept = fp32_modules(model, plan)
+    apart = fp32_modules(model, plan)
     seen: set[int] = set()
     # fp32 modules first, because the first to yield a shared tensor decides.
     for part in (True, False):
         for name, module in model.named_modules():
-            if (module in kept) is not part:
+            if (module in apart) is not part:
                 continue
             for key, tensor in own_tensors(module, name):
                 if id(tensor) not in seen:
                     seen.add(id(tensor))
-                    yield key, tensor, torch.float32 if part else plan.param_dtype
+                    yields = plan.casts_down and not part and is_kept(module, key, tensor)
+                    dtype = torch.float32 if part or yields else plan.param_dtype
+                    yield Planned(key, tensor, dtype, yields)
+
+
+def is_kept(module: nn.Module, name: str, tensor: Tensor) -> bool:
+    """Returns whether a tensor of a module is a buffer that stays in fp32 where weights are cast.
+
+    Those are the non-persistent buffers in fp32 or fp64, which a model computes and relies on, and
+    the frequencies of rotary embeddings, which older ones register as persistent.
+    """
+    kept = type(tensor) in (Tensor, KeptBuffer) and tensor.dtype in WIDE and tensor.numel() > 0
+    if not kept:
+        return False
+    own_name = name.rpartition(".")[2]
+    return own_name == "inv_freq" or own_name in non_persistent(module)
 
 
 def named_submodules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

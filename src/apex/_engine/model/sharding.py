@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Optimizer
 
 from apex._core import dtypes
+from apex._engine.model.plan import Planned
 from apex._torch import dtensor, fsdp
 
 ORDER = (
@@ -43,7 +44,7 @@ def check_order(models: Iterable[nn.Module], params: Sequence[Tensor]) -> None:
 
 def check(
     model: nn.Module,
-    planned: Iterable[tuple[str, Tensor, torch.dtype]],
+    planned: Iterable[Planned],
     remedy: str,
     *,
     op_casts: bool = False,
@@ -52,7 +53,7 @@ def check(
 
     Args:
         model: A model whose parameters are to be cast.
-        planned: Name, tensor and planned dtype of each parameter and buffer.
+        planned: What the plan does to each parameter and buffer.
         remedy: The option to change so that parameters kept in fp32 are cast, too.
         op_casts: Whether operators cast, so that ``fully_shard`` may compute in any dtype.
 
@@ -61,7 +62,7 @@ def check(
     """
     target = {}
     changed: set[int] = set()
-    for name, tensor, dtype in planned:
+    for name, tensor, dtype, _ in planned:
         if dtypes.is_castable(tensor):
             target[id(tensor)] = (name, dtype)
             if tensor.dtype is not dtype and dtensor.is_dtensor(tensor):

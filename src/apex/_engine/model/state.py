@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -15,6 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes, rounding, tree
 from apex._engine.autocast.region import UncastRegion
+from apex._engine.model import kept_buffers
+from apex._engine.model.kept_buffers import KeptBuffer
 from apex._engine.model.plan import ModelPlan, Region, planned_dtypes, topmost_fp32_modules
 from apex._engine.model.state_dict import Fp32Hooks, MasterLink
 from apex._engine.undo import Undo, all_or_nothing
@@ -25,7 +28,7 @@ from apex._torch.dynamo import at_tracing
 
 STATE = "_apex_state"
 
-_NOT_SAVED = ("owner", "region", "in_proxy")
+_NOT_SAVED = ("owner", "region", "in_proxy", "model")
 
 _log = logging.getLogger("apex")
 
@@ -44,8 +47,10 @@ class ModelState:
         hooked: The low-precision dtype that the attached hooks are for.
         in_proxy: Ids of the threads inside the ``forward`` of a proxy of the model, which casts in
             its place; see Note [Proxies].
+        keeps: Names of the buffers that yield; see Note [Kept buffers].
         given: The plan of the conversion; differs from ``plan`` after the model was cast to another
             dtype.
+        model: The model, for code that runs while its forward is traced.
     """
 
     plan: ModelPlan
@@ -56,11 +61,17 @@ class ModelState:
     handles: list[RemovableHandle] = field(default_factory=list)
     hooked: torch.dtype | None = None
     in_proxy: set[int] = field(default_factory=set)
+    keeps: tuple[str, ...] = ()
     given: ModelPlan = field(init=False)
+    model: weakref.ref[nn.Module] | None = None
 
     def __post_init__(self) -> None:
         """Keeps the plan of the conversion."""
         self.given = self.plan
+
+    def kept(self, model: nn.Module) -> list[Tensor]:
+        """Returns the buffers of ``model`` that yield; see Note [Kept buffers]."""
+        return kept_buffers.of(model, self.keeps) if self.plan.casts_down else []
 
     def begin_forward(self, *, traced: bool = False) -> None:
         """Rounds written masters into the model, and records the active DDP wrapper."""
@@ -77,6 +88,9 @@ class ModelState:
     def begin_traced_forward(self) -> None:
         """Records the wrapper while dynamo traces, because compiled code does not."""
         self.begin_forward(traced=True)
+        model = None if self.model is None else self.model()
+        for buffer in () if model is None else self.kept(model):
+            kept_buffers.unmark(buffer)
 
     def apply(self, model: nn.Module, undo: Undo | None = None) -> None:
         """Casts parameters and buffers and attaches the hooks; on failure, reverts the casts.
@@ -88,9 +102,13 @@ class ModelState:
             model: The model.
             undo: Receives the inverse of the casts.
         """
+        self.model = weakref.ref(model)
         with all_or_nothing() as casts:
-            for _, tensor, dtype in planned_dtypes(model, self.plan):
-                cast_in_place(tensor, dtype, casts)
+            for each in planned_dtypes(model, self.plan):
+                cast_in_place(each.tensor, each.dtype, casts)
+                if each.yields:
+                    self.keeps = tuple(dict.fromkeys((*self.keeps, each.name)))
+                    kept_buffers.mark(each.tensor, casts)
         if undo is not None:
             undo.push(casts.undo)
         low = self.plan.param_dtype if self.plan.casts_down else None
@@ -109,7 +127,7 @@ class ModelState:
         for module in model.modules():
             if _has(module._state_dict_hooks, Fp32Hooks):
                 continue
-            if any(map(dtypes.is_low_precision, chain(module.parameters(), module.buffers()))):
+            if any(map(_is_hooked_for, chain(module.parameters(), module.buffers()))):
                 Fp32Hooks(self.link).attach(module, self.handles)
 
     def compute_in(self, model: nn.Module, dtype: torch.dtype) -> None:
@@ -143,7 +161,8 @@ class ModelState:
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelState:
         """Copies all but the owner."""
         new = memo[id(self)] = object.__new__(type(self))
-        new.__dict__.update(copy.deepcopy({**self.__dict__, "owner": None}, memo))
+        own = {**self.__dict__, "owner": None, "model": None}
+        new.__dict__.update(copy.deepcopy(own, memo))
         new.in_proxy = set()
         return new
 
@@ -167,6 +186,10 @@ def _in_dtype(plan: ModelPlan, dtype: torch.dtype) -> ModelPlan:
         return plan
     kept = plan.fp32_modules if dtype in dtypes.LOW_PRECISION else ()
     return replace(plan, param_dtype=dtype, input_dtype=dtype, fp32_modules=kept)
+
+
+def _is_hooked_for(tensor: Tensor) -> bool:
+    return dtypes.is_low_precision(tensor) or isinstance(tensor, KeptBuffer)
 
 
 def _has(hooks: Mapping[int, object], kind: type) -> bool:

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes
 from apex._core.rounding import exact_value
+from apex._engine.model.kept_buffers import KeptBuffer, plain
 from apex._engine.model.plan import MasterSource, own_tensors
 from apex._pickle import rebuild
 
@@ -144,7 +145,8 @@ class Fp32Hooks:
     ) -> None:
         """Replaces the module's own 16-bit entries with the masters' exact fp32 values.
 
-        With ``keep_vars=True`` the entries are the parameters themselves and are not replaced.
+        Those of kept buffers become plain tensors. With ``keep_vars=True`` the entries are the
+        parameters themselves and are not replaced.
         """
         for name, tensor in own_tensors(module):
             entry = destination.get(prefix + name)
@@ -153,6 +155,8 @@ class Fp32Hooks:
             if dtypes.is_low_precision(entry):
                 key = prefix + name
                 destination[key] = self._link.fp32_entry(destination, key, tensor, entry)
+            elif isinstance(entry, KeptBuffer):
+                destination[prefix + name] = plain(entry)
         self._link.end_saving(module, prefix)
 
     def before_saving(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:

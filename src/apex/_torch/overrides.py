@@ -1,0 +1,9 @@
+"""What a tensor subclass needs from torch to change a call and pass it on."""
+
+from __future__ import annotations
+
+import torch
+
+# No plain form: torch's guide to extending it names no other way to call a function as it is.
+without_overrides = torch._C.DisableTorchFunctionSubclass
+"""A context in which subclasses of ``Tensor`` do not see calls of torch's functions."""
