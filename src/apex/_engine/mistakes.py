@@ -130,7 +130,7 @@ class BlockInspection:
         ]
         if self._written and self._from_loss == []:
             self._found.append(Mistake.UNSCALED_BACKWARD)
-        # Averaging gradients over ranks, which wrappers do here with a single rank too, writes them.
+        # Averaging gradients over ranks writes them, in wrappers even with a single rank.
         if written and all(written) and not ranks.is_running():
             self._found.append(Mistake.CLIPPED_INSIDE)
         self.close()
