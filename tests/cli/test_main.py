@@ -107,7 +107,8 @@ def test_the_module_runs_as_the_command_and_its_help_loads_no_tool():
 
 def test_a_comparison_prints_a_row_per_level_and_writes_the_files(apex, tmp_path):
     target = written(tmp_path)
-    code, out, _ = apex("compare", target, "--levels", "O0,O4", *FEW, "--json", "figures.json")
+    few = [*FEW, "--wide", "--json", "figures.json"]
+    code, out, _ = apex("compare", target, "--levels", "O0,O4", *few)
     assert code == exit_codes.OK
     rows = [line.split() for line in out.splitlines()]
     assert [row[:2] for row in rows if row[:1] in (["O0"], ["O4"])] == [

@@ -226,6 +226,7 @@ def test_batch_norm_trains_beside_masters_like_by_hand(level):
     assert cases.same(expected, cases.masters(optimizer))
 
 
+@pytest.mark.filterwarnings("ignore:optimizer.step.. was called before any backward pass")
 @pytest.mark.parametrize("level", cases.MIXED)
 def test_a_step_before_any_scale_loss_changes_nothing(level):
     model, optimizer = cases.prepared(level, cases.OPTIMIZERS["fused AdamW"])

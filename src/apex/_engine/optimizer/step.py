@@ -212,7 +212,7 @@ def _evaluation(
         with _suspended(off):
             loss = closure()
         binding.settle()
-        if not binding.gradients.used:
+        if not binding.gradients.used and any(p.grad is not None for p in binding.params()):
             _inspect(binding)
         _mark_masters_written(binding)
         return loss
