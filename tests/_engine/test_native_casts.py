@@ -91,9 +91,11 @@ def native_calls(device):
 
 
 def runs(call, device):
-    """Returns whether a fake tensor runs it: before torch 2.9 convolutions ask for a driver."""
-    faked = device != "cpu" and call.name.startswith("conv")
-    return not faked or result(call, [LOW], device) != "raises"
+    """Returns whether a fake tensor runs it: before torch 2.9 some calls ask for a driver."""
+    if device == "cpu":
+        return True
+    dtypes = [FP32, LOW] if call.name.startswith("conv") else [FP32]
+    return all(result(call, [dtype], device) != "raises" for dtype in dtypes)
 
 
 def native_category(op, device):
@@ -125,7 +127,8 @@ def test_a_row_that_a_device_has_no_kernel_for_runs_as_in_torchs_autocast():
     assert region.run(results, call, "mps") == (FP32,) * 3
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda", "xpu", "mps"])
+# Without MPS: that torch's fake tensors of it do not run what our rows make of a softmax.
+@pytest.mark.parametrize("device", ["cpu", "cuda", "xpu"])
 def test_what_torch_before_2_9_cannot_hand_out_is_restated(device):
     gc.collect()
     for call, op in native_calls(device):

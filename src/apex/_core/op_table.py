@@ -224,7 +224,7 @@ are not listed here follow the table (torch 2.13).
 DEVICE_LIMITS: Mapping[str, Mapping[str, Category]] = {"mps": {"conv_transpose3d.input": "fp32"}}
 """Rows that a device has no 16-bit kernel for, by device type, and what runs there instead.
 
-torch's own autocast does the same (torch 2.13).
+torch's own autocast does the same from torch 2.9 on.
 """
 
 

@@ -165,7 +165,7 @@ def build_kernel(op: str, device: str, rules: ThreadRules, native: Any) -> Kerne
     cast_rules = rules_for(op, dispatcher.schema(op))
     default = OpTable.default().rows.get(op)
     limit = DEVICE_LIMITS.get(device, {}).get(op)
-    follows = native is not None and op not in NATIVE_DIFFERENCES[device]
+    follows = native is not None and limit is None and op not in NATIVE_DIFFERENCES[device]
     key, below = dispatcher.autocast_key(device), dispatcher.keys_below_autocast(device)
     exclude = dispatcher.exclude_key
 
@@ -221,6 +221,6 @@ def _probe(op: str, device: str, rules: ThreadRules) -> Kernel:
 
 
 def _needs_kernel(op: str, device: str, native: bool) -> bool:
-    if op in NATIVE_DIFFERENCES[device]:
+    if op in NATIVE_DIFFERENCES[device] or op in DEVICE_LIMITS.get(device, {}):
         return True
     return not (native or op in COVERED_INSIDE)
