@@ -215,6 +215,23 @@ def test_objects_may_be_freed_in_another_thread():
 # -- sessions beside each other --------------------------------------------------------------
 
 
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_objects_may_be_freed_inside_a_backward_pass(level):
+    held = [prepared(level)]
+    x = torch.ones(2, requires_grad=True)
+
+    def free(grad):  # as a garbage collection may do there
+        held.clear()
+        gc.collect()
+
+    y = x * 2
+    y.register_hook(free)
+    y.sum().backward()
+    assert not held
+    assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
+    assert not torch.is_autocast_enabled("cpu")
+
+
 def test_an_overflow_in_one_session_leaves_the_other_s_scale():
     first, second = prepared("O2"), prepared("O2")
     with amp.scale_loss(first[0].last.weight.sum() * torch.inf, first[1]) as scaled_loss:

@@ -1,6 +1,7 @@
 """torch's DistributedDataParallel with 16-bit gradients averaged in fp32."""
 
 import contextlib
+import gc
 
 import pytest
 import torch
@@ -58,6 +59,7 @@ class Weighted(nn.Module):
 
 def received(rank, level, wrap, tiny=False):
     """The weight's gradient on its master, and batch norm's, after one backward pass."""
+    gc.collect()  # casts of an earlier test end with its models
     model = Weighted()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model, optimizer = amp.initialize(

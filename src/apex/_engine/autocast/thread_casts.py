@@ -200,8 +200,8 @@ class ThreadCasts:
 
         Note [Sessions that end elsewhere]
             A session may end in another thread, or in a garbage collection at any point. A
-            ``torch.autocast`` block and a call of compiled code restore the switch at their end, so
-            it cannot be turned off inside. Until the thread applies the end of the session, at its
+            ``torch.autocast`` block, a call of compiled code and a backward pass restore the switch
+            at their end, so it cannot be turned off inside. Until the thread applies the end of the session, at its
             next operator with a row, region or ``no_casts``, the session's kernels stay registered,
             and ours replace torch's own.
         """
@@ -211,7 +211,8 @@ class ThreadCasts:
         ended = [request for request in self.requests if not request.alive]
         self.specs = {device: r.spec for r in living for device in r.spec.device_types}
         depth = autocast_depth()
-        if ended and (is_compiling_here() or depth > min(request.depth for request in ended)):
+        inside = backward_id() != -1 or is_compiling_here()
+        if ended and (inside or depth > min(request.depth for request in ended)):
             return
         # A block around a request has ended and reset its switches.
         if ended or any(not r.applied or r.depth > depth for r in living):
