@@ -201,9 +201,9 @@ class ThreadCasts:
         Note [Sessions that end elsewhere]
             A session may end in another thread, or in a garbage collection at any point. A
             ``torch.autocast`` block, a call of compiled code and a backward pass restore the switch
-            at their end, so it cannot be turned off inside. Until the thread applies the end of the session, at its
-            next operator with a row, region or ``no_casts``, the session's kernels stay registered,
-            and ours replace torch's own.
+            at their end, so it cannot be turned off inside. Until the thread applies the end of the
+            session, at its next operator with a row, region or ``no_casts``, the session's kernels
+            stay registered, and ours replace torch's own.
         """
         if self.busy:
             return
