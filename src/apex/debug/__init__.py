@@ -14,6 +14,7 @@ _MODULES = {
     "explain": "explaining",
     "frozen_updates": "frozen",
     "trace_overflow": "overflow",
+    "trace_rounding": "rounding",
     "why_skipped": "skips",
 }
 
