@@ -18,8 +18,8 @@ class Variance(nn.Module):
     """E[x^2] - E[x]^2."""
 
     def forward(self, x):
-        x = x + 50
-        return x / ((x * x).mean(-1, keepdim=True) - x.mean(-1, keepdim=True) ** 2).abs().add(1e-3)
+        y = x + 50
+        return x / ((y * y).mean(-1, keepdim=True) - y.mean(-1, keepdim=True) ** 2).abs().add(1e-3)
 
 
 class Shift(nn.Module):

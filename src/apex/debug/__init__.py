@@ -13,6 +13,7 @@ _MODULES = {
     "check_numerics": "numerics",
     "explain": "explaining",
     "frozen_updates": "frozen",
+    "suggest_fp32": "suggesting",
     "trace_overflow": "overflow",
     "trace_rounding": "rounding",
     "why_skipped": "skips",

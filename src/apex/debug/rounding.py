@@ -85,7 +85,12 @@ class RoundingTrace(Trace):
     @property
     def worst(self) -> RoundingRow | None:
         """The operator at which digits were first lost beyond tolerance; None if at none."""
-        return None if self._log.first is None else self._log.row(self._log.first)
+        return next(iter(self.lost), None)
+
+    @property
+    def lost(self) -> tuple[RoundingRow, ...]:
+        """The rows beyond tolerance in order of time; later ones may only pass on the damage."""
+        return tuple(map(self._log.row, self._log.lost))
 
     @property
     def skipped(self) -> tuple[Skipped, ...]:

@@ -133,12 +133,18 @@ class Skipped:
 
 
 class RoundingLog:
-    """Collects the records of a trace."""
+    """Collects the records of a trace.
+
+    Attributes:
+        operators: Number of operator calls that were compared with fp32.
+        lost: The places that exceeded their tolerance, in order of time.
+        skipped: The operators without a verdict.
+    """
 
     def __init__(self) -> None:
         self.operators = 0
-        self.first: Place | None = None
-        self.skipped: dict[Skipped, int] = {}
+        self.lost: dict[Place, None] = {}
+        self.skipped: dict[Skipped, None] = {}
         self._worst: dict[Place, tuple[float, float, float, Kind, str]] = {}
         self._calls: dict[Place, int] = {}
 
@@ -147,16 +153,15 @@ class RoundingLog:
     ) -> None:
         """Records one result of one call."""
         self._calls[place] = self._calls.get(place, 0) + 1
-        if error > tolerance and self.first is None:
-            self.first = place
+        if error > tolerance:
+            self.lost.setdefault(place)
         known = self._worst.get(place)
         if known is None or error * known[1] > known[0] * tolerance:
             self._worst[place] = error, tolerance, inherited, kind, line
 
     def skip(self, module: str, op: str, reason: str) -> None:
         """Records that an operator has no verdict."""
-        skipped = Skipped(module, op, reason)
-        self.skipped[skipped] = self.skipped.get(skipped, 0) + 1
+        self.skipped.setdefault(Skipped(module, op, reason))
 
     def row(self, place: Place) -> RoundingRow:
         """Returns the record of one place."""
