@@ -257,7 +257,7 @@ def _seconds_per_call() -> float:
 
     seconds()
     without = seconds()
-    with _Passing():  # type: ignore[no-untyped-call]
+    with _Passing():
         seconds()
         return max(0.0, seconds() - without)
 
