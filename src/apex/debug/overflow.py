@@ -15,7 +15,7 @@ from torch.optim.optimizer import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex.debug.faults import Fault
-from apex.debug.module_tracker import ModuleTracker, unwrapped
+from apex.debug.module_tracker import ModuleTracker
 from apex.debug.overflow_mode import OverflowMode
 from apex.debug.provenance import Provenance
 
@@ -75,31 +75,36 @@ class OverflowTrace:
                 )
         self.gradients: list[str] = []
         self._provenance = Provenance()
-        self._models = [unwrapped(model) for model in models]
+        self._models = models
         self._hooks, self._modes = ExitStack(), ExitStack()
         self.mode: TorchDispatchMode | None = None
 
     def __enter__(self) -> OverflowTrace:
         """Starts tracing this thread."""
-        tracker = ModuleTracker(*self._models)
-        self.mode = mode = OverflowMode(tracker, self._provenance, self._models, self.gradients)
+        self.mode = mode = self._new_mode()
+        tracker = mode.tracker
         with ExitStack() as hooks, ExitStack() as modes:
             hooks.callback(tracker.detach)
             tracker.attach()
             modes.callback(register_optimizer_step_pre_hook(mode.enter_step).remove)
             modes.callback(register_optimizer_step_post_hook(mode.leave_step).remove)
-            if "torch._dynamo" in sys.modules:  # otherwise, nothing is compiled
+            if self._may_compile():
                 modes.enter_context(torch.compiler.set_stance("force_eager"))
-            modes.enter_context(tracker.mode)
             modes.enter_context(mode)
             self._hooks, self._modes = hooks.pop_all(), modes.pop_all()
         return self
+
+    def _new_mode(self) -> OverflowMode:
+        return OverflowMode(ModuleTracker(*self._models), self._provenance, self.gradients)
+
+    def _may_compile(self) -> bool:
+        return "torch._dynamo" in sys.modules  # otherwise, nothing is compiled
 
     def __exit__(self, *exc_info: object) -> None:
         """Stops tracing, removes all hooks and releases the models."""
         self.stop_mode()
         self._hooks.close()
-        self._models = []
+        self._models = ()
         self._provenance.close()
 
     def stop_mode(self) -> None:
