@@ -421,14 +421,28 @@ def test_arm_names_the_first_gradients_that_are_not_finite(log, make):
 @pytest.mark.parametrize("wrap", [None, torch.nn.DataParallel])
 def test_arm_disarms_inside_its_own_hook_and_the_loop_goes_on(log, wrap):
     loop = bf16_autocast(wrap=wrap)
-    before = copy.deepcopy(list(loop.model.parameters()))
     handle = amp.debug.arm(loop.optimizer, **loop.watched)
+    calls = []
+    mine = loop.optimizer.register_step_post_hook(lambda *_: calls.append(1))
     for x, y in batches(6):
         loop.step(infinite(x), y)
-    assert len(log()) == 1
+    assert (len(log()), len(calls)) == (1, 6)
     handle.disarm()
+    mine.remove()
     assert not loop.optimizer._optimizer_step_post_hooks
-    assert before
+
+
+@pytest.mark.parametrize("make", [fp16_autocast, bf16_model, Plain], ids=lambda m: m.__name__)
+def test_a_compiled_step_is_watched(log, make):
+    loop = make(make=lambda p: torch.optim.SGD(p, lr=0.1))
+    loop.called = torch.compile(loop.model, backend="eager")
+    loop.optimizer.step = torch.compile(loop.optimizer.step, backend="eager")
+    history = amp.debug.History(loop.optimizer, **loop.watched, updates_every=1)
+    amp.debug.arm(loop.optimizer, **loop.watched)
+    for x, y in batches(3):
+        loop.step(x, y)
+    assert [item.grad_norm for item in history.passes] == pytest.approx(loop.norms, rel=1e-5)
+    assert all(item.weights + item.gradients > 0 for item in history.modules)
 
 
 def test_parameters_without_a_model_go_by_what_the_optimizer_knows():

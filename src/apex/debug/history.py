@@ -16,6 +16,7 @@ from apex._core.foreach import norms
 from apex._engine.readback import Readback
 from apex._torch import dtensor
 from apex.debug.loops import LoopPass, loop_of
+from apex.debug.update_watch import EVERY, Measured, ModuleUpdates, UpdateWatch, summary
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -65,6 +66,8 @@ class History:
         scaler: The ``torch.amp.GradScaler`` of a plain loop.
         model: The model or models of a plain loop, for names.
         grad_norms: Whether to compute gradient norms.
+        updates_every: Steps from one measurement of updates and gradients to the next, for
+            ``modules``; None for no measurement.
         limit: Number of most recent passes to keep (about 200 bytes each); None keeps all.
 
     Raises:
@@ -92,8 +95,14 @@ class History:
         scaler: Any = None,
         model: nn.Module | Sequence[nn.Module] | None = None,
         grad_norms: bool = True,
+        updates_every: int | None = EVERY,
         limit: int | None = None,
     ) -> None:
+        if updates_every is not None and updates_every < 1:
+            raise ValueError(
+                f"amp.debug.History got updates_every={updates_every}; it must be at least 1, or "
+                "None for no measurement."
+            )
         if not optimizers:
             raise ValueError(
                 "amp.debug.History got no optimizer. Pass one or more: History(optimizer)."
@@ -104,6 +113,11 @@ class History:
         self._losses: deque[int] = deque()
         self._passes: deque[Pass] = deque(maxlen=limit)
         self._seen = 0
+        self._modules = self._loop.modules()
+        self._measured: deque[Measured] = deque(maxlen=limit)
+        self._updates = None
+        if updates_every is not None:
+            self._updates = UpdateWatch(self._loop, self._measured.append, every=updates_every)
         self._loop.listen(self)
 
     def __enter__(self) -> History:
@@ -116,6 +130,8 @@ class History:
 
     def stop(self) -> None:
         """Stops recording and keeps the recorded passes; idempotent. Waits for the device."""
+        if self._updates is not None:
+            self._updates.stop()
         self._loop.stop()
         self._read(wait=True)
 
@@ -124,6 +140,13 @@ class History:
         """The recorded passes, oldest first. Waits for the device."""
         self._read(wait=True)
         return list(self._passes)
+
+    @property
+    def modules(self) -> list[ModuleUpdates]:
+        """What 16 bits lost of updates and gradients, by module. Waits for the device."""
+        if self._updates is not None:
+            self._updates.poll(wait=True)
+        return summary(self._measured, fp16=self._loop.in_fp16, modules=self._modules)
 
     @property
     def skipped(self) -> int:
