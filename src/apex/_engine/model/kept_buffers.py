@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode, get_default_nowrap_functions
 
 from apex._core import dtypes, tree
 from apex._engine.undo import Undo
-from apex._torch.dynamo import allow_subclass_inputs, at_tracing
+from apex._torch.dynamo import allow_subclass_inputs, at_tracing, make_traceable
 from apex._torch.overrides import without_overrides
 
 _log = logging.getLogger("apex")
@@ -128,6 +128,7 @@ def mark(buffer: Tensor, undo: Undo | None = None) -> Tensor:
     if undo is not None and not isinstance(buffer, KeptBuffer):
         undo.push(unmark, buffer)
     buffer.__class__ = KeptBuffer
+    make_traceable(KeptBuffer)
     return buffer
 
 

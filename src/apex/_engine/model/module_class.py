@@ -313,7 +313,8 @@ def cast_call(
 ) -> Any:
     """Calls ``forward(*bound, *args, **kwargs)``, casting ``args``, ``kwargs`` and the output."""
     plan = state.plan
-    if _is_compiling():
+    compiling = _is_compiling()
+    if compiling:
         state.begin_traced_forward()
     else:
         state.begin_forward()
@@ -322,22 +323,27 @@ def cast_call(
             args, kwargs = tree.cast_arguments(args, kwargs, plan.input_dtype)
         else:
             args, kwargs = (plan.cast(part, plan.input_dtype) for part in (args, kwargs))
-    output = _run_inside(model, state, forward, *bound, *args, **kwargs)
+    run = _run_traced if compiling else _run
+    output = run(model, state, forward, *bound, *args, **kwargs)
     if plan.output_dtype is not None:
         output = (plan.cast or tree.cast_tensors)(output, plan.output_dtype)
     return kept_buffers.plain(output) if state.keeps else output
 
 
-def _run_inside(
+def _run_traced(
     model: nn.Module, state: ModelState, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     kept = state.kept(model) if state.keeps else []
-    if _is_compiling():  # dynamo cannot resume after a graph break inside a try block
-        if not kept:
-            return state.region.run(forward, *args, **kwargs)
-        with kept_buffers.Yielding(kept):
-            return state.region.run(forward, *args, **kwargs)
-    marked = kept_buffers.mark_plain(kept)
+    if not kept:  # dynamo cannot resume after a graph break inside a block
+        return state.region.run(forward, *args, **kwargs)
+    with kept_buffers.Yielding(kept):
+        return state.region.run(forward, *args, **kwargs)
+
+
+def _run(
+    model: nn.Module, state: ModelState, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    marked = kept_buffers.mark_plain(state.kept(model)) if state.keeps else ()
     try:
         return state.region.run(forward, *args, **kwargs)
     except RuntimeError as error:
