@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -27,6 +28,9 @@ Cause = Literal[
     "uninitialized",
 ]
 
+Under = Literal["amp", "autocast", "16-bit model"]
+"""What sets the dtypes, and so where a remedy applies."""
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -47,6 +51,8 @@ class Fault:
         inside: Whether a model was running, forward or backward.
         largest_true: Largest absolute output in float64; ``inf`` if infinite or undefined in
             float64 too, None if unknown.
+        under: What sets the dtypes: ``"amp"`` after ``amp.initialize``, else ``"16-bit model"`` if
+            parameters are in 16 bits, else ``"autocast"``.
         function: The function to pass to ``amp.register_float_function``, such as
             ``("torch", "exp")``; None if there is none.
     """
@@ -61,6 +67,7 @@ class Fault:
     cause: Cause
     inside: bool
     largest_true: float | None
+    under: Under = "amp"
 
     @property
     def function(self) -> tuple[str, str] | None:
@@ -81,7 +88,9 @@ class Fault:
         if self.cause == "range":
             return _for_range(self)
         if self.cause == "update" and self.dtype is torch.float16:
-            return _REMEDY_FOR_FP16_STEP
+            return _REMEDY_FOR_FP16_STEP.format(masters=_MASTERS[self.under])
+        if self.cause == "loss scale" and self.under != "amp":
+            return _REMEDY_FOR_GRAD_SCALER
         return _REMEDY_FOR_UNDEFINED_STEP if self._undefined_step else _REMEDIES[self.cause]
 
     @property
@@ -240,8 +249,19 @@ _REMEDIES: dict[Cause, str] = {
 
 
 _REMEDY_FOR_FP16_STEP = (
-    "lower the learning rate, because weights beyond 65504 do not fit fp16, and step fp32 masters "
-    "(O2, or master_weights=True), because an optimizer's eps of 1e-8 is 0 in fp16."
+    "lower the learning rate, because weights beyond 65504 do not fit fp16, and {masters}, because "
+    "an optimizer's eps of 1e-8 is 0 in fp16."
+)
+
+_MASTERS: dict[Under, str] = {
+    "amp": "step fp32 masters (O2, or master_weights=True)",
+    "autocast": "keep the weights in fp32",
+    "16-bit model": "keep the weights in fp32 (torch.autocast, or amp.initialize at O2)",
+}
+
+_REMEDY_FOR_GRAD_SCALER = (
+    "none: a GradScaler finds its scale this way. It backs off, and the next step runs. If it "
+    "never settles, use torch.autocast(device_type, dtype=torch.bfloat16) without a scaler."
 )
 
 _REMEDY_FOR_UNDEFINED_STEP = (
@@ -256,23 +276,45 @@ def _for_range(fault: Fault) -> str:
             "use a form that does not overflow (logsumexp instead of log of a sum of exp, or "
             "subtract the maximum), scale or clamp the input, or lower the learning rate."
         )
-    ways = []
-    if fault.module:
-        name = fault.module.rpartition(":")[2]
-        ways.append(
-            f"keep the module in fp32 with amp.initialize(..., fp32_modules=[{name!r}]) (O2, O3)"
-        )
-    if fault.function is not None and fault.function[0] != "torch":
-        namespace, name = fault.function
-        ways.append(f"amp.register_float_function({namespace}, {name!r}) before it (O1)")
-    elif fault.op in _CASTS:
-        ways.append("scale the values down before the cast")
-    elif fault.direction == "forward" and fault.inside:
-        # The line may call a method or `@`, which registering a function in torch does not cover.
-        ways.append("run that line on .float() inputs `with amp.disable_casts():` (O1)")
+    ways = [*_in_fp32(fault)]
     if not fault.inside:
         ways.append("compute the loss in fp32: loss_fn(output.float(), target)")
     if fault.direction == "backward":
         ways.append("lower the loss scale if it is static")
-    ways.append("use a bf16 level ('O4', 'O5')")
+    ways.append(_BF16[fault.under])
     return ", or ".join(ways) + "."
+
+
+def _in_fp32(fault: Fault) -> Iterator[str]:
+    """Yields the ways to run what failed in fp32."""
+    name = fault.module.rpartition(":")[2]
+    if fault.module:
+        yield _MODULE_IN_FP32[fault.under].format(name=name)
+    if fault.under == "amp" and fault.function is not None and fault.function[0] != "torch":
+        namespace, function = fault.function
+        yield f"amp.register_float_function({namespace}, {function!r}) before it (O1)"
+    elif fault.op in _CASTS:
+        yield "scale the values down before the cast"
+    elif fault.direction == "forward" and fault.inside and (not name or fault.under == "amp"):
+        # The line may call a method or `@`, which registering a function in torch does not cover.
+        yield f"run that line on .float() inputs{_LINE_IN_FP32[fault.under]}"
+
+
+_MODULE_IN_FP32: dict[Under, str] = {
+    "amp": "keep the module in fp32 with amp.initialize(..., fp32_modules=[{name!r}]) (O2, O3)",
+    "autocast": "call {name} on .float() inputs `with torch.autocast(device_type, enabled=False):`",
+    "16-bit model": "keep the module in fp32 (model.get_submodule({name!r}).float()) and call it "
+    "on .float() inputs",
+}
+
+_LINE_IN_FP32: dict[Under, str] = {
+    "amp": " `with amp.disable_casts():` (O1)",
+    "autocast": " `with torch.autocast(device_type, enabled=False):`",
+    "16-bit model": "",
+}
+
+_BF16: dict[Under, str] = {
+    "amp": "use a bf16 level ('O4', 'O5')",
+    "autocast": "use torch.autocast(device_type, dtype=torch.bfloat16)",
+    "16-bit model": "use bf16 (model.bfloat16())",
+}

@@ -10,13 +10,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from apex._core.dtypes import is_low_precision
+from apex._engine.autocast.region import active_spec
 from apex._engine.masters import Master
 from apex._engine.model.state import state_of
 from apex._engine.session import Session
 from apex.amp.nonfinite import nonfinite_gradients
 from apex.debug import tensors
 from apex.debug.calls import Call
-from apex.debug.faults import Cause, Fault, cause_of
+from apex.debug.faults import Cause, Fault, Under, cause_of
 from apex.debug.module_tracker import ModuleTracker
 from apex.debug.provenance import Origin, Provenance
 from apex.debug.tensors import Kind
@@ -39,12 +41,15 @@ class OverflowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         provenance: Provenance,
         models: list[nn.Module],
         gradients: list[str],
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tracker = tracker
         self._provenance = provenance
         self._gradients = gradients
         self._models = models
+        self._scaler = scaler
+        self._under = self._dtypes_set_by()
         self._process = os.getpid()
         self._stepping: Optimizer | None = None
         own = [t for model in models for t in (*model.parameters(), *model.buffers())]
@@ -237,6 +242,7 @@ class OverflowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             cause,
             inside,
             true,
+            self._under,
         )
         return self._provenance.add_origin(fault, deliberate=deliberate)
 
@@ -248,9 +254,17 @@ class OverflowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._stepping is not None or not self._weights.isdisjoint(_keys(written))
 
     def _loss_scale(self) -> float:
-        """Returns the largest loss scale of the models' sessions; 1 without a session."""
+        """Returns the largest loss scale of sessions and GradScaler; 1 without any."""
         scales = [scaler.read_scale() for s in self._sessions() for scaler in s.scalers]
+        if self._scaler is not None:
+            scales.append(self._scaler.get_scale())
         return max(scales, default=1.0)
+
+    def _dtypes_set_by(self) -> Under:
+        if active_spec() is not None or any(map(state_of, self._models)):
+            return "amp"
+        params = (param for model in self._models for param in model.parameters())
+        return "16-bit model" if any(map(is_low_precision, params)) else "autocast"
 
     def _sessions(self) -> set[Session]:
         states = [state for model in self._models if (state := state_of(model)) is not None]
