@@ -139,8 +139,7 @@ class ConvertedModule(nn.Module):
         if not intact:  # the model's own class rebuilt it from part of its state
             state.apply(self)
         state.model = weakref.ref(self)
-        for buffer in state.kept(self):
-            kept_buffers.mark(buffer)  # plain in files
+        kept_buffers.mark_plain(state.kept(self))  # plain in files
 
 
 class _AnotherDtype(Exception):  # noqa: N818 - a signal, not an error
