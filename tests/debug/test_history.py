@@ -210,11 +210,6 @@ def test_no_optimizer_is_refused():
         amp.debug.History()
 
 
-def test_a_plain_optimizer_is_refused():
-    with pytest.raises(RuntimeError, match="has not prepared"):
-        amp.debug.History(torch.optim.SGD(net().parameters(), lr=0.1))
-
-
 def test_optimizers_of_two_calls_are_refused():
     (first_model, first), (second_model, second) = prepared("O4"), prepared("O4")
     with pytest.raises(ValueError, match=r"different amp\.initialize calls"):

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from torch import nn
 
 from apex.debug.faults import Fault
+from apex.debug.loops import check_scaler
 from apex.debug.module_tracker import ModuleTracker
 from apex.debug.overflow_mode import OverflowMode
 from apex.debug.provenance import Provenance
 from apex.debug.tracing import Trace
 
 
-def trace_overflow(*models: nn.Module) -> OverflowTrace:
+def trace_overflow(*models: nn.Module, scaler: Any = None) -> OverflowTrace:
     """Returns a context that finds the first operator that overflows, its cause and a remedy.
 
     Enter it around one or more whole iterations, forward and backward; it may include
@@ -26,7 +28,10 @@ def trace_overflow(*models: nn.Module) -> OverflowTrace:
 
     Args:
         models: One or more models, as passed to ``amp.initialize`` or since wrapped by
-            ``torch.compile`` or DistributedDataParallel.
+            ``torch.compile`` or DistributedDataParallel; or plain models.
+        scaler: The ``torch.amp.GradScaler`` of a loop without ``amp.initialize``. With it, scaled
+            gradients that overflow only by their scale are known as such: cause ``loss scale``. By
+            default, an enabled one that exists.
 
     Returns:
         An :class:`OverflowTrace` context; its ``first`` is the fault, or None.
@@ -44,7 +49,7 @@ def trace_overflow(*models: nn.Module) -> OverflowTrace:
         >>> trace.first.op, trace.first.kind, trace.first.cause
         ('aten.log', 'inf', 'domain')
     """
-    return OverflowTrace(*models)
+    return OverflowTrace(*models, scaler=scaler)
 
 
 class OverflowTrace(Trace):
@@ -57,20 +62,23 @@ class OverflowTrace(Trace):
 
     _NAME = "trace_overflow"
 
-    def __init__(self, *models: nn.Module) -> None:
+    def __init__(self, *models: nn.Module, scaler: Any = None) -> None:
         """Prepares a trace; tracing starts on entry.
 
         Raises:
-            TypeError: If an argument is not a module.
+            TypeError: If an argument is not a module, or ``scaler`` not a ``GradScaler``.
         """
+        check_scaler("trace_overflow", scaler)
         super().__init__(*models)
         self.gradients: list[str] = []
-        self._provenance = Provenance()
+        self._provenance, self._scaler = Provenance(), scaler
 
-    def _new_mode(self, tracker: ModuleTracker) -> OverflowMode:
-        return OverflowMode(tracker, self._provenance, self._models, self.gradients)
+    def _new_mode(self) -> OverflowMode:
+        tracker = ModuleTracker(*self._models)
+        return OverflowMode(tracker, self._provenance, self.gradients, self._scaler)
 
     def _release(self) -> None:
+        self._scaler = None
         self._provenance.close()
 
     @property

@@ -74,8 +74,8 @@ class RoundingTrace(Trace):
         super().__init__(*models)
         self._log = RoundingLog()
 
-    def _new_mode(self, tracker: ModuleTracker) -> RoundingMode:
-        return RoundingMode(tracker, self._log, self._models)
+    def _new_mode(self) -> RoundingMode:
+        return RoundingMode(ModuleTracker(*self._models), self._log)
 
     @property
     def rows(self) -> tuple[RoundingRow, ...]:

@@ -49,16 +49,19 @@ _FOREIGN = ("c10d", "_c10d", "symm_mem", "fsdp", "inductor", "prim", "prims", "p
 
 
 class RoundingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Computes the shadows of every operator's results, and logs their errors."""
+    """Computes the shadows of every operator's results, and logs their errors.
+
+    Attributes:
+        tracker: Knows the running module, direction and line.
+    """
 
     # Their bodies consist of operators, which are traced.
     supports_higher_order_operators = True
 
-    def __init__(self, tracker: ModuleTracker, log: RoundingLog, models: list[nn.Module]) -> None:
+    def __init__(self, tracker: ModuleTracker, log: RoundingLog) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._tracker = tracker
+        self.tracker = tracker
         self._log = log
-        self._models = models
         self._shadows = Shadows()
         self._process = os.getpid()
         self._stepping = False
@@ -80,7 +83,7 @@ class RoundingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def leave_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Makes the new weights and the optimizer's state exact: an iteration has ended."""
         self._stepping = False
-        own = [list(model.parameters()) for model in self._models]
+        own = [list(model.parameters()) for model in self.tracker.models]
         groups = [group["params"] for group in optimizer.param_groups]
         state = [list(each.values()) for each in optimizer.state.values() if isinstance(each, dict)]
         for tensor in tensors.floating([own, groups, state]):
@@ -112,6 +115,7 @@ class RoundingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
+        self.tracker.record_site()
         traits = tensors.traits(func)
         if traits.view:
             return func(*args, **kwargs)
@@ -151,7 +155,7 @@ class RoundingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in outputs:
                 self._shadows.discard(tensor)
             if reason:
-                self._log.skip(self._tracker.module, traits.name, reason)
+                self._log.skip(self.tracker.module, traits.name, reason)
 
     def _call(
         self, func: Any, traits: Traits, args: Any, kwargs: dict[str, Any]
@@ -184,7 +188,7 @@ class RoundingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- verdicts ---------------------------------------------------------------------------------
 
     def _judge(self, call: ShadowCall, result: Any, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        tracker = self._tracker
+        tracker = self.tracker
         for index, (low, high) in enumerate(pairs):
             error, tolerance = self._error(call, low, high, index, pairs)
             kind: Kind = ""
@@ -216,7 +220,7 @@ class RoundingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if 2 * found.relative < tolerance:
             return found.relative, tolerance
         size = found.size
-        if self._tracker.direction == "backward" or low.numel() < _FEW:
+        if self.tracker.direction == "backward" or low.numel() < _FEW:
             size = max(size, self._least_sizes(call, [high for _, high in pairs])[index])
         if not size or rules.has_no_digits(call.name, [each.size for each in call.inputs], size):
             return 0.0, tolerance

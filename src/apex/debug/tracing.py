@@ -15,11 +15,15 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from apex.debug.module_tracker import ModuleTracker, unwrapped
+from apex.debug.module_tracker import ModuleTracker
 
 
-class StepMode(Protocol):
-    """A dispatch mode that distinguishes the steps of optimizers."""
+class Mode(Protocol):
+    """The dispatch mode of a trace, which distinguishes the steps of optimizers."""
+
+    @property
+    def tracker(self) -> ModuleTracker:
+        """Knows the running module, direction and line."""
 
     def enter_step(self, optimizer: Optimizer, args: Any, kwargs: Any, /) -> Any:
         """Runs before each step, as a pre-hook of torch's optimizers."""
@@ -51,23 +55,21 @@ class Trace:
                 raise TypeError(
                     f"{self._NAME} got {type(model).__name__}; it takes models (nn.Module)."
                 )
-        self._models = [unwrapped(model) for model in models]
+        self._models = models
         self._hooks, self._modes = ExitStack(), ExitStack()
         self.mode: TorchDispatchMode | None = None
 
     def __enter__(self: SomeTrace) -> SomeTrace:
         """Starts tracing this thread."""
-        tracker = ModuleTracker(*self._models)
-        mode: Any = self._new_mode(tracker)
-        self.mode = mode
+        mode: Any = self._new_mode()
+        self.mode, tracker = mode, mode.tracker
         with ExitStack() as hooks, ExitStack() as modes:
             hooks.callback(tracker.detach)
             tracker.attach()
             modes.callback(register_optimizer_step_pre_hook(mode.enter_step).remove)
             modes.callback(register_optimizer_step_post_hook(mode.leave_step).remove)
-            if "torch._dynamo" in sys.modules:  # otherwise, nothing is compiled
+            if self._may_compile():
                 modes.enter_context(torch.compiler.set_stance("force_eager"))
-            modes.enter_context(tracker.mode)
             modes.enter_context(mode)
             self._hooks, self._modes = hooks.pop_all(), modes.pop_all()
         return self
@@ -76,7 +78,7 @@ class Trace:
         """Stops tracing, removes all hooks and releases the models."""
         self.stop_mode()
         self._hooks.close()
-        self._models = []
+        self._models = ()
         self._release()
 
     def stop_mode(self) -> None:
@@ -84,8 +86,11 @@ class Trace:
         self.mode = None
         self._modes.close()
 
-    def _new_mode(self, tracker: ModuleTracker) -> StepMode:
+    def _new_mode(self) -> Mode:
         raise NotImplementedError
+
+    def _may_compile(self) -> bool:
+        return "torch._dynamo" in sys.modules  # otherwise, nothing is compiled
 
     def _release(self) -> None:
         """Releases what the trace held beside the modes."""
