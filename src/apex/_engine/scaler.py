@@ -143,7 +143,7 @@ class Scaler(ABC):
         and keep equal scales.
         """
         if over := dtensor.groups(params):
-            dtensor.all_reduce_max_(self.found_inf, over)
+            dtensor.all_reduce_(self.found_inf, over, "MAX")
 
     @abstractmethod
     def update(self, iterations: Sequence[Iteration]) -> None:

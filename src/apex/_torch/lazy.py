@@ -21,7 +21,10 @@ class Source(Protocol):
     """
 
     values: Tensor
-    pending: bool
+
+    @property
+    def pending(self) -> bool:
+        """See the attributes."""
 
     def settle(self) -> None:
         """Makes ``values`` those to be read, and ready to be written; idempotent."""
@@ -51,7 +54,7 @@ class LazyTensor(Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Any,

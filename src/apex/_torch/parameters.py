@@ -12,7 +12,7 @@ set_data: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 """torch's own setter of ``param.data``."""
 
 _get_data: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
-_get_grad: Any = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+_get_grad: Any = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 
 
 def uncounted(tensor: Tensor) -> Tensor:

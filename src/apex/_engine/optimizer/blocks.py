@@ -13,8 +13,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-ELEMENTS = 2**18
-"""Elements of a block: 1 MB in fp32."""
+_LEAST, _GREATEST = 2**18, 2**24
+"""Elements of a block: as many as a cache holds on a CPU; on other devices, few large kernels."""
+
+_SHARE = 32
+"""A block holds at most this fraction of all elements, unless that is less than the least."""
 
 _ALIGNMENT = 16
 """Elements: each part of a buffer starts at a multiple, as the kernels' vectors like it."""
@@ -23,14 +26,14 @@ _ALIGNMENT = 16
 class Part(NamedTuple):
     """A part of one tensor of a list: elements ``start`` to ``stop`` in the order of memory."""
 
-    index: int
+    position: int
     start: int
     stop: int
     whole: bool
 
     def of(self, tensors: Sequence[Tensor]) -> Tensor:
         """Returns the part as a 1-d view; a whole tensor itself."""
-        tensor = tensors[self.index]
+        tensor = tensors[self.position]
         if self.whole:
             return tensor
         return tensor.as_strided(
@@ -41,12 +44,19 @@ class Part(NamedTuple):
 Block = Sequence[Part]
 
 
-def cut(sizes: Sequence[int]) -> Iterator[Block]:
-    """Yields tensors with these numbers of elements in blocks of at most ``ELEMENTS``.
+def elements(total: int, device: torch.device) -> int:
+    """Returns the elements of a block, given those of all tensors."""
+    if device.type == "cpu":
+        return _LEAST
+    return max(_LEAST, min(_GREATEST, _aligned(total // _SHARE)))
 
-    Those that fit into a block stay whole.
+
+def cut(sizes: Sequence[int], device: torch.device) -> Iterator[Block]:
+    """Yields tensors with these numbers of elements in blocks; those that fit into one stay whole.
+
+    The first cut of a tensor, and each one after it, is a block's length after its start.
     """
-    block = ELEMENTS
+    block = elements(sum(sizes), device)
     parts: list[Part] = []
     free = block
     for index, size in enumerate(sizes):
@@ -117,9 +127,10 @@ class Buffered:
             load: Writes the operand's fp32 values into the buffer's tensors.
             store: Takes them back; ``None`` if the kernel only reads them.
         """
+        device = like[0].device
         needed = sum(_aligned(tensor.numel()) for tensor in like)
-        size = min(ELEMENTS, needed)
-        self._buffer = torch.empty(size, dtype=torch.float32, device=like[0].device)
+        size = min(needed, elements(sum(tensor.numel() for tensor in like), device))
+        self._buffer = torch.empty(size, dtype=torch.float32, device=device)
         self._like = like
         self._load, self._store = load, store
 
@@ -128,10 +139,10 @@ class Buffered:
         values: list[Tensor] = []
         offset = 0
         for part in block:
-            like = self._like[part.index]
+            like = self._like[part.position]
             size = part.stop - part.start
-            shape = (like.size(), like.stride()) if part.whole else ((size,), (1,))
-            values.append(self._buffer.as_strided(*shape, offset))
+            flat = self._buffer[offset : offset + size]
+            values.append(flat.as_strided(like.size(), like.stride()) if part.whole else flat)
             offset += _aligned(size)
         self._load(block, values)
         return values
@@ -146,6 +157,7 @@ def run(
     kernel: Callable[[Block, list[list[Tensor]]], None],
     sizes: Sequence[int],
     operands: Sequence[Operand],
+    device: torch.device,
 ) -> None:
     """Runs ``kernel`` on each block of its operands.
 
@@ -153,8 +165,9 @@ def run(
         kernel: Takes a block, and one list of tensors per operand.
         sizes: Elements of each tensor.
         operands: Lists of tensors, each as long as ``sizes``.
+        device: Their device.
     """
-    for parts in cut(sizes):
+    for parts in cut(sizes, device):
         values = [operand.load(parts) for operand in operands]
         kernel(parts, values)
         for operand, stored in zip(operands, values, strict=True):
@@ -167,12 +180,22 @@ def same_strides(tensor: Tensor, like: Tensor) -> bool:
         tensor.stride() == like.stride()
         and tensor.size() == like.size()
         and tensor.device == like.device
-        and (
-            like.is_contiguous()
-            or (like.dim() == 4 and like.is_contiguous(memory_format=torch.channels_last))
-            or (like.dim() == 5 and like.is_contiguous(memory_format=torch.channels_last_3d))
-        )
+        and is_dense(like)
     )
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Returns whether the elements of a tensor follow each other in memory, in any known order."""
+    return (
+        tensor.is_contiguous()
+        or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
+        or (tensor.dim() == 5 and tensor.is_contiguous(memory_format=torch.channels_last_3d))
+    )
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """Returns a dense tensor's elements in the order of memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _aligned(size: int) -> int:

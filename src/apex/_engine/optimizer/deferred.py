@@ -20,7 +20,7 @@ from torch import Tensor
 
 from apex._engine.masters import Master, TrackedPair
 from apex._engine.optimizer import blocks
-from apex._torch import lazy, parameters
+from apex._torch import parameters
 from apex._torch.copies import moved
 from apex._torch.counted import CountedGradient, without_counting
 from apex._torch.dynamo import untraced
@@ -86,12 +86,12 @@ class Deferred:
 class _DeferringMaster(Master):
     """A master with a deferred gradient."""
 
-    def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:  # noqa: FBT
+    def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
         """Returns a plain master: copies have no gradient."""
         return Master(data, requires_grad)
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         """The fp32 gradient, computed now."""
         deferred = of(self)
         if deferred is not None:
@@ -176,14 +176,13 @@ def fill_fp32(
 ) -> None:
     """Writes 16-bit gradients times their factors into fp32 tensors of the same layout."""
     torch._foreach_copy_(list(values), list(grads))
-    groups: dict[int, tuple[Sequence[Factor], list[Tensor]]] = {}
+    groups: dict[tuple[int, ...], tuple[Sequence[Factor], list[Tensor]]] = {}
     for value, own in zip(values, factors, strict=True):
-        groups.setdefault(id(own), (own, []))[1].append(value)
+        groups.setdefault(tuple(map(id, own)), (own, []))[1].append(value)
     for own, same in groups.values():
         for factor in own:
-            if isinstance(factor, Tensor):
-                factor = moved(factor, same[0].device)
-            torch._foreach_mul_(same, factor)
+            here = moved(factor, same[0].device) if isinstance(factor, Tensor) else factor
+            torch._foreach_mul_(same, here)
 
 
 def in_fp32(
@@ -207,7 +206,7 @@ def in_fp32(
         factors = [() if scaled else each.factors for each in same]
         operand = gradients(lows, factors, lows)
         with torch.no_grad(), without_counting():
-            for block in blocks.cut([low.numel() for low in lows]):
+            for block in blocks.cut([low.numel() for low in lows], lows[0].device):
                 use(block, operand.load(block))
 
 
@@ -217,6 +216,6 @@ def gradients(
     """Returns 16-bit gradients times their factors as an fp32 operand with strides of ``like``."""
 
     def load(block: blocks.Block, values: list[Tensor]) -> None:
-        fill_fp32(values, [p.of(lows) for p in block], [factors[p.index] for p in block])
+        fill_fp32(values, [p.of(lows) for p in block], [factors[p.position] for p in block])
 
     return blocks.Buffered(like, load)

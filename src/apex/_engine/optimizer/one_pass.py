@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
-from torch.utils.hooks import RemovableHandle
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from apex._core import tree
 from apex._engine.masters import TrackedPair
@@ -63,14 +63,18 @@ def is_fused(optimizer: Optimizer) -> bool:
     for kind in (SGD, Adagrad, AdamW, Adam):
         if isinstance(optimizer, kind):
             fused = all(group.get("fused") for group in optimizer.param_groups)
-            return fused and all(_inherits(type(optimizer), kind, n) for n in ("step", "_init_group"))
+            return fused and all(
+                _inherits(type(optimizer), kind, n) for n in ("step", "_init_group")
+            )
     return False
 
 
 def _inherits(kind: type, base: type, name: str) -> bool:
     """Returns whether a method is ``base``'s own, apart from what torch and amp wrap around it."""
     found = (vars(each).get(name) for each in kind.__mro__)
-    own = (method for method in found if method and not method.__module__.startswith("apex._engine."))
+    own = (
+        method for method in found if method and not method.__module__.startswith("apex._engine.")
+    )
     return inspect.unwrap(next(own)) is inspect.unwrap(getattr(base, name))
 
 
@@ -139,8 +143,10 @@ class OnePassStep(TorchDispatchMode):
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         count = dispatch_modes.OPERANDS[func]
-        grads = [self._real(g) if not self._takes(func, index, args, kwargs) else g
-                 for index, g in enumerate(args[1])]
+        grads = [
+            self._real(g) if not self._takes(func, index, args, kwargs) else g
+            for index, g in enumerate(args[1])
+        ]
         args = (args[0], grads, *args[2:])
         taken = [i for i, grad in enumerate(grads) if id(grad) in self._stand_ins]
         rest = [i for i in range(len(grads)) if id(grads[i]) not in self._stand_ins]
@@ -183,14 +189,14 @@ class OnePassStep(TorchDispatchMode):
         rounds = [blocks.same_strides(pair.model, pair.master) for pair in pairs]
 
         def kernel(block: blocks.Block, operands: list[list[Tensor]]) -> None:
-            steps = [[each[part.index] for part in block] for each in lists[count:]]
+            steps = [[each[part.position] for part in block] for each in lists[count:]]
             func(*operands, *steps, **kwargs)
-            moved = [(p, v) for p, v in zip(block, operands[0], strict=True) if rounds[p.index]]
+            moved = [(p, v) for p, v in zip(block, operands[0], strict=True) if rounds[p.position]]
             if moved:
                 torch._foreach_copy_([p.of(models) for p, _ in moved], [v for _, v in moved])
 
         sizes = [param.numel() for param in params]
-        blocks.run(kernel, sizes, [blocks.InPlace(params), grads, *states])
+        blocks.run(kernel, sizes, [blocks.InPlace(params), grads, *states], params[0].device)
         for pair, rounded in zip(pairs, rounds, strict=True):
             deferred.reclaim(pair.master)
             if rounded:
