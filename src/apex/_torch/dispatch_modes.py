@@ -1,4 +1,4 @@
-"""Dispatch modes, and the operators of torch's fused optimizers."""
+"""Operators in dispatch modes: how they alias their arguments; torch's fused optimizers."""
 
 from __future__ import annotations
 
@@ -32,9 +32,19 @@ The first two are parameters and gradients; a list of step counts may follow.
 """
 
 
+def arguments(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[Any, Any]]:
+    """Yields how each argument of an operator is aliased (``None``: not at all), and its value."""
+    for index, argument in enumerate(func._schema.arguments):
+        if index < len(args):
+            yield argument.alias_info, args[index]
+        elif argument.name in kwargs:
+            yield argument.alias_info, kwargs[argument.name]
+
+
 def listed_writes(func: Any, args: tuple[Any, ...]) -> Iterator[Tensor]:
     """Yields the tensors that an operator writes in lists, which autograd does not count."""
-    for argument, value in zip(func._schema.arguments, args, strict=False):
-        alias = argument.alias_info
+    for alias, value in arguments(func, args, {}):
         if alias is not None and alias.is_write and isinstance(value, list | tuple):
             yield from value

@@ -83,6 +83,7 @@ def allow_subclass_inputs() -> None:
         config.check_custom_op_aliasing = False
 
 
+@untraced_frame
 def is_compiling_here() -> bool:
     """Returns whether this thread is compiling or running compiled code."""
     if "torch._dynamo" not in sys.modules:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from apex._torch.dispatch_modes import arguments
 from apex._torch.overrides import without_overrides
 
 
@@ -65,7 +66,7 @@ class LazyTensor(Tensor):
         kwargs = kwargs or {}
         lazy: dict[int, LazyTensor] = {}
         written: list[Tensor] = []
-        for alias, value in _arguments(func, args, kwargs):
+        for alias, value in arguments(func, args, kwargs):
             listed = isinstance(value, list | tuple)
             for tensor in value if listed else (value,):
                 if not isinstance(tensor, LazyTensor):
@@ -99,17 +100,6 @@ _MEMORY = frozenset(
 
 _data: Any = Tensor.data
 _GETTERS = frozenset({_data.__get__, _data.__set__})
-
-
-def _arguments(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[tuple[Any, Any]]:
-    """Yields how each argument is aliased, and its value."""
-    for index, argument in enumerate(func._schema.arguments):
-        if index < len(args):
-            yield argument.alias_info, args[index]
-        elif argument.name in kwargs:
-            yield argument.alias_info, kwargs[argument.name]
 
 
 def _plain(value: Any) -> Any:

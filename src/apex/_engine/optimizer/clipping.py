@@ -128,7 +128,7 @@ def _reduced(norm: Tensor, like: Tensor, norm_type: float) -> Tensor:
 
 def _scale(params: Sequence[nn.Parameter], factor: Tensor) -> None:
     grads = [grad for param in params if (grad := param.grad) is not None]
-    for same in group(dtensor.locals_of(grads)):
+    for same in group(dtensor.locals_of(grads)) if grads else ():
         torch._foreach_mul_(same, moved(factor, same[0].device, same[0].dtype))
 
 

@@ -145,6 +145,9 @@ def lend(master: Tensor) -> Tensor | None:
     deferred = of(master)
     if deferred is None:
         return None
+    if parameters.grad_of(master) is not None:  # a loss that uses the master directly
+        deferred.settle()
+        return None
     deferred.stand_in = master.detach()
     master.__class__ = _SteppedMaster
     return deferred.stand_in

@@ -14,7 +14,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from apex._engine import masters
 from apex._engine.mistakes import inspect_step
 from apex._engine.optimizer.one_pass import OnePassStep, one_pass_step
-from apex._torch.dynamo import untraced, untraced_frame
+from apex._torch.dynamo import is_compiling_here, untraced, untraced_frame
 
 if TYPE_CHECKING:
     from apex._engine.optimizer.binding import Binding
@@ -83,12 +83,12 @@ def _end(
         ended.append(True)
 
 
-@untraced
+@untraced_frame
 def _begin_one_pass(
     binding: Binding, one_pass: list[OnePassStep], begin: Callable[[OnePassStep], None]
 ) -> None:
     """Begins a step in one pass, if gradients are deferred; ``one_pass`` gets it first."""
-    step = one_pass_step(binding)
+    step = one_pass_step(binding, compiled=is_compiling_here())
     if step is not None:
         one_pass.append(step)
         begin(step)
