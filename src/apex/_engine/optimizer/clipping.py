@@ -48,7 +48,7 @@ def clip_grad_norm_(
     if not (waiting or own):
         return torch.tensor(0.0)
     with without_counting():
-        norm = _norm(waiting, own, norm_type)
+        norm = _norm([param for param in params if deferred.has_grad(param)], norm_type)
         # sync: the caller requests an error, which the host must raise
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(
@@ -64,27 +64,24 @@ def clip_grad_norm_(
     return norm
 
 
-def _norm(
-    waiting: Sequence[deferred.Deferred], own: Sequence[nn.Parameter], norm_type: float
-) -> Tensor:
-    """Returns the norm of deferred gradients and of those of ``own``, over all ranks' shards."""
-    parts: list[Tensor] = []
-    deferred.in_fp32(
-        waiting, lambda block, values: parts.extend(_part_norms(block, values, norm_type))
-    )
+def _norm(params: Sequence[nn.Parameter], norm_type: float) -> Tensor:
+    """Returns the norm of the gradients of parameters, over all ranks' shards."""
     layouts: dict[object, list[nn.Parameter]] = {}
-    for param in own:
+    for param in params:
         layouts.setdefault(dtensor.layout(param), []).append(param)
-    shared: list[Tensor] = []
-    for layout, params in layouts.items():
-        grads = dtensor.locals_of([grad for p in params if (grad := p.grad) is not None])
-        found = [norm for grad in grads for norm in _norms(grad, norm_type)]
-        if layout is None:
-            parts += found
-        else:
-            shared.append(_reduced(_total(found, norm_type, grads[0].device), params[0], norm_type))
-    first = parts[0] if parts else shared[0]
-    return _total([*parts, *shared], norm_type, first.device)
+    shared = [_norm_of_layout(same, norm_type) for same in layouts.values()]
+    return shared[0] if len(shared) == 1 else _total(shared, norm_type, shared[0].device)
+
+
+def _norm_of_layout(params: Sequence[nn.Parameter], norm_type: float) -> Tensor:
+    parts: list[Tensor] = []
+    waiting = [each for param in params if (each := deferred.of(param)) is not None]
+    deferred.in_fp32(waiting, lambda values: parts.extend(_part_norms(values, norm_type)))
+    for param in params:
+        if deferred.of(param) is None and param.grad is not None:
+            parts += _norms(dtensor.local(param.grad), norm_type)
+    total = _total(parts, norm_type, parts[0].device if parts else params[0].device)
+    return _reduced(total, params[0], norm_type)
 
 
 def _norms(grad: Tensor, norm_type: float) -> list[Tensor]:
@@ -94,12 +91,11 @@ def _norms(grad: Tensor, norm_type: float) -> list[Tensor]:
     return [
         norm
         for block in blocks.cut([grad.numel()], grad.device)
-        for norm in _part_norms(block, [part.of([grad]) for part in block], norm_type)
+        for norm in _part_norms([part.of([grad]) for part in block], norm_type)
     ]
 
 
-def _part_norms(block: blocks.Block, values: Sequence[Tensor], norm_type: float) -> list[Tensor]:
-    del block
+def _part_norms(values: Sequence[Tensor], norm_type: float) -> list[Tensor]:
     pieces = [piece for value in values for piece in norms.pieces(blocks.flat(value))]
     return list(torch._foreach_norm(pieces, norm_type, dtype=torch.float32))
 

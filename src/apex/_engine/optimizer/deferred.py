@@ -11,16 +11,18 @@ Note [Deferred gradients]
 
 from __future__ import annotations
 
+import copy
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from apex._engine.masters import Master, TrackedPair
+from apex._engine.masters import TrackedPair
 from apex._engine.optimizer import blocks
-from apex._torch import parameters
+from apex._torch import dtensor, lazy, parameters
 from apex._torch.copies import moved
 from apex._torch.counted import CountedGradient, without_counting
 from apex._torch.dynamo import untraced
@@ -44,7 +46,7 @@ class Deferred:
 
     def __init__(self, pair: TrackedPair, grad: Tensor, factors: Sequence[Factor]) -> None:
         """Stores the gradient; :meth:`install` gives it to the master."""
-        self.values = grad
+        self.values = dtensor.local(grad)
         self.factors = tuple(factors)
         self._master = weakref.ref(pair.master)
         self.stand_in: Tensor | None = None
@@ -54,12 +56,16 @@ class Deferred:
         """Whether the 16-bit values lack factors."""
         return bool(self.factors)
 
+    def mirror(self, param: nn.Parameter) -> Tensor:
+        """Returns a gradient for the model's parameter that is settled before a change shows."""
+        return dtensor.holding(param, lazy.make(self))
+
     def install(self) -> None:
         """Makes this the gradient of the master, which has none. Cannot fail."""
         master = self._master()
         if master is not None:
             master.__dict__[_DEFERRED] = self
-            master.__class__ = _DeferringMaster
+            master.__class__ = _deferring(_Deferring, type(master))
 
     @untraced
     def settle(self) -> None:
@@ -69,7 +75,7 @@ class Deferred:
         if owner is None and not self.factors:
             return
         with torch.inference_mode(mode=False), torch.no_grad(), without_counting():
-            like = self.values if master is None else master
+            like = self.values if master is None else dtensor.local(master)
             value = torch.empty_like(like, dtype=torch.float32, requires_grad=False)
             fill_fp32([value], [self.values], [self.factors])
             if self.factors:
@@ -77,26 +83,20 @@ class Deferred:
                 parameters.uncounted(self.values).copy_(value)
             if owner is not None:
                 added = parameters.grad_of(owner)  # by a loss that uses the master directly
-                total = value if added is None else value.add_(added)
+                if added is not None:
+                    value.add_(dtensor.local(dtensor.laid_out_as(owner, added)))
                 drop(owner)
-                owner.grad = total
+                owner.grad = dtensor.with_local(owner, value)
         self.factors = ()
 
 
-class _DeferringMaster(Master):
-    """A master with a deferred gradient."""
-
-    def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
-        """Returns a plain master: copies have no gradient."""
-        return Master(data, requires_grad)
+class _Deferring:
+    """Mixin of a master with a deferred gradient."""
 
     @property
     def grad(self) -> Tensor | None:
         """The fp32 gradient, computed now."""
-        deferred = of(self)
-        if deferred is not None:
-            deferred.settle()
-        return parameters.grad_of(self)
+        return _settled(self).grad
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -107,9 +107,17 @@ class _DeferringMaster(Master):
     def grad(self) -> None:
         self.grad = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copies as the master's own class."""
+        return copy.deepcopy(_settled(self), memo)
 
-class _SteppedMaster(_DeferringMaster):
-    """A master whose gradient the running kernel takes itself: torch gets a stand-in."""
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles as the master's own class."""
+        return _settled(self).__reduce_ex__(protocol)
+
+
+class _Stepped(_Deferring):
+    """Mixin of a master whose gradient the running kernel takes itself: torch gets a stand-in."""
 
     @property
     def grad(self) -> Tensor | None:
@@ -123,7 +131,25 @@ class _SteppedMaster(_DeferringMaster):
         self.grad = value
 
 
-def of(master: Tensor) -> Deferred | None:
+@functools.cache
+def _deferring(mixin: type, kind: type) -> type:
+    own = _own_class(kind)
+    return type(own.__name__, (mixin, own), {"__module__": own.__module__, "__doc__": own.__doc__})
+
+
+def _own_class(kind: type) -> type:
+    return kind.__bases__[1] if issubclass(kind, _Deferring) else kind
+
+
+def _settled(master: Any) -> Any:
+    """Returns a master, as one of its own class, with its fp32 gradient."""
+    deferred = of(master)
+    if deferred is not None:
+        deferred.settle()
+    return master
+
+
+def of(master: Any) -> Deferred | None:
     """Returns the deferred gradient of a master, or ``None``."""
     found: Deferred | None = master.__dict__.get(_DEFERRED)
     return found
@@ -134,13 +160,13 @@ def has_grad(param: Tensor) -> bool:
     return of(param) is not None or param.grad is not None
 
 
-def drop(master: Tensor) -> None:
-    """Takes the deferred gradient from a master."""
-    if master.__dict__.pop(_DEFERRED, None) is not None or isinstance(master, _DeferringMaster):
-        master.__class__ = Master
+def drop(master: Any) -> None:
+    """Takes the deferred gradient from a master, whose own class comes back."""
+    master.__dict__.pop(_DEFERRED, None)
+    master.__class__ = _own_class(type(master))
 
 
-def lend(master: Tensor) -> Tensor | None:
+def lend(master: Any) -> Tensor | None:
     """Lets torch read a stand-in as the gradient of ``master``; returns it, if one is deferred."""
     deferred = of(master)
     if deferred is None:
@@ -148,29 +174,31 @@ def lend(master: Tensor) -> Tensor | None:
     if parameters.grad_of(master) is not None:  # a loss that uses the master directly
         deferred.settle()
         return None
-    deferred.stand_in = master.detach()
-    master.__class__ = _SteppedMaster
-    return deferred.stand_in
+    stand_in: Tensor = master.detach()
+    deferred.stand_in = stand_in
+    master.__class__ = _deferring(_Stepped, type(master))
+    return stand_in
 
 
-def reclaim(master: Tensor) -> None:
+def reclaim(master: Any) -> None:
     """Reverts :func:`lend`; idempotent."""
     deferred = of(master)
     if deferred is not None:
-        master.__class__ = _DeferringMaster
+        master.__class__ = _deferring(_Deferring, type(master))
         deferred.stand_in = None
 
 
 def can_defer(pair: TrackedPair, grad: Tensor) -> bool:
     """Returns whether the 16-bit ``grad`` can be the only gradient of the pair."""
-    master = pair.master
+    master, (low, own) = pair.master, dtensor.locals_of([grad, pair.master])
     return (
-        type(master) is Master
+        of(master) is None
         and master.grad is None
-        and type(grad) in (Tensor, CountedGradient)
+        and dtensor.same_layout(grad, master)
+        and type(low) in (Tensor, CountedGradient)
         and not grad.requires_grad
         and grad.layout is torch.strided
-        and blocks.same_strides(grad, master)
+        and blocks.same_strides(low, own)
     )
 
 
@@ -190,7 +218,7 @@ def fill_fp32(
 
 def in_fp32(
     deferred: Iterable[Deferred],
-    use: Callable[[blocks.Block, list[Tensor]], None],
+    use: Callable[[list[Tensor]], None],
     *,
     scaled: bool = False,
 ) -> None:
@@ -198,7 +226,7 @@ def in_fp32(
 
     Args:
         deferred: Gradients.
-        use: Takes a block and tensors that are overwritten afterwards.
+        use: Takes tensors that are overwritten afterwards.
         scaled: Whether the copies leave out the factors.
     """
     devices: dict[torch.device, list[Deferred]] = {}
@@ -210,7 +238,7 @@ def in_fp32(
         operand = gradients(lows, factors, lows)
         with torch.no_grad(), without_counting():
             for block in blocks.cut([low.numel() for low in lows], lows[0].device):
-                use(block, operand.load(block))
+                use(operand.load(block))
 
 
 def gradients(

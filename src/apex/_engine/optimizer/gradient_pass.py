@@ -15,7 +15,7 @@ from apex._engine.events import Iteration
 from apex._engine.masters import TrackedPair, clear_grad
 from apex._engine.optimizer import deferred, mirror_gradients
 from apex._engine.optimizer.deferred import Deferred, Factor
-from apex._torch import dtensor, lazy
+from apex._torch import dtensor
 from apex._torch.copies import HostCopy, capturing
 from apex._torch.counted import without_counting
 from apex._torch.dynamo import untraced
@@ -250,9 +250,9 @@ class Gradients:
                 continue
             each = Deferred(pair, grad, factors)
             self._deferred.append(each)
-            self._mirrors.append((pair.model, lazy.make(each)))
+            self._mirrors.append((pair.model, each.mirror(pair.model)))
         if check is not None:
-            deferred.in_fp32(self._deferred, lambda _, values: check(values), scaled=True)
+            deferred.in_fp32(self._deferred, check, scaled=True)
         return rest
 
     def settle(self) -> None:
@@ -307,7 +307,7 @@ class Gradients:
                 continue
             waiting = deferred.of(pair.master)
             if waiting is not None:
-                mirrors.append((pair.model, lazy.make(waiting)))
+                mirrors.append((pair.model, waiting.mirror(pair.model)))
             elif (grad := aside.get(id(pair.master), pair.master.grad)) is not None:
                 mirrors.append((pair.model, mirror_gradients.rounded(grad, pair.model)))
         return mirrors

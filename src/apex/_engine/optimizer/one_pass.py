@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from apex._core import tree
 from apex._engine.masters import TrackedPair
 from apex._engine.optimizer import blocks, deferred
-from apex._torch import dispatch_modes
+from apex._torch import dispatch_modes, dtensor
 from apex._torch.counted import without_counting
 from apex._torch.dynamo import untraced
 
@@ -136,7 +136,7 @@ class OnePassStep(TorchDispatchMode):
             with without_counting():
                 return self._run(func, args, kwargs)
         for written in dispatch_modes.listed_writes(func, args):
-            pair = self._rounded.get(written.data_ptr())
+            pair = self._rounded.get(dtensor.local(written).data_ptr()) if self._rounded else None
             if pair is not None:
                 pair.mark_master_written()
         if func not in _METADATA:
@@ -163,17 +163,18 @@ class OnePassStep(TorchDispatchMode):
             lists[1] = [self._real(grad) for grad in lists[1]]
             func(*lists, **kwargs)
         if taken:
-            lists = [_pick(each, taken) for each in args]
-            pairs = [self._stand_ins[id(grad)] for grad in lists[1]]
+            pairs = [self._stand_ins[id(args[1][i])] for i in taken]
+            lists = [dtensor.locals_of(_pick(each, taken)) for each in args]
             self._run_blocks(func, lists, count, pairs, kwargs)
 
     def _can_cut(self, param: Tensor, grad: Tensor, *states: Tensor) -> bool:
         """Returns whether the operator can take a parameter and its gradient by blocks."""
         pair = self._stand_ins.get(id(grad))
         waiting = None if pair is None else deferred.of(pair.master)
-        return waiting is not None and all(
-            blocks.same_strides(each, param) for each in (waiting.values, *states)
-        )
+        if waiting is None:
+            return False
+        own, *others = dtensor.locals_of([param, *states])
+        return all(blocks.same_strides(each, own) for each in (waiting.values, *others))
 
     def _run_blocks(
         self,
@@ -189,8 +190,8 @@ class OnePassStep(TorchDispatchMode):
             [each.values for each in waiting], [each.factors for each in waiting], params
         )
         states = [blocks.InPlace(each) if each else blocks.Nothing() for each in lists[2:count]]
-        models = [pair.model for pair in pairs]
-        rounds = [blocks.same_strides(pair.model, pair.master) for pair in pairs]
+        models = dtensor.locals_of([pair.model for pair in pairs])
+        rounds = [blocks.same_strides(*both) for both in zip(models, params, strict=True)]
 
         def kernel(block: blocks.Block, operands: list[list[Tensor]]) -> None:
             steps = [[each[part.position] for part in block] for each in lists[count:]]
@@ -201,12 +202,12 @@ class OnePassStep(TorchDispatchMode):
 
         sizes = [param.numel() for param in params]
         blocks.run(kernel, sizes, [blocks.InPlace(params), grads, *states], params[0].device)
-        for pair, rounded in zip(pairs, rounds, strict=True):
+        for pair, param, rounded in zip(pairs, params, rounds, strict=True):
             deferred.reclaim(pair.master)
             if rounded:
                 increment_version(pair.model)
                 pair.mark_rounded()
-                self._rounded[pair.master.data_ptr()] = pair
+                self._rounded[param.data_ptr()] = pair
 
 
 _METADATA = frozenset({torch.ops.aten.empty_like.default, torch.ops.aten.detach.default})
