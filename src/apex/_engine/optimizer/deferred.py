@@ -12,10 +12,9 @@ Note [Deferred gradients]
 from __future__ import annotations
 
 import copy
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +95,8 @@ class _Deferring:
     @property
     def grad(self) -> Tensor | None:
         """The fp32 gradient, computed now."""
-        return _settled(self).grad
+        _settled(self)
+        return parameters.grad_of(cast(Tensor, self))
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -131,14 +131,19 @@ class _Stepped(_Deferring):
         self.grad = value
 
 
-@functools.cache
-def _deferring(mixin: type, kind: type) -> type:
+def _deferring(mixin: type[_Deferring], kind: type) -> type:
+    """Returns the subclass of ``mixin`` and a master's own class; Python lists the known ones."""
     own = _own_class(kind)
+    known: type
+    for known in own.__subclasses__():
+        if known.__bases__ == (mixin, own):
+            return known
     return type(own.__name__, (mixin, own), {"__module__": own.__module__, "__doc__": own.__doc__})
 
 
 def _own_class(kind: type) -> type:
-    return kind.__bases__[1] if issubclass(kind, _Deferring) else kind
+    own: type = kind.__bases__[1] if issubclass(kind, _Deferring) else kind
+    return own
 
 
 def _settled(master: Any) -> Any:
