@@ -104,6 +104,7 @@ class OverflowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _check(self, call: Call, result: Any) -> None:
         bad: list[tuple[Tensor, Kind]] = []
+        self._mark_read(call)
         self._mark_saved(call, result)
         for tensor in call.outputs(result):
             kind = tensors.kind_of(tensor)
@@ -123,6 +124,14 @@ class OverflowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._mark_absorbed(call)
         if call.traits.name == "aten.ones_like" and call.args[0].numel() == 1:
             self._check_loss(call.args[0])  # autograd starts a backward pass this way
+
+    def _mark_read(self, call: Call) -> None:
+        if not self._provenance.has_pending or self.tracker.direction == "backward":
+            return
+        for tensor in call.inputs():
+            origin = self._provenance.of(call.original(tensor))
+            if origin is not None:
+                self._provenance.mark_read(origin, call.traits.name)
 
     def _mark_saved(self, call: Call, result: Any) -> None:
         for tensor in call.saved_outputs(result):
@@ -146,7 +155,6 @@ class OverflowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in call.inputs():
             origin = self._provenance.of(call.original(tensor))
             if origin is not None and tensors.kind_of(tensor):
-                self._provenance.mark_read(origin, call.traits.name)
                 self._provenance.mark_absorbed(origin)
 
     def _writes_weights(self, call: Call) -> bool:
@@ -187,8 +195,6 @@ class OverflowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not origins:
             return self._first_origin(call, kind, dtype)
         worst = self._provenance.most_severe(origins)
-        for origin in origins:
-            self._provenance.mark_read(origin, call.traits.name)
         if worst is None or (worst.deliberate and kind == "nan" and not _has_nan(inputs)):
             return self._new_origin(call, kind, dtype, "constant")
         return worst
