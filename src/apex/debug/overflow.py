@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import weakref
 from contextlib import ExitStack
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex.debug.faults import Fault
 from apex.debug.loops import check_scaler
-from apex.debug.module_tracker import ModuleTracker, unwrapped
+from apex.debug.module_tracker import ModuleTracker
 from apex.debug.overflow_mode import OverflowMode
 from apex.debug.provenance import Provenance
 
@@ -36,8 +37,9 @@ def trace_overflow(*models: nn.Module, scaler: Any = None) -> OverflowTrace:
     Args:
         models: One or more models, as passed to ``amp.initialize`` or since wrapped by
             ``torch.compile`` or DistributedDataParallel; or plain models.
-        scaler: The ``torch.amp.GradScaler`` of a loop without ``amp.initialize``. With it, scaled
-            gradients that overflow only by their scale are known as such: cause ``loss scale``.
+        scaler: The ``torch.amp.GradScaler`` of a loop without ``amp.initialize``; by default every
+            enabled one of the process. Gradients that overflow only by its scale have the cause
+            ``loss scale``.
 
     Returns:
         An :class:`OverflowTrace` context; its ``first`` is the fault, or None.
@@ -80,34 +82,39 @@ class OverflowTrace:
                 )
         self.gradients: list[str] = []
         self._provenance = Provenance()
-        self._models = [unwrapped(model) for model in models]
-        self._scaler = scaler
+        self._models = models
+        self._scaler = None if scaler is None else weakref.ref(scaler)
         self._hooks, self._modes = ExitStack(), ExitStack()
         self.mode: TorchDispatchMode | None = None
 
     def __enter__(self) -> OverflowTrace:
         """Starts tracing this thread."""
-        tracker = ModuleTracker(*self._models)
-        self.mode = mode = OverflowMode(
-            tracker, self._provenance, self._models, self.gradients, self._scaler
-        )
+        self.mode = mode = self._new_mode()
+        tracker = mode.tracker
         with ExitStack() as hooks, ExitStack() as modes:
             hooks.callback(tracker.detach)
             tracker.attach()
             modes.callback(register_optimizer_step_pre_hook(mode.enter_step).remove)
             modes.callback(register_optimizer_step_post_hook(mode.leave_step).remove)
-            if "torch._dynamo" in sys.modules:  # otherwise, nothing is compiled
+            if self._may_compile():
                 modes.enter_context(torch.compiler.set_stance("force_eager"))
-            modes.enter_context(tracker.mode)
             modes.enter_context(mode)
             self._hooks, self._modes = hooks.pop_all(), modes.pop_all()
         return self
+
+    def _new_mode(self) -> OverflowMode:
+        scaler = None if self._scaler is None else self._scaler()
+        tracker = ModuleTracker(*self._models)
+        return OverflowMode(tracker, self._provenance, self.gradients, scaler)
+
+    def _may_compile(self) -> bool:
+        return "torch._dynamo" in sys.modules  # otherwise, nothing is compiled
 
     def __exit__(self, *exc_info: object) -> None:
         """Stops tracing, removes all hooks and releases the models."""
         self.stop_mode()
         self._hooks.close()
-        self._models, self._scaler = [], None
+        self._models = ()
         self._provenance.close()
 
     def stop_mode(self) -> None:
