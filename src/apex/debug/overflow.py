@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import weakref
 from contextlib import ExitStack
 from typing import Any
 
@@ -37,9 +36,9 @@ def trace_overflow(*models: nn.Module, scaler: Any = None) -> OverflowTrace:
     Args:
         models: One or more models, as passed to ``amp.initialize`` or since wrapped by
             ``torch.compile`` or DistributedDataParallel; or plain models.
-        scaler: The ``torch.amp.GradScaler`` of a loop without ``amp.initialize``; by default every
-            enabled one of the process. Gradients that overflow only by its scale have the cause
-            ``loss scale``.
+        scaler: The ``torch.amp.GradScaler`` of a loop without ``amp.initialize``. With it, scaled
+            gradients that overflow only by their scale are known as such: cause ``loss scale``. By
+            default, an enabled one that exists.
 
     Returns:
         An :class:`OverflowTrace` context; its ``first`` is the fault, or None.
@@ -82,8 +81,7 @@ class OverflowTrace:
                 )
         self.gradients: list[str] = []
         self._provenance = Provenance()
-        self._models = models
-        self._scaler = None if scaler is None else weakref.ref(scaler)
+        self._models, self._scaler = models, scaler
         self._hooks, self._modes = ExitStack(), ExitStack()
         self.mode: TorchDispatchMode | None = None
 
@@ -103,9 +101,8 @@ class OverflowTrace:
         return self
 
     def _new_mode(self) -> OverflowMode:
-        scaler = None if self._scaler is None else self._scaler()
         tracker = ModuleTracker(*self._models)
-        return OverflowMode(tracker, self._provenance, self.gradients, scaler)
+        return OverflowMode(tracker, self._provenance, self.gradients, self._scaler)
 
     def _may_compile(self) -> bool:
         return "torch._dynamo" in sys.modules  # otherwise, nothing is compiled
@@ -114,7 +111,7 @@ class OverflowTrace:
         """Stops tracing, removes all hooks and releases the models."""
         self.stop_mode()
         self._hooks.close()
-        self._models = ()
+        self._models, self._scaler = (), None
         self._provenance.close()
 
     def stop_mode(self) -> None:
