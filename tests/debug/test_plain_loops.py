@@ -355,7 +355,7 @@ def test_no_remedy_of_a_plain_loop_names_options_of_amp(
     level, cause, direction, module, op, inside
 ):
     fault = Fault(module, op, direction, "inf", torch.float16, 1.0, "", cause, inside, 1e9, level)
-    for option in ("fp32_modules", "register_float", "disable_casts", "'O4'"):
+    for option in ("fp32_modules", "register_float", "disable_casts", "'O4'", "master_weights"):
         assert option not in fault.remedy
 
 

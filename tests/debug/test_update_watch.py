@@ -7,8 +7,10 @@ import torch
 from torch import nn
 
 from apex import amp
+from apex.debug.loops import PlainLoop
 from apex.debug.update_messages import frozen_message, underflow_message
 from apex.debug.update_watch import EVERY, Counts, UpdateWatch, summary
+from apex.optimizers import FusedAdam
 from benchmarks.counting import counted_syncs
 from tests.debug.test_plain_loops import Plain, bf16_autocast, bf16_model, fp16_autocast, fused, sgd
 from tests.training.cases import batch, batches, net, prepared, train_step
@@ -154,6 +156,23 @@ def test_arm_is_silent_where_fp32_weights_are_stepped(make, log):
     for x, y in batches(2 * EVERY + 1):
         loop.step(x, y)
     assert log() == []
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_masters_and_compensations_in_the_state_hold_the_difference(keeps):
+    weight = weight_of([1.0] * 8)
+    optimizer = FusedAdam([weight], lr=1e-6, capturable=keeps, master_weights=keeps)
+    history = amp.debug.History(optimizer, updates_every=1)
+    for _ in range(2):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    (found,) = history.modules
+    assert (found.weights, found.frozen) == ((0, 0.0) if keeps else (16, 1.0))
+    plain = torch.optim.SGD([weight], lr=1e-6)
+    plain.state[weight]["kahan_comp"] = torch.zeros_like(weight) if keeps else torch.zeros(3)
+    history = amp.debug.History(plain, updates_every=1)
+    plain.step()
+    assert history.modules[0].weights == (0 if keeps else 8)
 
 
 class Stochastic(torch.optim.SGD):
@@ -381,8 +400,6 @@ def test_messages_leave_out_modules_with_few_samples():
 def test_a_window_ends_without_its_parameter():
     loop = bf16_model()
     seen = []
-    from apex.debug.loops import PlainLoop
-
     plain = PlainLoop([loop.optimizer], None, [])
     UpdateWatch(plain, seen.append, every=2, span=2)
     loop.step(*batch())

@@ -16,6 +16,7 @@ _MODULES = {
     "suggest_fp32": "suggesting",
     "trace_overflow": "overflow",
     "trace_rounding": "rounding",
+    "two_pass_steps": "two_pass",
     "why_skipped": "skips",
 }
 

@@ -37,12 +37,17 @@ def arm(
     loss's next backward pass. If it finds a fault, rank 0 logs the report as a warning to the
     logger ``apex``, and the handle disarms itself. It stays armed, silently, if the step is clean
     or if only the scaled gradients overflow: a dynamic scale finds its value by such skips. Steps
-    that are not traced cost no extra kernel and no extra host sync.
+    that are not traced cost no extra host sync, and no extra kernel but for one in 16, below.
 
     Where all scales are static (O0, O3, O4, O5), nothing is skipped, and one step on inf or NaN
     destroys the weights. So the handle looks for non-finite gradients on the device after each
     pass (a few kernels, no host sync), and the first that arrives starts the trace. The report
     names these gradients and the pass, and the operator if the weights are still finite.
+
+    One step of 16 is sampled, as in :class:`apex.debug.History`. The handle warns once if most
+    16-bit weights of a module do not move in 16 updates and no master holds the difference, and
+    once if more than a tenth of a module's gradients are zero only because fp16 cannot hold them.
+    It stays armed then.
 
     In a loop without ``amp.initialize``, pass the model and, where one is used, the ``GradScaler``:
     its scale is the dynamic one. Each step of the optimizer counts as a pass.

@@ -119,7 +119,9 @@ class Fault:
         if self.cause == "range":
             return _for_range(self)
         if self.cause == "update" and self.dtype is torch.float16:
-            return _REMEDY_FOR_FP16_STEP
+            return _REMEDY_FOR_FP16_STEP.format(
+                masters=_MASTERS if self.level[:1] == "O" else _FP32_WEIGHTS
+            )
         return _REMEDY_FOR_UNDEFINED_STEP if self._undefined_step else _REMEDIES[self.cause]
 
     @property
@@ -295,9 +297,11 @@ _REMEDIES: dict[Cause, str] = {
 
 
 _REMEDY_FOR_FP16_STEP = (
-    "lower the learning rate, because weights beyond 65504 do not fit fp16, and step fp32 masters "
-    "(O2, or master_weights=True), because an optimizer's eps of 1e-8 is 0 in fp16."
+    "lower the learning rate, because weights beyond 65504 do not fit fp16, and {masters}, because "
+    "an optimizer's eps of 1e-8 is 0 in fp16."
 )
+_MASTERS = "step fp32 masters (O2, or master_weights=True)"
+_FP32_WEIGHTS = "keep the weights in fp32 (torch.autocast, or amp.initialize at O2)"
 
 _REMEDY_FOR_UNDEFINED_STEP = (
     "pass the optimizer an eps above 0, so that a step does not divide by the 0 that zero "

@@ -55,6 +55,11 @@ class History:
     ``delay_overflow_check``, ``no_sync``) or that run inside a CUDA graph. For sharded parameters
     the norm covers all shards and requires communication: record on every rank or on none.
 
+    Every 16th step, the history also measures, on sampled elements of each parameter, which 16-bit
+    weights the update leaves as they were and which gradients fp16 rounds to zero: ``modules``.
+    Measured on one CPU core: 30 us of the host per parameter tensor and measurement. At O0, O4 and
+    O5, where masters hold every update and gradients do not underflow, it measures nothing.
+
     In a loop without ``amp.initialize``, each step of a plain optimizer is a pass. With its
     ``GradScaler``, skipped steps are recorded too, and all norms are of unscaled gradients.
 
@@ -68,7 +73,8 @@ class History:
         grad_norms: Whether to compute gradient norms.
         updates_every: Steps from one measurement of updates and gradients to the next, for
             ``modules``; None for no measurement.
-        limit: Number of most recent passes to keep (about 200 bytes each); None keeps all.
+        limit: Number of most recent passes, and of measurements, to keep (about 200 bytes for
+            each pass, and for each module and measurement); None keeps all.
 
     Raises:
         ValueError: If no optimizer is given, or if the optimizers come from different
@@ -153,6 +159,12 @@ class History:
         """How many of ``passes`` overflowed."""
         return sum(item.overflow for item in self.passes)
 
+    def __str__(self) -> str:
+        """Returns a summary of a few lines. Waits for the device."""
+        from apex.debug.history_summary import summary
+
+        return summary(self.passes)
+
     def to_json(self) -> str:
         """Returns ``passes`` as a JSON array of objects.
 
@@ -165,8 +177,17 @@ class History:
 
         Args:
             writer: Any object with ``add_scalar(tag, value, step)``; the step is the pass's index.
-            prefix: Prefix of the tags ``loss_scale/0``, ``overflow/0`` and ``grad_norm/0``.
+            prefix: Prefix of the tags ``loss_scale/0``, ``overflow/0`` and ``grad_norm/0``, and of
+                ``frozen/MODULE`` and ``underflow/MODULE`` (the shares of ``modules``, at the last
+                pass).
         """
+        for module in self.modules:
+            if module.weights:
+                writer.add_scalar(f"{prefix}/frozen/{module.module}", module.frozen, self._seen - 1)
+            if module.gradients:
+                writer.add_scalar(
+                    f"{prefix}/underflow/{module.module}", module.underflow, self._seen - 1
+                )
         for item in self.passes:
             writer.add_scalar(f"{prefix}/loss_scale/{item.loss_id}", item.loss_scale, item.index)
             writer.add_scalar(f"{prefix}/overflow/{item.loss_id}", int(item.overflow), item.index)

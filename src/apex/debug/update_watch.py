@@ -250,7 +250,7 @@ class UpdateWatch:
             return
         with suspend_modes():
             for window in self._open.pop(optimizer, ()):
-                counts = _ended(window)
+                counts = _ended(window, optimizer)
                 if counts is not None and self._readback.send(counts):
                     self._sent.append(window.layout.modules)
         self.poll()
@@ -278,9 +278,10 @@ class UpdateWatch:
         if found_inf is not None:
             runs = moved(found_inf, device) == 0.0
             counts, wanted = counts * runs, wanted & runs
-        low = [(p, alike) for p, alike in zip(params, dense, strict=True) if is_low_precision(p)]
-        weights = [(weakref.ref(param), alike) for param, alike in low]
-        return _Window(layout, weights, _sampled(*_live(weights), device), wanted, counts)
+        kept = [index for index, param in enumerate(params) if is_low_precision(param)]
+        weights = [(weakref.ref(params[index]), dense[index]) for index in kept]
+        before = _sampled([own[index] for index in kept], [dense[i] for i in kept], device)
+        return _Window(layout, weights, before, wanted, counts)
 
     def _layout(self, params: list[Tensor]) -> _Layout:
         device = params[0].device
@@ -312,16 +313,37 @@ def _layout_of(params: list[Tensor], key: tuple[int, ...], loop: Loop) -> _Layou
     )
 
 
-def _ended(window: _Window) -> Tensor | None:
+def _ended(window: _Window, optimizer: Optimizer) -> Tensor | None:
     """Returns the counts of a measurement; None if a parameter is gone or has another size."""
-    after = _sampled(*_live(window.weights), window.counts.device)
+    params, dense = _live(window.weights)
+    after = _sampled(dtensor.locals_of(params), dense, window.counts.device)
     if after.shape != window.before.shape:
         return None
+    begin = 0
+    for param in params:  # only now: the first step makes the state
+        end = begin + _count(dtensor.local(param).numel())
+        if _holds_difference(optimizer, param):
+            window.wanted[begin:end] = False
+        begin = end
     still = window.wanted & (after == window.before)
     found = torch.stack([window.wanted, still], 1).float()
     owner = window.layout.owner[window.layout.weights]
     window.counts[:, :2].index_add_(0, owner, found)
     return window.counts.flatten()
+
+
+def _holds_difference(optimizer: Optimizer, param: Tensor) -> bool:
+    """Returns whether the optimizer's state holds a master or a Kahan sum's compensation."""
+    return any(
+        isinstance(value, Tensor)
+        and value.shape == param.shape
+        and any(word in str(key).lower() for word in _KEEPERS)
+        for key, value in optimizer.state.get(param, {}).items()
+    )
+
+
+_KEEPERS = ("master", "kahan", "compensation")
+"""Parts of the names under which optimizers keep what a 16-bit weight cannot hold."""
 
 
 def _measurable(optimizer: Optimizer, may_underflow: bool) -> Iterator[Tensor]:
@@ -362,9 +384,9 @@ def _alike(weight: Tensor, grad: Tensor) -> bool:
 
 
 def _live(weights: list[tuple[weakref.ref[Tensor], bool]]) -> tuple[list[Tensor], list[bool]]:
-    """Returns the local parts of the parameters that still exist."""
+    """Returns the parameters that still exist, and how to sample them."""
     live = [(param, dense) for ref, dense in weights if (param := ref()) is not None]
-    return dtensor.locals_of([param for param, _ in live]), [dense for _, dense in live]
+    return [param for param, _ in live], [dense for _, dense in live]
 
 
 def _sampled(tensors: list[Tensor], dense: list[bool], device: torch.device) -> Tensor:
