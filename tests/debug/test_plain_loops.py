@@ -325,10 +325,7 @@ def first_fault(loop, x):
 @pytest.mark.parametrize(
     ("make", "remedies"),
     [
-        (
-            fp16_autocast,
-            ["torch.autocast(device_type, enabled=False)", "dtype=torch.bfloat16", "call 0 on"],
-        ),
+        (fp16_autocast, ["torch.autocast(device_type, enabled=False)", "dtype=torch.bfloat16"]),
         (fp16_model, ["get_submodule('0').float()", "model.bfloat16()"]),
     ],
 )
@@ -348,17 +345,17 @@ def test_bad_data_is_named_in_every_loop(make):
     assert (fault.cause, fault.module) == ("data", "" if casts_outside else "0")
 
 
-@pytest.mark.parametrize("under", ["autocast", "16-bit model"])
+@pytest.mark.parametrize("level", ["torch.autocast", "16-bit model"])
 @pytest.mark.parametrize("cause", ["range", "loss scale", "update"])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("module", ["", "Net:body.0"])
 @pytest.mark.parametrize("op", ["aten.addmm", "aten._to_copy", "aten.exp"])
 @pytest.mark.parametrize("inside", [True, False])
 def test_no_remedy_of_a_plain_loop_names_options_of_amp(
-    under, cause, direction, module, op, inside
+    level, cause, direction, module, op, inside
 ):
-    fault = Fault(module, op, direction, "inf", torch.float16, 1.0, "", cause, inside, 1e9, under)
-    for option in ("fp32_modules", "register_float", "disable_casts", "'O4'"):
+    fault = Fault(module, op, direction, "inf", torch.float16, 1.0, "", cause, inside, 1e9, level)
+    for option in ("fp32_modules", "register_float", "disable_casts", "'O4'", "master_weights"):
         assert option not in fault.remedy
 
 
@@ -421,14 +418,28 @@ def test_arm_names_the_first_gradients_that_are_not_finite(log, make):
 @pytest.mark.parametrize("wrap", [None, torch.nn.DataParallel])
 def test_arm_disarms_inside_its_own_hook_and_the_loop_goes_on(log, wrap):
     loop = bf16_autocast(wrap=wrap)
-    before = copy.deepcopy(list(loop.model.parameters()))
     handle = amp.debug.arm(loop.optimizer, **loop.watched)
+    calls = []
+    mine = loop.optimizer.register_step_post_hook(lambda *_: calls.append(1))
     for x, y in batches(6):
         loop.step(infinite(x), y)
-    assert len(log()) == 1
+    assert (len(log()), len(calls)) == (1, 6)
     handle.disarm()
+    mine.remove()
     assert not loop.optimizer._optimizer_step_post_hooks
-    assert before
+
+
+@pytest.mark.parametrize("make", [fp16_autocast, bf16_model, Plain], ids=lambda m: m.__name__)
+def test_a_compiled_step_is_watched(log, make):
+    loop = make(make=lambda p: torch.optim.SGD(p, lr=0.1))
+    loop.called = torch.compile(loop.model, backend="eager")
+    loop.optimizer.step = torch.compile(loop.optimizer.step, backend="eager")
+    history = amp.debug.History(loop.optimizer, **loop.watched, updates_every=1)
+    amp.debug.arm(loop.optimizer, **loop.watched)
+    for x, y in batches(3):
+        loop.step(x, y)
+    assert [item.grad_norm for item in history.passes] == pytest.approx(loop.norms, rel=1e-5)
+    assert all(item.weights + item.gradients > 0 for item in history.modules)
 
 
 def test_parameters_without_a_model_go_by_what_the_optimizer_knows():

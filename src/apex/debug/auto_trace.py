@@ -19,6 +19,8 @@ from apex.debug.loops import Loop, LoopPass, loop_of
 from apex.debug.modes import suspend_modes
 from apex.debug.overflow import OverflowTrace
 from apex.debug.skips import require_session
+from apex.debug.update_messages import frozen_message, underflow_message
+from apex.debug.update_watch import EVERY, Measured, UpdateWatch, summary
 
 
 def arm(
@@ -35,12 +37,17 @@ def arm(
     loss's next backward pass. If it finds a fault, rank 0 logs the report as a warning to the
     logger ``apex``, and the handle disarms itself. It stays armed, silently, if the step is clean
     or if only the scaled gradients overflow: a dynamic scale finds its value by such skips. Steps
-    that are not traced cost no extra kernel and no extra host sync.
+    that are not traced cost no extra host sync, and no extra kernel but for one in 16, below.
 
     Where all scales are static (O0, O3, O4, O5), nothing is skipped, and one step on inf or NaN
     destroys the weights. So the handle looks for non-finite gradients on the device after each
     pass (a few kernels, no host sync), and the first that arrives starts the trace. The report
     names these gradients and the pass, and the operator if the weights are still finite.
+
+    One step of 16 is sampled, as in :class:`apex.debug.History`. The handle warns once if most
+    16-bit weights of a module do not move in 16 updates and no master holds the difference, and
+    once if more than a tenth of a module's gradients are zero only because fp16 cannot hold them.
+    It stays armed then.
 
     In a loop without ``amp.initialize``, pass the model and, where one is used, the ``GradScaler``:
     its scale is the dynamic one. Each step of the optimizer counts as a pass.
@@ -104,6 +111,9 @@ class AutoTrace:
         self._thread = 0
         self._handles: list[Any] = []
         self._error: BaseException | None = None
+        self._last: Measured = {}
+        self._said: set[str] = set()
+        self._updates = UpdateWatch(loop, self._measured, every=EVERY, span=EVERY)
         loop.listen(self)
 
     def __enter__(self) -> AutoTrace:
@@ -121,6 +131,7 @@ class AutoTrace:
 
     def disarm(self) -> None:
         """Stops listening, and ends a trace started by this thread; idempotent."""
+        self._updates.stop()
         self._loop.stop()
         self._stop()
         self._remove_hooks()
@@ -148,6 +159,20 @@ class AutoTrace:
             if found:
                 self._nonfinite = found[0]
                 self._start(found[0].loss_id)
+
+    def _measured(self, measured: Measured) -> None:
+        """Reports weights that do not move and gradients that underflow, each once."""
+        both = [self._last, measured] if self._last else []
+        found = {
+            "weights": frozen_message(summary([measured], fp16=False), self._loop),
+            # Of two measurements, as a first step is often unlike the next.
+            "gradients": underflow_message(summary(both, fp16=self._loop.in_fp16), self._loop),
+        }
+        self._last = measured
+        for kind, message in found.items():
+            if message and kind not in self._said:
+                self._said.add(kind)
+                _log(message)
 
     def _due(self, end: LoopPass) -> ScaleUpdate | None:
         """Returns the skip that calls for a trace, if any."""
@@ -189,8 +214,7 @@ class AutoTrace:
         message = self._message()
         if message is None:
             return
-        if ranks.rank() == 0:
-            logging.getLogger("apex").warning(message)
+        _log(message)
         self.disarm()
 
     def _message(self) -> str | None:
@@ -234,6 +258,11 @@ class AutoTrace:
     def _after_forward(self, *_: Any) -> None:
         if sys.exc_info()[1] is not self._error:
             self._stop()
+
+
+def _log(message: str) -> None:
+    if ranks.rank() == 0:
+        logging.getLogger("apex").warning(message)
 
 
 _EARLIER = ("gradients", "weights", "optimizer state")

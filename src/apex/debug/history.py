@@ -16,6 +16,7 @@ from apex._core.foreach import norms
 from apex._engine.readback import Readback
 from apex._torch import dtensor
 from apex.debug.loops import LoopPass, loop_of
+from apex.debug.update_watch import EVERY, Measured, ModuleUpdates, UpdateWatch, summary
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,6 +55,11 @@ class History:
     ``delay_overflow_check``, ``no_sync``) or that run inside a CUDA graph. For sharded parameters
     the norm covers all shards and requires communication: record on every rank or on none.
 
+    Every 16th step, the history also measures, on sampled elements of each parameter, which 16-bit
+    weights the update leaves as they were and which gradients fp16 rounds to zero: ``modules``.
+    Measured on one CPU core: 30 us of the host per parameter tensor and measurement. At O0, O4 and
+    O5, where masters hold every update and gradients do not underflow, it measures nothing.
+
     In a loop without ``amp.initialize``, each step of a plain optimizer is a pass. With its
     ``GradScaler``, skipped steps are recorded too, and all norms are of unscaled gradients.
 
@@ -65,7 +71,10 @@ class History:
         scaler: The ``torch.amp.GradScaler`` of a plain loop.
         model: The model or models of a plain loop, for names.
         grad_norms: Whether to compute gradient norms.
-        limit: Number of most recent passes to keep (about 200 bytes each); None keeps all.
+        updates_every: Steps from one measurement of updates and gradients to the next, for
+            ``modules``; None for no measurement.
+        limit: Number of most recent passes, and of measurements, to keep (about 200 bytes for
+            each pass, and for each module and measurement); None keeps all.
 
     Raises:
         ValueError: If no optimizer is given, or if the optimizers come from different
@@ -92,8 +101,14 @@ class History:
         scaler: Any = None,
         model: nn.Module | Sequence[nn.Module] | None = None,
         grad_norms: bool = True,
+        updates_every: int | None = EVERY,
         limit: int | None = None,
     ) -> None:
+        if updates_every is not None and updates_every < 1:
+            raise ValueError(
+                f"amp.debug.History got updates_every={updates_every}; it must be at least 1, or "
+                "None for no measurement."
+            )
         if not optimizers:
             raise ValueError(
                 "amp.debug.History got no optimizer. Pass one or more: History(optimizer)."
@@ -104,6 +119,11 @@ class History:
         self._losses: deque[int] = deque()
         self._passes: deque[Pass] = deque(maxlen=limit)
         self._seen = 0
+        self._modules = self._loop.modules()
+        self._measured: deque[Measured] = deque(maxlen=limit)
+        self._updates = None
+        if updates_every is not None:
+            self._updates = UpdateWatch(self._loop, self._measured.append, every=updates_every)
         self._loop.listen(self)
 
     def __enter__(self) -> History:
@@ -116,6 +136,8 @@ class History:
 
     def stop(self) -> None:
         """Stops recording and keeps the recorded passes; idempotent. Waits for the device."""
+        if self._updates is not None:
+            self._updates.stop()
         self._loop.stop()
         self._read(wait=True)
 
@@ -126,9 +148,22 @@ class History:
         return list(self._passes)
 
     @property
+    def modules(self) -> list[ModuleUpdates]:
+        """What 16 bits lost of updates and gradients, by module. Waits for the device."""
+        if self._updates is not None:
+            self._updates.poll(wait=True)
+        return summary(self._measured, fp16=self._loop.in_fp16, modules=self._modules)
+
+    @property
     def skipped(self) -> int:
         """How many of ``passes`` overflowed."""
         return sum(item.overflow for item in self.passes)
+
+    def __str__(self) -> str:
+        """Returns a summary of a few lines. Waits for the device."""
+        from apex.debug.history_summary import summary
+
+        return summary(self.passes)
 
     def to_json(self) -> str:
         """Returns ``passes`` as a JSON array of objects.
@@ -142,8 +177,17 @@ class History:
 
         Args:
             writer: Any object with ``add_scalar(tag, value, step)``; the step is the pass's index.
-            prefix: Prefix of the tags ``loss_scale/0``, ``overflow/0`` and ``grad_norm/0``.
+            prefix: Prefix of the tags ``loss_scale/0``, ``overflow/0`` and ``grad_norm/0``, and of
+                ``frozen/MODULE`` and ``underflow/MODULE`` (the shares of ``modules``, at the last
+                pass).
         """
+        for module in self.modules:
+            if module.weights:
+                writer.add_scalar(f"{prefix}/frozen/{module.module}", module.frozen, self._seen - 1)
+            if module.gradients:
+                writer.add_scalar(
+                    f"{prefix}/underflow/{module.module}", module.underflow, self._seen - 1
+                )
         for item in self.passes:
             writer.add_scalar(f"{prefix}/loss_scale/{item.loss_id}", item.loss_scale, item.index)
             writer.add_scalar(f"{prefix}/overflow/{item.loss_id}", int(item.overflow), item.index)

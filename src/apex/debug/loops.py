@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -24,6 +25,9 @@ from apex._torch.copies import moved
 from apex._torch.dynamo import untraced
 from apex.amp.optimizers import unwrap
 from apex.debug.module_tracker import unwrapped
+
+StepHook = Callable[..., None]
+"""Takes the optimizer, and the arguments of its step."""
 
 
 class LoopPass(NamedTuple):
@@ -65,23 +69,44 @@ class Loop(ABC):
         dynamic: Whether an overflow skips a step.
         unit: What a pass is, in messages.
         remedy: How to have steps on non-finite gradients skipped.
+        may_underflow: Whether gradients may be computed in fp16.
+        keeps_fp32: How to keep weights in fp32.
+        scales: How to keep gradients in fp16's range.
     """
 
     dynamic: bool
     unit: str
     remedy: str
+    may_underflow: bool
+    keeps_fp32: str
+    scales: str
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         """Watches nothing yet."""
         self._models = weakref.WeakSet(map(module_behind, models))
+        self._listener: Listener | None = None
+        self._ends: list[Callable[[], None]] = []
+        self._in_hook = False
 
     @abstractmethod
     def listen(self, listener: Listener) -> None:
         """Starts to call ``listener``, the only one."""
 
-    @abstractmethod
+    def add_step_hooks(self, before: StepHook | None, after: StepHook) -> None:
+        """Calls functions around every step of the optimizers, until ``stop``."""
+        for optimizer in self.optimizers:
+            if before is not None:
+                self._ends.append(optimizer.register_step_pre_hook(before).remove)
+            self._ends.append(optimizer.register_step_post_hook(after).remove)
+
     def stop(self) -> None:
-        """Stops calling it; idempotent."""
+        """Stops calling the listener, and removes all hooks; idempotent.
+
+        Hooks stay if this is called in one of them, over which torch is iterating.
+        """
+        self._listener = None
+        while self._ends and not self._in_hook:
+            self._ends.pop()()
 
     @property
     @abstractmethod
@@ -92,6 +117,15 @@ class Loop(ABC):
     def models(self) -> list[nn.Module]:
         """The live models."""
         return list(self._models)
+
+    @property
+    @abstractmethod
+    def in_fp16(self) -> bool:
+        """Whether gradients are known to be computed in fp16."""
+
+    @abstractmethod
+    def gradient_scale(self, optimizer: Optimizer) -> Tensor | None:
+        """Returns the factor by which the gradients, unscaled now, were scaled; None for 1."""
 
     def params(self) -> list[Tensor]:
         """Returns the parameters that the optimizers step."""
@@ -117,6 +151,11 @@ class Loop(ABC):
                 found[id(pair.master)] = found.get(id(pair.model), found[id(pair.master)])
         return found
 
+    def modules(self) -> list[str]:
+        """Returns the names of the modules whose parameters the optimizers step."""
+        names = self.names()
+        return list(dict.fromkeys(owner_of(names[id(param)]) for param in self.params()))
+
     def weights_are_finite(self) -> bool:
         """Returns whether every stepped weight is finite. Waits for the device."""
         return all(
@@ -130,6 +169,8 @@ class AmpLoop(Loop):
 
     unit = "backward pass"
     remedy = "To skip such steps, pass loss_scale='dynamic' to amp.initialize."
+    keeps_fp32 = "Use a level with fp32 masters ('O2', 'O5')"
+    scales = "Pass loss_scale='dynamic' to amp.initialize, or use a bf16 level ('O4', 'O5')"
 
     def __init__(
         self,
@@ -146,21 +187,16 @@ class AmpLoop(Loop):
         """
         super().__init__(session.models if models is None else models)
         self.dynamic = any(scaler.dynamic for scaler in session.scalers)
+        self.may_underflow = session.policy.low_precision is torch.float16
         self._session = weakref.ref(session)
         self._only = None if bindings is None else weakref.WeakSet(bindings)
-        self._listener: Listener | None = None
 
     def listen(self, listener: Listener) -> None:
         """Starts to call ``listener``."""
         self._listener = listener
-        cast(Session, self._session()).add_listener(self._end_of_pass)
-
-    def stop(self) -> None:
-        """Stops; idempotent."""
-        session = self._session()
-        if session is not None:
-            session.remove_listener(self._end_of_pass)
-        self._listener = None
+        session = cast(Session, self._session())
+        session.add_listener(self._end_of_pass)
+        self._ends.append(functools.partial(session.remove_listener, self._end_of_pass))
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -168,6 +204,16 @@ class AmpLoop(Loop):
         session = self._session()
         bindings = () if session is None else session.bindings
         return [b.optimizer for b in bindings if self._only is None or b in self._only]
+
+    @property
+    def in_fp16(self) -> bool:
+        """Whether the level computes in fp16."""
+        return self.may_underflow
+
+    def gradient_scale(self, optimizer: Optimizer) -> Tensor | None:
+        """Returns the first loss's scale."""
+        session = self._session()
+        return None if session is None else session.scalers[0].loss_scale
 
     def _end_of_pass(self, session: Session, end: PassEnd) -> None:
         own = [
@@ -204,6 +250,14 @@ class PlainLoop(Loop):
         "To skip such steps, call optimizer.step() only if the norm that clip_grad_norm_ returns "
         "is finite."
     )
+    keeps_fp32 = (
+        "Keep the weights in fp32 and compute under torch.autocast, or use amp.initialize(model, "
+        "optimizer, opt_level='O5'), which keeps fp32 masters"
+    )
+    scales = (
+        "Scale the loss with torch.amp.GradScaler, or use torch.autocast(device_type, "
+        "dtype=torch.bfloat16)"
+    )
 
     def __init__(
         self, optimizers: Sequence[Optimizer], scaler: Any, models: Iterable[nn.Module]
@@ -213,8 +267,6 @@ class PlainLoop(Loop):
         self.dynamic = scaler is not None and scaler.is_enabled()
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self._scaler = None if not self.dynamic else weakref.ref(scaler)
-        self._listener: Listener | None = None
-        self._handles: list[Any] = []
         self._measured: dict[int, Tensor | None] = {}
         self._readback = Readback()
         self._sent: deque[int] = deque()
@@ -224,26 +276,30 @@ class PlainLoop(Loop):
         """Starts to call ``listener``."""
         self._listener = listener
         scaler = None if self._scaler is None else self._scaler()
-        if scaler is not None:
-            watch = grad_scaler.Watch(scaler, self)
-            self._handles = [watch.stop]
+        if scaler is None:
+            self.add_step_hooks(None, self._after_step)
         else:
-            self._handles = [
-                optimizer.register_step_post_hook(self._after_step).remove
-                for optimizer in self.optimizers
-            ]
-
-    def stop(self) -> None:
-        """Stops; idempotent."""
-        self._listener = None
-        while self._handles:
-            self._handles.pop()()
+            self._ends.append(grad_scaler.Watch(scaler, self).stop)
 
     @property
     def optimizers(self) -> list[Optimizer]:
         """The live optimizers."""
         found = (reference() for reference in self._optimizers)
         return [optimizer for optimizer in found if optimizer is not None]
+
+    @property
+    def in_fp16(self) -> bool:
+        """Whether a GradScaler scales the losses, or a parameter is in fp16."""
+        return self.dynamic or any(param.dtype is torch.float16 for param in self.params())
+
+    may_underflow = True  # nobody says in which dtype torch.autocast computes
+
+    def gradient_scale(self, optimizer: Optimizer) -> Tensor | None:
+        """Returns the GradScaler's scale, unless the optimizer itself unscales in its step."""
+        scaler = None if self._scaler is None else self._scaler()
+        if scaler is None or getattr(optimizer, "grad_scale", None) is not None:
+            return None
+        return grad_scaler.current_scale(scaler)
 
     # -- with a GradScaler ----------------------------------------------------------------------
 
@@ -295,7 +351,11 @@ class PlainLoop(Loop):
         measured = self._measure(index)
         device = torch.device("cpu") if measured is None else measured.device
         one, zero = torch.ones((), device=device), torch.zeros((), device=device)
-        self._listener.end_of_pass(LoopPass(index, (), measured, one, zero, failed=False))
+        self._in_hook = True
+        try:
+            self._listener.end_of_pass(LoopPass(index, (), measured, one, zero, failed=False))
+        finally:
+            self._in_hook = False
 
     # -- both --------------------------------------------------------------------------------------
 
@@ -367,6 +427,11 @@ def check_scaler(caller: str, scaler: Any) -> None:
             f"amp.debug.{caller} got {type(scaler).__name__} as the scaler; it takes the "
             "torch.amp.GradScaler that scales the losses."
         )
+
+
+def owner_of(param: str) -> str:
+    """Returns the name of the module that owns a named parameter."""
+    return param.rpartition(".")[0]
 
 
 def inner(optimizer: Any) -> Optimizer:

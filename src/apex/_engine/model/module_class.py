@@ -139,8 +139,7 @@ class ConvertedModule(nn.Module):
         if not intact:  # the model's own class rebuilt it from part of its state
             state.apply(self)
         state.model = weakref.ref(self)
-        for buffer in state.kept(self):
-            kept_buffers.mark(buffer)  # plain in files
+        kept_buffers.mark_plain(state.kept(self))  # plain in files
 
 
 class _AnotherDtype(Exception):  # noqa: N818 - a signal, not an error
@@ -313,7 +312,8 @@ def cast_call(
 ) -> Any:
     """Calls ``forward(*bound, *args, **kwargs)``, casting ``args``, ``kwargs`` and the output."""
     args, kwargs = begin_call(state, args, kwargs)
-    return end_call(state, _run_inside(model, state, forward, *bound, *args, **kwargs))
+    run = _run_traced if _is_compiling() else _run
+    return end_call(state, run(model, state, forward, *bound, *args, **kwargs))
 
 
 def begin_call(
@@ -340,16 +340,20 @@ def end_call(state: ModelState, output: Any) -> Any:
     return kept_buffers.plain(output) if state.keeps else output
 
 
-def _run_inside(
+def _run_traced(
     model: nn.Module, state: ModelState, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     kept = state.kept(model) if state.keeps else []
-    if _is_compiling():  # dynamo cannot resume after a graph break inside a try block
-        if not kept:
-            return state.region.run(forward, *args, **kwargs)
-        with kept_buffers.Yielding(kept):
-            return state.region.run(forward, *args, **kwargs)
-    marked = kept_buffers.mark_plain(kept)
+    if not kept:  # dynamo cannot resume after a graph break inside a block
+        return state.region.run(forward, *args, **kwargs)
+    with kept_buffers.Yielding(kept):
+        return state.region.run(forward, *args, **kwargs)
+
+
+def _run(
+    model: nn.Module, state: ModelState, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    marked = kept_buffers.mark_plain(state.kept(model)) if state.keeps else ()
     try:
         return state.region.run(forward, *args, **kwargs)
     except RuntimeError as error:
