@@ -11,7 +11,7 @@ from importlib.metadata import version
 import pytest
 
 from apex.cli import SUBCOMMANDS, build_parser, exit_codes, main
-from apex.cli.output_files import why_not_writable
+from apex.cli.output import why_not_writable
 from apex.tools.progress import progress_on
 from apex.tools.text import text_table
 from tests.tools.cases import TARGET, comparison_of, result_of, written

@@ -184,6 +184,19 @@ def test_tensorboard_receives_every_number(history):
     assert ("run/grad_norm/0", history.passes[2].grad_norm, 2) in writer.added
 
 
+def test_tensorboard_receives_the_shares_of_modules():
+    model, optimizer = prepared("O3", lambda p: torch.optim.SGD(p, lr=1e-6))
+    with amp.debug.History(optimizer) as history:
+        train_step(model, optimizer, *batch())
+    added = {}
+    writer = type("Writer", (), {"add_scalar": lambda _, tag, *rest: added.update({tag: rest})})
+    history.to_tensorboard(writer())
+    (first, second) = history.modules
+    assert first.frozen > 0.5
+    assert added["amp/frozen/0"] == (first.frozen, 0)
+    assert added["amp/underflow/2"] == (second.underflow, 0)
+
+
 def test_the_plot_shows_scales_and_marks_overflows(history, tmp_path):
     pytest.importorskip("matplotlib")
     figure = history.plot()
@@ -210,11 +223,6 @@ def test_without_matplotlib_the_plot_says_how_to_install_it(history, monkeypatch
 def test_no_optimizer_is_refused():
     with pytest.raises(ValueError, match="got no optimizer"):
         amp.debug.History()
-
-
-def test_a_plain_optimizer_is_refused():
-    with pytest.raises(RuntimeError, match="has not prepared"):
-        amp.debug.History(torch.optim.SGD(net().parameters(), lr=0.1))
 
 
 def test_optimizers_of_two_calls_are_refused():

@@ -140,7 +140,7 @@ def test_the_remedy_without_amp_names_nothing_of_amp(autocast):
     net = net if autocast else net.half()
     with torch.autocast("cpu", torch.float16, enabled=autocast), trace_overflow(net) as trace:
         net(torch.full((1, 2), 3.0, dtype=torch.float32 if autocast else torch.float16))
-    assert trace.first.level == ("torch.autocast" if autocast else "")
+    assert trace.first.level == ("torch.autocast" if autocast else "16-bit model")
     assert ("torch.autocast(" in trace.first.remedy) == autocast
     assert "bfloat16" in trace.first.remedy
     assert "amp." not in trace.first.remedy.replace("torch.amp.", "")

@@ -14,6 +14,7 @@ _MODULES = {
     "explain": "explaining",
     "frozen_updates": "frozen",
     "trace_overflow": "overflow",
+    "two_pass_steps": "two_pass",
     "why_skipped": "skips",
 }
 

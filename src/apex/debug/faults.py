@@ -49,7 +49,8 @@ class Fault:
         inside: Whether a model was running, forward or backward.
         largest_true: Largest absolute output in float64; ``inf`` if infinite or undefined in
             float64 too, None if unknown.
-        level: What set the dtypes: ``"O0"`` to ``"O5"``, ``"torch.autocast"``, or ``""``.
+        level: What set the dtypes: ``"O0"`` to ``"O5"``, ``"torch.autocast"``, ``"16-bit model"``
+            if parameters are in 16 bits without amp, or ``""``.
         dynamic: Whether a dynamic loss scale, of amp or a ``GradScaler``, was in use.
         inputs: Range of each input, at most four.
         node: In a backward pass, the autograd node, such as ``"Sqrt"``.
@@ -118,7 +119,9 @@ class Fault:
         if self.cause == "range":
             return _for_range(self)
         if self.cause == "update" and self.dtype is torch.float16:
-            return _REMEDY_FOR_FP16_STEP
+            return _REMEDY_FOR_FP16_STEP.format(
+                masters=_MASTERS if self.level[:1] == "O" else _FP32_WEIGHTS
+            )
         return _REMEDY_FOR_UNDEFINED_STEP if self._undefined_step else _REMEDIES[self.cause]
 
     @property
@@ -294,9 +297,11 @@ _REMEDIES: dict[Cause, str] = {
 
 
 _REMEDY_FOR_FP16_STEP = (
-    "lower the learning rate, because weights beyond 65504 do not fit fp16, and step fp32 masters "
-    "(O2, or master_weights=True), because an optimizer's eps of 1e-8 is 0 in fp16."
+    "lower the learning rate, because weights beyond 65504 do not fit fp16, and {masters}, because "
+    "an optimizer's eps of 1e-8 is 0 in fp16."
 )
+_MASTERS = "step fp32 masters (O2, or master_weights=True)"
+_FP32_WEIGHTS = "keep the weights in fp32 (torch.autocast, or amp.initialize at O2)"
 
 _REMEDY_FOR_UNDEFINED_STEP = (
     "pass the optimizer an eps above 0, so that a step does not divide by the 0 that zero "
@@ -306,7 +311,10 @@ _REMEDY_FOR_UNDEFINED_STEP = (
 
 def _for_loss_scale(fault: Fault) -> str:
     if not fault.dynamic:
-        return "with a static scale, lower it or pass loss_scale='dynamic'."
+        dynamic = "scale the loss with torch.amp.GradScaler"
+        if fault.level.startswith("O"):
+            dynamic = "pass loss_scale='dynamic'"
+        return f"with a static scale, lower it or {dynamic}."
     return (
         "none with a dynamic scale, which finds its value this way: it backs off, and the next "
         f"step runs. If it never settles, {_BF16[fault.level]}."
@@ -342,9 +350,14 @@ def _in_fp32(fault: Fault) -> str:
 
 
 def _modules(fault: Fault) -> list[str]:
-    if fault.level not in ("O2", "O3") or not fault.module:
+    if fault.level not in ("O2", "O3", "16-bit model") or not fault.module:
         return []
     name = fault.module.rpartition(":")[2]
+    if fault.level == "16-bit model":
+        return [
+            f"keep the module in fp32 (model.get_submodule({name!r}).float()) and call it on "
+            ".float() inputs"
+        ]
     return [f"keep the module in fp32 with amp.initialize(..., fp32_modules=[{name!r}])"]
 
 
@@ -360,6 +373,7 @@ _BF16 = {
     "O2": "use the bf16 level 'O5'",
     "O3": "use the bf16 level 'O5'",
     "torch.autocast": "use torch.autocast(device_type, dtype=torch.bfloat16), without a GradScaler",
+    "16-bit model": "use bf16 (model.bfloat16())",
     **dict.fromkeys(("", "O0", "O4", "O5"), _TO_BF16),
 }
 """What computes in bf16, by level."""

@@ -272,8 +272,9 @@ class ModuleTracker:
     # -- hooks -----------------------------------------------------------------------------------
 
     def _enter_module(self, module: nn.Module, _: Any) -> None:
-        if not self._state.stack:
-            self.autocast = _autocast_dtype()
+        autocast = _autocast_dtype()
+        if autocast is not None or not self._state.stack:  # accelerate enters it inside the model
+            self.autocast = autocast
         self._state.stack.append((module, self.names[module], _graph_task()))
 
     def _leave_module(self, module: nn.Module, *_: Any) -> None:

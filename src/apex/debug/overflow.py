@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,12 +16,13 @@ from torch.optim.optimizer import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex.debug.faults import Fault
+from apex.debug.loops import check_scaler
 from apex.debug.module_tracker import ModuleTracker
 from apex.debug.overflow_mode import OverflowMode
 from apex.debug.provenance import Provenance
 
 
-def trace_overflow(*models: nn.Module) -> OverflowTrace:
+def trace_overflow(*models: nn.Module, scaler: Any = None) -> OverflowTrace:
     """Returns a context that finds the first operator that overflows, its cause and a remedy.
 
     Enter it around one or more whole iterations, forward and backward; it may include
@@ -33,7 +35,10 @@ def trace_overflow(*models: nn.Module) -> OverflowTrace:
 
     Args:
         models: One or more models, as passed to ``amp.initialize`` or since wrapped by
-            ``torch.compile`` or DistributedDataParallel.
+            ``torch.compile`` or DistributedDataParallel; or plain models.
+        scaler: The ``torch.amp.GradScaler`` of a loop without ``amp.initialize``. With it, scaled
+            gradients that overflow only by their scale are known as such: cause ``loss scale``. By
+            default, an enabled one that exists.
 
     Returns:
         An :class:`OverflowTrace` context; its ``first`` is the fault, or None.
@@ -51,7 +56,7 @@ def trace_overflow(*models: nn.Module) -> OverflowTrace:
         >>> trace.first.op, trace.first.kind, trace.first.cause
         ('aten.log', 'inf', 'domain')
     """
-    return OverflowTrace(*models)
+    return OverflowTrace(*models, scaler=scaler)
 
 
 class OverflowTrace:
@@ -62,12 +67,13 @@ class OverflowTrace:
         mode: The active dispatch mode; None before and after the trace.
     """
 
-    def __init__(self, *models: nn.Module) -> None:
+    def __init__(self, *models: nn.Module, scaler: Any = None) -> None:
         """Prepares a trace; tracing starts on entry.
 
         Raises:
-            TypeError: If an argument is not a module.
+            TypeError: If an argument is not a module, or ``scaler`` not a ``GradScaler``.
         """
+        check_scaler("trace_overflow", scaler)
         for model in models:
             if not isinstance(model, nn.Module):
                 raise TypeError(
@@ -75,7 +81,7 @@ class OverflowTrace:
                 )
         self.gradients: list[str] = []
         self._provenance = Provenance()
-        self._models = models
+        self._models, self._scaler = models, scaler
         self._hooks, self._modes = ExitStack(), ExitStack()
         self.mode: TorchDispatchMode | None = None
 
@@ -95,7 +101,8 @@ class OverflowTrace:
         return self
 
     def _new_mode(self) -> OverflowMode:
-        return OverflowMode(ModuleTracker(*self._models), self._provenance, self.gradients)
+        tracker = ModuleTracker(*self._models)
+        return OverflowMode(tracker, self._provenance, self.gradients, self._scaler)
 
     def _may_compile(self) -> bool:
         return "torch._dynamo" in sys.modules  # otherwise, nothing is compiled
@@ -104,7 +111,7 @@ class OverflowTrace:
         """Stops tracing, removes all hooks and releases the models."""
         self.stop_mode()
         self._hooks.close()
-        self._models = ()
+        self._models, self._scaler = (), None
         self._provenance.close()
 
     def stop_mode(self) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from apex._core.dtypes import is_low_precision
 from apex._engine.masters import Master
 from apex._engine.model.state import state_of
 from apex._engine.session import Session
@@ -44,7 +45,11 @@ class OverflowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True
 
     def __init__(
-        self, tracker: ModuleTracker, provenance: Provenance, gradients: list[str]
+        self,
+        tracker: ModuleTracker,
+        provenance: Provenance,
+        gradients: list[str],
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tracker = tracker
@@ -53,7 +58,8 @@ class OverflowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._process = os.getpid()
         self._stepping: Optimizer | None = None
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._scalers: weakref.WeakSet[Any] = weakref.WeakSet()
+        given = [scaler] if scaler is not None and scaler.is_enabled() else []
+        self._scalers: weakref.WeakSet[Any] = weakref.WeakSet(given)
         self._stale = self._stale_gradients()
 
     def enter_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -310,7 +316,10 @@ class OverflowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for session in self._sessions():
             if session.policy is not None:
                 return session.policy.opt_level
-        return "" if self.tracker.autocast is None else "torch.autocast"
+        if self.tracker.autocast is not None:
+            return "torch.autocast"
+        params = (param for model in self.tracker.models for param in model.parameters())
+        return "16-bit model" if any(map(is_low_precision, params)) else ""
 
     def _loss_scale(self) -> float:
         """Returns the largest loss scale of the models' sessions, else of GradScalers, else 1."""
