@@ -53,10 +53,12 @@ def findings_of(explanation: Explanation) -> tuple[Finding, ...]:
 
 def _through_operators(trips: list[RoundTrip], whole: float) -> Iterator[Finding]:
     """Yields a finding per operator and reason; a backward joins the forward of its module."""
-    reasons = {(_base(t.op), t.module): t.decided_by for t in trips if t.direction == "forward"}
+    reasons = {
+        (_forward_name(t.op), t.module): t.decided_by for t in trips if t.direction == "forward"
+    }
     groups: dict[tuple[str, str, tuple[str, str, str]], list[RoundTrip]] = {}
     for trip in trips:
-        name = _base(trip.op)
+        name = _forward_name(trip.op)
         reason = reasons.get((name, trip.module), trip.decided_by)
         groups.setdefault((name, reason, trip.path), []).append(trip)
     for (name, reason, path), group in groups.items():
@@ -107,7 +109,7 @@ def _share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-def _base(op: str) -> str:
+def _forward_name(op: str) -> str:
     """Returns the forward's name of an operator, without underscores."""
     name = op.rpartition(".")[2].strip("_")
     return name.removesuffix("_data").removesuffix("_backward").removeprefix("native_")
