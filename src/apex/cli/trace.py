@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from apex.cli import exit_codes
-from apex.cli.json_output import json_is_writable, write_json
+from apex.cli.output import json_is_writable, write_json
 
 if TYPE_CHECKING:
     from apex.debug.faults import Fault
