@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from apex import amp
 from apex.debug.faults import Fault
 from apex.debug.loops import PlainLoop
+from apex.optimizers import FP16_Optimizer
 from tests.training.cases import batch, batches, net
 
 
@@ -154,6 +155,37 @@ def test_other_optimizers_of_the_grad_scaler_are_ignored():
     history = amp.debug.History(other, scaler=loop.scaler)
     loop.step(*batch())
     assert history.passes == []
+
+
+class NoOptimizer:
+    """What a GradScaler takes, and no ``torch.optim.Optimizer``."""
+
+    def __init__(self, params):
+        self.param_groups = [{"params": list(params)}]
+
+    def step(self):
+        return "stepped"
+
+
+def test_a_grad_scaler_s_other_objects_step_as_before():
+    loop = fp16_autocast()
+    history = amp.debug.History(loop.optimizer, scaler=loop.scaler)
+    x, y = batch()
+    loop.scaler.scale(loop.loss(x, y)).backward()
+    assert loop.scaler.step(NoOptimizer(loop.model.parameters())) == "stepped"
+    loop.scaler.update()
+    assert history.passes == []
+
+
+def test_fp16_optimizer_is_watched_inside():
+    model = net().half()
+    optimizer = FP16_Optimizer(sgd(model.parameters(), lr=1e-6), static_loss_scale=8.0)
+    history = amp.debug.History(optimizer, updates_every=1)
+    x, y = batch()
+    optimizer.backward(((model(x.half()).float() - y) ** 2).mean())
+    optimizer.step()
+    assert len(history.passes) == 1
+    assert [item.weights for item in history.modules] == [0]  # it steps masters
 
 
 def test_a_step_with_a_closure_is_recorded():

@@ -148,7 +148,8 @@ class Loop(ABC):
         for optimizer in self.optimizers:
             binding = binding_of(optimizer)
             for pair in () if binding is None else binding.pairs:
-                found[id(pair.master)] = found.get(id(pair.model), found[id(pair.master)])
+                if id(pair.model) in found:
+                    found[id(pair.master)] = found[id(pair.model)]
         return found
 
     def modules(self) -> list[str]:
@@ -359,8 +360,11 @@ class PlainLoop(Loop):
 
     # -- both --------------------------------------------------------------------------------------
 
-    def _index(self, optimizer: Optimizer) -> int | None:
-        own = inner(optimizer)
+    def _index(self, optimizer: Any) -> int | None:
+        try:
+            own = inner(optimizer)
+        except TypeError:  # a GradScaler takes whatever has param_groups
+            return None
         found = (i for i, reference in enumerate(self._optimizers) if reference() is own)
         return next(found, None)
 
@@ -440,6 +444,5 @@ def inner(optimizer: Any) -> Optimizer:
     Raises:
         TypeError: If it is neither an optimizer nor a wrapper of one.
     """
-    own = unwrap(optimizer)
-    wrapped = getattr(own, "optimizer", None)
-    return inner(wrapped) if isinstance(wrapped, Optimizer) else own
+    wrapped = getattr(optimizer, "optimizer", None)
+    return inner(wrapped) if isinstance(wrapped, Optimizer) else unwrap(optimizer)
