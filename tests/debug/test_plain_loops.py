@@ -584,3 +584,55 @@ def test_explain_knows_scale_and_regime(make, level):
     assert found.level == level
     assert found.loss_scale == loop.scaler.get_scale()
     assert found.gradients
+
+
+# -- devices ---------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("overflows", [False, True])
+def test_on_a_device_a_fused_loop_waits_for_nothing(overflows):
+    model = net().cuda()
+    optimizer = fused(model.parameters())
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10)
+    history = amp.debug.History(optimizer, model=model, scaler=scaler, updates_every=1)
+    handle = amp.debug.arm(optimizer, model=model, scaler=scaler)
+    x, y = (part.cuda() for part in batch())
+
+    def step(factor):
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.float16):
+            loss = ((model(x).float() - y) ** 2).mean() * factor
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    step(1.0)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(torch.inf if overflows else 1.0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [item.overflow for item in history.passes] == [False, overflows]
+    assert history.passes[1].loss_scale == (2.0**9 if overflows else 2.0**10)
+    assert [item.gradients > 0 for item in history.modules] == [True, True]
+    handle.disarm()
+
+
+@pytest.mark.gpu
+def test_on_a_device_arm_traces_after_skips(log):
+    model = net().cuda()
+    nn.init.constant_(model[0].weight, 100.0)
+    optimizer = sgd(model.parameters())
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10)
+    handle = amp.debug.arm(optimizer, 2, model=model, scaler=scaler)
+    x = torch.full((3, 4), 6e4).cuda()
+    for _ in range(5):  # the flags arrive later than on a CPU
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.float16):
+            loss = model(x).float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert handle.trace.first.module == "0"
+    assert len(log()) == 1

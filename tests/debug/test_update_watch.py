@@ -320,6 +320,19 @@ def test_arm_names_modules_whose_gradients_underflow(log):
     assert "torch.amp.GradScaler" in message
 
 
+def test_arm_says_when_all_gradients_are_zero(log):
+    loop = Plain(autocast=torch.float16)
+    amp.debug.arm(loop.optimizer, **loop.watched)
+    for x, y in batches(EVERY):
+        loop.step(x, y, factor=1e-12)
+    assert log() == []
+    for x, y in batches(EVERY):
+        loop.step(x, y, factor=1e-12)
+    (message,) = log()
+    assert message.startswith("All sampled gradients are 0, again after 16 updates")
+    assert "torch.amp.GradScaler" in message
+
+
 # -- cost ------------------------------------------------------------------------------------
 
 

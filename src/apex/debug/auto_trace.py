@@ -162,13 +162,14 @@ class AutoTrace:
 
     def _measured(self, measured: Measured) -> None:
         """Reports weights that do not move and gradients that underflow, each once."""
-        both = [self._last, measured] if self._last else []
+        # Underflow from two measurements: a first step is often unlike the next.
+        again = {name: counts for name, counts in measured.items() if name in self._last}
+        both = [{name: self._last[name] for name in again}, again]
+        self._last |= measured
         found = {
             "weights": frozen_message(summary([measured], fp16=False), self._loop),
-            # Of two measurements, as a first step is often unlike the next.
             "gradients": underflow_message(summary(both, fp16=self._loop.in_fp16), self._loop),
         }
-        self._last = measured
         for kind, message in found.items():
             if message and kind not in self._said:
                 self._said.add(kind)
