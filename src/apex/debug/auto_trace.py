@@ -6,7 +6,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -136,7 +136,7 @@ class AutoTrace:
         self._stop()
         self._remove_hooks()
 
-    def measure(self, loss_id: int, params: Sequence[Tensor]) -> None:
+    def measure(self, loss_id: int, params: Iterable[Tensor]) -> None:
         """Sends the gradients' largest values to the host; called by the loop."""
         if self._watch is not None and not self.watching:
             self._watch.send(loss_id, params)

@@ -53,8 +53,11 @@ class LoopPass(NamedTuple):
 class Listener(Protocol):
     """What a tool does at each pass."""
 
-    def measure(self, loss_id: int, params: Sequence[Tensor]) -> Tensor | None:
-        """Returns numbers about the gradients of ``params``, linear in them; None for nothing."""
+    def measure(self, loss_id: int, params: Iterable[Tensor]) -> Tensor | None:
+        """Returns numbers about the gradients of ``params``, linear in them; None for nothing.
+
+        Some of ``params`` may have no gradient.
+        """
 
     def end_of_pass(self, end: LoopPass) -> None:
         """Called once the scale is updated."""
@@ -224,7 +227,7 @@ class AmpLoop(Loop):
         ]
         if not own or self._listener is None:
             return
-        params = [p for binding in own for p in binding.params() if p.grad is not None]
+        params = (param for binding in own for param in binding.params())
         measured = None if end.failed else self._listener.measure(end.loss_id, params)
         scaler = session.scalers[end.loss_id]
         self._listener.end_of_pass(
@@ -372,7 +375,7 @@ class PlainLoop(Loop):
         optimizer = self._optimizers[index]()
         if optimizer is None or self._listener is None:
             return None
-        params = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+        params = (param for group in optimizer.param_groups for param in group["params"])
         return self._listener.measure(index, params)
 
 
