@@ -96,6 +96,7 @@ TRACING = "apex/_torch/dynamo.py"
 OVERRIDES = "apex/_torch/overrides.py"
 FUNCTION_MODES_PLACE = "apex/_torch/function_modes.py"
 DISPATCHER = "apex/_torch/dispatcher.py"
+DISPATCH_MODES = "apex/_torch/dispatch_modes.py"
 DEBUG = "apex/debug/"
 TOOLS = "apex/tools/"
 GRAD_SCALER = "GradScaler's own interface to optimizers: called by it, or read from it"
@@ -137,7 +138,10 @@ KNOWN = {
         f"{DEBUG}",
         "the common class of batch norms, in torch since 0.2; scripts test for it by this name",
     ),
-    "torch.utils._python_dispatch._get_current_dispatch_mode": (DEBUG, TOOL),
+    "torch.utils._python_dispatch._get_current_dispatch_mode": (
+        f"{DISPATCH_MODES} {DEBUG}",
+        "a mode is popped only if it is the innermost one, so that an interrupt leaves none",
+    ),
     "torch._ops": (DEBUG, TOOL),
     "._FrameAction": (TRACING, "of dynamo's eval_frame; before torch 2.8 skip_code of it"),
     "._FrameExecStrategy": (TRACING, "of dynamo's eval_frame; before torch 2.8 skip_code of it"),
@@ -168,7 +172,7 @@ KNOWN = {
     ),
     "._per_optimizer_states": (GRAD_SCALERS, GRAD_SCALER),
     "._schema": (
-        f"{DISPATCHER} {DEBUG}",
+        f"{DISPATCH_MODES} {DISPATCHER} {DEBUG}",
         "an operator's schema; torch.library documents it as the way to read one",
     ),
     "._sequence_nr": (DEBUG, TOOL),

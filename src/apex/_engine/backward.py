@@ -230,9 +230,10 @@ class BackwardPass(ExitStack):
             if scaler.is_identity
             else functools.partial(scaler.unscale_, scaled_by=self._scaled_by)
         )
+        factors = () if scaler.is_identity else (scaler.inverse(self._scaled_by),)
         done: set[int] = set()
         for binding in self._bindings:
-            binding.gradients.accumulate(unscale_, done)
+            binding.gradients.accumulate(unscale_, done, factors, checks=scaler.dynamic)
         if scaler.dynamic:
             scaler.share_overflow([param for b in self._bindings for param in b.params()])
             for binding in self._flagged:

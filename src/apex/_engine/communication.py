@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from apex._engine import masters
 from apex._engine.masters import TrackedPair
 from apex._engine.optimizer.binding import Binding
+from apex._engine.scaler import Scaler
 from apex._torch import ddp, ranks
 from apex._torch.ddp import NO_WRAPPER, Communication, Wrappers
 
@@ -19,13 +20,13 @@ _log = logging.getLogger("apex")
 class Communicator:
     """The DistributedDataParallel wrappers that a session's models run under."""
 
-    def __init__(self, *, dynamic: bool) -> None:
+    def __init__(self, scalers: Sequence[Scaler]) -> None:
         """Starts without wrappers.
 
         Args:
-            dynamic: Whether the session has a dynamic loss scale.
+            scalers: The session's own list, which scripts may change.
         """
-        self._dynamic = dynamic
+        self._scalers = scalers
         self._wrappers = Wrappers()
         self._join_warned = False
 
@@ -57,7 +58,7 @@ class Communicator:
         # their own would drift apart.
         for pair in binding.pairs:
             pair.low_bits = False
-        if self._dynamic and not self._join_warned:
+        if not self._join_warned and any(scaler.dynamic for scaler in self._scalers):
             self._join_warned = True
             if ranks.rank() == 0:
                 _log.warning(

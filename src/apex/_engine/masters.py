@@ -112,6 +112,10 @@ class TrackedPair:
         """Marks the master as written, whether or not its version changes."""
         self._master_version = _WRITTEN
 
+    def mark_rounded(self) -> None:
+        """Records that the master was rounded into the model, where it was."""
+        self._master_version, self._model_version = self.master._version, self.model._version
+
     @property
     def master_written(self) -> bool:
         """Whether the master was written since the two were in sync."""
@@ -146,8 +150,8 @@ def write_back(pairs: Iterable[TrackedPair]) -> None:
 def round_into_model(pairs: Sequence[TrackedPair]) -> None:
     """Rounds masters into their model parameters, written or not."""
     master.copy_to_model(pairs)
-    for pair in pairs:  # as mark_synced() does, but rounding does not change the address
-        pair._master_version, pair._model_version = pair.master._version, pair.model._version
+    for pair in pairs:
+        pair.mark_rounded()
 
 
 @untraced
@@ -297,7 +301,7 @@ def _count_writes(optimizer: Optimizer, args: object, kwargs: object) -> None:
         return  # amp marks these masters as written itself
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if type(param) is Master:
+            if isinstance(param, Master):
                 increment_version(param)
 
 

@@ -98,7 +98,7 @@ class Session:
         self.masters = Masters()
         self._bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._communicator = Communicator(dynamic=self.can_skip)
+        self._communicator = Communicator(self.scalers)
         self._shards: list[weakref.ref[object]] = []
         self._prepared: frozenset[int] = frozenset()
         self._end: weakref.finalize[..., Session] | None = None

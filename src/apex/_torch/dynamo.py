@@ -91,6 +91,7 @@ def make_traceable(kind: type[torch.Tensor]) -> None:
         config.traceable_tensor_subclasses.add(kind)
 
 
+@untraced_frame
 def is_compiling_here() -> bool:
     """Returns whether this thread is compiling or running compiled code."""
     if "torch._dynamo" not in sys.modules:

@@ -27,8 +27,9 @@ options of apex trace come before SCRIPT; whatever follows it is passed to the s
 
 cost:
   Each operator is followed by a check and a host sync, and the report states the measured ratio:
-  about 5 for small layers, less for large ones. Parts under torch.compile run uncompiled. Replayed
-  CUDA graphs, processes and threads that the script starts are not looked into.
+  1.4 to 1.8 for layers of 256 to 1024 features on a CPU, 7 for layers of 16 to 32. Parts under
+  torch.compile run uncompiled. Replayed CUDA graphs and processes that the script starts are not
+  looked into.
 
 several processes:
   torchrun --nproc-per-node 2 -m apex trace train.py

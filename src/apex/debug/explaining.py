@@ -110,6 +110,7 @@ def explain(
         loss_scale=run.scale,
         ops=ops,
         round_trips=recorder.round_trips(),
+        weight_casts=recorder.weight_casts(),
         gradients=gradients,
         kinds={name: type(module).__name__ for module, name in tracker.names.items()},
         notes=tuple(notes),

@@ -159,6 +159,12 @@ class History:
         """How many of ``passes`` overflowed."""
         return sum(item.overflow for item in self.passes)
 
+    def __str__(self) -> str:
+        """Returns a summary of a few lines. Waits for the device."""
+        from apex.debug.history_summary import summary
+
+        return summary(self.passes)
+
     def to_json(self) -> str:
         """Returns ``passes`` as a JSON array of objects.
 

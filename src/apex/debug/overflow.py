@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
-from contextlib import ExitStack
 from typing import Any
 
-import torch
 from torch import nn
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex.debug.faults import Fault
 from apex.debug.loops import check_scaler
 from apex.debug.module_tracker import ModuleTracker
 from apex.debug.overflow_mode import OverflowMode
 from apex.debug.provenance import Provenance
+from apex.debug.tracing import Trace
 
 
 def trace_overflow(*models: nn.Module, scaler: Any = None) -> OverflowTrace:
@@ -59,7 +52,7 @@ def trace_overflow(*models: nn.Module, scaler: Any = None) -> OverflowTrace:
     return OverflowTrace(*models, scaler=scaler)
 
 
-class OverflowTrace:
+class OverflowTrace(Trace):
     """The result of :func:`trace_overflow`.
 
     Attributes:
@@ -67,57 +60,27 @@ class OverflowTrace:
         mode: The active dispatch mode; None before and after the trace.
     """
 
+    _NAME = "trace_overflow"
+
     def __init__(self, *models: nn.Module, scaler: Any = None) -> None:
         """Prepares a trace; tracing starts on entry.
 
         Raises:
             TypeError: If an argument is not a module, or ``scaler`` not a ``GradScaler``.
         """
+        super().__init__(*models)
         check_scaler("trace_overflow", scaler)
-        for model in models:
-            if not isinstance(model, nn.Module):
-                raise TypeError(
-                    f"trace_overflow got {type(model).__name__}; it takes models (nn.Module)."
-                )
         self.gradients: list[str] = []
         self._provenance = Provenance()
-        self._models, self._scaler = models, scaler
-        self._hooks, self._modes = ExitStack(), ExitStack()
-        self.mode: TorchDispatchMode | None = None
-
-    def __enter__(self) -> OverflowTrace:
-        """Starts tracing this thread."""
-        self.mode = mode = self._new_mode()
-        tracker = mode.tracker
-        with ExitStack() as hooks, ExitStack() as modes:
-            hooks.callback(tracker.detach)
-            tracker.attach()
-            modes.callback(register_optimizer_step_pre_hook(mode.enter_step).remove)
-            modes.callback(register_optimizer_step_post_hook(mode.leave_step).remove)
-            if self._may_compile():
-                modes.enter_context(torch.compiler.set_stance("force_eager"))
-            modes.enter_context(mode)
-            self._hooks, self._modes = hooks.pop_all(), modes.pop_all()
-        return self
+        self._scaler = scaler
 
     def _new_mode(self) -> OverflowMode:
         tracker = ModuleTracker(*self._models)
         return OverflowMode(tracker, self._provenance, self.gradients, self._scaler)
 
-    def _may_compile(self) -> bool:
-        return "torch._dynamo" in sys.modules  # otherwise, nothing is compiled
-
-    def __exit__(self, *exc_info: object) -> None:
-        """Stops tracing, removes all hooks and releases the models."""
-        self.stop_mode()
-        self._hooks.close()
-        self._models, self._scaler = (), None
+    def _release(self) -> None:
+        self._scaler = None
         self._provenance.close()
-
-    def stop_mode(self) -> None:
-        """Exits the modes but keeps the modules' hooks, over which torch may be iterating."""
-        self.mode = None
-        self._modes.close()
 
     @property
     def first(self) -> Fault | None:

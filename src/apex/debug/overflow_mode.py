@@ -83,6 +83,10 @@ class OverflowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if os.getpid() != self._process:  # in a forked data loader worker
             return func(*args, **(kwargs or {}))
+        return self._traced(func, types, args, kwargs)
+
+    # Not in __torch_dispatch__ itself: torch wraps it anew in each subclass, at 3 us a call.
+    def _traced(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
         if not _PLAIN.issuperset(types):  # a tensor subclass, whose inner operators come here next
             return NotImplemented
         kwargs = kwargs or {}
@@ -106,6 +110,7 @@ class OverflowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _check(self, call: Call, result: Any) -> None:
         bad: list[tuple[Tensor, Kind]] = []
+        self._mark_read(call)
         self._mark_saved(call, result)
         for tensor in call.outputs(result):
             kind = tensors.kind_of(tensor)
@@ -125,6 +130,14 @@ class OverflowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._mark_absorbed(call)
         if call.traits.name == "aten.ones_like" and call.args[0].numel() == 1:
             self._check_loss(call.args[0])  # autograd starts a backward pass this way
+
+    def _mark_read(self, call: Call) -> None:
+        if not self._provenance.has_pending or self.tracker.direction == "backward":
+            return
+        for tensor in call.inputs():
+            origin = self._provenance.of(call.original(tensor))
+            if origin is not None:
+                self._provenance.mark_read(origin, call.traits.name)
 
     def _mark_saved(self, call: Call, result: Any) -> None:
         for tensor in call.saved_outputs(result):
@@ -148,7 +161,6 @@ class OverflowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in call.inputs():
             origin = self._provenance.of(call.original(tensor))
             if origin is not None and tensors.kind_of(tensor):
-                self._provenance.mark_read(origin, call.traits.name)
                 self._provenance.mark_absorbed(origin)
 
     def _writes_weights(self, call: Call) -> bool:
@@ -189,8 +201,6 @@ class OverflowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not origins:
             return self._first_origin(call, kind, dtype)
         worst = self._provenance.most_severe(origins)
-        for origin in origins:
-            self._provenance.mark_read(origin, call.traits.name)
         if worst is None or (worst.deliberate and kind == "nan" and not _has_nan(inputs)):
             return self._new_origin(call, kind, dtype, "constant")
         return worst

@@ -96,8 +96,9 @@ def _fed(fault: Fault, *chain: set[str]) -> bool:
 
 
 def _read(fault: Fault, *ops: str) -> bool:
-    """Returns whether each of the operators read the non-finite values."""
-    return set(ops) <= {operator_name(op) for op in fault.read_by}
+    """Returns whether the operators read the non-finite values in this order."""
+    readers = iter(fault.read_by)
+    return all(any(operator_name(op) == wanted for op in readers) for wanted in ops)
 
 
 def _read_by_softmax(fault: Fault) -> bool:
@@ -175,7 +176,10 @@ _PATTERNS = (
     ),
     Pattern(
         "exp of a large number in a softmax",
-        lambda f: _is(f, _EXPONENTIALS, "range") and _read(f, "sum", "div"),
+        lambda f: (
+            _is(f, _EXPONENTIALS, "range")
+            and (_read(f, "sum", "div") or f.read_by[:1] == ("aten.div",))
+        ),
         "call x.softmax(dim) instead of x.exp() / x.exp().sum(dim), and torch.logsumexp(x, dim) "
         "for the logarithm of the sum",
     ),

@@ -173,6 +173,11 @@ class Provenance:
             _keep(known, kept)
 
     @property
+    def has_pending(self) -> bool:
+        """Whether an origin may yet turn out to be a fault."""
+        return bool(self._pending)
+
+    @property
     def is_certain(self) -> bool:
         """Whether a fault has reached a gradient, the loss or a weight, and no scale heals it."""
         return bool(self._unhealed)

@@ -182,7 +182,7 @@ def _remarks(tracing: Tracing) -> list[str]:
         return lines
     lines.append(
         f"Traced {_count(tracing.operators, 'operator')} and {_steps(tracing.steps)} in "
-        f"{tracing.seconds:.3g} s, {tracing.slowdown:.1f} times as long as without the trace."
+        f"{tracing.seconds:.3g} s, about {tracing.slowdown:.1f} times as long as without the trace."
     )
     return lines
 

@@ -17,6 +17,7 @@ from apex._engine import masters
 from apex._engine.autocast.region import UncastBlock
 from apex._engine.masters import Masters, TrackedPair
 from apex._engine.mistakes import Mistakes
+from apex._engine.optimizer import one_pass
 from apex._engine.optimizer.gradient_pass import Gradients
 from apex._engine.undo import Undo, all_or_nothing
 from apex._pickle import empty
@@ -126,6 +127,10 @@ class Binding:
     def trained(self) -> list[nn.Parameter]:
         """Returns the models' parameters that the optimizer trains, with or without a master."""
         return [*(pair.model for pair in self.pairs), *self.direct()]
+
+    def defers(self) -> bool:
+        """Returns whether the step takes gradients in 16 bits."""
+        return one_pass.takes(self)
 
     def owns(self, param: Tensor) -> bool:
         """Returns whether the optimizer steps the master of ``param``, a model's parameter."""
