@@ -317,7 +317,7 @@ def _session(
     warn_if_emulated(policy.low_precision, types)
     spec = None
     if policy.compute_dtype is not None:
-        spec = CastSpec(policy.compute_dtype, types, lists.op_table())
+        spec = CastSpec(policy.compute_dtype, types, lists.op_table(policy.compute_dtype))
     made = Session(
         policy,
         num_losses=num_losses,

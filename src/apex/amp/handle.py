@@ -247,7 +247,7 @@ def handle_of(session: Session | None) -> AmpHandle | NoOpHandle:
 
 
 def _unwrapped(optimizers: Optimizers) -> list[Optimizer]:
-    several: Sequence[Any] = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
+    several: Sequence[Any] = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
     return [unwrap(optimizer) for optimizer in several]
 
 
@@ -261,8 +261,8 @@ def session_of(
             several.
     """
     if len(bindings) == 1 and bindings[0] is not None and bindings[0].owner is not None:
-        session = cast(Session, bindings[0].owner)
-        return session if _amp_state.is_on(session) else None
+        only: Any = bindings[0].owner
+        return only if _amp_state.is_on(only) else None
     if not bindings and (current := _amp_state.current()) is not None:
         return current if _amp_state.is_on(current) else None
     owners = {binding and binding.owner for binding in bindings}

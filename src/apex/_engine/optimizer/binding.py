@@ -6,6 +6,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 
 from apex._core import dtypes
 from apex._engine import masters
-from apex._engine.autocast.region import no_casts
+from apex._engine.autocast.region import UncastBlock
 from apex._engine.masters import Masters, TrackedPair
 from apex._engine.mistakes import Mistakes
 from apex._engine.optimizer import one_pass
@@ -114,10 +115,12 @@ class Binding:
 
     def params(self) -> list[nn.Parameter]:
         """Returns every parameter that the optimizer steps, masters included."""
-        return [param for group in self.optimizer.param_groups for param in group["params"]]
+        return [*chain.from_iterable([group["params"] for group in self.optimizer.param_groups])]
 
     def direct(self) -> list[nn.Parameter]:
         """Returns the parameters that are stepped without a master."""
+        if not self.pairs:
+            return self.params()
         own = {id(pair.master) for pair in self.pairs}
         return [param for param in self.params() if id(param) not in own]
 
@@ -272,7 +275,7 @@ class Binding:
         self.__dict__.update(state)
         self._source = Masters()
         self.gradients = Gradients(self)  # copies and files hold no gradients
-        self.casts_off = no_casts
+        self.casts_off = UncastBlock
 
 
 def _move_state(optimizer: Optimizer, old: nn.Parameter, new: nn.Parameter) -> None:
