@@ -1,7 +1,14 @@
 """Model conversion and restoration: dtypes of parameters, inputs and outputs; fp32 state dicts."""
 
 from apex._engine.model.checks import check, check_restorable
-from apex._engine.model.convert import convert, convert_late, restore, set_region, undo_convert
+from apex._engine.model.convert import (
+    convert,
+    convert_late,
+    floating_tensors,
+    restore,
+    set_region,
+    undo_convert,
+)
 from apex._engine.model.lost_values import find_lost, name_lost
 from apex._engine.model.plan import MasterSource, ModelPlan, Region
 from apex._engine.model.state import assign, is_converted, module_behind, owner_of
@@ -16,6 +23,7 @@ __all__ = [
     "convert",
     "convert_late",
     "find_lost",
+    "floating_tensors",
     "is_converted",
     "module_behind",
     "name_lost",
