@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from apex._torch import dtensor, parameters
+from apex._torch.packed import Packed, plain
 
 
 @torch.no_grad()
@@ -29,9 +30,17 @@ def exact_value(param: Tensor, candidates: Iterable[Tensor]) -> Tensor:
     for candidate in candidates:
         if candidate.shape == param.shape:
             known = dtensor.local(dtensor.laid_out_as(param, candidate.detach()))
-            exact = known.to(device=value.device, dtype=torch.float32)
-            result = torch.where(exact.to(value.dtype) == value, exact, result)
+            exact = plain(known).to(device=value.device, dtype=torch.float32)
+            rounded = _rounded(known, exact, value.dtype)
+            result = torch.where(rounded == value, exact, result)
     return dtensor.with_local(param, result)
+
+
+def _rounded(tensor: Tensor, exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns ``exact``, the values of ``tensor``, as a model of ``dtype`` holds them."""
+    if isinstance(tensor, Packed) and tensor.packing.high.dtype is dtype:
+        return tensor.packing.high.to(exact.device)
+    return exact.to(dtype)
 
 
 @torch.no_grad()
@@ -54,6 +63,8 @@ def update_master(param: Tensor, master: Tensor, *, keep_low_bits: bool = True) 
     value, exact = dtensor.locals_of([param, master])
     rounded = value.to(device=exact.device, dtype=torch.float32)
     if keep_low_bits:
-        rounded = torch.where(exact.to(value.dtype).to(torch.float32) == rounded, exact, rounded)
+        known = plain(exact)
+        same = _rounded(exact, known, value.dtype).to(torch.float32) == rounded
+        rounded = torch.where(same, known, rounded)
     # Not counted by autograd: a loss that uses masters directly may have saved them for backward.
     parameters.uncounted(exact).copy_(rounded)

@@ -255,7 +255,7 @@ class Binding:
         state = self.__dict__.copy()
         for name in ("_optimizer", "_source", "gradients", "casts_off"):
             del state[name]
-        state.update(owner=None, inner_step=None, view=None)
+        state.update(owner=None, inner_step=None, view=None, packing=self._source.kind)
         return state
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -265,7 +265,7 @@ class Binding:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores everything but the optimizer, which attaches itself."""
         self.__dict__.update(state)
-        self._source = Masters()
+        self._source = Masters(self.__dict__.pop("packing", None))
         self.gradients = Gradients(self)  # copies and files hold no gradients
         self.casts_off = no_casts
 
