@@ -23,6 +23,7 @@ from torch import Tensor
 from apex._core.policy import MasterWeights
 from apex._pickle import rebuild
 from apex._torch.packed import count_write
+from apex._torch.parameters import uncounted
 
 _INF = float("inf")
 
@@ -132,14 +133,17 @@ class Halves:
 
     def write(self, value: Tensor) -> None:
         """Stores ``value`` exactly; a NaN loses its payload."""
-        bits = _bits(value)
-        self.low.copy_(bits)  # the lower 16 bits, signed
-        _write_upper(self.high, bits.add_(1 << 15))
+        self._write(self.high, value)
         count_write((self.whole or self).high)
 
     def load(self, value: Tensor) -> None:
-        """Stores ``value`` exactly."""
-        self.write(value.to(torch.float32, copy=True))
+        """Stores ``value`` exactly. Autograd does not count this: ``high`` rounds to it already."""
+        self._write(uncounted(self.high), value.to(torch.float32, copy=True))
+
+    def _write(self, high: Tensor, value: Tensor) -> None:
+        bits = _bits(value)
+        self.low.copy_(bits)  # the lower 16 bits, signed
+        _write_upper(high, bits.add_(1 << 15))
 
     def follow(self, *, keep_low: bool) -> None:
         """Clears the lower halves of overwritten elements, or all of them."""
@@ -186,8 +190,8 @@ class Rounded:
         count_write((self.whole or self).high)
 
     def load(self, value: Tensor) -> None:
-        """Stores ``value``, rounded to nearest."""
-        self.high.copy_(value)
+        """Stores ``value``, rounded to nearest; as for halves, autograd does not count this."""
+        uncounted(self.high).copy_(value)
 
     def note(self) -> None:
         """Does nothing: there is no lower half."""

@@ -66,5 +66,8 @@ def update_master(param: Tensor, master: Tensor, *, keep_low_bits: bool = True) 
         known = plain(exact)
         same = _rounded(exact, known, value.dtype).to(torch.float32) == rounded
         rounded = torch.where(same, known, rounded)
+    if isinstance(exact, Packed):
+        exact.packing.load(rounded)
+        return
     # Not counted by autograd: a loss that uses masters directly may have saved them for backward.
     parameters.uncounted(exact).copy_(rounded)

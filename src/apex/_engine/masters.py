@@ -249,9 +249,6 @@ def read_model(pairs: Iterable[TrackedPair], *, alike: bool = False) -> None:
 def _follow_model(pair: TrackedPair, *, low_bits: bool) -> None:
     packing = pair.packing
     if packing is None or not pair.is_shared:
-        if packing is not None:
-            # Its version counter is the model's, whose weight autograd may have saved.
-            packing.high = parameters.uncounted(packing.high)
         rounding.update_master(pair.model, pair.master, keep_low_bits=low_bits)
         pair.share(write=False)
     else:

@@ -17,8 +17,6 @@ from apex._torch.parameters import allow_foreach
 _BLOCK = 2**20
 """Elements that a list operator or a fused kernel widens at once, which bounds its memory."""
 
-_SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
-
 _FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 
 
@@ -223,7 +221,8 @@ def _plan(func: Any) -> _Plan:
     )
     name = schema.name.removeprefix("aten::")
     return _Plan(
-        views=returned is not None and not returned.is_write,
+        # Bits read as another dtype are those of a copy.
+        views=returned is not None and not returned.is_write and schema.overload_name != "dtype",
         written=written,
         lists=name.startswith(("_foreach_", "_fused_")),
         blocks=name in _FUSED,
@@ -233,8 +232,6 @@ def _plan(func: Any) -> _Plan:
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     plan = _plan(func)
     if plan.views and isinstance(args[0], Packed):
-        if func in _SAME:  # with the same packing, which the model's weight may later leave
-            return Packed(args[0].packing, args[0].stride())
         return _views(func, args, kwargs)
     if plan.lists:
         results = [_call(func, plan, *each) for each in _parts(plan, args, kwargs)]
@@ -254,8 +251,15 @@ def _views(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         several = not isinstance(result, Tensor)
         return result if several else [result]
 
-    made = args[0].viewed(of)
-    return made if several else made[0]
+    base = args[0]
+    made = base.viewed(of)
+    if several:
+        return made
+    same = made[0].packing.high.data_ptr() == base.packing.high.data_ptr()
+    if same and made[0].size() == base.size() and made[0].stride() == base.stride():
+        # An alias has the same packing, as the upper half may get other memory later.
+        return Packed(base.packing, base.stride())
+    return made[0]
 
 
 def _call(func: Any, plan: _Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -128,6 +128,11 @@ class Binding:
         """Returns whether the optimizer steps the master of ``param``, a model's parameter."""
         return any(pair.model is param for pair in self.pairs)
 
+    @property
+    def packs_masters(self) -> bool:
+        """Whether masters are stored in fewer bytes than fp32."""
+        return self._source.kind is not None
+
     def is_frozen(self, param: Tensor) -> bool:
         """Returns whether ``param`` is frozen and gets its master when unfrozen."""
         return any(each is param for each in self._frozen)
