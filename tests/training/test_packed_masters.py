@@ -94,6 +94,33 @@ def test_split_masters_equal_plain_ones_bit_by_bit(name):
     assert {param.dtype for param in amp.master_params(optimizer)} == {torch.float32}
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params: torch.optim.AdamW(params, fused=True),
+        lambda params: torch.optim.Adam(params, fused=True, amsgrad=True),
+        lambda params: torch.optim.SGD(params, lr=0.1, fused=True),
+        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True),
+        lambda params: torch.optim.Adagrad(params, fused=True),
+        lambda params: torch.optim.AdamW(params, foreach=True),
+    ],
+)
+def test_large_tensors_are_stepped_in_parts_with_the_same_bits(make):
+    model = nn.Sequential(nn.Linear(700, 500), nn.Linear(500, 3, bias=False))
+    weights = [nn.Parameter(param.detach().clone()) for param in model.parameters()]
+    reference = make(weights)
+    model, optimizer = cases.prepared("O5", make, model, master_weights="split")
+    for step in range(2):
+        for master, weight in zip(amp.master_params(optimizer), weights, strict=True):
+            generator = torch.Generator().manual_seed(step)
+            master.grad = torch.randn(weight.shape, generator=generator)
+            weight.grad = master.grad.clone()
+        optimizer.step()
+        reference.step()
+    assert cases.same(cases.masters(optimizer), cases.values(weights))
+    assert cases.same(cases.values(model.parameters()), list(map(half_up, weights)))
+
+
 def test_a_thousand_steps_are_bit_equal():
     model, optimizer = prepared("split")
     plain = Plain(cases.net().parameters(), OPTIMIZERS["fused AdamW"])

@@ -127,11 +127,12 @@ class Halves:
     def _sample(self) -> Tensor:
         return self.high.reshape(-1)[:: self._step]
 
-    def complete(self, value: Tensor) -> None:
+    def complete(self, value: Tensor, spare: Tensor | None = None) -> None:
         """Adds the lower half to the upper one."""
-        value.view(torch.int32).add_(self.low)
+        # In the same dtype, addition needs no memory of its own.
+        value.view(torch.int32).add_(self.low if spare is None else spare.copy_(self.low))
 
-    def write(self, value: Tensor) -> None:
+    def write(self, value: Tensor, spare: Tensor | None = None) -> None:
         """Stores ``value`` exactly; a NaN loses its payload."""
         self._write(self.high, value)
         count_write((self.whole or self).high)
@@ -181,12 +182,14 @@ class Rounded:
         """Returns the value."""
         return [self.high]
 
-    def complete(self, value: Tensor) -> None:
+    def complete(self, value: Tensor, spare: Tensor | None = None) -> None:
         """Adds nothing."""
 
-    def write(self, value: Tensor) -> None:
+    def write(self, value: Tensor, spare: Tensor | None = None) -> None:
         """Stores ``value``, rounded at random."""
-        _write_upper(self.high, _bits(value).add_(self.rule.noise(value)).add_(1 << 15))
+        noise = self.rule.noise(value)
+        bits = _bits(value).add_(noise if spare is None else spare.copy_(noise))
+        _write_upper(self.high, bits.add_(1 << 15))
         count_write((self.whole or self).high)
 
     def load(self, value: Tensor) -> None:

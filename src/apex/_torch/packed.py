@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 
 from apex._torch.parameters import allow_foreach
 
-_BLOCK = 2**20
+_BLOCK = 2**18
 """Elements that a list operator or a fused kernel widens at once, which bounds its memory."""
 
 _FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
@@ -32,11 +32,16 @@ class Packing(Protocol):
     def tensors(self) -> list[Tensor]:
         """Returns the tensors that hold the values."""
 
-    def complete(self, value: Tensor) -> None:
-        """Adds to ``value``, which holds ``high`` in fp32, what ``high`` lacks."""
+    def complete(self, value: Tensor, spare: Tensor | None) -> None:
+        """Adds to ``value``, which holds ``high`` in fp32, what ``high`` lacks; may use ``spare``.
 
-    def write(self, value: Tensor) -> None:
-        """Stores ``value``, and uses its memory."""
+        Args:
+            value: fp32.
+            spare: int32, of the same shape.
+        """
+
+    def write(self, value: Tensor, spare: Tensor | None) -> None:
+        """Stores ``value``; may use its memory and ``spare``."""
 
     def load(self, value: Tensor) -> None:
         """Stores ``value`` for a weight that was set to it, rounded to nearest."""
@@ -109,18 +114,18 @@ class Packed(Tensor):
             value = torch.empty_strided(
                 self.size(), self.stride(), dtype=torch.float32, device=high.device
             ).copy_(high)
-        self.packing.complete(value)
+        self.packing.complete(value, None)
         return value
 
-    def viewed(self, of: Callable[[Tensor], Any]) -> list[Packed]:
-        """Returns packed views of which ``of`` returns the shapes and memory."""
+    def viewed(self, of: Callable[[Tensor], Any]) -> Sequence[Packing]:
+        """Returns packings of the views that ``of`` returns."""
         packing = self.packing
         if packing.high.stride() != self.stride():
             # The model's weight has changed its layout; views need the layout of this tensor.
             packing.high = torch.empty_strided(
                 *(self.size(), self.stride()), dtype=packing.high.dtype, device=packing.high.device
             ).copy_(packing.high)
-        return [Packed(part) for part in packing.view(of)]
+        return packing.view(of)
 
     @property
     def data(self) -> Tensor:
@@ -234,7 +239,16 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if plan.views and isinstance(args[0], Packed):
         return _views(func, args, kwargs)
     if plan.lists:
-        results = [_call(func, plan, *each) for each in _parts(plan, args, kwargs)]
+        results = []
+        memory: tuple[Tensor, Tensor] | None = None
+        for part, named in _parts(plan, args, kwargs):
+            if not _cuts(plan, part):
+                results.append(_call(func, plan, part, named))
+                continue
+            if memory is None or memory[0].device != part[0][0].device:
+                wide = torch.empty(_BLOCK, dtype=torch.float32, device=part[0][0].device)
+                memory = wide, torch.empty_like(wide, dtype=torch.int32)
+            _blocks(func, part, named, *memory)
         for tensor in _written(plan, args, kwargs):
             increment_version(tensor)  # which kernels over lists do not
         joined = [tensor for result in results if result is not None for tensor in result]
@@ -244,15 +258,20 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _views(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     several = False
+    rest = args[1:]
+    offset = rest[2] if func is torch.ops.aten.as_strided.default and len(rest) > 2 else None
 
     def of(tensor: Tensor) -> Any:
-        nonlocal several
-        result = func(tensor, *args[1:], **kwargs)
+        nonlocal several, rest
+        if offset is not None:
+            # From the first element on: either half may be a part of a larger storage.
+            rest = (*rest[:2], tensor.storage_offset() + offset)
+        result = func(tensor, *rest, **kwargs)
         several = not isinstance(result, Tensor)
         return result if several else [result]
 
     base = args[0]
-    made = base.viewed(of)
+    made = [Packed(part) for part in base.viewed(of)]
     if several:
         return made
     same = made[0].packing.high.data_ptr() == base.packing.high.data_ptr()
@@ -262,7 +281,12 @@ def _views(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return made[0]
 
 
-def _call(func: Any, plan: _Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _call(
+    func: Any,
+    plan: _Plan,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Any:
     """Runs an operator on plain fp32 tensors, and stores those that it wrote."""
     widened: dict[int, tuple[Packed, Tensor]] = {}
 
@@ -275,7 +299,7 @@ def _call(func: Any, plan: _Plan, args: Sequence[Any], kwargs: dict[str, Any]) -
 
     result = func(*map(plain, args), **{name: plain(value) for name, value in kwargs.items()})
     for tensor in _written(plan, args, kwargs):
-        tensor.packing.write(widened[id(tensor)][1])
+        tensor.packing.write(widened[id(tensor)][1], None)
     originals = {id(value): tensor for tensor, value in widened.values()}
     if isinstance(result, list | tuple):
         return type(result)(originals.get(id(each), each) for each in result)
@@ -299,23 +323,16 @@ _Arguments = tuple[list[Any], dict[str, Any]]
 def _parts(plan: _Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[_Arguments]:
     """Yields the arguments of a list operator in parts of about ``_BLOCK`` elements."""
     count = len(args[0])
-    whole = [*args, *kwargs.values()]
     # A tensor of scalars has one per element of the lists.
-    if any(isinstance(each, Tensor) and each.dim() == 1 for each in whole):
+    if any(isinstance(each, Tensor) and each.dim() == 1 for each in (*args, *kwargs.values())):
         yield list(args), kwargs
         return
     start = elements = 0
     for index, tensor in enumerate(args[0]):
-        if plan.blocks and tensor.numel() > _BLOCK:
-            if start < index:
-                yield _part(args, kwargs, count, slice(start, index))
-            yield from _blocks(*_part(args, kwargs, count, slice(index, index + 1)))
-            start, elements = index + 1, 0
-            continue
+        if start < index and elements + tensor.numel() > _BLOCK:
+            yield _part(args, kwargs, count, slice(start, index))
+            start, elements = index, 0
         elements += tensor.numel()
-        if elements >= _BLOCK:
-            yield _part(args, kwargs, count, slice(start, index + 1))
-            start, elements = index + 1, 0
     if start < count:
         yield _part(args, kwargs, count, slice(start, count))
 
@@ -328,22 +345,40 @@ def _part(args: Sequence[Any], kwargs: dict[str, Any], count: int, which: slice)
     return [part(each) for each in args], {name: part(each) for name, each in kwargs.items()}
 
 
-def _blocks(args: list[Any], kwargs: dict[str, Any]) -> Iterator[_Arguments]:
-    """Yields the arguments of a fused kernel for one tensor, block by block if it is contiguous."""
-    size = args[0][0].numel()
-    lists = [each for each in args if isinstance(each, list)]
-    large = [each[0] for each in lists if each and each[0].numel() == size]
-    if not all(tensor.is_contiguous() for tensor in large):
-        yield args, kwargs
-        return
-    for start in range(0, size, _BLOCK):
+def _cuts(plan: _Plan, args: list[Any]) -> bool:
+    """Returns whether an operator gets one large tensor, of which it can take a part at a time."""
+    if not plan.blocks or len(args[0]) > 1 or args[0][0].numel() <= _BLOCK:
+        return False
+    return all(each[0].is_contiguous() for each in args if isinstance(each, list) and each)
 
-        def block(value: Any, start: int = start) -> Any:
-            if isinstance(value, list) and value and value[0].numel() == size:
-                return [value[0].view(-1)[start : start + _BLOCK]]
-            return value
 
-        yield [block(each) for each in args], kwargs
+def _blocks(
+    func: Any, args: list[Any], kwargs: dict[str, Any], wide: Tensor, spare: Tensor
+) -> None:
+    """Runs a fused kernel on one tensor, block by block in the same memory.
+
+    New memory for each block would cost more time than the kernel.
+    """
+    param: Packed = args[0][0]
+    size, others = param.numel(), args[1:]
+
+    def cut(tensor: Tensor) -> Sequence[Tensor]:
+        return torch.split(tensor.view(-1), _BLOCK)
+
+    def is_cut(value: Any) -> bool:
+        return isinstance(value, list) and bool(value) and value[0].numel() == size
+
+    operands = [cut(each[0]) if is_cut(each) else None for each in others]
+    for index, part in enumerate(param.viewed(cut)):
+        count = part.high.numel()
+        value, free = wide[:count], spare[:count]
+        part.complete(value.copy_(part.high), free)
+        given = [
+            whole if blocks is None else [blocks[index]]
+            for whole, blocks in zip(others, operands, strict=True)
+        ]
+        func([value], *given, **kwargs)
+        part.write(value, free)
 
 
 def count_write(tensor: Tensor) -> None:
