@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +62,22 @@ def allocated_bytes(task: Task, level: str) -> int:
         gc.collect()
     del work
     return sum(event.self_cpu_memory_usage for event in record.key_averages())
+
+
+def kept_bytes(forward: Callable[[], Tensor]) -> tuple[Tensor, int]:
+    """Returns what ``forward`` returns, and the bytes that it keeps for its backward pass.
+
+    Parameters count, too; each storage counts once.
+    """
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor  # kept, so that no address is used twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = forward()
+    return result, sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
 def storages() -> dict[int, int]:

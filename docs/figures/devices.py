@@ -19,12 +19,11 @@ _COLUMNS, _STEP, _DOT, _FAINT = 12, 11, 8, 0.45
 
 def deciders(device: str) -> dict[str, str]:
     """Returns what casts each operator of the table: ``torch``, ``apex`` or ``inner`` rows."""
-    (filled,) = _registry._coverage_of(device).groups(OpTable.default())
+    coverage = _registry._coverage_of(device)
     found = dict.fromkeys(OpTable.default().rows, "torch")
-    found.update(
-        dict.fromkeys(COVERED_INSIDE - set(_registry._coverage_of(device).native), "inner")
-    )
-    found.update(dict.fromkeys(filled.ops, "apex"))
+    found.update(dict.fromkeys(COVERED_INSIDE - set(coverage.native), "inner"))
+    for group in coverage.groups(OpTable.default()):
+        found.update(dict.fromkeys(group.ops, "apex"))
     return found
 
 

@@ -20,7 +20,7 @@ _LANES = [
         "fp32",
         ("fp32", "fp32_inplace", "banned", "to_cpu"),
         [_LOW],
-        ["exp, log, pow, sum, norm, softmax,", "layer_norm, gelu, losses"],
+        ["exp, log, pow, sum, norm, softmax,", "layer_norm, losses, gelu (fp16)"],
         "fp32",
     ),
     (

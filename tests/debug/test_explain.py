@@ -149,6 +149,7 @@ def test_a_plain_model_under_torch_autocast_is_explained_too():
         (lambda self, x: torch.dot(x[0].double(), x[1]), "dot", "promote list (dot)"),
         (lambda self, x: x + x.bfloat16(), "add", "widest input (torch)"),
         (lambda self, x: x.tanh(), "tanh", "follows its input"),
+        (lambda self, x: F.gelu(x), "gelu", "follows its input"),
     ],
 )
 def test_the_row_of_the_op_table_is_named(function, op, why):

@@ -49,17 +49,17 @@ def deciders(device):
     """Returns for every operator with a row whose kernel casts it on a device type."""
     # The registry's own: read before any kernel of ours was registered.
     coverage = _registry._coverage_of(device)
-    (base,) = coverage.groups(OpTable.default())
     found = dict.fromkeys(OpTable.default().rows, "absent")
     found.update(dict.fromkeys(found.keys() & COVERED_INSIDE, "inner"))
     found.update(dict.fromkeys(coverage.native, "torch"))
-    found.update(dict.fromkeys(base.ops, "ours"))
+    for group in coverage.groups(OpTable.default()):
+        found.update(dict.fromkeys(group.ops, "ours"))
     return dict(sorted(found.items()))
 
 
 def results(device, low):
     """Returns by function and mode of the inputs the dtype that comes out, or the error's name."""
-    region = CastRegion(CastSpec(low, (device,), OpTable.default()))
+    region = CastRegion(CastSpec(low, (device,), OpTable.default().for_dtype(low)))
     found = {}
     for call in calls():
         fn = function(call)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex import amp
+from apex._engine.optimizer import deferred, one_pass
 from apex.optimizers import FusedAdam, FusedLAMB
 from tests.training import cases
 
@@ -119,6 +120,22 @@ def test_large_tensors_are_stepped_in_parts_with_the_same_bits(make):
         reference.step()
     assert cases.same(cases.masters(optimizer), cases.values(weights))
     assert cases.same(cases.values(model.parameters()), list(map(half_up, weights)))
+
+
+@pytest.mark.parametrize("scale", [None, "dynamic"])
+@pytest.mark.parametrize("name", ["fused AdamW", "fused SGD", "fused Adam amsgrad"])
+def test_the_step_in_one_pass_has_the_same_bits(name, scale, monkeypatch):
+    monkeypatch.setattr(one_pass, "least_elements", 1)
+    model, optimizer = prepared("split", name, loss_scale=scale)
+    plain = Plain(cases.net().parameters(), OPTIMIZERS[name])
+    for x, y in cases.batches(4):
+        optimizer.zero_grad()
+        cases.backward(model, optimizer, x, y)
+        assert deferred.of(next(amp.master_params(optimizer))) is not None
+        optimizer.step()
+        plain.train_step(x, y)
+    assert cases.same(cases.masters(optimizer), cases.values(plain.masters))
+    assert cases.same(cases.values(model.parameters()), list(map(half_up, plain.masters)))
 
 
 def test_a_thousand_steps_are_bit_equal():

@@ -19,6 +19,13 @@ _BLOCK = 2**18
 
 _FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 
+_MAKERS = frozenset(
+    {
+        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
+        *("new_empty", "new_zeros", "new_ones", "new_full"),
+    }
+)
+
 
 class Packing(Protocol):
     """Stores fp32 values.
@@ -204,12 +211,14 @@ class _Plan(NamedTuple):
 
     Attributes:
         views: Whether it returns views of its first argument.
+        makes: Whether it makes a tensor like its first argument, of which it reads no values.
         written: The positions and names of arguments that it writes to.
         lists: Whether it treats lists of tensors element by element.
         blocks: Whether it also treats each tensor element by element.
     """
 
     views: bool
+    makes: bool
     written: tuple[tuple[int, str], ...]
     lists: bool
     blocks: bool
@@ -228,6 +237,7 @@ def _plan(func: Any) -> _Plan:
     return _Plan(
         # Bits read as another dtype are those of a copy.
         views=returned is not None and not returned.is_write and schema.overload_name != "dtype",
+        makes=name in _MAKERS,
         written=written,
         lists=name.startswith(("_foreach_", "_fused_")),
         blocks=name in _FUSED,
@@ -238,6 +248,9 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     plan = _plan(func)
     if plan.views and isinstance(args[0], Packed):
         return _views(func, args, kwargs)
+    if plan.makes and args[0].packing.high.stride() == args[0].stride():
+        kwargs = {**kwargs, "dtype": kwargs.get("dtype") or torch.float32}
+        return func(args[0].packing.high, *args[1:], **kwargs)
     if plan.lists:
         results = []
         memory: tuple[Tensor, Tensor] | None = None

@@ -118,7 +118,7 @@ def start_o1_session(loss_scale: float | str, *, allow_banned: bool = False) -> 
     """Starts a session without models that applies O1's casts in this thread."""
     policy = to_policy(LEVELS["O1"])
     types = all_device_types()
-    spec = CastSpec(torch.float16, types, lists.op_table(), allow_banned)
+    spec = CastSpec(torch.float16, types, lists.op_table(torch.float16), allow_banned)
     scale = as_loss_scale("loss_scale", loss_scale)
     warn_if_emulated(policy.low_precision, types)
     session = Session(

@@ -322,13 +322,13 @@ def _session(
     num_losses: int,
     *,
     keep_fp32: bool,
-    rounding_seed: int,
+    rounding_seed: int = 0,
 ) -> Session:
     types = device_types(models)
     warn_if_emulated(policy.low_precision, types)
     spec = None
     if policy.compute_dtype is not None:
-        spec = CastSpec(policy.compute_dtype, types, lists.op_table())
+        spec = CastSpec(policy.compute_dtype, types, lists.op_table(policy.compute_dtype))
     made = Session(
         policy,
         num_losses=num_losses,

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from apex.cli import exit_codes
 from apex.cli.arguments import count, seed
-from apex.cli.json_output import json_text
-from apex.cli.output_files import why_not_writable, write
+from apex.cli.output import columns_of, json_text, why_not_writable, write
 
 if TYPE_CHECKING:
     from apex.tools.compare import Options
@@ -186,7 +185,6 @@ def _options(args: argparse.Namespace) -> Options:
 
 def _show(comparison: Comparison, args: argparse.Namespace) -> bool:
     """Writes the files and prints the table; returns whether all files could be written."""
-    from apex.cli.terminal import columns_of
     from apex.tools.report import report
     from apex.tools.results import to_json
     from apex.tools.text import comparison_text

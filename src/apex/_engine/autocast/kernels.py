@@ -11,6 +11,7 @@ from apex._core.op_casts import CastRule, has_double, rules_for, widest
 from apex._core.op_table import (
     COVERED_INSIDE,
     DEVICE_LIMITS,
+    FP16_RANGE,
     NATIVE_DIFFERENCES,
     CastSpec,
     OpTable,
@@ -61,7 +62,7 @@ class Coverage:
     def __init__(self, device: str) -> None:
         self.native: dict[str, Any] = {}
         self._device = device
-        filled: list[str] = []
+        self._filled: list[str] = []
         for op in OpTable.default().rows:
             if not dispatcher.has_operator(f"aten::{op}"):
                 continue  # not in this torch release
@@ -69,8 +70,8 @@ class Coverage:
             if native:
                 self.native[op] = dispatcher.autocast_kernel(op, device) or _Restated(op, device)
             if _needs_kernel(op, device, native):
-                filled.append(op)
-        self._base = Group(device, tuple(filled))
+                self._filled.append(op)
+        self._base = Group(device, tuple(op for op in self._filled if op not in FP16_RANGE))
         self.probe = Group(device, (BACKWARD_BEGINS,))
 
     def groups(self, table: OpTable) -> Iterator[Group]:
@@ -80,8 +81,9 @@ class Coverage:
         """
         yield self._base
         default = OpTable.default().rows
-        for op in sorted({*default, *table.rows}):
-            if table.rows.get(op) != default.get(op) and op not in self._base.ops:
+        for op in sorted({*default, *table.rows} - {*self._base.ops}):
+            without = None if op in self._filled else default.get(op)
+            if table.rows.get(op) != without:
                 yield Group(self._device, (op,))
 
     def native_groups(self) -> list[Group]:

@@ -6,6 +6,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -13,9 +14,10 @@ from torch.optim import Optimizer
 
 from apex._core import dtypes
 from apex._engine import masters
-from apex._engine.autocast.region import no_casts
+from apex._engine.autocast.region import UncastBlock
 from apex._engine.masters import Masters, TrackedPair
 from apex._engine.mistakes import Mistakes
+from apex._engine.optimizer import one_pass
 from apex._engine.optimizer.gradient_pass import Gradients
 from apex._engine.undo import Undo, all_or_nothing
 from apex._pickle import empty
@@ -113,16 +115,22 @@ class Binding:
 
     def params(self) -> list[nn.Parameter]:
         """Returns every parameter that the optimizer steps, masters included."""
-        return [param for group in self.optimizer.param_groups for param in group["params"]]
+        return [*chain.from_iterable([group["params"] for group in self.optimizer.param_groups])]
 
     def direct(self) -> list[nn.Parameter]:
         """Returns the parameters that are stepped without a master."""
+        if not self.pairs:
+            return self.params()
         own = {id(pair.master) for pair in self.pairs}
         return [param for param in self.params() if id(param) not in own]
 
     def trained(self) -> list[nn.Parameter]:
         """Returns the models' parameters that the optimizer trains, with or without a master."""
         return [*(pair.model for pair in self.pairs), *self.direct()]
+
+    def defers(self) -> bool:
+        """Returns whether the step takes gradients in 16 bits."""
+        return one_pass.takes(self)
 
     def owns(self, param: Tensor) -> bool:
         """Returns whether the optimizer steps the master of ``param``, a model's parameter."""
@@ -272,7 +280,7 @@ class Binding:
         self.__dict__.update(state)
         self._source = Masters(self.__dict__.pop("packing", None))
         self.gradients = Gradients(self)  # copies and files hold no gradients
-        self.casts_off = no_casts
+        self.casts_off = UncastBlock
 
 
 def _move_state(optimizer: Optimizer, old: nn.Parameter, new: nn.Parameter) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import ModuleType
 
+import torch
+
 from apex._core.op_table import Category, OpTable
 from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 from apex.amp.lists._original import ORIGINAL
@@ -31,13 +33,13 @@ _LISTS: dict[str, Category] = {
 }
 
 
-def op_table() -> OpTable:
-    """Returns the op table with the user's changes to the lists.
+def op_table(dtype: torch.dtype) -> OpTable:
+    """Returns the op table of a low-precision dtype, with the user's changes to the lists.
 
     Raises:
         ValueError: If an added name is unknown, or the list's category cannot apply to it.
     """
-    table = OpTable.default()
+    table = OpTable.default().for_dtype(dtype)
     for namespace, list_name, name in _changes(removed=True):
         del list_name
         table = table.without(namespace, name)
