@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Wrapper
 from torch.optim import Optimizer
 
-from apex._core import dtypes
+from apex._core import dtypes, packing
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine import model as conversion
@@ -71,6 +71,7 @@ class Session:
         functions: Functions | None = None,
         listeners: Sequence[Listener] = (),
         keep_fp32: bool = False,
+        rounding_seed: int = 0,
     ) -> None:
         """Makes the scalers and registers the kernels for op casts.
 
@@ -82,6 +83,7 @@ class Session:
             functions: User-registered functions, cast while the session lives.
             listeners: Called with every scale update, once it is readable on the host.
             keep_fp32: Whether 16-bit parameters without a master keep their fp32 values.
+            rounding_seed: Seed of stochastic rounding.
         """
         self.policy = policy
         rule = rule or ScaleRule()
@@ -95,7 +97,10 @@ class Session:
         self._listeners = tuple(listeners)
         self._keep_fp32 = keep_fp32
         self._pass_listeners: list[PassListener] = []
-        self.masters = Masters()
+        kind = packing.kind_of(policy.master_weights, rounding_seed)
+        self.masters = Masters(kind)
+        if isinstance(kind, packing.Stochastic):
+            self.scalers[0].rounding = kind
         self._bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._communicator = Communicator(self.scalers)
@@ -207,7 +212,7 @@ class Session:
         """Binds one more optimizer; pushes the inverse to ``undo``."""
         binding = Binding(
             optimizer,
-            master_weights=self.policy.master_weights,
+            master_weights=bool(self.policy.master_weights),
             casts_off=UncastBlock,
             owner=self,
         )

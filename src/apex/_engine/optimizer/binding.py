@@ -137,6 +137,11 @@ class Binding:
         """Returns whether the optimizer steps the master of ``param``, a model's parameter."""
         return id(param) in self._owned
 
+    @property
+    def packs_masters(self) -> bool:
+        """Whether masters are stored in fewer bytes than fp32."""
+        return self._source.kind is not None
+
     def is_frozen(self, param: Tensor) -> bool:
         """Returns whether ``param`` is frozen and gets its master when unfrozen."""
         return any(each is param for each in self._frozen)
@@ -264,7 +269,7 @@ class Binding:
         state = self.__dict__.copy()
         for name in ("_optimizer", "_source", "_owned", "gradients", "casts_off"):
             del state[name]
-        state.update(owner=None, inner_step=None, view=None)
+        state.update(owner=None, inner_step=None, view=None, packing=self._source.kind)
         return state
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -274,7 +279,7 @@ class Binding:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores everything but the optimizer, which attaches itself."""
         self.__dict__.update(state)
-        self._source = Masters()
+        self._source = Masters(self.__dict__.pop("packing", None))
         self._owned = {id(pair.model) for pair in self.pairs}
         self.gradients = Gradients(self)  # copies and files hold no gradients
         self.casts_off = UncastBlock
