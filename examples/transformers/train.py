@@ -49,7 +49,8 @@ def main():
     arguments = TrainingArguments(
         output_dir=str(options.work_dir), bf16=True, use_cpu=not on_gpu, max_steps=options.steps,
         learning_rate=3e-3, per_device_train_batch_size=8, gradient_accumulation_steps=2,
-        logging_steps=10, save_strategy="no", report_to=[], disable_tqdm=True, dataloader_pin_memory=on_gpu,
+        logging_steps=10, save_strategy="no", report_to=[], disable_tqdm=True,
+        dataloader_pin_memory=on_gpu,
     )  # fmt: skip
     callback = OverflowCallback()
     Trainer(model, arguments, train_dataset=Text(1024), callbacks=[callback]).train()
