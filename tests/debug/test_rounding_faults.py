@@ -98,3 +98,20 @@ def test_an_fp32_module_is_the_remedy():
         if not remedy:
             assert "fp32_modules=['faulty']" in trace.worst.remedy
     assert trace.worst is None, str(trace)
+
+
+def test_small_terms_do_not_excuse_a_running_sum():
+    """Terms near 0 have large relative errors, but hardly a share of the sum."""
+
+    class SumOfNumbers(nn.Module):
+        def forward(self, x):
+            total = torch.zeros((), dtype=x.dtype)
+            for number in x.abs().flatten()[:900]:
+                total = total + number
+            return x * total
+
+    torch.manual_seed(0)
+    training = Training(nn.Sequential(nn.Linear(32, 32), SumOfNumbers(), nn.Linear(32, 10)), "bf16")
+    with amp.debug.trace_rounding(training.model) as trace:
+        training.step(*batch(training.model))
+    assert (trace.worst.module, trace.worst.op, trace.worst.kind) == ("1", "aten.add", "chain")

@@ -16,13 +16,14 @@ Note [Tolerance]
     The size of a result is its norm. A sum of n terms of both signs may be far smaller than its
     terms by chance, or by construction: a bias before a batch norm and the bias of an attention's
     keys have no gradient. That is no loss of digits, so in a backward pass and in small results a
-    sum's size is at least what it would be with random signs, sqrt(sum of squares).
+    sum's size is that of the sum of absolute values, as in Skeel's condition number.
 
 Note [Chains]
     Each step of a running sum explains its error by that of the step before, so none would stand
     out. A chain of linear elementwise operators (an accumulation, an EMA, a residual stream)
     therefore counts as one operator: what a chain inherits is the largest error among the values
-    that enter it. ``Shadow.entry`` carries it from one operator of a chain to the next.
+    that enter it. ``Shadow.entry`` carries it from one operator of a chain to the next. In a sum,
+    an operand's error counts by the operand's share of the largest one.
 
 Note [Small changes]
     ``average.mul_(0.999)`` in bf16 changes nothing: half of bf16's eps is 0.002. By norm that is an
@@ -85,9 +86,13 @@ _DECISIONS = {
     for suffix in ("", "_")
 }
 
-_SUMS = {f"aten.{name}" for name in ("sum", "mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "dot")}
-_SUMS |= {"aten.convolution", "aten.convolution_backward", "aten.embedding_dense_backward"}
-_SUMS |= {"aten.addmv", "aten.linear", "aten.mkldnn_linear", "aten.index_add"}
+_SUMS = {
+    f"aten.{name}"
+    for name in (
+        *("sum", "mean", "mm", "bmm", "mv", "dot", "addmm", "addmv", "addbmm", "baddbmm", "linear"),
+        *("convolution", "convolution_backward", "embedding_dense_backward", "index_add"),
+    )
+}
 _DIFFERENCES = {f"aten.{name}{suffix}" for name in ("add", "sub", "rsub") for suffix in ("", "_")}
 _IN_PLACE_SUMS = {
     f"aten.{name}{suffix}"
@@ -119,6 +124,11 @@ def base_name(name: str) -> str:
 def is_linear(name: str) -> bool:
     """Returns whether an operator continues a chain; see Note [Chains]."""
     return name in _LINEAR
+
+
+def is_sum_of_operands(name: str) -> bool:
+    """Returns whether each input contributes to the result by its size."""
+    return name in _DIFFERENCES or name in ("aten.cat", "aten.stack", "aten.lerp", "aten.lerp_")
 
 
 def is_move(name: str) -> bool:
@@ -187,7 +197,7 @@ def has_no_digits(name: str, inputs: Sequence[float], result: float) -> bool:
 def least_sizes(
     func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], results: Sequence[Tensor]
 ) -> list[float]:
-    """Returns, for each result of an operator, its norm if the signs of a sum's terms were random.
+    """Returns, for each result of an operator, its norm if all terms of a sum had one sign.
 
     Args:
         func: The operator.
@@ -197,11 +207,9 @@ def least_sizes(
         results: Its results in fp32.
     """
     if name in _SUMS:
-        squares = func(*map(_squared, args), **kwargs)
-        squares = [squares] if isinstance(squares, Tensor) else squares
-        return [0.0 if each is None else norm(each.abs().sqrt()) for each in squares]
-    if name == "aten.mean":
-        return [norm(args[0]) * results[0].numel() / max(1, args[0].numel())]
+        sums = func(*map(_absolute, args), **kwargs)
+        sums = [sums] if isinstance(sums, Tensor) else sums
+        return [0.0 if each is None else norm(each) for each in sums]
     if name == "aten._softmax_backward_data":
         return [norm(args[0] * args[1])]
     if name == "aten._log_softmax_backward_data":
@@ -221,8 +229,8 @@ def norm(values: Tensor) -> float:
     return float(torch.linalg.vector_norm(values.double()))  # sync: tracing is a diagnosis
 
 
-def _squared(value: Any) -> Any:
-    return value * value if isinstance(value, Tensor) and value.is_floating_point() else value
+def _absolute(value: Any) -> Any:
+    return value.abs() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _repeats(args: Sequence[Any]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -64,10 +65,25 @@ class ShadowCall:
         self.shadows = wide[:count], dict(zip(kwargs, wide[count:], strict=True))
         self.own = own[:count], dict(zip(kwargs, own[count:], strict=True))
         self.inputs: list[Distance] = []
-        self.inherited = self.unit = 0.0
-        for low, high in _pairs(self._arguments, wide):
-            if traits.reads_written or id(low) not in self._written:
-                self._read(low, high, shadows)
+        self.unit = 0.0
+        errors = [
+            (self._read(low, high, shadows), high.numel())
+            for low, high in _pairs(self._arguments, wide)
+            if traits.reads_written or id(low) not in self._written
+        ]
+        shares = [1.0] * len(errors)
+        if rules.is_sum_of_operands(self.name):
+            # A broadcast operand counts as often as it is used.
+            most = max((count for _, count in errors), default=1)
+            sizes = [
+                found.size * math.sqrt(most / max(1, count))
+                for found, (_, count) in zip(self.inputs, errors, strict=True)
+            ]
+            shares = [size / (max(sizes) or 1.0) for size in sizes]
+        self.inherited = max(
+            (error * share for (error, _), share in zip(errors, shares, strict=True) if share),
+            default=0.0,
+        )
 
     def _wide(self, values_of: Callable[[Tensor], Tensor], value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -78,17 +94,18 @@ class ShadowCall:
             return [self._wide(values_of, item) for item in value]
         return value
 
-    def _read(self, low: Tensor, high: Tensor, shadows: Shadows) -> None:
-        shadow = shadows.of(low)
+    def _read(self, low: Tensor, high: Tensor, shadows: Shadows) -> float:
+        """Measures an input; returns the error that it brings."""
         if dtypes.is_low_precision(low):
             self.unit = max(self.unit, rules.roundoff(low.dtype))
         found = distance(low.detach(), high)
         self.inputs.append(found)
-        if shadow is not None:
-            self.unit = max(self.unit, shadow.unit)
-            in_chain = rules.is_linear(self.name) and low.numel() == shadow.values.numel()
-            entry = shadow.entry if in_chain else None
-            self.inherited = max(self.inherited, found.relative if entry is None else entry)
+        shadow = shadows.of(low)
+        if shadow is None:
+            return 0.0
+        self.unit = max(self.unit, shadow.unit)
+        in_chain = rules.is_linear(self.name) and low.numel() == shadow.values.numel()
+        return found.relative if not in_chain or shadow.entry is None else shadow.entry
 
     def pairs(self, result: Any, arguments: Arguments, in_fp32: Any) -> list[tuple[Tensor, Tensor]]:
         """Returns each tensor that the call returned or wrote, with its value in fp32.
