@@ -88,6 +88,7 @@ class Binding:
         """
         self.attach(optimizer)
         self.pairs: list[TrackedPair] = []
+        self._counted = 0, 0
         self.gradients = Gradients(self)
         self.master_weights = master_weights
         self.casts_off = casts_off
@@ -128,6 +129,13 @@ class Binding:
     def trained(self) -> list[nn.Parameter]:
         """Returns the models' parameters that the optimizer trains, with or without a master."""
         return [*(pair.model for pair in self.pairs), *self.direct()]
+
+    @property
+    def elements(self) -> int:
+        """The number of elements of all masters; counted again if their number changes."""
+        if self._counted[0] != len(self.pairs):
+            self._counted = len(self.pairs), sum(pair.model.numel() for pair in self.pairs)
+        return self._counted[1]
 
     def defers(self) -> bool:
         """Returns whether the step takes gradients in 16 bits."""

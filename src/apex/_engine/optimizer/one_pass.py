@@ -47,23 +47,18 @@ in 8 to 128, 0.4 for 17 M in 8. Not measured on a GPU.
 
 def takes(binding: Binding) -> bool:
     """Returns whether the next step of an optimizer takes 16-bit gradients."""
-    return (
-        enabled
-        and bool(binding.pairs)
-        and is_fused(binding.optimizer)
-        and sum(pair.model.numel() for pair in binding.pairs) >= least_elements
-    )
+    return enabled and binding.elements >= least_elements and is_fused(binding.optimizer)
 
 
 @untraced
 def one_pass_step(binding: Binding, *, compiled: bool) -> OnePassStep | None:
     """Returns the step of an optimizer with deferred gradients; ``None`` if it needs fp32 ones."""
-    if not any(deferred.of(pair.master) for pair in binding.pairs):
-        return None
     if compiled:
         binding.gradients.settle()  # dynamo cannot trace a parameter whose gradient is a property
         return None
-    return OnePassStep(binding) if enabled and is_fused(binding.optimizer) else None
+    if not takes(binding) or not any(deferred.of(pair.master) for pair in binding.pairs):
+        return None
+    return OnePassStep(binding)
 
 
 def is_fused(optimizer: Optimizer) -> bool:
