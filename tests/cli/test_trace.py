@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import warnings
 
 import pytest
 import torch
@@ -330,10 +332,20 @@ def test_a_script_sees_what_it_sees_under_python(tmp_path, monkeypatch, capsys, 
     capsys.readouterr()
 
 
+def global_hooks():
+    hooks = torch.nn.modules.module
+    return [len(each) for each in (hooks._global_forward_hooks, hooks._global_forward_pre_hooks)]
+
+
 def test_everything_is_put_back(trace):
-    before = sys.argv, list(sys.path), sys.modules["__main__"], sys.stdout
+    def state():
+        streams = sys.stdout, sys.stderr
+        hooks = threading.getprofile(), list(warnings.filters), *global_hooks()
+        return sys.argv, list(sys.path), sys.modules["__main__"], streams, hooks
+
+    before = state()
     trace("sys.argv.append('x')\nsys.path.append('y')\nsys.stdout = sys.stderr\n" + GOOD)
-    assert (sys.argv, sys.path, sys.modules["__main__"]) == (*before[:3],)
+    assert state() == before
 
 
 @pytest.mark.parametrize(
