@@ -521,3 +521,19 @@ def test_each_rank_of_torchrun_reports_and_writes_for_itself(tmp_path):
     # The reduced gradients come from the other rank.
     assert data[0]["first"] is None or data[0]["first"]["op"] != "aten.exp"
     assert "[rank 1] First overflow: aten.exp in layers.1, forward" in ended.stdout
+
+
+@pytest.mark.gpu
+def test_a_backward_pass_in_the_engine_s_own_threads_is_traced(trace):
+    code, out, _ = trace("""
+        net = nn.Linear(2, 2, bias=False).cuda()
+        for x in (torch.ones(1, 2), torch.zeros(1, 2)):
+            net.zero_grad()
+            net(x.cuda()).abs().sqrt().sum().backward()
+            torch.optim.SGD(net.parameters(), lr=0.0).step()
+    """)
+    assert code == exit_codes.NOT_FINITE
+    assert "aten.div outside the model, backward, returned inf" in out
+    assert "train.py:" in out
+    assert "net(x.cuda()).abs().sqrt().sum().backward()" in out
+    assert "hit    the gradients of weight" in out
