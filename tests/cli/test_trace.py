@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import warnings
 
 import pytest
 import torch
@@ -330,10 +332,20 @@ def test_a_script_sees_what_it_sees_under_python(tmp_path, monkeypatch, capsys, 
     capsys.readouterr()
 
 
+def global_hooks():
+    hooks = torch.nn.modules.module
+    return [len(each) for each in (hooks._global_forward_hooks, hooks._global_forward_pre_hooks)]
+
+
 def test_everything_is_put_back(trace):
-    before = sys.argv, list(sys.path), sys.modules["__main__"], sys.stdout
+    def state():
+        streams = sys.stdout, sys.stderr
+        hooks = threading.getprofile(), list(warnings.filters), *global_hooks()
+        return sys.argv, list(sys.path), sys.modules["__main__"], streams, hooks
+
+    before = state()
     trace("sys.argv.append('x')\nsys.path.append('y')\nsys.stdout = sys.stderr\n" + GOOD)
-    assert (sys.argv, sys.path, sys.modules["__main__"]) == (*before[:3],)
+    assert state() == before
 
 
 @pytest.mark.parametrize(
@@ -509,3 +521,19 @@ def test_each_rank_of_torchrun_reports_and_writes_for_itself(tmp_path):
     # The reduced gradients come from the other rank.
     assert data[0]["first"] is None or data[0]["first"]["op"] != "aten.exp"
     assert "[rank 1] First overflow: aten.exp in layers.1, forward" in ended.stdout
+
+
+@pytest.mark.gpu
+def test_a_backward_pass_in_the_engine_s_own_threads_is_traced(trace):
+    code, out, _ = trace("""
+        net = nn.Linear(2, 2, bias=False).cuda()
+        for x in (torch.ones(1, 2), torch.zeros(1, 2)):
+            net.zero_grad()
+            net(x.cuda()).abs().sqrt().sum().backward()
+            torch.optim.SGD(net.parameters(), lr=0.0).step()
+    """)
+    assert code == exit_codes.NOT_FINITE
+    assert "aten.div outside the model, backward, returned inf" in out
+    assert "train.py:" in out
+    assert "net(x.cuda()).abs().sqrt().sum().backward()" in out
+    assert "hit    the gradients of weight" in out

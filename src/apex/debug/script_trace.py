@@ -37,7 +37,6 @@ class ScriptTrace(OverflowTrace):
     A fault is certain once it has reached a gradient, the loss or a weight, and no dynamic loss
     scale backs off from it; such overflows are counted, and are no faults. Then ``on_fault`` is
     called before the next operator outside a backward pass, and may raise.
-
     """
 
     def __init__(self, *, on_fault: Callable[[], None]) -> None:
@@ -53,9 +52,9 @@ class ScriptTrace(OverflowTrace):
 
     def __enter__(self) -> ScriptTrace:
         """Starts tracing this thread, and those that the program starts with ``threading``."""
+        super().__enter__()
         self._hooks.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message=_ABOUT_GLOBAL_HOOKS)
-        super().__enter__()
         self._hooks.callback(register_optimizer_step_post_hook(self._count_step).remove)
         self._hooks.callback(threading.setprofile, threading.getprofile())
         threading.setprofile(self._enter_thread)
