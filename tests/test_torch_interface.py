@@ -93,6 +93,7 @@ AUTOGRAD = "apex/_torch/autograd.py"
 FOREACH = "apex/_torch/foreach.py"
 GRAD_SCALERS = "apex/_torch/grad_scaler.py"
 TRACING = "apex/_torch/dynamo.py"
+PACKED = "apex/_torch/packed.py"
 OVERRIDES = "apex/_torch/overrides.py"
 FUNCTION_MODES_PLACE = "apex/_torch/function_modes.py"
 DISPATCHER = "apex/_torch/dispatcher.py"
@@ -171,11 +172,16 @@ KNOWN = {
         "gives an unpickled optimizer's class the step hooks, as Optimizer.__setstate__ does",
     ),
     "._per_optimizer_states": (GRAD_SCALERS, GRAD_SCALER),
+    "torch.Tensor._make_wrapper_subclass": (
+        PACKED,
+        "torch's notes on extending it name this way to make a tensor without storage",
+    ),
     "._schema": (
-        f"{DISPATCH_MODES} {DISPATCHER} {DEBUG}",
+        f"{DISPATCH_MODES} {DISPATCHER} {PACKED} {DEBUG}",
         "an operator's schema; torch.library documents it as the way to read one",
     ),
     "._sequence_nr": (DEBUG, TOOL),
+    "._spec": ("apex/_torch/dtensor.py", "a DTensor's layout, for another with the same one"),
     "._to_copy": (DEBUG, "a name of torch.ops.aten"),
     "._unsafe_view": (DEBUG, "a name of torch.ops.aten"),
     "._state_dict_hooks": ("apex/_engine/model/state.py", HOOKS),

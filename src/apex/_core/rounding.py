@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from apex._torch import dtensor, parameters
+from apex._torch.packed import Packed, plain
 
 
-@torch.no_grad()
 def exact_value(param: Tensor, candidates: Iterable[Tensor]) -> Tensor:
     """Returns ``param`` in fp32, with unrounded values where they are known.
 
@@ -24,14 +24,36 @@ def exact_value(param: Tensor, candidates: Iterable[Tensor]) -> Tensor:
     Returns:
         A new fp32 tensor with the parameter's shape and layout.
     """
-    value = dtensor.local(param.detach())
-    result = value.to(torch.float32)
+    # Without no_grad() and the cast of ``value``, which torch.where makes: state_dict calls this
+    # for every parameter.
+    result = value = dtensor.local(param.detach())
     for candidate in candidates:
         if candidate.shape == param.shape:
             known = dtensor.local(dtensor.laid_out_as(param, candidate.detach()))
-            exact = known.to(device=value.device, dtype=torch.float32)
-            result = torch.where(exact.to(value.dtype) == value, exact, result)
-    return dtensor.with_local(param, result)
+            exact = plain(known).to(device=value.device, dtype=torch.float32)
+            rounded = _rounded(known, exact, value.dtype)
+            if _same_here(rounded, value):
+                result = exact.clone()
+            else:
+                result = torch.where(rounded == value, exact, result)
+    return dtensor.with_local(param, result.to(torch.float32))
+
+
+def _same_here(rounded: Tensor, value: Tensor) -> bool:
+    """Returns whether both are equal and laid out alike, if the host may look: on the CPU."""
+    return (
+        type(value) is Tensor
+        and value.is_cpu
+        and rounded.stride() == value.stride()
+        and torch.equal(rounded, value)  # half the time of == and torch.where
+    )
+
+
+def _rounded(tensor: Tensor, exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns ``exact``, the values of ``tensor``, as a model of ``dtype`` holds them."""
+    if isinstance(tensor, Packed) and tensor.packing.high.dtype is dtype:
+        return tensor.packing.high.to(exact.device)
+    return exact.to(dtype)
 
 
 @torch.no_grad()
@@ -54,6 +76,11 @@ def update_master(param: Tensor, master: Tensor, *, keep_low_bits: bool = True) 
     value, exact = dtensor.locals_of([param, master])
     rounded = value.to(device=exact.device, dtype=torch.float32)
     if keep_low_bits:
-        rounded = torch.where(exact.to(value.dtype).to(torch.float32) == rounded, exact, rounded)
+        known = plain(exact)
+        same = _rounded(exact, known, value.dtype).to(torch.float32) == rounded
+        rounded = torch.where(same, known, rounded)
+    if isinstance(exact, Packed):
+        exact.packing.load(rounded)
+        return
     # Not counted by autograd: a loss that uses masters directly may have saved them for backward.
     parameters.uncounted(exact).copy_(rounded)

@@ -13,6 +13,7 @@ from apex._engine.optimizer.binding import Binding
 from apex._engine.scaler import Scaler
 from apex._torch import ddp, ranks
 from apex._torch.ddp import NO_WRAPPER, Communication, Wrappers
+from apex._torch.packed import plain
 
 _log = logging.getLogger("apex")
 
@@ -77,6 +78,10 @@ def _share(new: Sequence[TrackedPair], wrappers: Iterable[DistributedDataParalle
         sent = ddp.sent_params(wrapper)
         shared = [pair for pair in new if id(pair.model) in sent and pair.new]
         masters.read_model(shared, alike=True)
-        ddp.broadcast_from_first_rank([pair.master.detach() for pair in shared], wrapper)
-        for pair in shared:
-            pair.mark_master_written()
+        exact = [plain(pair.master.detach()) for pair in shared]
+        ddp.broadcast_from_first_rank(exact, wrapper)
+        for pair, value in zip(shared, exact, strict=True):
+            if pair.packing is None:
+                pair.mark_master_written()
+            else:
+                pair.set_exact(value)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from apex._core.finite import unscale_, unscale_and_check_
+from apex._core.packing import Stochastic
 from apex._core.policy import LossScale
 from apex._core.scale import ScaleRule, checked_static, update_scale_
 from apex._engine.events import Iteration, ScaleUpdate
@@ -45,6 +46,7 @@ class Scaler(ABC):
         rule: The rule of a dynamic scale.
         loss_id: Index of the loss in its session.
         open_blocks: The open ``scale_loss`` blocks, whose scaled losses may still be used.
+        rounding: The session's stochastic rounding, which is saved with its first scale.
         block_on_read: Whether to block on the readback, so that a report can still inspect the
             gradients it names.
         pass_state: The state of the flag; reset by callers if a pass fails.
@@ -62,6 +64,7 @@ class Scaler(ABC):
         self.loss_id = loss_id
         self.open_blocks: set[object] = set()
         self.block_on_read = False
+        self.rounding: Stochastic | None = None
         self.pass_state = PassState.UPDATED
         self.view: object = None
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Wrapper
 from torch.optim import Optimizer
 
-from apex._core import dtypes
+from apex._core import dtypes, packing
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine import model as conversion
@@ -71,6 +71,7 @@ class Session:
         functions: Functions | None = None,
         listeners: Sequence[Listener] = (),
         keep_fp32: bool = False,
+        rounding_seed: int = 0,
     ) -> None:
         """Makes the scalers and registers the kernels for op casts.
 
@@ -82,6 +83,7 @@ class Session:
             functions: User-registered functions, cast while the session lives.
             listeners: Called with every scale update, once it is readable on the host.
             keep_fp32: Whether 16-bit parameters without a master keep their fp32 values.
+            rounding_seed: Seed of stochastic rounding.
         """
         self.policy = policy
         rule = rule or ScaleRule()
@@ -95,7 +97,10 @@ class Session:
         self._listeners = tuple(listeners)
         self._keep_fp32 = keep_fp32
         self._pass_listeners: list[PassListener] = []
-        self.masters = Masters()
+        kind = packing.kind_of(policy.master_weights, rounding_seed)
+        self.masters = Masters(kind)
+        if isinstance(kind, packing.Stochastic):
+            self.scalers[0].rounding = kind
         self._bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._communicator = Communicator(self.scalers)
@@ -141,10 +146,10 @@ class Session:
         self._shards += map(weakref.ref, groups)
 
     def _convert(self, model: nn.Module, plan: ModelPlan, undo: Undo, *, trains: bool) -> None:
-        before = _floating_tensors(model)
+        module = conversion.module_behind(model)
+        before = conversion.floating_tensors(list(module.named_modules()))
         conversion.convert(model, plan, self.region, masters=self, owner=self, undo=undo)
         undo.push(conversion.undo_convert, model)
-        module = conversion.module_behind(model)
         undo.push(self.masters.release, module)
         self._make_masters(module, before, trains=trains)
 
@@ -207,7 +212,7 @@ class Session:
         """Binds one more optimizer; pushes the inverse to ``undo``."""
         binding = Binding(
             optimizer,
-            master_weights=self.policy.master_weights,
+            master_weights=bool(self.policy.master_weights),
             casts_off=UncastBlock,
             owner=self,
         )
@@ -348,13 +353,9 @@ class Session:
     def convert_late(self, params: Iterable[Tensor]) -> None:
         """Converts modules added to the models since ``initialize`` that hold ``params``."""
         self._communicator.forget_users()  # they may belong to another wrapper
-        wanted = {id(param) for param in params}
-        for model in self._models:
-            if not any(id(param) in wanted for param in model.parameters()):
-                continue
-            before = _floating_tensors(model)
-            conversion.convert_late(model)
-            late = [(now, value) for now, value in before if value.dtype is not now.dtype]
+        unknown = {id(param) for param in params if self.masters.pair_of(param) is None}
+        for model in self._models if unknown else ():
+            late = conversion.convert_late(model, unknown)
             self._make_masters(model, late, trains=True)
 
     def clear_grads(self, params: Iterable[Tensor], *, set_to_none: bool) -> None:
@@ -363,15 +364,6 @@ class Session:
         self.masters.clear_grads(cleared, set_to_none=set_to_none)
         for binding in self._bindings:
             binding.gradients.on_cleared(cleared)
-
-
-def _floating_tensors(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Returns the model's floating tensors with their present values."""
-    return [
-        (tensor, tensor.detach())
-        for tensor in (*model.parameters(), *model.buffers())
-        if dtypes.is_castable(tensor)
-    ]
 
 
 def _end(region: CastRegion, functions: Functions | None) -> None:

@@ -11,6 +11,9 @@ from torch.optim import optimizer
 set_data: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 """torch's own setter of ``param.data``."""
 
+swap: Any = torch.utils.swap_tensors
+"""Exchanges the values and classes of two tensors; each stays the same object."""
+
 _get_data: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _get_grad: Any = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 

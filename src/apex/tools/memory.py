@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from apex import amp
 from apex._core import tree
+from apex._torch.packed import stored_tensors
 from apex.tools.results import Stored
 
 
@@ -67,7 +68,7 @@ def tensors_in(nest: Any) -> list[Tensor]:
 def _new_bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
     """Returns the bytes of storages not in ``seen`` and adds those storages to it."""
     total = 0
-    for tensor in tensors:
+    for tensor in (held for each in tensors for held in stored_tensors(each)):
         if tensor.layout is torch.strided and _key(tensor) not in seen:
             seen.add(_key(tensor))
             total += tensor.untyped_storage().nbytes()

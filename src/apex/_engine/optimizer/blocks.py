@@ -33,7 +33,10 @@ class Part(NamedTuple):
 
     def of(self, tensors: Sequence[Tensor]) -> Tensor:
         """Returns the part as a 1-d view; a whole tensor itself."""
-        tensor = tensors[self.position]
+        return self.in_(tensors[self.position])
+
+    def in_(self, tensor: Tensor) -> Tensor:
+        """Returns the part of its tensor, or of one with the same layout."""
         if self.whole:
             return tensor
         return tensor.as_strided(

@@ -12,7 +12,7 @@ Note [The step in one pass]
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +28,7 @@ from apex._engine.optimizer import blocks, deferred
 from apex._torch import dispatch_modes, dtensor
 from apex._torch.counted import without_counting
 from apex._torch.dynamo import untraced
+from apex._torch.packed import Packed, Packing
 
 if TYPE_CHECKING:
     from apex._engine.optimizer.binding import Binding
@@ -191,7 +192,10 @@ class OnePassStep(TorchDispatchMode):
         )
         states = [blocks.InPlace(each) if each else blocks.Nothing() for each in lists[2:count]]
         models = dtensor.locals_of([pair.model for pair in pairs])
-        rounds = [blocks.same_strides(*both) for both in zip(models, params, strict=True)]
+        packed = [param for param in params if isinstance(param, Packed)]
+        rounds = [
+            not packed and blocks.same_strides(*both) for both in zip(models, params, strict=True)
+        ]
 
         def kernel(block: blocks.Block, operands: list[list[Tensor]]) -> None:
             steps = [[each[part.position] for part in block] for each in lists[count:]]
@@ -201,13 +205,44 @@ class OnePassStep(TorchDispatchMode):
                 torch._foreach_copy_([p.of(models) for p, _ in moved], [v for _, v in moved])
 
         sizes = [param.numel() for param in params]
-        blocks.run(kernel, sizes, [blocks.InPlace(params), grads, *states], params[0].device)
+        # A session packs all its masters, or none.
+        masters = _unpacked(packed) if packed else blocks.InPlace(params)
+        blocks.run(kernel, sizes, [masters, grads, *states], params[0].device)
         for pair, param, rounded in zip(pairs, params, rounds, strict=True):
             deferred.reclaim(pair.master)
             if rounded:
                 increment_version(pair.model)
                 pair.mark_rounded()
                 self._rounded[param.data_ptr()] = pair
+
+
+def _unpacked(params: Sequence[Packed]) -> blocks.Buffered:
+    """Returns packed masters as an operand: fp32 in a buffer, stored after the kernel."""
+    total = sum(param.numel() for param in params)
+    size = min(blocks.elements(total, params[0].device), total)
+    memory = torch.empty(size, dtype=torch.int32, device=params[0].device)
+
+    def each(
+        block: blocks.Block, values: Sequence[Tensor]
+    ) -> Iterator[tuple[Packing, Tensor, Tensor]]:
+        for part, value in zip(block, values, strict=True):
+
+            def of(half: Tensor, part: blocks.Part = part) -> list[Tensor]:
+                return [part.in_(half)]
+
+            halves = params[part.position].viewed(of)
+            spare = memory[: value.numel()].as_strided(value.size(), value.stride())
+            yield halves[0], value, spare
+
+    def load(block: blocks.Block, values: list[Tensor]) -> None:
+        for packing, value, spare in each(block, values):
+            packing.complete(value.copy_(packing.high), spare)
+
+    def store(block: blocks.Block, values: list[Tensor]) -> None:
+        for packing, value, spare in each(block, values):
+            packing.write(value, spare)
+
+    return blocks.Buffered(params, load, store)
 
 
 _METADATA = frozenset({torch.ops.aten.empty_like.default, torch.ops.aten.detach.default})

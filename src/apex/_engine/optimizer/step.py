@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,8 @@ def step(binding: Binding, run: Run, closure: Closure | None) -> Any:
     Returns:
         The result of the step; ``None`` for a skipped one without a closure.
     """
+    if binding.packs_masters:
+        run = functools.partial(_run_eagerly, run)
     if closure is not None:
         return _step_with_closure(binding, run, closure)
     binding.settle()
@@ -65,6 +68,12 @@ def step(binding: Binding, run: Run, closure: Closure | None) -> Any:
             _end(binding, off, one_pass, ended)
     finally:  # see Note [Interrupted blocks]
         _end(binding, off, one_pass, ended)
+
+
+@untraced
+def _run_eagerly(run: Run, *args: Any) -> Any:
+    """Runs a step over packed masters, which a compiled graph would read and write as one value."""
+    return run(*args)
 
 
 @untraced
