@@ -93,12 +93,19 @@ def test_weights_in_any_memory_layout_are_measured(layout):
     assert (found.weights, found.frozen) == (2 * weight[0].numel(), 0.5)
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_masters_hold_what_16_bits_do_not(level):
-    model, optimizer = prepared(level, lambda p: torch.optim.SGD(p, lr=1e-6))
+@pytest.mark.parametrize(
+    ("level", "masters"),
+    [("O2", True), ("O5", True), ("O5", "split"), ("O5", "stochastic")],
+)
+def test_masters_hold_what_16_bits_do_not(level, masters, log):
+    model, optimizer = prepared(
+        level, lambda p: torch.optim.AdamW(p, lr=1e-6, fused=True), master_weights=masters
+    )
+    amp.debug.arm(optimizer)
     history = amp.debug.History(optimizer, updates_every=1)
-    for x, y in batches(3):
+    for x, y in batches(EVERY + 1):
         train_step(model, optimizer, x, y)
+    assert log() == []
     assert [(m.module, m.weights, m.frozen) for m in history.modules] == [
         ("0", 0, 0.0),
         ("2", 0, 0.0),

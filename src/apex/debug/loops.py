@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 import weakref
 from abc import ABC, abstractmethod
@@ -198,9 +197,13 @@ class AmpLoop(Loop):
     def listen(self, listener: Listener) -> None:
         """Starts to call ``listener``."""
         self._listener = listener
-        session = cast(Session, self._session())
-        session.add_listener(self._end_of_pass)
-        self._ends.append(functools.partial(session.remove_listener, self._end_of_pass))
+        cast(Session, self._session()).add_listener(self._end_of_pass)
+        self._ends.append(self._end_listening)
+
+    def _end_listening(self) -> None:
+        session = self._session()
+        if session is not None:
+            session.remove_listener(self._end_of_pass)
 
     @property
     def optimizers(self) -> list[Optimizer]:
