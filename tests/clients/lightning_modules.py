@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -25,6 +26,14 @@ def classifier(pl, **options):
             self.layers = layers()
             self.losses, self.norms = [], []
             self.by_itself, self.optimizer, self.lr, self.poison = by_itself, optimizer, lr, poison
+
+            self.sharded = False
+
+        def configure_model(self):
+            if self.sharded:  # Lightning calls it for each run
+                self.sharded = False
+                for layer in (*self.layers, self.layers):
+                    fully_shard(layer, mesh=self.device_mesh["data_parallel"])
 
         def forward(self, x):
             return self.layers(x)

@@ -277,15 +277,22 @@ def test_an_unused_plugin_is_copied_and_pickled():
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("level", "by_itself"),
-    [("O0", ""), ("O1", "by_itself"), ("O2", ""), ("O5", ""), ("O5", "by_itself")],
+    ("level", "how"),
+    [
+        ("O0", "forward"),
+        ("O1", "by itself"),
+        ("O2", "forward"),
+        ("O5", "by itself"),
+        ("O1", "sharded"),
+        ("O5", "sharded"),
+    ],
 )
-def test_two_ranks_train_as_one_on_both_halves(level, by_itself, tmp_path):
+def test_two_ranks_train_as_one_on_both_halves(level, how, tmp_path):
     script = Path(__file__).with_name("lightning_ranks.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     root = str(script.parents[2])
     done = subprocess.run(
-        [*command, str(script), root, level, by_itself, str(tmp_path)],
+        [*command, str(script), root, level, how, str(tmp_path)],
         check=False, capture_output=True, text=True, timeout=180,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -16,9 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
 from apex import amp
+from apex._core import dtypes
 from apex._engine.model import state_of
 from apex._engine.optimizer.optimizer_class import binding_of, own_class
-from apex._torch import ddp
+from apex._torch import ddp, dtensor
 from apex.amp.properties import level_defaults
 from apex.integrations import scales
 from apex.integrations.submodule_calls import SubmoduleCalls
@@ -134,7 +135,9 @@ class ApexPrecision(_Precision):
 
     def _prepare(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
         modules = [*map(_unwrapped, models)]
-        amp.initialize(modules, optimizers or None, **self.options)
+        # An earlier run leaves sharded ones prepared; see `teardown`.
+        if not (all(map(state_of, modules)) and all(map(binding_of, optimizers))):
+            amp.initialize(modules, optimizers or None, **self.options)
         for model in models:
             ddp.rebuild_reducer(model)
         self._models += modules
@@ -148,13 +151,17 @@ class ApexPrecision(_Precision):
             scales.load_state_dict(optimizers[0], self._scales)
 
     def teardown(self) -> None:
-        """Makes the modules and optimizers plain again, with their fp32 values."""
+        """Makes the modules and optimizers plain again, with their fp32 values.
+
+        Leaves 16-bit modules under ``fully_shard`` as they are: its buffers have a fixed dtype.
+        """
         self._scales = self.state_dict()
         for calls in self._calls:
             calls.remove()
         models, optimizers = self._models, self._optimizers
         self._library, self._calls, self._models, self._optimizers = _FABRIC, [], [], []
-        amp.restore(models, optimizers)
+        if not any(map(_is_fixed, models)):
+            amp.restore(models, optimizers)
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
@@ -280,6 +287,11 @@ _REMEDY = (
 
 def _unwrapped(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def _is_fixed(model: nn.Module) -> bool:
+    params = model.parameters()
+    return any(dtensor.is_dtensor(param) and dtypes.is_low_precision(param) for param in params)
 
 
 def _params(optimizer: Optimizer) -> Iterator[Tensor]:
