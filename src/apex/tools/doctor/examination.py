@@ -10,8 +10,9 @@ import torch
 
 import apex
 from apex._torch.devices import cpu_features
-from apex.tools.doctor import installed, speeds, syncs
+from apex.tools.doctor import huge_pages, installed, speeds, syncs
 from apex.tools.doctor.advice import Advice, advise
+from apex.tools.doctor.huge_pages import HugePages
 from apex.tools.doctor.speeds import Speed
 from apex.tools.load import current_load
 
@@ -27,6 +28,7 @@ class Health:
         conflicts: Conflicting installations, one sentence each.
         host_reads: Host reads of a tensor in one step, by fused optimizer.
         advice: The level to start with.
+        huge_pages: What huge memory pages gain on the CPU; None if that was not measured.
     """
 
     versions: dict[str, str]
@@ -35,6 +37,7 @@ class Health:
     conflicts: list[str]
     host_reads: dict[str, int]
     advice: Advice
+    huge_pages: HugePages | None = None
 
     @property
     def well(self) -> bool:
@@ -51,7 +54,7 @@ def examine(device: torch.device, *, budget: float = 0.2) -> Health:
 
     Args:
         device: Device to advise on; the CPU is measured, too.
-        budget: Seconds per operator and dtype.
+        budget: Seconds per operator and dtype; below 0.1, huge pages are not measured.
     """
     devices = dict.fromkeys([str(device), "cpu"])
     measured = [s for name in devices for s in speeds.measure(torch.device(name), budget=budget)]
@@ -67,6 +70,7 @@ def examine(device: torch.device, *, budget: float = 0.2) -> Health:
         conflicts=installed.conflicts(),
         host_reads=syncs.host_reads(device),
         advice=advise(measured, str(device), current_load()),
+        huge_pages=huge_pages.measure() if device.type == "cpu" and budget >= 0.1 else None,
     )
 
 

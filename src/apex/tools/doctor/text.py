@@ -18,6 +18,7 @@ def health_text(health: Health) -> str:
         "\n".join(_speed_lines(health)),
         "\n".join(_conflict_lines(health)),
         "\n".join(_step_lines(health)),
+        *([] if health.huge_pages is None else [str(health.huge_pages)]),
         f"{_advice(health)} `apex compare` measures the gain on your model.",
     ]
     return "\n\n".join("\n".join(wrapped(line) for line in part.splitlines()) for part in parts)
