@@ -9,12 +9,12 @@ import time
 import warnings
 from pathlib import Path
 
-from benchmarks import casts, import_time, machinery, memory, models, syncs
+from benchmarks import casts, import_time, machinery, memory, models, syncs, tensors
 from benchmarks.loops import device
 from benchmarks.machine import machine
 from benchmarks.measurement import table, verdict
 
-BENCHMARKS = {b.NAME: b for b in (syncs, memory, import_time, casts, machinery, models)}
+BENCHMARKS = {b.NAME: b for b in (syncs, memory, import_time, casts, machinery, tensors, models)}
 RESULTS = Path(__file__).parent / "results"
 
 

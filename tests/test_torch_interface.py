@@ -181,6 +181,7 @@ KNOWN = {
         "an operator's schema; torch.library documents it as the way to read one",
     ),
     "._sequence_nr": (DEBUG, TOOL),
+    "._spec": ("apex/_torch/dtensor.py", "a DTensor's layout, for another with the same one"),
     "._to_copy": (DEBUG, "a name of torch.ops.aten"),
     "._unsafe_view": (DEBUG, "a name of torch.ops.aten"),
     "._state_dict_hooks": ("apex/_engine/model/state.py", HOOKS),

@@ -20,7 +20,7 @@ from tests.tools.test_compare import FAILS_IN_BF16
 FLAGS = {
     "compare": [
         *("-h", "--help", "--levels", "--steps", "--emulated", "--emulated-steps", "--rounds"),
-        *("--seed", "--device", "--output", "--json", "--wide"),
+        *("--suggest-fp32", "--seed", "--device", "--output", "--json", "--wide"),
     ],
     "doctor": ["-h", "--help", "--device", "--seconds", "--json"],
     "migrate": ["-h", "--help", "--json"],

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from apex import amp
 from apex.debug.faults import Fault
 from apex.debug.loops import PlainLoop
+from apex.optimizers import FP16_Optimizer
 from tests.training.cases import batch, batches, net
 
 
@@ -154,6 +155,37 @@ def test_other_optimizers_of_the_grad_scaler_are_ignored():
     history = amp.debug.History(other, scaler=loop.scaler)
     loop.step(*batch())
     assert history.passes == []
+
+
+class NoOptimizer:
+    """What a GradScaler takes, and no ``torch.optim.Optimizer``."""
+
+    def __init__(self, params):
+        self.param_groups = [{"params": list(params)}]
+
+    def step(self):
+        return "stepped"
+
+
+def test_a_grad_scaler_s_other_objects_step_as_before():
+    loop = fp16_autocast()
+    history = amp.debug.History(loop.optimizer, scaler=loop.scaler)
+    x, y = batch()
+    loop.scaler.scale(loop.loss(x, y)).backward()
+    assert loop.scaler.step(NoOptimizer(loop.model.parameters())) == "stepped"
+    loop.scaler.update()
+    assert history.passes == []
+
+
+def test_fp16_optimizer_is_watched_inside():
+    model = net().half()
+    optimizer = FP16_Optimizer(sgd(model.parameters(), lr=1e-6), static_loss_scale=8.0)
+    history = amp.debug.History(optimizer, updates_every=1)
+    x, y = batch()
+    optimizer.backward(((model(x.half()).float() - y) ** 2).mean())
+    optimizer.step()
+    assert len(history.passes) == 1
+    assert [item.weights for item in history.modules] == [0]  # it steps masters
 
 
 def test_a_step_with_a_closure_is_recorded():
@@ -552,3 +584,55 @@ def test_explain_knows_scale_and_regime(make, level):
     assert found.level == level
     assert found.loss_scale == loop.scaler.get_scale()
     assert found.gradients
+
+
+# -- devices ---------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("overflows", [False, True])
+def test_on_a_device_a_fused_loop_waits_for_nothing(overflows):
+    model = net().cuda()
+    optimizer = fused(model.parameters())
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10)
+    history = amp.debug.History(optimizer, model=model, scaler=scaler, updates_every=1)
+    handle = amp.debug.arm(optimizer, model=model, scaler=scaler)
+    x, y = (part.cuda() for part in batch())
+
+    def step(factor):
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.float16):
+            loss = ((model(x).float() - y) ** 2).mean() * factor
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    step(1.0)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(torch.inf if overflows else 1.0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [item.overflow for item in history.passes] == [False, overflows]
+    assert history.passes[1].loss_scale == (2.0**9 if overflows else 2.0**10)
+    assert [item.gradients > 0 for item in history.modules] == [True, True]
+    handle.disarm()
+
+
+@pytest.mark.gpu
+def test_on_a_device_arm_traces_after_skips(log):
+    model = net().cuda()
+    nn.init.constant_(model[0].weight, 100.0)
+    optimizer = sgd(model.parameters())
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10)
+    handle = amp.debug.arm(optimizer, 2, model=model, scaler=scaler)
+    x = torch.full((3, 4), 6e4).cuda()
+    for _ in range(5):  # the flags arrive later than on a CPU
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.float16):
+            loss = model(x).float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert handle.trace.first.module == "0"
+    assert len(log()) == 1

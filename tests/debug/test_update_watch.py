@@ -320,6 +320,19 @@ def test_arm_names_modules_whose_gradients_underflow(log):
     assert "torch.amp.GradScaler" in message
 
 
+def test_arm_says_when_all_gradients_are_zero(log):
+    loop = Plain(autocast=torch.float16)
+    amp.debug.arm(loop.optimizer, **loop.watched)
+    for x, y in batches(EVERY):
+        loop.step(x, y, factor=1e-12)
+    assert log() == []
+    for x, y in batches(EVERY):
+        loop.step(x, y, factor=1e-12)
+    (message,) = log()
+    assert message.startswith("All sampled gradients are 0, again after 16 updates")
+    assert "torch.amp.GradScaler" in message
+
+
 # -- cost ------------------------------------------------------------------------------------
 
 
@@ -384,6 +397,46 @@ def test_parameters_may_come_and_go():
         loop.optimizer.step()
     found = by_name(history)
     assert found["3"].weights > 0
+
+
+class Wrapped(torch.Tensor):
+    """A tensor without memory of its own, as quantized weights are."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].inner)
+        raise NotImplementedError(func)
+
+
+class Nothing(torch.optim.SGD):
+    def step(self, closure=None):
+        pass
+
+
+def test_weights_of_other_kinds_are_passed_over():
+    odd = nn.Parameter(Wrapped(torch.ones(4, dtype=torch.bfloat16)))
+    odd.grad = torch.ones(4, dtype=torch.bfloat16)
+    sparse = nn.Embedding(4, 2, sparse=True)
+    sparse(torch.tensor([1])).sum().backward()
+    complex_ = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    complex_.grad = torch.ones_like(complex_)
+    fine = weight_of([1.0])
+    fine.grad = torch.ones_like(fine)
+    empty = nn.Parameter(torch.ones(0))
+    empty.grad = torch.ones(0)
+    optimizer = Nothing([odd, sparse.weight, complex_, fine, empty], lr=1.0)
+    history = amp.debug.History(optimizer, grad_norms=False, updates_every=1)
+    optimizer.step()
+    (found,) = history.modules
+    assert (found.weights, found.gradients) == (1, 0)
 
 
 def test_messages_leave_out_modules_with_few_samples():

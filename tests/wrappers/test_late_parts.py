@@ -1,12 +1,14 @@
 """What a prepared model is given or told later: heads, buffers, devices, dtypes, compilation."""
 
 import copy
+import sys
 
 import pytest
 import torch
 from torch import nn
 
 from apex import amp
+from apex._torch.modules import own_tensors
 from tests.training import cases
 from tests.wrappers.cases import (
     CASTS_DOWN,
@@ -77,6 +79,58 @@ def test_a_late_batch_norm_and_late_buffers_are_as_the_level_says(level):
     kept = dtype_of(level) if level == "O3" else torch.float32
     assert model[3].weight.dtype is model[3].running_mean.dtype is kept
     assert model.late.dtype is dtype_of(level)
+    train(model, optimizer)
+
+
+@every_level
+@pytest.mark.parametrize("added", ["head", "last"])
+def test_a_group_looks_at_as_many_modules_in_a_model_of_any_size(level, added, monkeypatch):
+    def looked_at(blocks):
+        body = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(blocks)))
+        model = nn.ModuleDict({"body": body, "last": nn.Linear(4, 2)})
+        optimizer = torch.optim.SGD(body.parameters(), lr=0.1)
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        model["head"] = nn.Linear(4, 2)
+        seen = []
+
+        def counted(module, *args):
+            seen.append(module)
+            return own_tensors(module, *args)
+
+        with monkeypatch.context() as patch:
+            for user in ("state", "convert", "plan"):
+                patch.setattr(sys.modules[f"apex._engine.model.{user}"], "own_tensors", counted)
+            optimizer.add_param_group({"params": model[added].parameters()})
+        assert model[added].weight.dtype is dtype_of(level)
+        return len(seen)
+
+    assert looked_at(50) == looked_at(5)
+
+
+@casting_levels
+def test_a_late_part_deep_inside_is_found_with_all_that_came_with_it(level):
+    model = nn.ModuleDict({"body": nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.ModuleList())})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    late = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model["body"][1].insert(0, late)
+    exact = late[1].weight.detach().clone()
+    optimizer.add_param_group({"params": late[0].parameters()})
+    assert {param.dtype for param in late.parameters()} == {dtype_of(level)}
+    saved = {key: value.dtype for key, value in model.state_dict().items()}
+    assert set(saved.values()) == {torch.float32}
+    if level != "O3":
+        assert torch.equal(model.state_dict()["body.1.0.1.weight"], exact)
+
+
+@casting_levels
+def test_a_parameter_replaced_in_a_known_module_is_cast_with_its_group(level):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model[1].weight = nn.Parameter(torch.randn(2, 4))
+    optimizer.add_param_group({"params": [model[1].weight]})
+    assert model[1].weight.dtype is dtype_of(level)
     train(model, optimizer)
 
 

@@ -11,7 +11,6 @@ from apex._torch import dtensor, parameters
 from apex._torch.packed import Packed, plain
 
 
-@torch.no_grad()
 def exact_value(param: Tensor, candidates: Iterable[Tensor]) -> Tensor:
     """Returns ``param`` in fp32, with unrounded values where they are known.
 
@@ -25,15 +24,29 @@ def exact_value(param: Tensor, candidates: Iterable[Tensor]) -> Tensor:
     Returns:
         A new fp32 tensor with the parameter's shape and layout.
     """
-    value = dtensor.local(param.detach())
-    result = value.to(torch.float32)
+    # Without no_grad() and the cast of ``value``, which torch.where makes: state_dict calls this
+    # for every parameter.
+    result = value = dtensor.local(param.detach())
     for candidate in candidates:
         if candidate.shape == param.shape:
             known = dtensor.local(dtensor.laid_out_as(param, candidate.detach()))
             exact = plain(known).to(device=value.device, dtype=torch.float32)
             rounded = _rounded(known, exact, value.dtype)
-            result = torch.where(rounded == value, exact, result)
-    return dtensor.with_local(param, result)
+            if _same_here(rounded, value):
+                result = exact.clone()
+            else:
+                result = torch.where(rounded == value, exact, result)
+    return dtensor.with_local(param, result.to(torch.float32))
+
+
+def _same_here(rounded: Tensor, value: Tensor) -> bool:
+    """Returns whether both are equal and laid out alike, if the host may look: on the CPU."""
+    return (
+        type(value) is Tensor
+        and value.is_cpu
+        and rounded.stride() == value.stride()
+        and torch.equal(rounded, value)  # half the time of == and torch.where
+    )
 
 
 def _rounded(tensor: Tensor, exact: Tensor, dtype: torch.dtype) -> Tensor:

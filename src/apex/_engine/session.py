@@ -146,10 +146,10 @@ class Session:
         self._shards += map(weakref.ref, groups)
 
     def _convert(self, model: nn.Module, plan: ModelPlan, undo: Undo, *, trains: bool) -> None:
-        before = _floating_tensors(model)
+        module = conversion.module_behind(model)
+        before = conversion.floating_tensors(list(module.named_modules()))
         conversion.convert(model, plan, self.region, masters=self, owner=self, undo=undo)
         undo.push(conversion.undo_convert, model)
-        module = conversion.module_behind(model)
         undo.push(self.masters.release, module)
         self._make_masters(module, before, trains=trains)
 
@@ -353,13 +353,9 @@ class Session:
     def convert_late(self, params: Iterable[Tensor]) -> None:
         """Converts modules added to the models since ``initialize`` that hold ``params``."""
         self._communicator.forget_users()  # they may belong to another wrapper
-        wanted = {id(param) for param in params}
-        for model in self._models:
-            if not any(id(param) in wanted for param in model.parameters()):
-                continue
-            before = _floating_tensors(model)
-            conversion.convert_late(model)
-            late = [(now, value) for now, value in before if value.dtype is not now.dtype]
+        unknown = {id(param) for param in params if self.masters.pair_of(param) is None}
+        for model in self._models if unknown else ():
+            late = conversion.convert_late(model, unknown)
             self._make_masters(model, late, trains=True)
 
     def clear_grads(self, params: Iterable[Tensor], *, set_to_none: bool) -> None:
@@ -368,15 +364,6 @@ class Session:
         self.masters.clear_grads(cleared, set_to_none=set_to_none)
         for binding in self._bindings:
             binding.gradients.on_cleared(cleared)
-
-
-def _floating_tensors(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Returns the model's floating tensors with their present values."""
-    return [
-        (tensor, tensor.detach())
-        for tensor in (*model.parameters(), *model.buffers())
-        if dtypes.is_castable(tensor)
-    ]
 
 
 def _end(region: CastRegion, functions: Functions | None) -> None:

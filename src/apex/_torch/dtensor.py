@@ -40,7 +40,7 @@ def local(tensor: Tensor) -> Tensor:
     Elementwise operations on the parts give the same result without DTensor's dispatch, which costs
     tens of microseconds per operator and lacks ``_foreach_copy_``.
     """
-    return locals_of([tensor])[0]
+    return locals_of([tensor])[0] if is_dtensor(tensor) else tensor
 
 
 def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -116,12 +116,11 @@ class Watch:
         """Starts."""
         self._scaler: weakref.ref[GradScaler] = weakref.ref(scaler)
         self.listener = listener
-        watches = scaler.__dict__.setdefault(_WATCHES, [])
-        if not watches:
+        if _WATCHES not in scaler.__dict__:
             own = type(scaler)
             scaler.__class__ = type(own.__name__, (_WatchedScaler, own), _names_of(own))
-            scaler.__dict__[_STEPS] = []
-        watches.append(self)
+            scaler.__dict__.update({_WATCHES: [], _STEPS: []})
+        scaler.__dict__[_WATCHES].append(self)
 
     def stop(self) -> None:
         """Ends it; the last one gives the scaler its own class back. Idempotent."""
@@ -158,7 +157,7 @@ class _WatchedScaler(GradScaler):
         if flags and _STEPS in self.__dict__:
             # A copy: `update` adds up the flags of all optimizers in place.
             found = torch.stack([moved(flag.reshape(()), flags[0].device) for flag in flags]).sum()
-            self.__dict__[_STEPS].append((weakref.ref(optimizer), found))
+            self.__dict__[_STEPS].append((optimizer, found))
         return result
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -166,8 +165,7 @@ class _WatchedScaler(GradScaler):
         scale = self._get_scale_async()
         if not self.is_enabled() or scale is None:
             return
-        steps = [(opt, found) for ref, found in self.__dict__[_STEPS] if (opt := ref()) is not None]
-        self.__dict__[_STEPS].clear()
+        steps, self.__dict__[_STEPS] = self.__dict__[_STEPS], []
         for watch in tuple(self.__dict__[_WATCHES]):
             watch.listener.scale_updated(steps, scale)
 

@@ -87,6 +87,11 @@ def add_parser(subparsers: Any) -> None:
         metavar="N",
         help="timed steps of each level, interleaved (default: 20)",
     )
+    parser.add_argument(
+        "--suggest-fp32",
+        action="store_true",
+        help="search for the fewest modules to keep in fp32 at O2 and O5, and train with them too",
+    )
     parser.add_argument("--seed", type=seed, default=0, metavar="N", help="default: 0")
     parser.add_argument(
         "--device",
@@ -180,6 +185,7 @@ def _options(args: argparse.Namespace) -> Options:
         rounds=args.rounds,
         seed=args.seed,
         device=parse_device(args.device),
+        suggest_fp32=args.suggest_fp32,
     )
 
 

@@ -6,7 +6,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -136,7 +136,7 @@ class AutoTrace:
         self._stop()
         self._remove_hooks()
 
-    def measure(self, loss_id: int, params: Sequence[Tensor]) -> None:
+    def measure(self, loss_id: int, params: Iterable[Tensor]) -> None:
         """Sends the gradients' largest values to the host; called by the loop."""
         if self._watch is not None and not self.watching:
             self._watch.send(loss_id, params)
@@ -162,13 +162,14 @@ class AutoTrace:
 
     def _measured(self, measured: Measured) -> None:
         """Reports weights that do not move and gradients that underflow, each once."""
-        both = [self._last, measured] if self._last else []
+        # Underflow from two measurements: a first step is often unlike the next.
+        again = {name: counts for name, counts in measured.items() if name in self._last}
+        both = [{name: self._last[name] for name in again}, again]
+        self._last |= measured
         found = {
             "weights": frozen_message(summary([measured], fp16=False), self._loop),
-            # Of two measurements, as a first step is often unlike the next.
             "gradients": underflow_message(summary(both, fp16=self._loop.in_fp16), self._loop),
         }
-        self._last = measured
         for kind, message in found.items():
             if message and kind not in self._said:
                 self._said.add(kind)

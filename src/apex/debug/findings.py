@@ -46,23 +46,25 @@ def findings_of(explanation: Explanation) -> tuple[Finding, ...]:
     found = [
         *_through_operators([trip for trip in trips if trip.op], whole),
         *_undone([trip for trip in trips if not trip.op], whole),
-        *_weights(explanation.weight_casts, explanation.level, whole),
+        *_weights(explanation.weight_casts, whole),
     ]
     return tuple(sorted(found, key=lambda finding: -finding.seconds))
 
 
 def _through_operators(trips: list[RoundTrip], whole: float) -> Iterator[Finding]:
     """Yields a finding per operator and reason; a backward joins the forward of its module."""
-    reasons = {(_base(t.op), t.module): t.decided_by for t in trips if t.direction == "forward"}
+    reasons = {
+        (_forward_name(t.op), t.module): t.decided_by for t in trips if t.direction == "forward"
+    }
     groups: dict[tuple[str, str, tuple[str, str, str]], list[RoundTrip]] = {}
     for trip in trips:
-        name = _base(trip.op)
+        name = _forward_name(trip.op)
         reason = reasons.get((name, trip.module), trip.decided_by)
         groups.setdefault((name, reason, trip.path), []).append(trip)
     for (name, reason, path), group in groups.items():
         wide, low = _SHORT.get(path[1], path[1]), _SHORT.get(path[2], path[2])
         title = f"{_function(reason) or name} runs in {wide}"
-        remedy = f"to keep it in {low}: {_to_keep_low(reason)}"
+        remedy = f"to keep it in {low}: {_to_keep_low(reason, low)}"
         yield _finding(title, group, whole, remedy)
 
 
@@ -74,11 +76,9 @@ def _undone(trips: list[RoundTrip], whole: float) -> Iterator[Finding]:
         yield _finding(f"casts from {steps} undo one another", group, whole, remedy)
 
 
-def _weights(casts: Iterable[WeightCasts], level: str, whole: float) -> Iterator[Finding]:
-    better = {"O1": "O2", "O4": "O5"}
+def _weights(casts: Iterable[WeightCasts], whole: float) -> Iterator[Finding]:
     for made in casts:
         dtype = _SHORT.get(made.target, made.target)
-        own = better.get(level, "O2" if dtype == "fp16" else "O5")
         yield Finding(
             f"weights are cast to {dtype} in every pass",
             made.count,
@@ -87,7 +87,7 @@ def _weights(casts: Iterable[WeightCasts], level: str, whole: float) -> Iterator
             made.seconds,
             _share(made.seconds, whole),
             made.modules,
-            f"level {own!r} keeps them in {dtype}, with fp32 masters",
+            f"level {_CONVERTS[dtype]!r} keeps them in {dtype}, with fp32 masters",
         )
 
 
@@ -109,7 +109,7 @@ def _share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-def _base(op: str) -> str:
+def _forward_name(op: str) -> str:
     """Returns the forward's name of an operator, without underscores."""
     name = op.rpartition(".")[2].strip("_")
     return name.removesuffix("_data").removesuffix("_backward").removeprefix("native_")
@@ -120,8 +120,10 @@ def _function(reason: str) -> str:
     return reason.rpartition(" (")[2].removesuffix(")") if reason.endswith(")") else ""
 
 
-def _to_keep_low(reason: str) -> str:
+def _to_keep_low(reason: str, low: str) -> str:
     name = _function(reason)
+    if name in _WITH_WEIGHTS:
+        return f"level {_CONVERTS[low]!r}, which converts its weights, too"
     if reason.startswith(("fp32 list", "banned list")):
         modules = (lists.functional_overrides, lists.torch_overrides, lists.tensor_overrides)
         place = next((each for each in modules if name in each.FP32_FUNCS), None)
@@ -137,6 +139,12 @@ def _to_keep_low(reason: str) -> str:
             return remedy
     return "remove the .float() before it"
 
+
+_CONVERTS = {"fp16": "O2", "bf16": "O5"}
+"""The level that converts weights, by dtype."""
+
+# Their fp32 weights and 16-bit inputs do not go together on every device.
+_WITH_WEIGHTS = {"layer_norm", "group_norm", "instance_norm", "batch_norm", "rms_norm", "prelu"}
 
 _REMEDIES = {
     "registered by you": "do not register it with amp.register_float_function",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -42,16 +42,16 @@ class GradientWatch:
         self._passes = 0
 
     @torch.no_grad()
-    def send(self, loss_id: int, params: Sequence[Tensor]) -> None:
+    def send(self, loss_id: int, params: Iterable[Tensor]) -> None:
         """Starts to copy what tells whether the gradients of a pass are finite."""
         self._passes += 1
-        params = list({id(p): p for p in params}.values())
-        grads = [finite.summed_values(dtensor.local(p.grad)) for p in params]  # type: ignore[arg-type]
+        own = {id(p): grad for p in params if (grad := p.grad) is not None}
+        grads = [finite.summed_values(dtensor.local(grad)) for grad in own.values()]
         if not grads:
             return
         largest = [_in_range(norm) for norm in norms.max_norms(grads)]
         if self._readback.send(norms.stacked(largest, largest[0].device)):
-            self._sent.append((self._passes, loss_id, [id(p) for p in params]))
+            self._sent.append((self._passes, loss_id, list(own)))
 
     def poll(self) -> list[NonfinitePass]:
         """Returns the passes that were not finite, of those that have arrived since."""

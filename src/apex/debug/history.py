@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -204,7 +204,7 @@ class History:
 
         return figure(self.passes)
 
-    def measure(self, loss_id: int, params: Sequence[Tensor]) -> Tensor | None:
+    def measure(self, loss_id: int, params: Iterable[Tensor]) -> Tensor | None:
         """Returns the norm of a pass's gradients; called by the loop."""
         return _norm(params) if self._grad_norms else None
 
@@ -235,7 +235,7 @@ class History:
 
 
 @torch.no_grad()
-def _norm(params: Sequence[Tensor]) -> Tensor:
+def _norm(params: Iterable[Tensor]) -> Tensor:
     grads = [finite.summed_values(param.grad) for param in params if param.grad is not None]
     if dtensor.any_dtensor(grads):
         norm = torch.nn.utils.get_total_norm(grads)

@@ -53,8 +53,11 @@ class LoopPass(NamedTuple):
 class Listener(Protocol):
     """What a tool does at each pass."""
 
-    def measure(self, loss_id: int, params: Sequence[Tensor]) -> Tensor | None:
-        """Returns numbers about the gradients of ``params``, linear in them; None for nothing."""
+    def measure(self, loss_id: int, params: Iterable[Tensor]) -> Tensor | None:
+        """Returns numbers about the gradients of ``params``, linear in them; None for nothing.
+
+        Some of ``params`` may have no gradient.
+        """
 
     def end_of_pass(self, end: LoopPass) -> None:
         """Called once the scale is updated."""
@@ -148,7 +151,8 @@ class Loop(ABC):
         for optimizer in self.optimizers:
             binding = binding_of(optimizer)
             for pair in () if binding is None else binding.pairs:
-                found[id(pair.master)] = found.get(id(pair.model), found[id(pair.master)])
+                if id(pair.model) in found:
+                    found[id(pair.master)] = found[id(pair.model)]
         return found
 
     def modules(self) -> list[str]:
@@ -223,7 +227,7 @@ class AmpLoop(Loop):
         ]
         if not own or self._listener is None:
             return
-        params = [p for binding in own for p in binding.params() if p.grad is not None]
+        params = (param for binding in own for param in binding.params())
         measured = None if end.failed else self._listener.measure(end.loss_id, params)
         scaler = session.scalers[end.loss_id]
         self._listener.end_of_pass(
@@ -359,8 +363,11 @@ class PlainLoop(Loop):
 
     # -- both --------------------------------------------------------------------------------------
 
-    def _index(self, optimizer: Optimizer) -> int | None:
-        own = inner(optimizer)
+    def _index(self, optimizer: Any) -> int | None:
+        try:
+            own = inner(optimizer)
+        except TypeError:  # a GradScaler takes whatever has param_groups
+            return None
         found = (i for i, reference in enumerate(self._optimizers) if reference() is own)
         return next(found, None)
 
@@ -368,7 +375,7 @@ class PlainLoop(Loop):
         optimizer = self._optimizers[index]()
         if optimizer is None or self._listener is None:
             return None
-        params = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+        params = (param for group in optimizer.param_groups for param in group["params"])
         return self._listener.measure(index, params)
 
 
@@ -440,6 +447,5 @@ def inner(optimizer: Any) -> Optimizer:
     Raises:
         TypeError: If it is neither an optimizer nor a wrapper of one.
     """
-    own = unwrap(optimizer)
-    wrapped = getattr(own, "optimizer", None)
-    return inner(wrapped) if isinstance(wrapped, Optimizer) else own
+    wrapped = getattr(optimizer, "optimizer", None)
+    return inner(wrapped) if isinstance(wrapped, Optimizer) else unwrap(optimizer)

@@ -68,11 +68,10 @@ class OverflowTrace(Trace):
         Raises:
             TypeError: If an argument is not a module, or ``scaler`` not a ``GradScaler``.
         """
-        super().__init__(*models)
         check_scaler("trace_overflow", scaler)
+        super().__init__(*models)
         self.gradients: list[str] = []
-        self._provenance = Provenance()
-        self._scaler = scaler
+        self._provenance, self._scaler = Provenance(), scaler
 
     def _new_mode(self) -> OverflowMode:
         tracker = ModuleTracker(*self._models)

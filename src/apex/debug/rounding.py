@@ -75,7 +75,7 @@ class RoundingTrace(Trace):
         self._log = RoundingLog()
 
     def _new_mode(self) -> RoundingMode:
-        return RoundingMode(ModuleTracker(*self._models), self._log, self._models)
+        return RoundingMode(ModuleTracker(*self._models), self._log)
 
     @property
     def rows(self) -> tuple[RoundingRow, ...]:

@@ -58,11 +58,10 @@ class RoundingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # Their bodies consist of operators, which are traced.
     supports_higher_order_operators = True
 
-    def __init__(self, tracker: ModuleTracker, log: RoundingLog, models: list[nn.Module]) -> None:
+    def __init__(self, tracker: ModuleTracker, log: RoundingLog) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tracker = tracker
         self._log = log
-        self._models = models
         self._shadows = Shadows()
         self._process = os.getpid()
         self._stepping = False
@@ -84,7 +83,7 @@ class RoundingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def leave_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Makes the new weights and the optimizer's state exact: an iteration has ended."""
         self._stepping = False
-        own = [list(model.parameters()) for model in self._models]
+        own = [list(model.parameters()) for model in self.tracker.models]
         groups = [group["params"] for group in optimizer.param_groups]
         state = [list(each.values()) for each in optimizer.state.values() if isinstance(each, dict)]
         for tensor in tensors.floating([own, groups, state]):
@@ -110,61 +109,71 @@ class RoundingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        self.tracker.record_site()
         if os.getpid() != self._process:  # in a forked data loader worker
             return func(*args, **kwargs)
         if not _PLAIN.issuperset(types):  # a tensor subclass, whose inner operators come here next
             return NotImplemented
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
+        self.tracker.record_site()
         traits = tensors.traits(func)
         if traits.view:
             return func(*args, **kwargs)
-        call = None
+        before: ShadowCall | str | None = None
         with _apart():
             # What the call overwrites has to be read before it runs.
             if traits.writes and not self._stepping and is_touched([args, kwargs], self._shadows):
-                call = self._call(func, traits, args, kwargs)
+                before = self._call(func, traits, args, kwargs)
         result = func(*args, **kwargs)
         with _apart():
-            self._after(call, func, traits, args, kwargs, result)
+            outputs = _outputs(traits, args, kwargs, result)
+            reason = self._follow(before, func, traits, args, kwargs, result) if outputs else None
+            if reason is not None:
+                for tensor in outputs:
+                    self._shadows.discard(tensor)
+                if reason:
+                    self._log.skip(self.tracker.module, traits.name, reason)
         return result
 
-    def _after(
+    def _follow(
         self,
-        call: ShadowCall | None,
+        before: ShadowCall | str | None,
         func: Any,
         traits: Traits,
         args: Any,
         kwargs: dict[str, Any],
         result: Any,
-    ) -> None:
-        outputs = _outputs(traits, args, kwargs, result)
+    ) -> str | None:
+        """Computes the shadows of a call's results.
+
+        Returns:
+            Why its results are without: ``""`` if they are exact, None if they have shadows.
+        """
         if self._stepping or not is_touched([args, kwargs, result], self._shadows):
-            for tensor in outputs:
-                self._shadows.discard(tensor)
-            return
-        if not outputs:
-            return
-        self._log.operators += 1
+            return ""
         reason = _without_verdict(func, traits, args, kwargs, result)
-        if reason is None and call is None:
-            call = self._call(func, traits, args, kwargs)
-        if reason is None and call is not None:
-            reason = self._compare(call, result)
         if reason is not None:
-            for tensor in outputs:
-                self._shadows.discard(tensor)
-            if reason:
-                self._log.skip(self.tracker.module, traits.name, reason)
+            return reason
+        call = before or self._call(func, traits, args, kwargs)
+        if isinstance(call, str):
+            return call
+        self._log.operators += 1
+        try:
+            return self._compare(call, result)
+        except Exception as error:  # noqa: BLE001 - as in _call
+            return f"its result cannot be compared with fp32: {_first_line(error)}"
 
     def _call(
         self, func: Any, traits: Traits, args: Any, kwargs: dict[str, Any]
-    ) -> ShadowCall | None:
-        return ShadowCall(func, traits, args, kwargs, self._shadows)
+    ) -> ShadowCall | str:
+        """Returns the call with its arguments in fp32, or why it has none."""
+        try:
+            return ShadowCall(func, traits, args, kwargs, self._shadows)
+        except Exception as error:  # noqa: BLE001 - such as memory: the run goes on
+            return f"its arguments cannot be read in fp32: {_first_line(error)}"
 
     def _compare(self, call: ShadowCall, result: Any) -> str | None:
-        """Computes the shadows of a call's results; returns why there are none, or None."""
+        """Computes the shadows of a call's results and judges them; returns as ``_follow``."""
         if call.lacks_workspace:
             return "its workspace was filled before the trace"
         try:
@@ -172,7 +181,7 @@ class RoundingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             pairs = call.pairs(result, call.shadows, in_fp32)
             workspaces = list(_workspaces(result, in_fp32))
         except Exception as error:  # noqa: BLE001 - whatever a kernel raises, the run goes on
-            return f"it does not run in fp32: {str(error).strip().partition(chr(10))[0]}"
+            return f"it does not run in fp32: {_first_line(error)}"
         if any(low.shape != high.shape for low, high in pairs):
             return "its result has another shape in fp32"
         if not rules.is_move(call.name):
@@ -285,6 +294,10 @@ def _apart() -> Iterator[None]:
     """Keeps what runs inside from all modes, the user's included; the grad mode is the call's."""
     with without_functions(), suspend_modes():
         yield
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).partition("\n")[0]
 
 
 def _outputs(traits: Traits, args: Any, kwargs: dict[str, Any], result: Any) -> list[Tensor]:

@@ -62,24 +62,26 @@ class Suggestion:
         """Returns all data as JSON."""
         return json.dumps(self.to_dict(), indent=2)
 
-    def __str__(self) -> str:
-        """Returns the modules, the errors, the price and the setting."""
+    @property
+    def verdict(self) -> str:
+        """The modules, the errors and the price, in one sentence."""
+        before = formatting.percent(self.error_before)
         if not self.modules:
-            found = f"No module needs fp32 at {self.opt_level}"
-            lines = [f"{found}: error of the gradients {formatting.percent(self.error_before)}."]
-        else:
-            price = f"{'-' if self.bytes < 0 else ''}{formatting.size(abs(self.bytes))}"
-            lines = [
-                f"Keep in fp32 at {self.opt_level}: {', '.join(self.modules)}",
-                f"  error of the gradients {formatting.percent(self.error_before)} -> "
-                f"{formatting.percent(self.error_after)}, for {price}",
-                *(
-                    f"  without {name}: {formatting.percent(error)}"
-                    for name, error in self.sensitivities.items()
-                ),
-                f"  {self.setting}",
-            ]
-        return "\n".join([*lines, *self.notes])
+            return f"No module needs fp32 at {self.opt_level}: error of the gradients {before}."
+        price = f"{'-' if self.bytes < 0 else ''}{formatting.size(abs(self.bytes))}"
+        return (
+            f"Keep in fp32 at {self.opt_level}: {', '.join(self.modules)}. Error of the gradients "
+            f"{before} -> {formatting.percent(self.error_after)}, for {price}."
+        )
+
+    def __str__(self) -> str:
+        """Returns the verdict, the sensitivities, the setting and the notes."""
+        lines = [
+            f"  without {name}: {formatting.percent(error)}"
+            for name, error in self.sensitivities.items()
+        ]
+        setting = [f"  {self.setting}"] if self.setting else []
+        return "\n".join([self.verdict, *lines, *setting, *self.notes])
 
 
 def _finite(value: float) -> float | None:

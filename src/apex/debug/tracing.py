@@ -15,17 +15,15 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from apex.debug.module_tracker import ModuleTracker, unwrapped
+from apex.debug.module_tracker import ModuleTracker
 
 
-class StepMode(Protocol):
-    """A dispatch mode that distinguishes the steps of optimizers.
+class Mode(Protocol):
+    """The dispatch mode of a trace, which distinguishes the steps of optimizers."""
 
-    Attributes:
-        tracker: Knows the running module, direction and line.
-    """
-
-    tracker: ModuleTracker
+    @property
+    def tracker(self) -> ModuleTracker:
+        """Knows the running module, direction and line."""
 
     def enter_step(self, optimizer: Optimizer, args: Any, kwargs: Any, /) -> Any:
         """Runs before each step, as a pre-hook of torch's optimizers."""
@@ -57,15 +55,14 @@ class Trace:
                 raise TypeError(
                     f"{self._NAME} got {type(model).__name__}; it takes models (nn.Module)."
                 )
-        self._models = [unwrapped(model) for model in models]
+        self._models = models
         self._hooks, self._modes = ExitStack(), ExitStack()
         self.mode: TorchDispatchMode | None = None
 
     def __enter__(self: SomeTrace) -> SomeTrace:
         """Starts tracing this thread."""
         mode: Any = self._new_mode()
-        self.mode = mode
-        tracker = mode.tracker
+        self.mode, tracker = mode, mode.tracker
         with ExitStack() as hooks, ExitStack() as modes:
             hooks.callback(tracker.detach)
             tracker.attach()
@@ -81,7 +78,7 @@ class Trace:
         """Stops tracing, removes all hooks and releases the models."""
         self.stop_mode()
         self._hooks.close()
-        self._models = []
+        self._models = ()
         self._release()
 
     def stop_mode(self) -> None:
@@ -89,7 +86,7 @@ class Trace:
         self.mode = None
         self._modes.close()
 
-    def _new_mode(self) -> StepMode:
+    def _new_mode(self) -> Mode:
         raise NotImplementedError
 
     def _may_compile(self) -> bool:

@@ -26,7 +26,17 @@ def frozen_message(modules: Sequence[ModuleUpdates], loop: Loop) -> str:
 
 
 def underflow_message(modules: Sequence[ModuleUpdates], loop: Loop) -> str:
-    """Returns the report on modules whose gradients underflow in fp16; "" for none."""
+    """Returns the report on modules whose gradients underflow in fp16; "" for none.
+
+    Where all gradients are zero, and nothing tells whether fp16 made them, it says so.
+    """
+    watched = [m for m in modules if m.gradients]
+    if watched and all(m.zeros == 1.0 and not m.underflow for m in watched):
+        return (
+            f"All sampled gradients are 0, again after {EVERY} updates: nothing is learned. If "
+            "torch.autocast computes in fp16, they may be below its smallest number, 6e-08. "
+            f"{loop.scales}."
+        )
     bad = [m for m in modules if m.gradients >= _LEAST and m.underflow > UNDERFLOW]
     if not bad:
         return ""

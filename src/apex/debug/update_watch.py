@@ -250,7 +250,8 @@ class UpdateWatch:
             return
         with suspend_modes():
             for window in self._open.pop(optimizer, ()):
-                counts = _ended(window, optimizer)
+                device = window.counts.device
+                counts = None if capturing(device) else _ended(window, optimizer)
                 if counts is not None and self._readback.send(counts):
                     self._sent.append(window.layout.modules)
         self.poll()
@@ -357,12 +358,20 @@ def _measurable(optimizer: Optimizer, may_underflow: bool) -> Iterator[Tensor]:
             continue
         for param in group["params"]:
             low = is_low_precision(param)
-            if not (low or may_underflow) or param.grad is None:  # at O5, reading it would cost
+            if not (low or may_underflow) or not _is_plain(param):
+                continue
+            if param.grad is None:  # asked last: at O5, reading it would cost
                 continue
             dtype = param.grad.dtype
             kept = dtype is torch.float32 or is_low_precision(param.grad)
             if kept and param.grad.layout is torch.strided:
                 yield param
+
+
+def _is_plain(param: Tensor) -> bool:
+    """Returns whether a tensor has memory of its own, as quantized subclasses do not."""
+    own = type(param).__torch_dispatch__ is Tensor.__torch_dispatch__
+    return own or dtensor.is_dtensor(param)
 
 
 def _count(numel: int) -> int:

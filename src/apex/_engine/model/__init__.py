@@ -1,7 +1,14 @@
 """Model conversion and restoration: dtypes of parameters, inputs and outputs; fp32 state dicts."""
 
 from apex._engine.model.checks import check, check_restorable
-from apex._engine.model.convert import convert, convert_late, restore, set_region, undo_convert
+from apex._engine.model.convert import (
+    convert,
+    convert_late,
+    floating_tensors,
+    restore,
+    set_region,
+    undo_convert,
+)
 from apex._engine.model.lost_values import find_lost, name_lost
 from apex._engine.model.module_class import begin_call, end_call
 from apex._engine.model.plan import MasterSource, ModelPlan, Region
@@ -19,6 +26,7 @@ __all__ = [
     "convert_late",
     "end_call",
     "find_lost",
+    "floating_tensors",
     "is_converted",
     "module_behind",
     "name_lost",

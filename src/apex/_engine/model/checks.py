@@ -18,11 +18,11 @@ from apex._engine.model.plan import (
     fp32_modules,
     matches,
     named_submodules,
-    own_tensors,
     planned_dtypes,
 )
 from apex._engine.model.state import is_converted, module_behind, state_of
 from apex._torch import fsdp
+from apex._torch.modules import own_tensors
 
 
 def check(
@@ -168,6 +168,8 @@ def _check_fp32_modules(model: nn.Module, plan: ModelPlan, others: Sequence[nn.M
 
 
 def _unmatched_rules(models: Sequence[nn.Module], plan: ModelPlan) -> list[Rule]:
+    if not plan.fp32_modules:
+        return []
     modules = [pair for model in models for pair in named_submodules(model)]
     return [
         rule
@@ -188,6 +190,8 @@ def _close_matches(rule: Rule, models: Sequence[nn.Module]) -> list[str]:
 def _shared_across(model: nn.Module, plan: ModelPlan) -> tuple[str, str] | None:
     """Returns the two names of a tensor shared by an fp32 module and a cast module."""
     kept = fp32_modules(model, plan)
+    if not kept:
+        return None
     names: dict[int, str] = {}
     for name, module in model.named_modules():
         if module in kept:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from torch import Tensor, nn
 
@@ -16,7 +16,7 @@ from apex._engine.model.module_class import (
     plain_class,
     swap_class,
 )
-from apex._engine.model.plan import MasterSource, ModelPlan, Region
+from apex._engine.model.plan import MasterSource, ModelPlan, Parts, Region
 from apex._engine.model.state import (
     STATE,
     ModelState,
@@ -28,6 +28,7 @@ from apex._engine.model.state import (
 )
 from apex._engine.model.state_dict import MasterLink
 from apex._engine.undo import Undo, all_or_nothing
+from apex._torch.modules import own_tensors
 
 
 def convert(
@@ -65,13 +66,31 @@ def convert(
         raise
 
 
-def convert_late(model: nn.Module) -> None:
-    """Casts modules added to a converted model, such as a new head; all or nothing."""
+def convert_late(model: nn.Module, params: Set[int]) -> list[tuple[Tensor, Tensor]]:
+    """Casts modules added to a converted model, such as a new head; all or nothing.
+
+    Args:
+        model: The model.
+        params: Ids of parameters; does nothing unless the model holds one.
+
+    Returns:
+        The tensors whose dtype changed, with their values before.
+    """
     state = state_of(model)
-    if state is not None:
-        lost = find_lost(model, state.plan)
-        state.apply(model)
-        name_lost(model, state.plan, lost)
+    parts = [] if state is None else state.late_parts(model, params)
+    if state is None or not parts:
+        return []
+    lost = find_lost(model, state.plan, parts)
+    before = floating_tensors(parts)
+    state.apply(model, parts=parts)
+    name_lost(model, state.plan, lost)
+    return [(now, value) for now, value in before if value.dtype is not now.dtype]
+
+
+def floating_tensors(parts: Parts) -> list[tuple[Tensor, Tensor]]:
+    """Returns the floating tensors of some modules, each once, with their present values."""
+    found = {id(tensor): tensor for _, module in parts for _, tensor in own_tensors(module)}
+    return [(t, t.detach()) for t in found.values() if dtypes.is_castable(t)]
 
 
 def set_region(model: nn.Module, region: Region) -> None:
@@ -108,7 +127,7 @@ def restore(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> No
             _to_fp32(module, state.link.source, masters or {}, undo)
         swap_class(module, old_class)
     _forget(model, state)
-    flatten_rnns(model)
+    flatten_rnns(model.modules())
 
 
 def undo_convert(model: nn.Module) -> None:

@@ -11,25 +11,26 @@ from torch import Tensor, nn
 from apex._core import dtypes
 from apex._core.rounding import makes_equal
 from apex._engine.model.kept_buffers import Note, attach
-from apex._engine.model.plan import WIDE, ModelPlan, Planned, planned_dtypes
+from apex._engine.model.plan import WIDE, ModelPlan, Parts, Planned, planned_dtypes
 
 _MANY = 4
 """Above so many modules, those that differ in a number are written as one pattern."""
 
 
-def find_lost(model: nn.Module, plan: ModelPlan) -> list[Planned]:
+def find_lost(model: nn.Module, plan: ModelPlan, parts: Parts | None = None) -> list[Planned]:
     """Returns the buffers of which rounding would make distinct values equal; changes nothing.
 
     Args:
         model: A model whose buffers are not rounded yet.
         plan: Its conversion.
+        parts: Only buffers of these modules; all of the model by default.
     """
     low = plan.param_dtype
     if low is None or not plan.casts_down:
         return []
     found = [
         each
-        for each in planned_dtypes(model, plan)
+        for each in planned_dtypes(model, plan, parts)
         if type(each.tensor) is Tensor
         and each.tensor.dtype in WIDE
         and (each.yields or each.dtype is low)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
-from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from apex._core import dtypes
 from apex._engine.model.kept_buffers import KeptBuffer
 from apex._pickle import rebuild
-from apex._torch.modules import non_persistent
+from apex._torch.modules import non_persistent, own_tensors
 
 Cast = Callable[[Any, torch.dtype], Any]
 """Casts the floating tensors in a value to a dtype."""
@@ -26,6 +25,9 @@ WIDE = (torch.float32, torch.float64)
 
 Rule = type[nn.Module] | str
 """A module type, or an ``fnmatch`` pattern over qualified names."""
+
+Parts = Sequence[tuple[str, nn.Module]]
+"""Modules of a model with their qualified names."""
 
 
 class Region(Protocol):
@@ -116,6 +118,8 @@ class ModelPlan:
 
 def topmost_fp32_modules(model: nn.Module, plan: ModelPlan) -> list[nn.Module]:
     """Returns the outermost modules that match ``plan.fp32_modules``, each once."""
+    if not plan.fp32_modules:
+        return []
     chosen: dict[int, nn.Module] = {}
     parents: list[str] = []
     for name, module in named_submodules(model):
@@ -127,13 +131,20 @@ def topmost_fp32_modules(model: nn.Module, plan: ModelPlan) -> list[nn.Module]:
     return list(chosen.values())
 
 
-def fp32_modules(model: nn.Module, plan: ModelPlan) -> set[nn.Module]:
-    """Returns every module whose own parameters and buffers stay in fp32."""
+def fp32_modules(model: nn.Module, plan: ModelPlan, parts: Parts | None = None) -> set[nn.Module]:
+    """Returns every module whose own parameters and buffers stay in fp32.
+
+    Args:
+        model: The model.
+        plan: Its conversion.
+        parts: The modules in question; all of the model by default.
+    """
     if not plan.casts_down:
         return set()
     tops = topmost_fp32_modules(model, plan)
     if plan.keep_batchnorm_fp32:
-        tops += [module for module in model.modules() if isinstance(module, _BatchNorm)]
+        modules = model.modules() if parts is None else (module for _, module in parts)
+        tops += [module for module in modules if isinstance(module, _BatchNorm)]
     return {module for top in tops for module in top.modules()}
 
 
@@ -154,31 +165,40 @@ class Planned(NamedTuple):
     yields: bool = False
 
 
-def planned_dtypes(model: nn.Module, plan: ModelPlan) -> Iterator[Planned]:
+def planned_dtypes(
+    model: nn.Module, plan: ModelPlan, parts: Parts | None = None
+) -> Iterator[Planned]:
     """Yields every parameter and buffer once, with its name and planned dtype.
 
     Skips those that the plan does not cast. A tensor shared by an fp32 module and another is
     planned as fp32 (``check`` raises for it).
+
+    Args:
+        model: The model.
+        plan: Its conversion.
+        parts: Only the own tensors of these modules; all of the model by default.
     """
-    if plan.param_dtype is None:
-        if plan.widen_low:
-            for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-                if dtypes.is_low_precision(tensor):
-                    yield Planned(name, tensor, torch.float32)
+    if plan.param_dtype is None and not plan.widen_low:
         return
-    apart = fp32_modules(model, plan)
+    apart = fp32_modules(model, plan, parts)
+    if parts is None:
+        parts = list(model.named_modules())
     seen: set[int] = set()
     # fp32 modules first, because the first to yield a shared tensor decides.
-    for part in (True, False):
-        for name, module in model.named_modules():
+    for part in (True, False) if apart else (False,):
+        for name, module in parts:
             if (module in apart) is not part:
                 continue
             for key, tensor in own_tensors(module, name):
-                if id(tensor) not in seen:
-                    seen.add(id(tensor))
+                if id(tensor) in seen:
+                    continue
+                seen.add(id(tensor))
+                if plan.param_dtype is not None:
                     yields = plan.casts_down and not part and is_kept(module, key, tensor)
                     dtype = torch.float32 if part or yields else plan.param_dtype
                     yield Planned(key, tensor, dtype, yields)
+                elif dtypes.is_low_precision(tensor):
+                    yield Planned(key, tensor, torch.float32)
 
 
 def is_kept(module: nn.Module, name: str, tensor: Tensor) -> bool:
@@ -206,12 +226,6 @@ def matches(rule: Rule, name: str, module: nn.Module) -> bool:
     if isinstance(rule, str):
         return fnmatchcase(name, rule)
     return isinstance(module, rule)
-
-
-def own_tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yields the module's own parameters and buffers, with ``prefix`` before their names."""
-    yield from module.named_parameters(prefix, recurse=False, remove_duplicate=False)
-    yield from module.named_buffers(prefix, recurse=False, remove_duplicate=False)
 
 
 def _is_module_type(rule: object) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -18,17 +18,24 @@ from apex._core import dtypes, rounding, tree
 from apex._engine.autocast.region import UncastRegion
 from apex._engine.model import kept_buffers
 from apex._engine.model.kept_buffers import KeptBuffer
-from apex._engine.model.plan import ModelPlan, Region, planned_dtypes, topmost_fp32_modules
+from apex._engine.model.plan import (
+    ModelPlan,
+    Parts,
+    Region,
+    planned_dtypes,
+    topmost_fp32_modules,
+)
 from apex._engine.model.state_dict import Fp32Hooks, MasterLink
 from apex._engine.undo import Undo, all_or_nothing
 from apex._pickle import empty, rebuild
 from apex._torch import dtensor
 from apex._torch.ddp import active_wrapper
 from apex._torch.dynamo import at_tracing
+from apex._torch.modules import children, own_tensors
 
 STATE = "_apex_state"
 
-_NOT_SAVED = ("owner", "region", "in_proxy", "model")
+_NOT_SAVED = ("owner", "region", "in_proxy", "model", "known")
 
 _log = logging.getLogger("apex")
 
@@ -51,6 +58,7 @@ class ModelState:
         given: The plan of the conversion; differs from ``plan`` after the model was cast to another
             dtype.
         model: The model, for code that runs while its forward is traced.
+        known: The modules that the plan was applied to.
     """
 
     plan: ModelPlan
@@ -64,6 +72,7 @@ class ModelState:
     keeps: tuple[str, ...] = ()
     given: ModelPlan = field(init=False)
     model: weakref.ref[nn.Module] | None = None
+    known: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
 
     def __post_init__(self) -> None:
         """Keeps the plan of the conversion."""
@@ -92,7 +101,7 @@ class ModelState:
         for buffer in () if model is None else self.kept(model):
             kept_buffers.unmark(buffer)
 
-    def apply(self, model: nn.Module, undo: Undo | None = None) -> None:
+    def apply(self, model: nn.Module, undo: Undo | None = None, parts: Parts | None = None) -> None:
         """Casts parameters and buffers and attaches the hooks; on failure, reverts the casts.
 
         May be called again, for parts added to ``model`` or after its own class rebuilt it from
@@ -101,10 +110,12 @@ class ModelState:
         Args:
             model: The model.
             undo: Receives the inverse of the casts.
+            parts: Only these modules of it; all by default.
         """
         self.model = weakref.ref(model)
+        parts = list(model.named_modules()) if parts is None else parts
         with all_or_nothing() as casts:
-            for each in planned_dtypes(model, self.plan):
+            for each in planned_dtypes(model, self.plan, parts):
                 cast_in_place(each.tensor, each.dtype, casts)
                 if each.yields:
                     self.keeps = tuple(dict.fromkeys((*self.keeps, each.name)))
@@ -116,18 +127,21 @@ class ModelState:
             self.remove_hooks()
             self.hooked = low
         if low is not None:
-            self._attach_hooks(model, low)
-        flatten_rnns(model)
+            self._attach_hooks(model, low, parts)
+        self.known.update(module for _, module in parts)
+        flatten_rnns(module for _, module in parts)
 
-    def _attach_hooks(self, model: nn.Module, low: torch.dtype) -> None:
-        """Attaches the hooks to every module that lacks them."""
+    def _attach_hooks(self, model: nn.Module, low: torch.dtype, parts: Parts) -> None:
+        """Attaches the hooks to every module of ``parts`` that lacks them, and to its parents."""
         for module in topmost_fp32_modules(model, self.plan):
             if not _has(module._forward_pre_hooks, InputCast):
                 _cast_around(module, low, self.handles)
-        for module in model.modules():
-            if _has(module._state_dict_hooks, Fp32Hooks):
-                continue
-            if any(map(_is_hooked_for, chain(module.parameters(), module.buffers()))):
+        inside: dict[nn.Module, bool] = {}
+        hooked = [name for name, module in parts if _holds_low(module, inside)]
+        modules = dict(parts)
+        for name in dict.fromkeys(chain.from_iterable(map(_path, hooked))):
+            module = modules[name] if name in modules else model.get_submodule(name)
+            if not _has(module._state_dict_hooks, Fp32Hooks):
                 Fp32Hooks(self.link).attach(module, self.handles)
 
     def compute_in(self, model: nn.Module, dtype: torch.dtype) -> None:
@@ -153,6 +167,39 @@ class ModelState:
             *(type(model).__name__, dtype, dtype, before.param_dtype, self.given.param_dtype),
         )
 
+    def late_parts(self, model: nn.Module, wanted: Set[int]) -> Parts:
+        """Returns the modules added to ``model`` since the plan was applied that hold parameters.
+
+        Searches level by level until every parameter is found, so that a new head costs the same
+        in a model of any size. Modules on the way that have buffers, or one of the parameters,
+        are among the result.
+
+        Args:
+            model: The model.
+            wanted: Ids of the parameters; without any of them in the model, the result is empty.
+        """
+        parts: list[tuple[str, nn.Module]] = []
+        left, seen, level = set(wanted), {model}, [("", model)]
+        while level:
+            around: list[tuple[str, nn.Module]] = []
+            for name, module in level:
+                if module not in self.known:
+                    parts += module.named_modules(prefix=name)
+                    left.difference_update(map(id, module.parameters()))
+                    continue
+                around.append((name, module))
+                own = [tensor for _, tensor in own_tensors(module)]
+                found = left.intersection(map(id, own))
+                if found or not all(isinstance(tensor, nn.Parameter) for tensor in own):
+                    parts.append((name, module))
+                left -= found
+            level = []
+            for name, module in around if left else ():
+                inside = [each for each in children(module, name) if each[1] not in seen]
+                seen.update(inner for _, inner in inside)
+                level += inside
+        return parts if len(left) < len(wanted) else []
+
     def remove_hooks(self) -> None:
         """Removes every hook that ``apply`` attached."""
         while self.handles:
@@ -161,9 +208,9 @@ class ModelState:
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelState:
         """Copies all but the owner."""
         new = memo[id(self)] = object.__new__(type(self))
-        own = {**self.__dict__, "owner": None, "model": None}
+        own = {**self.__dict__, "owner": None, "model": None, "known": None}
         new.__dict__.update(copy.deepcopy(own, memo))
-        new.in_proxy = set()
+        new.in_proxy, new.known = set(), weakref.WeakSet()
         return new
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -178,7 +225,7 @@ class ModelState:
     def __setstate__(self, saved: dict[str, Any]) -> None:
         """Restores the state from ``__reduce__``."""
         self.__dict__.update({"given": saved["plan"], **saved}, region=UncastRegion())
-        self.in_proxy = set()
+        self.in_proxy, self.known = set(), weakref.WeakSet()
 
 
 def _in_dtype(plan: ModelPlan, dtype: torch.dtype) -> ModelPlan:
@@ -188,8 +235,26 @@ def _in_dtype(plan: ModelPlan, dtype: torch.dtype) -> ModelPlan:
     return replace(plan, param_dtype=dtype, input_dtype=dtype, fp32_modules=kept)
 
 
+def _holds_low(module: nn.Module, known: dict[nn.Module, bool]) -> bool:
+    """Returns whether a module or one inside holds a tensor that its ``state_dict`` converts."""
+    if module not in known:
+        known[module] = False  # ends a cycle of modules
+        inside = [_holds_low(inner, known) for _, inner in children(module)]
+        own = (tensor for _, tensor in own_tensors(module))
+        known[module] = any(inside) or any(map(_is_hooked_for, own))
+    return known[module]
+
+
 def _is_hooked_for(tensor: Tensor) -> bool:
     return dtypes.is_low_precision(tensor) or isinstance(tensor, KeptBuffer)
+
+
+def _path(name: str) -> Iterator[str]:
+    """Yields a qualified name, and those of the modules around it."""
+    yield name
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def _has(hooks: Mapping[int, object], kind: type) -> bool:
@@ -237,9 +302,9 @@ def owner_of(model: nn.Module) -> object | None:
     return None if state is None else state.owner
 
 
-def flatten_rnns(model: nn.Module) -> None:
+def flatten_rnns(modules: Iterable[nn.Module]) -> None:
     """Makes the weights of recurrent layers contiguous again, as cuDNN requires."""
-    for module in model.modules():
+    for module in modules:
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
 

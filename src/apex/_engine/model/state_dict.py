@@ -18,8 +18,9 @@ from torch.utils.hooks import RemovableHandle
 from apex._core import dtypes
 from apex._core.rounding import exact_value
 from apex._engine.model.kept_buffers import KeptBuffer, plain
-from apex._engine.model.plan import MasterSource, own_tensors
+from apex._engine.model.plan import MasterSource
 from apex._pickle import rebuild
+from apex._torch.modules import child, children, own_tensors
 
 
 class MasterLink:
@@ -33,8 +34,9 @@ class MasterLink:
         """Connects to ``masters``; ``None`` if there are none."""
         self._masters = masters
         self._origin: weakref.ref[MasterSource] | None = None
-        self._saving: tuple[weakref.ref[nn.Module], str] | None = None
-        self._entries: dict[int, tuple[str, weakref.ref[Tensor]]] = {}
+        self._saving: dict[str, weakref.ref[nn.Module]] = {}
+        # By id of a tensor: its key and the id of its entry. References would cost a collection.
+        self._entries: dict[int, tuple[str, int]] = {}
 
     @property
     def source(self) -> MasterSource | None:
@@ -49,28 +51,26 @@ class MasterLink:
     def begin_saving(self, module: nn.Module, prefix: str) -> None:
         """Writes masters back once per ``state_dict`` call, at the outermost hooked module."""
         if not self._is_inside(module, prefix):
-            self._saving = weakref.ref(module), prefix
+            self._saving = {}
             self._entries = {}
             self.write_back()
+        if not self._saving or any(children(module)):
+            self._saving[prefix] = weakref.ref(module)
 
     def end_saving(self, module: nn.Module, prefix: str) -> None:
         """Ends the call if ``module`` is the one that began it."""
-        if self._saving is not None and self._saving[1] == prefix and self._saving[0]() is module:
-            self._saving = None
-            self._entries = {}
+        for outer_prefix, outer in self._saving.items():  # the first one is the outermost
+            if outer_prefix == prefix and outer() is module:
+                self._saving = {}
+                self._entries = {}
+            return
 
     def _is_inside(self, module: nn.Module, prefix: str) -> bool:
         # A failed call never ended; only the path distinguishes it from an outer call.
-        if self._saving is None:
-            return False
-        outer, outer_prefix = self._saving[0](), self._saving[1]
-        path = prefix[len(outer_prefix) : -1]
-        if outer is None or not path or not prefix.startswith(outer_prefix):
-            return False
-        try:
-            return outer.get_submodule(path) is module
-        except AttributeError:
-            return False
+        around, _, name = prefix[:-1].rpartition(".")
+        reference = self._saving.get(f"{around}." if around else "")
+        outer = None if reference is None else reference()
+        return outer is not None and outer is not module and child(outer, name) is module
 
     def fp32_entry(
         self, destination: MutableMapping[str, Any], key: str, tensor: Tensor, entry: Tensor
@@ -79,13 +79,13 @@ class MasterLink:
 
         Entries of tied parameters share memory, as in torch.
         """
-        tied_key, tied = self._entries.get(id(tensor), (key, None))
-        if tied is not None and destination.get(tied_key) is tied():
-            return cast(Tensor, destination[tied_key])
+        tied = self._entries.get(id(tensor))
+        if tied is not None and id(destination.get(tied[0])) == tied[1]:
+            return cast(Tensor, destination[tied[0]])
         source = self.source
         master = None if source is None else source.master_of(tensor)
         result = exact_value(entry, [] if master is None else [master])
-        self._entries[id(tensor)] = (key, weakref.ref(result))
+        self._entries[id(tensor)] = (key, id(result))
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MasterLink:

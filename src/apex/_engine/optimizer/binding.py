@@ -96,6 +96,7 @@ class Binding:
         self.view: object = None
         self._source = source or (Masters() if owner is None else owner.masters)
         self._frozen: list[nn.Parameter] = []
+        self._owned: set[int] = set()  # ids of the pairs' model parameters
         with all_or_nothing() as undo:
             self.adopt(optimizer.param_groups, undo)
 
@@ -134,7 +135,7 @@ class Binding:
 
     def owns(self, param: Tensor) -> bool:
         """Returns whether the optimizer steps the master of ``param``, a model's parameter."""
-        return any(pair.model is param for pair in self.pairs)
+        return id(param) in self._owned
 
     @property
     def packs_masters(self) -> bool:
@@ -156,7 +157,6 @@ class Binding:
         """
         if not self.master_weights:
             return
-        owned = {id(pair.model) for pair in self.pairs}
         waiting = {id(param) for param in self._frozen}
         replaced: list[tuple[list[nn.Parameter], int, nn.Parameter]] = []
         undo.push(self._undo_adopt, len(self.pairs), len(self._frozen), replaced)
@@ -165,14 +165,14 @@ class Binding:
             for index, param in enumerate(params):
                 if not dtypes.is_low_precision(param) or id(param) in waiting:
                     continue
-                if not (param.requires_grad or id(param) in owned):
+                if not (param.requires_grad or self.owns(param)):
                     self._frozen.append(param)
                     waiting.add(id(param))
                     continue
                 pair = self._source.make(param, self)
-                if id(param) not in owned:  # a tied weight may be listed twice
-                    owned.add(id(param))
+                if not self.owns(param):  # a tied weight may be listed twice
                     self.pairs.append(pair)
+                    self._owned.add(id(param))
                     _move_state(self.optimizer, param, pair.master)
                 replaced.append((params, index, param))
                 params[index] = pair.master
@@ -188,6 +188,7 @@ class Binding:
             params[index] = param
         for pair in self.pairs[pairs:]:
             _move_state(self.optimizer, pair.master, pair.model)
+            self._owned.discard(id(pair.model))
         del self.pairs[pairs:], self._frozen[frozen:]
 
     def adopt_unfrozen(self) -> None:
@@ -213,7 +214,7 @@ class Binding:
                     params[index] = originals[id(param)]
         for pair in self.pairs:
             _move_state(self.optimizer, pair.master, pair.model)
-        self.pairs = []
+        self.pairs, self._owned = [], set()
 
     # -- before a pass or a step -------------------------------------------------------------
 
@@ -266,7 +267,7 @@ class Binding:
         """Leaves out what belongs to this process: the optimizer, the session, the gradients."""
         masters.write_back(self.pairs)
         state = self.__dict__.copy()
-        for name in ("_optimizer", "_source", "gradients", "casts_off"):
+        for name in ("_optimizer", "_source", "_owned", "gradients", "casts_off"):
             del state[name]
         state.update(owner=None, inner_step=None, view=None, packing=self._source.kind)
         return state
@@ -279,6 +280,7 @@ class Binding:
         """Restores everything but the optimizer, which attaches itself."""
         self.__dict__.update(state)
         self._source = Masters(self.__dict__.pop("packing", None))
+        self._owned = {id(pair.model) for pair in self.pairs}
         self.gradients = Gradients(self)  # copies and files hold no gradients
         self.casts_off = UncastBlock
 

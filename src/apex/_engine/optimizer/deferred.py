@@ -12,6 +12,7 @@ Note [Deferred gradients]
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
@@ -64,7 +65,7 @@ class Deferred:
         master = self._master()
         if master is not None:
             master.__dict__[_DEFERRED] = self
-            master.__class__ = _deferring(_Deferring, type(master))
+            _mix(_Deferring, master)
 
     @untraced
     def settle(self) -> None:
@@ -131,19 +132,19 @@ class _Stepped(_Deferring):
         self.grad = value
 
 
-def _deferring(mixin: type[_Deferring], kind: type) -> type:
-    """Returns the subclass of ``mixin`` and a master's own class; Python lists the known ones."""
-    own = _own_class(kind)
-    known: type
-    for known in own.__subclasses__():
-        if known.__bases__ == (mixin, own):
-            return known
+@functools.cache  # of two kinds of masters
+def _mixed(mixin: Any, own: Any) -> Any:
     return type(own.__name__, (mixin, own), {"__module__": own.__module__, "__doc__": own.__doc__})
 
 
-def _own_class(kind: type) -> type:
-    own: type = kind.__bases__[1] if issubclass(kind, _Deferring) else kind
-    return own
+def _mix(mixin: Any, master: Any) -> None:
+    """Makes ``master`` one of its own class with ``mixin``."""
+    master.__class__ = _mixed(mixin, _own_class(master))
+
+
+def _own_class(master: Any) -> Any:
+    kind = type(master)
+    return kind.__bases__[1] if issubclass(kind, _Deferring) else kind
 
 
 def _settled(master: Any) -> Any:
@@ -168,7 +169,7 @@ def has_grad(param: Tensor) -> bool:
 def drop(master: Any) -> None:
     """Takes the deferred gradient from a master, whose own class comes back."""
     master.__dict__.pop(_DEFERRED, None)
-    master.__class__ = _own_class(type(master))
+    master.__class__ = _own_class(master)
 
 
 def lend(master: Any) -> Tensor | None:
@@ -181,7 +182,7 @@ def lend(master: Any) -> Tensor | None:
         return None
     stand_in: Tensor = master.detach()
     deferred.stand_in = stand_in
-    master.__class__ = _deferring(_Stepped, type(master))
+    _mix(_Stepped, master)
     return stand_in
 
 
@@ -189,7 +190,7 @@ def reclaim(master: Any) -> None:
     """Reverts :func:`lend`; idempotent."""
     deferred = of(master)
     if deferred is not None:
-        master.__class__ = _deferring(_Deferring, type(master))
+        _mix(_Deferring, master)
         deferred.stand_in = None
 
 

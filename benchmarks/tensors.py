@@ -1,0 +1,68 @@
+"""Models of many tensors: ``initialize``, ``state_dict`` and ``add_param_group`` at O5."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from statistics import median
+
+import torch
+from torch import nn
+
+from apex import amp
+from benchmarks.measurement import Goal, Measurement
+
+NAME = "tensors"
+COUNTS = (1_000, 3_000, 10_000)
+
+
+def run(*, quick: bool) -> Iterator[Measurement]:
+    """Yields the time of each for models of growing size, and native ``state_dict``'s beside it.
+
+    CPU time, so that a busy machine matters less.
+    """
+    for count in COUNTS[: 2 if quick else 3]:
+        model = network(count)
+        native = _milliseconds(model.state_dict)
+        optimizer = torch.optim.AdamW(model.parameters())
+        start = time.process_time()
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+        seconds = time.process_time() - start
+        ratio = _milliseconds(model.state_dict) / native
+        case = f"{count:,} tensors"
+        yield Measurement(NAME, f"{case}, initialize", seconds * 1e6 / count, "us/tensor", digits=1)
+        yield Measurement(NAME, f"{case}, state_dict / native", ratio, "x", Goal("<=", 3.0))
+        yield Measurement(NAME, f"{case}, a new head's group", _of_heads(model, optimizer), "ms")
+
+
+def network(count: int) -> nn.Module:
+    """Returns a model with ``count`` tensors in blocks of eight."""
+    blocks = (
+        nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.LayerNorm(8))
+        for _ in range(count // 8)
+    )
+    return nn.ModuleDict({"body": nn.Sequential(*blocks)})
+
+
+def _of_heads(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    """Returns the time of ``add_param_group`` for a new head, less that of torch's own."""
+
+    def add(name: str) -> None:
+        model[name] = nn.Linear(8, 8)
+        optimizer.add_param_group({"params": model[name].parameters()})
+
+    names = iter(f"head{index}" for index in range(100))
+    plain = torch.optim.AdamW([p for group in optimizer.param_groups for p in group["params"]])
+    own = _milliseconds(lambda: plain.add_param_group({"params": [nn.Parameter(torch.zeros(1))]}))
+    return _milliseconds(lambda: add(next(names))) - own
+
+
+def _milliseconds(call: Callable[[], object], repeats: int = 7) -> float:
+    times = []
+    for _ in range(repeats):
+        gc.collect()
+        start = time.process_time()
+        call()
+        times.append(time.process_time() - start)
+    return median(times) * 1e3
