@@ -109,9 +109,10 @@ def test_random_bits_depend_on_the_seed_and_the_count_of_writes_alone():
     assert not torch.equal(packing.high, first)
 
 
-def test_noise_is_uniform_in_16_bits_and_differs_between_writes():
+def test_noise_is_uniform_in_16_bits_and_differs_between_writes_and_parts():
     rule = Stochastic(7)
-    noise = torch.stack([rule.noise(torch.empty(2**14 + 3)) for _ in range(8)]).double()
+    places = [(write, start) for write in range(4) for start in (0, 2**18)]
+    noise = torch.stack([rule.noise(torch.empty(2**14 + 3), *place) for place in places]).double()
     uniform = 2**16 / math.sqrt(12)
     assert abs(noise.mean().item() + 0.5) < 5 * uniform / math.sqrt(noise.numel())
     assert abs(noise.std().item() / uniform - 1) < 0.02

@@ -549,3 +549,29 @@ def test_the_report_shows_the_option(capsys):
     model = cases.net()
     amp.initialize(model, cases.sgd(model.parameters()), opt_level="O5", master_weights="split")
     assert "master_weights             : split" in capsys.readouterr().out
+
+
+# -- on a device ---------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fused AdamW", "foreach AdamW", "Adam"])
+@pytest.mark.parametrize("kind", PACKED)
+def test_training_on_a_device_waits_for_it_nowhere(kind, name):
+    model = cases.net().cuda()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level="O5", master_weights=kind, verbosity=0
+    )
+    plain = Plain(cases.net().cuda().parameters(), OPTIMIZERS[name])
+    data = [(x.cuda(), y.cuda()) for x, y in cases.batches(3)]
+    for x, y in data:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            cases.train_step(model, optimizer, x, y)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        plain.train_step(x, y)
+    if kind == "split":
+        assert cases.same(cases.masters(optimizer), cases.values(plain.masters))
+    assert {param.device.type for param in amp.master_params(optimizer)} == {"cuda"}

@@ -67,11 +67,17 @@ class Stochastic:
             made.load(exact)
         return made
 
-    def noise(self, like: Tensor) -> Tensor:
-        """Returns uniform random numbers from -2**15 to 2**15 - 1, int16, in the next write."""
+    def noise(self, like: Tensor, write: int, start: int = 0) -> Tensor:
+        """Returns uniform random numbers from -2**15 to 2**15 - 1, int16.
+
+        Args:
+            like: Has their shape and device.
+            write: The number of the write.
+            start: The first element of ``like`` in the tensor that is written in parts. So the
+                number of parts, which may differ between ranks, changes no other tensor's numbers.
+        """
         generator = torch.Generator(device=like.device)
-        generator.manual_seed(_mixed(self.seed, self.writes))
-        self.writes += 1
+        generator.manual_seed(_mixed(_mixed(self.seed, write), start))
         words = torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
         words.random_(-(2**63), None, generator=generator)  # each holds four numbers
         return words.view(torch.int16)[: like.numel()].view(like.shape)
@@ -137,6 +143,9 @@ class Halves:
         self._write(self.high, value)
         count_write((self.whole or self).high)
 
+    def begin_write(self) -> None:
+        """Does nothing."""
+
     def load(self, value: Tensor) -> None:
         """Stores ``value`` exactly. Autograd does not count this: ``high`` rounds to it already."""
         self._write(uncounted(self.high), value.to(torch.float32, copy=True))
@@ -172,11 +181,13 @@ class Rounded:
         high: The value.
         rule: The random numbers.
         whole: The packing that this one is a view of.
+        number: The number of its last write.
     """
 
     high: Tensor
     rule: Stochastic
     whole: Rounded | None = None
+    number: int = 0
 
     def tensors(self) -> list[Tensor]:
         """Returns the value."""
@@ -187,14 +198,21 @@ class Rounded:
 
     def write(self, value: Tensor, spare: Tensor | None = None) -> None:
         """Stores ``value``, rounded at random."""
-        noise = self.rule.noise(value)
+        whole = self.whole or self
+        start = int(self.high.storage_offset()) - int(whole.high.storage_offset())
+        noise = self.rule.noise(value, whole.number, start)
         bits = _bits(value).add_(noise if spare is None else spare.copy_(noise))
         _write_upper(self.high, bits.add_(1 << 15))
-        count_write((self.whole or self).high)
+        count_write(whole.high)
 
     def load(self, value: Tensor) -> None:
         """Stores ``value``, rounded to nearest; as for halves, autograd does not count this."""
         uncounted(self.high).copy_(value)
+
+    def begin_write(self) -> None:
+        """Numbers the write that begins."""
+        (self.whole or self).number = self.rule.writes
+        self.rule.writes += 1
 
     def note(self) -> None:
         """Does nothing: there is no lower half."""

@@ -47,6 +47,9 @@ class Packing(Protocol):
             spare: int32, of the same shape.
         """
 
+    def begin_write(self) -> None:
+        """Begins a write of all values, by one :meth:`write` or by one of each part."""
+
     def write(self, value: Tensor, spare: Tensor | None) -> None:
         """Stores ``value``; may use its memory and ``spare``."""
 
@@ -312,6 +315,7 @@ def _call(
 
     result = func(*map(plain, args), **{name: plain(value) for name, value in kwargs.items()})
     for tensor in _written(plan, args, kwargs):
+        tensor.packing.begin_write()
         tensor.packing.write(widened[id(tensor)][1], None)
     originals = {id(value): tensor for tensor, value in widened.values()}
     if isinstance(result, list | tuple):
@@ -382,6 +386,7 @@ def _blocks(
         return isinstance(value, list) and bool(value) and value[0].numel() == size
 
     operands = [cut(each[0]) if is_cut(each) else None for each in others]
+    param.packing.begin_write()
     for index, part in enumerate(param.viewed(cut)):
         count = part.high.numel()
         value, free = wide[:count], spare[:count]

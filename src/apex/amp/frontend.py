@@ -245,7 +245,8 @@ def state_dict(
 
     ``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``, one entry per loss in the
     order of the ``initialize`` calls; empty without a session. Entries of static scales are marked
-    under ``apex_amp_v1``, a key that apex ignores.
+    under ``apex_amp_v1``, a key that apex ignores; a session that rounds stochastically has its
+    state there.
 
     Args:
         destination: Dict to add the entries to and return; ``None`` for a new one.

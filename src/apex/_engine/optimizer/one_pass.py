@@ -216,6 +216,8 @@ def _unpacked(params: Sequence[Packed]) -> blocks.Buffered:
     total = sum(param.numel() for param in params)
     size = min(blocks.elements(total, params[0].device), total)
     memory = torch.empty(size, dtype=torch.int32, device=params[0].device)
+    for param in params:
+        param.packing.begin_write()
 
     def each(
         block: blocks.Block, values: Sequence[Tensor]
