@@ -80,6 +80,7 @@ def clients(session, transformers):
         "-qq", "-c", CONSTRAINTS, f"{wheel_path}[test]",
         f"transformers{transformers}", "accelerate", "timm", *lightning,
     )  # fmt: skip
+    session.install("-qq", "--no-deps", "torchao", "bitsandbytes")  # needs are met
     session.install("-qq", "--no-deps", "--force-reinstall", str(wheel_path))
     session.install("-qq", "--no-deps", "--no-build-isolation", "packaging/apex-metadata")
     session.run(
