@@ -73,11 +73,12 @@ def tests(session):
 @nox.parametrize("transformers", ["==4.57.*", "==5.5.*", ">=5.6"], ids=["4.57", "5.5", "newest"])
 def clients(session, transformers):
     """Other libraries on this apex: the last Trainer that knew it, T5 on our norm, and today's."""
+    lightning = ["lightning", "pytorch-lightning"] if transformers == ">=5.6" else []
     wheel_path = build_wheel(session)
     session.install("-qq", "-r", CONSTRAINTS)
     session.install(
         "-qq", "-c", CONSTRAINTS, f"{wheel_path}[test]",
-        f"transformers{transformers}", "accelerate", "timm",
+        f"transformers{transformers}", "accelerate", "timm", *lightning,
     )  # fmt: skip
     session.install("-qq", "--no-deps", "torchao", "bitsandbytes")  # needs are met
     session.install("-qq", "--no-deps", "--force-reinstall", str(wheel_path))

@@ -66,8 +66,8 @@ def native(task: Task, dtype: torch.dtype) -> Work:
     return _with_scaler(task) if dtype is torch.float16 else _with_autocast(task, dtype)
 
 
-def with_amp(task: Task, level: str) -> Work:
-    """Returns one iteration with amp at ``level``."""
+def with_amp(task: Task, level: str, *, max_norm: float | None = None) -> Work:
+    """Returns one iteration with amp at ``level``, which may clip the gradients' norm."""
     model, optimizer, (inputs, labels) = _start(task)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
 
@@ -75,6 +75,8 @@ def with_amp(task: Task, level: str) -> Work:
         loss = F.cross_entropy(model(inputs), labels)
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
+        if max_norm is not None:
+            amp.clip_grad_norm_(optimizer, max_norm)
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()

@@ -1,8 +1,9 @@
-"""Bytes per parameter that remain allocated between two iterations."""
+"""Bytes per parameter: allocated between two iterations, and at the peak of one."""
 
 from __future__ import annotations
 
 import gc
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.profiler import profile
 
 from apex._engine.masters import Master
-from benchmarks.loops import Task, device, fused_adamw, with_amp
+from benchmarks.loops import Task, device, fused_adamw, native, with_amp
 from benchmarks.measurement import Goal, Measurement
 from benchmarks.race import Work
 
@@ -20,9 +21,15 @@ WIDTH, LAYERS = 256, 4
 BYTES = {"O0": 12, "O1": 12, "O2": 14, "O3": 6, "O4": 12, "O5": 14}
 """Parameter, fp32 master at O2 and O5, and AdamW's two moments."""
 
+WIDE, DEEP = 1024, 13
+"""A model of 13.6 M parameters, whose activations are few."""
+
+PEAKS = {"O2": 16.2, "O5": 16.2}
+"""What is stored, and 16-bit gradients: the goal without clipping; 0.1 more with it."""
+
 
 def run(*, quick: bool) -> Iterator[Measurement]:
-    """Yields the stored bytes at each level, counted in two ways.
+    """Yields the stored bytes at each level, counted in two ways, and the peak of an iteration.
 
     Live tensors are those that Python can reach; the allocator also knows those that only C++
     holds, such as autocast's weight cache.
@@ -34,6 +41,42 @@ def run(*, quick: bool) -> Iterator[Measurement]:
         for way, count in (("live tensors", live_bytes), ("allocator", allocated_bytes)):
             stored = count(task, level) / params
             yield Measurement(NAME, f"{level}, {way}", stored, "bytes/param", goal, digits=1)
+    yield from _peaks()
+
+
+def _peaks() -> Iterator[Measurement]:
+    """Yields the peaks of an iteration of a model large enough to step in one pass."""
+    task = Task(_large_model, _large_batch, fused_adamw)
+    params = sum(param.numel() for param in _large_model().parameters())
+    native_peak = peak_bytes(native(task, torch.bfloat16), 12 * params) / params
+    yield Measurement(NAME, "peak, torch.autocast", native_peak, "bytes/param")
+    for level, bound in PEAKS.items():
+        for case, max_norm, more in (("", None, 0.0), (", clipped", 0.1, 0.1)):
+            goal = Goal("<=", bound + more)
+            work = _quiet(task, level, max_norm)
+            peak = peak_bytes(work, BYTES[level] * params) / params
+            yield Measurement(NAME, f"peak, {level}{case}", peak, "bytes/param", goal)
+
+
+def peak_bytes(work: Work, stored: int) -> int:
+    """Returns the most bytes allocated at once in the third iteration of ``work``.
+
+    Args:
+        work: One iteration, at whose end no gradient is left.
+        stored: What is allocated between iterations.
+    """
+    for _ in range(2):
+        work()
+    if device() == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        work()
+        return stored + torch.cuda.max_memory_allocated() - before
+    with profile(profile_memory=True) as record:
+        work()
+    events = [e for e in record.kineto_results.events() if e.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return stored + max(itertools.accumulate(event.nbytes() for event in events))
 
 
 def live_bytes(task: Task, level: str) -> int:
@@ -101,10 +144,14 @@ def _has_storage(tensor: Tensor) -> bool:
     return not torch._is_functional_tensor(tensor)
 
 
-def _trained(task: Task, level: str) -> Work:
+def _quiet(task: Task, level: str, max_norm: float | None = None) -> Work:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fp16 is emulated")
-        work = with_amp(task, level)
+        return with_amp(task, level, max_norm=max_norm)
+
+
+def _trained(task: Task, level: str) -> Work:
+    work = _quiet(task, level)
     for _ in range(2):
         work()
     return work
@@ -113,6 +160,14 @@ def _trained(task: Task, level: str) -> Work:
 def _model() -> nn.Module:
     layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
     return nn.Sequential(*layers)
+
+
+def _large_model() -> nn.Module:
+    return nn.Sequential(*[nn.Linear(WIDE, WIDE, bias=False) for _ in range(DEEP)])
+
+
+def _large_batch() -> tuple[Tensor, Tensor]:
+    return torch.randn(4, WIDE), torch.randint(0, WIDE, (4,))
 
 
 def _batch() -> tuple[Tensor, Tensor]:

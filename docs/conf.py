@@ -1,7 +1,9 @@
 """Sphinx configuration: MyST pages and the API from its docstrings, built without a network."""
 
 import argparse
+import json
 import os
+from pathlib import Path
 
 from docutils import nodes
 from docutils.parsers.rst import Directive
@@ -34,6 +36,9 @@ html_title = f"apex-amp {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
+html_search_scorer = str(Path(__file__).with_name("search_scorer.js"))
+
+RESULTS = Path(__file__).parents[1] / "benchmarks/results/cpu.json"
 
 # The colours of docs/figures, by theme.
 html_theme_options = {
@@ -70,6 +75,45 @@ class CommandHelp(Directive):
         return [nodes.literal_block(text, text, language="text", classes=["command-help"])]
 
 
+class Measured(Directive):
+    """Inserts figures of benchmarks/results/cpu.json as a table.
+
+    Each line of its content is ``benchmark: case = what the figure means``. A case that the file
+    lacks fails the build.
+    """
+
+    has_content = True
+
+    def run(self):
+        measured = json.loads(RESULTS.read_text("utf-8"))
+        figures = {f"{each['benchmark']}: {each['case']}": each for each in measured["figures"]}
+        lines = [line.split(" = ", 1) for line in self.content]
+        missing = [key for key, _ in lines if key not in figures]
+        if missing:
+            raise self.error(f"{RESULTS.name} has no figure {missing}")
+        rows = [(meaning, *cells(figures[key])) for key, meaning in lines]
+        machine = measured["machine"]
+        made_by = f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}"
+        text = [
+            "| measured | value | middle half |",
+            "|---|---|---|",
+            *(f"| {' | '.join(row)} |" for row in rows),
+            "",
+            f"*{made_by}; by `python -m benchmarks`.*",
+        ]
+        return self.state.nested_parse(text, 0, box := nodes.container()) or [box]
+
+
+def cells(figure):
+    """Returns a figure of a benchmark and its quartiles, as text."""
+    value, low, high = (
+        None if figure[key] is None else f"{figure[key]:.{figure['digits']}f}"
+        for key in ("value", "low", "high")
+    )
+    spread = "" if low is None or low == high else f"{low} to {high}"
+    return f"{value}{'' if figure['unit'] == 'x' else ' '}{figure['unit']}", spread
+
+
 def subparsers(parser):
     (action,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     return action.choices
@@ -83,3 +127,4 @@ def end_blocks(app, name, source):
 def setup(app):
     app.connect("source-read", end_blocks)
     app.add_directive("command-help", CommandHelp)
+    app.add_directive("measured", Measured)

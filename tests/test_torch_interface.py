@@ -93,9 +93,11 @@ AUTOGRAD = "apex/_torch/autograd.py"
 FOREACH = "apex/_torch/foreach.py"
 GRAD_SCALERS = "apex/_torch/grad_scaler.py"
 TRACING = "apex/_torch/dynamo.py"
+PACKED = "apex/_torch/packed.py"
 OVERRIDES = "apex/_torch/overrides.py"
 FUNCTION_MODES_PLACE = "apex/_torch/function_modes.py"
 DISPATCHER = "apex/_torch/dispatcher.py"
+DISPATCH_MODES = "apex/_torch/dispatch_modes.py"
 DEBUG = "apex/debug/"
 TOOLS = "apex/tools/"
 GRAD_SCALER = "GradScaler's own interface to optimizers: called by it, or read from it"
@@ -121,6 +123,7 @@ KNOWN = {
     "torch.autograd.graph._engine_run_backward": (AUTOGRAD, "plain_run_backward"),
     "torch._C._autograd": (DEBUG, TOOL),
     "torch._utils": (FOREACH, "plain_flatten, plain_unflatten"),
+    "torch._dynamo.config": (TRACING, "before torch 2.8 it lists the classes that are traced"),
     "torch._guards": (TRACING, "asked only where dynamo is loaded"),
     "torch._fused_adagrad_": (FOREACH, FUSED),
     "torch._fused_adam_": (FOREACH, FUSED),
@@ -136,7 +139,10 @@ KNOWN = {
         f"{DEBUG}",
         "the common class of batch norms, in torch since 0.2; scripts test for it by this name",
     ),
-    "torch.utils._python_dispatch._get_current_dispatch_mode": (DEBUG, TOOL),
+    "torch.utils._python_dispatch._get_current_dispatch_mode": (
+        f"{DISPATCH_MODES} {DEBUG}",
+        "a mode is popped only if it is the innermost one, so that an interrupt leaves none",
+    ),
     "torch._ops": (DEBUG, TOOL),
     "._FrameAction": (TRACING, "of dynamo's eval_frame; before torch 2.8 skip_code of it"),
     "._FrameExecStrategy": (TRACING, "of dynamo's eval_frame; before torch 2.8 skip_code of it"),
@@ -166,11 +172,16 @@ KNOWN = {
         "gives an unpickled optimizer's class the step hooks, as Optimizer.__setstate__ does",
     ),
     "._per_optimizer_states": (GRAD_SCALERS, GRAD_SCALER),
+    "torch.Tensor._make_wrapper_subclass": (
+        PACKED,
+        "torch's notes on extending it name this way to make a tensor without storage",
+    ),
     "._schema": (
-        f"{DISPATCHER} {DEBUG}",
+        f"{DISPATCH_MODES} {DISPATCHER} {PACKED} {DEBUG}",
         "an operator's schema; torch.library documents it as the way to read one",
     ),
     "._sequence_nr": (DEBUG, TOOL),
+    "._spec": ("apex/_torch/dtensor.py", "a DTensor's layout, for another with the same one"),
     "._to_copy": (DEBUG, "a name of torch.ops.aten"),
     "._unsafe_view": (DEBUG, "a name of torch.ops.aten"),
     "._state_dict_hooks": ("apex/_engine/model/state.py", HOOKS),

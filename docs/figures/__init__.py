@@ -8,11 +8,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from docs.figures import devices, exactness, levels, loss_scaling, master_weights, op_policy
+from docs.figures import (
+    devices,
+    exactness,
+    levels,
+    loss_scaling,
+    master_weights,
+    op_policy,
+    which_level,
+)
 
 FOLDER = Path(__file__).parents[1] / "_static" / "figures"
 
 FIGURES = {
+    "which_level": which_level.draw,
     "levels": levels.draw,
     "op_policy": op_policy.draw,
     "master_weights": master_weights.draw,

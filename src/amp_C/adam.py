@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from amp_C.lists import TensorLists, checked
+from amp_C.lists import TensorLists, checked, store_copies
 from apex._core.foreach.adam import AdamRule, adam_
 from apex._core.foreach.gate import Gate, as_scalar
 from apex._core.foreach.working import store, working
@@ -42,7 +44,7 @@ def multi_tensor_adam(
     """
     del chunk_size
     grads, params, firsts, seconds = checked("multi_tensor_adam", noop_flag, tensor_lists, 4)
-    rule = _rule(noop_flag, lr, beta1, beta2, epsilon, mode, bias_correction, weight_decay)
+    rule = adam_rule(noop_flag, lr, beta1, beta2, epsilon, mode, bias_correction, weight_decay)
     adam_(params, grads, firsts, seconds, rule=rule, step=step, gate=Gate())
 
 
@@ -63,31 +65,14 @@ def multi_tensor_adam_capturable(
 ) -> None:
     """Unscales the gradients in place and takes one step; does nothing if the flag is set.
 
-    Args:
-        chunk_size: Ignored.
-        noop_flag: One int32 element; read on the device.
-        tensor_lists: ``[grads, params, exp_avgs, exp_avg_sqs]``.
-        lr: Learning rate; a tensor stays on the device.
-        beta1: Decay of the average of gradients.
-        beta2: Decay of the average of their squares.
-        epsilon: Term added to the denominator.
-        step: Number of this step, counted from 1, one element.
-        mode: 0 for weight decay in the gradient (Adam), 1 for decoupled decay (AdamW).
-        bias_correction: Whether to correct the bias of the averages: 1 or 0.
-        weight_decay: Decay rate.
-        inv_scale: Multiplier on the gradients, one element.
+    The flag, one int32 element, is read on the device, where ``lr`` and ``step`` may be, too.
+    ``inv_scale``, one element, multiplies the gradients; the others are as in
+    :func:`multi_tensor_adam`.
     """
     del chunk_size
-    name = "multi_tensor_adam_capturable"
-    grads, params, firsts, seconds = checked(name, noop_flag, tensor_lists, 4)
-    if not params:
-        return
-    gate = Gate.of(noop_flag, noop_flag.device)
-    rule = _rule(noop_flag, lr, beta1, beta2, epsilon, mode, bias_correction, weight_decay)
-    unscaled = _unscaled(grads, inv_scale, gate)
-    count = as_scalar(step, noop_flag.device)
-    adam_(params, unscaled, firsts, seconds, rule=rule, step=count, gate=gate)
-    store(grads, unscaled)
+    lists = checked("multi_tensor_adam_capturable", noop_flag, tensor_lists, 4)
+    options = (lr, beta1, beta2, epsilon, mode, bias_correction, weight_decay)
+    _unscale_and_step(noop_flag, lists, step, inv_scale, *options)
 
 
 @torch.no_grad()
@@ -110,21 +95,34 @@ def multi_tensor_adam_capturable_master(
     ``tensor_lists`` are ``[grads, params, exp_avgs, exp_avg_sqs, masters]``.
     """
     del chunk_size
-    name = "multi_tensor_adam_capturable_master"
-    grads, params, firsts, seconds, masters = checked(name, noop_flag, tensor_lists, 5)
+    lists = checked("multi_tensor_adam_capturable_master", noop_flag, tensor_lists, 5)
+    options = (lr, beta1, beta2, epsilon, mode, bias_correction, weight_decay)
+    _unscale_and_step(noop_flag, lists, step, inv_scale, *options)
+
+
+def _unscale_and_step(
+    noop_flag: Tensor,
+    lists: list[list[Tensor]],
+    step: int | Tensor,
+    inv_scale: float | Tensor,
+    *options: Any,
+) -> None:
+    grads, params, firsts, seconds, *masters = lists
     if not params:
         return
-    gate = Gate.of(noop_flag, noop_flag.device)
-    rule = _rule(noop_flag, lr, beta1, beta2, epsilon, mode, bias_correction, weight_decay)
-    unscaled = _unscaled(grads, inv_scale, gate)
+    gate, (wide,) = Gate.of(noop_flag, noop_flag.device), working(grads)
+    rule = adam_rule(noop_flag, *options)
+    factor = gate.coefficient(as_scalar(inv_scale, grads[0].device), 1.0)
+    unscaled = list(torch._foreach_mul(wide, factor))
+    (targets,) = masters or [params]
     count = as_scalar(step, noop_flag.device)
-    adam_(masters, unscaled, firsts, seconds, rule=rule, step=count, gate=gate)
+    adam_(targets, unscaled, firsts, seconds, rule=rule, step=count, gate=gate)
     store(grads, unscaled)
-    rounded = [master.to(param.dtype) for master, param in zip(masters, params, strict=True)]
-    store(params, gate.select(params, rounded))
+    if masters:
+        store_copies(params, targets, gate)
 
 
-def _rule(
+def adam_rule(
     noop_flag: Tensor,
     lr: float | Tensor,
     beta1: float,
@@ -133,7 +131,10 @@ def _rule(
     mode: int,
     bias_correction: int,
     weight_decay: float,
+    *,
+    averaged: bool = True,
 ) -> AdamRule:
+    """Returns the hyperparameters of Adam or LAMB, given as to their functions."""
     if mode not in (0, 1):
         raise ValueError(
             f"mode is {mode!r}; it must be 0 (weight decay in the gradient) or 1 (decoupled)."
@@ -146,10 +147,5 @@ def _rule(
         weight_decay=weight_decay,
         decoupled=mode == 1,
         bias_correction=bool(bias_correction),
+        averaged=averaged,
     )
-
-
-def _unscaled(grads: list[Tensor], inv_scale: float | Tensor, gate: Gate) -> list[Tensor]:
-    (wide,) = working(grads)
-    factor = gate.coefficient(as_scalar(inv_scale, grads[0].device), 1.0)
-    return list(torch._foreach_mul(wide, factor))

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from amp_C.lists import TensorLists, checked, set_noop_
-from apex._core.foreach import norms, scaling
+from amp_C.scaling import scale_
+from apex._core.foreach import norms
 from apex._core.foreach.gate import as_scalar
 from apex._core.foreach.working import working
 
@@ -65,7 +66,7 @@ def multi_tensor_l2norm_scale(
     sources, targets = checked("multi_tensor_l2norm_scale", noop_flag, tensor_lists, 2)
     result = _reported(noop_flag, sources, per_tensor)
     if sources:
-        scaling.scale_(sources, targets, as_scalar(scale, noop_flag.device))
+        scale_(sources, targets, as_scalar(scale, noop_flag.device))
     return result
 
 

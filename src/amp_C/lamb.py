@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from amp_C.lists import TensorLists, checked
+from amp_C.adam import adam_rule
+from amp_C.lists import TensorLists, checked, store_copies
 from apex._core.foreach import lamb as rules
 from apex._core.foreach.adam import AdamRule, directions_
 from apex._core.foreach.gate import Gate, as_scalar, as_tensor
@@ -53,16 +54,8 @@ def multi_tensor_lamb(
     """
     del chunk_size
     grads, params, firsts, seconds = checked("multi_tensor_lamb", noop_flag, tensor_lists, 4)
-    rule = AdamRule(
-        lr=as_scalar(lr, noop_flag.device),
-        beta1=beta1,
-        beta2=beta2,
-        eps=epsilon,
-        weight_decay=weight_decay,
-        decoupled=mode == 1,
-        bias_correction=bool(bias_correction),
-        averaged=bool(grad_averaging),
-    )
+    options = (lr, beta1, beta2, epsilon, mode, bias_correction, weight_decay)
+    rule = adam_rule(noop_flag, *options, averaged=bool(grad_averaging))
     rules.lamb_(
         params,
         grads,
@@ -98,27 +91,12 @@ def multi_tensor_lamb_mp(
 ) -> None:
     """Takes one step on scaled gradients; does nothing if the flag is set.
 
-    Unlike in apex, the gradients stay unchanged.
+    Arguments are those of :func:`multi_tensor_lamb`, numbers also as tensors of one element, except
 
-    Args:
-        chunk_size: Ignored.
-        noop_flag: One int32 element; read on the device.
-        tensor_lists: ``[grads, params, exp_avgs, exp_avg_sqs]``, or with the parameters' 16-bit
-            copies as a fifth list, which are updated too.
-        lr: Learning rate, one element.
-        beta1: Decay of the average of gradients.
-        beta2: Decay of the average of their squares.
-        epsilon: Term added to the denominator.
-        step: Number of this step, counted from 1, one element.
-        bias_correction: Whether to correct the bias of the averages: 1 or 0.
-        weight_decay: Decay rate.
-        grad_averaging: Weight of the gradient in its average: ``1 - beta1`` if 1, else 1.
-        mode: 0 for weight decay in the gradient, 1 for decoupled decay.
-        global_grad_norm: Norm over all scaled gradients, one element.
-        max_grad_norm: The norm to which the scaled gradients are clipped, one element.
-        use_nvlamb: Whether tensors without weight decay get a trust ratio too.
-        found_inf: Ignored, as in apex; ``noop_flag`` decides.
-        inv_scale: Reciprocal of the loss scale, one element.
+    - ``noop_flag``, one int32 element, is read on the device; ``found_inf`` is ignored, as in apex,
+    - ``tensor_lists`` may have the parameters' 16-bit copies as a fifth list, to be updated,
+    - ``global_grad_norm`` and ``max_grad_norm`` are norms of the scaled gradients,
+    - ``inv_scale`` is the reciprocal of the loss scale, one element.
     """
     del chunk_size, found_inf
     lists = checked("multi_tensor_lamb_mp", noop_flag, tensor_lists, 4, 5)
@@ -127,16 +105,8 @@ def multi_tensor_lamb_mp(
         return
     device = noop_flag.device
     gate = Gate.of(noop_flag, device)
-    rule = AdamRule(
-        lr=as_scalar(lr, device),
-        beta1=beta1,
-        beta2=beta2,
-        eps=epsilon,
-        weight_decay=weight_decay,
-        decoupled=mode == 1,
-        bias_correction=bool(bias_correction),
-        averaged=bool(grad_averaging),
-    )
+    options = (lr, beta1, beta2, epsilon, mode, bias_correction, weight_decay)
+    rule = adam_rule(noop_flag, *options, averaged=bool(grad_averaging))
     rules.lamb_(
         params,
         grads,
@@ -149,9 +119,7 @@ def multi_tensor_lamb_mp(
         gate=gate,
     )
     if len(lists) == 5:
-        copies = lists[4]
-        rounded = [param.to(copy.dtype) for param, copy in zip(params, copies, strict=True)]
-        store(copies, gate.select(copies, rounded))
+        store_copies(lists[4], params, gate)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The argument checks of every multi-tensor function, made before it changes anything."""
+"""What multi-tensor functions share: argument checks, made before anything changes, and copies."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from apex._core.foreach.gate import Gate
+from apex._core.foreach.working import store
 
 TensorLists = Sequence[Sequence[Tensor]]
 
@@ -43,6 +46,12 @@ def checked(
             _check_tensor(name, noop_flag, tensor)
     positions = [_fitted(name, position) for position in zip(*lists, strict=True)]
     return [list(column) for column in zip(*positions, strict=True)] if positions else lists
+
+
+def store_copies(copies: list[Tensor], params: list[Tensor], gate: Gate) -> None:
+    """Writes the rounded parameters into their copies, unless the step is skipped."""
+    rounded = [param.to(copy.dtype) for param, copy in zip(params, copies, strict=True)]
+    store(copies, gate.select(copies, rounded))
 
 
 def set_noop_(noop_flag: Tensor, found: Tensor) -> None:

@@ -6,8 +6,12 @@ import torch
 from torch import Tensor
 
 from amp_C.lists import TensorLists, checked, set_noop_
-from apex._core.foreach import growth, scaling
-from apex._core.foreach.gate import as_scalar
+from apex._core.finite import group
+from apex._core.foreach.gate import Scalar, as_scalar, as_tensor
+from apex._core.foreach.norms import any_non_finite
+from apex._core.foreach.working import fresh, math_dtype, store, working
+from apex._torch import foreach
+from apex._torch.copies import moved
 
 
 @torch.no_grad()
@@ -25,8 +29,7 @@ def multi_tensor_scale(
     del chunk_size
     sources, targets = checked("multi_tensor_scale", noop_flag, tensor_lists, 2)
     if sources:
-        factor = as_scalar(scale, noop_flag.device)
-        set_noop_(noop_flag, scaling.scale_(sources, targets, factor))
+        set_noop_(noop_flag, scale_(sources, targets, as_scalar(scale, noop_flag.device)))
 
 
 @torch.no_grad()
@@ -57,9 +60,18 @@ def multi_tensor_axpby(
     xs, ys, targets = checked("multi_tensor_axpby", noop_flag, tensor_lists, 3)
     if not xs:
         return
-    check = [xs, ys] if arg_to_check == -1 else [(xs, ys)[arg_to_check]]
+    inputs = [*xs, *ys] if arg_to_check == -1 else (xs, ys)[arg_to_check]
     a, b = (as_scalar(factor, noop_flag.device) for factor in (a, b))
-    set_noop_(noop_flag, scaling.axpby_(xs, ys, targets, a, b, check=check))
+    found_inf = any_non_finite(inputs, xs[0].device)
+    left, right = working(xs, ys)
+    total = fresh(left, xs)
+    torch._foreach_mul_(total, a)
+    if isinstance(b, Tensor):
+        torch._foreach_add_(total, torch._foreach_mul(right, b))
+    else:
+        torch._foreach_add_(total, right, alpha=b)
+    store(targets, total)
+    set_noop_(noop_flag, found_inf)
 
 
 @torch.no_grad()
@@ -73,9 +85,12 @@ def update_scale_hysteresis(
     growth_interval: int,
     hysteresis: int,
 ) -> Tensor:
-    """Updates a loss scale that backs off only after ``hysteresis`` consecutive overflows.
+    """Updates a loss scale in place that backs off after several overflows, without a host sync.
 
-    Works in place and on the device.
+    An overflow decrements ``hysteresis_tracker`` and restarts the count of clean steps; if the
+    tracker is then 0 or below, it also multiplies the scale by ``backoff_factor``. A clean step
+    resets the tracker to ``hysteresis``; ``growth_interval`` consecutive ones multiply the scale by
+    ``growth_factor``, unless the result exceeds fp32.
 
     Args:
         current_scale: Loss scale, one fp32 element.
@@ -90,14 +105,42 @@ def update_scale_hysteresis(
     Returns:
         ``current_scale``.
     """
-    growth.update_scale_hysteresis_(
-        current_scale,
-        growth_tracker,
-        hysteresis_tracker,
-        found_inf,
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=growth_interval,
-        hysteresis=hysteresis,
-    )
-    return current_scale
+    scale = current_scale
+    overflow = moved(found_inf, scale.device).reshape(scale.shape) > 0
+    left = hysteresis_tracker.reshape(scale.shape) - overflow.to(hysteresis_tracker.dtype)
+    steps = growth_tracker.reshape(scale.shape) + 1
+    grows = steps == growth_interval
+    grown = scale * growth_factor
+    grown = torch.where(torch.isfinite(grown), grown, scale)
+    reduced = torch.where(left > 0, scale, scale * backoff_factor)
+    scale.copy_(torch.where(overflow, reduced, torch.where(grows, grown, scale)))
+    growth_tracker.copy_(torch.where(overflow | grows, 0, steps).reshape(growth_tracker.shape))
+    left = torch.where(overflow, left, hysteresis)
+    hysteresis_tracker.copy_(left.reshape(hysteresis_tracker.shape))
+    return scale
+
+
+def scale_(sources: list[Tensor], targets: list[Tensor], scale: Scalar) -> Tensor:
+    """Writes ``scale * source`` into each target, rounded once; targets may be the sources.
+
+    Returns:
+        A 0-d fp32 flag: 1 if any source held inf or NaN.
+    """
+    device = sources[0].device
+    found_inf = torch.zeros((), device=device)
+    # GradScaler's kernel, which multiplies in place and checks its input.
+    factor = as_tensor(scale, device)
+    values = [_product(s, t) for s, t in zip(sources, targets, strict=True)]
+    store(values, sources)
+    for same in group(values):
+        foreach.check_and_unscale_(same, found_inf, factor)
+    store(targets, values)
+    return found_inf
+
+
+def _product(source: Tensor, target: Tensor) -> Tensor:
+    """Returns the tensor to multiply in: the target, unless it would round the source."""
+    if target is source or target.dtype is source.dtype:
+        return target
+    dtype = math_dtype(source, target)
+    return target if target.dtype is dtype else torch.empty_like(target, dtype=dtype)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from amp_C.lists import TensorLists, checked
+from amp_C.lists import TensorLists, checked, store_copies
 from apex._core.foreach.adagrad import AdagradRule, adagrad_
 from apex._core.foreach.gate import Gate, as_scalar
 from apex._core.foreach.novograd import NovoGradRule, blended, norms_of, novograd_
 from apex._core.foreach.sgd import SGDRule, sgd_
-from apex._core.foreach.working import store, working
+from apex._core.foreach.working import working
 
 
 @torch.no_grad()
@@ -62,9 +62,7 @@ def multi_tensor_sgd(
         grads = list(torch._foreach_mul(wide, scale))
     sgd_(params, grads, momenta, rule=rule, first_run=bool(first_run), gate=gate)
     if len(lists) == 4:
-        copies = lists[3]
-        rounded = [param.to(copy.dtype) for param, copy in zip(params, copies, strict=True)]
-        store(copies, gate.select(copies, rounded))
+        store_copies(lists[3], params, gate)
 
 
 @torch.no_grad()

@@ -41,7 +41,8 @@ def test_groups_are_the_sharded_dimensions_of_the_meshes_each_once(on_four_ranks
 
 def greatest(rank):
     flag = torch.tensor(float(rank == 2))
-    dtensor.all_reduce_max_(flag, dtensor.groups([placed(mesh(2, 2), Shard(0), Shard(0))]))
+    over = dtensor.groups([placed(mesh(2, 2), Shard(0), Shard(0))])
+    dtensor.all_reduce_(flag, over, "MAX")
     return flag.item()
 
 

@@ -56,7 +56,7 @@ class Decoder(nn.Module):
 
     def forward(self, ids):
         h = self.add(self.embed(ids))
-        cos, sin = self.rotary(h, torch.arange(ids.shape[1])[None])
+        cos, sin = self.rotary(h, torch.arange(ids.shape[1], device=ids.device)[None])
         q, k, v = self.qkv(self.norm(h)).chunk(3, -1)
         q, k = (t * cos + torch.roll(t, 4, -1) * sin for t in (q, k))
         scores = q @ k.mT / self.temperature + self.mask[: ids.shape[1], : ids.shape[1]]

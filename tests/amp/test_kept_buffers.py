@@ -263,6 +263,25 @@ WRITES = {
     "foreach": lambda b, x: torch._foreach_add_([b], [x.float()]),
 }
 
+ROW = torch.tensor([2])
+ROWS = torch.zeros(4, 4, dtype=torch.long)
+
+WRITES_OF_ONE_DTYPE = {
+    "lerp_": lambda b, x: b.lerp_(x, 0.25),
+    "rows": lambda b, x: b.__setitem__(ROW, x[:1]),
+    "mask": lambda b, x: b.__setitem__(ROWS == 0, x.flatten()),
+    "index_put_": lambda b, x: b.index_put_((ROW,), x[:1], accumulate=True),
+    "index_copy_": lambda b, x: b.index_copy_(0, ROW, x[:1]),
+    "index_add_": lambda b, x: b.index_add_(0, ROW, x[:1], alpha=0.5),
+    "scatter_": lambda b, x: b.scatter_(0, ROWS, x),
+    "scatter_add_": lambda b, x: b.scatter_add_(0, ROWS, src=x),
+    "scatter_reduce_": lambda b, x: b.scatter_reduce_(0, ROWS, x, "mean"),
+    "masked_scatter_": lambda b, x: b.masked_scatter_(ROWS == 0, x),
+    "addmm_": lambda b, x: b.addmm_(x, x, beta=0.75, alpha=0.25),
+    "view": lambda b, x: b.t()[1:].lerp_(x[1:], 0.25),
+}
+"""Writes that torch refuses of a tensor of another dtype."""
+
 
 @pytest.mark.parametrize("name", WRITES)
 def test_what_is_written_into_one_is_held_in_fp32(kept, name):
@@ -273,6 +292,41 @@ def test_what_is_written_into_one_is_held_in_fp32(kept, name):
     assert buffer.dtype is torch.float32
     assert torch.equal(buffer, plain)
     assert (x + buffer).dtype is torch.bfloat16
+
+
+@every_dtype
+@pytest.mark.parametrize("name", WRITES_OF_ONE_DTYPE)
+def test_averages_and_caches_in_one_take_16_bit_activations(kept, dtype, name):
+    x = of_shape(4, 4).to(dtype) / 3
+    buffer, plain = kept(of_shape(4, 4) + 2.0**-12), of_shape(4, 4) + 2.0**-12
+    WRITES_OF_ONE_DTYPE[name](buffer, x)
+    WRITES_OF_ONE_DTYPE[name](plain, x.float())
+    assert torch.equal(buffer, plain)
+    assert (x + buffer).dtype is dtype
+
+
+def test_another_storage_is_taken_as_it_is(kept):
+    buffer, x = kept(of_shape(4)), of_shape(4).bfloat16()
+    buffer.data = x
+    assert buffer.dtype is torch.bfloat16
+    assert buffer.data_ptr() == x.data_ptr()
+
+
+def test_a_list_of_buffers_is_saved_and_put_back_to_the_last_bit(kept):
+    buffers = [kept(of_shape(4) + 2.0**-12), of_shape(4).bfloat16()]
+    before = [buffer.clone() for buffer in buffers]
+    saved = [torch.empty_like(buffer) for buffer in buffers]
+    torch._foreach_copy_(saved, buffers)
+    torch._foreach_zero_(buffers)
+    torch._foreach_copy_(buffers, saved)
+    assert all(map(torch.equal, buffers, before))
+    halves = torch._foreach_mul(buffers, 0.5)
+    assert all(half.dtype is each.dtype for half, each in zip(halves, before, strict=True))
+    assert torch.equal(halves[0], before[0] * 0.5)
+
+
+def test_a_number_is_formatted(kept):
+    assert f"{kept(torch.tensor(0.25)):.1f} {kept(torch.ones(1))}" == "0.2 tensor([1.])"
 
 
 def test_running_statistics_go_on_in_them(kept):
@@ -446,6 +500,64 @@ def test_a_part_that_moves_by_itself_keeps_them(level):
     model.add.to("cpu")
     model.add._apply(lambda tensor: tensor.clone())  # as a move to another device does
     assert outputs(model).isfinite().all()
+
+
+@pytest.mark.gpu
+@every_casting_level
+def test_on_a_device_they_compute_as_on_the_cpu(level):
+    torch.manual_seed(0)
+    cpu, _ = prepared(Decoder(), level)
+    moved = copy.deepcopy(cpu).cuda()
+    torch.manual_seed(0)
+    there, optimizer = prepared(Decoder().cuda(), level)
+    expected = outputs(cpu)
+    file = io.BytesIO()
+    torch.save(there, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    for model in (moved, there, copy.deepcopy(there), loaded):
+        assert model.mask.is_cuda
+        assert (torch.ones(16, 16, device="cuda", dtype=LOW[level]) + model.mask).is_cuda
+        with torch.no_grad():
+            found = model(ids().cuda())
+        assert found.dtype is expected.dtype
+        torch.testing.assert_close(found.cpu(), expected, rtol=0.05, atol=0.05)
+    loss = F.cross_entropy(there(ids().cuda()).flatten(0, 1).float(), ids().cuda().flatten())
+    backward(loss, optimizer)
+    optimizer.step()
+    assert is_kept(there.cpu())
+    assert is_kept(moved.cpu())
+    assert torch.equal(outputs(moved), expected)
+
+
+@pytest.mark.gpu
+def test_a_number_on_the_cpu_and_a_copy_in_the_background_go_with_a_device(kept):
+    x = of_shape(4).cuda().bfloat16()
+    number, row = kept(torch.tensor(0.75)), kept(of_shape(4))
+    assert torch.equal(x * number, x * 0.75)
+    assert (x * number).dtype is torch.bfloat16
+    sent = row.to("cuda", non_blocking=True)
+    assert torch.equal(x + sent, x + of_shape(4).cuda().bfloat16())
+    sent[torch.tensor([1], device="cuda")] = x[:1]
+    assert sent.dtype is torch.float32
+    assert sent.cpu()[1] == x.cpu()[0].float()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_leaves_a_buffer_that_another_library_has_replaced(copied):
+    model, _ = prepared(Decoder(), "O5")
+    model.mask = model.mask.float().as_subclass(Replaced)
+    assert type(copied(model).mask) is Replaced
+
+
+class Replaced(torch.Tensor):
+    """A tensor of another library that owns its class, as DTensor does."""
+
+    def __reduce_ex__(self, protocol):
+        return torch.ones_like(self.as_subclass(torch.Tensor)).as_subclass, (Replaced,)
+
+    def __deepcopy__(self, memo):
+        return self.clone()
 
 
 def test_replicas_of_data_parallel_compute_as_the_model():

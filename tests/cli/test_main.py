@@ -11,7 +11,7 @@ from importlib.metadata import version
 import pytest
 
 from apex.cli import SUBCOMMANDS, build_parser, exit_codes, main
-from apex.cli.output_files import why_not_writable
+from apex.cli.output import why_not_writable
 from apex.tools.progress import progress_on
 from apex.tools.text import text_table
 from tests.tools.cases import TARGET, comparison_of, result_of, written
@@ -20,10 +20,11 @@ from tests.tools.test_compare import FAILS_IN_BF16
 FLAGS = {
     "compare": [
         *("-h", "--help", "--levels", "--steps", "--emulated", "--emulated-steps", "--rounds"),
-        *("--seed", "--device", "--output", "--json", "--wide"),
+        *("--suggest-fp32", "--seed", "--device", "--output", "--json", "--wide"),
     ],
     "doctor": ["-h", "--help", "--device", "--seconds", "--json"],
     "migrate": ["-h", "--help", "--json"],
+    "trace": ["-h", "--help", "--keep-going", "--json", "-m"],
 }
 
 FEW = ["--steps", "2", "--rounds", "1"]
@@ -154,7 +155,7 @@ def test_a_level_that_fails_is_exit_code_1_and_the_rest_is_there(apex, tmp_path)
         (["doctor", "--seconds", "-1"], "got -1; it must be finite and at least 0 seconds"),
         (["doctor", "--seconds", "nan"], "got nan; it must be finite and at least 0 seconds"),
         (["no-such-command"], "invalid choice"),
-        ([], "apex: name a COMMAND: compare, doctor, migrate"),
+        ([], "apex: name a COMMAND: compare, doctor, migrate, trace"),
     ],
 )
 def test_bad_usage_is_exit_code_2_and_says_what_is_wrong(apex, arguments, message):

@@ -57,3 +57,25 @@ def test_ignite_trains_and_resumes(tmp_path):
         "ignite/train.py", tmp_path, *few, "--epochs", "3", "--resume", "runs/checkpoint_4.pt"
     )
     assert re.findall(r"epoch (\d): test loss \d", text) == ["3"]
+
+
+def test_lightning_trains_and_resumes(tmp_path):
+    need_installed("lightning", "sklearn")
+    few = ["--limit", "96", "--opt-level", "O5", "--accumulate", "2"]
+    text = run("lightning/train.py", tmp_path, *few, "--epochs", "2")
+    assert re.findall(r"epoch (\d): test loss \d", text) == ["1", "2"]
+    text = run(
+        "lightning/train.py", tmp_path, *few, "--epochs", "3", "--resume", "runs/epoch_1.ckpt"
+    )
+    assert re.findall(r"epoch (\d): test loss \d", text) == ["3"]
+
+
+def test_the_trainer_reports_the_fault_beside_its_checkpoints(tmp_path):
+    need_installed("transformers", "accelerate")
+    text = run("transformers/train.py", tmp_path, "--steps", "3")
+    assert "loss" in text
+    assert not [*tmp_path.glob("runs/overflow*")]
+    text = run("transformers/train.py", tmp_path, "--steps", "3", "--fault")
+    assert "Step 1: the loss is not finite." in text
+    assert "aten.log in model.layers.1.mlp.act_fn, forward" in text
+    assert (tmp_path / "runs" / "overflow-step-1.txt").read_text() in text

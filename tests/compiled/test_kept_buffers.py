@@ -1,5 +1,7 @@
 """Models with buffers that stay in fp32, compiled and exported, compute as in eager."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -55,6 +57,38 @@ def test_inductor_computes_as_eager_does():
     model, _ = prepared("O5")
     run = torch.compile(model, fullgraph=True)
     assert_close(run(ids()), model(ids()), "O5")
+
+
+class Memory(nn.Module):
+    """Holds the last activations and an average of them in buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.register_buffer("bank", torch.linspace(0, 1, 16).reshape(4, 4), persistent=False)
+        self.register_buffer("average", torch.zeros(4, 4), persistent=False)
+
+    def forward(self, x):
+        out = self.fc(x)
+        with torch.no_grad():
+            self.average.lerp_(out, 0.25)
+            self.bank[torch.tensor([2])] = out[:1]
+            self.bank.index_copy_(0, torch.tensor([1]), out[1:2])
+        return out + self.bank + self.average
+
+
+@every_level
+def test_buffers_take_16_bit_activations_as_in_eager(level):
+    torch.manual_seed(0)
+    model = amp.initialize(Memory(), opt_level=level, verbosity=0)
+    other = copy.deepcopy(model)
+    run, _ = compiled(other)
+    for x in torch.randn(2, 4, 4):
+        assert_close(run(x), model(x), level)
+    for name in ("bank", "average"):
+        found, expected = getattr(other, name), getattr(model, name)
+        assert found.dtype is torch.float32
+        assert torch.equal(found, expected)
 
 
 @every_level

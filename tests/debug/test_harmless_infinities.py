@@ -74,6 +74,12 @@ def mask_in_a_tensor_that_came_from_outside(h, mask=MASK):
 
 
 @harmless
+def mask_beyond_the_range_of_fp16(h):
+    mask = (torch.ones(4, 4).tril() == 0) * -1e9
+    return (h.half() + mask.half()).softmax(-1).float()
+
+
+@harmless
 def masked_rows_that_are_mended(h):
     scores = h.masked_fill(torch.tensor([True, False, False, False])[:, None], -INF)
     return scores.softmax(-1).nan_to_num(0.0)

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from apex import amp
+from apex.debug.history import Pass
+from apex.debug.history_summary import summary
 from benchmarks.counting import counted_syncs
 from tests.training.cases import backward, batch, batches, net, overflowing, prepared, train_step
 
@@ -182,6 +184,19 @@ def test_tensorboard_receives_every_number(history):
     assert ("run/grad_norm/0", history.passes[2].grad_norm, 2) in writer.added
 
 
+def test_tensorboard_receives_the_shares_of_modules():
+    model, optimizer = prepared("O3", lambda p: torch.optim.SGD(p, lr=1e-6))
+    with amp.debug.History(optimizer) as history:
+        train_step(model, optimizer, *batch())
+    added = {}
+    writer = type("Writer", (), {"add_scalar": lambda _, tag, *rest: added.update({tag: rest})})
+    history.to_tensorboard(writer())
+    (first, second) = history.modules
+    assert first.frozen > 0.5
+    assert added["amp/frozen/0"] == (first.frozen, 0)
+    assert added["amp/underflow/2"] == (second.underflow, 0)
+
+
 def test_the_plot_shows_scales_and_marks_overflows(history, tmp_path):
     pytest.importorskip("matplotlib")
     figure = history.plot()
@@ -210,13 +225,45 @@ def test_no_optimizer_is_refused():
         amp.debug.History()
 
 
-def test_a_plain_optimizer_is_refused():
-    with pytest.raises(RuntimeError, match="has not prepared"):
-        amp.debug.History(torch.optim.SGD(net().parameters(), lr=0.1))
-
-
 def test_optimizers_of_two_calls_are_refused():
     (first_model, first), (second_model, second) = prepared("O4"), prepared("O4")
     with pytest.raises(ValueError, match=r"different amp\.initialize calls"):
         amp.debug.History(first, second)
     del first_model, second_model
+
+
+# -- the summary ---------------------------------------------------------------------------------
+
+
+def test_the_summary_is_as_long_after_a_thousand_passes_as_after_three():
+    passes = [
+        Pass(index, 0, 2.0**16 / 2 ** (index // 500), index in (400, 401, 700), float(index % 7))
+        for index in range(1000)
+    ]
+    assert summary(passes).splitlines() == [
+        "1000 backward passes (0 to 999), 3 skipped (0.3 %)",
+        "  loss scale     32768 now, from 32768 to 65536",
+        "  skips          the last in pass 700, at most 2 in a row",
+        "  gradient norm  5 last, median 3, largest 6 in pass 993",
+    ]
+
+
+def test_the_summary_has_a_part_for_each_loss_and_none_for_what_is_unknown():
+    model, optimizer = prepared("O4", num_losses=2)
+    history = amp.debug.History(optimizer, grad_norms=False)
+    assert str(history) == "No backward pass recorded yet."
+    for loss_id in (1, 0, 1):
+        backward(model, optimizer, *batch(), loss_id=loss_id)
+    assert str(history).splitlines() == [
+        "Loss 0: 1 backward pass (1 to 1), 0 skipped",
+        "  loss scale     1 now",
+        "Loss 1: 2 backward passes (0 to 2), 0 skipped",
+        "  loss scale     1 now",
+    ]
+
+
+def test_norms_that_are_not_finite_are_counted_apart():
+    passes = [Pass(i, 0, 1.0, False, norm) for i, norm in enumerate((1.0, math.inf, math.nan))]
+    assert summary(passes).splitlines()[-1] == (
+        "  gradient norm  1 last, median 1, largest 1 in pass 0, 2 not finite"
+    )

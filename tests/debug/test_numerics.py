@@ -84,5 +84,5 @@ def test_sparse_gradients_and_integer_buffers_are_no_trouble():
 def test_anything_else_is_refused():
     with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module"):
         amp.debug.check_numerics([net()])
-    with pytest.raises(RuntimeError, match="has not prepared"):
-        amp.debug.check_numerics(net(), torch.optim.SGD(net().parameters(), lr=0.1))
+    with pytest.raises(TypeError, match="got Linear instead of an optimizer"):
+        amp.debug.check_numerics(net(), torch.nn.Linear(1, 1))

@@ -41,9 +41,11 @@ def test_the_report_names_module_line_cause_and_remedy():
     lines = str(trace).splitlines()
     assert lines[0].startswith("First overflow: aten.exp in 1, forward, returned inf in float32")
     assert lines[1] == f"  at     {EXP}"
-    assert lines[2].startswith("  cause  range: the true result, 1.")
-    assert lines[3].startswith("  remedy ")
-    assert lines[4] == "  hit    the gradients of 0.bias, 0.weight"
+    assert lines[2] == "         return x.exp()"
+    assert lines[3].startswith("  in     float32 [1, 2] from 1")
+    assert lines[4].startswith("  cause  range: the true result, ")
+    assert lines[5].startswith("  remedy ")
+    assert lines[6] == "  hit    the gradients of 0.bias, 0.weight"
 
 
 def test_the_report_of_a_clean_trace_counts_the_operators():
@@ -109,20 +111,39 @@ def test_a_sparse_gradient_is_checked():
     assert trace.first.kind == "inf"
 
 
-@pytest.mark.parametrize("op_casts", [True, False])
-def test_the_remedy_for_fp16_names_the_module(op_casts):
+@pytest.mark.parametrize(
+    ("level", "remedy", "others"),
+    [
+        ("O1", "register_float_function(torch.nn.functional, 'linear')", ("fp32_modules", "'O5'")),
+        ("O2", "fp32_modules=['1']", ("register_float_function", "disable_casts", "'O4'")),
+        ("O3", "fp32_modules=['1']", ("register_float_function", "disable_casts", "'O4'")),
+    ],
+)
+def test_the_remedy_is_that_of_the_active_level_only(level, remedy, others):
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    net, optimizer = amp.initialize(
-        net, cases.sgd(net.parameters()), opt_level="O1" if op_casts else "O2", verbosity=0
-    )
+    net, optimizer = amp.initialize(net, cases.sgd(net.parameters()), opt_level=level, verbosity=0)
     nn.init.constant_(net[1].weight, 6e4)
     with trace_overflow(net) as trace:
         cases.backward(net, optimizer, torch.full((1, 2), 3.0), torch.zeros(1, 2))
     assert (trace.first.op, trace.first.module) == ("aten.addmm", "1")
     assert trace.first.dtype is torch.float16
-    assert "fp32_modules=['1']" in trace.first.remedy
-    assert "register_float_function(torch.nn.functional, 'linear')" in trace.first.remedy
-    assert "'O4'" in trace.first.remedy
+    assert trace.first.level == level
+    assert remedy in trace.first.remedy
+    assert ("'O4'" if level == "O1" else "'O5'") in trace.first.remedy
+    assert not any(other in trace.first.remedy for other in others)
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_the_remedy_without_amp_names_nothing_of_amp(autocast):
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    nn.init.constant_(net[1].weight, 6e4)
+    net = net if autocast else net.half()
+    with torch.autocast("cpu", torch.float16, enabled=autocast), trace_overflow(net) as trace:
+        net(torch.full((1, 2), 3.0, dtype=torch.float32 if autocast else torch.float16))
+    assert trace.first.level == ("torch.autocast" if autocast else "16-bit model")
+    assert ("torch.autocast(" in trace.first.remedy) == autocast
+    assert "bfloat16" in trace.first.remedy
+    assert "amp." not in trace.first.remedy.replace("torch.amp.", "")
 
 
 class Norm(nn.Module):

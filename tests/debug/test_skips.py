@@ -49,11 +49,6 @@ def test_only_the_given_optimizer_s_gradients_are_listed():
     assert why_skipped(optimizers[1]) == []
 
 
-def test_a_plain_optimizer_is_refused_with_the_remedy():
-    with pytest.raises(RuntimeError, match=r"not prepared.*amp\.initialize"):
-        why_skipped(sgd(Net()))
-
-
 def test_verbosity_2_adds_a_line_with_the_first_names(capsys):
     model, optimizer = prepared("O2", verbosity=2)
     capsys.readouterr()

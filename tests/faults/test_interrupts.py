@@ -13,9 +13,7 @@ import torch
 
 import apex._engine.autocast
 from apex import amp
-from apex._engine.autocast.mixed import resolve_mixed
-from apex._engine.autocast.region import _threads, no_casts
-from apex.amp._amp_state import _amp_state
+from apex._engine.autocast.region import _threads
 from tests.training import cases
 
 
@@ -165,8 +163,8 @@ def forward_and_loss(model, optimizer, x, y):
 
 def block(model, optimizer, x, y):
     loss = Mixing.apply(model(x)).float().sum()
-    with no_casts(), resolve_mixed(_amp_state.current().region):
-        loss.backward()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
 
 
 def own_code(model, optimizer, x, y):

@@ -36,7 +36,17 @@ def written(folder, text=TARGET, name="target.py"):
     return str(path)
 
 
-def compared(target, levels="O0,O4", *, steps=4, rounds=2, seed=0, emulated_steps=2, stream=None):
+def compared(
+    target,
+    levels="O0,O4",
+    *,
+    steps=4,
+    rounds=2,
+    seed=0,
+    emulated_steps=2,
+    stream=None,
+    suggest_fp32=False,
+):
     """Compares on the CPU; progress goes to ``stream``."""
     options = Options(
         variants=parse_variants(levels),
@@ -45,6 +55,7 @@ def compared(target, levels="O0,O4", *, steps=4, rounds=2, seed=0, emulated_step
         rounds=rounds,
         seed=seed,
         device=torch.device("cpu"),
+        suggest_fp32=suggest_fp32,
     )
     return compare(target, options, PlainProgress(stream or io.StringIO(), seconds=math.inf))
 

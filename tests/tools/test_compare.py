@@ -266,3 +266,36 @@ def test_levels_that_do_not_fit_side_by_side_are_timed_one_by_one(tmp_path):
     found = compared(written(tmp_path, text), "O0,O4,O5")
     assert any("one after another, not interleaved" in note for note in found.notes)
     assert all(result.timing is not None for result in found.results)
+
+
+FAULTY = TARGET.replace(
+    "model = nn",
+    """
+class Shift(nn.Module):
+    def forward(self, x):
+        return (x + 1000) - 1000
+
+
+model = nn""",
+).replace("nn.Tanh()", "Shift()")
+
+
+def test_modules_to_keep_in_fp32_are_suggested_and_trained_with(tmp_path):
+    found = compared(written(tmp_path, FAULTY), "O0,O4,O5", steps=30, suggest_fp32=True)
+    (suggestion,) = found.suggestions
+    assert (suggestion.opt_level, suggestion.modules) == ("O5", ["1"])
+    assert [result.name for result in found.results] == ["O0", "O4", "O5", "O5-fp32"]
+    with_fp32, without = by_name(found)["O5-fp32"], by_name(found)["O5"]
+    assert not with_fp32.errors
+    assert with_fp32.training.distance.weights < 0.2 * without.training.distance.weights
+    assert with_fp32.timing is not None
+    assert any("Keep in fp32 at O5: 1" in note for note in found.notes)
+    data = json.loads(json.dumps(to_json(found), allow_nan=False))
+    assert data["suggestions"][0]["modules"] == ["1"]
+
+
+def test_a_healthy_target_gets_no_suggestion_and_trains_no_further_level(tmp_path):
+    found = compared(written(tmp_path), "O0,O5", suggest_fp32=True)
+    assert [suggestion.modules for suggestion in found.suggestions] == [[]]
+    assert [result.name for result in found.results] == ["O0", "O5"]
+    assert any(note.startswith("No module needs fp32 at O5") for note in found.notes)

@@ -8,8 +8,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from apex._core import dtypes
+from apex._core.packing import Kind
 from apex._torch import dtensor
 from apex._torch.dynamo import untraced
+from apex._torch.packed import Packed
 
 
 class Pair(NamedTuple):
@@ -45,6 +48,29 @@ def make_master(
     # write to the model's parameter.
     value = (param.data if exact is None else exact.data).to(torch.float32)
     return nn.Parameter(value) if dtensor.is_dtensor(value) else kind(value)
+
+
+def make_packed(param: nn.Parameter, exact: Tensor | None, kind: Kind) -> nn.Parameter:
+    """Returns a packed fp32 parameter whose upper half is ``param``.
+
+    Sets ``param`` to the packing's rounding of ``exact``.
+
+    Args:
+        param: A bf16 parameter.
+        exact: Its value before rounding, if known.
+        kind: The packing.
+
+    Raises:
+        RuntimeError: If ``param`` is not bf16.
+    """
+    if param.dtype is not torch.bfloat16:
+        raise RuntimeError(
+            f"Masters cannot be packed beside a weight in {dtypes.name(param.dtype)}: 16 more bits "
+            "complete a bf16 weight only, which has the exponent of fp32. Use master_weights=True."
+        )
+    weight = dtensor.local(param).detach()
+    packing = kind.pack(weight, None if exact is None else dtensor.local(exact.detach()))
+    return nn.Parameter(dtensor.with_local(param, Packed(packing)))
 
 
 @untraced

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from apex._torch import dtensor, parameters
+from apex._torch.packed import Packed, plain
 
 
 def exact_value(param: Tensor, candidates: Iterable[Tensor]) -> Tensor:
@@ -29,8 +30,8 @@ def exact_value(param: Tensor, candidates: Iterable[Tensor]) -> Tensor:
     for candidate in candidates:
         if candidate.shape == param.shape:
             known = dtensor.local(dtensor.laid_out_as(param, candidate.detach()))
-            exact = known.to(device=value.device, dtype=torch.float32)
-            rounded = exact.to(value.dtype)
+            exact = plain(known).to(device=value.device, dtype=torch.float32)
+            rounded = _rounded(known, exact, value.dtype)
             if _same_here(rounded, value):
                 result = exact.clone()
             else:
@@ -46,6 +47,13 @@ def _same_here(rounded: Tensor, value: Tensor) -> bool:
         and rounded.stride() == value.stride()
         and torch.equal(rounded, value)  # half the time of == and torch.where
     )
+
+
+def _rounded(tensor: Tensor, exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns ``exact``, the values of ``tensor``, as a model of ``dtype`` holds them."""
+    if isinstance(tensor, Packed) and tensor.packing.high.dtype is dtype:
+        return tensor.packing.high.to(exact.device)
+    return exact.to(dtype)
 
 
 @torch.no_grad()
@@ -68,6 +76,11 @@ def update_master(param: Tensor, master: Tensor, *, keep_low_bits: bool = True) 
     value, exact = dtensor.locals_of([param, master])
     rounded = value.to(device=exact.device, dtype=torch.float32)
     if keep_low_bits:
-        rounded = torch.where(exact.to(value.dtype).to(torch.float32) == rounded, exact, rounded)
+        known = plain(exact)
+        same = _rounded(exact, known, value.dtype).to(torch.float32) == rounded
+        rounded = torch.where(same, known, rounded)
+    if isinstance(exact, Packed):
+        exact.packing.load(rounded)
+        return
     # Not counted by autograd: a loss that uses masters directly may have saved them for backward.
     parameters.uncounted(exact).copy_(rounded)

@@ -42,7 +42,7 @@ class BackwardPass(ExitStack):
         communication: Callable[[Binding], Communication],
         ended: Callable[[Sequence[ScaleUpdate], bool], None],
         flagged: Sequence[Binding] | None = None,
-        python_casts: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        python_casts: AbstractContextManager[None] | None = None,
         mistakes: Mistakes | None = None,
         delay_unscale: bool = False,
         delay_overflow_check: bool = False,
@@ -74,8 +74,8 @@ class BackwardPass(ExitStack):
         self._delay_unscale = delay_unscale
         self._delay_overflow_check = delay_overflow_check
         self._off: AbstractContextManager[None] | None = None
-        self._python_casts = python_casts()
-        self._finished = self._in_python_casts = False
+        self._python_casts = python_casts or nullcontext()
+        self._finished = False
         self._earlier: list[OpenPass | None] = []
         self._sends: list[bool] = []
         self._mistakes = mistakes
@@ -89,22 +89,26 @@ class BackwardPass(ExitStack):
             RuntimeError: Inside another block for one of the same optimizers, whose gradients would
                 mix before either is unscaled.
         """
-        if any(binding.gradients.state is GradState.OPEN for binding in self._bindings):
-            raise RuntimeError(
-                "amp.scale_loss was entered inside another amp.scale_loss block of the same "
-                "optimizer. Close the first block before the second, or add up the losses in one."
-            )
+        for binding in self._bindings:
+            if binding.gradients.state is GradState.OPEN:
+                raise RuntimeError(
+                    "amp.scale_loss was entered inside another amp.scale_loss block of the same "
+                    "optimizer. Close the first block before the second, or add up the losses in "
+                    "one."
+                )
         self.callback(self._leave)
         self.callback(self._leave)
         self.push(self._end)
         try:
             # All before any begins: gradients that one sets aside would look cleared to another.
             prepared = [(binding, self._prepared(binding)) for binding in self._bindings]
-            # First those with gradients that other ranks miss: whichever optimizer begins first
-            # makes room for a shared parameter's gradient, and has to send it again.
-            prepared.sort(key=lambda pair: pair[0].gradients.state is not GradState.LOCAL)
-            self._bindings = [binding for binding, _ in prepared]
-            begun: set[int] | None = set() if len(prepared) > 1 else None
+            begun: set[int] | None = None
+            if len(prepared) > 1:
+                # First those with gradients that other ranks miss: whichever optimizer begins
+                # first makes room for a shared parameter's gradient, and has to send it again.
+                prepared.sort(key=lambda pair: pair[0].gradients.state is not GradState.LOCAL)
+                self._bindings = [binding for binding, _ in prepared]
+                begun = set()
             for binding, communication in prepared:
                 self._begin(binding, communication, begun)
             self._off = self._casts_off()
@@ -114,7 +118,6 @@ class BackwardPass(ExitStack):
             if self._mistakes is not None and self._mistakes.blocks_left:
                 self._inspect(self._mistakes, scaled_loss)
             self._scaled_by = self._scaler.loss_scale
-            self._in_python_casts = True
             self._python_casts.__enter__()
             return scaled_loss
         except BaseException as error:
@@ -159,7 +162,7 @@ class BackwardPass(ExitStack):
     ) -> None:
         """Unscales the gradients; after an exception, restores the earlier ones."""
         self._scaler.open_blocks.discard(self)
-        self._leave_python_casts()  # spares the following calls the function mode
+        self._python_casts.__exit__(None, None, None)  # spares what follows the function mode
         if error is not None:
             self._abort()
         elif not self._delay_unscale:
@@ -172,16 +175,11 @@ class BackwardPass(ExitStack):
         if self._inspection is not None:
             self._inspection.warn()
 
-    def _leave_python_casts(self) -> None:
-        if self._in_python_casts:
-            self._python_casts.__exit__(None, None, None)
-            self._in_python_casts = False
-
     @untraced
     def _leave(self) -> None:
         """Closes whatever is still open; idempotent."""
         self._scaler.open_blocks.discard(self)
-        self._leave_python_casts()
+        self._python_casts.__exit__(None, None, None)
         if self._inspection is not None:
             self._inspection.close()
         off = self._off
@@ -232,9 +230,10 @@ class BackwardPass(ExitStack):
             if scaler.is_identity
             else functools.partial(scaler.unscale_, scaled_by=self._scaled_by)
         )
+        factors = () if scaler.is_identity else (scaler.inverse(self._scaled_by),)
         done: set[int] = set()
         for binding in self._bindings:
-            binding.gradients.accumulate(unscale_, done)
+            binding.gradients.accumulate(unscale_, done, factors, checks=scaler.dynamic)
         if scaler.dynamic:
             scaler.share_overflow([param for b in self._bindings for param in b.params()])
             for binding in self._flagged:

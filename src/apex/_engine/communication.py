@@ -10,8 +10,10 @@ from torch.nn.parallel import DistributedDataParallel
 from apex._engine import masters
 from apex._engine.masters import TrackedPair
 from apex._engine.optimizer.binding import Binding
+from apex._engine.scaler import Scaler
 from apex._torch import ddp, ranks
 from apex._torch.ddp import NO_WRAPPER, Communication, Wrappers
+from apex._torch.packed import plain
 
 _log = logging.getLogger("apex")
 
@@ -19,8 +21,13 @@ _log = logging.getLogger("apex")
 class Communicator:
     """The DistributedDataParallel wrappers that a session's models run under."""
 
-    def __init__(self) -> None:
-        """Starts without wrappers."""
+    def __init__(self, scalers: Sequence[Scaler]) -> None:
+        """Starts without wrappers.
+
+        Args:
+            scalers: The session's own list, which scripts may change.
+        """
+        self._scalers = scalers
         self._wrappers = Wrappers()
         self._join_warned = False
 
@@ -32,14 +39,10 @@ class Communicator:
         """Drops the cached map from optimizers to wrappers."""
         self._wrappers.forget_users()
 
-    def of_pass(self, binding: Binding, *, dynamic: bool) -> Communication:
-        """Returns whether and how a pass that begins now sends its gradients.
+    def of_pass(self, binding: Binding) -> Communication:
+        """Returns whether and how a pass of an optimizer that begins now sends its gradients.
 
         At an optimizer's first pass, makes its masters equal on all ranks.
-
-        Args:
-            binding: The optimizer.
-            dynamic: Whether the session has a dynamic loss scale.
         """
         if not self._wrappers.seen:
             return NO_WRAPPER
@@ -48,15 +51,15 @@ class Communicator:
         if new:
             _share(new, [wrapper for wrapper in wrappers if not ddp.is_joining(wrapper)])
         if any(map(ddp.is_joining, wrappers)):
-            self._join(binding, dynamic=dynamic)
+            self._join(binding)
         return self._wrappers.communication(wrappers)
 
-    def _join(self, binding: Binding, *, dynamic: bool) -> None:
+    def _join(self, binding: Binding) -> None:
         # A join ends by broadcasting the last rank's rounded weights; ranks that kept low bits of
         # their own would drift apart.
         for pair in binding.pairs:
             pair.low_bits = False
-        if dynamic and not self._join_warned:
+        if not self._join_warned and any(scaler.dynamic for scaler in self._scalers):
             self._join_warned = True
             if ranks.rank() == 0:
                 _log.warning(
@@ -75,6 +78,10 @@ def _share(new: Sequence[TrackedPair], wrappers: Iterable[DistributedDataParalle
         sent = ddp.sent_params(wrapper)
         shared = [pair for pair in new if id(pair.model) in sent and pair.new]
         masters.read_model(shared, alike=True)
-        ddp.broadcast_from_first_rank([pair.master.detach() for pair in shared], wrapper)
-        for pair in shared:
-            pair.mark_master_written()
+        exact = [plain(pair.master.detach()) for pair in shared]
+        ddp.broadcast_from_first_rank(exact, wrapper)
+        for pair, value in zip(shared, exact, strict=True):
+            if pair.packing is None:
+                pair.mark_master_written()
+            else:
+                pair.set_exact(value)

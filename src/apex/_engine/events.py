@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -19,8 +18,7 @@ class Iteration(NamedTuple):
     number: int
 
 
-@dataclass(frozen=True)
-class ScaleUpdate:
+class ScaleUpdate(NamedTuple):
     """One update of a loss scale, as read on the host.
 
     Attributes:

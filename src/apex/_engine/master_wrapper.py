@@ -14,6 +14,18 @@ from apex._core.scale import checked_static
 from apex._engine.host_scale import HostScale
 
 
+def forwarded(part: str, name: str, doc: str) -> Any:
+    """Returns a property that reads and sets an attribute of a part of its object."""
+
+    def read(self: Any) -> Any:
+        return getattr(getattr(self, part), name)
+
+    def write(self: Any, value: Any) -> None:
+        setattr(getattr(self, part), name, value)
+
+    return property(read, write, doc=doc)
+
+
 class MasterWrapper:
     """Wraps any optimizer over 16-bit parameters and steps fp32 masters in their place.
 
@@ -29,6 +41,11 @@ class MasterWrapper:
 
     _adopts_frozen: ClassVar[bool] = False
     """Whether parameters that do not require gradients get masters, too."""
+
+    state = forwarded("optimizer", "state", "The optimizer's state.")
+    param_groups = forwarded(
+        "optimizer", "param_groups", "The optimizer's groups, which hold the masters."
+    )
 
     def __init__(self, optimizer: Any, loss_scaler: HostScale, *, verbose: bool) -> None:
         """Replaces 16-bit parameters in the optimizer's groups, and moves its state."""
@@ -78,24 +95,6 @@ class MasterWrapper:
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
         self.loss_scaler.cur_scale = checked_static(float(value))
-
-    @property
-    def state(self) -> Any:
-        """The optimizer's state."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
-
-    @property
-    def param_groups(self) -> Any:
-        """The optimizer's groups, which hold the masters."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: Any) -> None:
-        self.optimizer.param_groups = value
 
     def _all_pairs(self) -> list[Pair]:
         return [pair for pairs in self._pairs for pair in pairs]
@@ -154,18 +153,6 @@ class MasterWrapper:
 
     def _all_direct(self) -> list[nn.Parameter]:
         return [param for params in self._direct for param in params]
-
-
-def scaler_attribute(name: str, doc: str) -> Any:
-    """Returns a property that forwards to an attribute of the wrapper's loss scale."""
-
-    def read(self: MasterWrapper) -> Any:
-        return getattr(self.loss_scaler, name)
-
-    def write(self: MasterWrapper, value: Any) -> None:
-        setattr(self.loss_scaler, name, value)
-
-    return property(read, write, doc=doc)
 
 
 def _is_like(value: object, param: Tensor) -> bool:

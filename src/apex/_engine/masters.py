@@ -13,6 +13,11 @@ Note [Which side is newer]
     count as written from the start of their optimizer's step until they are rounded into the model,
     and an interrupted step leaves nothing to repair. A hook on all optimizers does the same for
     those not prepared by amp.
+
+    The upper half of a packed master (Note [Upper halves]) is the model's weight itself, so there
+    is nothing to copy: a write to either side is one to both, and one to the weight leaves the
+    lower half. If the weight is given other storage, the master keeps the old one until the two are
+    in sync again.
 """
 
 from __future__ import annotations
@@ -28,9 +33,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from apex._core import master, rounding
+from apex._core.packing import Kind
 from apex._pickle import rebuild
 from apex._torch import dtensor, parameters, ranks
 from apex._torch.dynamo import untraced
+from apex._torch.packed import Packed, Packing
 
 PREPARED = "_apex_binding"
 """Attribute that marks the optimizers prepared by amp."""
@@ -80,17 +87,26 @@ class TrackedPair:
             (``dist.broadcast(p.data)``) are found by comparing values.
         mirrors_grad: Whether the model's gradient mirrors the master's; see
             Note [Gradients of a pair].
+        kind: How the master is packed; ``None`` for a plain one.
+        packing: The packed master's values.
     """
 
     __slots__ = (
         *("__weakref__", "_master_version", "_model_alias", "_model_address", "_model_version"),
-        *("low_bits", "master", "model", "new", "mirrors_grad"),
+        *("low_bits", "master", "model", "new", "mirrors_grad", "kind", "packing"),
     )
 
-    def __init__(self, model: nn.Parameter, exact: Tensor | None = None) -> None:
+    def __init__(
+        self, model: nn.Parameter, exact: Tensor | None = None, kind: Kind | None = None
+    ) -> None:
         """Makes the master of ``model``, from its value before rounding if known."""
         self.model = model
-        self.master = master.make_master(model, exact, Master)
+        self.kind = kind
+        if kind is None:
+            self.master = master.make_master(model, exact, Master)
+        else:
+            self.master = master.make_packed(model, exact, kind)
+        self.packing = _packing_of(self.master)
         self.low_bits = True
         self.new = True
         self.mirrors_grad = False
@@ -98,7 +114,10 @@ class TrackedPair:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles both sides, without their gradients."""
-        return rebuild, ("tracked_pair", self.model, self.master, self.new, self.low_bits)
+        parts = self.model, self.master, self.new, self.low_bits
+        if self.kind is None:
+            return rebuild, ("tracked_pair", *parts)
+        return rebuild, ("packed_pair", *parts, self.kind)
 
     def mark_synced(self) -> None:
         """Records that the model holds the rounded master."""
@@ -107,10 +126,57 @@ class TrackedPair:
         self._model_address = self.model.data_ptr()
         # Held so that the address is not reused by another storage. A DTensor has no address.
         self._model_alias = None if dtensor.is_dtensor(self.model) else self.model.detach()
+        if self.packing is not None:
+            self.packing.note()
 
     def mark_master_written(self) -> None:
         """Marks the master as written, whether or not its version changes."""
         self._master_version = _WRITTEN
+
+    def mark_rounded(self) -> None:
+        """Records that the master was rounded into the model, where it was."""
+        self._master_version, self._model_version = self.master._version, self.model._version
+        if self.packing is not None:
+            self.packing.note()
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the model's weight is the upper half of the packed master."""
+        packing = self.packing
+        if packing is None:
+            return False
+        weight = dtensor.local(self.model)
+        return weight.dtype is packing.high.dtype and weight.data_ptr() == packing.high.data_ptr()
+
+    def share(self, *, write: bool) -> bool:
+        """Makes the model's weight the upper half of a packed master, where it can be.
+
+        Args:
+            write: Whether to write the upper half to the weight; otherwise, they are equal.
+
+        Returns:
+            Whether the model now holds the rounded master.
+        """
+        packing = self.packing
+        if packing is None or self.is_shared:
+            return packing is not None
+        weight, high = dtensor.local(self.model), packing.high
+        if weight.dtype is not high.dtype or weight.device != high.device:
+            return False
+        if write:
+            with torch.no_grad():
+                weight.copy_(high)
+        packing.high = weight.detach()
+        return True
+
+    def set_exact(self, value: Tensor) -> None:
+        """Sets the master of a model's parameter that was set to ``value``, rounded."""
+        if self.packing is None:
+            self.master.copy_(value)
+        else:
+            self.share(write=False)
+            self.packing.load(dtensor.local(value))
+        self.mark_synced()
 
     @property
     def master_written(self) -> bool:
@@ -124,11 +190,25 @@ class TrackedPair:
         return model._version != self._model_version or model.data_ptr() != self._model_address
 
 
-def rebuild_pair(model: nn.Parameter, made: nn.Parameter, new: bool, low_bits: bool) -> TrackedPair:
+def _packing_of(tensor: Tensor) -> Packing | None:
+    own = dtensor.local(tensor)
+    return own.packing if isinstance(own, Packed) else None
+
+
+def rebuild_pair(
+    model: nn.Parameter,
+    made: nn.Parameter,
+    new: bool,
+    low_bits: bool,
+    kind: Kind | None = None,
+) -> TrackedPair:
     """Rebuilds a pair from a copy or a file."""
+    if kind is not None and _packing_of(made) is None:  # files hold plain masters
+        parameters.swap(made, master.make_packed(model, made.detach(), kind))
     pair = TrackedPair.__new__(TrackedPair)
-    pair.model, pair.master = model, made
+    pair.model, pair.master, pair.kind, pair.packing = model, made, kind, _packing_of(made)
     pair.new, pair.low_bits, pair.mirrors_grad = new, low_bits, False
+    pair.share(write=True)
     pair.mark_synced()
     return pair
 
@@ -145,9 +225,9 @@ def write_back(pairs: Iterable[TrackedPair]) -> None:
 @untraced
 def round_into_model(pairs: Sequence[TrackedPair]) -> None:
     """Rounds masters into their model parameters, written or not."""
-    master.copy_to_model(pairs)
-    for pair in pairs:  # as mark_synced() does, but rounding does not change the address
-        pair._master_version, pair._model_version = pair.master._version, pair.model._version
+    master.copy_to_model([pair for pair in pairs if not pair.share(write=True)])
+    for pair in pairs:
+        pair.mark_rounded()
 
 
 @untraced
@@ -171,7 +251,12 @@ def read_model(pairs: Iterable[TrackedPair], *, alike: bool = False) -> None:
 
 
 def _follow_model(pair: TrackedPair, *, low_bits: bool) -> None:
-    rounding.update_master(pair.model, pair.master, keep_low_bits=low_bits)
+    packing = pair.packing
+    if packing is None or not pair.is_shared:
+        rounding.update_master(pair.model, pair.master, keep_low_bits=low_bits)
+        pair.share(write=False)
+    else:
+        packing.follow(keep_low=low_bits)
     pair.mark_synced()
 
 
@@ -181,10 +266,15 @@ def _alone(pair: TrackedPair) -> bool:
 
 
 class Masters:
-    """Every master of one session, indexed by model parameter."""
+    """Every master of one session, indexed by model parameter.
 
-    def __init__(self) -> None:
+    Attributes:
+        kind: How masters are packed; ``None`` for plain fp32.
+    """
+
+    def __init__(self, kind: Kind | None = None) -> None:
         """Starts with none."""
+        self.kind = kind
         self._by_param: weakref.WeakValueDictionary[int, TrackedPair] = (
             weakref.WeakValueDictionary()
         )
@@ -210,7 +300,7 @@ class Masters:
             return known
         if exact is None and (kept := self._kept_value(param)) is not None:
             exact = rounding.exact_value(param, [kept])
-        pair = TrackedPair(param, exact)
+        pair = TrackedPair(param, exact, self.kind)
         self.hold([pair], holder)
         return pair
 
@@ -249,6 +339,8 @@ class Masters:
             return self._kept_value(param)
         if pair.model_written and not pair.low_bits:
             read_model([pair])
+        if pair.packing is not None and pair.is_shared and not pair.master_written:
+            return dtensor.with_local(param, Packed(pair.packing.followed()))
         return pair.master
 
     def _kept_value(self, param: Tensor) -> Tensor | None:
@@ -274,8 +366,7 @@ class Masters:
             for param, value in values:
                 pair = self.pair_of(param)
                 if pair is not None:
-                    pair.master.copy_(value)
-                    pair.mark_synced()
+                    pair.set_exact(value)
                 elif (kept := self._kept_value(param)) is not None:
                     kept.copy_(value)
         except BaseException:
@@ -297,7 +388,7 @@ def _count_writes(optimizer: Optimizer, args: object, kwargs: object) -> None:
         return  # amp marks these masters as written itself
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if type(param) is Master:
+            if isinstance(param, Master) or _packing_of(param) is not None:
                 increment_version(param)
 
 

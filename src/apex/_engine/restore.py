@@ -14,6 +14,7 @@ from apex._engine import model as conversion
 from apex._engine.optimizer import optimizer_class
 from apex._engine.optimizer.binding import Binding
 from apex._torch import parameters
+from apex._torch.packed import plain
 
 
 def restore(models: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> None:
@@ -46,7 +47,8 @@ def _release(binding: Binding) -> None:
     pairs, optimizer = list(binding.pairs), binding.optimizer
     for pair in pairs:
         if dtypes.is_low_precision(pair.model):  # its module is no longer part of the model
-            pair.model.grad, pair.model.data = None, parameters.uncounted(pair.master)
+            pair.model.grad = None
+            pair.model.data = parameters.uncounted(plain(pair.master))
         grad = pair.master.grad
         pair.model.grad = None if grad is None else grad.to(pair.model.dtype)
     binding.close()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from apex._core.finite import unscale_, unscale_and_check_
+from apex._core.packing import Stochastic
 from apex._core.policy import LossScale
 from apex._core.scale import ScaleRule, checked_static, update_scale_
 from apex._engine.events import Iteration, ScaleUpdate
@@ -45,6 +46,7 @@ class Scaler(ABC):
         rule: The rule of a dynamic scale.
         loss_id: Index of the loss in its session.
         open_blocks: The open ``scale_loss`` blocks, whose scaled losses may still be used.
+        rounding: The session's stochastic rounding, which is saved with its first scale.
         block_on_read: Whether to block on the readback, so that a report can still inspect the
             gradients it names.
         pass_state: The state of the flag; reset by callers if a pass fails.
@@ -62,6 +64,7 @@ class Scaler(ABC):
         self.loss_id = loss_id
         self.open_blocks: set[object] = set()
         self.block_on_read = False
+        self.rounding: Stochastic | None = None
         self.pass_state = PassState.UPDATED
         self.view: object = None
 
@@ -117,6 +120,10 @@ class Scaler(ABC):
         """
 
     @abstractmethod
+    def inverse(self, scaled_by: Tensor | None = None) -> Tensor | float:
+        """Returns one over the scale, or over that of the pass: a number, or 0-d if dynamic."""
+
+    @abstractmethod
     def unscale_(
         self,
         values: list[Tensor],
@@ -139,7 +146,7 @@ class Scaler(ABC):
         and keep equal scales.
         """
         if over := dtensor.groups(params):
-            dtensor.all_reduce_max_(self.found_inf, over)
+            dtensor.all_reduce_(self.found_inf, over, "MAX")
 
     @abstractmethod
     def update(self, iterations: Sequence[Iteration]) -> None:
@@ -228,6 +235,10 @@ class StaticScaler(Scaler):
 
     def replace_tensors(self) -> None:
         """Does nothing: no graph holds the scale."""
+
+    def inverse(self, scaled_by: Tensor | None = None) -> float:
+        """Returns one over the scale; ignores ``scaled_by``."""
+        return 1.0 / self._scale
 
     def unscale_(
         self,
@@ -335,6 +346,10 @@ class DynamicScaler(Scaler):
         """Continues with copies of scale and flag."""
         self._bind(self._scale_and_flag.clone())
 
+    def inverse(self, scaled_by: Tensor | None = None) -> Tensor:
+        """Returns one over the scale, or over that of the pass, 0-d."""
+        return (self.loss_scale if scaled_by is None else scaled_by).reciprocal()
+
     def unscale_(
         self,
         values: list[Tensor],
@@ -344,7 +359,7 @@ class DynamicScaler(Scaler):
     ) -> None:
         """Divides gradients by the scale in place, and raises the flag on inf or NaN."""
         if values:
-            inverse = (self.loss_scale if scaled_by is None else scaled_by).reciprocal()
+            inverse = self.inverse(scaled_by)
             if override is not None and scaled_by is None:
                 inverse = torch.full_like(self.loss_scale, 1.0 / override)
             unscale_and_check_(values, inverse, self.found_inf)

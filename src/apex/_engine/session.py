@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Wrapper
 from torch.optim import Optimizer
 
-from apex._core import dtypes
+from apex._core import dtypes, packing
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine import model as conversion
 from apex._engine import restore as restoring
 from apex._engine.autocast.mixed import resolve_mixed
-from apex._engine.autocast.region import CastRegion, CastSpec, UncastRegion, no_casts
+from apex._engine.autocast.region import CastRegion, CastSpec, UncastBlock, UncastRegion
 from apex._engine.backward import BackwardPass
 from apex._engine.communication import Communicator
 from apex._engine.events import PassEnd, ScaleUpdate
@@ -71,6 +71,7 @@ class Session:
         functions: Functions | None = None,
         listeners: Sequence[Listener] = (),
         keep_fp32: bool = False,
+        rounding_seed: int = 0,
     ) -> None:
         """Makes the scalers and registers the kernels for op casts.
 
@@ -82,6 +83,7 @@ class Session:
             functions: User-registered functions, cast while the session lives.
             listeners: Called with every scale update, once it is readable on the host.
             keep_fp32: Whether 16-bit parameters without a master keep their fp32 values.
+            rounding_seed: Seed of stochastic rounding.
         """
         self.policy = policy
         rule = rule or ScaleRule()
@@ -95,10 +97,13 @@ class Session:
         self._listeners = tuple(listeners)
         self._keep_fp32 = keep_fp32
         self._pass_listeners: list[PassListener] = []
-        self.masters = Masters()
+        kind = packing.kind_of(policy.master_weights, rounding_seed)
+        self.masters = Masters(kind)
+        if isinstance(kind, packing.Stochastic):
+            self.scalers[0].rounding = kind
         self._bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._communicator = Communicator()
+        self._communicator = Communicator(self.scalers)
         self._shards: list[weakref.ref[object]] = []
         self._prepared: frozenset[int] = frozenset()
         self._end: weakref.finalize[..., Session] | None = None
@@ -207,8 +212,8 @@ class Session:
         """Binds one more optimizer; pushes the inverse to ``undo``."""
         binding = Binding(
             optimizer,
-            master_weights=self.policy.master_weights,
-            casts_off=no_casts,
+            master_weights=bool(self.policy.master_weights),
+            casts_off=UncastBlock,
             owner=self,
         )
         try:
@@ -265,18 +270,19 @@ class Session:
             loss,
             bindings,
             scaler,
-            casts_off=no_casts,
-            python_casts=functools.partial(resolve_mixed, self.region),
+            casts_off=UncastBlock,
+            python_casts=resolve_mixed(self.region),
             mistakes=self.mistakes,
-            communication=functools.partial(
-                self._communicator.of_pass, dynamic=any(s.dynamic for s in self.scalers)
-            ),
+            communication=self._communicator.of_pass,
             ended=functools.partial(self._end_pass, scaler.loss_id, bindings),
             flagged=self._with_sharers(bindings),
             # fully_shard keeps unreduced gradients scaled, and a later pass adds scaled ones.
-            delay_unscale=delay_unscale or fsdp.defers_reduction(ref() for ref in self._shards),
+            delay_unscale=delay_unscale or self._defers_reduction(),
             delay_overflow_check=delay_overflow_check,
         )
+
+    def _defers_reduction(self) -> bool:
+        return bool(self._shards) and fsdp.defers_reduction(ref() for ref in self._shards)
 
     def _with_sharers(self, bindings: Sequence[Binding]) -> Sequence[Binding]:
         """Returns ``bindings`` and every other optimizer that trains one of their parameters."""
@@ -337,7 +343,8 @@ class Session:
 
     def write_back(self) -> None:
         """Rounds written masters into the models."""
-        self.masters.write_back()
+        if self.policy.master_weights:
+            self.masters.write_back()
 
     def runs_under(self, wrapper: Wrapper, *, traced: bool = False) -> None:
         """Records that a model's forward pass begins, or is traced, under a wrapper."""

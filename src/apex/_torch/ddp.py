@@ -5,9 +5,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 # The wrapper whose forward runs now is private in torch. Without it, amp sees no wrapper and treats
@@ -141,3 +142,20 @@ def broadcast_from_first_rank(tensors: Sequence[Tensor], wrapper: DistributedDat
     for work in sent:
         if work is not None:
             work.wait()
+
+
+def rebuild_reducer(model: nn.Module) -> None:
+    """Recreates the reducer of a DistributedDataParallel after its parameters' dtypes changed.
+
+    For libraries that wrap the model before amp prepares it: the reducer's buckets have the old
+    dtype, and autograd dropped its hooks with the change. In torch, only restoring the state of a
+    pickled wrapper creates a new reducer. Other models are left alone.
+    """
+    if isinstance(model, DistributedDataParallel) and "reducer" in vars(model):
+        wrapper: Any = model  # torch does not annotate these methods
+        wrapper.__setstate__(wrapper.__getstate__())
+        hooks = vars(model).get("_comm_hooks", [])
+        registered = [*hooks]
+        hooks.clear()
+        for hook, state in registered:
+            wrapper.register_comm_hook(state, hook)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, distributed, nn
@@ -70,11 +70,28 @@ def with_local(like: Tensor, part: Tensor) -> Tensor:
     return whole
 
 
+def holding(like: Tensor, part: Tensor) -> Tensor:
+    """Returns ``part`` itself as the local part of a DTensor with the placements of ``like``.
+
+    As :func:`with_local`, which gives a view of ``part``: a tensor subclass sees no operator.
+    """
+    if not is_dtensor(like):
+        return part
+    kind: Any = sys.modules[_MODULE].DTensor
+    whole: Tensor = kind(part, like._spec, requires_grad=False)
+    return whole
+
+
 def same_layout(first: Tensor, second: Tensor) -> bool:
     """Returns whether both have the same mesh and placements, or both are plain tensors."""
     if not (is_dtensor(first) and is_dtensor(second)):
         return is_dtensor(first) is is_dtensor(second)
     return first.placements == second.placements and first.device_mesh == second.device_mesh
+
+
+def layout(tensor: Tensor) -> object:
+    """Returns mesh and placements of a DTensor, as a key; ``None`` for other tensors."""
+    return (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else None
 
 
 def laid_out_as(like: Tensor, tensor: Tensor) -> Tensor:
@@ -129,13 +146,13 @@ def groups(params: Sequence[Tensor]) -> list[Group]:
 
 
 @torch.no_grad()
-def all_reduce_max_(flag: Tensor, over: Iterable[Group]) -> None:
-    """Sets 0-d ``flag`` to its maximum over all ranks of the groups ``over``.
+def all_reduce_(value: Tensor, over: Iterable[Group], op: Literal["MAX", "MIN", "SUM"]) -> None:
+    """Sets 0-d ``value`` to its maximum, minimum or sum over all ranks of the groups ``over``.
 
     All these ranks must call it. Waits for the device only if their backend does.
     """
     for device_type, ranks in over:
         # The loss may be on the CPU and the parameters on the device, or the reverse.
-        shared = flag.clone() if flag.device.type == device_type else flag.to(device_type)
-        distributed.all_reduce(shared, op=distributed.ReduceOp.MAX, group=ranks)
-        flag.copy_(shared)
+        shared = value.clone() if value.device.type == device_type else value.to(device_type)
+        distributed.all_reduce(shared, op=getattr(distributed.ReduceOp, op), group=ranks)
+        value.copy_(shared)

@@ -83,6 +83,15 @@ def allow_subclass_inputs() -> None:
         config.check_custom_op_aliasing = False
 
 
+def make_traceable(kind: type[torch.Tensor]) -> None:
+    """Lets code that is compiled use tensors of a class that overrides functions only."""
+    if release < (2, 8):  # later releases trace every such class
+        from torch._dynamo import config
+
+        config.traceable_tensor_subclasses.add(kind)
+
+
+@untraced_frame
 def is_compiling_here() -> bool:
     """Returns whether this thread is compiling or running compiled code."""
     if "torch._dynamo" not in sys.modules:

@@ -7,3 +7,6 @@ import torch
 # No plain form: torch's guide to extending it names no other way to call a function as it is.
 without_overrides = torch._C.DisableTorchFunctionSubclass
 """A context in which subclasses of ``Tensor`` do not see calls of torch's functions."""
+
+without_functions = torch._C.DisableTorchFunction
+"""A context in which function modes do not see calls of torch's functions, either."""

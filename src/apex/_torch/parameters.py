@@ -11,7 +11,11 @@ from torch.optim import optimizer
 set_data: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 """torch's own setter of ``param.data``."""
 
+swap: Any = torch.utils.swap_tensors
+"""Exchanges the values and classes of two tensors; each stays the same object."""
+
 _get_data: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_get_grad: Any = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 
 
 def uncounted(tensor: Tensor) -> Tensor:
@@ -29,3 +33,9 @@ def allow_foreach(kind: type[Tensor]) -> None:
     supported = getattr(optimizer, "_foreach_supported_types", None)
     if isinstance(supported, list) and kind not in supported:
         supported.append(kind)
+
+
+def grad_of(param: Tensor) -> Tensor | None:
+    """Returns the gradient that autograd holds for ``param``, past a property of its class."""
+    grad: Tensor | None = _get_grad(param)
+    return grad

@@ -31,6 +31,7 @@ from apex.amp.amp import (
     register_half_function,
     register_promote_function,
 )
+from apex.amp.clipping import clip_grad_norm_
 from apex.amp.frontend import initialize, load_state_dict, restore, state_dict
 from apex.amp.handle import disable_casts, scale_loss
 from apex.amp.optimizers import master_params
@@ -40,6 +41,7 @@ __all__ = [
     "_amp_state",
     "bfloat16_function",
     "checkpoint",
+    "clip_grad_norm_",
     "disable_casts",
     "distributed_checkpoint",
     "float_function",

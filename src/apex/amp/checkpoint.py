@@ -106,10 +106,7 @@ def _to_amp(found: Contents) -> Converted:
         for name in ("growth_factor", "backoff_factor", "growth_interval")
         if getattr(scales.rule, name) != getattr(default, name)
     ]
-    entries = [
-        scaler_states.entry(state.key, state.loss_scale, state.unskipped, static=bool(state.static))
-        for state in scales.states
-    ]
+    entries = [scaler_states.entry(state) for state in scales.states]
     return Converted(dict(entries), tuple(lost))
 
 

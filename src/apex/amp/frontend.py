@@ -7,7 +7,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -50,7 +50,7 @@ def initialize(
     cast_model_type: torch.dtype | bool | None = None,
     patch_torch_functions: bool | None = None,
     keep_batchnorm_fp32: bool | str | None = None,
-    master_weights: bool | None = None,
+    master_weights: bool | Literal["split", "stochastic"] | None = None,
     loss_scale: float | str | None = None,
     cast_model_outputs: torch.dtype | None = None,
     num_losses: int = 1,
@@ -64,6 +64,7 @@ def initialize(
     growth_factor: float = 2.0,
     backoff_factor: float = 0.5,
     keep_fp32_values: bool = False,
+    rounding_seed: int = 0,
 ) -> Any:
     """Prepares models and optimizers for mixed precision and returns them.
 
@@ -96,7 +97,10 @@ def initialize(
         patch_torch_functions: Whether ops cast by the op table; False turns that off at O1 and O4.
         keep_batchnorm_fp32: Whether batch norm stays fp32 in a converted model (O2, O3, O5);
             the strings ``"True"`` and ``"False"`` are accepted, too.
-        master_weights: Whether optimizers step fp32 masters (O0, O2, O3, O5).
+        master_weights: Whether optimizers step fp32 masters (O0, O2, O3, O5). With a bf16 model
+            (O5), ``"split"`` stores them exactly in 2 more bytes per parameter, beside the model's
+            weights, and ``"stochastic"`` in none: the weights are then the masters, rounded
+            stochastically.
         loss_scale: A positive number, a string with one, or ``"dynamic"``. With a static scale,
             gradients are not checked and no step is skipped.
         cast_model_outputs: Dtype of the models' floating-point outputs. By default, models with
@@ -115,6 +119,7 @@ def initialize(
         keep_fp32_values: Whether :func:`restore` also restores, bit for bit, the weights that no
             optimizer steps (frozen weights, inference-only models). Costs 4 bytes per element;
             weights with masters, and buffers, are always restored exactly.
+        rounding_seed: Seed of ``master_weights="stochastic"``; the same on all ranks.
 
     Returns:
         The models as given (one, list or tuple), followed by the optimizers as given if there are
@@ -179,9 +184,14 @@ def initialize(
     model_list = inputs.model_list(models)
     inputs.check_models(model_list, plan, op_casts=policy.compute_dtype is not None)
     optimizer_list = inputs.optimizer_list(optimizers)
-    inputs.check_optimizers(optimizer_list, model_list, master_weights=policy.master_weights)
+    inputs.check_optimizers(optimizer_list, model_list, master_weights=bool(policy.master_weights))
     made = _session(
-        policy, rule, model_list, inputs.checked_count(num_losses), keep_fp32=keep_fp32_values
+        policy,
+        rule,
+        model_list,
+        inputs.checked_count(num_losses),
+        keep_fp32=keep_fp32_values,
+        rounding_seed=inputs.checked_seed(rounding_seed),
     )
     report.start_up(defaults, properties)
     report.low_precision_models(model_list, policy, trains=bool(optimizer_list))
@@ -235,7 +245,8 @@ def state_dict(
 
     ``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``, one entry per loss in the
     order of the ``initialize`` calls; empty without a session. Entries of static scales are marked
-    under ``apex_amp_v1``, a key that apex ignores.
+    under ``apex_amp_v1``, a key that apex ignores; a session that rounds stochastically has its
+    state there.
 
     Args:
         destination: Dict to add the entries to and return; ``None`` for a new one.
@@ -312,6 +323,7 @@ def _session(
     num_losses: int,
     *,
     keep_fp32: bool,
+    rounding_seed: int = 0,
 ) -> Session:
     types = device_types(models)
     warn_if_emulated(policy.low_precision, types)
@@ -326,6 +338,7 @@ def _session(
         functions=_amp_state.functions,
         listeners=(report.scale_update,),
         keep_fp32=keep_fp32,
+        rounding_seed=rounding_seed,
     )
     for scaler in made.scalers:
         scaler.block_on_read = report.lists_gradients()

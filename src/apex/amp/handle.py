@@ -80,7 +80,7 @@ def scale_loss(
     del model
     own = _unwrapped(optimizers)
     bindings = [binding_of(optimizer) for optimizer in own]
-    session = _session_of(own, bindings)
+    session = session_of(own, bindings, caller="amp.scale_loss")
     if session is None:
         return nullcontext(loss)
     _check_loss(loss)
@@ -247,27 +247,32 @@ def handle_of(session: Session | None) -> AmpHandle | NoOpHandle:
 
 
 def _unwrapped(optimizers: Optimizers) -> list[Optimizer]:
-    several: Sequence[Any] = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
+    several: Sequence[Any] = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
     return [unwrap(optimizer) for optimizer in several]
 
 
-def _session_of(
-    optimizers: Sequence[Optimizer], bindings: Sequence[Binding | None]
+def session_of(
+    optimizers: Sequence[Optimizer], bindings: Sequence[Binding | None], *, caller: str
 ) -> Session | None:
-    """Returns the session that prepared the optimizers; None if amp is disabled for them."""
+    """Returns the session that prepared the optimizers; None if amp is disabled for them.
+
+    Raises:
+        RuntimeError: If ``caller``, a public function, got optimizers without a session, or of
+            several.
+    """
     if len(bindings) == 1 and bindings[0] is not None and bindings[0].owner is not None:
-        session = cast(Session, bindings[0].owner)
-        return session if _amp_state.is_on(session) else None
+        only: Any = bindings[0].owner
+        return only if _amp_state.is_on(only) else None
     if not bindings and (current := _amp_state.current()) is not None:
         return current if _amp_state.is_on(current) else None
     owners = {binding and binding.owner for binding in bindings}
     if None in owners or not owners:
         if not any(bindings) and (not _amp_state.enabled or _disabled(optimizers)):
             return None
-        raise RuntimeError(_not_prepared(bindings))
+        raise RuntimeError(_not_prepared(bindings, caller))
     if len(owners) > 1:
         raise RuntimeError(
-            "amp.scale_loss got optimizers of different amp.initialize calls, which have "
+            f"{caller} got optimizers of different amp.initialize calls, which have "
             "different loss scales. Pass them to one amp.initialize call, or use one scale_loss "
             "block each."
         )
@@ -279,19 +284,19 @@ def _disabled(optimizers: Sequence[Optimizer]) -> bool:
     return bool(optimizers) and all(map(_amp_state.is_disabled, optimizers))
 
 
-def _not_prepared(bindings: Sequence[Binding | None]) -> str:
+def _not_prepared(bindings: Sequence[Binding | None], caller: str) -> str:
     call = "    model, optimizer = amp.initialize(model, optimizer, opt_level='O1')"
     if any(binding is not None and binding.owner is None for binding in bindings):
         return (
-            "amp.scale_loss got an unpickled optimizer, which has no amp session. Call "
+            f"{caller} got an unpickled optimizer, which has no amp session. Call "
             f"amp.restore(model, optimizer) with the model it was saved with, and then\n{call}"
         )
     if not _amp_state.initialized:
-        return f"amp.scale_loss was called before amp.initialize. First call\n{call}"
+        return f"{caller} was called before amp.initialize. First call\n{call}"
     if not bindings:
-        return f"amp.scale_loss got no optimizer, and there is no live amp session. Call\n{call}"
+        return f"{caller} got no optimizer, and there is no live amp session. Call\n{call}"
     return (
-        "amp.scale_loss got an optimizer that amp has not prepared. Pass it to amp.initialize and "
+        f"{caller} got an optimizer that amp has not prepared. Pass it to amp.initialize and "
         f"use the one returned:\n{call}"
     )
 

@@ -172,6 +172,13 @@ def _params(models: Iterable[nn.Module]) -> set[int]:
     return {id(param) for model in models for param in model.parameters()}
 
 
+def checked_seed(seed: object) -> int:
+    """Returns ``rounding_seed``; raises ValueError unless it is an integer of at least 0."""
+    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or seed < 0:
+        raise ValueError(f"rounding_seed is {seed!r}; it must be an integer of at least 0.")
+    return int(seed)
+
+
 def checked_count(num_losses: object) -> int:
     """Returns ``num_losses``; raises ValueError unless it is an integer of at least 1."""
     is_bool = isinstance(num_losses, bool)

@@ -52,13 +52,18 @@ def nonfinite_gradients(
     names = {id(p): name for model in session.models for name, p in model.named_parameters()}
     for binding in session.bindings if only is None else (only,):
         models = {id(pair.master): pair.model for pair in binding.pairs}
-        for param in binding.params():
-            if param.grad is None:
-                continue
+        for param, values in nonfinite_of(binding.params()):
+            own = models.get(id(param), param)
+            yield names.get(id(own), "(a parameter of no initialized model)"), values
+
+
+def nonfinite_of(params: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields the parameters whose gradient holds inf or NaN, with its values. Syncs."""
+    for param in params:
+        if param.grad is not None:
             values = finite.summed_values(dtensor.local(param.grad))
             if not bool(torch.isfinite(values).all()):  # sync: a diagnosis of skipped steps
-                own = models.get(id(param), param)
-                yield names.get(id(own), "(a parameter of no initialized model)"), values
+                yield param, values
 
 
 def count_nonfinite(gradients: Iterable[tuple[str, Tensor]]) -> list[NonfiniteGradient]:

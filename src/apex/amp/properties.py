@@ -7,12 +7,12 @@ import numbers
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from apex._core.dtypes import CASTABLE, LOW_PRECISION
-from apex._core.policy import LossScale, Policy
+from apex._core.policy import LossScale, MasterWeights, Policy
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class Properties:
         patch_torch_functions: Whether ops cast their inputs by the op table.
         patch_torch_functions_type: Low-precision dtype of these casts.
         keep_batchnorm_fp32: Whether batch norm stays fp32 in a converted model.
-        master_weights: Whether optimizers step fp32 masters.
+        master_weights: Whether optimizers step fp32 masters; ``"split"`` and ``"stochastic"`` are
+            two ways to store them in fewer bytes.
         loss_scale: A number, or ``"dynamic"``.
         cast_model_outputs: Dtype of the model's outputs; ``None`` for the level's default.
     """
@@ -37,7 +38,7 @@ class Properties:
     patch_torch_functions: bool
     patch_torch_functions_type: torch.dtype | None
     keep_batchnorm_fp32: bool | None
-    master_weights: bool | None
+    master_weights: MasterWeights | None
     loss_scale: LossScale
     cast_model_outputs: torch.dtype | None = None
 
@@ -57,6 +58,9 @@ REPORTED = (
     "master_weights",
     "loss_scale",
 )
+
+PACKED = ("split", "stochastic")
+"""Values of ``master_weights`` that store masters in fewer bytes than fp32."""
 
 _FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -145,7 +149,9 @@ def resolve(
             "the model."
         )
         del values["patch_torch_functions_type"]
-    return replace(defaults, **values)
+    properties = replace(defaults, **values)
+    _check_packed(checker, properties)
+    return properties
 
 
 def to_policy(properties: Properties) -> Policy:
@@ -164,7 +170,7 @@ def to_policy(properties: Properties) -> Policy:
         compute_dtype=properties.patch_torch_functions_type if patched else None,
         output_dtype=output,
         batchnorm_fp32=bool(properties.keep_batchnorm_fp32),
-        master_weights=bool(properties.master_weights),
+        master_weights=properties.master_weights or False,
         loss_scale=properties.loss_scale,
     )
 
@@ -196,6 +202,22 @@ def _check_cast_level(
         values.pop("cast_model_type", None)
 
 
+def _check_packed(checker: OverrideChecker, properties: Properties) -> None:
+    kind, dtype = properties.master_weights, properties.cast_model_type
+    if kind not in PACKED or dtype in (None, False, _BF16):
+        return
+    why = "whose parameters have no low half to store: nothing is rounded"
+    if dtype is _FP16:
+        why = (
+            "and 16 more bits do not complete an fp16 weight: its exponent is shorter than fp32's, "
+            "so masters below 6e-5 would lose bits"
+        )
+    checker.reject(
+        f"master_weights={kind!r} needs a bf16 model, but {properties.opt_level} converts this one "
+        f"to {dtype}, {why}. Use opt_level 'O5', or master_weights=True."
+    )
+
+
 def _no_op_casts(defaults: Properties) -> str:
     level = defaults.opt_level
     return (
@@ -211,6 +233,17 @@ def _as_bool(name: str, value: object) -> bool:
     if value in ("True", "False"):
         return value == "True"
     raise TypeError(f"{name} is {value!r}; it must be a bool, or the string 'True' or 'False'.")
+
+
+def _as_master_weights(name: str, value: object) -> MasterWeights:
+    if value in PACKED:
+        return cast(MasterWeights, value)
+    if isinstance(value, bool) or value in ("True", "False"):
+        return _as_bool(name, value)
+    raise TypeError(
+        f"{name} is {value!r}; it must be a bool, 'split' or 'stochastic' (or the string 'True' or "
+        "'False')."
+    )
 
 
 def _as_dtype(name: str, value: object) -> torch.dtype | bool:
@@ -256,7 +289,7 @@ _PARSERS: Mapping[str, Any] = {
     "patch_torch_functions": _as_bool,
     "patch_torch_functions_type": _as_low_precision,
     "keep_batchnorm_fp32": _as_bool,
-    "master_weights": _as_bool,
+    "master_weights": _as_master_weights,
     "loss_scale": as_loss_scale,
     "cast_model_outputs": _as_output_dtype,
 }

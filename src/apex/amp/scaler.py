@@ -14,6 +14,18 @@ from apex._engine.scaler import INITIAL_SCALE, Scaler, scaler_for
 from apex.amp.properties import as_loss_scale
 
 
+def _of_rule(name: str) -> Any:
+    """Returns a property that reads and sets one value of the scaler's rule."""
+
+    def read(self: LossScaler) -> Any:
+        return getattr(self._scaler.rule, name)
+
+    def write(self: LossScaler, value: Any) -> None:
+        self._scaler.rule = replace(self._scaler.rule, **{name: value})
+
+    return property(read, write)
+
+
 class LossScaler:
     """The scale of one loss, with the attributes that scripts for apex read and set.
 
@@ -136,32 +148,9 @@ class LossScaler:
             raise ValueError(f"_overflow_buf has shape {tuple(flag.shape)}; it needs one element.")
         self._assigned_flag = flag
 
-    @property
-    def _scale_seq_len(self) -> int:
-        return self._scaler.rule.growth_interval
-
-    @_scale_seq_len.setter
-    def _scale_seq_len(self, value: int) -> None:
-        self._change(growth_interval=value)
-
-    @property
-    def _min_loss_scale(self) -> float | None:
-        return self._scaler.rule.floor
-
-    @_min_loss_scale.setter
-    def _min_loss_scale(self, value: float | None) -> None:
-        self._change(floor=value)
-
-    @property
-    def _max_loss_scale(self) -> float | None:
-        return self._scaler.rule.ceiling
-
-    @_max_loss_scale.setter
-    def _max_loss_scale(self, value: float | None) -> None:
-        self._change(ceiling=value)
-
-    def _change(self, **changes: Any) -> None:
-        self._scaler.rule = replace(self._scaler.rule, **changes)
+    _scale_seq_len = _of_rule("growth_interval")
+    _min_loss_scale = _of_rule("floor")
+    _max_loss_scale = _of_rule("ceiling")
 
     def clear_overflow_state(self) -> None:
         """Clears the overflow flag, and a tensor that the script assigned as ``_overflow_buf``."""

@@ -14,7 +14,7 @@ import apex
 from apex.cli import exit_codes
 from apex.cli.arguments import Parser
 
-SUBCOMMANDS = ("compare", "doctor", "migrate")
+SUBCOMMANDS = ("compare", "doctor", "migrate", "trace")
 """Modules of this package, in help order; each has ``add_parser`` and ``run``."""
 
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from apex.cli import exit_codes
 from apex.cli.arguments import count, seed
-from apex.cli.json_output import json_text
-from apex.cli.output_files import why_not_writable, write
+from apex.cli.output import columns_of, json_text, why_not_writable, write
 
 if TYPE_CHECKING:
     from apex.tools.compare import Options
@@ -87,6 +86,11 @@ def add_parser(subparsers: Any) -> None:
         default=20,
         metavar="N",
         help="timed steps of each level, interleaved (default: 20)",
+    )
+    parser.add_argument(
+        "--suggest-fp32",
+        action="store_true",
+        help="search for the fewest modules to keep in fp32 at O2 and O5, and train with them too",
     )
     parser.add_argument("--seed", type=seed, default=0, metavar="N", help="default: 0")
     parser.add_argument(
@@ -181,12 +185,12 @@ def _options(args: argparse.Namespace) -> Options:
         rounds=args.rounds,
         seed=args.seed,
         device=parse_device(args.device),
+        suggest_fp32=args.suggest_fp32,
     )
 
 
 def _show(comparison: Comparison, args: argparse.Namespace) -> bool:
     """Writes the files and prints the table; returns whether all files could be written."""
-    from apex.cli.terminal import columns_of
     from apex.tools.report import report
     from apex.tools.results import to_json
     from apex.tools.text import comparison_text

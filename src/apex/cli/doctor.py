@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from apex.cli import exit_codes
-from apex.cli.json_output import json_is_writable, write_json
+from apex.cli.output import json_is_writable, write_json
 
 DESCRIPTION = """\
 Reports versions and devices, the measured speed of fp32, fp16 and bf16 (this takes a few seconds),

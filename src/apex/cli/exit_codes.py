@@ -12,6 +12,9 @@ BAD_INPUT = 2
 NOT_WRITTEN = 3
 """A file could not be written."""
 
+NOT_FINITE = 4
+"""A traced script made inf or NaN."""
+
 INTERRUPTED = 130
 """Stopped by the user."""
 
@@ -20,6 +23,7 @@ MEANINGS = {
     FAILED: "part of the work failed; the output names it and holds the rest",
     BAD_INPUT: "the arguments, or the objects they name, cannot be used",
     NOT_WRITTEN: "a file could not be written",
+    NOT_FINITE: "the script that `apex trace` ran made inf or NaN",
     INTERRUPTED: "interrupted",
 }
 

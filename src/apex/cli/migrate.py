@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from apex.cli import exit_codes
-from apex.cli.json_output import json_is_writable, write_json
+from apex.cli.output import json_is_writable, write_json
 
 DESCRIPTION = """\
 Reads Python files and reports, for every use of apex, whether it works with this package:

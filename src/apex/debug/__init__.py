@@ -13,7 +13,10 @@ _MODULES = {
     "check_numerics": "numerics",
     "explain": "explaining",
     "frozen_updates": "frozen",
+    "suggest_fp32": "suggesting",
     "trace_overflow": "overflow",
+    "trace_rounding": "rounding",
+    "two_pass_steps": "two_pass",
     "why_skipped": "skips",
 }
 

@@ -6,29 +6,29 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from apex._engine.events import PassEnd, ScaleUpdate
-from apex._engine.model import module_behind
-from apex._engine.session import Session
+from apex._engine.events import ScaleUpdate
 from apex._torch import ranks
-from apex.debug.gradient_watch import (
-    GradientWatch,
-    NonfinitePass,
-    names_of,
-    weights_are_finite,
-)
+from apex.debug.gradient_watch import GradientWatch, NonfinitePass
+from apex.debug.loops import Loop, LoopPass, loop_of
 from apex.debug.modes import suspend_modes
 from apex.debug.overflow import OverflowTrace
 from apex.debug.skips import require_session
+from apex.debug.update_messages import frozen_message, underflow_message
+from apex.debug.update_watch import EVERY, Measured, UpdateWatch, summary
 
 
 def arm(
-    optimizer: Any, after_skips: int = 3, *, model: nn.Module | Sequence[nn.Module] | None = None
+    optimizer: Any,
+    after_skips: int = 3,
+    *,
+    model: nn.Module | Sequence[nn.Module] | None = None,
+    scaler: Any = None,
 ) -> AutoTrace:
     """Traces one step automatically once gradients keep overflowing, and reports the cause.
 
@@ -37,28 +37,40 @@ def arm(
     loss's next backward pass. If it finds a fault, rank 0 logs the report as a warning to the
     logger ``apex``, and the handle disarms itself. It stays armed, silently, if the step is clean
     or if only the scaled gradients overflow: a dynamic scale finds its value by such skips. Steps
-    that are not traced cost no extra kernel and no extra host sync.
+    that are not traced cost no extra host sync, and no extra kernel but for one in 16, below.
 
     Where all scales are static (O0, O3, O4, O5), nothing is skipped, and one step on inf or NaN
     destroys the weights. So the handle looks for non-finite gradients on the device after each
     pass (a few kernels, no host sync), and the first that arrives starts the trace. The report
     names these gradients and the pass, and the operator if the weights are still finite.
 
+    One step of 16 is sampled, as in :class:`apex.debug.History`. The handle warns once if most
+    16-bit weights of a module do not move in 16 updates and no master holds the difference, and
+    once if more than a tenth of a module's gradients are zero only because fp16 cannot hold them.
+    It stays armed then.
+
+    In a loop without ``amp.initialize``, pass the model and, where one is used, the ``GradScaler``:
+    its scale is the dynamic one. Each step of the optimizer counts as a pass.
+
     The trace ends early on an exception from the model or the ``scale_loss`` block, and when the
     model is called in eval mode or without gradients.
 
     Args:
-        optimizer: An optimizer prepared by ``amp.initialize``.
+        optimizer: An optimizer prepared by ``amp.initialize``, or a plain one.
         after_skips: Consecutive skipped steps before a trace; at least 1.
         model: The model or models that provide module names; by default those passed to
-            ``amp.initialize``.
+            ``amp.initialize``. Required with a plain optimizer.
+        scaler: The ``torch.amp.GradScaler`` of a plain loop. Without one, the handle treats the
+            loop as it does static scales.
 
     Returns:
         A handle with ``disarm()`` and ``trace``; as a context manager, it disarms on exit.
 
     Raises:
-        RuntimeError: If amp has not prepared the optimizer.
-        ValueError: If ``after_skips`` is less than 1.
+        RuntimeError: If amp has not prepared the optimizer and ``model`` is missing.
+        TypeError: If ``scaler`` is not a ``GradScaler``.
+        ValueError: If ``after_skips`` is less than 1, or if amp has prepared the optimizer and a
+            ``scaler`` is given.
 
     Example:
         >>> import torch
@@ -73,9 +85,10 @@ def arm(
     """
     if after_skips < 1:
         raise ValueError(f"amp.debug.arm got after_skips={after_skips}; it must be at least 1.")
-    session, _ = require_session(optimizer, "arm")
-    models = session.models if model is None else [model] if isinstance(model, nn.Module) else model
-    return AutoTrace(session, list(models), after_skips)
+    if model is None:
+        require_session(optimizer, "arm", plain="pass the model too: arm(optimizer, model=model)")
+    loop = loop_of("arm", [optimizer], scaler=scaler, models=model, only=False)
+    return AutoTrace(loop, scaler, after_skips)
 
 
 class AutoTrace:
@@ -85,21 +98,23 @@ class AutoTrace:
         trace: The trace of the last traced step; None before the first.
     """
 
-    def __init__(self, session: Session, models: list[nn.Module], after_skips: int) -> None:
-        """Starts listening to the session's backward passes."""
+    def __init__(self, loop: Loop, scaler: Any, after_skips: int) -> None:
+        """Starts listening to the loop's passes."""
         self.trace: OverflowTrace | None = None
-        self._session = weakref.ref(session)
-        self._models = weakref.WeakSet(map(module_behind, models))
+        self._loop = loop
+        self._scaler = None if scaler is None else weakref.ref(scaler)
         self._after_skips = after_skips
-        dynamic = any(scaler.dynamic for scaler in session.scalers)
-        self._watch = None if dynamic else GradientWatch()
+        self._watch = None if loop.dynamic else GradientWatch()
         self._nonfinite: NonfinitePass | None = None
         self._skips_at_trace: dict[int, int] = {}
         self._traced_loss: int | None = None
         self._thread = 0
         self._handles: list[Any] = []
         self._error: BaseException | None = None
-        session.add_listener(self._end_of_pass)
+        self._last: Measured = {}
+        self._said: set[str] = set()
+        self._updates = UpdateWatch(loop, self._measured, every=EVERY, span=EVERY)
+        loop.listen(self)
 
     def __enter__(self) -> AutoTrace:
         """Returns the handle."""
@@ -116,32 +131,51 @@ class AutoTrace:
 
     def disarm(self) -> None:
         """Stops listening, and ends a trace started by this thread; idempotent."""
-        session = self._session()
-        if session is not None:
-            session.remove_listener(self._end_of_pass)
+        self._updates.stop()
+        self._loop.stop()
         self._stop()
         self._remove_hooks()
 
-    def _end_of_pass(self, session: Session, end: PassEnd) -> None:
+    def measure(self, loss_id: int, params: Iterable[Tensor]) -> None:
+        """Sends the gradients' largest values to the host; called by the loop."""
+        if self._watch is not None and not self.watching:
+            self._watch.send(loss_id, params)
+
+    def end_of_pass(self, end: LoopPass) -> None:
+        """Starts a trace if one is due, or ends one; called by the loop."""
         due = self._due(end)
         if self.watching and threading.get_ident() == self._thread:
             if end.loss_id == self._traced_loss:
                 self._stop()
                 self._remove_hooks()
-                self._report(session)
+                self._report()
             return
         self._remove_hooks()
         if due is not None:
             self._skips_at_trace[due.loss_id] = due.skipped_in_row
             self._start(due.loss_id)
         elif self._watch is not None and not end.failed:
-            self._watch.send(end)
             found = self._watch.poll()
             if found:
                 self._nonfinite = found[0]
                 self._start(found[0].loss_id)
 
-    def _due(self, end: PassEnd) -> ScaleUpdate | None:
+    def _measured(self, measured: Measured) -> None:
+        """Reports weights that do not move and gradients that underflow, each once."""
+        # Underflow from two measurements: a first step is often unlike the next.
+        again = {name: counts for name, counts in measured.items() if name in self._last}
+        both = [{name: self._last[name] for name in again}, again]
+        self._last |= measured
+        found = {
+            "weights": frozen_message(summary([measured], fp16=False), self._loop),
+            "gradients": underflow_message(summary(both, fp16=self._loop.in_fp16), self._loop),
+        }
+        for kind, message in found.items():
+            if message and kind not in self._said:
+                self._said.add(kind)
+                _log(message)
+
+    def _due(self, end: LoopPass) -> ScaleUpdate | None:
         """Returns the skip that calls for a trace, if any."""
         for update in end.updates:
             if not update.skipped_in_row:
@@ -152,8 +186,8 @@ class AutoTrace:
         return None
 
     def _start(self, loss_id: int) -> None:
-        models = list(self._models)
-        trace = OverflowTrace(*models)
+        models = self._loop.models
+        trace = OverflowTrace(*models, scaler=None if self._scaler is None else self._scaler())
         with suspend_modes():
             trace.__enter__()
         self.trace, self._traced_loss, self._thread = trace, loss_id, threading.get_ident()
@@ -177,15 +211,14 @@ class AutoTrace:
             while self._handles:
                 self._handles.pop().remove()
 
-    def _report(self, session: Session) -> None:
-        message = self._message(session)
+    def _report(self) -> None:
+        message = self._message()
         if message is None:
             return
-        if ranks.rank() == 0:
-            logging.getLogger("apex").warning(message)
+        _log(message)
         self.disarm()
 
-    def _message(self, session: Session) -> str | None:
+    def _message(self) -> str | None:
         """Returns the report, or None if the traced step shows no fault."""
         first = None if self.trace is None else self.trace.first
         if first is None or first.cause == "loss scale":
@@ -195,16 +228,24 @@ class AutoTrace:
             if first.cause == "gradients":
                 return None  # clean, apart from gradients left by the skipped step
             return f"{self._after_skips} or more consecutive steps were skipped. {self.trace}"
-        message = f"{_gradients(session, found)} The trace of the next pass: {self.trace}"
+        message = f"{self._gradients(found)} The trace of the next pass: {self.trace}"
         if first.cause not in _EARLIER:
             return message
-        if weights_are_finite(session):
+        if self._loop.weights_are_finite():
             return None  # the script did not step on these gradients
         return (
-            f"{_gradients(session, found)} The weights are no longer finite: with a static loss "
+            f"{self._gradients(found)} The weights are no longer finite: without a dynamic loss "
             "scale no step is skipped. To find the operator, go back to an earlier checkpoint and "
-            "run this iteration inside amp.debug.trace_overflow(model). To skip such steps, pass "
-            "loss_scale='dynamic' to amp.initialize."
+            f"run this iteration inside amp.debug.trace_overflow(model). {self._loop.remedy}"
+        )
+
+    def _gradients(self, found: NonfinitePass) -> str:
+        names = [name for key, name in self._loop.names().items() if key in found.params]
+        more = len(found.params) - _MAX_NAMED
+        listed = ", ".join(names[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
+        return (
+            f"Gradients are not finite since {self._loop.unit} {found.index} after amp.debug.arm: "
+            f"{listed} ({len(found.params)} of {found.of} gradients)."
         )
 
     # Hooks of the models while a step is traced. torch is iterating over them when they run, so
@@ -220,17 +261,12 @@ class AutoTrace:
             self._stop()
 
 
+def _log(message: str) -> None:
+    if ranks.rank() == 0:
+        logging.getLogger("apex").warning(message)
+
+
 _EARLIER = ("gradients", "weights", "optimizer state")
 """Causes that a step on non-finite gradients leaves behind."""
 
 _MAX_NAMED = 3
-
-
-def _gradients(session: Session, found: NonfinitePass) -> str:
-    names = names_of(session, found.params)
-    more = len(found.params) - _MAX_NAMED
-    listed = ", ".join(names[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
-    return (
-        f"Gradients are not finite since backward pass {found.index} after amp.debug.arm: "
-        f"{listed} ({len(found.params)} of {found.of} gradients)."
-    )

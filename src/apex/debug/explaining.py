@@ -16,10 +16,11 @@ from apex._core.scale import checked_static
 from apex.debug.attribution import CallTracker, DtypeRules
 from apex.debug.clock import Stopwatch, clock_for
 from apex.debug.explanation import Explanation
+from apex.debug.loops import check_scaler
 from apex.debug.module_tracker import ModuleTracker, unwrapped
 from apex.debug.preserve_state import casts_off, preserve_state, tensors_in
 from apex.debug.recording import Recorder
-from apex.debug.records import GradientRow
+from apex.debug.records import GradientRow, OpRow
 
 Loss = Callable[[Any], Tensor]
 
@@ -30,6 +31,7 @@ def explain(
     loss_fn: Loss | None = None,
     backward: bool = True,
     loss_scale: float | None = None,
+    scaler: Any = None,
     **keywords: Any,
 ) -> Explanation:
     """Returns the dtypes of each operator of a model, what decided them, and what they cost.
@@ -59,11 +61,13 @@ def explain(
             default the sum of the floating-point tensors in the output.
         backward: Whether to run the backward pass too.
         loss_scale: Multiplier on the loss; by default the current scale of the session's first
-            loss, or 1 without a session. With a ``GradScaler``, pass ``scaler.get_scale()``.
+            loss, or that of ``scaler``, or 1.
+        scaler: The ``torch.amp.GradScaler`` of a plain loop.
         **keywords: Keyword arguments of the model.
 
     Raises:
-        TypeError: If ``model`` is not a module, or the loss is not a tensor.
+        TypeError: If ``model`` is not a module, ``scaler`` not a ``GradScaler``, or the loss not a
+            tensor.
         ValueError: If the inputs contain no tensor, the model has lazy or meta parameters, or the
             loss is not one floating-point number or does not require gradients.
 
@@ -81,10 +85,11 @@ def explain(
         >>> found.totals.low_precision_share
         1.0
     """
+    check_scaler("explain", scaler)
     inner = _checked(model, inputs, keywords)
     tracker = ModuleTracker(inner)
     rules = DtypeRules(inner, tracker.names)
-    run = _Run(inner, inputs, keywords, loss_fn, backward, _scale(loss_scale, rules))
+    run = _Run(inner, inputs, keywords, loss_fn, backward, _scale(loss_scale, scaler, rules))
     calls = CallTracker()
     clock = clock_for(_device(inner, inputs, keywords))
     recorder = Recorder(tracker, calls, rules, clock)
@@ -101,10 +106,11 @@ def explain(
         notes.append(f"torch has no FLOP formula for {names}: counted as 0.")
     return Explanation(
         model=type(inner).__name__,
-        level=rules.level,
+        level=_level(rules, inner, ops),
         loss_scale=run.scale,
         ops=ops,
         round_trips=recorder.round_trips(),
+        weight_casts=recorder.weight_casts(),
         gradients=gradients,
         kinds={name: type(module).__name__ for module, name in tracker.names.items()},
         notes=tuple(notes),
@@ -168,6 +174,16 @@ class _Run:
         return _sum_of(output) if self.backward else None
 
 
+def _level(rules: DtypeRules, model: nn.Module, ops: tuple[OpRow, ...]) -> str:
+    """Returns what set the dtypes; of a plain model known only after the run."""
+    if rules.level != "none":
+        return rules.level
+    if any(row.decided_by.startswith("torch.autocast") for row in ops):
+        return "torch.autocast"  # entered in the model, as accelerate does
+    low = {dtypes.name(p.dtype) for p in model.parameters() if dtypes.is_low_precision(p)}
+    return f"{', '.join(sorted(low))} parameters" if low else "none"
+
+
 def _sum_of(output: Any) -> Tensor:
     floating = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
     if not floating:
@@ -202,9 +218,11 @@ def _device(model: nn.Module, inputs: Any, keywords: Any) -> torch.device:
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
-def _scale(given: float | None, rules: DtypeRules) -> float:
+def _scale(given: float | None, scaler: Any, rules: DtypeRules) -> float:
     if given is not None:
         return checked_static(float(given))
+    if scaler is not None:
+        return float(scaler.get_scale())
     return 1.0 if rules.session is None else rules.session.scalers[0].read_scale()
 
 

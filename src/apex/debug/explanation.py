@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from apex.debug.records import CAST, LOW, GradientRow, OpRow, RoundTrip
+from apex.debug.findings import Finding, findings_of
+from apex.debug.records import CAST, LOW, GradientRow, OpRow, RoundTrip, WeightCasts
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class Totals:
         low_precision_share: ``low_precision_flops / flops``.
         casts: Number of casts.
         cast_bytes: Bytes that these casts read and wrote.
+        round_trips: Number of round trips of casts, each counted once: redundant ones, and those
+            through an operator.
         wasted_casts: Number of redundant round-trip casts.
         wasted_bytes: Bytes that these casts read and wrote.
         largest: Largest finite absolute result of the forward operator with the least headroom.
@@ -73,6 +76,7 @@ class Totals:
     low_precision_share: float | None
     casts: int
     cast_bytes: int
+    round_trips: int
     wasted_casts: int
     wasted_bytes: int
     largest: float | None
@@ -98,10 +102,11 @@ class Explanation:
         level: What set the dtypes, such as ``"O4"`` or ``"torch.autocast"``.
         loss_scale: Multiplier on the loss in the backward pass.
         ops: One record per operator, module, direction and set of dtypes, in order of first use.
-        round_trips: Redundant round-trip casts.
+        round_trips: Round trips of casts, redundant or through an operator.
         gradients: One record per parameter; empty without a backward pass.
         kinds: Class name by module name, parents first.
         notes: Remarks on how the numbers were measured.
+        weight_casts: Casts of parameters, by dtype.
     """
 
     model: str
@@ -112,6 +117,7 @@ class Explanation:
     gradients: tuple[GradientRow, ...]
     kinds: Mapping[str, str]
     notes: tuple[str, ...]
+    weight_casts: tuple[WeightCasts, ...] = ()
 
     @functools.cached_property
     def seconds(self) -> float:
@@ -132,8 +138,9 @@ class Explanation:
             low_precision_share=_share(low, flops),
             casts=sum(cast.count for cast in casts),
             cast_bytes=sum(cast.bytes for cast in casts),
-            wasted_casts=sum(trip.casts for trip in self.round_trips),
-            wasted_bytes=sum(trip.bytes for trip in self.round_trips),
+            round_trips=sum(trip.count for trip in self.round_trips),
+            wasted_casts=sum(trip.casts for trip in self.round_trips if not trip.op),
+            wasted_bytes=sum(trip.bytes for trip in self.round_trips if not trip.op),
             largest=near.largest if near else None,
             largest_dtype=near.dtype_out if near else "",
             largest_module=near.module if near else "",
@@ -145,6 +152,11 @@ class Explanation:
             gradient_overflow_share=_share_of(self.gradients, "to_inf"),
             gradient_zero_share=_share_of(self.gradients, "zeros"),
         )
+
+    @functools.cached_property
+    def findings(self) -> tuple[Finding, ...]:
+        """What could be saved, the most time first."""
+        return findings_of(self)
 
     @functools.cached_property
     def modules(self) -> tuple[ModuleRow, ...]:
@@ -206,6 +218,7 @@ class Explanation:
             shown.update(time_share=self.time_share(row), headroom=row.headroom)
         return {
             **own,
+            "findings": [asdict(finding) for finding in self.findings],
             "totals": asdict(self.totals),
             "modules": [asdict(module) for module in self.modules],
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -9,7 +10,8 @@ from typing import Any, Literal
 import torch
 
 from apex.debug.module_tracker import Direction
-from apex.debug.tensors import Kind
+from apex.debug.patterns import operator_name, pattern_of
+from apex.debug.tensors import Kind, Values
 
 Cause = Literal[
     "loss scale",
@@ -47,6 +49,13 @@ class Fault:
         inside: Whether a model was running, forward or backward.
         largest_true: Largest absolute output in float64; ``inf`` if infinite or undefined in
             float64 too, None if unknown.
+        level: What set the dtypes: ``"O0"`` to ``"O5"``, ``"torch.autocast"``, ``"16-bit model"``
+            if parameters are in 16 bits without amp, or ``""``.
+        dynamic: Whether a dynamic loss scale, of amp or a ``GradScaler``, was in use.
+        inputs: Range of each input, at most four.
+        node: In a backward pass, the autograd node, such as ``"Sqrt"``.
+        fed_by: Autograd nodes that computed the input, the nearest first.
+        read_by: Operators that read the non-finite values, in order, at most eight.
         function: The function to pass to ``amp.register_float_function``, such as
             ``("torch", "exp")``; None if there is none.
     """
@@ -61,13 +70,36 @@ class Fault:
     cause: Cause
     inside: bool
     largest_true: float | None
+    level: str = ""
+    dynamic: bool = False
+    inputs: tuple[Values, ...] = ()
+    node: str = ""
+    fed_by: tuple[str, ...] = ()
+    read_by: tuple[str, ...] = ()
+
+    @property
+    def heals(self) -> bool:
+        """Whether a dynamic loss scale backs off from it, as it does to find its value."""
+        return self.cause == "loss scale" and self.dynamic
+
+    @property
+    def source(self) -> str:
+        """The line of code at ``location``; ``""`` if there is none to read."""
+        file, _, line = self.location.rpartition(":")
+        return linecache.getline(file, int(line)).strip() if line else ""
+
+    @property
+    def pattern(self) -> str:
+        """The known pattern of the fault, such as ``"log of a softmax"``; ``""`` without one."""
+        found = pattern_of(self)
+        return "" if found is None else found.name
 
     @property
     def function(self) -> tuple[str, str] | None:
         """Namespace and name of the function to register; None if the operator has none."""
         if self.direction == "backward":
             return None
-        name = self.op.rpartition(".")[2].strip("_")
+        name = operator_name(self.op)
         name = _CALLED_AS.get(name, name)
         if name in _FUNCTIONAL:
             return "torch.nn.functional", name
@@ -77,11 +109,19 @@ class Fault:
 
     @property
     def remedy(self) -> str:
-        """The recommended remedy, in one or two sentences."""
+        """The recommended remedy at the active level, in one or two sentences."""
+        found = pattern_of(self)
+        if found is not None:
+            in_fp16 = self.cause == "range" and self.dtype is torch.float16
+            return f"{found.remedy}; or {_for_range(self)}" if in_fp16 else f"{found.remedy}."
+        if self.cause == "loss scale":
+            return _for_loss_scale(self)
         if self.cause == "range":
             return _for_range(self)
         if self.cause == "update" and self.dtype is torch.float16:
-            return _REMEDY_FOR_FP16_STEP
+            return _REMEDY_FOR_FP16_STEP.format(
+                masters=_MASTERS if self.level[:1] == "O" else _FP32_WEIGHTS
+            )
         return _REMEDY_FOR_UNDEFINED_STEP if self._undefined_step else _REMEDIES[self.cause]
 
     @property
@@ -92,7 +132,7 @@ class Fault:
         return _EXPLANATIONS[self.cause].format(
             dtype=name_of(self.dtype),
             limit=f"{torch.finfo(self.dtype).max:g}",
-            true="more" if self.largest_true is None else f"{self.largest_true:.3g}",
+            true=_amount(self.largest_true),
         )
 
     @property
@@ -102,20 +142,29 @@ class Fault:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns all attributes in JSON types: the dtype by name, an infinite number as None."""
-        data = asdict(self) | {"dtype": name_of(self.dtype), "remedy": self.remedy}
+        data = asdict(self) | {
+            "dtype": name_of(self.dtype),
+            "source": self.source,
+            "pattern": self.pattern,
+            "remedy": self.remedy,
+        }
         true = data["largest_true"]
         data["largest_true"] = true if true is not None and math.isfinite(true) else None
         return data
 
     def __str__(self) -> str:
-        """Returns operator, location, cause and remedy in a few lines."""
-        line = f"\n  at     {self.location}" if self.location else ""
-        return (
+        """Returns operator, location, inputs, cause and remedy in a few lines."""
+        pattern = f" This is {self.pattern}." if self.pattern else ""
+        lines = [
             f"{self.op} {self._place}, {self.direction}, returned {self.kind} in "
-            f"{name_of(self.dtype)} (largest finite input {self.largest_input:.4g}){line}\n"
-            f"  cause  {self.cause}: {self.explanation}\n"
-            f"  remedy {self.remedy}"
-        )
+            f"{name_of(self.dtype)} (largest finite input {self.largest_input:.4g})",
+            *([f"  at     {self.location}"] if self.location else []),
+            *([f"         {self.source}"] if self.source else []),
+            *([f"  in     {', '.join(map(str, self.inputs))}"] if self.inputs else []),
+            f"  cause  {self.cause}: {self.explanation}{pattern}",
+            f"  remedy {self.remedy}",
+        ]
+        return "\n".join(lines)
 
     @property
     def _place(self) -> str:
@@ -124,6 +173,10 @@ class Fault:
         if self.module:
             return f"in {self.module}"
         return "in the model" if self.inside else "outside the model"
+
+
+def _amount(true: float | None) -> str:
+    return "more" if true is None or not math.isfinite(true) else f"{true:.3g}"
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -152,9 +205,11 @@ def cause_of(
         largest_true: Largest absolute output in float64; see :class:`Fault`.
         loss_scale: Multiplier on the loss.
     """
-    name = op.rpartition(".")[2].strip("_")
+    name = operator_name(op)
     finite = largest_true is not None and math.isfinite(largest_true)
-    if largest_true is None:  # not rerun in float64; overflow rarely produces NaN
+    if kind == "inf" and name in _DEFINED_EVERYWHERE:  # too large for float64, too
+        finite = True
+    elif largest_true is None:  # not rerun in float64; overflow rarely produces NaN
         finite = kind == "inf" and name not in _DIVIDES
     if finite:
         return _range_or(direction, dtype, largest_input, largest_true, loss_scale)
@@ -171,7 +226,9 @@ def _range_or(
     loss_scale: float,
 ) -> Cause:
     limit = torch.finfo(dtype).max
-    unscaled = math.inf if largest_true is None else largest_true / loss_scale
+    # A kernel that does not run in float64 (attention on CUDA) leaves the true result unknown.
+    known = largest_true is not None and math.isfinite(largest_true)
+    unscaled = largest_true / loss_scale if known and largest_true is not None else 0.0
     if direction == "backward" and loss_scale > 1.0 and unscaled <= limit:
         return "loss scale"
     return "divergence" if limit > 1e30 and largest_input > 1e9 else "range"
@@ -180,7 +237,10 @@ def _range_or(
 _DIVIDES = {"div", "divide", "reciprocal", "rsqrt", "pow", "remainder", "fmod", "mean", "var"}
 _DIVIDES |= {"std", "var_mean", "std_mean", "nll_loss_forward", "nll_loss2d_forward"}
 _DIVIDES |= {"native_batch_norm", "native_batch_norm_legit", "batch_norm_with_update"}
-_DIVIDES |= {"cudnn_batch_norm", "miopen_batch_norm", "foreach_div", "foreach_addcdiv", "addcdiv"}
+_DIVIDES |= {"cudnn_batch_norm", "miopen_batch_norm", "addcdiv"}
+
+_DEFINED_EVERYWHERE = {"exp", "exp2", "expm1", "sinh", "cosh", "mul", "add", "sub", "square"}
+_DEFINED_EVERYWHERE |= {"mm", "bmm", "addmm", "baddbmm", "sum", "cumsum", "convolution"}
 
 _CALLED_AS = {
     "addmm": "linear",
@@ -214,9 +274,6 @@ _EXPLANATIONS: dict[Cause, str] = {
 }
 
 _REMEDIES: dict[Cause, str] = {
-    "loss scale": "none with a dynamic scale, which finds its value this way: it backs off, and "
-    "the next step runs. If it never settles, use a bf16 level ('O4', 'O5'). With a static scale, "
-    "lower it or pass loss_scale='dynamic'.",
     "divergence": "lower the learning rate or warm it up, and clip the gradients; check the losses "
     "of the preceding steps.",
     "division by zero": "add an epsilon to the divisor, or exclude the empty case (a batch of one "
@@ -240,14 +297,28 @@ _REMEDIES: dict[Cause, str] = {
 
 
 _REMEDY_FOR_FP16_STEP = (
-    "lower the learning rate, because weights beyond 65504 do not fit fp16, and step fp32 masters "
-    "(O2, or master_weights=True), because an optimizer's eps of 1e-8 is 0 in fp16."
+    "lower the learning rate, because weights beyond 65504 do not fit fp16, and {masters}, because "
+    "an optimizer's eps of 1e-8 is 0 in fp16."
 )
+_MASTERS = "step fp32 masters (O2, or master_weights=True)"
+_FP32_WEIGHTS = "keep the weights in fp32 (torch.autocast, or amp.initialize at O2)"
 
 _REMEDY_FOR_UNDEFINED_STEP = (
     "pass the optimizer an eps above 0, so that a step does not divide by the 0 that zero "
     "gradients leave in its state."
 )
+
+
+def _for_loss_scale(fault: Fault) -> str:
+    if not fault.dynamic:
+        dynamic = "scale the loss with torch.amp.GradScaler"
+        if fault.level.startswith("O"):
+            dynamic = "pass loss_scale='dynamic'"
+        return f"with a static scale, lower it or {dynamic}."
+    return (
+        "none with a dynamic scale, which finds its value this way: it backs off, and the next "
+        f"step runs. If it never settles, {_BF16[fault.level]}."
+    )
 
 
 def _for_range(fault: Fault) -> str:
@@ -256,23 +327,53 @@ def _for_range(fault: Fault) -> str:
             "use a form that does not overflow (logsumexp instead of log of a sum of exp, or "
             "subtract the maximum), scale or clamp the input, or lower the learning rate."
         )
-    ways = []
-    if fault.module:
-        name = fault.module.rpartition(":")[2]
-        ways.append(
-            f"keep the module in fp32 with amp.initialize(..., fp32_modules=[{name!r}]) (O2, O3)"
-        )
-    if fault.function is not None and fault.function[0] != "torch":
-        namespace, name = fault.function
-        ways.append(f"amp.register_float_function({namespace}, {name!r}) before it (O1)")
-    elif fault.op in _CASTS:
-        ways.append("scale the values down before the cast")
-    elif fault.direction == "forward" and fault.inside:
-        # The line may call a method or `@`, which registering a function in torch does not cover.
-        ways.append("run that line on .float() inputs `with amp.disable_casts():` (O1)")
+    ways = [_in_fp32(fault)] if fault.inside and fault.direction == "forward" else []
+    if fault.op in _CASTS:
+        ways = ["scale the values down before the cast", *_modules(fault)]
+    elif fault.direction == "backward":
+        ways = [*_modules(fault), *([] if fault.dynamic else ["lower the loss scale"])]
     if not fault.inside:
         ways.append("compute the loss in fp32: loss_fn(output.float(), target)")
-    if fault.direction == "backward":
-        ways.append("lower the loss scale if it is static")
-    ways.append("use a bf16 level ('O4', 'O5')")
-    return ", or ".join(ways) + "."
+    return ", or ".join([*ways, _BF16[fault.level]]) + "."
+
+
+def _in_fp32(fault: Fault) -> str:
+    """Returns how to run one operator of a model in fp32 at the fault's level."""
+    converted = _modules(fault)
+    if converted:
+        return converted[0]
+    if fault.level == "O1" and fault.function is not None and fault.function[0] != "torch":
+        namespace, name = fault.function
+        return f"amp.register_float_function({namespace}, {name!r}) before it (O1)"
+    # The line may call a method or `@`, which registering a function in torch does not cover.
+    return f"run that line on .float() inputs{_WITHOUT_CASTS.get(fault.level, '')}"
+
+
+def _modules(fault: Fault) -> list[str]:
+    if fault.level not in ("O2", "O3", "16-bit model") or not fault.module:
+        return []
+    name = fault.module.rpartition(":")[2]
+    if fault.level == "16-bit model":
+        return [
+            f"keep the module in fp32 (model.get_submodule({name!r}).float()) and call it on "
+            ".float() inputs"
+        ]
+    return [f"keep the module in fp32 with amp.initialize(..., fp32_modules=[{name!r}])"]
+
+
+_WITHOUT_CASTS = {
+    "O1": " `with amp.disable_casts():` (O1)",
+    "torch.autocast": " `with torch.autocast(device_type, enabled=False):`",
+}
+
+_TO_BF16 = "compute in bf16 (torch.bfloat16), whose range is that of fp32"
+
+_BF16 = {
+    "O1": "use the bf16 level 'O4'",
+    "O2": "use the bf16 level 'O5'",
+    "O3": "use the bf16 level 'O5'",
+    "torch.autocast": "use torch.autocast(device_type, dtype=torch.bfloat16), without a GradScaler",
+    "16-bit model": "use bf16 (model.bfloat16())",
+    **dict.fromkeys(("", "O0", "O4", "O5"), _TO_BF16),
+}
+"""What computes in bf16, by level."""

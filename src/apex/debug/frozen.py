@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from apex._core import finite, tree
 from apex._engine.optimizer.optimizer_class import ATTRIBUTE, binding_of, own_class
-from apex.amp.optimizers import unwrap
+from apex._torch.grad_scaler import holds_unscaled
+from apex.debug.loops import check_scaler, inner
 
 WIDER = {
     torch.bfloat16: torch.float32,
@@ -48,7 +49,7 @@ class FrozenUpdates:
 
 
 @contextmanager
-def frozen_updates(optimizer: Any) -> Iterator[FrozenUpdates]:
+def frozen_updates(optimizer: Any, *, scaler: Any = None) -> Iterator[FrozenUpdates]:
     """Counts the weights that the step inside the block should have moved but did not.
 
     A copy of the optimizer computes the intended update from the same weights, gradients and state
@@ -60,11 +61,11 @@ def frozen_updates(optimizer: Any) -> Iterator[FrozenUpdates]:
     Costs a copy of weights and state, an additional step, and host syncs: use it for single steps.
 
     Args:
-        optimizer: An optimizer that steps without a closure, prepared by amp or plain. Its
-            gradients must be unscaled: with a ``GradScaler``, call ``scaler.unscale_(optimizer)``
-            first.
+        optimizer: An optimizer that steps without a closure, prepared by amp or plain.
+        scaler: The ``torch.amp.GradScaler`` by whose ``step`` a plain optimizer steps in the block.
 
     Raises:
+        TypeError: If ``scaler`` is not a ``GradScaler``.
         ValueError: If the optimizer's step needs a closure.
 
     Example:
@@ -78,7 +79,8 @@ def frozen_updates(optimizer: Any) -> Iterator[FrozenUpdates]:
         >>> updates.frozen, updates.wanted
         (1, 2)
     """
-    own = unwrap(optimizer)
+    check_scaler("frozen_updates", scaler)
+    own = inner(optimizer)
     binding = binding_of(own)
     kind = type(own) if binding is None else own_class(type(own))
     closure = inspect.signature(kind.step).parameters.get("closure")
@@ -96,7 +98,8 @@ def frozen_updates(optimizer: Any) -> Iterator[FrozenUpdates]:
         yield updates
         return
     before = [param.detach().clone() for param in params]
-    wide = wanted_values(own)
+    unscaled = scaler is None or any(holds_unscaled(scaler, each) for each in (optimizer, own))
+    wide = wanted_values(own, 1.0 if unscaled else scaler.get_scale())
     yield updates
     for param, old in zip(params, before, strict=True):
         moves = (wide[param] != old.to(wide[param].dtype)) & torch.isfinite(wide[param])
@@ -105,12 +108,16 @@ def frozen_updates(optimizer: Any) -> Iterator[FrozenUpdates]:
         updates.frozen += int(stays.count_nonzero())  # sync: a diagnosis on request
 
 
-def wanted_values(optimizer: Optimizer) -> dict[Tensor, Tensor]:
+def wanted_values(optimizer: Optimizer, scale: float = 1.0) -> dict[Tensor, Tensor]:
     """Returns, by parameter, the values after a step in a wider dtype; changes nothing.
 
     Parameters without a gradient are omitted.
+
+    Args:
+        optimizer: The optimizer.
+        scale: The factor that the gradients carry.
     """
-    wide = {param: _widened(param) for param in _params(optimizer)}
+    wide = {param: _widened(param, scale) for param in _params(optimizer)}
     memo = {id(param): wider for param, wider in wide.items()}
     shadow = _shadow(optimizer, memo)
     shadow.step()
@@ -142,14 +149,14 @@ def _match_dtype(value: Tensor, *, dtype: torch.dtype) -> Tensor:
     return value.to(dtype) if narrower else value
 
 
-def _widened(param: Tensor) -> Tensor:
+def _widened(param: Tensor, scale: float) -> Tensor:
     dtype = WIDER.get(param.dtype, param.dtype)
     if param.device.type == "mps" and dtype is torch.float64:  # not supported there
         dtype = torch.float32
     wide = torch.nn.Parameter(param.detach().to(dtype, copy=True))
     wide.requires_grad_(param.requires_grad)
     if param.grad is not None:
-        wide.grad = param.grad.detach().to(dtype, copy=True)
+        wide.grad = param.grad.detach().to(dtype, copy=True) / scale
     return wide
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -11,10 +11,7 @@ from torch import Tensor
 
 from apex._core import finite
 from apex._core.foreach import norms
-from apex._engine.events import PassEnd
-from apex._engine.optimizer.binding import Binding
 from apex._engine.readback import Readback
-from apex._engine.session import Session
 from apex._torch import dtensor
 
 
@@ -45,17 +42,16 @@ class GradientWatch:
         self._passes = 0
 
     @torch.no_grad()
-    def send(self, end: PassEnd) -> None:
+    def send(self, loss_id: int, params: Iterable[Tensor]) -> None:
         """Starts to copy what tells whether the gradients of a pass are finite."""
         self._passes += 1
-        bindings = [binding for binding in end.bindings if isinstance(binding, Binding)]
-        params = {id(p): p for b in bindings for p in b.params() if p.grad is not None}
-        grads = [finite.summed_values(dtensor.local(p.grad)) for p in params.values()]  # type: ignore[arg-type]
+        own = {id(p): grad for p in params if (grad := p.grad) is not None}
+        grads = [finite.summed_values(dtensor.local(grad)) for grad in own.values()]
         if not grads:
             return
         largest = [_in_range(norm) for norm in norms.max_norms(grads)]
         if self._readback.send(norms.stacked(largest, largest[0].device)):
-            self._sent.append((self._passes, end.loss_id, list(params)))
+            self._sent.append((self._passes, loss_id, list(own)))
 
     def poll(self) -> list[NonfinitePass]:
         """Returns the passes that were not finite, of those that have arrived since."""
@@ -70,22 +66,6 @@ class GradientWatch:
             if bad:
                 found.append(NonfinitePass(index, loss_id, bad, len(params)))
         return found
-
-
-def names_of(session: Session, params: frozenset[int]) -> list[str]:
-    """Returns the names of the models' parameters that are stepped as ``params`` (ids)."""
-    models = {id(p): name for model in session.models for name, p in model.named_parameters()}
-    own = {id(p.model): id(p.master) for binding in session.bindings for p in binding.pairs}
-    return [name for key, name in models.items() if own.get(key, key) in params]
-
-
-def weights_are_finite(session: Session) -> bool:
-    """Returns whether every weight is finite. Waits for the device."""
-    weights: Sequence[Tensor] = [p for binding in session.bindings for p in binding.params()]
-    return all(
-        bool(torch.isfinite(dtensor.local(weight)).all())  # sync: a diagnosis
-        for weight in weights
-    )
 
 
 def _in_range(norm: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -11,7 +12,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from apex._torch.dispatcher import AUTOCAST_KEYS
 from apex.debug import frames
+from apex.debug.patterns import node_name, nodes_behind
 
 Direction = Literal["forward", "backward"]
 
@@ -19,6 +22,9 @@ Direction = Literal["forward", "backward"]
 _graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 _current_node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", lambda: None)
 _next_sequence: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 0)
+
+_MAX_SITES = 2**17
+"""Autograd nodes whose sites are kept, the latest; a graph seldom has more."""
 
 
 class Site(NamedTuple):
@@ -54,6 +60,10 @@ class ModuleTracker:
     ``"Net[1]:body.0"`` for the second model of a class. Shared modules and parameters go by their
     first name.
 
+    Attributes:
+        names: Qualified name of each module.
+        autocast: Dtype of the ``torch.autocast`` around the last call of a model; None without one.
+
     Example:
         >>> import torch
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
@@ -66,16 +76,14 @@ class ModuleTracker:
 
     def __init__(self, *models: nn.Module) -> None:
         """Collects the names; tracking starts on entry."""
-        self.names: dict[nn.Module, str] = {}
-        self.parameters: dict[torch.Tensor, str] = {}
-        for prefix, model in _prefixed([unwrapped(model) for model in models]):
-            for name, module in model.named_modules():
-                self.names.setdefault(module, prefix + name)
-            for name, parameter in model.named_parameters():
-                self.parameters.setdefault(parameter, prefix + name)
+        self.names: MutableMapping[nn.Module, str] = {}
+        self.autocast: torch.dtype | None = None
+        self._models = [unwrapped(model) for model in models]
+        self._parameters: dict[torch.Tensor, str] = {}
+        self._add_names()
         self._state = _ThreadState()
         self._thread = 0
-        self._sites: dict[tuple[int, int], tuple[int, Site]] = {}
+        self._sites: OrderedDict[tuple[int, int], tuple[int, Site]] = OrderedDict()
         self._handles: list[Any] = []
         self.mode = _SiteMode(self)
 
@@ -92,8 +100,7 @@ class ModuleTracker:
 
     def attach(self) -> None:
         """Registers only the hooks, for callers that enter ``mode`` themselves."""
-        self._thread = threading.get_ident()
-        self._state.last_sequence = _next_sequence() - 1
+        self._start()
         for module in self.names:
             self._handles += [
                 module.register_forward_pre_hook(self._enter_module, prepend=True),
@@ -107,6 +114,31 @@ class ModuleTracker:
         self._state = _ThreadState()
         self._sites.clear()
 
+    def _start(self) -> None:
+        self._thread = threading.get_ident()
+        self._state.last_sequence = _next_sequence() - 1
+
+    # -- names -----------------------------------------------------------------------------------
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The models, unwrapped."""
+        return self._models
+
+    @property
+    def parameters(self) -> dict[torch.Tensor, str]:
+        """Qualified name of each parameter."""
+        if not self._parameters:
+            for prefix, model in _prefixed(self.models):
+                for name, parameter in model.named_parameters():
+                    self._parameters.setdefault(parameter, prefix + name)
+        return self._parameters
+
+    def _add_names(self) -> None:
+        for prefix, model in _prefixed(self.models):
+            for name, module in model.named_modules():
+                self.names.setdefault(module, prefix + name)
+
     # -- queries -------------------------------------------------------------------------------
 
     @property
@@ -118,6 +150,26 @@ class ModuleTracker:
         # A recompute enables gradients; autograd's own formulas run without them.
         recompute = torch.is_grad_enabled() and frames.within_backward()[1]
         return "forward" if recompute else "backward"
+
+    @property
+    def backward(self) -> int:
+        """Number of the running backward pass; -1 outside any."""
+        return _graph_task()
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether this is the thread that started tracking, outside any backward pass."""
+        return _graph_task() == -1 and threading.get_ident() == self._thread
+
+    @property
+    def node(self) -> str:
+        """Operator of the running autograd node, such as ``"Sqrt"``; ``""`` outside any."""
+        node = _current_node()
+        return "" if node is None else node_name(node)
+
+    def nodes_behind(self) -> tuple[str, ...]:
+        """Returns the operators behind the running autograd node, the nearest first."""
+        return () if _current_node() is None else nodes_behind(_current_node())[1:]
 
     @property
     def module(self) -> str:
@@ -179,6 +231,8 @@ class ModuleTracker:
             self._state.last_sequence = number
             self._state.created_site = site = self.site()
             self._sites[threading.get_ident(), number] = _graph_task(), site
+            if len(self._sites) > _MAX_SITES:
+                self._sites.popitem(last=False)
 
     @property
     def created_site(self) -> Site | None:
@@ -218,6 +272,9 @@ class ModuleTracker:
     # -- hooks -----------------------------------------------------------------------------------
 
     def _enter_module(self, module: nn.Module, _: Any) -> None:
+        autocast = _autocast_dtype()
+        if autocast is not None or not self._state.stack:  # accelerate enters it inside the model
+            self.autocast = autocast
         self._state.stack.append((module, self.names[module], _graph_task()))
 
     def _leave_module(self, module: nn.Module, *_: Any) -> None:
@@ -258,6 +315,11 @@ def _prefixed(models: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
         count = seen[name] = seen.get(name, -1) + 1
         result.append((f"{name}[{count}]:" if count else f"{name}:", model))
     return result
+
+
+def _autocast_dtype() -> torch.dtype | None:
+    on = (device for device in AUTOCAST_KEYS if torch.is_autocast_enabled(device))
+    return next(map(torch.get_autocast_dtype, on), None)
 
 
 def _owner(parameter: str) -> str:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from apex._core import dtypes, finite
+from apex._engine.optimizer.optimizer_class import binding_of
 from apex._torch import copies, dtensor
-from apex.debug.skips import require_session
+from apex.debug.loops import inner
 
 _MAX_LISTED = 10
 """Number of non-finite tensors that ``str`` lists."""
@@ -98,12 +99,11 @@ def check_numerics(model: nn.Module, optimizer: Any = None) -> Numerics:
 
     Args:
         model: Any model, prepared or not.
-        optimizer: The optimizer that ``amp.initialize`` prepared with it, to check its masters and
+        optimizer: Its optimizer, prepared by ``amp.initialize`` or plain, to check masters and
             state too, under the names of the model's parameters.
 
     Raises:
-        TypeError: If ``model`` is not a module.
-        RuntimeError: If amp has not prepared ``optimizer``.
+        TypeError: If ``model`` is not a module, or ``optimizer`` no optimizer.
 
     Example:
         >>> import torch
@@ -139,17 +139,18 @@ def _of_model(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _of_optimizer(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, str, Tensor]]:
-    _, binding = require_session(optimizer, "check_numerics")
+    own = inner(optimizer)
+    binding = binding_of(own)
     names = {id(param): name for name, param in model.named_parameters()}
-    masters = {id(pair.master): pair.model for pair in binding.pairs}
-    for param in binding.params():
-        own = masters.get(id(param))
-        name = names.get(id(param if own is None else own), "(a parameter of another model)")
-        if own is not None:
+    masters = {} if binding is None else {id(pair.master): pair.model for pair in binding.pairs}
+    for param in (param for group in own.param_groups for param in group["params"]):
+        weight = masters.get(id(param))
+        name = names.get(id(param if weight is None else weight), "(a parameter of another model)")
+        if weight is not None:
             yield name, "master", param
             if param.grad is not None:
                 yield name, "gradient of the master", param.grad
-        for key, value in binding.optimizer.state.get(param, {}).items():
+        for key, value in own.state.get(param, {}).items():
             if isinstance(value, Tensor):
                 yield name, f"state {key}", value
 

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import json
-import sys
-from contextlib import ExitStack
+from typing import Any
 
-import torch
 from torch import nn
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex.debug.faults import Fault
-from apex.debug.module_tracker import ModuleTracker, unwrapped
+from apex.debug.loops import check_scaler
+from apex.debug.module_tracker import ModuleTracker
 from apex.debug.overflow_mode import OverflowMode
 from apex.debug.provenance import Provenance
+from apex.debug.tracing import Trace
 
 
-def trace_overflow(*models: nn.Module) -> OverflowTrace:
+def trace_overflow(*models: nn.Module, scaler: Any = None) -> OverflowTrace:
     """Returns a context that finds the first operator that overflows, its cause and a remedy.
 
     Enter it around one or more whole iterations, forward and backward; it may include
@@ -33,7 +28,10 @@ def trace_overflow(*models: nn.Module) -> OverflowTrace:
 
     Args:
         models: One or more models, as passed to ``amp.initialize`` or since wrapped by
-            ``torch.compile`` or DistributedDataParallel.
+            ``torch.compile`` or DistributedDataParallel; or plain models.
+        scaler: The ``torch.amp.GradScaler`` of a loop without ``amp.initialize``. With it, scaled
+            gradients that overflow only by their scale are known as such: cause ``loss scale``. By
+            default, an enabled one that exists.
 
     Returns:
         An :class:`OverflowTrace` context; its ``first`` is the fault, or None.
@@ -51,10 +49,10 @@ def trace_overflow(*models: nn.Module) -> OverflowTrace:
         >>> trace.first.op, trace.first.kind, trace.first.cause
         ('aten.log', 'inf', 'domain')
     """
-    return OverflowTrace(*models)
+    return OverflowTrace(*models, scaler=scaler)
 
 
-class OverflowTrace:
+class OverflowTrace(Trace):
     """The result of :func:`trace_overflow`.
 
     Attributes:
@@ -62,50 +60,26 @@ class OverflowTrace:
         mode: The active dispatch mode; None before and after the trace.
     """
 
-    def __init__(self, *models: nn.Module) -> None:
+    _NAME = "trace_overflow"
+
+    def __init__(self, *models: nn.Module, scaler: Any = None) -> None:
         """Prepares a trace; tracing starts on entry.
 
         Raises:
-            TypeError: If an argument is not a module.
+            TypeError: If an argument is not a module, or ``scaler`` not a ``GradScaler``.
         """
-        for model in models:
-            if not isinstance(model, nn.Module):
-                raise TypeError(
-                    f"trace_overflow got {type(model).__name__}; it takes models (nn.Module)."
-                )
+        check_scaler("trace_overflow", scaler)
+        super().__init__(*models)
         self.gradients: list[str] = []
-        self._provenance = Provenance()
-        self._models = [unwrapped(model) for model in models]
-        self._hooks, self._modes = ExitStack(), ExitStack()
-        self.mode: TorchDispatchMode | None = None
+        self._provenance, self._scaler = Provenance(), scaler
 
-    def __enter__(self) -> OverflowTrace:
-        """Starts tracing this thread."""
+    def _new_mode(self) -> OverflowMode:
         tracker = ModuleTracker(*self._models)
-        self.mode = mode = OverflowMode(tracker, self._provenance, self._models, self.gradients)
-        with ExitStack() as hooks, ExitStack() as modes:
-            hooks.callback(tracker.detach)
-            tracker.attach()
-            modes.callback(register_optimizer_step_pre_hook(mode.enter_step).remove)
-            modes.callback(register_optimizer_step_post_hook(mode.leave_step).remove)
-            if "torch._dynamo" in sys.modules:  # otherwise, nothing is compiled
-                modes.enter_context(torch.compiler.set_stance("force_eager"))
-            modes.enter_context(tracker.mode)
-            modes.enter_context(mode)
-            self._hooks, self._modes = hooks.pop_all(), modes.pop_all()
-        return self
+        return OverflowMode(tracker, self._provenance, self.gradients, self._scaler)
 
-    def __exit__(self, *exc_info: object) -> None:
-        """Stops tracing, removes all hooks and releases the models."""
-        self.stop_mode()
-        self._hooks.close()
-        self._models = []
+    def _release(self) -> None:
+        self._scaler = None
         self._provenance.close()
-
-    def stop_mode(self) -> None:
-        """Exits the modes but keeps the modules' hooks, over which torch may be iterating."""
-        self.mode = None
-        self._modes.close()
 
     @property
     def first(self) -> Fault | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from typing import Any
 
 import torch
@@ -10,25 +11,35 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from apex._core.dtypes import is_low_precision
 from apex._engine.masters import Master
 from apex._engine.model.state import state_of
 from apex._engine.session import Session
+from apex._torch.grad_scaler import enabled_scalers
 from apex.amp.nonfinite import nonfinite_gradients
 from apex.debug import tensors
 from apex.debug.calls import Call
 from apex.debug.faults import Cause, Fault, cause_of
 from apex.debug.module_tracker import ModuleTracker
+from apex.debug.patterns import nodes_behind, operator_name
 from apex.debug.provenance import Origin, Provenance
 from apex.debug.tensors import Kind
 
 _PLAIN = {Tensor, nn.Parameter, Master}
 _MASKS = {f"aten.{name}" for name in ("nan_to_num", "nan_to_num_", "masked_fill", "masked_fill_")}
 _MASKS |= {"aten.where"}
+_MAP_TO_ZERO = {"softmax", "safe_softmax", "exp"}  # -inf
+_TO_DIVISOR = {"div", "divide"}
+_MAX_INPUTS = 4
 _EMPTY = ("empty", "new_empty", "resize", "set_")
 
 
 class OverflowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Checks the outputs of every operator."""
+    """Checks the outputs of every operator.
+
+    Attributes:
+        tracker: Knows the running module, direction and line.
+    """
 
     # Their bodies consist of operators, which are traced.
     supports_higher_order_operators = True
@@ -37,25 +48,24 @@ class OverflowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self,
         tracker: ModuleTracker,
         provenance: Provenance,
-        models: list[nn.Module],
         gradients: list[str],
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._tracker = tracker
+        self.tracker = tracker
         self._provenance = provenance
         self._gradients = gradients
-        self._models = models
         self._process = os.getpid()
         self._stepping: Optimizer | None = None
-        own = [t for model in models for t in (*model.parameters(), *model.buffers())]
-        self._weights = {tensors.storage_key(t) for t in tensors.floating(own)}
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        given = [scaler] if scaler is not None and scaler.is_enabled() else []
+        self._scalers: weakref.WeakSet[Any] = weakref.WeakSet(given)
         self._stale = self._stale_gradients()
 
     def enter_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Counts the optimizer's own parameters (masters) as weights."""
         self._stepping = optimizer
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        self._weights |= {tensors.storage_key(t) for t in tensors.floating(params)}
+        self._optimizers.add(optimizer)
 
     def leave_step(self, *_: Any) -> None:
         """Ends the step."""
@@ -63,7 +73,7 @@ class OverflowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _stale_gradients(self) -> set[int]:
         """Returns the memory of gradients that were already non-finite when tracing started."""
-        grads = [p.grad for model in self._models for p in model.parameters()]
+        grads = [p.grad for model in self.tracker.models for p in model.parameters()]
         of_sessions = [grad for s in self._sessions() for _, grad in nonfinite_gradients(s)]
         all_grads = tensors.floating([*grads, *of_sessions])
         return {tensors.storage_key(grad) for grad in all_grads if tensors.kind_of(grad)}
@@ -73,30 +83,35 @@ class OverflowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if os.getpid() != self._process:  # in a forked data loader worker
             return func(*args, **(kwargs or {}))
+        return self._traced(func, types, args, kwargs)
+
+    # Not in __torch_dispatch__ itself: torch wraps it anew in each subclass, at 3 us a call.
+    def _traced(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
         if not _PLAIN.issuperset(types):  # a tensor subclass, whose inner operators come here next
             return NotImplemented
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):
-            return func(*args, **kwargs)
+            return self._run(func, args, kwargs)
         self._provenance.time += 1
+        self.tracker.record_site()
         traits = tensors.traits(func)
-        accumulating = self._tracker.is_accumulating
+        accumulating = self.tracker.is_accumulating
         if traits.view and not accumulating and traits.name != "aten.lift_fresh":
-            return func(*args, **kwargs)
+            return self._run(func, args, kwargs)
         call = Call(func, traits, args, kwargs)
-        result = func(*args, **kwargs)
+        result = self._run(func, args, kwargs)
         self._check(call, result)
         if accumulating:
             self._check_gradient(result)
         return result
 
+    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs)
+
     def _check(self, call: Call, result: Any) -> None:
         bad: list[tuple[Tensor, Kind]] = []
-        for tensor in call.saved_outputs(result):
-            kind = tensors.kind_of(tensor)
-            if kind is not None:
-                origin = self._new_origin(call, kind, tensor.dtype, "constant", deliberate=True)
-                self._provenance.mark(tensor, origin)
+        self._mark_read(call)
+        self._mark_saved(call, result)
         for tensor in call.outputs(result):
             kind = tensors.kind_of(tensor)
             if kind is None:
@@ -107,12 +122,29 @@ class OverflowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             origin = self._origin(call, bad)
             for tensor, _ in bad:
                 self._provenance.mark(tensor, origin)
-                if not origin.deliberate and tensors.storage_key(tensor) in self._weights:
-                    self._provenance.mark_reached(origin)
+            if not origin.deliberate and self._writes_weights(call):
+                self._provenance.mark_reached(origin)
         elif call.traits.name in _MASKS:
             self._mark_masked(call)
+        elif operator_name(call.traits.name) in _MAP_TO_ZERO:
+            self._mark_absorbed(call)
         if call.traits.name == "aten.ones_like" and call.args[0].numel() == 1:
             self._check_loss(call.args[0])  # autograd starts a backward pass this way
+
+    def _mark_read(self, call: Call) -> None:
+        if not self._provenance.has_pending or self.tracker.direction == "backward":
+            return
+        for tensor in call.inputs():
+            origin = self._provenance.of(call.original(tensor))
+            if origin is not None:
+                self._provenance.mark_read(origin, call.traits.name)
+
+    def _mark_saved(self, call: Call, result: Any) -> None:
+        for tensor in call.saved_outputs(result):
+            kind = tensors.kind_of(tensor)
+            if kind is not None:
+                origin = self._new_origin(call, kind, tensor.dtype, "constant", deliberate=True)
+                self._provenance.mark(tensor, origin)
 
     def _mark_finite(self, tensor: Tensor) -> None:
         self._provenance.clear(tensor)
@@ -125,19 +157,37 @@ class OverflowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if origin is not None and tensors.kind_of(tensor):
                 self._provenance.mark_masked(origin)
 
+    def _mark_absorbed(self, call: Call) -> None:
+        for tensor in call.inputs():
+            origin = self._provenance.of(call.original(tensor))
+            if origin is not None and tensors.kind_of(tensor):
+                self._provenance.mark_absorbed(origin)
+
+    def _writes_weights(self, call: Call) -> bool:
+        written = _keys(call.traits.written(call.args, call.kwargs))
+        return bool(written) and not self._weights().isdisjoint(written)
+
+    def _weights(self) -> set[int]:
+        """Returns the memory of all parameters, masters and buffers, wherever it is by now."""
+        models = self.tracker.models
+        own = [tensor for m in models for tensor in (*m.parameters(), *m.buffers())]
+        stepped = [group["params"] for o in self._optimizers for group in o.param_groups]
+        return _keys([own, stepped])
+
     def _check_loss(self, loss: Tensor) -> None:
         origin = self._provenance.of(loss)
         if origin is not None and any(map(tensors.kind_of, tensors.floating(loss))):
             self._provenance.mark_reached(origin)
 
     def _check_gradient(self, result: Any) -> None:
+        self._provenance.mark_backward(self.tracker.backward)
         for grad in tensors.floating(result):
             origin = self._provenance.of(grad) if tensors.kind_of(grad) else None
             if origin is None:
                 self._provenance.mark_finite_gradient()
                 continue
-            self._provenance.mark_reached(origin)
-            name = self._tracker.parameter or "(a tensor of no model)"
+            self._provenance.mark_reached(origin, backward=self.tracker.backward)
+            name = self.tracker.parameter or "(a tensor of no model)"
             if name not in self._gradients:
                 self._gradients.append(name)
 
@@ -157,8 +207,8 @@ class OverflowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _first_origin(self, call: Call, kind: Kind, dtype: torch.dtype) -> Origin:
         """Returns the origin of non-finite outputs of finite inputs."""
-        if self._tracker.direction == "backward":
-            forward = self._provenance.of_site(self._tracker.forward_site)
+        if self.tracker.direction == "backward":
+            forward = self._provenance.of_site(self.tracker.forward_site)
             if forward is not None:
                 return forward
         cause: Cause | None = None
@@ -167,7 +217,7 @@ class OverflowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif tensors.has_infinite_number((call.args, call.kwargs)):
             cause = "constant"
         origin = self._new_origin(call, kind, dtype, cause, deliberate=cause is not None)
-        site = self._tracker.created_site
+        site = self.tracker.created_site
         if site is not None:
             self._provenance.link_site(site, origin)
         return origin
@@ -195,8 +245,8 @@ class OverflowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return "gradients"
             if key in _keys([list(state.values()) for state in self._stepping.state.values()]):
                 return "optimizer state"
-        is_buffer_mask = key in _keys([list(m.buffers()) for m in self._models])
-        if key in self._weights and not (is_buffer_mask and tensors.is_mask(tensor)):
+        is_buffer_mask = key in _keys([list(m.buffers()) for m in self.tracker.models])
+        if key in self._weights() and not (is_buffer_mask and tensors.is_mask(tensor)):
             return "weights"
         return "data"
 
@@ -209,8 +259,9 @@ class OverflowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         *,
         deliberate: bool = False,
     ) -> Origin:
-        largest_input = tensors.largest(call.inputs())
-        direction = self._tracker.direction
+        inputs = call.inputs()
+        largest_input = tensors.largest(inputs)
+        direction = self.tracker.direction
         true = None
         if cause is None:
             true = call.largest_in_double()
@@ -221,11 +272,11 @@ class OverflowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 dtype,
                 largest_input=largest_input,
                 largest_true=true,
-                loss_scale=self._loss_scale(),
+                loss_scale=self._loss_scale() if direction == "backward" else 1.0,
             )
             if self._is_update(call):
                 cause = "update"
-        module, inside, location = self._tracker.site()
+        module, inside, location = self.tracker.site()
         fault = Fault(
             module,
             call.traits.name,
@@ -237,24 +288,61 @@ class OverflowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             cause,
             inside,
             true,
+            level=self._level(),
+            dynamic=cause == "loss scale" and self._has_dynamic_scale(),
+            inputs=() if deliberate else tuple(map(tensors.values_of, inputs[:_MAX_INPUTS])),
+            node=self.tracker.node if direction == "backward" else "",
+            fed_by=() if deliberate else self._fed_by(call, direction),
         )
         return self._provenance.add_origin(fault, deliberate=deliberate)
 
     def _is_update(self, call: Call) -> bool:
         """Returns whether a call belongs to an optimizer step or writes masters to the model."""
-        if self._tracker.inside or self._tracker.direction == "backward":
+        if self.tracker.inside or self.tracker.direction == "backward":
             return False
-        written = call.traits.written(call.args, call.kwargs)
-        return self._stepping is not None or not self._weights.isdisjoint(_keys(written))
+        return self._stepping is not None or self._writes_weights(call)
+
+    def _fed_by(self, call: Call, direction: str) -> tuple[str, ...]:
+        """Returns the nodes behind the input that matters: of a quotient, the divisor."""
+        if direction == "backward":
+            return self.tracker.nodes_behind()
+        given = [tensor for tensor in call.args if isinstance(tensor, Tensor)]
+        at = 1 if operator_name(call.traits.name) in _TO_DIVISOR and len(given) > 1 else 0
+        return nodes_behind(given[at].grad_fn) if given else ()
+
+    # -- level and loss scale --------------------------------------------------------------------
+
+    def _level(self) -> str:
+        for session in self._sessions():
+            if session.policy is not None:
+                return session.policy.opt_level
+        if self.tracker.autocast is not None:
+            return "torch.autocast"
+        params = (param for model in self.tracker.models for param in model.parameters())
+        return "16-bit model" if any(map(is_low_precision, params)) else ""
 
     def _loss_scale(self) -> float:
-        """Returns the largest loss scale of the models' sessions; 1 without a session."""
-        scales = [scaler.read_scale() for s in self._sessions() for scaler in s.scalers]
-        return max(scales, default=1.0)
+        """Returns the largest loss scale of the models' sessions, else of GradScalers, else 1."""
+        sessions = self._sessions()
+        own = [scaler.read_scale() for session in sessions for scaler in session.scalers]
+        return max(own or [each.get_scale() for each in self._grad_scalers()], default=1.0)
 
-    def _sessions(self) -> set[Session]:
-        states = [state for model in self._models if (state := state_of(model)) is not None]
-        return {state.owner for state in states if isinstance(state.owner, Session)}
+    def _has_dynamic_scale(self) -> bool:
+        own = [scaler.dynamic for session in self._sessions() for scaler in session.scalers]
+        return any(own) if own else bool(self._grad_scalers())
+
+    def _grad_scalers(self) -> list[Any]:
+        """Returns the enabled GradScalers; searched until there is one, when a pass overflows."""
+        if not self._scalers:
+            self._scalers.update(enabled_scalers())
+        return list(self._scalers)
+
+    def _sessions(self) -> list[Session]:
+        """Returns the sessions of the models and of modules inside them."""
+        modules = (module for model in self.tracker.models for module in model.modules())
+        states = (state_of(module) for module in modules)
+        owners = [state.owner for state in states if state is not None]
+        return [owner for owner in dict.fromkeys(owners) if isinstance(owner, Session)]
 
 
 def _keys(value: Any) -> set[int]:

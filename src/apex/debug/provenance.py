@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from apex.debug.faults import Fault
 from apex.debug.module_tracker import Site
-from apex.debug.tensors import covers_storage, storage_key
+from apex.debug.tensors import covers_storage, dense, storage_key
 
 _FP16 = torch.float16
+_MAX_NODES = 2**14
+_MAX_READERS = 8
 
 
 @dataclass(frozen=True)
@@ -39,29 +43,46 @@ class Provenance:
         origin counts as a fault only once its values reach a gradient, the loss or a weight. If a
         backward pass completes with finite gradients, all earlier origins were harmless, with one
         exception: a value beyond fp16's range is lost even if a later function (a clamp, a
-        sigmoid) maps the infinity to a finite value. Where several origins meet, those whose
-        values were masked out come last.
+        sigmoid) maps the infinity to a finite value. Only softmax and exp return the right result
+        for -inf. Where several origins meet, those whose values were masked out come last.
+
+    Note [Long traces]
+        A trace may last as long as a training. So origins are discarded once they are harmless, one
+        lost value is kept per line of code, and only the latest autograd nodes are remembered.
     """
 
     def __init__(self) -> None:
         """Starts without origins."""
         self.time = 0
-        self.origins: list[Origin] = []
-        self.reached: list[Origin] = []
-        self._finite_gradient_at = -1
+        self.passes = 0
+        self.healed: set[int] = set()
+        self.harmless = 0
+        self.first_harmless: Origin | None = None
+        self._backward = -1
+        self._pending: list[Origin] = []
+        self._lost: dict[tuple[str, str, str], Origin] = {}
+        self._reached: dict[int, Origin] = {}
+        self._unhealed: dict[int, Origin] = {}
+        self._readers: dict[int, list[str]] = {}
         self._masked_out: set[int] = set()
-        self._by_memory: dict[int, Origin] = {}
-        self._by_node: dict[int, tuple[Site, Origin]] = {}
+        self._absorbed: set[int] = set()
+        # A weak reference tells whether the memory still belongs to the same tensor.
+        self._by_memory: dict[int, tuple[StorageWeakRef, Origin]] = {}
+        self._by_node: OrderedDict[int, tuple[Site, Origin]] = OrderedDict()
 
     # -- values ----------------------------------------------------------------------------------
 
     def of(self, tensor: Tensor) -> Origin | None:
         """Returns the origin of a tensor's non-finite values; None if they came from outside."""
-        return self._by_memory.get(storage_key(tensor))
+        storage, origin = self._by_memory.get(storage_key(tensor), (None, None))
+        if storage is None or storage.expired():  # type: ignore[no-untyped-call]
+            return None
+        return origin
 
     def mark(self, tensor: Tensor, origin: Origin) -> None:
         """Records ``origin`` for the non-finite values of a tensor."""
-        self._by_memory[storage_key(tensor)] = origin
+        storage = StorageWeakRef(dense(tensor).untyped_storage())  # type: ignore[no-untyped-call]
+        self._by_memory[storage_key(tensor)] = storage, origin
 
     def clear(self, tensor: Tensor) -> None:
         """Records that a tensor was written and is finite."""
@@ -76,12 +97,28 @@ class Provenance:
     def add_origin(self, fault: Fault, *, deliberate: bool = False) -> Origin:
         """Returns a new origin at the current operator."""
         origin = Origin(fault, self.time, deliberate)
-        self.origins.append(origin)
+        if deliberate:
+            return origin
+        self._pending.append(origin)
+        if fault.cause == "range" and fault.dtype is _FP16:
+            self._lost.setdefault((fault.module, fault.op, fault.location), origin)
         return origin
 
     def mark_masked(self, origin: Origin) -> None:
         """Records that values of ``origin`` were masked out."""
-        self._masked_out.add(origin.time)
+        if not origin.deliberate:
+            self._masked_out.add(origin.time)
+
+    def mark_absorbed(self, origin: Origin) -> None:
+        """Records that a softmax or exp mapped -inf of ``origin`` to 0, as is right."""
+        if not origin.deliberate:
+            self._absorbed.add(origin.time)
+
+    def mark_read(self, origin: Origin, op: str) -> None:
+        """Records that an operator read values of ``origin``."""
+        readers = [] if origin.deliberate else self._readers.setdefault(origin.time, [])
+        if len(readers) < _MAX_READERS and op not in readers:
+            readers.append(op)
 
     def most_severe(self, origins: Iterable[Origin]) -> Origin | None:
         """Returns the most severe origin; among equals, the first."""
@@ -96,6 +133,8 @@ class Provenance:
     def link_site(self, site: Site, origin: Origin) -> None:
         """Records that the forward operator at ``site`` produced ``origin``."""
         self._by_node[id(site)] = site, origin  # holding the site keeps its id unique
+        if len(self._by_node) > _MAX_NODES:
+            self._by_node.popitem(last=False)
 
     def of_site(self, site: Site | None) -> Origin | None:
         """Returns the origin that a node's forward produced: its derivative is infinite too."""
@@ -103,21 +142,69 @@ class Provenance:
 
     # -- faults ----------------------------------------------------------------------------------
 
-    def mark_reached(self, origin: Origin) -> None:
-        """Records that values of ``origin`` reached a gradient, the loss or a weight."""
-        self.reached.append(origin)
+    def mark_reached(self, origin: Origin, *, backward: int = -1) -> None:
+        """Records that values of ``origin`` reached a gradient, the loss or a weight.
+
+        Args:
+            origin: The origin.
+            backward: The backward pass whose gradients they reached: a dynamic loss scale skips the
+                step, and backs off. -1 for the loss or a weight.
+        """
+        self._reached[origin.time] = origin
+        if origin.fault.heals and backward != -1:
+            self.healed.add(backward)
+        else:
+            self._unhealed[origin.time] = origin
+
+    def mark_backward(self, backward: int) -> None:
+        """Counts a backward pass that has reached a gradient."""
+        self.passes += backward != self._backward
+        self._backward = backward
 
     def mark_finite_gradient(self) -> None:
         """Records that a parameter received a finite gradient."""
-        self._finite_gradient_at = self.time
+        unreached = [o for o in self._pending if o.time not in self._reached]
+        harmless = [origin for origin in unreached if not origin.fault.heals]
+        self.harmless += len(harmless)
+        self.first_harmless = self.first_harmless or next(iter(harmless), None)
+        self._pending.clear()
+        kept = self._reached.keys() | {origin.time for origin in self._lost.values()}
+        for known in (self._readers, self._masked_out, self._absorbed):
+            _keep(known, kept)
 
-    def first(self) -> Fault | None:
-        """Returns the first fault; see Note [When an origin is a fault]."""
-        faults = [origin for origin in self.origins if not origin.deliberate]
-        lost = [o for o in faults if o.fault.cause == "range" and o.fault.dtype is _FP16]
-        pending = [o for o in faults if o.time > self._finite_gradient_at]
-        for origins in ([*self.reached, *lost], pending):
+    @property
+    def has_pending(self) -> bool:
+        """Whether an origin may yet turn out to be a fault."""
+        return bool(self._pending)
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether a fault has reached a gradient, the loss or a weight, and no scale heals it."""
+        return bool(self._unhealed)
+
+    def first(self, *, healing: bool = True) -> Fault | None:
+        """Returns the fault of the first origin that is one."""
+        origin = self.first_origin(healing=healing)
+        if origin is None:
+            return None
+        return replace(origin.fault, read_by=tuple(self._readers.get(origin.time, ())))
+
+    def first_origin(self, *, healing: bool = True) -> Origin | None:
+        """Returns the first origin that is a fault; see Note [When an origin is a fault].
+
+        Args:
+            healing: Whether an overflow from which a dynamic loss scale backs off counts as one.
+        """
+        reached = self._reached if healing else self._unhealed
+        lost = [origin for origin in self._lost.values() if origin.time not in self._absorbed]
+        pending = [o for o in self._pending if healing or not o.fault.heals]
+        for origins in ([*reached.values(), *lost], pending):
             origin = self.most_severe(origins)
             if origin is not None:
-                return origin.fault
+                return origin
         return None
+
+
+def _keep(known: dict[int, list[str]] | set[int], kept: set[int]) -> None:
+    for time in [time for time in known if time not in kept]:
+        known.pop(time) if isinstance(known, dict) else known.discard(time)

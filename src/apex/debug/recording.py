@@ -15,9 +15,23 @@ from apex.debug.attribution import CallTracker, DtypeRules
 from apex.debug.clock import Clock, Span, Stopwatch
 from apex.debug.module_tracker import Direction, ModuleTracker
 from apex.debug.ranges import Ranges, cast_losses, is_measurable
-from apex.debug.records import CAST, CastCount, OpRow, RoundTrip, computed_in
+from apex.debug.records import (
+    CAST,
+    LOW,
+    CastCount,
+    OpRow,
+    RoundTrip,
+    WeightCasts,
+    computed_in,
+)
 
 aten = torch.ops.aten
+
+_Place = tuple[str, Direction, tuple[str, str, str], str, str]
+"""Module, direction, dtypes, operator and what decided its dtype."""
+
+# Operators that a result passes on its way to the cast back.
+_PASS_ON = {aten.native_dropout, aten.mul, aten.div, aten.clone, aten.masked_fill}
 
 _CASTS = {aten._to_copy.default, aten.to.dtype, aten.to.device, aten.to.other}
 
@@ -67,6 +81,31 @@ class Cast:
     prior: Cast | None = None
 
 
+@dataclass(eq=False)
+class Detour:
+    """An operator that computed in a wider dtype, on inputs cast from 16 bits.
+
+    Attributes:
+        key: Its record.
+        low: Dtype of the inputs before the casts.
+        casts: The casts made for it.
+        returned: Whether a cast has taken its result back.
+    """
+
+    key: Key
+    low: str
+    casts: list[Cast]
+    returned: bool = False
+
+
+@dataclass
+class TripStats:
+    """The statistics of the round trips at one place."""
+
+    count: int = 0
+    casts: list[Cast] = field(default_factory=list)
+
+
 @dataclass
 class OpStats:
     """The statistics that one record accumulates."""
@@ -97,7 +136,9 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
         self._rules = rules
         self._flops = _flop_formulas()
         self._stats: dict[Key, OpStats] = {}
-        self._trips: dict[tuple[str, Direction, tuple[str, str, str]], list[int]] = {}
+        self._trips: dict[_Place, TripStats] = {}
+        self._weight_casts: list[Cast] = []
+        self._detours: dict[int, tuple[StorageWeakRef, Detour]] = {}
         # A weak reference to a storage keeps its address from being reused.
         self._casts: dict[int, tuple[StorageWeakRef, Cast]] = {}
 
@@ -127,6 +168,7 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
         stats = self._stats.setdefault(key, OpStats())
         stats.calls += 1
         stats.spans.append(span)
+        self._follow_detour(func, key, inputs, outputs)
         if func is aten.clone.default:
             self._pass_to_copy(inputs[0], result)
         else:
@@ -141,6 +183,28 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
             self.without_formula.add(key.op)
         for tensor in outputs:
             stats.ranges.add(tensor)
+
+    def _follow_detour(
+        self, func: Any, key: Key, inputs: list[Tensor], outputs: list[Tensor]
+    ) -> None:
+        """Remembers a result of inputs that were cast up for it, also behind a dropout."""
+        address = _address(outputs[0]) if outputs else 0
+        if not address:
+            return
+        before = (self._cast_of(tensor) for tensor in inputs)
+        casts = [c for c in before if c and c.source in LOW and c.target == key.dtype_out]
+        detours = [d for tensor in inputs if (d := self._detour_of(tensor)) is not None]
+        if casts:
+            detours = [Detour(key, casts[0].source, [cast for cast in casts if not cast.used])]
+        elif func._overloadpacket not in _PASS_ON:
+            detours = []
+        if detours:
+            self._detours[address] = _reference(outputs[0]), detours[0]
+        else:
+            self._detours.pop(address, None)
+
+    def _detour_of(self, tensor: Tensor) -> Detour | None:
+        return self._detours.get(_address(tensor), (None, None))[1]
 
     def _consume(self, inputs: list[Tensor], stats: OpStats) -> None:
         for tensor in inputs:
@@ -171,6 +235,15 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
         if cast.prior is not None and cast.prior.source == cast.target:
             self._round_trip(cast.prior, cast)
             cast.origin = cast.prior.prior
+        detour = self._detour_of(source)
+        if detour is not None and detour.low == cast.target and not detour.returned:
+            detour.returned = True
+            path = (detour.low, cast.source, cast.target)
+            key = detour.key
+            place = key.module, key.direction, path, key.op, key.decided_by
+            self._add_trip(place, [*detour.casts, cast])
+        if cast.target in LOW and source in self._tracker.parameters:
+            self._weight_casts.append(cast)
         if first is not None and not first.charged:
             first.charged, cast.before = True, (*first.before, first)
         address = _address(result)
@@ -180,11 +253,14 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
             _charge(self._stats.setdefault(cast.own, OpStats()), cast)
 
     def _round_trip(self, outward: Cast, back: Cast) -> None:
-        place = (back.own.module, back.own.direction, (outward.source, outward.target, back.target))
+        path = (outward.source, outward.target, back.target)
         wasted = [back] if outward.used else [outward, back]
-        counts = self._trips.setdefault(place, [0, 0, 0])
-        for index, more in enumerate((1, len(wasted), sum(cast.bytes for cast in wasted))):
-            counts[index] += more
+        self._add_trip((back.own.module, back.own.direction, path, "", ""), wasted)
+
+    def _add_trip(self, place: _Place, casts: list[Cast]) -> None:
+        stats = self._trips.setdefault(place, TripStats())
+        stats.count += 1
+        stats.casts += casts
 
     def _cast_of(self, tensor: Tensor) -> Cast | None:
         return self._casts.get(_address(tensor), (None, None))[1]
@@ -214,11 +290,39 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
             if not cast.charged:
                 _charge(self._stats.setdefault(cast.own, OpStats()), cast)
         self._casts.clear()
+        self._detours.clear()
         return tuple(_record(key, stats) for key, stats in self._stats.items())
 
     def round_trips(self) -> tuple[RoundTrip, ...]:
-        """Returns the redundant round-trip casts, in order of first use."""
-        return tuple(RoundTrip(*place, *counts) for place, counts in self._trips.items())
+        """Returns the round trips, in order of first use; call it after ``records``."""
+        return tuple(_trip(place, stats) for place, stats in self._trips.items())
+
+    def weight_casts(self) -> tuple[WeightCasts, ...]:
+        """Returns the casts of parameters by dtype; call it after ``records``."""
+        made = self._weight_casts
+        return tuple(
+            _weight_casts(target, [cast for cast in made if cast.target == target])
+            for target in dict.fromkeys(cast.target for cast in made)
+        )
+
+
+def _trip(place: _Place, stats: TripStats) -> RoundTrip:
+    module, direction, path, op, decided_by = place
+    seconds = sum(cast.span() for cast in stats.casts)
+    size = sum(cast.bytes for cast in stats.casts)
+    return RoundTrip(
+        module, direction, path, stats.count, len(stats.casts), size, op, decided_by, seconds
+    )
+
+
+def _weight_casts(target: str, casts: list[Cast]) -> WeightCasts:
+    return WeightCasts(
+        target,
+        len(casts),
+        sum(cast.bytes for cast in casts),
+        sum(cast.span() for cast in casts),
+        tuple(dict.fromkeys(cast.own.module for cast in casts)),
+    )
 
 
 def _charge(stats: OpStats, cast: Cast) -> None:

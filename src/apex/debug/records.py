@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -91,15 +91,20 @@ class OpRow:
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """Redundant round-trip casts.
+    """Round trips from one dtype to another and back: redundant, or through one operator.
 
     Attributes:
-        module: Module that made the cast back.
+        module: Module that made the cast back; of a round trip through an operator, its module.
         direction: ``"forward"`` or ``"backward"``.
         path: The dtypes, such as ``("bfloat16", "float32", "bfloat16")``.
         count: Number of round trips.
         casts: Avoidable casts: two per round trip, or one if the intermediate value was also used.
+            An operator may take several inputs that are cast.
         bytes: Bytes that these casts read and wrote.
+        op: The operator that computed in the wider dtype; ``""`` if the second cast undoes the
+            first, so that both are redundant.
+        decided_by: What decided the operator's dtype.
+        seconds: Time that these casts took.
     """
 
     module: str
@@ -108,6 +113,28 @@ class RoundTrip:
     count: int
     casts: int
     bytes: int
+    op: str = ""
+    decided_by: str = ""
+    seconds: float = field(default=0.0, compare=False)
+
+
+@dataclass(frozen=True)
+class WeightCasts:
+    """Casts of parameters to one 16-bit dtype.
+
+    Attributes:
+        target: Dtype after the cast.
+        count: Number of casts.
+        bytes: Bytes that these casts read and wrote.
+        seconds: Time that they took.
+        modules: Modules in which they are made.
+    """
+
+    target: str
+    count: int
+    bytes: int
+    seconds: float
+    modules: tuple[str, ...]
 
 
 @dataclass(frozen=True)

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
+
+from torch import nn
 
 from apex._engine.optimizer.optimizer_class import binding_of
 from apex._engine.session import Session
-from apex.amp.nonfinite import NonfiniteGradient, count_nonfinite, nonfinite_gradients
-from apex.amp.optimizers import unwrap
+from apex.amp.nonfinite import (
+    NonfiniteGradient,
+    count_nonfinite,
+    nonfinite_gradients,
+    nonfinite_of,
+)
+from apex.debug.loops import inner, loop_of
 
 
-def why_skipped(optimizer: Any) -> list[NonfiniteGradient]:
+def why_skipped(
+    optimizer: Any, *, model: nn.Module | Sequence[nn.Module] | None = None
+) -> list[NonfiniteGradient]:
     """Returns the gradients that hold inf or NaN; empty if all are finite or cleared.
 
     Call it after the ``scale_loss`` block and before ``zero_grad``. It waits for the device. With
     ``verbosity=2``, ``amp.initialize`` prints the same list at every overflow.
 
     Args:
-        optimizer: An optimizer prepared by ``amp.initialize``, at any level.
+        optimizer: An optimizer prepared by ``amp.initialize``, at any level, or that of a plain
+            loop: call it after ``backward`` or, with a ``GradScaler``, after ``scaler.step``.
+        model: The model or models of a plain loop, for names.
 
     Raises:
-        RuntimeError: If amp has not prepared the optimizer.
+        RuntimeError: If the amp session of an optimizer from a file is gone.
 
     Example:
         >>> import torch
@@ -35,24 +47,32 @@ def why_skipped(optimizer: Any) -> list[NonfiniteGradient]:
         ...     print(gradient)
         weight (1 inf of 2)
     """
-    session, binding = require_session(optimizer, "why_skipped")
-    return count_nonfinite(nonfinite_gradients(session, only=binding))
+    binding = binding_of(inner(optimizer))
+    if binding is not None:
+        session, _ = require_session(optimizer, "why_skipped")
+        return count_nonfinite(nonfinite_gradients(session, only=binding))
+    loop = loop_of("why_skipped", [optimizer], models=model)
+    names = loop.names()
+    found = nonfinite_of(loop.params())
+    return count_nonfinite((names[id(param)], values) for param, values in found)
 
 
-def require_session(optimizer: Any, caller: str) -> tuple[Session, Any]:
+def require_session(optimizer: Any, caller: str, *, plain: str = "") -> tuple[Session, Any]:
     """Returns an optimizer's session and binding.
 
     Args:
-        optimizer: An optimizer, or LARC around one.
+        optimizer: An optimizer, or a wrapper of one.
         caller: Name of the calling public function, for the error message.
+        plain: What to do with an optimizer of a plain loop, for the message.
 
     Raises:
         RuntimeError: If amp has not prepared the optimizer.
     """
-    binding = binding_of(unwrap(optimizer))
+    binding = binding_of(inner(optimizer))
     if binding is None or binding.owner is None:
+        otherwise = f" In a loop without amp.initialize, {plain}." if plain else ""
         raise RuntimeError(
             f"amp.debug.{caller} got an optimizer that amp has not prepared. Pass it to "
-            "amp.initialize(model, optimizer) and use the one returned."
+            f"amp.initialize(model, optimizer) and use the one returned.{otherwise}"
         )
     return cast(Session, binding.owner), binding

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from apex import amp
 from apex._engine.model import is_converted
+from apex._torch import ddp
 from apex.integrations import scales
 
 try:
@@ -185,7 +185,7 @@ class ApexOptimWrapper(OptimWrapper):
                 dtypes = [param.dtype for param in model.parameters()]
                 self._initialize(model)
                 if dtypes != [param.dtype for param in model.parameters()]:
-                    _follow_dtypes(model)
+                    ddp.rebuild_reducer(model)
             yield
 
     def _initialize(self, model: Any) -> None:
@@ -216,15 +216,3 @@ class ApexOptimWrapper(OptimWrapper):
         if self._loaded_scales is not None:
             scales.load_state_dict(self.optimizer, self._loaded_scales)
             self._loaded_scales = None
-
-
-def _follow_dtypes(model: nn.Module) -> None:
-    """Recreates DDP's reducer after the parameters' dtypes changed.
-
-    The Runner wraps the model before the first iteration prepares it, so the reducer's buckets have
-    the old dtype, and autograd dropped its hooks with the change. In torch, only restoring the
-    state of a pickled DDP creates a new reducer.
-    """
-    if isinstance(model, DistributedDataParallel) and "reducer" in vars(model):
-        ddp: Any = model  # torch does not annotate these two methods
-        ddp.__setstate__(ddp.__getstate__())

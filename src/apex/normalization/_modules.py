@@ -144,7 +144,26 @@ class FusedRMSNorm(_FusedNorm):
         return input.dtype
 
 
-class MixedFusedLayerNorm(FusedLayerNorm):
+class _Mixed(_FusedNorm):
+    """Norms whose result has the weight's dtype."""
+
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        *,
+        memory_efficient: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        other = "FusedRMSNorm" if isinstance(self, FusedRMSNorm) else "FusedLayerNorm"
+        _check_affine(f"Mixed{other}", other, **kwargs)
+        super().__init__(normalized_shape, eps, True, memory_efficient)
+
+    def _out_dtype(self, input: Tensor) -> torch.dtype:
+        return input.dtype if self.weight is None else self.weight.dtype
+
+
+class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
     """Layer norm whose result has the weight's dtype, or autocast's under autocast.
 
     Args:
@@ -160,42 +179,14 @@ class MixedFusedLayerNorm(FusedLayerNorm):
 
     __module__ = "apex.normalization.fused_layer_norm"  # the public name, which pickles store
 
-    def __init__(
-        self,
-        normalized_shape: Shape,
-        eps: float = 1e-5,
-        *,
-        memory_efficient: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        _check_affine("MixedFusedLayerNorm", "FusedLayerNorm", **kwargs)
-        super().__init__(normalized_shape, eps, True, memory_efficient)
 
-    def _out_dtype(self, input: Tensor) -> torch.dtype:
-        return input.dtype if self.weight is None else self.weight.dtype
-
-
-class MixedFusedRMSNorm(FusedRMSNorm):
+class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
     """RMS norm whose result has the weight's dtype, or autocast's under autocast.
 
     Arguments and errors are those of `MixedFusedLayerNorm`.
     """
 
     __module__ = "apex.normalization.fused_layer_norm"  # the public name, which pickles store
-
-    def __init__(
-        self,
-        normalized_shape: Shape,
-        eps: float = 1e-5,
-        *,
-        memory_efficient: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        _check_affine("MixedFusedRMSNorm", "FusedRMSNorm", **kwargs)
-        super().__init__(normalized_shape, eps, True, memory_efficient)
-
-    def _out_dtype(self, input: Tensor) -> torch.dtype:
-        return input.dtype if self.weight is None else self.weight.dtype
 
 
 def _size(module: str, shape: Shape) -> torch.Size:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._engine.host_scale import HostScale
-from apex._engine.master_wrapper import MasterWrapper, scaler_attribute
+from apex._engine.master_wrapper import MasterWrapper, forwarded
 
 _LOG = logging.getLogger("apex")
 _DYNAMIC = {"init_scale": 2.0**16, "scale_factor": 2.0, "scale_window": 1000}
@@ -31,12 +31,16 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
 
     _adopts_frozen: ClassVar[bool] = True
 
-    dynamic_loss_scale = scaler_attribute("dynamic", "Whether the scale follows the gradients.")
-    cur_scale = scaler_attribute("cur_scale", "The loss scale (multiplier).")
-    cur_iter = scaler_attribute("cur_iter", "Steps so far, skipped ones included.")
-    last_overflow_iter = scaler_attribute("last_overflow_iter", "Last skipped step; -1 for none.")
-    scale_factor = scaler_attribute("scale_factor", "Growth factor; its inverse backs off.")
-    scale_window = scaler_attribute("scale_window", "Clean steps before growth.")
+    dynamic_loss_scale = forwarded(
+        "loss_scaler", "dynamic", "Whether the scale follows the gradients."
+    )
+    cur_scale = forwarded("loss_scaler", "cur_scale", "The loss scale (multiplier).")
+    cur_iter = forwarded("loss_scaler", "cur_iter", "Steps so far, skipped ones included.")
+    last_overflow_iter = forwarded(
+        "loss_scaler", "last_overflow_iter", "Last skipped step; -1 for none."
+    )
+    scale_factor = forwarded("loss_scaler", "scale_factor", "Growth factor; its inverse backs off.")
+    scale_window = forwarded("loss_scaler", "scale_window", "Clean steps before growth.")
 
     def __init__(
         self,

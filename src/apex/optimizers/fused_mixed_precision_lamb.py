@@ -42,27 +42,10 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         use_nvlamb: bool = False,
         reduced_precision_dtype: torch.dtype | None = None,
     ) -> None:
-        """Creates the optimizer.
+        """Creates the optimizer after ``step`` steps.
 
-        Args:
-            params: Parameters or parameter groups.
-            lr: Learning rate.
-            step: Number of previous steps.
-            bias_correction: Whether to correct the bias of the averages.
-            betas: Decay of the averages of gradients and of their squares, per step.
-            eps: Term added to the denominator.
-            weight_decay: Decay rate.
-            amsgrad: Not supported; must be False.
-            adam_w_mode: Whether weight decay is decoupled.
-            grad_averaging: Whether the weight of the gradient in its average is ``1 - betas[0]``,
-                instead of 1.
-            max_grad_norm: Largest global gradient norm; 0 disables clipping.
-            use_nvlamb: Whether tensors without weight decay get a trust ratio too.
-            reduced_precision_dtype: Dtype of the parameters that get fp32 masters.
-
-        Raises:
-            RuntimeError: If ``amsgrad`` is set.
-            ValueError: If a value is out of range.
+        Parameters of ``reduced_precision_dtype`` get fp32 masters. Other arguments and errors are
+        those of :class:`apex.optimizers.FusedLAMB`.
         """
         super().__init__(
             params,

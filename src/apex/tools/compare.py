@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from apex.debug.suggesting import suggestion
+from apex.debug.suggestion import Suggestion
 from apex.tools import probing, training
 from apex.tools.emulation import EMULATION_RATIO, slowdown
 from apex.tools.errors import TargetError, format_error
@@ -41,6 +43,7 @@ class Options:
         rounds: Timed steps of each variant.
         seed: Seed of all random numbers.
         device: Device to train on.
+        suggest_fp32: Whether to search for modules to keep in fp32, and to train with them too.
     """
 
     variants: tuple[Variant, ...]
@@ -49,6 +52,7 @@ class Options:
     rounds: int
     seed: int
     device: torch.device
+    suggest_fp32: bool = False
 
 
 def compare(target: str, options: Options, progress: Progress) -> Comparison:
@@ -62,6 +66,8 @@ def compare(target: str, options: Options, progress: Progress) -> Comparison:
     with open_target(target, seed=options.seed) as build, _quiet():
         run = _Run(build, options, progress)
         run.train()
+        if options.suggest_fp32:
+            run.suggest()
         run.probe()
         run.time()
     found = Comparison(
@@ -71,6 +77,7 @@ def compare(target: str, options: Options, progress: Progress) -> Comparison:
         seed=options.seed,
         results=tuple(run.results.values()),
         notes=tuple(run.notes),
+        suggestions=tuple(run.suggestions),
         interleaved=run.interleaved,
         load=current_load(),
     )
@@ -94,6 +101,7 @@ class _Run:
         """Draws the batches and checks which dtypes the machine emulates."""
         self.options, self.progress = options, progress
         self.notes: list[str] = []
+        self.suggestions: list[Suggestion] = []
         self.interleaved = True
         self._build = build
         first = build()
@@ -108,13 +116,13 @@ class _Run:
         self._slowdowns: dict[torch.dtype, float | None] = {}
         self.results = {variant.name: self._initial_result(variant) for variant in options.variants}
         total = sum(
-            self._steps(result) + self._rounds(result) + 2
+            (self._steps(result) + self._rounds(result) + 2) * (1 + self._may_suggest(result))
             for result in self.results.values()
             if not result.skipped
         )
         progress.start(total)
 
-    # -- the three phases ----------------------------------------------------------------------
+    # -- the phases ----------------------------------------------------------------------
 
     def train(self) -> None:
         """Trains under each variant, one after another."""
@@ -151,6 +159,56 @@ class _Run:
             del self._tracks[name]  # only the baseline is needed later
         with self._recording_errors(name, "evaluating"):
             self._put(name, training=training.evaluated(record, trainer, experiment))
+
+    def suggest(self) -> None:
+        """Searches for modules to keep in fp32 and trains with them, from fp32's final weights.
+
+        The levels that take ``fp32_modules`` are searched; those that hold the model in fp32 need
+        the user's own code.
+        """
+        for name in filter(lambda each: self._may_suggest(self.results[each]), self._trained()):
+            self.progress.describe(f"suggest fp32 modules for {name}")
+            try:
+                found = self._suggestion(name)
+            except Exception as error:  # noqa: BLE001 - the user's code, or what it cannot do twice
+                self.notes.append(f"No fp32 modules searched for {name}: {format_error(error)}")
+                continue
+            self.suggestions.append(found)
+            self.notes += [found.verdict, *found.notes]
+            if found.modules:
+                self._train_with(name, found.modules)
+
+    def _may_suggest(self, result: Result) -> bool:
+        variant = result.variant
+        takes_names = variant.advised and not variant.fp32_weights
+        return self.options.suggest_fp32 and takes_names and not result.emulated
+
+    def _suggestion(self, name: str) -> Suggestion:
+        experiment = self._build()
+        experiment.model.load_state_dict(self._tracks[BASELINE].weights[len(self.batches)])
+        experiment.model.to(self.options.device)
+        batch = training.to_device(self.batches[0], self.options.device)
+        seed_all(self.options.seed)
+        return suggestion(
+            experiment.model, lambda model: experiment.loss(model, batch), batch, name
+        )
+
+    def _train_with(self, level: str, modules: list[str]) -> None:
+        """Trains at a level with modules in fp32; the result follows the level's."""
+        before = self.results[level]
+        variant = replace(
+            before.variant,
+            name=f"{level}-fp32",
+            meaning=f"{level} with fp32_modules={modules}",
+            options={"opt_level": level, "fp32_modules": modules},
+        )
+        items = list(self.results.items())
+        after = 1 + list(self.results).index(level)
+        items.insert(after, (variant.name, Result(variant, slowdown=before.slowdown)))
+        self.results = dict(items)
+        self.progress.describe(f"train {variant.name}")
+        with self._recording_errors(variant.name, "training"):
+            self._train_one(variant.name, self.results[variant.name])
 
     def probe(self) -> None:
         """Runs one batch forward and backward under each variant, from fp32's final weights."""

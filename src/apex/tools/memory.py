@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from apex import amp
 from apex._core import tree
+from apex._torch.packed import stored_tensors
 from apex.tools.results import Stored
 
 
@@ -67,7 +68,7 @@ def tensors_in(nest: Any) -> list[Tensor]:
 def _new_bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
     """Returns the bytes of storages not in ``seen`` and adds those storages to it."""
     total = 0
-    for tensor in (part for each in tensors for part in _parts(each)):
+    for tensor in (held for each in tensors for held in _parts(each)):
         if tensor.layout is torch.strided and _key(tensor) not in seen:
             seen.add(_key(tensor))
             total += tensor.untyped_storage().nbytes()
@@ -78,7 +79,7 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
     """Yields the tensor, or those inside a wrapper without a storage, such as 8-bit moments."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
-        yield tensor
+        yield from stored_tensors(tensor)
     else:
         for name in flatten()[0]:
             yield from _parts(getattr(tensor, name))

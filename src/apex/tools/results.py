@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from apex._core import dtypes
+from apex.debug.suggestion import Suggestion
 from apex.tools.load import Load
 from apex.tools.paired import Interval, independent_ratio, paired_ratio
 from apex.tools.variants import BASELINE, Variant
@@ -234,6 +235,7 @@ class Comparison:
         seed: Seed of all random numbers.
         results: In display order, the fp32 baseline first.
         notes: Remarks for the reader.
+        suggestions: Modules to keep in fp32, by level; empty if none were searched for.
         interleaved: Whether the variants took turns while they were timed.
         load: Load of the machine while they were timed; ``None`` if it is not reported.
         recommendation: Derived from the results.
@@ -245,6 +247,7 @@ class Comparison:
     seed: int
     results: tuple[Result, ...]
     notes: tuple[str, ...] = ()
+    suggestions: tuple[Suggestion, ...] = ()
     interleaved: bool = True
     load: Load | None = None
     recommendation: Recommendation = field(default=Recommendation(None, ""))

@@ -20,13 +20,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex import amp
 from apex._engine.session import Session
-from apex.tools.checked_loss import CheckedLoss
-from apex.tools.errors import TargetError, format_error
+from apex.tools.errors import TargetError, format_error, place_of
 from apex.tools.migrate.script import Script
 from apex.tools.migrate.sources import UnreadableError, read
 from apex.tools.migrate.uses import uses
@@ -39,6 +38,44 @@ NAMES = ("model", "optimizer", "batches", "loss")
 
 # One name for every execution: a module that stayed in sys.modules would keep its model alive.
 _MODULE = "apex_compare_target"
+
+
+class CheckedLoss:
+    """A loss function that raises if its result is not one number with a gradient.
+
+    Attributes:
+        place: ``"file:line"`` of the user's function; empty if it has none in Python.
+    """
+
+    def __init__(self, loss: Callable[..., Any]) -> None:
+        """Wraps ``loss(model, batch)``."""
+        self._loss = loss
+        self.place = place_of(loss)
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        """Returns the loss.
+
+        Raises:
+            TargetError: If it is no tensor, has several elements, or no gradient.
+        """
+        found = self._loss(model, batch)
+        if not isinstance(found, Tensor):
+            raise self._error(f"{type(found).__name__}; it must return the 0-d loss tensor")
+        if found.numel() != 1:
+            raise self._error(
+                f"a tensor of shape {list(found.shape)}; it must return a 0-d tensor, such as the "
+                "mean() of this one"
+            )
+        if not found.requires_grad:
+            raise self._error(
+                "a tensor without a gradient; compute it from the model's parameters, without "
+                "detach(), item() or torch.no_grad()"
+            )
+        return found
+
+    def _error(self, text: str) -> TargetError:
+        place = f" ({self.place})" if self.place else ""
+        return TargetError(f"loss(model, batch) returned {text}{place}.")
 
 
 @dataclass(frozen=True)

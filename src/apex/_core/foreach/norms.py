@@ -18,7 +18,7 @@ _PIECE = 2**16
 def l2_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Returns the 2-norm of every tensor: 0-d, fp32 (fp64 for fp64 tensors)."""
     if not any(tensor.dtype is torch.float64 for tensor in tensors):
-        return _norms_of_pieces([_pieces(tensor) for tensor in tensors])
+        return _norms_of_pieces([pieces(tensor) for tensor in tensors])
     # One call takes one dtype, and refuses one narrower than a tensor's own.
     wide = torch.float64
     return [
@@ -27,7 +27,8 @@ def l2_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def _pieces(tensor: Tensor) -> Sequence[Tensor]:
+def pieces(tensor: Tensor) -> Sequence[Tensor]:
+    """Returns a tensor in pieces of which the norm kernel of its device is exact."""
     cut = tensor.device.type == "cpu" and tensor.numel() > _PIECE
     if not cut or dtensor.is_dtensor(tensor):
         return (tensor,)
@@ -35,8 +36,8 @@ def _pieces(tensor: Tensor) -> Sequence[Tensor]:
 
 
 def _norms_of_pieces(tensors: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    pieces = [piece for parts in tensors for piece in parts]
-    norms = iter(torch._foreach_norm(pieces, 2, dtype=torch.float32) if pieces else ())
+    listed = [piece for parts in tensors for piece in parts]
+    norms = iter(torch._foreach_norm(listed, 2, dtype=torch.float32) if listed else ())
     return [
         next(norms) if len(parts) == 1 else total(torch.stack([next(norms) for _ in parts]))
         for parts in tensors

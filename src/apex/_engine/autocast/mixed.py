@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -19,29 +18,29 @@ from apex._torch.dynamo import untraced
 from apex._torch.function_modes import exit_function_modes, function_modes, push_function_mode
 
 
-class resolve_mixed(ExitStack):  # noqa: N801 - reads as a function
+class resolve_mixed:  # noqa: N801 - reads as a function
     """Context of a backward pass in which Python code may mix dtypes.
 
-    See Note [Casts in a backward pass]. Does nothing for a region without casts.
+    See Note [Casts in a backward pass]. Does nothing for a region without casts. Its exit is
+    idempotent; see Note [Interrupted blocks].
     """
 
+    _modes: int | None = None
+
     def __init__(self, region: CastRegion | UncastRegion) -> None:
-        super().__init__()
         self._region = region
 
     @untraced
-    def __enter__(self) -> Any:
+    def __enter__(self) -> None:
         if isinstance(self._region, CastRegion):
-            modes = function_modes()
-            self.callback(exit_function_modes, modes)
-            self.callback(exit_function_modes, modes)  # see Note [Interrupted blocks]
-            try:
-                push_function_mode(_ResolveMixed(self._region))
-                return self
-            except BaseException:
-                self.close()
-                raise
-        return self
+            self._modes = function_modes()
+            push_function_mode(_ResolveMixed(self._region))
+
+    @untraced
+    def __exit__(self, *error: object) -> None:
+        if self._modes is not None:
+            exit_function_modes(self._modes)
+            self._modes = None
 
 
 class _ResolveMixed(TorchFunctionMode):

@@ -17,6 +17,7 @@ from apex._engine.autocast.kernel_registry import Registry
 from apex._engine.autocast.thread_casts import (
     DEVICE_TYPES,
     AmbientRequest,
+    State,
     Threads,
     autocast_depth,
     backward_id,
@@ -29,6 +30,7 @@ __all__ = [
     "CastRegion",
     "CastSpec",
     "OpTable",
+    "UncastBlock",
     "UncastRegion",
     "active_dtype",
     "active_spec",
@@ -238,22 +240,43 @@ class UncastRegion:
             here.restore(before)
 
 
-class no_casts(ExitStack):  # noqa: N801 - reads as a function, like torch.no_grad
+class UncastBlock:
     """Turns the casts of every region off in this thread, even in regions that run inside.
 
-    Reentrant and reusable; cheaper than ``torch.autocast(enabled=False)``.
+    Cheaper than ``torch.autocast(enabled=False)``. Its exit is idempotent, and callers exit it in
+    two ``finally`` clauses; see Note [Interrupted blocks].
+    """
+
+    _before: State | None = None
+
+    @untraced
+    def __enter__(self) -> None:
+        here = _threads.current
+        if here.stale:
+            here.settle()
+        self._here = here
+        self._before = before = here.state(here.switches(here.specs))
+        here.turn_off(before, for_runs=True)
+
+    @untraced
+    def __exit__(self, *error: object) -> None:
+        if self._before is not None:
+            self._here.restore(self._before)
+
+
+class no_casts(ExitStack):  # noqa: N801 - reads as a function, like torch.no_grad
+    """An :class:`UncastBlock` for any caller; reentrant and reusable.
+
+    The ExitStack runs every callback, even if a Ctrl-C interrupts one.
     """
 
     @untraced
     def __enter__(self) -> Any:
-        here = _threads.current
-        if here.stale:
-            here.settle()
-        before = here.state(here.switches(here.specs))
-        self.callback(here.restore, before)
-        self.callback(here.restore, before)  # see Note [Interrupted blocks]
+        block = UncastBlock()
+        self.push(block.__exit__)
+        self.push(block.__exit__)
         try:
-            here.turn_off(before, for_runs=True)
+            block.__enter__()
             return self
         except BaseException:
             self.close()

@@ -10,18 +10,21 @@ from apex._engine.model.convert import (
     undo_convert,
 )
 from apex._engine.model.lost_values import find_lost, name_lost
+from apex._engine.model.module_class import begin_call, end_call
 from apex._engine.model.plan import MasterSource, ModelPlan, Region
-from apex._engine.model.state import assign, is_converted, module_behind, owner_of
+from apex._engine.model.state import assign, is_converted, module_behind, owner_of, state_of
 
 __all__ = [
     "MasterSource",
     "ModelPlan",
     "Region",
     "assign",
+    "begin_call",
     "check",
     "check_restorable",
     "convert",
     "convert_late",
+    "end_call",
     "find_lost",
     "floating_tensors",
     "is_converted",
@@ -30,5 +33,6 @@ __all__ = [
     "owner_of",
     "restore",
     "set_region",
+    "state_of",
     "undo_convert",
 ]

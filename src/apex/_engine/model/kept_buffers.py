@@ -11,6 +11,7 @@ Note [Kept buffers]
     tensor it is rounded to that dtype for this one call. What is computed from kept buffers, alone
     or with fp32 constants, is computed in fp32 and yields in turn. With fp32 tensors that require
     gradients it gives plain ones, and ``.float()`` gives the plain fp32 tensor that it asks for.
+    What is written into one, such as an average or the keys of a cache, becomes fp32 first.
 
     In eager a class does this, put on the buffer's own object, so that all who hold the buffer keep
     it, and calls without a kept buffer cost nothing. Dynamo does not pass every call to a subclass
@@ -30,7 +31,7 @@ from torch.overrides import TorchFunctionMode, get_default_nowrap_functions
 
 from apex._core import dtypes, tree
 from apex._engine.undo import Undo
-from apex._torch.dynamo import allow_subclass_inputs, at_tracing
+from apex._torch.dynamo import allow_subclass_inputs, at_tracing, make_traceable
 from apex._torch.overrides import without_overrides
 
 _log = logging.getLogger("apex")
@@ -47,6 +48,9 @@ _NEEDS_EQUAL = frozenset(
     {"index_put", "index_put_", "__setitem__", "prelu", "scatter", "scatter_", "masked_scatter"}
 )
 """Functions that refuse a 0-d tensor of another dtype."""
+
+_REPLACEMENTS = frozenset({"__set__", "set_"})
+"""Functions that give their first argument another storage or attribute."""
 
 _UPDATES = frozenset({"batch_norm", "instance_norm"})
 """Functions that write to arguments beside the first: running statistics."""
@@ -83,6 +87,10 @@ class KeptBuffer(Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         """Shows a plain tensor."""
         return repr(plain(self))
+
+    def __format__(self, spec: str) -> str:
+        """Formats a plain tensor; torch's own refuses subclasses."""
+        return format(plain(self), spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """Returns a kept buffer with memory of its own."""
@@ -128,6 +136,7 @@ def mark(buffer: Tensor, undo: Undo | None = None) -> Tensor:
     if undo is not None and not isinstance(buffer, KeptBuffer):
         undo.push(unmark, buffer)
     buffer.__class__ = KeptBuffer
+    make_traceable(KeptBuffer)
     return buffer
 
 
@@ -210,6 +219,10 @@ def _call(
     name = _name(func)
     if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
         return _call_unary(func, name, args[0], known)
+    if name.startswith("_foreach_"):  # what meets in lists are their elements, one by one
+        return _strong(func(*args, **kwargs), known)
+    if _written(name) and args and isinstance(args[0], Tensor):
+        return _call_in_place(func, name, args, kwargs, given, known)
     low, yields = _met(name, given, known)
     before = args
     if low is not None:
@@ -219,16 +232,33 @@ def _call(
         for held, used in zip(before, args, strict=True):
             if held is not used:
                 held.copy_(used)
-    if "out" in kwargs:
-        return result
-    if _written(name):
-        # Traced, an operator in place gives another object than the one it writes to.
-        return args[0] if _is_compiling() and isinstance(args[0], Tensor) else result
-    if low is not None:
+    if low is not None or "out" in kwargs:
         return result
     if not yields or _asks_for_fp32(name, args, kwargs):
         return _strong(result, known)
     return _keep(result, given, name, known)
+
+
+def _call_in_place(
+    func: Any,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    given: list[Tensor],
+    known: list[Tensor] | None,
+) -> Any:
+    """Calls a function that writes to its first argument."""
+    target = args[0]
+    if not _is_kept(target, known):
+        low, _ = _met(name, given, known)
+        if low is not None:
+            args, kwargs = _rounded(name, args, kwargs, low, known)
+    elif name not in _REPLACEMENTS:
+        args = (target, *_widened(args[1:]))
+        kwargs = dict(zip(kwargs, _widened(kwargs.values()), strict=True))
+    result = func(*args, **kwargs)
+    # Traced, an operator in place gives another object than the one it writes to.
+    return target if _is_compiling() else result
 
 
 def _call_unary(func: Any, name: str, tensor: Tensor, known: list[Tensor] | None) -> Any:
@@ -247,9 +277,9 @@ def _name(func: Any) -> str:
     return name.partition(".")[0] if "." in name else name  # behind it an operator's overload
 
 
-def _written(name: str) -> int:
-    """Returns how many of a function's first arguments it writes to: 0 or 1."""
-    return int(name in _ASSIGNMENTS or (name[-1:] == "_" and name[-2:] != "__"))
+def _written(name: str) -> bool:
+    """Returns whether a function writes to its first argument."""
+    return name in _ASSIGNMENTS or (name[-1:] == "_" and name[-2:] != "__")
 
 
 def _asks_for_fp32(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -311,10 +341,22 @@ def _rounded(
     known: list[Tensor] | None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the arguments with kept buffers rounded to ``low``, but for what is written to."""
-    first = args[: _written(name)]
+    first = args[: int(_written(name))]
     rest = [_round(value, low, known) for value in args[len(first) :]]
     read = {key: _round(value, low, known) for key, value in kwargs.items() if key != "out"}
     return (*first, *rest), {**kwargs, **read}
+
+
+def _widened(values: Iterable[Any]) -> list[Any]:
+    """Returns ``values`` with 16-bit tensors, also those in lists and tuples, in fp32."""
+    return [
+        type(value)(_widened(value))
+        if type(value) in (list, tuple)
+        else value.float()
+        if isinstance(value, Tensor) and dtypes.is_low_precision(value)
+        else value
+        for value in values
+    ]
 
 
 def _round(value: Any, low: torch.dtype, known: list[Tensor] | None) -> Any:

@@ -139,8 +139,7 @@ class ConvertedModule(nn.Module):
         if not intact:  # the model's own class rebuilt it from part of its state
             state.apply(self)
         state.model = weakref.ref(self)
-        for buffer in state.kept(self):
-            kept_buffers.mark(buffer)  # plain in files
+        kept_buffers.mark_plain(state.kept(self))  # plain in files
 
 
 class _AnotherDtype(Exception):  # noqa: N818 - a signal, not an error
@@ -312,32 +311,49 @@ def cast_call(
     kwargs: dict[str, Any],
 ) -> Any:
     """Calls ``forward(*bound, *args, **kwargs)``, casting ``args``, ``kwargs`` and the output."""
-    plan = state.plan
+    args, kwargs = begin_call(state, args, kwargs)
+    run = _run_traced if _is_compiling() else _run
+    return end_call(state, run(model, state, forward, *bound, *args, **kwargs))
+
+
+def begin_call(
+    state: ModelState, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Begins a forward pass: returns its arguments, cast by the plan."""
     if _is_compiling():
         state.begin_traced_forward()
     else:
         state.begin_forward()
-    if plan.input_dtype is not None:
-        if plan.cast is None:
-            args, kwargs = tree.cast_arguments(args, kwargs, plan.input_dtype)
-        else:
-            args, kwargs = (plan.cast(part, plan.input_dtype) for part in (args, kwargs))
-    output = _run_inside(model, state, forward, *bound, *args, **kwargs)
+    plan = state.plan
+    if plan.input_dtype is None:
+        return args, kwargs
+    if plan.cast is None:
+        return tree.cast_arguments(args, kwargs, plan.input_dtype)
+    return plan.cast(args, plan.input_dtype), plan.cast(kwargs, plan.input_dtype)
+
+
+def end_call(state: ModelState, output: Any) -> Any:
+    """Returns the output of a forward pass, cast by the plan."""
+    plan = state.plan
     if plan.output_dtype is not None:
         output = (plan.cast or tree.cast_tensors)(output, plan.output_dtype)
     return kept_buffers.plain(output) if state.keeps else output
 
 
-def _run_inside(
+def _run_traced(
     model: nn.Module, state: ModelState, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     kept = state.kept(model) if state.keeps else []
-    if _is_compiling():  # dynamo cannot resume after a graph break inside a try block
-        if not kept:
-            return state.region.run(forward, *args, **kwargs)
-        with kept_buffers.Yielding(kept):
-            return state.region.run(forward, *args, **kwargs)
-    marked = kept_buffers.mark_plain(kept)
+    if not kept:  # dynamo cannot resume after a graph break inside a block
+        return state.region.run(forward, *args, **kwargs)
+    with kept_buffers.Yielding(kept):
+        return state.region.run(forward, *args, **kwargs)
+
+
+def _run(
+    model: nn.Module, state: ModelState, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    marked = kept_buffers.mark_plain(state.kept(model)) if state.keeps else ()
     try:
         return state.region.run(forward, *args, **kwargs)
     except RuntimeError as error:

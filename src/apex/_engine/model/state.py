@@ -262,9 +262,12 @@ def _has(hooks: Mapping[int, object], kind: type) -> bool:
 
 
 def stash_forward(model: nn.Module, state: ModelState) -> None:
-    """Moves a ``forward`` set on the object into ``state``, so that the class's runs."""
+    """Moves a ``forward`` set on the object into ``state``, so that the class's runs.
+
+    Drops the class's own, which scripts that replace ``forward`` for a while leave on the object.
+    """
     own = model.__dict__.pop("forward", None)
-    if own is not None:
+    if own is not None and getattr(own, "__func__", None) is not type(model).forward:
         state.inner_forward = own
 
 

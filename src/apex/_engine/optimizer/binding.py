@@ -6,6 +6,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -13,9 +14,10 @@ from torch.optim import Optimizer
 
 from apex._core import dtypes
 from apex._engine import masters
-from apex._engine.autocast.region import no_casts
+from apex._engine.autocast.region import UncastBlock
 from apex._engine.masters import Masters, TrackedPair
 from apex._engine.mistakes import Mistakes
+from apex._engine.optimizer import one_pass
 from apex._engine.optimizer.gradient_pass import Gradients
 from apex._engine.undo import Undo, all_or_nothing
 from apex._pickle import empty
@@ -86,6 +88,7 @@ class Binding:
         """
         self.attach(optimizer)
         self.pairs: list[TrackedPair] = []
+        self._counted = 0, 0
         self.gradients = Gradients(self)
         self.master_weights = master_weights
         self.casts_off = casts_off
@@ -114,10 +117,12 @@ class Binding:
 
     def params(self) -> list[nn.Parameter]:
         """Returns every parameter that the optimizer steps, masters included."""
-        return [param for group in self.optimizer.param_groups for param in group["params"]]
+        return [*chain.from_iterable([group["params"] for group in self.optimizer.param_groups])]
 
     def direct(self) -> list[nn.Parameter]:
         """Returns the parameters that are stepped without a master."""
+        if not self.pairs:
+            return self.params()
         own = {id(pair.master) for pair in self.pairs}
         return [param for param in self.params() if id(param) not in own]
 
@@ -125,9 +130,25 @@ class Binding:
         """Returns the models' parameters that the optimizer trains, with or without a master."""
         return [*(pair.model for pair in self.pairs), *self.direct()]
 
+    @property
+    def elements(self) -> int:
+        """The number of elements of all masters; counted again if their number changes."""
+        if self._counted[0] != len(self.pairs):
+            self._counted = len(self.pairs), sum(pair.model.numel() for pair in self.pairs)
+        return self._counted[1]
+
+    def defers(self) -> bool:
+        """Returns whether the step takes gradients in 16 bits."""
+        return one_pass.takes(self)
+
     def owns(self, param: Tensor) -> bool:
         """Returns whether the optimizer steps the master of ``param``, a model's parameter."""
         return id(param) in self._owned
+
+    @property
+    def packs_masters(self) -> bool:
+        """Whether masters are stored in fewer bytes than fp32."""
+        return self._source.kind is not None
 
     def is_frozen(self, param: Tensor) -> bool:
         """Returns whether ``param`` is frozen and gets its master when unfrozen."""
@@ -256,7 +277,7 @@ class Binding:
         state = self.__dict__.copy()
         for name in ("_optimizer", "_source", "_owned", "gradients", "casts_off"):
             del state[name]
-        state.update(owner=None, inner_step=None, view=None)
+        state.update(owner=None, inner_step=None, view=None, packing=self._source.kind)
         return state
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -266,10 +287,10 @@ class Binding:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores everything but the optimizer, which attaches itself."""
         self.__dict__.update(state)
-        self._source = Masters()
+        self._source = Masters(self.__dict__.pop("packing", None))
         self._owned = {id(pair.model) for pair in self.pairs}
         self.gradients = Gradients(self)  # copies and files hold no gradients
-        self.casts_off = no_casts
+        self.casts_off = UncastBlock
 
 
 def _move_state(optimizer: Optimizer, old: nn.Parameter, new: nn.Parameter) -> None:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from apex._core import finite, master
 from apex._engine.events import Iteration
 from apex._engine.masters import TrackedPair, clear_grad
-from apex._engine.optimizer import mirror_gradients
+from apex._engine.optimizer import deferred, mirror_gradients
+from apex._engine.optimizer.deferred import Deferred, Factor
 from apex._torch import dtensor
 from apex._torch.copies import HostCopy, capturing
 from apex._torch.counted import without_counting
@@ -53,6 +54,9 @@ class SteppedParams(Protocol):
     def direct(self) -> list[nn.Parameter]:
         """Returns the parameters that are stepped without a master."""
 
+    def defers(self) -> bool:
+        """Returns whether the step takes gradients in 16 bits; see :mod:`.one_pass`."""
+
 
 class Gradients:
     """The gradients of one optimizer, and their state between passes.
@@ -88,6 +92,7 @@ class Gradients:
         self._before = GradState.READY
         self._aside: _Grads = []
         self._fresh: _Grads = []
+        self._deferred: list[Deferred] = []
         self._mirrors: _Grads = []
         self._sentinel: tuple[Tensor, int] | None = None
         self._unmirrored: list[TrackedPair] = []
@@ -142,6 +147,8 @@ class Gradients:
             begun: Ids of parameters that another optimizer of the pass has prepared, which this one
                 skips; extended by its own. ``None`` if the pass has one optimizer.
         """
+        if not keeps:
+            self.settle()
         returned = self.state is GradState.LOCAL and sent_with is not None
         aside: _Grads = []
         back: _Grads = []
@@ -182,7 +189,12 @@ class Gradients:
         self.state = GradState.DELAYED
 
     def accumulate(
-        self, unscale_: Callable[[list[Tensor]], None] | None, done: set[int] | None = None
+        self,
+        unscale_: Callable[[list[Tensor]], None] | None,
+        done: set[int] | None = None,
+        factors: Sequence[Factor] | None = None,
+        *,
+        checks: bool = False,
     ) -> None:
         """Computes the unscaled fp32 gradients of the pass, plus earlier ones.
 
@@ -194,14 +206,19 @@ class Gradients:
                 exactly 1.
             done: Ids of parameters that another optimizer of the pass has processed; extended by
                 this one's.
+            factors: What ``unscale_`` multiplies by, for gradients that stay in 16 bits; ``None``
+                if none may.
+            checks: Whether ``unscale_`` checks gradients for inf and NaN.
         """
         done = set() if done is None else done
         reached = self._reached(done)
+        done.update(id(pair.model) for pair, _ in reached)
+        if factors is not None and not self._returned and self._optimized.defers():
+            reached = self._defer(reached, factors, unscale_ if checks else None)
         pairs = [pair for pair, _ in reached]
         own = [pair.master for pair in pairs]
         # In the masters' memory layout: a model moved to channels_last has another.
         models = [pair.model for pair in pairs]
-        done.update(map(id, models))
         fresh = master.fp32_copies([grad for _, grad in reached], models, own)
         if unscale_ is not None:
             unscale_(finite.dense_values(fresh + _grads(self._not_in(done))))
@@ -216,7 +233,34 @@ class Gradients:
         if adds or self._scaled:
             self._mirror_sums(pairs, earlier)
         if self._unmirrored:
-            self._mirrors = self._unreached_mirrors()
+            self._mirrors += self._unreached_mirrors()
+
+    def _defer(
+        self,
+        reached: Sequence[tuple[TrackedPair, Tensor]],
+        factors: Sequence[Factor],
+        check: Callable[[list[Tensor]], None] | None,
+    ) -> list[tuple[TrackedPair, Tensor]]:
+        """Leaves gradients in 16 bits; returns those that cannot stay so."""
+        aside = {id(param) for param, _ in self._aside}
+        rest: list[tuple[TrackedPair, Tensor]] = []
+        for pair, grad in reached:
+            if id(pair.master) in aside or not deferred.can_defer(pair, grad):
+                rest.append((pair, grad))
+                continue
+            each = Deferred(pair, grad, factors)
+            self._deferred.append(each)
+            self._mirrors.append((pair.model, each.mirror(pair.model)))
+        if check is not None:
+            deferred.in_fp32(self._deferred, check, scaled=True)
+        return rest
+
+    def settle(self) -> None:
+        """Computes every fp32 gradient that was deferred."""
+        for pair in self._optimized.pairs:
+            each = deferred.of(pair.master)
+            if each is not None:
+                each.settle()
 
     def _reached(self, done: set[int]) -> list[tuple[TrackedPair, Tensor]]:
         """Returns the pairs whose model parameter received a gradient, and that gradient."""
@@ -259,8 +303,12 @@ class Gradients:
         aside = {id(param): grad for param, grad in self._aside}
         mirrors: _Grads = []
         for pair in self._unmirrored:
-            grad = aside.get(id(pair.master), pair.master.grad)
-            if pair.model.grad is None and grad is not None:
+            if pair.model.grad is not None:
+                continue
+            waiting = deferred.of(pair.master)
+            if waiting is not None:
+                mirrors.append((pair.model, waiting.mirror(pair.model)))
+            elif (grad := aside.get(id(pair.master), pair.master.grad)) is not None:
                 mirrors.append((pair.model, mirror_gradients.rounded(grad, pair.model)))
         return mirrors
 
@@ -273,6 +321,8 @@ class Gradients:
         earlier = [] if self._returned else self._aside  # the sums include returned ones
         for param, grad in (*earlier, *self._fresh, *self._mirrors):
             param.grad = grad
+        for each in self._deferred:
+            each.install()
         for pair in self._optimized.pairs:
             mirror_gradients.mark(pair)
         self._end_pass(GradState.READY if sent else GradState.LOCAL)
@@ -320,6 +370,7 @@ class Gradients:
 
     def _end_pass(self, state: GradState) -> None:
         self._aside, self._fresh, self._mirrors, self._unmirrored = [], [], [], []
+        self._deferred = []
         self._before = self.state = state
         self.open_pass = None
 
@@ -491,7 +542,8 @@ class Gradients:
             if id(pair.model) in models:
                 mirror_gradients.mark_again(pair)
         if all(
-            p.grad is None or pairs.get(id(p), id(p)) in models for p in self._optimized.params()
+            pairs.get(id(p), id(p)) in models or not deferred.has_grad(p)
+            for p in self._optimized.params()
         ):
             self.reset()
 
@@ -510,7 +562,7 @@ class Gradients:
         self.state = GradState.DELAYED if scaled else GradState.READY
 
     def _has_grads(self) -> bool:
-        return any(param.grad is not None for param in self._optimized.params())
+        return any(map(deferred.has_grad, self._optimized.params()))
 
 
 def _present(params: Iterable[nn.Parameter], *, keeps: bool) -> _Grads:

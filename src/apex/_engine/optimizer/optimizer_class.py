@@ -105,7 +105,8 @@ class AmpOptimizer(Optimizer):
 
 def binding_of(optimizer: Optimizer) -> Binding | None:
     """Returns the binding of an optimizer, or ``None`` for a plain one."""
-    return cast("Binding | None", optimizer.__dict__.get(ATTRIBUTE))
+    binding: Binding | None = optimizer.__dict__.get(ATTRIBUTE)
+    return binding
 
 
 def bind_class(optimizer: Optimizer, binding: Binding, mixin: type[AmpOptimizer]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,8 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from apex._engine import masters
 from apex._engine.mistakes import inspect_step
-from apex._torch.dynamo import untraced, untraced_frame
+from apex._engine.optimizer.one_pass import OnePassStep, one_pass_step
+from apex._torch.dynamo import is_compiling_here, untraced, untraced_frame
 
 if TYPE_CHECKING:
     from apex._engine.optimizer.binding import Binding
@@ -43,34 +45,62 @@ def step(binding: Binding, run: Run, closure: Closure | None) -> Any:
     Returns:
         The result of the step; ``None`` for a skipped one without a closure.
     """
+    if binding.packs_masters:
+        run = functools.partial(_run_eagerly, run)
     if closure is not None:
         return _step_with_closure(binding, run, closure)
     binding.settle()
     if not binding.gradients.used:
         _inspect(binding)
     off = binding.casts_off()
+    one_pass: list[OnePassStep] = []
     ended: list[bool] = []
     try:
         try:
             _mark_masters_written(binding)
             off.__enter__()
+            _begin_one_pass(binding, one_pass, OnePassStep.begin)
             if binding.gradients.checked:
                 return _run_unless_overflow(binding, run)
             binding.gradients.note_step(skipped=False)
             return run()
         finally:  # also if the step failed partway
-            _end(binding, off, ended)
+            _end(binding, off, one_pass, ended)
     finally:  # see Note [Interrupted blocks]
-        _end(binding, off, ended)
+        _end(binding, off, one_pass, ended)
 
 
 @untraced
-def _end(binding: Binding, off: AbstractContextManager[None], ended: list[bool]) -> None:
+def _run_eagerly(run: Run, *args: Any) -> Any:
+    """Runs a step over packed masters, which a compiled graph would read and write as one value."""
+    return run(*args)
+
+
+@untraced
+def _end(
+    binding: Binding,
+    off: AbstractContextManager[None],
+    one_pass: Sequence[OnePassStep],
+    ended: list[bool],
+) -> None:
     """Rounds the masters into the model and turns casts back on; idempotent."""
     if not ended:
+        for each in one_pass:
+            each.end()
         masters.write_back(binding.pairs)
         off.__exit__(None, None, None)
         ended.append(True)
+
+
+@untraced_frame
+def _begin_one_pass(
+    binding: Binding, one_pass: list[OnePassStep], begin: Callable[[OnePassStep], None]
+) -> None:
+    """Begins a step in one pass, if gradients are deferred; ``one_pass`` gets it first."""
+    step = one_pass_step(binding, compiled=is_compiling_here())
+    if step is not None:
+        one_pass.append(step)
+        begin(step)
 
 
 @untraced
@@ -154,20 +184,21 @@ def _overflowed(binding: Binding) -> bool:
 def _step_with_closure(binding: Binding, run: Run, closure: Closure) -> Any:
     binding.read_model()
     off = binding.casts_off()
+    one_pass: list[OnePassStep] = []
     ended: list[bool] = []
     try:
         try:
             _mark_masters_written(binding)
             off.__enter__()
-            evaluate = _evaluation(binding, closure, off)
+            evaluate = _evaluation(binding, closure, off, one_pass)
             binding.gradients.note_step(skipped=False)
             if binding.owner is not None and binding.owner.can_skip:
                 return _run_or_restore(binding, run, evaluate)
             return run(evaluate)
         finally:
-            _end(binding, off, ended)
+            _end(binding, off, one_pass, ended)
     finally:
-        _end(binding, off, ended)
+        _end(binding, off, one_pass, ended)
 
 
 @untraced_frame
@@ -202,12 +233,17 @@ def _run_or_restore(binding: Binding, run: Run, closure: Closure) -> Any:
 
 @untraced_frame
 def _evaluation(
-    binding: Binding, closure: Closure, off: AbstractContextManager[None]
+    binding: Binding,
+    closure: Closure,
+    off: AbstractContextManager[None],
+    one_pass: list[OnePassStep],
 ) -> Callable[[], Any]:
     """Returns ``closure`` with the model updated before it and op casts as in training."""
 
     @untraced_frame
     def evaluate() -> Any:
+        for each in one_pass:
+            each.end()
         masters.write_back(binding.pairs)
         with _suspended(off):
             loss = closure()
@@ -215,6 +251,7 @@ def _evaluation(
         if not binding.gradients.used and any(p.grad is not None for p in binding.params()):
             _inspect(binding)
         _mark_masters_written(binding)
+        _begin_one_pass(binding, one_pass, OnePassStep.arm)
         return loss
 
     return evaluate

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from apex.debug.explanation import Explanation, Totals
+from apex.debug.findings import Finding
 from apex.debug.records import OpRow
 
 SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -15,7 +16,7 @@ _NEAR = 2.0
 """Headroom (powers of two) below which a row is marked."""
 
 
-class Finding(NamedTuple):
+class Line(NamedTuple):
     """One of the totals: its name, its value, a remark, and whether it deserves attention."""
 
     name: str
@@ -82,38 +83,36 @@ def casts(row: OpRow) -> str:
     return f"{', '.join(made)}, {size(sum(cast.bytes for cast in row.casts))}" if made else ""
 
 
-def findings(explanation: Explanation) -> Iterator[Finding]:
+def lines(explanation: Explanation) -> Iterator[Line]:
     """Yields the totals."""
     totals = explanation.totals
-    yield Finding(
+    yield Line(
         "FLOPs in low precision",
         percent(totals.low_precision_share),
         f"of {amount(totals.flops)} floating-point operations",
     )
-    yield Finding("Casts", amount(totals.casts), f"{size(totals.cast_bytes)} read and written")
-    yield Finding(
+    yield Line("Casts", amount(totals.casts), f"{size(totals.cast_bytes)} read and written")
+    yield Line(
         "Round-trip casts",
-        amount(totals.wasted_casts),
+        amount(totals.round_trips),
         _round_trips(explanation),
         bool(totals.wasted_casts),
     )
-    yield Finding(
-        "Least headroom", bits(totals.headroom), _nearest(totals), is_near(totals.headroom)
-    )
-    yield Finding(
+    yield Line("Least headroom", bits(totals.headroom), _nearest(totals), is_near(totals.headroom))
+    yield Line(
         "Underflow in 16-bit casts",
         percent(totals.underflow_share),
         f"to zero or subnormal; overflow to inf: {percent(totals.overflow_share)}",
         bool(totals.overflow_share),
     )
-    yield Finding(
+    yield Line(
         "Non-finite results",
         percent(totals.nonfinite_share),
         "inf or NaN, of all results",
         bool(totals.nonfinite_share),
     )
     if explanation.gradients:
-        yield Finding(
+        yield Line(
             "Gradients below fp16's range",
             percent(totals.gradient_underflow_share),
             f"zero or subnormal in fp16 at loss scale {number(explanation.loss_scale)};"
@@ -122,15 +121,34 @@ def findings(explanation: Explanation) -> Iterator[Finding]:
         )
 
 
+def findings(explanation: Explanation) -> list[str]:
+    """Returns what could be saved, one sentence each, the most time first."""
+    return [_sentence(finding) for finding in explanation.findings]
+
+
+def _sentence(finding: Finding) -> str:
+    trips = finding.count < finding.casts
+    what = f"{amount(finding.count)} round trip{'s' * (finding.count != 1)}, " if trips else ""
+    each = size(round(finding.bytes / finding.casts))
+    where = ", ".join(place(module) for module in finding.modules[:2])
+    more = len(finding.modules) - 2
+    where += f" and {more} more" if more > 0 else ""
+    return (
+        f"{finding.title}: {what}{amount(finding.casts)} x {each} of casts, "
+        f"{percent(finding.share)} of the step, in {where}; {finding.remedy}."
+    )
+
+
 def _round_trips(explanation: Explanation) -> str:
     trips = sorted(explanation.round_trips, key=lambda trip: -trip.bytes)
     if not trips:
-        return "no cast is undone by the next one"
+        return "no cast is undone by a later one"
     first = trips[0]
     path = " → ".join(map(short, first.path))
+    through = f" through {first.op.removeprefix('aten.')}" if first.op else ""
     more = f" and {len(trips) - 1} more" if len(trips) > 1 else ""
-    total = size(explanation.totals.wasted_bytes)
-    return f"{total}; {path} in {place(first.module)} ({first.direction}){more}"
+    total = size(sum(trip.bytes for trip in trips))
+    return f"{total}; {path}{through} in {place(first.module)} ({first.direction}){more}"
 
 
 def _nearest(totals: Totals) -> str:

@@ -39,12 +39,15 @@ def markdown(explanation: Explanation) -> str:
     parts = [
         f"# {explanation.model}, explained",
         f"Level {explanation.level}, loss scale {scale}.",
-        _table(("", "", "details"), (each[:3] for each in formatting.findings(explanation))),
+        _table(("", "", "details"), (each[:3] for each in formatting.lines(explanation))),
         "## Modules",
         _table(("module", "class", "dtype", "time", "casts:", "headroom:"), modules),
         "## Operators",
         _table(_OPERATORS, ops),
         *explanation.notes,
+        "## Findings, by gain",
+        "\n".join(f"1. {sentence}" for sentence in formatting.findings(explanation))
+        or "No cast could be saved.",
     ]
     return "\n\n".join(parts) + "\n"
 

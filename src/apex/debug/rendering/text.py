@@ -30,7 +30,7 @@ def text(explanation: Explanation, *, rows: int | None = 40, colour: bool = Fals
     hidden = len(explanation.ops) - len(shown)
     if hidden:
         parts.append(f"{hidden} faster rows omitted; to_json() and to_html() show all.")
-    return "\n\n".join([*parts, "\n".join(explanation.notes)])
+    return "\n\n".join([*parts, "\n".join(explanation.notes), "\n".join(_findings(explanation))])
 
 
 _MODULE_HEAD = ("module", "<class", "<dtype", "<time", "casts", "headroom")
@@ -44,11 +44,18 @@ def _title(explanation: Explanation) -> str:
 
 
 def _totals(explanation: Explanation) -> Iterator[str]:
-    lines = list(formatting.findings(explanation))
+    lines = list(formatting.lines(explanation))
     names = max(len(line.name) for line in lines)
     values = max(len(line.value) for line in lines)
     for line in lines:
         yield f"  {line.name:<{names}}  {line.value:>{values}}  {line.remark}"
+
+
+def _findings(explanation: Explanation) -> Iterator[str]:
+    sentences = formatting.findings(explanation)
+    yield "Findings, by gain" if sentences else "Findings: no cast could be saved."
+    for number, sentence in enumerate(sentences, 1):
+        yield f"  {number}. {sentence}"
 
 
 def _modules(explanation: Explanation) -> Iterator[tuple[str, ...]]:

@@ -1,0 +1,205 @@
+"""Runs a fused optimizer kernel block by block, with small fp32 copies of what is stored otherwise.
+
+A block is some million elements of a list of tensors: parts of large tensors, several small ones
+as a whole. Tensors are cut in the order of their memory, so all operands of a kernel must have the
+strides of its parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+_LEAST, _GREATEST = 2**18, 2**24
+"""Elements of a block: as many as a cache holds on a CPU; on other devices, few large kernels."""
+
+_SHARE = 32
+"""A block holds at most this fraction of all elements, unless that is less than the least."""
+
+_ALIGNMENT = 16
+"""Elements: each part of a buffer starts at a multiple, as the kernels' vectors like it."""
+
+
+class Part(NamedTuple):
+    """A part of one tensor of a list: elements ``start`` to ``stop`` in the order of memory."""
+
+    position: int
+    start: int
+    stop: int
+    whole: bool
+
+    def of(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Returns the part as a 1-d view; a whole tensor itself."""
+        return self.in_(tensors[self.position])
+
+    def in_(self, tensor: Tensor) -> Tensor:
+        """Returns the part of its tensor, or of one with the same layout."""
+        if self.whole:
+            return tensor
+        return tensor.as_strided(
+            (self.stop - self.start,), (1,), tensor.storage_offset() + self.start
+        )
+
+
+Block = Sequence[Part]
+
+
+def elements(total: int, device: torch.device) -> int:
+    """Returns the elements of a block, given those of all tensors."""
+    if device.type == "cpu":
+        return _LEAST
+    return max(_LEAST, min(_GREATEST, _aligned(total // _SHARE)))
+
+
+def cut(sizes: Sequence[int], device: torch.device) -> Iterator[Block]:
+    """Yields tensors with these numbers of elements in blocks; those that fit into one stay whole.
+
+    The first cut of a tensor, and each one after it, is a block's length after its start.
+    """
+    block = elements(sum(sizes), device)
+    parts: list[Part] = []
+    free = block
+    for index, size in enumerate(sizes):
+        if size > free and parts:
+            yield parts
+            parts, free = [], block
+        for start in range(0, size, block):
+            stop = min(size, start + block)
+            parts.append(Part(index, start, stop, whole=stop - start == size))
+            free -= _aligned(stop - start)
+            if free <= 0:
+                yield parts
+                parts, free = [], block
+    if parts:
+        yield parts
+
+
+class Operand(Protocol):
+    """One list of tensors that a kernel reads or writes."""
+
+    def load(self, block: Block) -> list[Tensor]:
+        """Returns the tensors of a block, for the kernel to work on in place."""
+
+    def store(self, block: Block, values: list[Tensor]) -> None:
+        """Takes the block's tensors after the kernel."""
+
+
+class InPlace:
+    """Tensors that the kernel works on where they are."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        """Stores them."""
+        self._tensors = tensors
+
+    def load(self, block: Block) -> list[Tensor]:
+        """Returns views."""
+        return [part.of(self._tensors) for part in block]
+
+    def store(self, block: Block, values: list[Tensor]) -> None:
+        """Does nothing."""
+
+
+class Nothing:
+    """A list that the kernel leaves out."""
+
+    def load(self, block: Block) -> list[Tensor]:
+        """Returns an empty list."""
+        return []
+
+    def store(self, block: Block, values: list[Tensor]) -> None:
+        """Does nothing."""
+
+
+Transfer = Callable[[Block, list[Tensor]], None]
+"""Fills fp32 tensors of a block, or takes their values."""
+
+
+class Buffered:
+    """Tensors that exist in fp32 for one block at a time, in a buffer."""
+
+    def __init__(
+        self, like: Sequence[Tensor], load: Transfer, store: Transfer | None = None
+    ) -> None:
+        """Allocates the buffer.
+
+        Args:
+            like: Tensors with the device and the strides of the operand.
+            load: Writes the operand's fp32 values into the buffer's tensors.
+            store: Takes them back; ``None`` if the kernel only reads them.
+        """
+        device = like[0].device
+        needed = sum(_aligned(tensor.numel()) for tensor in like)
+        size = min(needed, elements(sum(tensor.numel() for tensor in like), device))
+        self._buffer = torch.empty(size, dtype=torch.float32, device=device)
+        self._like = like
+        self._load, self._store = load, store
+
+    def load(self, block: Block) -> list[Tensor]:
+        """Returns tensors in the buffer, filled."""
+        values: list[Tensor] = []
+        offset = 0
+        for part in block:
+            like = self._like[part.position]
+            size = part.stop - part.start
+            flat = self._buffer[offset : offset + size]
+            values.append(flat.as_strided(like.size(), like.stride()) if part.whole else flat)
+            offset += _aligned(size)
+        self._load(block, values)
+        return values
+
+    def store(self, block: Block, values: list[Tensor]) -> None:
+        """Hands the values on."""
+        if self._store is not None:
+            self._store(block, values)
+
+
+def run(
+    kernel: Callable[[Block, list[list[Tensor]]], None],
+    sizes: Sequence[int],
+    operands: Sequence[Operand],
+    device: torch.device,
+) -> None:
+    """Runs ``kernel`` on each block of its operands.
+
+    Args:
+        kernel: Takes a block, and one list of tensors per operand.
+        sizes: Elements of each tensor.
+        operands: Lists of tensors, each as long as ``sizes``.
+        device: Their device.
+    """
+    for parts in cut(sizes, device):
+        values = [operand.load(parts) for operand in operands]
+        kernel(parts, values)
+        for operand, stored in zip(operands, values, strict=True):
+            operand.store(parts, stored)
+
+
+def same_strides(tensor: Tensor, like: Tensor) -> bool:
+    """Returns whether both can be cut alike: equal sizes, strides and device, without gaps."""
+    return (
+        tensor.stride() == like.stride()
+        and tensor.size() == like.size()
+        and tensor.device == like.device
+        and is_dense(like)
+    )
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Returns whether the elements of a tensor follow each other in memory, in any known order."""
+    return (
+        tensor.is_contiguous()
+        or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
+        or (tensor.dim() == 5 and tensor.is_contiguous(memory_format=torch.channels_last_3d))
+    )
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """Returns a dense tensor's elements in the order of memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

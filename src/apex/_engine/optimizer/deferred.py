@@ -1,0 +1,258 @@
+"""A master's fp32 gradient, left in 16 bits until somebody reads it.
+
+Note [Deferred gradients]
+    The 16-bit gradient of one backward pass holds all there is to know: the fp32 gradient of the
+    master is its value times some factors, one over the loss scale and that of a clipped norm. So
+    where the optimizer's kernel can take it block by block (:mod:`.one_pass`), no fp32 gradient is
+    made. Whoever reads ``master.grad`` gets it: the master's class is then one whose ``grad`` is a
+    property. The model's gradient is a lazy tensor: before it is written, the master gets its fp32
+    gradient; and where factors are pending, before it is read, too, for it shows the product.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from apex._engine.masters import TrackedPair
+from apex._engine.optimizer import blocks
+from apex._torch import dtensor, lazy, parameters
+from apex._torch.copies import moved
+from apex._torch.counted import CountedGradient, without_counting
+from apex._torch.dynamo import untraced
+
+Factor = float | Tensor
+"""A multiplier of gradients: a number, or 0-d fp32."""
+
+_DEFERRED = "_apex_deferred"
+"""Attribute of a master: its :class:`Deferred` gradient."""
+
+
+class Deferred:
+    """The 16-bit gradient of a pair, and the factors that make it the gradient of the master.
+
+    Attributes:
+        values: The 16-bit gradient; see :class:`apex._torch.lazy.Source`.
+        factors: Multipliers, applied in fp32 one after the other.
+    """
+
+    __slots__ = ("__weakref__", "_master", "factors", "stand_in", "values")
+
+    def __init__(self, pair: TrackedPair, grad: Tensor, factors: Sequence[Factor]) -> None:
+        """Stores the gradient; :meth:`install` gives it to the master."""
+        self.values = dtensor.local(grad)
+        self.factors = tuple(factors)
+        self._master = weakref.ref(pair.master)
+        self.stand_in: Tensor | None = None
+
+    @property
+    def pending(self) -> bool:
+        """Whether the 16-bit values lack factors."""
+        return bool(self.factors)
+
+    def mirror(self, param: nn.Parameter) -> Tensor:
+        """Returns a gradient for the model's parameter that is settled before a change shows."""
+        return dtensor.holding(param, lazy.make(self))
+
+    def install(self) -> None:
+        """Makes this the gradient of the master, which has none. Cannot fail."""
+        master = self._master()
+        if master is not None:
+            master.__dict__[_DEFERRED] = self
+            _mix(_Deferring, master)
+
+    @untraced
+    def settle(self) -> None:
+        """Gives the master its fp32 gradient and the 16-bit one its rounded values."""
+        master = self._master()
+        owner = master if master is not None and of(master) is self else None
+        if owner is None and not self.factors:
+            return
+        with torch.inference_mode(mode=False), torch.no_grad(), without_counting():
+            like = self.values if master is None else dtensor.local(master)
+            value = torch.empty_like(like, dtype=torch.float32, requires_grad=False)
+            fill_fp32([value], [self.values], [self.factors])
+            if self.factors:
+                # Not counted, because the script has not written it.
+                parameters.uncounted(self.values).copy_(value)
+            if owner is not None:
+                added = parameters.grad_of(owner)  # by a loss that uses the master directly
+                if added is not None:
+                    value.add_(dtensor.local(dtensor.laid_out_as(owner, added)))
+                drop(owner)
+                owner.grad = dtensor.with_local(owner, value)
+        self.factors = ()
+
+
+class _Deferring:
+    """Mixin of a master with a deferred gradient."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The fp32 gradient, computed now."""
+        _settled(self)
+        return parameters.grad_of(cast(Tensor, self))
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        drop(self)
+        self.grad = value
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copies as the master's own class."""
+        return copy.deepcopy(_settled(self), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles as the master's own class."""
+        return _settled(self).__reduce_ex__(protocol)
+
+
+class _Stepped(_Deferring):
+    """Mixin of a master whose gradient the running kernel takes itself: torch gets a stand-in."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        """A tensor that costs no memory."""
+        deferred = of(self)
+        return None if deferred is None else deferred.stand_in
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        drop(self)
+        self.grad = value
+
+
+@functools.cache  # of two kinds of masters
+def _mixed(mixin: Any, own: Any) -> Any:
+    return type(own.__name__, (mixin, own), {"__module__": own.__module__, "__doc__": own.__doc__})
+
+
+def _mix(mixin: Any, master: Any) -> None:
+    """Makes ``master`` one of its own class with ``mixin``."""
+    master.__class__ = _mixed(mixin, _own_class(master))
+
+
+def _own_class(master: Any) -> Any:
+    kind = type(master)
+    return kind.__bases__[1] if issubclass(kind, _Deferring) else kind
+
+
+def _settled(master: Any) -> Any:
+    """Returns a master, as one of its own class, with its fp32 gradient."""
+    deferred = of(master)
+    if deferred is not None:
+        deferred.settle()
+    return master
+
+
+def of(master: Any) -> Deferred | None:
+    """Returns the deferred gradient of a master, or ``None``."""
+    found: Deferred | None = master.__dict__.get(_DEFERRED)
+    return found
+
+
+def has_grad(param: Tensor) -> bool:
+    """Returns whether ``param`` has a gradient, without computing a deferred one."""
+    return of(param) is not None or param.grad is not None
+
+
+def drop(master: Any) -> None:
+    """Takes the deferred gradient from a master, whose own class comes back."""
+    master.__dict__.pop(_DEFERRED, None)
+    master.__class__ = _own_class(master)
+
+
+def lend(master: Any) -> Tensor | None:
+    """Lets torch read a stand-in as the gradient of ``master``; returns it, if one is deferred."""
+    deferred = of(master)
+    if deferred is None:
+        return None
+    if parameters.grad_of(master) is not None:  # a loss that uses the master directly
+        deferred.settle()
+        return None
+    stand_in: Tensor = master.detach()
+    deferred.stand_in = stand_in
+    _mix(_Stepped, master)
+    return stand_in
+
+
+def reclaim(master: Any) -> None:
+    """Reverts :func:`lend`; idempotent."""
+    deferred = of(master)
+    if deferred is not None:
+        _mix(_Deferring, master)
+        deferred.stand_in = None
+
+
+def can_defer(pair: TrackedPair, grad: Tensor) -> bool:
+    """Returns whether the 16-bit ``grad`` can be the only gradient of the pair."""
+    master, (low, own) = pair.master, dtensor.locals_of([grad, pair.master])
+    return (
+        of(master) is None
+        and master.grad is None
+        and dtensor.same_layout(grad, master)
+        and type(low) in (Tensor, CountedGradient)
+        and not grad.requires_grad
+        and grad.layout is torch.strided
+        and blocks.same_strides(low, own)
+    )
+
+
+def fill_fp32(
+    values: Sequence[Tensor], grads: Sequence[Tensor], factors: Sequence[Sequence[Factor]]
+) -> None:
+    """Writes 16-bit gradients times their factors into fp32 tensors of the same layout."""
+    torch._foreach_copy_(list(values), list(grads))
+    groups: dict[tuple[int, ...], tuple[Sequence[Factor], list[Tensor]]] = {}
+    for value, own in zip(values, factors, strict=True):
+        groups.setdefault(tuple(map(id, own)), (own, []))[1].append(value)
+    for own, same in groups.values():
+        for factor in own:
+            here = moved(factor, same[0].device) if isinstance(factor, Tensor) else factor
+            torch._foreach_mul_(same, here)
+
+
+def in_fp32(
+    deferred: Iterable[Deferred],
+    use: Callable[[list[Tensor]], None],
+    *,
+    scaled: bool = False,
+) -> None:
+    """Calls ``use`` with fp32 copies of the gradients, a block at a time, on each device.
+
+    Args:
+        deferred: Gradients.
+        use: Takes tensors that are overwritten afterwards.
+        scaled: Whether the copies leave out the factors.
+    """
+    devices: dict[torch.device, list[Deferred]] = {}
+    for each in deferred:
+        devices.setdefault(each.values.device, []).append(each)
+    for same in devices.values():
+        lows = [each.values for each in same]
+        factors = [() if scaled else each.factors for each in same]
+        operand = gradients(lows, factors, lows)
+        with torch.no_grad(), without_counting():
+            for block in blocks.cut([low.numel() for low in lows], lows[0].device):
+                use(operand.load(block))
+
+
+def gradients(
+    lows: Sequence[Tensor], factors: Sequence[Sequence[Factor]], like: Sequence[Tensor]
+) -> blocks.Buffered:
+    """Returns 16-bit gradients times their factors as an fp32 operand with strides of ``like``."""
+
+    def load(block: blocks.Block, values: list[Tensor]) -> None:
+        fill_fp32(values, [p.of(lows) for p in block], [factors[p.position] for p in block])
+
+    return blocks.Buffered(like, load)

@@ -1,0 +1,50 @@
+"""Operators in dispatch modes: how they alias their arguments; torch's fused optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+
+def exit_mode(mode: TorchDispatchMode) -> None:
+    """Exits a mode if it is the innermost one; idempotent."""
+    if _get_current_dispatch_mode() is mode:
+        TorchDispatchMode.__exit__(mode, None, None, None)  # type: ignore[no-untyped-call]
+
+
+# Operands are lists of tensors like the parameters; the last of most is a list of step counts.
+_OPERANDS = {"_fused_adam_": 5, "_fused_adamw_": 5, "_fused_sgd_": 3, "_fused_adagrad_": 3}
+
+OPERANDS: Mapping[Any, int] = {
+    getattr(packet, overload): count
+    for name, count in _OPERANDS.items()
+    if (packet := getattr(torch.ops.aten, name, None)) is not None
+    for overload in packet.overloads()
+    if overload in ("default", "tensor_lr")
+}
+"""For each fused operator, how many of its arguments are lists of tensors like the parameters.
+
+The first two are parameters and gradients; a list of step counts may follow.
+"""
+
+
+def arguments(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[Any, Any]]:
+    """Yields how each argument of an operator is aliased (``None``: not at all), and its value."""
+    for index, argument in enumerate(func._schema.arguments):
+        if index < len(args):
+            yield argument.alias_info, args[index]
+        elif argument.name in kwargs:
+            yield argument.alias_info, kwargs[argument.name]
+
+
+def listed_writes(func: Any, args: tuple[Any, ...]) -> Iterator[Tensor]:
+    """Yields the tensors that an operator writes in lists, which autograd does not count."""
+    for alias, value in arguments(func, args, {}):
+        if alias is not None and alias.is_write and isinstance(value, list | tuple):
+            yield from value

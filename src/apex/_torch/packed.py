@@ -1,0 +1,404 @@
+"""An fp32 tensor that another object stores in fewer bytes."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from apex._torch.parameters import allow_foreach
+
+_BLOCK = 2**18
+"""Elements that a list operator or a fused kernel widens at once, which bounds its memory."""
+
+_FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
+
+_MAKERS = frozenset(
+    {
+        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
+        *("new_empty", "new_zeros", "new_ones", "new_full"),
+    }
+)
+
+
+class Packing(Protocol):
+    """Stores fp32 values.
+
+    Attributes:
+        high: The upper 16 bits, as bf16; may share the memory of a model's weight.
+    """
+
+    high: Tensor
+
+    def tensors(self) -> list[Tensor]:
+        """Returns the tensors that hold the values."""
+
+    def complete(self, value: Tensor, spare: Tensor | None) -> None:
+        """Adds to ``value``, which holds ``high`` in fp32, what ``high`` lacks; may use ``spare``.
+
+        Args:
+            value: fp32.
+            spare: int32, of the same shape.
+        """
+
+    def begin_write(self) -> None:
+        """Begins a write of all values, by one :meth:`write` or by one of each part."""
+
+    def write(self, value: Tensor, spare: Tensor | None) -> None:
+        """Stores ``value``; may use its memory and ``spare``."""
+
+    def load(self, value: Tensor) -> None:
+        """Stores ``value`` for a weight that was set to it, rounded to nearest."""
+
+    def note(self) -> None:
+        """Notes that ``high`` was not written but by this packing."""
+
+    def follow(self, *, keep_low: bool) -> None:
+        """Sets elements to ``high`` that others have written since :meth:`note`, or all."""
+
+    def followed(self) -> Packing:
+        """Returns what :meth:`follow` would leave, without a change."""
+
+    def view(self, of: Callable[[Tensor], Any]) -> Sequence[Packing]:
+        """Returns packings that share the memory of the views that ``of`` returns."""
+
+    def copied(self, memo: dict[int, Any]) -> Packing:
+        """Returns a packing with memory of its own."""
+
+
+class Packed(Tensor):
+    """An fp32 tensor whose operators read and write a :class:`Packing`.
+
+    An operator gets plain fp32 tensors for as long as it runs; what it writes is stored when it
+    returns. Copies of it in files are plain fp32 tensors. Views share its memory.
+
+    Attributes:
+        packing: The values.
+    """
+
+    packing: Packing
+    __torch_function__ = nn.Parameter.__torch_function__  # which is disabled
+
+    @staticmethod
+    def __new__(
+        cls: type[Packed], packing: Packing, strides: Sequence[int] | None = None
+    ) -> Packed:
+        """Returns a tensor with the values of ``packing``, in its layout unless given another."""
+        high = packing.high
+        made: Packed = torch.Tensor._make_wrapper_subclass(
+            cls,
+            high.size(),
+            strides=high.stride() if strides is None else strides,
+            dtype=torch.float32,
+            device=high.device,
+        )
+        made.packing = packing
+        return made
+
+    def __init__(self, packing: Packing, strides: Sequence[int] | None = None) -> None:
+        """Does nothing: :meth:`__new__` has made the tensor."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Runs an operator."""
+        return _run(func, args, kwargs or {})
+
+    def widened(self) -> Tensor:
+        """Returns the values as a new plain tensor in the layout of this one."""
+        high = self.packing.high
+        if high.stride() == self.stride():
+            value = high.to(torch.float32)
+        else:
+            value = torch.empty_strided(
+                self.size(), self.stride(), dtype=torch.float32, device=high.device
+            ).copy_(high)
+        self.packing.complete(value, None)
+        return value
+
+    def viewed(self, of: Callable[[Tensor], Any]) -> Sequence[Packing]:
+        """Returns packings of the views that ``of`` returns."""
+        packing = self.packing
+        if packing.high.stride() != self.stride():
+            # The model's weight has changed its layout; views need the layout of this tensor.
+            packing.high = torch.empty_strided(
+                *(self.size(), self.stride()), dtype=packing.high.dtype, device=packing.high.device
+            ).copy_(packing.high)
+        return packing.view(of)
+
+    @property
+    def data(self) -> Tensor:
+        """The values, sharing memory and version counter."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value.shape != self.shape:
+            raise RuntimeError(
+                f"A packed fp32 master of shape {[*self.shape]} got data of shape "
+                f"{[*value.shape]}. It shares the memory of the model's weight, so its shape "
+                "cannot change; use master_weights=True."
+            )
+        self.detach().copy_(value)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Returns a copy of the values."""
+        return self.clone().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """Returns the values as nested lists."""
+        return self.detach().clone().tolist()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Returns the repr of a plain tensor or parameter."""
+        return repr(self._plain())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """Copies a parameter with its packing, and any other tensor as a plain one."""
+        if not isinstance(self, nn.Parameter):
+            return copy.deepcopy(self._plain(), memo)
+        new = Packed(self.packing.copied(memo))
+        memo[id(self)] = made = nn.Parameter(new, self.requires_grad)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles as a plain tensor or parameter, so that it loads without apex."""
+        plain: Any = self._plain()
+        return plain.__reduce_ex__(protocol)
+
+    def _plain(self) -> Tensor:
+        value = self.detach().clone()
+        if isinstance(self, nn.Parameter):
+            return nn.Parameter(value, self.requires_grad)
+        return value.requires_grad_(self.requires_grad)
+
+
+def _rebuild(packing: Packing, strides: Sequence[int], requires_grad: bool | None) -> Tensor:
+    made = Packed(packing, strides)
+    return made if requires_grad is None else nn.Parameter(made, requires_grad)
+
+
+def _share(tensor: Packed) -> tuple[Any, ...]:
+    """Pickles for another process, which shares the memory; files have their own way."""
+    requires_grad = tensor.requires_grad if isinstance(tensor, nn.Parameter) else None
+    return _rebuild, (tensor.packing, tensor.stride(), requires_grad)
+
+
+allow_foreach(Packed)
+ForkingPickler.register(Packed, _share)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """Returns a packed tensor's values as a new plain tensor, and any other tensor unchanged."""
+    return tensor.widened() if isinstance(tensor, Packed) else tensor
+
+
+def stored_tensors(tensor: Tensor) -> list[Tensor]:
+    """Returns the tensors that hold the values of ``tensor``, packed or not."""
+    return tensor.packing.tensors() if isinstance(tensor, Packed) else [tensor]
+
+
+class _Plan(NamedTuple):
+    """What an operator does to its arguments.
+
+    Attributes:
+        views: Whether it returns views of its first argument.
+        makes: Whether it makes a tensor like its first argument, of which it reads no values.
+        written: The positions and names of arguments that it writes to.
+        lists: Whether it treats lists of tensors element by element.
+        blocks: Whether it also treats each tensor element by element.
+    """
+
+    views: bool
+    makes: bool
+    written: tuple[tuple[int, str], ...]
+    lists: bool
+    blocks: bool
+
+
+@functools.cache
+def _plan(func: Any) -> _Plan:
+    schema = func._schema
+    returned = schema.returns[0].alias_info if schema.returns else None
+    written = tuple(
+        (index, argument.name)
+        for index, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    name = schema.name.removeprefix("aten::")
+    return _Plan(
+        # Bits read as another dtype are those of a copy.
+        views=returned is not None and not returned.is_write and schema.overload_name != "dtype",
+        makes=name in _MAKERS,
+        written=written,
+        lists=name.startswith(("_foreach_", "_fused_")),
+        blocks=name in _FUSED,
+    )
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    plan = _plan(func)
+    if plan.views and isinstance(args[0], Packed):
+        return _views(func, args, kwargs)
+    if plan.makes and args[0].packing.high.stride() == args[0].stride():
+        kwargs = {**kwargs, "dtype": kwargs.get("dtype") or torch.float32}
+        return func(args[0].packing.high, *args[1:], **kwargs)
+    if plan.lists:
+        results = []
+        memory: tuple[Tensor, Tensor] | None = None
+        for part, named in _parts(plan, args, kwargs):
+            if not _cuts(plan, part):
+                results.append(_call(func, plan, part, named))
+                continue
+            if memory is None or memory[0].device != part[0][0].device:
+                wide = torch.empty(_BLOCK, dtype=torch.float32, device=part[0][0].device)
+                memory = wide, torch.empty_like(wide, dtype=torch.int32)
+            _blocks(func, part, named, *memory)
+        for tensor in _written(plan, args, kwargs):
+            increment_version(tensor)  # which kernels over lists do not
+        joined = [tensor for result in results if result is not None for tensor in result]
+        return joined if any(result is not None for result in results) else None
+    return _call(func, plan, args, kwargs)
+
+
+def _views(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    several = False
+    rest = args[1:]
+    offset = rest[2] if func is torch.ops.aten.as_strided.default and len(rest) > 2 else None
+
+    def of(tensor: Tensor) -> Any:
+        nonlocal several, rest
+        if offset is not None:
+            # From the first element on: either half may be a part of a larger storage.
+            rest = (*rest[:2], tensor.storage_offset() + offset)
+        result = func(tensor, *rest, **kwargs)
+        several = not isinstance(result, Tensor)
+        return result if several else [result]
+
+    base = args[0]
+    made = [Packed(part) for part in base.viewed(of)]
+    if several:
+        return made
+    same = made[0].packing.high.data_ptr() == base.packing.high.data_ptr()
+    if same and made[0].size() == base.size() and made[0].stride() == base.stride():
+        # An alias has the same packing, as the upper half may get other memory later.
+        return Packed(base.packing, base.stride())
+    return made[0]
+
+
+def _call(
+    func: Any,
+    plan: _Plan,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Runs an operator on plain fp32 tensors, and stores those that it wrote."""
+    widened: dict[int, tuple[Packed, Tensor]] = {}
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Packed):
+            if id(value) not in widened:
+                widened[id(value)] = value, value.widened()
+            return widened[id(value)][1]
+        return [plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+    result = func(*map(plain, args), **{name: plain(value) for name, value in kwargs.items()})
+    for tensor in _written(plan, args, kwargs):
+        tensor.packing.begin_write()
+        tensor.packing.write(widened[id(tensor)][1], None)
+    originals = {id(value): tensor for tensor, value in widened.values()}
+    if isinstance(result, list | tuple):
+        return type(result)(originals.get(id(each), each) for each in result)
+    return originals.get(id(result), result)
+
+
+def _written(plan: _Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Packed]:
+    """Returns the packed tensors that an operator writes to, without duplicates."""
+    found: dict[int, Packed] = {}
+    for index, name in plan.written:
+        given = args[index] if index < len(args) else kwargs.get(name)
+        for tensor in given if isinstance(given, list | tuple) else [given]:
+            if isinstance(tensor, Packed):
+                found[id(tensor)] = tensor
+    return list(found.values())
+
+
+_Arguments = tuple[list[Any], dict[str, Any]]
+
+
+def _parts(plan: _Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[_Arguments]:
+    """Yields the arguments of a list operator in parts of about ``_BLOCK`` elements."""
+    count = len(args[0])
+    # A tensor of scalars has one per element of the lists.
+    if any(isinstance(each, Tensor) and each.dim() == 1 for each in (*args, *kwargs.values())):
+        yield list(args), kwargs
+        return
+    start = elements = 0
+    for index, tensor in enumerate(args[0]):
+        if start < index and elements + tensor.numel() > _BLOCK:
+            yield _part(args, kwargs, count, slice(start, index))
+            start, elements = index, 0
+        elements += tensor.numel()
+    if start < count:
+        yield _part(args, kwargs, count, slice(start, count))
+
+
+def _part(args: Sequence[Any], kwargs: dict[str, Any], count: int, which: slice) -> _Arguments:
+    def part(value: Any) -> Any:
+        of_all = isinstance(value, list | tuple) and len(value) == count
+        return list(value[which]) if of_all else value
+
+    return [part(each) for each in args], {name: part(each) for name, each in kwargs.items()}
+
+
+def _cuts(plan: _Plan, args: list[Any]) -> bool:
+    """Returns whether an operator gets one large tensor, of which it can take a part at a time."""
+    if not plan.blocks or len(args[0]) > 1 or args[0][0].numel() <= _BLOCK:
+        return False
+    return all(each[0].is_contiguous() for each in args if isinstance(each, list) and each)
+
+
+def _blocks(
+    func: Any, args: list[Any], kwargs: dict[str, Any], wide: Tensor, spare: Tensor
+) -> None:
+    """Runs a fused kernel on one tensor, block by block in the same memory.
+
+    New memory for each block would cost more time than the kernel.
+    """
+    param: Packed = args[0][0]
+    size, others = param.numel(), args[1:]
+
+    def cut(tensor: Tensor) -> Sequence[Tensor]:
+        return torch.split(tensor.view(-1), _BLOCK)
+
+    def is_cut(value: Any) -> bool:
+        return isinstance(value, list) and bool(value) and value[0].numel() == size
+
+    operands = [cut(each[0]) if is_cut(each) else None for each in others]
+    param.packing.begin_write()
+    for index, part in enumerate(param.viewed(cut)):
+        count = part.high.numel()
+        value, free = wide[:count], spare[:count]
+        part.complete(value.copy_(part.high), free)
+        given = [
+            whole if blocks is None else [blocks[index]]
+            for whole, blocks in zip(others, operands, strict=True)
+        ]
+        func([value], *given, **kwargs)
+        part.write(value, free)
+
+
+def count_write(tensor: Tensor) -> None:
+    """Increments the version counter of ``tensor``, below autograd."""
+    increment_version(tensor)

@@ -1,0 +1,153 @@
+"""What an explained model could save, ranked by the time that it takes now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from apex.amp import lists
+from apex.debug.records import RoundTrip, WeightCasts
+
+if TYPE_CHECKING:
+    from apex.debug.explanation import Explanation
+
+_SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Casts that a change would save.
+
+    Attributes:
+        title: What happens, such as ``"softmax runs in fp32"``.
+        count: Number of round trips, or of casts of weights.
+        casts: Number of casts.
+        bytes: Bytes that these casts read and wrote.
+        seconds: Time that they took.
+        share: Their share of all measured time.
+        modules: Modules in which they are made, in order of first use.
+        remedy: How to avoid them.
+    """
+
+    title: str
+    count: int
+    casts: int
+    bytes: int
+    seconds: float
+    share: float
+    modules: tuple[str, ...]
+    remedy: str
+
+
+def findings_of(explanation: Explanation) -> tuple[Finding, ...]:
+    """Returns what an explained model could save, the most time first."""
+    trips, whole = explanation.round_trips, explanation.seconds
+    found = [
+        *_through_operators([trip for trip in trips if trip.op], whole),
+        *_undone([trip for trip in trips if not trip.op], whole),
+        *_weights(explanation.weight_casts, whole),
+    ]
+    return tuple(sorted(found, key=lambda finding: -finding.seconds))
+
+
+def _through_operators(trips: list[RoundTrip], whole: float) -> Iterator[Finding]:
+    """Yields a finding per operator and reason; a backward joins the forward of its module."""
+    reasons = {
+        (_forward_name(t.op), t.module): t.decided_by for t in trips if t.direction == "forward"
+    }
+    groups: dict[tuple[str, str, tuple[str, str, str]], list[RoundTrip]] = {}
+    for trip in trips:
+        name = _forward_name(trip.op)
+        reason = reasons.get((name, trip.module), trip.decided_by)
+        groups.setdefault((name, reason, trip.path), []).append(trip)
+    for (name, reason, path), group in groups.items():
+        wide, low = _SHORT.get(path[1], path[1]), _SHORT.get(path[2], path[2])
+        title = f"{_function(reason) or name} runs in {wide}"
+        remedy = f"to keep it in {low}: {_to_keep_low(reason, low)}"
+        yield _finding(title, group, whole, remedy)
+
+
+def _undone(trips: list[RoundTrip], whole: float) -> Iterator[Finding]:
+    for path in dict.fromkeys(trip.path for trip in trips):
+        steps = " to ".join(_SHORT.get(dtype, dtype) for dtype in path)
+        group = [trip for trip in trips if trip.path == path]
+        remedy = "remove the first of the two casts, usually a .float() in the model's code"
+        yield _finding(f"casts from {steps} undo one another", group, whole, remedy)
+
+
+def _weights(casts: Iterable[WeightCasts], whole: float) -> Iterator[Finding]:
+    for made in casts:
+        dtype = _SHORT.get(made.target, made.target)
+        yield Finding(
+            f"weights are cast to {dtype} in every pass",
+            made.count,
+            made.count,
+            made.bytes,
+            made.seconds,
+            _share(made.seconds, whole),
+            made.modules,
+            f"level {_CONVERTS[dtype]!r} keeps them in {dtype}, with fp32 masters",
+        )
+
+
+def _finding(title: str, trips: list[RoundTrip], whole: float, remedy: str) -> Finding:
+    seconds = sum(trip.seconds for trip in trips)
+    return Finding(
+        title,
+        sum(trip.count for trip in trips),
+        sum(trip.casts for trip in trips),
+        sum(trip.bytes for trip in trips),
+        seconds,
+        _share(seconds, whole),
+        tuple(dict.fromkeys(trip.module for trip in trips)),
+        remedy,
+    )
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _forward_name(op: str) -> str:
+    """Returns the forward's name of an operator, without underscores."""
+    name = op.rpartition(".")[2].strip("_")
+    return name.removesuffix("_data").removesuffix("_backward").removeprefix("native_")
+
+
+def _function(reason: str) -> str:
+    """Returns the function that a reason names, such as ``"softmax"``."""
+    return reason.rpartition(" (")[2].removesuffix(")") if reason.endswith(")") else ""
+
+
+def _to_keep_low(reason: str, low: str) -> str:
+    name = _function(reason)
+    if name in _WITH_WEIGHTS:
+        return f"level {_CONVERTS[low]!r}, which converts its weights, too"
+    if reason.startswith(("fp32 list", "banned list")):
+        modules = (lists.functional_overrides, lists.torch_overrides, lists.tensor_overrides)
+        place = next((each for each in modules if name in each.FP32_FUNCS), None)
+        lines = "run its line `with amp.disable_casts():`"
+        if place is None:
+            return lines
+        own = place.__name__.removeprefix("apex.")
+        return f"{own}.FP32_FUNCS.remove({name!r}) before amp.initialize, or {lines}"
+    if reason.startswith("torch.autocast"):
+        return "run its line `with torch.autocast(device_type, enabled=False):`"
+    for start, remedy in _REMEDIES.items():
+        if reason.startswith(start):
+            return remedy
+    return "remove the .float() before it"
+
+
+_CONVERTS = {"fp16": "O2", "bf16": "O5"}
+"""The level that converts weights, by dtype."""
+
+# Their fp32 weights and 16-bit inputs do not go together on every device.
+_WITH_WEIGHTS = {"layer_norm", "group_norm", "instance_norm", "batch_norm", "rms_norm", "prelu"}
+
+_REMEDIES = {
+    "registered by you": "do not register it with amp.register_float_function",
+    "fp32_modules": "take its module out of fp32_modules",
+    "batch norm kept": "pass keep_batchnorm_fp32=False to amp.initialize",
+}

@@ -1,0 +1,298 @@
+"""Formulas that are known to overflow or to leave a domain, and the form that does not.
+
+A pattern is found from the operator, from what computed its input (names of autograd nodes) and
+from what read its result (names of operators), never from the text of the script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from apex.debug.faults import Fault
+
+_MAX_NODES = 8
+
+# Nodes that pass values on, or shift them by a small number.
+_TRANSPARENT = (
+    *("View", "UnsafeView", "ReshapeAlias", "Alias", "T", "Transpose", "Permute", "Expand"),
+    *("Squeeze", "Unsqueeze", "Select", "Slice", "Split", "Unbind", "Index", "Gather", "Clone"),
+    *("ToCopy", "Cat", "Stack", "Add", "Clamp", "ClampMin", "Flatten", "Detach", "MaskedFill"),
+)
+
+_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "dot", "mv"}
+_SOFTMAX = {"softmax", "safe_softmax", "log_softmax"}
+_LOGS = {"log", "log2", "log10"}
+_ROOTS = {"sqrt", "rsqrt"}
+_EXPONENTIALS = {"exp", "exp2", "expm1"}
+_NORMS = {"LinalgVectorNorm", "Norm", "Sqrt"}
+_SQUARES = {"Pow", "Mul", "Square"}
+_BOUNDED = {"acos", "asin", "atanh", "erfinv"}
+
+
+class Pattern(NamedTuple):
+    """A formula to avoid.
+
+    Attributes:
+        name: What it is, in a few words.
+        matches: Whether a fault has this pattern.
+        remedy: What to write instead.
+    """
+
+    name: str
+    matches: Callable[[Fault], bool]
+    remedy: str
+
+
+def pattern_of(fault: Fault) -> Pattern | None:
+    """Returns the first pattern that a fault has, if any."""
+    return next((pattern for pattern in _PATTERNS if pattern.matches(fault)), None)
+
+
+def nodes_behind(node: Any) -> tuple[str, ...]:
+    """Returns the names of the autograd nodes behind a tensor, the nearest first.
+
+    Follows the first input of each, and leaves out nodes that only pass values on.
+
+    Args:
+        node: A ``grad_fn``; None gives no names.
+    """
+    names: list[str] = []
+    for _ in range(4 * _MAX_NODES):
+        if node is None or len(names) == _MAX_NODES:
+            break
+        name = node_name(node)
+        if name not in _TRANSPARENT:
+            names.append(name)
+        node = next((inner for inner, _ in node.next_functions if inner is not None), None)
+    return tuple(names)
+
+
+def node_name(node: Any) -> str:
+    """Returns the operator of an autograd node: ``"Sqrt"`` for ``SqrtBackward0``."""
+    name = str(node.name()).rpartition("::")[2]
+    return name.partition("Backward")[0].strip("_")
+
+
+def operator_name(op: str) -> str:
+    """Returns an operator's name without namespace and underscores."""
+    return op.rpartition(".")[2].strip("_").removeprefix("foreach_")
+
+
+# -- what the patterns ask ---------------------------------------------------------------------
+
+
+def _is(fault: Fault, ops: set[str], *causes: str) -> bool:
+    return operator_name(fault.op) in ops and fault.cause in causes
+
+
+def _fed(fault: Fault, *chain: set[str]) -> bool:
+    """Returns whether the input comes from these nodes, the nearest first."""
+    behind = fault.fed_by[: len(chain)]
+    return len(behind) == len(chain) and all(
+        name in names for name, names in zip(behind, chain, strict=True)
+    )
+
+
+def _read(fault: Fault, *ops: str) -> bool:
+    """Returns whether the operators read the non-finite values in this order."""
+    readers = iter(fault.read_by)
+    return all(any(operator_name(op) == wanted for op in readers) for wanted in ops)
+
+
+def _read_by_softmax(fault: Fault) -> bool:
+    return not _SOFTMAX.isdisjoint(operator_name(op) for op in fault.read_by)
+
+
+def _lowest(fault: Fault) -> float:
+    return min((values.low for values in fault.inputs), default=0.0)
+
+
+def _divisor(fault: Fault) -> float:
+    """Returns the smallest absolute value of the second input; 1 if it is no tensor."""
+    return fault.inputs[1].smallest if len(fault.inputs) > 1 else 1.0
+
+
+def _in_fp16(fault: Fault) -> bool:
+    return fault.inputs[0].dtype == "float16" if fault.inputs else False
+
+
+def _differentiates(fault: Fault, *nodes: str) -> bool:
+    return fault.direction == "backward" and fault.cause == "derivative" and fault.node in nodes
+
+
+# -- the patterns, the most specific first -------------------------------------------------------
+
+_PATTERNS = (
+    Pattern(
+        "a mask beyond fp16's range before a softmax",
+        lambda f: (
+            _is(f, {"to_copy", "copy", "add", "sub", "mul"}, "range")
+            and _read_by_softmax(f)
+            and _lowest(f) < -65504.0
+        ),
+        "mask with the least number of the scores' own dtype, torch.finfo(scores.dtype).min, or "
+        "with masked_fill(mask, -inf) where no row is masked as a whole",
+    ),
+    Pattern(
+        "a product before a softmax",
+        lambda f: _is(f, _PRODUCTS, "range") and _read_by_softmax(f),
+        "scale `q` before the product, (q * scale) @ k.transpose(-2, -1), not the scores after it, "
+        "or call torch.nn.functional.scaled_dot_product_attention(q, k, v)",
+    ),
+    Pattern(
+        "log of a softmax",
+        lambda f: (
+            _is(f, _LOGS, "domain")
+            and (_fed(f, {"Softmax", "SafeSoftmax"}) or _fed(f, {"Div"}, {"Exp"}))
+        ),
+        "call x.log_softmax(dim) instead of x.softmax(dim).log(), or give the logits to "
+        "torch.nn.functional.cross_entropy: small probabilities round to 0",
+    ),
+    Pattern(
+        "log of a sigmoid",
+        lambda f: (
+            _is(f, _LOGS, "domain")
+            and (_fed(f, {"Sigmoid"}) or _fed(f, {"Rsub", "Sub"}, {"Sigmoid", "Softmax"}))
+        ),
+        "call torch.nn.functional.logsigmoid(x), and logsigmoid(-x) for log(1 - sigmoid(x)), or "
+        "give the logits to binary_cross_entropy_with_logits: probabilities round to 0 and 1",
+    ),
+    Pattern(
+        "log of a sum of exp",
+        lambda f: _is(f, _LOGS, "domain") and _fed(f, {"Sum", "Mean"}, {"Exp"}),
+        "call torch.logsumexp(x, dim) instead of x.exp().sum(dim).log()",
+    ),
+    Pattern(
+        "exp of a large number in a log of a sum",
+        lambda f: _is(f, _EXPONENTIALS, "range") and _read(f, "sum", "log"),
+        "call torch.logsumexp(x, dim) instead of x.exp().sum(dim).log()",
+    ),
+    Pattern(
+        "exp of a large number in a softplus",
+        lambda f: _is(f, _EXPONENTIALS, "range") and (_read(f, "log1p") or _read(f, "add", "log")),
+        "call torch.nn.functional.softplus(x) instead of log(1 + exp(x))",
+    ),
+    Pattern(
+        "exp of a large number in a softmax",
+        lambda f: (
+            _is(f, _EXPONENTIALS, "range")
+            and (_read(f, "sum", "div") or f.read_by[:1] == ("aten.div",))
+        ),
+        "call x.softmax(dim) instead of x.exp() / x.exp().sum(dim), and torch.logsumexp(x, dim) "
+        "for the logarithm of the sum",
+    ),
+    Pattern(
+        "exp of a large number in a sigmoid",
+        lambda f: (
+            _is(f, _EXPONENTIALS, "range")
+            and _read(f, "add")
+            and (_read(f, "reciprocal") or _read(f, "div"))
+        ),
+        "call torch.sigmoid(x) instead of 1 / (1 + exp(-x))",
+    ),
+    Pattern(
+        "exp of a large number",
+        lambda f: _is(f, _EXPONENTIALS, "range"),
+        "use a form that does not overflow: torch.logsumexp(x, dim) for the log of a sum of exp, "
+        "x.softmax(dim) for exp over its sum; or subtract the maximum, or clamp the input",
+    ),
+    Pattern(
+        "a negative variance",
+        lambda f: (
+            (_is(f, _ROOTS, "domain", "division by zero") or _is(f, {"pow"}, "domain"))
+            and f.kind == "nan"
+            and _lowest(f) < 0.0
+            and _fed(f, {"Sub", "Rsub"})
+        ),
+        "compute a variance as x.var(dim, correction=0), not as x.square().mean() - "
+        "x.mean().square(), which rounding makes negative, or call clamp_min(0) before the root",
+    ),
+    Pattern(
+        "a root of a negative number",
+        lambda f: (
+            _is(f, _ROOTS, "domain", "division by zero") and f.kind == "nan" and _lowest(f) < 0.0
+        ),
+        "call clamp_min(0) before the root; a variance computed as a difference of means becomes "
+        "negative by rounding, where x.var(dim, correction=0) does not",
+    ),
+    Pattern(
+        "a power of a negative number",
+        lambda f: _is(f, {"pow"}, "domain", "division by zero") and _lowest(f) < 0.0,
+        "clamp the base to 0 or take its absolute value: a negative number has no real power with "
+        "a fractional exponent",
+    ),
+    Pattern(
+        "log of a negative number",
+        lambda f: _is(f, _LOGS | {"log1p"}, "domain") and f.kind == "nan" and _lowest(f) < 0.0,
+        "clamp the input: log(x.clamp_min(eps)), or find out why it is negative",
+    ),
+    Pattern(
+        "log of 0",
+        lambda f: _is(f, _LOGS, "domain") and _in_fp16(f),
+        "compute it in fp32 and clamp the input, log(x.float().clamp_min(1e-12)): in fp16, numbers "
+        "below 6e-8 round to 0, such an eps too",
+    ),
+    Pattern(
+        "an inverse function at the end of its domain",
+        lambda f: (
+            _is(f, _BOUNDED, "domain") or _differentiates(f, "Acos", "Asin", "Atanh", "Erfinv")
+        ),
+        "clamp the input into the open interval, x.clamp(-1 + eps, 1 - eps) with an eps of 1e-6 in "
+        "fp32 and 1e-3 in fp16: a cosine of unit vectors exceeds 1 by rounding, and the derivative "
+        "is infinite at 1",
+    ),
+    Pattern(
+        "a norm by hand at 0",
+        lambda f: _differentiates(f, "Sqrt", "Pow") and _fed(f, {"Sum", "Mean"}, _SQUARES),
+        "call torch.linalg.vector_norm(x, dim=dim), whose derivative at 0 is 0, or add an epsilon "
+        "inside the root: (x.square().sum(dim) + eps).sqrt()",
+    ),
+    Pattern(
+        "the derivative of a root at 0",
+        lambda f: _differentiates(f, "Sqrt", "Rsqrt", "Std", "Pow"),
+        "add an epsilon inside the root, (x + eps).sqrt(), where the slope is infinite at 0; "
+        "masking the result afterwards does not help, because 0 * inf is NaN",
+    ),
+    Pattern(
+        "the derivative of a quotient",
+        lambda f: _differentiates(f, "Div", "Reciprocal"),
+        "keep the divisor away from 0 before the division, a / b.clamp_min(eps); masking the "
+        "quotient afterwards does not help, because its derivative is 0 * inf, which is NaN",
+    ),
+    Pattern(
+        "exp over a sum that is 0",
+        lambda f: _is(f, {"div"}, "division by zero") and _fed(f, {"Sum"}, {"Exp"}),
+        "call x.softmax(dim) instead of x.exp() / x.exp().sum(dim): for small x every exp is 0",
+    ),
+    Pattern(
+        "division by a norm that is 0",
+        lambda f: _is(f, {"div"}, "division by zero") and _fed(f, _NORMS),
+        "call torch.nn.functional.normalize(x, dim=dim, eps=1e-6), or divide by "
+        "norm.clamp_min(eps)",
+    ),
+    Pattern(
+        "division by 0 in fp16",
+        lambda f: _is(f, {"div", "reciprocal", "rsqrt"}, "division by zero") and _in_fp16(f),
+        "compute it in fp32, or use an epsilon of 1e-4: in fp16, numbers below 6e-8 round to 0, "
+        "such an epsilon too",
+    ),
+    Pattern(
+        "division by a tiny number",
+        lambda f: _is(f, {"div"}, "range") and 0.0 < _divisor(f) < 1e-3,
+        "add an epsilon to the divisor, or clamp it: a / b.clamp_min(eps)",
+    ),
+    Pattern(
+        "a square in fp16",
+        lambda f: (
+            _is(f, {"pow", "square", "linalg_vector_norm", "var", "std"}, "range") and _in_fp16(f)
+        ),
+        "compute squares, norms and variances in fp32, x.float(): in fp16 the square of 256 is inf",
+    ),
+    Pattern(
+        "a sum in fp16",
+        lambda f: _is(f, {"sum", "cumsum"}, "range") and _in_fp16(f),
+        "sum in fp32, x.sum(dtype=torch.float32), or take the mean of x.float()",
+    ),
+)

@@ -1,0 +1,158 @@
+"""Traces every operator, forward and backward, and names those that lose digits."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from apex.debug.module_tracker import ModuleTracker
+from apex.debug.rounding_mode import RoundingMode
+from apex.debug.rounding_records import RoundingLog, RoundingRow, Skipped
+from apex.debug.tracing import Trace
+
+
+def trace_rounding(*models: nn.Module) -> RoundingTrace:
+    """Returns a context that finds the operators at which low precision loses digits.
+
+    Enter it around one or more whole iterations, forward and backward; it may include
+    ``optimizer.step``, which is not judged. Every value that fp16 or bf16 touched has an fp32
+    shadow, which the same operators compute from the values that the iteration began with. An
+    operator stands out where its result is much further from its shadow than the errors of its
+    inputs, the dtype's eps and the operator's shape explain: by its own rounding, by cancellation,
+    or at the end of a long chain of small steps.
+
+    Works with and without ``amp.initialize``: under ``torch.autocast``, on 16-bit models. Random
+    operators draw once, and decisions (the sign in a relu's gradient, the index of a maximum) are
+    those of the run, on both sides. The run computes the same numbers as without the trace.
+    Operators without a verdict, such as one whose kernel does not run in fp32, are listed in
+    ``skipped``.
+
+    Each operator runs once more in fp32, and host syncs follow it: an iteration takes some ten
+    times as long, and the memory of its activations in fp32 besides. Models under
+    ``torch.compile`` run uncompiled inside the context, as compiled code is opaque.
+
+    Args:
+        models: One or more models, as passed to ``amp.initialize`` or since wrapped by
+            ``torch.compile`` or DistributedDataParallel. They provide the names of modules.
+
+    Returns:
+        A :class:`RoundingTrace` context; its ``worst`` is the operator at which digits were first
+        lost, or None.
+
+    Example:
+        >>> import torch
+        >>> from apex import amp
+        >>> class Shift(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         return (x + 1000) - 1000
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), Shift()).bfloat16()
+        >>> with amp.debug.trace_rounding(model) as trace:
+        ...     model(torch.randn(4, 8, dtype=torch.bfloat16)).sum().backward()
+        >>> trace.worst.module, trace.worst.op, trace.worst.direction, trace.worst.kind
+        ('1', 'aten.sub', 'forward', 'cancellation')
+        >>> trace.worst.error > 10 * trace.worst.tolerance > 10 * trace.worst.inherited
+        True
+    """
+    return RoundingTrace(*models)
+
+
+class RoundingTrace(Trace):
+    """The result of :func:`trace_rounding`. ``print`` shows it, ``save`` writes a file."""
+
+    _NAME = "trace_rounding"
+
+    def __init__(self, *models: nn.Module) -> None:
+        """Prepares a trace; tracing starts on entry.
+
+        Raises:
+            TypeError: If an argument is not a module.
+        """
+        super().__init__(*models)
+        self._log = RoundingLog()
+
+    def _new_mode(self) -> RoundingMode:
+        return RoundingMode(ModuleTracker(*self._models), self._log)
+
+    @property
+    def rows(self) -> tuple[RoundingRow, ...]:
+        """One record per module, operator, direction and dtype, most suspicious first."""
+        return self._log.rows()
+
+    @property
+    def worst(self) -> RoundingRow | None:
+        """The operator at which digits were first lost beyond tolerance; None if at none."""
+        return next(iter(self.lost), None)
+
+    @property
+    def lost(self) -> tuple[RoundingRow, ...]:
+        """The rows beyond tolerance in order of time; later ones may only pass on the damage."""
+        return tuple(map(self._log.row, self._log.lost))
+
+    @property
+    def skipped(self) -> tuple[Skipped, ...]:
+        """The operators without a verdict: from there on, their results count as exact."""
+        return tuple(self._log.skipped)
+
+    @property
+    def operators(self) -> int:
+        """Number of operator calls that were compared with fp32."""
+        return self._log.operators
+
+    # -- formats ----------------------------------------------------------------------------------
+
+    def to_text(self, *, rows: int | None = 10) -> str:
+        """Returns the verdict and a table of the most suspicious operators.
+
+        Args:
+            rows: Largest number of operators to show; None for all.
+        """
+        from apex.debug.rendering.rounding import text
+
+        return text(self, rows=rows)
+
+    def to_html(self) -> str:
+        """Returns a self-contained page."""
+        from apex.debug.rendering.rounding import page
+
+        return page(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all data in plain containers; an infinite number as None."""
+        worst = self.worst
+        return {
+            "worst": None if worst is None else worst.as_dict(),
+            "rows": [row.as_dict() for row in self.rows],
+            "skipped": [asdict(each) for each in self.skipped],
+            "operators": self.operators,
+        }
+
+    def to_json(self) -> str:
+        """Returns all data as JSON."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def save(self, path: str | Path) -> None:
+        """Writes a file in the format given by its suffix: ``.html``, ``.json``, ``.txt``.
+
+        Raises:
+            ValueError: If the suffix is none of these; nothing is written.
+        """
+        formats = {".html": self.to_html, ".json": self.to_json, ".txt": self.to_text}
+        target = Path(path)
+        if target.suffix not in formats:
+            raise ValueError(
+                f"Cannot save a trace as {target.name!r}: the suffix must be one of "
+                f"{', '.join(formats)}."
+            )
+        target.write_text(formats[target.suffix](), encoding="utf-8")
+
+    def __str__(self) -> str:
+        """Returns the verdict and a short table."""
+        return self.to_text()
+
+    def _repr_html_(self) -> str:
+        """Returns the page, for notebooks."""
+        return self.to_html()

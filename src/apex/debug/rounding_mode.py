@@ -1,0 +1,329 @@
+"""Runs every operator once more on fp32 shadows and measures how much further it is from them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from apex._core import dtypes
+from apex._engine.masters import Master
+from apex._torch.overrides import without_functions
+from apex.debug import rounding_rules as rules
+from apex.debug import tensors
+from apex.debug.errors_by_norm import Distance, distance, distance_of_probabilities
+from apex.debug.modes import suspend_modes
+from apex.debug.module_tracker import ModuleTracker
+from apex.debug.rounding_records import Kind, Place, RoundingLog
+from apex.debug.shadow_call import Arguments, ShadowCall, is_touched
+from apex.debug.shadows import Shadows, can_shadow, storage_id
+from apex.debug.tensors import Traits
+
+_PLAIN = {Tensor, nn.Parameter, Master}
+_EMPTY = ("empty", "new_empty", "resize", "set_")
+_SAVES_FOR_BACKWARD = (
+    "native_layer_norm",
+    "native_batch_norm",
+    "_native_batch_norm",
+    "_batch_norm_with_update",
+    "cudnn_batch_norm",
+    "native_group_norm",
+    "_scaled_dot_product",
+    "_flash_attention",
+    "_efficient",
+    "_ctc_loss",
+)
+"""Forward operators of which only the first result is for the model."""
+
+_FEW = 64
+"""Results with fewer elements may be small by chance."""
+
+_FOREIGN = ("c10d", "_c10d", "symm_mem", "fsdp", "inductor", "prim", "prims", "profiler")
+"""Namespaces whose operators have effects beyond their results."""
+
+
+class RoundingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Computes the shadows of every operator's results, and logs their errors.
+
+    Attributes:
+        tracker: Knows the running module, direction and line.
+    """
+
+    # Their bodies consist of operators, which are traced.
+    supports_higher_order_operators = True
+
+    def __init__(self, tracker: ModuleTracker, log: RoundingLog) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tracker = tracker
+        self._log = log
+        self._shadows = Shadows()
+        self._process = os.getpid()
+        self._stepping = False
+
+    # -- steps of optimizers ----------------------------------------------------------------------
+
+    def enter_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Stops tracing, except in the closure."""
+        self._stepping = True
+        closures = [callable(each) and not isinstance(each, Optimizer) for each in args]
+        return (
+            tuple(
+                self._traced(each) if is_closure else each
+                for each, is_closure in zip(args, closures, strict=True)
+            ),
+            {key: self._traced(each) if callable(each) else each for key, each in kwargs.items()},
+        )
+
+    def leave_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Makes the new weights and the optimizer's state exact: an iteration has ended."""
+        self._stepping = False
+        own = [list(model.parameters()) for model in self.tracker.models]
+        groups = [group["params"] for group in optimizer.param_groups]
+        state = [list(each.values()) for each in optimizer.state.values() if isinstance(each, dict)]
+        for tensor in tensors.floating([own, groups, state]):
+            self._shadows.discard(tensor)
+
+    def _traced(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            before, self._stepping = self._stepping, False
+            try:
+                return closure()
+            finally:
+                self._stepping = before
+
+        return run
+
+    def close(self) -> None:
+        """Releases all shadows."""
+        self._shadows.close()
+
+    # -- operators --------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if os.getpid() != self._process:  # in a forked data loader worker
+            return func(*args, **kwargs)
+        if not _PLAIN.issuperset(types):  # a tensor subclass, whose inner operators come here next
+            return NotImplemented
+        if not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **kwargs)
+        self.tracker.record_site()
+        traits = tensors.traits(func)
+        if traits.view:
+            return func(*args, **kwargs)
+        before: ShadowCall | str | None = None
+        with _apart():
+            # What the call overwrites has to be read before it runs.
+            if traits.writes and not self._stepping and is_touched([args, kwargs], self._shadows):
+                before = self._call(func, traits, args, kwargs)
+        result = func(*args, **kwargs)
+        with _apart():
+            outputs = _outputs(traits, args, kwargs, result)
+            reason = self._follow(before, func, traits, args, kwargs, result) if outputs else None
+            if reason is not None:
+                for tensor in outputs:
+                    self._shadows.discard(tensor)
+                if reason:
+                    self._log.skip(self.tracker.module, traits.name, reason)
+        return result
+
+    def _follow(
+        self,
+        before: ShadowCall | str | None,
+        func: Any,
+        traits: Traits,
+        args: Any,
+        kwargs: dict[str, Any],
+        result: Any,
+    ) -> str | None:
+        """Computes the shadows of a call's results.
+
+        Returns:
+            Why its results are without: ``""`` if they are exact, None if they have shadows.
+        """
+        if self._stepping or not is_touched([args, kwargs, result], self._shadows):
+            return ""
+        reason = _without_verdict(func, traits, args, kwargs, result)
+        if reason is not None:
+            return reason
+        call = before or self._call(func, traits, args, kwargs)
+        if isinstance(call, str):
+            return call
+        self._log.operators += 1
+        try:
+            return self._compare(call, result)
+        except Exception as error:  # noqa: BLE001 - as in _call
+            return f"its result cannot be compared with fp32: {_first_line(error)}"
+
+    def _call(
+        self, func: Any, traits: Traits, args: Any, kwargs: dict[str, Any]
+    ) -> ShadowCall | str:
+        """Returns the call with its arguments in fp32, or why it has none."""
+        try:
+            return ShadowCall(func, traits, args, kwargs, self._shadows)
+        except Exception as error:  # noqa: BLE001 - such as memory: the run goes on
+            return f"its arguments cannot be read in fp32: {_first_line(error)}"
+
+    def _compare(self, call: ShadowCall, result: Any) -> str | None:
+        """Computes the shadows of a call's results and judges them; returns as ``_follow``."""
+        if call.lacks_workspace:
+            return "its workspace was filled before the trace"
+        try:
+            in_fp32 = _in_fp32(call, call.shadows, result)
+            pairs = call.pairs(result, call.shadows, in_fp32)
+            workspaces = list(_workspaces(result, in_fp32))
+        except Exception as error:  # noqa: BLE001 - whatever a kernel raises, the run goes on
+            return f"it does not run in fp32: {_first_line(error)}"
+        if any(low.shape != high.shape for low, high in pairs):
+            return "its result has another shape in fp32"
+        if not rules.is_move(call.name):
+            saves = call.name.removeprefix("aten.").startswith(_SAVES_FOR_BACKWARD)
+            self._judge(call, result, pairs[:1] if saves else pairs)
+        entry = call.inherited if rules.is_linear(call.name) else None
+        for low, high in pairs:
+            unit = max(call.unit, rules.roundoff(low.dtype))
+            self._shadows.write(low, high, unit=unit, entry=entry)
+        for low, high in workspaces:
+            self._shadows.keep_workspace(low, high)
+        return None
+
+    # -- verdicts ---------------------------------------------------------------------------------
+
+    def _judge(self, call: ShadowCall, result: Any, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        tracker = self.tracker
+        for index, (low, high) in enumerate(pairs):
+            error, tolerance = self._error(call, low, high, index, pairs)
+            kind: Kind = ""
+            if error > tolerance:
+                kind = self._kind(call, result, index, error)
+            elif (lost := self._lost_change(call, result)) > rules.LOST_CHANGE:
+                error, tolerance, kind = lost, rules.LOST_CHANGE, "rounding"
+            place = Place(
+                tracker.module,
+                tracker.inside,
+                tracker.direction,
+                call.name,
+                dtypes.name(low.dtype),
+            )
+            line = tracker.location() if kind else ""
+            self._log.add(place, error, tolerance, call.inherited, kind, line)
+
+    def _error(
+        self,
+        call: ShadowCall,
+        low: Tensor,
+        high: Tensor,
+        index: int,
+        pairs: list[tuple[Tensor, Tensor]],
+    ) -> tuple[float, float]:
+        """Returns the relative error of one result, and its tolerance."""
+        found = _distance(call, low.detach(), high)
+        tolerance = rules.tolerance(call.inherited, max(call.unit, rules.roundoff(low.dtype)))
+        if 2 * found.relative < tolerance:
+            return found.relative, tolerance
+        size = found.size
+        if self.tracker.direction == "backward" or low.numel() < _FEW:
+            size = max(size, self._least_sizes(call, [high for _, high in pairs])[index])
+        if not size or rules.has_no_digits(call.name, [each.size for each in call.inputs], size):
+            return 0.0, tolerance
+        tolerance += rules.sum_bound(call.name, call.own[0], low) + rules.underflow(low) / size
+        return found.difference / size, tolerance
+
+    def _lost_change(self, call: ShadowCall, result: Any) -> float:
+        """Returns the error of a small change relative to it; see Note [Small changes]."""
+        if call.first is None:
+            return 0.0
+        low, exact = call.pairs(result, call.own, _in_fp32(call, call.own, result))[0]
+        return distance(low.detach() - call.first, exact - call.first).relative
+
+    def _least_sizes(self, call: ShadowCall, highs: list[Tensor]) -> list[float]:
+        args, kwargs = call.shadows
+        try:
+            sizes = rules.least_sizes(call.func, call.name, args, kwargs, highs)
+        except RuntimeError:  # no such kernel: as if the operator were no sum
+            sizes = []
+        return [*sizes, *[0.0] * len(highs)]
+
+    def _kind(self, call: ShadowCall, result: Any, index: int, error: float) -> Kind:
+        """Returns what lost the digits; see :class:`RoundingRow`."""
+        try:
+            in_fp32 = _in_fp32(call, call.own, result)
+        except RuntimeError:
+            return "rounding"
+        low, exact = call.pairs(result, call.own, in_fp32)[index]
+        if 2 * _distance(call, low.detach(), exact).relative > error:
+            return "rounding"
+        largest = max(each.relative for each in call.inputs)
+        return "chain" if rules.AMPLIFICATION * largest > error else "cancellation"
+
+
+def _in_fp32(call: ShadowCall, arguments: Arguments, result: Any) -> Any:
+    """Runs a call on arguments in fp32 and returns its result."""
+    args, kwargs = arguments
+    if call.name == "aten.native_dropout":  # with the mask of the run
+        keep = 1.0 - args[1]
+        return args[0] * result[1] / (keep or 1.0), result[1]
+    return call.func(*args, **kwargs)
+
+
+def _distance(call: ShadowCall, values: Tensor, in_fp32: Tensor) -> Distance:
+    if call.name in rules.SOFTMAXES:
+        is_log = "log" in call.name
+        return distance_of_probabilities(values, in_fp32, call.own[0][1], is_log=is_log)
+    return distance(values, in_fp32)
+
+
+def _workspaces(result: Any, in_fp32: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields the workspaces among the results of a call, each with that of the call in fp32."""
+    if isinstance(result, tuple):
+        for low, high in zip(result, in_fp32, strict=True):
+            if isinstance(low, Tensor) and low.dtype is torch.uint8 and isinstance(high, Tensor):
+                yield low, high
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Keeps what runs inside from all modes, the user's included; the grad mode is the call's."""
+    with without_functions(), suspend_modes():
+        yield
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).partition("\n")[0]
+
+
+def _outputs(traits: Traits, args: Any, kwargs: dict[str, Any], result: Any) -> list[Tensor]:
+    """Returns the tensors that a call wrote or created; not views of its arguments."""
+    written = traits.written(args, kwargs)
+    given = {storage_id(t) for t in tensors.floating([args, kwargs]) if can_shadow(t)}
+    returned = [t for t in tensors.floating(result) if can_shadow(t)]
+    return [*written, *(tensor for tensor in returned if storage_id(tensor) not in given)]
+
+
+def _without_verdict(
+    func: Any, traits: Traits, args: Any, kwargs: dict[str, Any], result: Any
+) -> str | None:
+    """Returns why the results of a call count as exact; "" if they are, None if they do not."""
+    namespace, _, name = traits.name.partition(".")
+    if namespace.startswith(_FOREIGN):
+        return "its effects on other processes forbid running it twice"
+    if name.startswith(_EMPTY) or rules.is_decision(traits.name):
+        return ""
+    if any(not can_shadow(tensor) for tensor in tensors.floating(result)):
+        return "its result is not a dense tensor"
+    if torch.Tag.nondeterministic_seeded in func.tags and name != "native_dropout":
+        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        dropout = [a for a in func._schema.arguments if a.name in ("dropout_p", "dropout")]
+        if dropout:
+            share = given.get(dropout[0].name, dropout[0].default_value)
+            return "its kernel draws random numbers" if share else None
+        return "its kernel draws random numbers" if "rrelu" in name else ""
+    return None

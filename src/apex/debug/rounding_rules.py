@@ -1,0 +1,244 @@
+"""How large an operator's error may be: bounds from dtype and shape, and what a decision is.
+
+Note [Tolerance]
+    An operator in low precision rounds its result once: relative to the result's norm, by at most
+    the dtype's unit roundoff u (eps / 2), plus what underflows, half the smallest subnormal for
+    each element. torch's kernels accumulate 16-bit sums in fp32, which adds u32 * sqrt(n) for n
+    terms (rounding errors are independent: Higham and Mary, SISC 2019). Kernels that accumulate in
+    the tensor itself (scatters, the gradient of an embedding) round n times: u * sqrt(n).
+
+    It also passes on the errors of its inputs. A well-conditioned operator multiplies them by a
+    small constant; ``AMPLIFICATION`` is the constant that counts as small, for its own rounding
+    too, because fused kernels round more than once. So::
+
+        tolerance = AMPLIFICATION * (inherited + u) + bound of the sum + underflow
+
+    The size of a result is its norm. A sum of n terms of both signs may be far smaller than its
+    terms by chance, or by construction: a bias before a batch norm and the bias of an attention's
+    keys have no gradient. That is no loss of digits, so in a backward pass and in small results a
+    sum's size is that of the sum of absolute values, as in Skeel's condition number.
+
+Note [Chains]
+    Each step of a running sum explains its error by that of the step before, so none would stand
+    out. A chain of linear elementwise operators (an accumulation, an EMA, a residual stream)
+    therefore counts as one operator: what a chain inherits is the largest error among the values
+    that enter it. ``Shadow.entry`` carries it from one operator of a chain to the next. In a sum,
+    an operand's error counts by the operand's share of the largest one.
+
+Note [Small changes]
+    ``average.mul_(0.999)`` in bf16 changes nothing: half of bf16's eps is 0.002. By norm that is an
+    error within one rounding, but an average that is updated so stands still, iteration for
+    iteration. So where a number close to 1 multiplies a value, or a ``lerp`` moves it, the error is
+    also measured relative to the change that fp32 makes, and is lost from ``LOST_CHANGE`` on.
+
+Note [Decisions]
+    Where an operator decides (the sign in the gradient of a relu, the index of a maximum, a
+    dropout), the shadow takes the decision of the low-precision run. Otherwise the few elements
+    for which rounding changed it would dominate the error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+AMPLIFICATION = 4.0
+
+LOST_CHANGE = 0.5
+
+_SMALL = 2.0**-4
+"""Changes by a larger share are no small ones."""
+
+_MOVES = {
+    f"aten.{name}"
+    for name in (
+        *("copy", "copy_", "clone", "cat", "stack", "repeat", "roll", "flip", "where"),
+        *("constant_pad_nd", "embedding", "gather", "index", "index_select", "masked_select"),
+        *("masked_fill", "masked_fill_", "select_backward", "slice_backward"),
+    )
+} | {"aten._to_copy"}
+_LINEAR = _MOVES | {
+    f"aten.{name}{suffix}"
+    for name in ("add", "sub", "rsub", "mul", "div", "neg", "lerp", "addcmul")
+    for suffix in ("", "_")
+}
+
+_DECIDED_BY = {
+    f"aten.{name}": place
+    for name, place in {
+        "threshold_backward": 1,
+        "leaky_relu_backward": 1,
+        "hardtanh_backward": 1,
+        "hardswish_backward": 1,
+        "hardsigmoid_backward": 1,
+        "hardshrink_backward": 1,
+        "softshrink_backward": 1,
+        "_prelu_kernel_backward": 1,
+    }.items()
+}
+_DECISIONS = {
+    f"aten.{name}{suffix}"
+    for name in ("sign", "sgn", "round", "floor", "ceil", "trunc", "heaviside", "frac")
+    for suffix in ("", "_")
+}
+
+_SUMS = {
+    f"aten.{name}"
+    for name in (
+        *("sum", "mean", "mm", "bmm", "mv", "dot", "addmm", "addmv", "addbmm", "baddbmm", "linear"),
+        *("convolution", "convolution_backward", "embedding_dense_backward", "index_add"),
+    )
+}
+_DIFFERENCES = {f"aten.{name}{suffix}" for name in ("add", "sub", "rsub") for suffix in ("", "_")}
+_IN_PLACE_SUMS = {
+    f"aten.{name}{suffix}"
+    for name in (
+        "index_add",
+        "scatter_add",
+        "index_put",
+        "_index_put_impl",
+        "put",
+        "scatter_reduce",
+    )
+    for suffix in ("", "_")
+} | {"aten.embedding_dense_backward"}
+
+_NORM_BACKWARDS = {
+    "aten.native_layer_norm_backward": ("rstd", "weight"),
+    "aten.native_batch_norm_backward": ("save_invstd", "weight"),
+    "aten.native_group_norm_backward": ("rstd", "weight"),
+    "aten.cudnn_batch_norm_backward": ("save_var", "weight"),
+}
+SOFTMAXES = {"aten._softmax", "aten._log_softmax", "aten._safe_softmax"}
+
+
+def base_name(name: str) -> str:
+    """Returns the name of the operator that a ``_foreach_`` operator applies to each tensor."""
+    return name.replace("aten._foreach_", "aten.")
+
+
+def is_linear(name: str) -> bool:
+    """Returns whether an operator continues a chain; see Note [Chains]."""
+    return name in _LINEAR
+
+
+def is_sum_of_operands(name: str) -> bool:
+    """Returns whether each input contributes to the result by its size."""
+    return name in _DIFFERENCES or name in ("aten.cat", "aten.stack", "aten.lerp", "aten.lerp_")
+
+
+def is_move(name: str) -> bool:
+    """Returns whether an operator only moves values, so that it can lose no more than a cast."""
+    return name in _MOVES
+
+
+def is_small_change(name: str, args: Sequence[Any]) -> bool:
+    """Returns whether an operator changes its first argument a little; see Note [Small changes]."""
+    number = args[-1] if args else None
+    if not isinstance(number, float) or not isinstance(args[0], Tensor):
+        return False
+    if name.rstrip("_") in ("aten.mul", "aten.div"):
+        return 0.0 < abs(number - 1.0) < _SMALL
+    return name.rstrip("_") == "aten.lerp" and 0.0 < number < _SMALL
+
+
+def is_decision(name: str) -> bool:
+    """Returns whether an operator's result is a decision; see Note [Decisions]."""
+    return name in _DECISIONS
+
+
+def decided_by(name: str) -> int | None:
+    """Returns the position of the argument on whose sign an operator decides."""
+    return _DECIDED_BY.get(name)
+
+
+def roundoff(dtype: torch.dtype) -> float:
+    """Returns the unit roundoff, half of eps."""
+    return torch.finfo(dtype).eps / 2
+
+
+def tolerance(inherited: float, unit: float) -> float:
+    """Returns the relative error that inputs' errors and a rounding explain."""
+    return AMPLIFICATION * (inherited + unit)
+
+
+def sum_bound(name: str, args: Sequence[Any], result: Tensor) -> float:
+    """Returns the part of the relative bound that grows with the number of terms of a sum."""
+    if name in _IN_PLACE_SUMS:
+        return roundoff(result.dtype) * math.sqrt(_repeats(args))
+    if name in _SUMS:
+        terms = max((t.numel() for t in args if isinstance(t, Tensor)), default=1)
+        return roundoff(torch.float32) * math.sqrt(terms)
+    return 0.0
+
+
+def underflow(result: Tensor) -> float:
+    """Returns the norm of the error if every element of a result underflows."""
+    info = torch.finfo(result.dtype)
+    return AMPLIFICATION * info.smallest_normal * info.eps / 2 * math.sqrt(result.numel())
+
+
+def has_no_digits(name: str, inputs: Sequence[float], result: float) -> bool:
+    """Returns whether a difference cancels so far that fp32 holds no digit of it, either.
+
+    Args:
+        name: The operator.
+        inputs: The norms of its inputs.
+        result: The norm of its result in fp32.
+    """
+    noise = 64 * torch.finfo(torch.float32).eps
+    return name in _DIFFERENCES and result < noise * max(inputs, default=0.0)
+
+
+def least_sizes(
+    func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], results: Sequence[Tensor]
+) -> list[float]:
+    """Returns, for each result of an operator, its norm if all terms of a sum had one sign.
+
+    Args:
+        func: The operator.
+        name: Its name.
+        args: Its arguments in fp32.
+        kwargs: Its keyword arguments in fp32.
+        results: Its results in fp32.
+    """
+    if name in _SUMS:
+        sums = func(*map(_absolute, args), **kwargs)
+        sums = [sums] if isinstance(sums, Tensor) else sums
+        return [0.0 if each is None else norm(each) for each in sums]
+    if name == "aten._softmax_backward_data":
+        return [norm(args[0] * args[1])]
+    if name == "aten._log_softmax_backward_data":
+        return [norm(args[0])]
+    if name in _NORM_BACKWARDS:
+        gain = 1.0
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.name in _NORM_BACKWARDS[name] and isinstance(value, Tensor):
+                gain *= norm(value) / math.sqrt(max(1, value.numel()))
+        grad = norm(args[0])
+        return [grad * gain, grad, grad]
+    return [0.0] * len(results)
+
+
+def norm(values: Tensor) -> float:
+    """Returns the 2-norm, in double."""
+    return float(torch.linalg.vector_norm(values.double()))  # sync: tracing is a diagnosis
+
+
+def _absolute(value: Any) -> Any:
+    return value.abs() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _repeats(args: Sequence[Any]) -> int:
+    """Returns how often the most frequent index occurs in the index tensors of a call."""
+    most = 1
+    for value in args:
+        for index in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(index, Tensor) and index.dtype is torch.int64 and index.numel():
+                counts = torch.unique(index, return_counts=True)[1]
+                most = max(most, int(counts.max()))  # sync: tracing is a diagnosis
+    return most

@@ -1,0 +1,284 @@
+"""Traces a whole program whose models are not known beforehand."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from apex.debug.faults import Fault
+from apex.debug.module_tracker import ModuleTracker, unwrapped
+from apex.debug.overflow import OverflowTrace
+from apex.debug.overflow_mode import OverflowMode
+from apex.debug.provenance import Provenance
+
+# torch's own, which the modules' hooks would cause. A compiled model runs uncompiled here.
+_ABOUT_GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
+
+
+class ScriptTrace(OverflowTrace):
+    """An overflow trace around a program, which finds the program's models as they are called.
+
+    A fault is certain once it has reached a gradient, the loss or a weight, and no dynamic loss
+    scale backs off from it; such overflows are counted, and are no faults. Then ``on_fault`` is
+    called before the next operator outside a backward pass, and may raise.
+    """
+
+    def __init__(self, *, on_fault: Callable[[], None]) -> None:
+        """Prepares a trace.
+
+        Args:
+            on_fault: Called once a fault is certain. If it returns, the program runs on, untraced.
+        """
+        super().__init__()
+        self._steps: list[int] = []  # operators traced until each of them
+        self._tracker = _DiscoveringTracker()
+        self._script_mode = _ScriptMode(self._tracker, self._provenance, self.gradients, on_fault)
+
+    def __enter__(self) -> ScriptTrace:
+        """Starts tracing this thread, and those that the program starts with ``threading``."""
+        super().__enter__()
+        self._hooks.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message=_ABOUT_GLOBAL_HOOKS)
+        self._hooks.callback(register_optimizer_step_post_hook(self._count_step).remove)
+        self._hooks.callback(threading.setprofile, threading.getprofile())
+        threading.setprofile(self._enter_thread)
+        return self
+
+    def _enter_thread(self, *_: Any) -> None:
+        sys.setprofile(None)
+        _Passing(self._script_mode).__enter__()  # type: ignore[no-untyped-call]
+
+    @property
+    def first(self) -> Fault | None:
+        """The first fault that no dynamic loss scale heals; None without one."""
+        return self._provenance.first(healing=False)
+
+    @property
+    def steps(self) -> int:
+        """Number of optimizer steps that the program has completed."""
+        return len(self._steps)
+
+    @property
+    def steps_before(self) -> int:
+        """Number of these before the first fault."""
+        origin = self._provenance.first_origin(healing=False)
+        return self.steps if origin is None else bisect.bisect_left(self._steps, origin.time)
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether the fault has reached a gradient, the loss or a weight."""
+        return self._provenance.is_certain
+
+    @property
+    def operators(self) -> int:
+        """Number of operators traced."""
+        return self._provenance.time
+
+    @property
+    def healed(self) -> int:
+        """Number of backward passes after which a dynamic loss scale backed off."""
+        return len(self._provenance.healed)
+
+    @property
+    def passes(self) -> int:
+        """Number of backward passes that reached a gradient."""
+        return self._provenance.passes
+
+    @property
+    def harmless(self) -> int:
+        """Number of operators whose inf and NaN reached no gradient."""
+        return self._provenance.harmless
+
+    @property
+    def first_harmless(self) -> Fault | None:
+        """The first of these."""
+        origin = self._provenance.first_harmless
+        return None if origin is None else origin.fault
+
+    @property
+    def compiled(self) -> bool:
+        """Whether a compiled model ran uncompiled."""
+        return self._tracker.compiled
+
+    @property
+    def seconds(self) -> float:
+        """Time since the first operator."""
+        started = self._script_mode.started
+        return 0.0 if started is None else time.perf_counter() - started
+
+    @property
+    def own_seconds(self) -> float:
+        """Time that the trace itself has taken: its checks, and a call to Python per operator."""
+        return self._script_mode.seconds + self.operators * _unseen_seconds()
+
+    def _new_mode(self) -> OverflowMode:
+        return self._script_mode
+
+    def _may_compile(self) -> bool:
+        return True
+
+    def _count_step(self, *_: Any) -> None:
+        self._steps.append(self.operators)
+
+
+class _ScriptMode(OverflowMode):  # type: ignore[no-untyped-call]
+    """Checks operators until a fault is certain, and measures what that costs.
+
+    Attributes:
+        seconds: Time spent in the mode, without the operators themselves.
+        started: When the first operator ran.
+    """
+
+    def __init__(
+        self,
+        tracker: ModuleTracker,
+        provenance: Provenance,
+        gradients: list[str],
+        on_fault: Callable[[], None],
+    ) -> None:
+        super().__init__(tracker, provenance, gradients)
+        self.seconds = 0.0
+        self.started: float | None = None
+        self._on_fault = on_fault
+        self._done = False
+
+    def _traced(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
+        if self._done:
+            return func(*args, **(kwargs or {}))
+        if self._provenance.is_certain and self.tracker.may_stop:
+            self._done = True
+            self._on_fault()
+            return func(*args, **(kwargs or {}))
+        start = time.perf_counter()
+        self.started = self.started or start
+        try:
+            return super()._traced(func, types, args, kwargs)
+        finally:
+            self.seconds += time.perf_counter() - start
+
+    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        start = time.perf_counter()
+        try:
+            return super()._run(func, args, kwargs)
+        finally:
+            self.seconds -= time.perf_counter() - start
+
+
+class _DiscoveringTracker(ModuleTracker):
+    """Tracks every model that a program calls, and keeps none alive.
+
+    A model is a module with parameters that the program calls from outside any other. A module
+    without parameters, such as a loss, belongs to the code that calls it.
+
+    Attributes:
+        compiled: Whether a model was under ``torch.compile``.
+    """
+
+    def __init__(self) -> None:
+        self._found: list[weakref.ref[nn.Module]] = []
+        super().__init__()
+        self.names = weakref.WeakKeyDictionary()
+        self.compiled = False
+        self._nameless: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The models that were called so far and still exist."""
+        return [model for found in self._found if (model := found()) is not None]
+
+    @property
+    def parameters(self) -> dict[torch.Tensor, str]:
+        """Qualified name of each parameter of these models, as they are now."""
+        self._parameters.clear()
+        parameters = super().parameters.copy()
+        self._parameters.clear()
+        return parameters
+
+    def attach(self) -> None:
+        """Registers hooks for all modules of the process."""
+        self._start()
+        self._handles += [
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, always_call=True),
+        ]
+
+    def _enter_module(self, module: nn.Module, inputs: Any) -> None:
+        if module not in self.names and module not in self._nameless:
+            self._discover(module)
+        if module in self.names:
+            super()._enter_module(module, inputs)
+
+    def _discover(self, module: nn.Module) -> None:
+        model = unwrapped(module)
+        if not self._state.stack and next(model.parameters(), None) is not None:
+            self.compiled |= any(getattr(module, name, None) is not None for name in _COMPILED)
+            parts = set(model.modules())
+            others = [each for each in self.models if each not in parts]
+            self._found = [weakref.ref(each) for each in (*others, model)]
+            self.names.clear()
+        self._add_names()
+        if module not in self.names:
+            self._nameless.add(module)
+
+
+_COMPILED = ("_orig_mod", "_compiled_call_impl")
+"""What a module has that torch.compile wrapped, or that compiled itself."""
+
+
+@functools.cache
+def _unseen_seconds() -> float:
+    """Returns what a trace adds to an operator outside the mode: calls of Python, hooks of modules.
+
+    Measured on a small training step.
+    """
+    with torch.random.fork_rng(devices=[]):
+        net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.0)
+    x = torch.ones(4, 8)
+
+    def train() -> float:
+        start = time.perf_counter()
+        for _ in range(20):
+            optimizer.zero_grad()
+            net(x).square().mean().backward()
+            optimizer.step()
+        return time.perf_counter() - start
+
+    train()
+    plain = min(train(), train())
+    with ScriptTrace(on_fault=lambda: None) as trace:
+        train()
+        operators, seconds = trace.operators, trace._script_mode.seconds
+        unseen = train() - plain - (trace._script_mode.seconds - seconds)
+    return max(0.0, unseen / (trace.operators - operators))
+
+
+class _Passing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Passes operators on to another thread's mode."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, mode: TorchDispatchMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._mode = mode
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self._mode.__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]

@@ -1,0 +1,139 @@
+"""One operator call, and its arguments in fp32: their shadows, and their own values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apex._core import dtypes
+from apex.debug import rounding_rules as rules
+from apex.debug import tensors
+from apex.debug.errors_by_norm import Distance, distance
+from apex.debug.shadows import Shadows, can_shadow
+from apex.debug.tensors import Traits
+
+_WORKSPACES = {"workspace", "reserve", "reserveSpace"}
+"""Names of arguments that a kernel fills for its backward in a layout of its own."""
+
+Arguments = tuple[list[Any], dict[str, Any]]
+
+
+class ShadowCall:
+    """One operator call; created before it runs, if it writes to its arguments.
+
+    Attributes:
+        func: The operator.
+        name: Its name, such as ``"aten.add"``.
+        inputs: How far each floating-point input is from its shadow.
+        inherited: The largest relative error among the inputs. If the call continues a chain, among
+            the values that entered it.
+        unit: Unit roundoff of the coarsest dtype that the inputs passed through.
+        shadows: Positional and keyword arguments, replaced by their shadows.
+        own: Positional and keyword arguments in fp32.
+        first: The first argument as it was, if the call changes it by a small share.
+        lacks_workspace: Whether it reads a workspace that no kernel in fp32 has filled.
+    """
+
+    def __init__(
+        self, func: Any, traits: Traits, args: Any, kwargs: dict[str, Any], shadows: Shadows
+    ) -> None:
+        self.func, self.name = func, rules.base_name(traits.name)
+        self._arguments = [*args, *kwargs.values()]
+        self._written = {id(tensor) for tensor in traits.written(args, kwargs)}
+        decided_by = rules.decided_by(traits.name)
+        own = [self._wide(shadows.own_values_of, value) for value in self._arguments]
+        wide = [self._wide(shadows.values_of, value) for value in self._arguments]
+        if decided_by is not None:
+            wide[decided_by] = own[decided_by]
+        names = [argument.name for argument in func._schema.arguments[: len(args)]]
+        if "half_to_float" in names:
+            own[names.index("half_to_float")] = wide[names.index("half_to_float")] = False
+        count = len(args)
+        self.lacks_workspace = any(
+            argument.name in _WORKSPACES
+            and isinstance(value, Tensor)
+            and value.dtype is torch.uint8
+            and shadows.workspace_of(value) is None
+            for argument, value in zip(func._schema.arguments, args, strict=False)
+        )
+        is_small_change = rules.is_small_change(self.name, own[:count])
+        self.first: Tensor | None = own[0].clone() if is_small_change else None
+        self.shadows = wide[:count], dict(zip(kwargs, wide[count:], strict=True))
+        self.own = own[:count], dict(zip(kwargs, own[count:], strict=True))
+        self.inputs: list[Distance] = []
+        self.unit = 0.0
+        errors = [
+            (self._read(low, high, shadows), high.numel())
+            for low, high in _pairs(self._arguments, wide)
+            if traits.reads_written or id(low) not in self._written
+        ]
+        shares = [1.0] * len(errors)
+        if rules.is_sum_of_operands(self.name):
+            # A broadcast operand counts as often as it is used.
+            most = max((count for _, count in errors), default=1)
+            sizes = [
+                found.size * math.sqrt(most / max(1, count))
+                for found, (_, count) in zip(self.inputs, errors, strict=True)
+            ]
+            shares = [size / (max(sizes) or 1.0) for size in sizes]
+        self.inherited = max(
+            (error * share for (error, _), share in zip(errors, shares, strict=True) if share),
+            default=0.0,
+        )
+
+    def _wide(self, values_of: Callable[[Tensor], Tensor], value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return values_of(value).clone() if id(value) in self._written else values_of(value)
+        if isinstance(value, torch.dtype):
+            return torch.float32 if value in dtypes.LOW_PRECISION else value
+        if isinstance(value, list | tuple):
+            return [self._wide(values_of, item) for item in value]
+        return value
+
+    def _read(self, low: Tensor, high: Tensor, shadows: Shadows) -> float:
+        """Measures an input; returns the error that it brings."""
+        if dtypes.is_low_precision(low):
+            self.unit = max(self.unit, rules.roundoff(low.dtype))
+        found = distance(low.detach(), high)
+        self.inputs.append(found)
+        shadow = shadows.of(low)
+        if shadow is None:
+            return 0.0
+        self.unit = max(self.unit, shadow.unit)
+        in_chain = rules.is_linear(self.name) and low.numel() == shadow.values.numel()
+        return found.relative if not in_chain or shadow.entry is None else shadow.entry
+
+    def pairs(self, result: Any, arguments: Arguments, in_fp32: Any) -> list[tuple[Tensor, Tensor]]:
+        """Returns each tensor that the call returned or wrote, with its value in fp32.
+
+        Args:
+            result: What the call returned.
+            arguments: ``shadows`` or ``own``, which the call in fp32 wrote to.
+            in_fp32: What the call in fp32 returned.
+        """
+        wide = [*arguments[0], *arguments[1].values()]
+        written = [p for p in _pairs(self._arguments, wide) if id(p[0]) in self._written]
+        known = {id(low) for low, _ in written}
+        return [*written, *(p for p in _pairs([result], [in_fp32]) if id(p[0]) not in known)]
+
+
+def is_touched(values: Any, shadows: Shadows) -> bool:
+    """Returns whether any tensor in nested lists is in low precision or has a shadow."""
+    return any(
+        dtypes.is_low_precision(tensor) or shadows.of(tensor) is not None
+        for tensor in tensors.floating(values)
+    )
+
+
+def _pairs(lows: Any, highs: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields the pairs of floating-point tensors in two nestings of the same structure."""
+    for low, high in zip(lows, highs, strict=True):
+        if isinstance(low, Tensor) and isinstance(high, Tensor):
+            if can_shadow(low) and can_shadow(high):
+                yield low, high
+        elif isinstance(low, list | tuple):
+            yield from _pairs(low, high)

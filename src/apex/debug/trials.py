@@ -1,0 +1,198 @@
+"""Runs copies of a model at a level, with some modules in fp32, and compares their gradients."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from apex._core import dtypes, tree
+from apex._core.policy import Policy
+from apex._core.scale import ScaleRule
+from apex._engine.autocast.region import CastRegion
+from apex._engine.session import Session
+from apex.amp import frontend, inputs
+from apex.amp.properties import level_defaults, to_policy
+from apex.debug.preserve_state import casts_off, preserve_state
+from apex.debug.rounding import RoundingTrace
+
+Loss = Callable[[nn.Module], Tensor]
+"""Computes the loss of a model."""
+
+Gradients = dict[str, Tensor]
+
+_SCALES = (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)
+"""Loss scales (multipliers) to try in fp16, until no gradient overflows."""
+
+_NEGLIGIBLE = 1e-3
+"""Gradients below this share of the largest do not count."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run of a copy of the model.
+
+    Attributes:
+        error: Error of the gradients, see ``Suggestion``.
+        bytes: Memory of weights, masters, gradients and activations saved for backward.
+        trace: The rounding trace of the run, if there was one.
+    """
+
+    error: float
+    bytes: int
+    trace: RoundingTrace | None
+
+
+class Trials:
+    """Runs a plain fp32 model at a level; leaves the model and the random state as they are.
+
+    Attributes:
+        noise: Error of the gradients between two runs in fp32.
+    """
+
+    def __init__(self, model: nn.Module, loss: Loss, arguments: object, opt_level: str) -> None:
+        """Runs the model twice in fp32.
+
+        Args:
+            model: A plain fp32 model.
+            loss: Its loss.
+            arguments: What the loss reads; its tensors are restored after each run.
+            opt_level: A level that computes in 16 bits.
+        """
+        self._model, self._loss, self._arguments = model, loss, arguments
+        self._policy: Policy = to_policy(level_defaults(opt_level))
+        self._reference = self._in_fp32()
+        self.noise = self._error(self._in_fp32())
+
+    @property
+    def has_op_casts(self) -> bool:
+        """Whether the level casts by operator and leaves the model in fp32."""
+        return self._policy.compute_dtype is not None
+
+    def run(self, fp32: Sequence[str], *, trace: bool = False) -> Outcome:
+        """Runs the model at the level with the modules ``fp32`` in fp32."""
+        scales = _SCALES if self._policy.low_precision is torch.float16 else (1.0,)
+        for scale in scales:
+            outcome = self._run(fp32, scale, trace=trace)
+            if math.isfinite(outcome.error):
+                break
+        return outcome
+
+    def _run(self, fp32: Sequence[str], scale: float, *, trace: bool) -> Outcome:
+        model = self._copy()
+        with self._prepared(model, fp32) as session:
+            found = RoundingTrace(model) if trace else None
+            with found or nullcontext():
+                grads, saved = self._gradients(
+                    model, lambda: self._loss_under(session, model), scale
+                )
+            size = saved + self._stored(model)
+        return Outcome(self._error(grads), size, found)
+
+    def _loss_under(self, session: Session, model: nn.Module) -> Tensor:
+        with nullcontext() if self.has_op_casts else casts_off():
+            return session.region.run(self._loss, model)
+
+    def _in_fp32(self) -> Gradients:
+        model = self._copy()
+        with casts_off():
+            return self._gradients(model, lambda: self._loss(model), 1.0)[0]
+
+    def _gradients(
+        self, model: nn.Module, forward: Callable[[], Tensor], scale: float
+    ) -> tuple[Gradients, int]:
+        """Returns unscaled gradients in fp32, and the bytes that were saved for backward."""
+        saved: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            saved[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        with preserve_state(model, self._arguments), torch.enable_grad():
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                loss = forward()
+            with casts_off():
+                grads = torch.autograd.grad(
+                    loss.float() * scale, list(params.values()), allow_unused=True
+                )
+        for param in params.values():
+            saved.pop(param.untyped_storage().data_ptr(), None)
+        # torch declares the gradients of unused parameters, None, as tensors.
+        found: list[tuple[str, Tensor | None]] = list(zip(params, grads, strict=True))
+        held = {name: _dense(grad) / scale for name, grad in found if grad is not None}
+        return held, sum(saved.values())
+
+    def _error(self, grads: Gradients) -> float:
+        sizes = {name: float(grad.norm()) for name, grad in self._reference.items()}  # sync: a tool
+        least = _NEGLIGIBLE * max(sizes.values(), default=0.0)
+        errors = [
+            float((grads[name] - exact).norm()) / sizes[name]  # sync: as above
+            for name, exact in self._reference.items()
+            if name in grads and sizes[name] > least
+        ]
+        return math.sqrt(sum(error**2 for error in errors) / max(1, len(errors)))
+
+    def _stored(self, model: nn.Module) -> int:
+        """Returns the bytes of a model's weights, masters and gradients."""
+        total = sum(buffer.nbytes for buffer in model.buffers())
+        for param in model.parameters():
+            total += param.nbytes
+            if param.requires_grad:
+                has_master = self._policy.master_weights and dtypes.is_low_precision(param)
+                total += param.nbytes + (4 * param.numel() if has_master else 0)
+        return total
+
+    def _copy(self) -> nn.Module:
+        try:
+            return copy.deepcopy(self._model)
+        except Exception as error:
+            raise TypeError(
+                f"suggest_fp32 got {type(self._model).__name__}, which cannot be copied "
+                f"({type(error).__name__}: {error}); it runs copies of the model. Pass a model "
+                "that copy.deepcopy accepts."
+            ) from error
+
+    @contextmanager
+    def _prepared(self, model: nn.Module, fp32: Sequence[str]) -> Iterator[Session]:
+        """Prepares a model in a session of its own, which no other model notices."""
+        rules = () if self.has_op_casts else tuple(fp32)
+        plan = frontend._plan(self._policy, rules)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="fp16 is emulated")
+            inputs.check_models([model], plan, op_casts=self.has_op_casts)
+            session = frontend._session(
+                self._policy, ScaleRule(), [model], num_losses=1, keep_fp32=False
+            )
+        with ExitStack() as stack:
+            stack.callback(session.close)
+            session.prepare([model], [], plan)
+            if isinstance(session.region, CastRegion):
+                session.region.leave_ambient()
+                for name in fp32:
+                    _run_without_casts(model.get_submodule(name))
+            yield session
+
+
+def _dense(grad: Tensor) -> Tensor:
+    return (grad if grad.layout is torch.strided else grad.to_dense()).detach().float()
+
+
+def _run_without_casts(module: nn.Module) -> None:
+    """Makes a module compute in fp32, as under ``disable_casts`` on fp32 inputs."""
+    forward = module.forward
+
+    def in_fp32(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree.cast_arguments(args, kwargs, torch.float32)
+        with casts_off():
+            return forward(*args, **kwargs)
+
+    module.forward = in_fp32

@@ -1,0 +1,331 @@
+"""A precision plugin for Lightning's ``Trainer`` and ``Fabric``; needs ``lightning``."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS, Optimizer
+
+from apex import amp
+from apex._core import dtypes
+from apex._engine.model import state_of
+from apex._engine.optimizer.optimizer_class import binding_of, own_class
+from apex._torch import ddp, dtensor
+from apex.amp.properties import level_defaults
+from apex.integrations import scales
+from apex.integrations.submodule_calls import SubmoduleCalls
+
+__all__ = ["ApexPrecision"]
+
+# Both packages have classes of their own, and scripts use either; the last two are Fabric alone.
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric")
+
+
+def _base_in(package: str) -> Any:
+    """Returns the base of precision plugins in ``package``, or the error that its import met."""
+    try:
+        return importlib.import_module(f"{package}.plugins.precision").Precision
+    except (ImportError, AttributeError) as error:  # AttributeError: before Lightning 2.0
+        return error
+
+
+def _bases() -> dict[str, Any]:
+    found = {name: _base_in(name) for name in _PACKAGES}
+    bases = {name: base for name, base in found.items() if isinstance(base, type)}
+    if not bases:
+        raise ImportError(
+            "apex.integrations.lightning needs Lightning 2, which could not be imported: "
+            f"{found[_PACKAGES[0]]}. Install it: pip install lightning."
+        )
+    return bases
+
+
+_BASES = _bases()
+_FABRIC = _BASES.get("lightning.fabric") or _BASES["lightning_fabric"]
+_Precision: Any = type(
+    "_Precision",
+    tuple(
+        base
+        for base in _BASES.values()
+        if not any(other is not base and issubclass(other, base) for other in _BASES.values())
+    ),
+    {},
+)
+_OPTIONS = [*inspect.signature(amp.initialize).parameters][2:]  # after models and optimizers
+
+
+class ApexPrecision(_Precision):
+    """Trains with ``apex.amp`` in Lightning: ``Trainer(plugins=ApexPrecision("O5"))``.
+
+    The ``Trainer`` clips, accumulates, saves and resumes as with its own plugins. The
+    LightningModule is prepared when ``fit``, ``validate``, ``test`` or ``predict`` begins, and is a
+    plain fp32 module again when it ends. Its own forward casts inputs, and so do its children when
+    ``training_step`` calls them by themselves; batches stay as they are, so targets keep their
+    digits. Checkpoints hold fp32 weights, and the loss scales under ``"ApexPrecision"``.
+
+    In manual optimization, ``self.manual_backward(loss, loss_id=1)`` selects a loss scale.
+
+    With ``Fabric(plugins=ApexPrecision("O5"))``, the first forward pass prepares every module that
+    ``fabric.setup`` received, with the optimizers that hold their parameters: create those before.
+    To save the loss scales, pass the plugin to ``fabric.save`` and ``fabric.load``, as in
+    ``{"model": model, "optimizer": optimizer, "precision": plugin}``.
+
+    Args:
+        opt_level: ``"O0"`` to ``"O5"``.
+        **options: Options of :func:`apex.amp.initialize`. ``keep_fp32_values`` is True by default,
+            so that frozen weights and models that are only evaluated keep their digits.
+
+    Raises:
+        RuntimeError: If the level is unknown.
+        TypeError: If ``amp.initialize`` has no such option.
+    """
+
+    def __init__(self, opt_level: str = "O1", **options: Any) -> None:
+        super().__init__()
+        defaults = level_defaults(opt_level)
+        unknown = [name for name in options if name not in _OPTIONS]
+        if unknown:
+            raise TypeError(
+                f"ApexPrecision got the unknown option {unknown[0]!r}. It takes the options of "
+                f"amp.initialize: {', '.join(_OPTIONS)}."
+            )
+        self.options = {"opt_level": opt_level, "keep_fp32_values": True, **options}
+        dtype: Any = defaults.cast_model_type or defaults.patch_torch_functions_type
+        self.precision = {torch.float16: "16-mixed", torch.bfloat16: "bf16-mixed"}.get(
+            dtype, "32-true"
+        )
+        self._library: Any = _FABRIC
+        self._waiting: list[nn.Module] = []  # set up by Fabric, and not prepared yet
+        self._models: list[nn.Module] = []
+        self._optimizers: list[Optimizer] = []
+        self._calls: list[SubmoduleCalls] = []
+        self._scales: Mapping[str, Any] = {}  # while no optimizer is prepared
+
+    # -- preparing ---------------------------------------------------------------------------
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Returns the module, which is prepared later, together with its optimizers."""
+        self._waiting.append(module)
+        return module
+
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        """Prepares the Trainer's module and optimizers; called by the Trainer."""
+        self._waiting.clear()
+        module = _unwrapped(model)
+        self._library = next(
+            base
+            for name, base in _BASES.items()
+            if "fabric" not in name
+            and isinstance(module, importlib.import_module(name).LightningModule)
+        )
+        # Without configure_optimizers, the Trainer has an optimizer over a tensor of its own.
+        self._prepare([model], [each for each in optimizers if any(map(_trains, _params(each)))])
+        return model, optimizers, lr_schedulers
+
+    def _prepare(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
+        modules = [*map(_unwrapped, models)]
+        # An earlier run leaves sharded ones prepared; see `teardown`.
+        if not (all(map(state_of, modules)) and all(map(binding_of, optimizers))):
+            amp.initialize(modules, optimizers or None, **self.options)
+        for model in models:
+            ddp.rebuild_reducer(model)
+        self._models += modules
+        self._optimizers += optimizers
+        self._calls += [
+            SubmoduleCalls(module, wrapped=module is not model)
+            for module, model in zip(modules, models, strict=True)
+            if state_of(module)  # not with enabled=False
+        ]
+        if self._scales and optimizers:
+            scales.load_state_dict(optimizers[0], self._scales)
+
+    def teardown(self) -> None:
+        """Makes the modules and optimizers plain again, with their fp32 values.
+
+        Leaves 16-bit modules under ``fully_shard`` as they are: its buffers have a fixed dtype.
+        """
+        self._scales = self.state_dict()
+        for calls in self._calls:
+            calls.remove()
+        models, optimizers = self._models, self._optimizers
+        self._library, self._calls, self._models, self._optimizers = _FABRIC, [], [], []
+        if not any(map(_is_fixed, models)):
+            amp.restore(models, optimizers)
+
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """The context of every step; prepares what Fabric has set up since the last one.
+
+        Raises:
+            RuntimeError: If the step fails over a dtype, with the remedy.
+        """
+        if self._waiting:
+            models = [*self._waiting]
+            self._prepare(models, _optimizers_of(map(_unwrapped, models)))
+            self._waiting.clear()
+        try:
+            yield
+        except RuntimeError as error:
+            casts = any(calls.casts for calls in self._calls)
+            if casts and type(error) is RuntimeError and _MIXED.search(str(error)):
+                raise RuntimeError(f"{error}\n{_REMEDY}") from error
+            raise
+
+    # -- training ----------------------------------------------------------------------------
+
+    def pre_backward(self, tensor: Tensor, module: nn.Module | None) -> Any:
+        """Runs the Trainer's hooks before the backward pass, on the unscaled loss."""
+        return self._library.pre_backward(self, tensor, module)
+
+    def backward(
+        self, tensor: Tensor, model: nn.Module | None, *args: Any, loss_id: int = 0, **kwargs: Any
+    ) -> None:
+        """Backpropagates the scaled loss; leaves unscaled fp32 gradients on the masters.
+
+        Args:
+            tensor: The loss.
+            model: The module.
+            *args: Arguments of Lightning's own method.
+            loss_id: Index of the loss scale, below the option ``num_losses``.
+            **kwargs: Likewise.
+
+        Raises:
+            RuntimeError: If Fabric's modules were prepared without optimizers.
+        """
+        if not self._optimizers:
+            self._check_trains()
+            self._library.backward(self, tensor, model, *args, **kwargs)
+            return
+        with amp.scale_loss(tensor, self._optimizers, loss_id) as scaled_loss:
+            self._library.backward(self, scaled_loss, model, *args, **kwargs)
+
+    def post_backward(self, tensor: Tensor, module: nn.Module | None) -> Any:
+        """Runs the Trainer's hooks after the backward pass."""
+        return self._library.post_backward(self, tensor, module)
+
+    def optimizer_step(
+        self,
+        optimizer: Any,
+        model: nn.Module | None = None,
+        closure: Callable[[], Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Runs the closure and steps, unless a gradient overflowed.
+
+        Only optimizers that may evaluate the closure several times receive it: to skip their step,
+        the parameters and the state must be kept until it ends.
+        """
+        if self._library is _FABRIC:
+            given = {} if closure is None else {"closure": closure}
+            return optimizer.step(**given, **kwargs)
+        if closure is None or _evaluates(optimizer):
+            return self._library.optimizer_step(self, optimizer, model, closure, **kwargs)
+        result = closure()
+        self._after_closure(model, optimizer)
+        optimizer.step(**kwargs)
+        return result
+
+    def _after_closure(self, model: Any, optimizer: Any) -> None:
+        self._library._after_closure(self, model, optimizer)
+
+    def _clip_gradients(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        self._library._clip_gradients(self, model, *args, **kwargs)
+
+    def _check_trains(self) -> None:
+        if self._library is _FABRIC:
+            raise RuntimeError(
+                "ApexPrecision found no optimizer for the modules that Fabric has set up. Create "
+                "the optimizers before the first forward pass, and call the modules that "
+                "fabric.setup returns."
+            )
+
+    # -- checkpoints -------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the loss scales, in the format of ``amp.state_dict()``."""
+        if self._optimizers:
+            return scales.state_dict(self._optimizers[0])
+        return dict(self._scales)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Sets the loss scales, or keeps them for the optimizers to come.
+
+        Raises:
+            RuntimeError: If a value is invalid; nothing changes in this case.
+        """
+        scales.check_state_dict(state_dict)
+        if self._optimizers:
+            scales.load_state_dict(self._optimizers[0], state_dict)
+        else:
+            self._scales = dict(state_dict)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Takes over the scale of a checkpoint that was trained with ``precision="16-mixed"``."""
+        if scaler := checkpoint.get("MixedPrecision"):
+            self.load_state_dict(amp.checkpoint.convert(scaler, to="amp").state)
+
+
+_MIXED = re.compile("same dtype|scalar type|Half|BFloat16")
+_REMEDY = (
+    "ApexPrecision casts the inputs of the module's own forward and of its children. A module "
+    "further down, a method or a parameter that the step uses by itself computes in 16 bits: call "
+    "it from forward or from a child's forward, or cast what it takes, as in "
+    "self.model.encoder(x.to(self.dtype))."
+)
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def _is_fixed(model: nn.Module) -> bool:
+    params = model.parameters()
+    return any(dtensor.is_dtensor(param) and dtypes.is_low_precision(param) for param in params)
+
+
+def _params(optimizer: Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _trains(param: Tensor) -> bool:
+    return param.requires_grad
+
+
+def _evaluates(optimizer: Optimizer) -> bool:
+    """Returns whether the optimizer's step may evaluate a closure more than once."""
+    binding = binding_of(optimizer)
+    own = type(optimizer) if binding is None else own_class(type(optimizer))
+    if own.__module__.startswith(("torch.optim.", "apex.")):
+        return issubclass(own, LBFGS)
+    closure = inspect.signature(own.step).parameters.get("closure")
+    needed = closure is not None and closure.default is inspect.Parameter.empty
+    return needed or binding is None or binding.owner is None or not binding.owner.can_skip
+
+
+def _optimizers_of(models: Iterable[nn.Module]) -> list[Optimizer]:
+    """Returns the live optimizers that hold parameters of ``models``.
+
+    Fabric passes the modules to its plugins, but not the optimizers.
+    """
+    held = {id(param) for model in models for param in model.parameters()}
+    gc.collect()  # those of an earlier run, in reference cycles
+    return [
+        each
+        for each in gc.get_objects()
+        # Not Fabric's wrappers, which have the optimizer's class and not its attributes.
+        if issubclass(type(each), Optimizer)
+        and "param_groups" in vars(each)
+        and any(id(param) in held for param in _params(each))
+    ]

@@ -1,0 +1,87 @@
+"""Casts for parts of a prepared model that a library calls by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from apex._core import dtypes
+from apex._engine.model import begin_call, end_call, state_of
+
+
+class SubmoduleCalls:
+    """Makes a prepared model's children cast as the model does, when called by themselves.
+
+    ``amp.initialize`` casts at the model's own forward. A LightningModule's ``training_step`` often
+    calls ``self.encoder(x)`` without it: then the child casts its inputs to the level's dtype and
+    returns fp32. Inside the model's forward, children do nothing. Children without a forward
+    (``ModuleList``) are looked into; modules further down have no hooks, and cost nothing.
+    """
+
+    def __init__(self, model: nn.Module, *, wrapped: bool = False) -> None:
+        """Attaches the hooks.
+
+        Args:
+            model: A prepared model.
+            wrapped: Whether DistributedDataParallel calls it, with a step in place of its forward.
+        """
+        state = state_of(model)
+        if state is None:
+            raise ValueError(f"{type(model).__name__} is not prepared by amp.initialize.")
+        self._state = state
+        self._region = state.region
+        self._depth = 0
+        self._handles: list[RemovableHandle] = []
+        state.region = self
+        if wrapped:
+            self._handles.append(model.register_forward_pre_hook(self._note_wrapper))
+        for child in _callable_parts(model):
+            if any(map(dtypes.is_low_precision, [*child.parameters(), *child.buffers()])):
+                self._handles += [
+                    child.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True),
+                    child.register_forward_hook(self._end, always_call=True),
+                ]
+
+    @property
+    def casts(self) -> bool:
+        """Whether the model computes in 16 bits."""
+        return self._state.plan.casts_down
+
+    def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Runs the model's own forward, in which children do not cast."""
+        self._depth += 1
+        try:
+            return self._region.run(fn, *args, **kwargs)
+        finally:
+            self._depth -= 1
+
+    def remove(self) -> None:
+        """Removes the hooks."""
+        self._state.region = self._region
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _note_wrapper(self, *_: object) -> None:
+        self._state.begin_forward()
+
+    def _begin(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self._depth += 1
+        return (args, kwargs) if self._depth > 1 else begin_call(self._state, args, kwargs)
+
+    def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        self._depth -= 1
+        return output if self._depth else end_call(self._state, output)
+
+
+def _callable_parts(model: nn.Module) -> Iterator[nn.Module]:
+    """Yields the children of ``model`` that have a forward, and those of its containers."""
+    for child in model.children():
+        if type(child).forward is nn.Module.forward:
+            yield from _callable_parts(child)
+        else:
+            yield child

@@ -1,0 +1,223 @@
+"""A callback for Hugging Face's ``Trainer`` that reports overflows; needs ``transformers``."""
+
+from __future__ import annotations
+
+import json
+import logging
+import weakref
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from apex._core import finite
+from apex._core.foreach import norms
+from apex._torch import dtensor, ranks
+from apex._torch.dynamo import untraced
+from apex.debug.overflow import OverflowTrace, trace_overflow
+from apex.debug.preserve_state import preserve_state
+
+try:
+    from transformers import TrainerCallback
+except ImportError as error:
+    raise ImportError(
+        "apex.integrations.transformers needs transformers, which could not be imported: "
+        f"{error}. Install it: pip install transformers accelerate."
+    ) from error
+
+__all__ = ["OverflowCallback"]
+
+
+class _Call(NamedTuple):
+    """One call of the model within a step."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss: Tensor | None
+
+
+class OverflowCallback(TrainerCallback):
+    """Names the operator at fault when a step's loss or gradients are not finite.
+
+    Works with the Trainer's own ``bf16=True``, ``fp16=True`` or fp32, without ``amp.initialize``:
+
+        Trainer(..., callbacks=[OverflowCallback()])
+
+    Before each optimizer step it checks the loss and the gradients. On a bad step it runs the
+    step's batches once more, inside :func:`apex.debug.trace_overflow`, while the weights are still
+    those that met the fault. It writes the report to ``overflow-step-N.txt`` and ``.json`` in
+    ``output_dir``, logs it as a warning to the logger ``apex``, and does nothing from then on.
+    Gradients, buffers and random numbers stay as they were.
+
+    Under ``fp16=True`` the first steps are skipped while the ``GradScaler`` finds its scale. So
+    non-finite gradients alone are traced after ``after_skips`` bad steps in a row, and are not
+    reported if they overflow only by their scale. A non-finite loss is reported at once.
+
+    The check costs a few kernels and a host sync for each step, as the Trainer's own check of the
+    loss does. The callback keeps a step's inputs until the next step.
+
+    With several processes, each traces its own batches; file names then end in ``-rankR``, and
+    those that find no fault write nothing, except rank 0.
+
+    Args:
+        after_skips: Consecutive bad steps before a trace, under a ``GradScaler``; at least 1.
+
+    Attributes:
+        trace: The trace of the reported step; None before.
+        path: The report's text file, if this process has written one.
+
+    Raises:
+        ValueError: If ``after_skips`` is less than 1.
+    """
+
+    def __init__(self, after_skips: int = 3) -> None:
+        if after_skips < 1:
+            raise ValueError(f"OverflowCallback got after_skips={after_skips}; at least 1.")
+        self.trace: OverflowTrace | None = None
+        self.path: Path | None = None
+        self._after_skips = after_skips
+        self._bad_in_row = 0
+        self._done = False
+        self._calls: list[_Call] = []
+        self._remove: Any = None
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
+    ) -> None:
+        """Starts to watch the model."""
+        self._stop()
+        self._done, self._bad_in_row = False, 0
+        own = weakref.ref(self)
+
+        @untraced
+        def keep(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            callback = own()
+            if callback is not None:
+                callback._keep(module, args, kwargs, output)
+
+        handle = model.register_forward_hook(keep, with_kwargs=True)
+        # Also after an exception, of which the Trainer tells no callback.
+        self._remove = weakref.finalize(self, handle.remove)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Forgets the previous step's batches."""
+        self._calls.clear()
+
+    def on_pre_optimizer_step(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        model: Any = None,
+        optimizer: Any = None,
+        **_: Any,
+    ) -> None:
+        """Checks the step's losses and gradients; traces and reports a bad one."""
+        if self._done:
+            return
+        losses, gradients = _finite(self._calls, model)
+        if losses and gradients:
+            self._bad_in_row = 0
+            return
+        self._bad_in_row += 1
+        scaler = getattr(optimizer, "scaler", None)
+        scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        if losses and scaler is not None and self._bad_in_row < self._after_skips:
+            return
+        trace = self._traced(model, scaler)
+        first = trace.first
+        if losses and scaler is not None and (first is None or first.cause == "loss scale"):
+            self._bad_in_row = 0  # the scale is finding its value
+            return
+        self.trace = trace
+        self._report(model, Path(args.output_dir), state.global_step + 1, losses=losses)
+        self._stop()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Stops watching."""
+        self._stop()
+
+    def _stop(self) -> None:
+        self._done = True
+        self._calls.clear()
+        if self._remove is not None:
+            self._remove()
+
+    def _keep(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if model.training and torch.is_grad_enabled() and not self._done:
+            loss = _loss_of(output)
+            self._calls.append(_Call(args, kwargs, None if loss is None else loss.detach()))
+
+    def _traced(self, model: nn.Module, scaler: Any) -> OverflowTrace:
+        """Runs the step's batches again, until one shows a fault; restores what that changes."""
+        calls, self._calls = self._calls, []
+        trace = trace_overflow(model)
+        grads = [(param, param.grad) for param in model.parameters()]
+        self._done = True
+        try:
+            for call in () if _is_sharded(model) else calls:
+                for param, _ in grads:
+                    param.grad = None
+                trace = trace_overflow(model, scaler=scaler)
+                with preserve_state(model, call), trace:
+                    loss = _loss_of(model(*call.args, **call.kwargs))
+                    if loss is not None:
+                        (loss if scaler is None else scaler.scale(loss)).backward()
+                if trace.first is not None:
+                    break
+        finally:
+            self._done = False
+            for param, grad in grads:
+                param.grad = grad
+        return trace
+
+    def _report(self, model: nn.Module, folder: Path, step: int, *, losses: bool) -> None:
+        trace, rank = self.trace, ranks.rank()
+        if trace is None or (trace.first is None and rank != 0):
+            return
+        what = "gradients are not finite" if losses else "loss is not finite"
+        text = f"Step {step}: the {what}. "
+        if trace.first is None and _is_sharded(model):
+            text += (
+                "Sharded models are not traced here: go back to an earlier checkpoint and run this "
+                "step on all ranks inside amp.debug.trace_overflow(model)."
+            )
+        else:
+            text += f"Its batches, traced with the weights before the step: {trace}"
+        name = f"overflow-step-{step}" + (f"-rank{rank}" if ranks.world_size() > 1 else "")
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / f"{name}.txt"
+        self.path.write_text(f"{text}\n", encoding="utf-8")
+        found = {"step": step, "finite_loss": losses, "trace": json.loads(trace.to_json())}
+        self.path.with_suffix(".json").write_text(json.dumps(found), encoding="utf-8")
+        logging.getLogger("apex").warning("%s\nThe report is in %s.", text, self.path)
+
+
+def _finite(calls: list[_Call], model: nn.Module) -> tuple[bool, bool]:
+    """Returns whether all losses, and all gradients, are finite."""
+    losses = [call.loss for call in calls if call.loss is not None]
+    params = (param.grad for param in model.parameters() if param.grad is not None)
+    grads = [finite.summed_values(dtensor.local(grad)) for grad in params]
+    if not losses and not grads:
+        return True, True
+    device = (losses or grads)[0].device
+    bad = torch.stack([norms.any_non_finite(tensors, device) for tensors in (losses, grads)])
+    bad_losses, bad_grads = bad.tolist()  # sync: the trace needs the weights before the step
+    return not bad_losses, not bad_grads
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    """Returns whether a forward pass communicates, so that one rank cannot run it by itself."""
+    return any(map(dtensor.is_dtensor, model.parameters())) or any(
+        type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()
+    )
+
+
+def _loss_of(output: Any) -> Tensor | None:
+    """Returns the loss in a model's output: its ``loss``, or the first item of a tuple."""
+    found = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if found is None and isinstance(output, tuple) and output:
+        found = output[0]
+    is_loss = isinstance(found, Tensor) and found.dim() == 0 and found.requires_grad
+    return found if is_loss else None

@@ -1,0 +1,267 @@
+"""Models in which low precision loses digits, and models in which it does not."""
+
+import math
+from contextlib import nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from apex import amp
+
+MODES = ("O4", "O5", "autocast", "bf16")
+
+# -- modules that lose digits --------------------------------------------------------------------
+
+
+class Variance(nn.Module):
+    """E[x^2] - E[x]^2."""
+
+    def forward(self, x):
+        y = x + 50
+        return x / ((y * y).mean(-1, keepdim=True) - y.mean(-1, keepdim=True) ** 2).abs().add(1e-3)
+
+
+class Shift(nn.Module):
+    def forward(self, x):
+        return (x + 1000) - 1000
+
+
+class Rotary(nn.Module):
+    """Rotary positions in the dtype of the activations."""
+
+    def forward(self, x):
+        times, width = x.shape[1:]
+        frequencies = (10000 ** (-torch.arange(0, width, 2) / width)).to(x.dtype)
+        angles = torch.arange(times, dtype=x.dtype)[:, None] * frequencies
+        even, odd, cos, sin = x[..., ::2], x[..., 1::2], angles.cos(), angles.sin()
+        return torch.cat([even * cos - odd * sin, even * sin + odd * cos], -1)
+
+
+class RunningSum(nn.Module):
+    def __init__(self, inplace):
+        super().__init__()
+        self.inplace = inplace
+
+    def forward(self, x):
+        total = torch.zeros_like(x[:, 0])
+        for step in x.abs().unbind(1):
+            if self.inplace:
+                total += step
+            else:
+                total = total + step
+        return x + (total / x.shape[1])[:, None]
+
+
+class LargeLogits(nn.Module):
+    def forward(self, x):
+        return x + (x.bfloat16() * 200).softmax(-1)
+
+
+class Average(nn.Module):
+    """An exponential moving average over the sequence."""
+
+    def forward(self, x):
+        average = torch.ones_like(x[:, 0])
+        averages = []
+        for step in x.unbind(1):
+            average = 0.99 * average + 0.01 * (step + 2)
+            averages.append(average)
+        return x + torch.stack(averages, 1)
+
+
+class AverageInABuffer(nn.Module):
+    def __init__(self, width=32):
+        super().__init__()
+        self.register_buffer("average", torch.ones(width, dtype=torch.bfloat16))
+
+    def forward(self, x):
+        with torch.no_grad():
+            mean = x.detach().abs().mean((0, 1)).to(self.average.dtype)
+            self.average.mul_(0.999).add_(mean, alpha=0.001)
+        return x / self.average.to(x.dtype)
+
+
+class Cancels(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        large = 300 * grad.abs().max()
+        return (grad + large) - large + grad
+
+
+class CancelsBackward(nn.Module):
+    def forward(self, x):
+        return Cancels.apply(x)
+
+
+FAULTS = {
+    "variance": (Variance, 16, "aten.sub", "forward"),
+    "shift": (Shift, 16, "aten.sub", "forward"),
+    "rotary": (Rotary, 400, "aten.cos", "forward"),
+    "sum": (lambda: RunningSum(False), 300, "aten.add", "forward"),
+    "sum in place": (lambda: RunningSum(True), 300, "aten.add_", "forward"),
+    "softmax": (LargeLogits, 16, "aten._softmax", "forward"),
+    "average": (Average, 120, "aten.mul aten.add", "forward"),
+    "buffer": (AverageInABuffer, 16, "aten.mul_", "forward"),
+    "backward": (CancelsBackward, 16, "aten.sub", "backward"),
+}
+"""Each module, the length of the sequence, the operators that lose digits first, the direction."""
+
+
+class Around(nn.Module):
+    """A faulty module between healthy ones."""
+
+    def __init__(self, faulty, width=32):
+        super().__init__()
+        self.embedding = nn.Embedding(65, width)
+        self.before, self.faulty = nn.Linear(width, width), faulty
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 65)
+
+    def forward(self, x):
+        return self.head(self.norm(self.faulty(self.before(self.embedding(x)))))
+
+
+# -- healthy models ------------------------------------------------------------------------------
+
+
+def mlp(activation=nn.ReLU, norm=nn.Identity, depth=4):
+    layers = []
+    for index in range(depth):
+        layers += [nn.Linear(64 if index else 32, 64), norm(64), activation()]
+    return nn.Sequential(*layers, nn.Linear(64, 10))
+
+
+def conv_net():
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, stride=2),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Dropout(0.1),
+        nn.Linear(32 * 9, 10),
+    )
+
+
+class Attention(nn.Module):
+    def __init__(self, width, mask):
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.mask, self.dropout = mask, nn.Dropout(0.1)
+
+    def forward(self, x):
+        q, k, v = (
+            each(x).unflatten(-1, (4, -1)).transpose(1, 2)
+            for each in (self.query, self.key, self.value)
+        )
+        if self.mask == "fused":
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+            later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+            if self.mask == "least":
+                low = torch.zeros(later.shape, dtype=scores.dtype)
+                scores = scores + low.masked_fill(later, torch.finfo(scores.dtype).min)
+            else:
+                scores = scores.masked_fill(later, float("-inf"))
+            y = self.dropout(scores.softmax(-1)) @ v
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Transformer(nn.Module):
+    def __init__(self, mask, width=48, depth=2):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(65, width), nn.Embedding(64, width)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2 * depth + 1))
+        self.attention = nn.ModuleList(Attention(width, mask) for _ in range(depth))
+        self.mlps = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            for _ in range(depth)
+        )
+        self.head = nn.Linear(width, 65)
+
+    def forward(self, tokens):
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        for index, (attention, part) in enumerate(zip(self.attention, self.mlps, strict=True)):
+            x = x + attention(self.norms[2 * index](x))
+            x = x + part(self.norms[2 * index + 1](x))
+        return self.head(self.norms[-1](x))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.embedding, self.rnn = nn.Embedding(65, 32), kind(32, 32, batch_first=True)
+        self.head = nn.Linear(32, 65)
+
+    def forward(self, tokens):
+        return self.head(self.rnn(self.embedding(tokens))[0])
+
+
+HEALTHY = {
+    "mlp": mlp,
+    "mlp, tanh, layer norm": lambda: mlp(nn.Tanh, nn.LayerNorm),
+    "mlp, gelu, batch norm": lambda: mlp(nn.GELU, nn.BatchNorm1d),
+    "conv net": conv_net,
+    "transformer, -inf": lambda: Transformer("infinite"),
+    "transformer, finfo.min": lambda: Transformer("least"),
+    "transformer, fused": lambda: Transformer("fused"),
+    "lstm": lambda: Recurrent(nn.LSTM),
+    "gru": lambda: Recurrent(nn.GRU),
+}
+
+
+# -- iterations ----------------------------------------------------------------------------------
+
+
+def batch(model, length=24):
+    """Returns inputs and targets that fit the model."""
+    if any(isinstance(each, nn.Embedding) for each in model.modules()):
+        tokens = torch.randint(65, (4, length))
+        return tokens, tokens.roll(-1, 1)
+    if any(isinstance(each, nn.Conv2d) for each in model.modules()):
+        return torch.randn(8, 3, 16, 16), torch.randint(10, (8,))
+    return torch.randn(32, 32), torch.randint(10, (32,))
+
+
+def cross_entropy(output, targets):
+    return F.cross_entropy(output.float().flatten(0, -2), targets.flatten())
+
+
+class Training:
+    """A model with its optimizer, prepared for a mode."""
+
+    def __init__(self, model, mode, loss=cross_entropy):
+        self.mode, self.loss = mode, loss
+        if mode == "bf16":
+            model = model.bfloat16()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        if mode.startswith("O"):
+            scale = {"loss_scale": 128.0} if mode in ("O1", "O2") else {}
+            model, optimizer = amp.initialize(
+                model, optimizer, opt_level=mode, verbosity=0, **scale
+            )
+        self.model, self.optimizer = model, optimizer
+
+    def step(self, inputs, targets):
+        """Runs one iteration and returns the loss."""
+        if self.mode == "bf16" and inputs.is_floating_point():
+            inputs = inputs.bfloat16()
+        self.optimizer.zero_grad()
+        casts = torch.autocast("cpu", torch.bfloat16) if self.mode == "autocast" else nullcontext()
+        with casts:
+            loss = self.loss(self.model(inputs), targets)
+        if self.mode.startswith("O"):
+            with amp.scale_loss(loss, self.optimizer) as scaled_loss:
+                scaled_loss.backward()
+        else:
+            loss.backward()
+        self.optimizer.step()
+        return loss.detach()

@@ -1,0 +1,285 @@
+"""Formulas that overflow: the trace knows them, and the form that it recommends does not."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from apex.debug.overflow import trace_overflow
+
+X = torch.tensor([[0.5, -1.0, 2.0]])
+
+
+def first_of(function, x):
+    net = nn.Linear(3, 3, bias=False)
+    nn.init.eye_(net.weight)
+    with trace_overflow(net) as trace:
+        function(net(x)).float().sum().backward()
+    return trace.first
+
+
+def attention(q, k):
+    q, k = q.half(), k.half()
+    return ((q @ k.mT) / 3**0.5).softmax(-1)
+
+
+def scaled_first(q, k):
+    q, k = q.half(), k.half()
+    return ((q / 3**0.5) @ k.mT).softmax(-1)
+
+
+def variance(x):
+    return x.square().mean(-1) - x.mean(-1).square()
+
+
+CLOSE = torch.tensor([[1000.0056762695312, 999.9891357421875, 999.9860229492188]])
+"""Its variance by a difference of means is negative in fp32."""
+
+# pattern, words of the remedy, formula, the recommended one, input
+CASES = [
+    (
+        "a product before a softmax",
+        "scale `q` before the product",
+        lambda x: attention(x, x),
+        lambda x: scaled_first(x, x),
+        torch.full((1, 3), 170.0),
+    ),
+    (
+        "a product before a softmax",
+        "scaled_dot_product_attention",
+        lambda x: (attention(x, x).float() + 0.0) * x,
+        lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
+        torch.full((1, 3), 170.0),
+    ),
+    (
+        "a mask beyond fp16's range before a softmax",
+        "torch.finfo(scores.dtype).min",
+        lambda x: (x.half() + torch.full((1, 3), -1e9).half()).softmax(-1) * x,
+        lambda x: (x.half() + torch.finfo(torch.float16).min).softmax(-1) * x,
+        X,
+    ),
+    (
+        "log of a softmax",
+        "log_softmax",
+        lambda x: x.softmax(-1).log(),
+        lambda x: x.log_softmax(-1),
+        X * 200,
+    ),
+    (
+        "log of a softmax",
+        "log_softmax",
+        lambda x: -(x.softmax(-1)[:, 1] + 0.0).log().mean(),
+        lambda x: F.cross_entropy(x, torch.tensor([1])),
+        X * 200,
+    ),
+    (
+        "log of a softmax",
+        "log_softmax",
+        lambda x: (x.exp() / x.exp().sum(-1, keepdim=True)).log(),
+        lambda x: x.log_softmax(-1),
+        X * torch.tensor([1.0, 150.0, 1.0]),
+    ),
+    (
+        "log of a sigmoid",
+        "logsigmoid(x)",
+        lambda x: -x.sigmoid().log(),
+        lambda x: -F.logsigmoid(x),
+        X * 200,
+    ),
+    (
+        "log of a sigmoid",
+        "binary_cross_entropy_with_logits",
+        lambda x: -(1 - x.sigmoid()).log(),
+        lambda x: F.binary_cross_entropy_with_logits(x, torch.zeros_like(x)),
+        X * 200,
+    ),
+    (
+        "log of a sum of exp",
+        "torch.logsumexp(x, dim)",
+        lambda x: x.exp().sum(-1).log(),
+        lambda x: x.logsumexp(-1),
+        X - 200,
+    ),
+    (
+        "exp of a large number in a log of a sum",
+        "torch.logsumexp(x, dim)",
+        lambda x: x.exp().sum(-1).log(),
+        lambda x: x.logsumexp(-1),
+        X + 200,
+    ),
+    (
+        "exp of a large number in a softmax",
+        "x.softmax(dim)",
+        lambda x: x.exp() / x.exp().sum(-1, keepdim=True),
+        lambda x: x.softmax(-1),
+        X + 200,
+    ),
+    (
+        "exp of a large number in a softplus",
+        "softplus(x)",
+        lambda x: (1 + x.exp()).log(),
+        F.softplus,
+        X + 200,
+    ),
+    (
+        "exp of a large number in a softplus",
+        "softplus(x)",
+        lambda x: x.exp().log1p(),
+        F.softplus,
+        X + 200,
+    ),
+    (
+        "exp of a large number in a sigmoid",
+        "torch.sigmoid(x)",
+        lambda x: 1 / (1 + (-x).exp()),
+        torch.sigmoid,
+        X - 200,
+    ),
+    (
+        "exp of a large number",
+        "logsumexp",
+        lambda x: x.exp(),
+        lambda x: x.clamp(max=80).exp(),
+        X + 1e5,  # beyond float64, too
+    ),
+    (
+        "a negative variance",
+        "x.var(dim, correction=0)",
+        lambda x: x / variance(x).sqrt(),
+        lambda x: x / (x.var(-1, correction=0) + 1e-5).sqrt(),
+        CLOSE,
+    ),
+    (
+        "a negative variance",
+        "x.var(dim, correction=0)",
+        lambda x: x * variance(x).rsqrt(),
+        lambda x: x * (variance(x).clamp_min(0) + 1e-5).rsqrt(),
+        CLOSE,
+    ),
+    (
+        "a root of a negative number",
+        "clamp_min(0)",
+        lambda x: (x * 1.0).sqrt(),
+        lambda x: (x.clamp_min(0) + 1e-6).sqrt(),
+        X,
+    ),
+    (
+        "a power of a negative number",
+        "fractional exponent",
+        lambda x: x**0.3,
+        lambda x: x.abs() ** 0.3,
+        X,
+    ),
+    (
+        "log of a negative number",
+        "clamp_min(eps)",
+        lambda x: x.log(),
+        lambda x: x.clamp_min(1e-6).log(),
+        X,
+    ),
+    (
+        "log of 0",
+        "x.float().clamp_min(1e-12)",
+        lambda x: (x.half().exp() * 1e-4 * 1e-4).log(),
+        lambda x: (x.exp() * 1e-4 * 1e-4).clamp_min(1e-12).log(),
+        X,
+    ),
+    (
+        "an inverse function at the end of its domain",
+        "x.clamp(-1 + eps, 1 - eps)",
+        lambda x: (x * 1.000001).acos(),
+        lambda x: (x * 1.000001).clamp(-1 + 1e-6, 1 - 1e-6).acos(),
+        torch.ones(1, 3),
+    ),
+    (
+        "an inverse function at the end of its domain",
+        "x.clamp(-1 + eps, 1 - eps)",
+        lambda x: x.acos(),
+        lambda x: x.clamp(-1 + 1e-6, 1 - 1e-6).acos(),
+        torch.ones(1, 3),
+    ),
+    (
+        "a norm by hand at 0",
+        "torch.linalg.vector_norm",
+        lambda x: x.square().sum(-1).sqrt(),
+        lambda x: torch.linalg.vector_norm(x, dim=-1),
+        X * 0,
+    ),
+    (
+        "a norm by hand at 0",
+        "add an epsilon",
+        lambda x: (x * x).sum(-1).sqrt(),
+        lambda x: ((x * x).sum(-1) + 1e-6).sqrt(),
+        X * 0,
+    ),
+    (
+        "the derivative of a root at 0",
+        "(x + eps).sqrt()",
+        lambda x: torch.where(x > 0, x.sqrt(), 0.0),
+        lambda x: torch.where(x > 0, (x + 1e-6).sqrt(), 0.0),
+        X * 0,
+    ),
+    (
+        "exp over a sum that is 0",
+        "x.softmax(dim)",
+        lambda x: x.exp() / x.exp().sum(-1, keepdim=True),
+        lambda x: x.softmax(-1),
+        X - 200,
+    ),
+    (
+        "division by a norm that is 0",
+        "normalize(x, dim=dim, eps=1e-6)",
+        lambda x: x / x.norm(dim=-1, keepdim=True),
+        lambda x: F.normalize(x, dim=-1, eps=1e-6),
+        X * 0,
+    ),
+    (
+        "division by 0 in fp16",
+        "epsilon of 1e-4",
+        lambda x: x.half() / (x.half() * 0 + 1e-8),
+        lambda x: x / (x * 0 + 1e-4),
+        X,
+    ),
+    (
+        "division by a tiny number",
+        "a / b.clamp_min(eps)",
+        lambda x: x / (x * 0 + 1e-39),
+        lambda x: x / (x * 0 + 1e-6),
+        X,
+    ),
+    (
+        "a square in fp16",
+        "x.float()",
+        lambda x: x.half().pow(2).mean(-1).float(),
+        lambda x: x.float().pow(2).mean(-1),
+        X * 300,
+    ),
+    (
+        "a sum in fp16",
+        "x.sum(dtype=torch.float32)",
+        lambda x: x.half().sum(-1).float(),
+        lambda x: x.half().sum(-1, dtype=torch.float32),
+        torch.full((1, 3), 4e4),
+    ),
+]
+
+
+@pytest.mark.parametrize(("pattern", "words", "formula", "better", "x"), CASES)
+def test_a_known_formula_is_named_with_the_form_that_works(pattern, words, formula, better, x):
+    first = first_of(formula, x)
+    assert first is not None
+    assert first.pattern == pattern, (first, first.fed_by, first.read_by, first.node)
+    assert words in first.remedy
+    assert f" This is {pattern}." in str(first)
+    assert first_of(better, x) is None
+
+
+def test_a_fault_of_no_known_formula_names_none():
+    first = first_of(lambda x: x * 3e38 * 1e3, X)
+    assert (first.op, first.pattern) == ("aten.mul", "")
+    assert " This is " not in str(first)
+
+
+def test_a_product_that_no_softmax_reads_is_none():
+    first = first_of(lambda x: (x.half() @ x.half().mT).square(), X * 300)
+    assert (first.op, first.pattern) == ("aten.mm", "")

@@ -1,0 +1,329 @@
+"""What a rounding trace reports, and that the run computes what it computes without the trace."""
+
+import copy
+import gc
+import json
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import optimizer as optimizer_hooks
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils.checkpoint import checkpoint
+
+from apex import amp
+from tests.debug.rounding_cases import (
+    FAULTS,
+    HEALTHY,
+    MODES,
+    Around,
+    Shift,
+    Training,
+    batch,
+    conv_net,
+    mlp,
+)
+
+
+def traced(model, x):
+    with amp.debug.trace_rounding(model) as trace:
+        model(x).float().sum().backward()
+    return trace
+
+
+def shifted():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Shift()).bfloat16()
+    return traced(model, torch.randn(4, 8, dtype=torch.bfloat16))
+
+
+def hooks_of(model):
+    return [[*m._forward_hooks, *m._forward_pre_hooks] for m in model.modules()]
+
+
+def state_of(training):
+    tensors = [*training.model.parameters(), *training.model.buffers()]
+    grads = [p.grad for p in training.model.parameters() if p.grad is not None]
+    held = [v for s in training.optimizer.state.values() for v in s.values()]
+    return [t.clone() for t in (*tensors, *grads, *held) if isinstance(t, torch.Tensor)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["conv net", "transformer, -inf", "lstm"])
+def test_the_run_computes_the_same_bits_as_without_the_trace(name, mode):
+    """Weights, gradients, buffers, the optimizer's state, losses, and what is drawn next."""
+    results = []
+    for is_traced in (False, True):
+        torch.manual_seed(0)
+        training = Training(HEALTHY[name](), mode)
+        hooks = [
+            list(m._forward_hooks) + list(m._forward_pre_hooks) for m in training.model.modules()
+        ]
+        if is_traced:
+            with amp.debug.trace_rounding(training.model) as trace:
+                losses = [training.step(*batch(training.model)) for _ in range(3)]
+            assert trace.operators
+        else:
+            losses = [training.step(*batch(training.model)) for _ in range(3)]
+        after = [
+            list(m._forward_hooks) + list(m._forward_pre_hooks) for m in training.model.modules()
+        ]
+        assert hooks == after
+        results.append([*losses, *state_of(training), torch.rand(3)])
+    assert all(map(torch.equal, *results))
+
+
+def test_the_report_names_place_cause_and_remedy():
+    trace = shifted()
+    lines = str(trace).splitlines()
+    assert lines[0].startswith("Digits first lost: aten.sub in 1, forward, in bfloat16: error 1, ")
+    assert lines[1].startswith("  at     ")
+    assert "rounding_cases.py:" in lines[1]
+    assert lines[2].startswith("  cause  cancellation: ")
+    assert "fp32_modules=['1']" in lines[3]
+    assert lines[5].split() == [
+        "module",
+        "operator",
+        "pass",
+        "dtype",
+        "calls",
+        "error",
+        "tolerance",
+        "inherited",
+    ]
+    assert lines[6].split()[:4] == ["1", "sub", "forward", "bf16"]
+
+
+def test_the_report_of_a_clean_trace_counts_the_operators():
+    trace = traced(nn.Linear(4, 4).bfloat16(), torch.ones(2, 4, dtype=torch.bfloat16))
+    assert str(trace).startswith(f"No digits lost: {trace.operators} operators traced")
+    assert trace.operators > 3
+
+
+def test_rows_come_most_suspicious_first():
+    rows = shifted().rows
+    assert [row.suspicion for row in rows] == sorted((r.suspicion for r in rows), reverse=True)
+    assert (rows[0].module, rows[0].op) == ("1", "aten.sub")
+    assert {row.direction for row in rows} == {"forward", "backward"}
+    assert all(row.kind == "" for row in rows if row.error <= row.tolerance)
+
+
+def test_every_format_holds_the_same(tmp_path):
+    trace = shifted()
+    data = json.loads(trace.to_json(), parse_constant=pytest.fail)
+    assert data["worst"]["error"] == trace.worst.error
+    assert len(data["rows"]) == len(trace.rows)
+    for suffix in (".html", ".json", ".txt"):
+        trace.save(tmp_path / f"trace{suffix}")
+        assert "aten.sub" in (tmp_path / f"trace{suffix}").read_text(encoding="utf-8")
+    assert trace._repr_html_() == (tmp_path / "trace.html").read_text(encoding="utf-8")
+    with pytest.raises(ValueError, match=r"trace\.xlsx.*\.html, \.json, \.txt"):
+        trace.save(tmp_path / "trace.xlsx")
+
+
+def test_an_argument_that_is_no_model_is_refused():
+    with pytest.raises(TypeError, match="trace_rounding got list; it takes models"):
+        amp.debug.trace_rounding([nn.Linear(2, 2)])
+
+
+# -- what an operator needs ----------------------------------------------------------------------
+
+
+def test_dropout_and_noise_draw_once_for_both_sides():
+    class Noise(nn.Module):
+        def forward(self, x):
+            x = nn.functional.dropout(x, 0.5) + torch.randn_like(x)
+            return x * torch.bernoulli(torch.full_like(x, 0.5))
+
+    for kind in (Noise(), nn.Dropout(0.3), nn.RReLU(), nn.AlphaDropout(0.3)):
+        model = nn.Sequential(nn.Linear(16, 16), kind, nn.Linear(16, 4)).bfloat16()
+        trace = traced(model, torch.randn(64, 16, dtype=torch.bfloat16))
+        assert trace.worst is None, str(trace)
+
+
+def test_decisions_are_those_of_the_run():
+    class Decide(nn.Module):
+        def forward(self, x):
+            return x.sort(-1).values + x.round() + x.sign() + x.relu() + x.clamp(0, 0.1).abs()
+
+    model = nn.Sequential(nn.Linear(16, 16), Decide(), nn.Linear(16, 4)).bfloat16()
+    assert traced(model, torch.randn(64, 16, dtype=torch.bfloat16)).worst is None
+
+
+class InPlace(nn.Module):
+    """The variance of values that are shifted in place, through views, into a slice, by copies."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
+    def forward(self, x):
+        y = x.clone()
+        if self.how == "view":
+            y.view(-1).add_(1000)
+        elif self.how == "slice":
+            y[:, ::2] += 1000
+            y[:, 1::2] += 1000
+        elif self.how == "copy":
+            z = torch.empty_like(y)
+            z.copy_(y + 1000)
+            y = z
+        elif self.how == "out":
+            y = torch.add(x.detach(), 1000, out=torch.empty_like(y))
+        elif self.how == "foreach":
+            y = torch._foreach_add([y, x], 1000)[0]
+        return y - 1000 + x
+
+
+@pytest.mark.parametrize("how", ["view", "slice", "copy", "out", "foreach"])
+def test_writes_in_place_and_views_are_followed(how):
+    model = nn.Sequential(nn.Linear(16, 16), InPlace(how)).bfloat16()
+    worst = traced(model, torch.randn(8, 16, dtype=torch.bfloat16)).worst
+    assert (worst.module, worst.op) == ("1", "aten.sub")
+
+
+def test_checkpoints_and_models_of_one_name_are_followed():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.shift = nn.Linear(8, 8), Shift()
+
+        def forward(self, x):
+            return checkpoint(lambda y: self.shift(self.linear(y)), x, use_reentrant=False)
+
+    one, two = nn.Linear(8, 8).bfloat16(), Block().bfloat16()
+    with amp.debug.trace_rounding(one, two) as trace:
+        two(one(torch.randn(4, 8, dtype=torch.bfloat16))).sum().backward()
+    assert trace.worst.module == "Block:shift"
+
+
+def test_a_closure_is_traced_and_the_step_is_not():
+    model = Around(Shift()).bfloat16()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    tokens, _ = batch(model)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(tokens).float().square().mean()
+        loss.backward()
+        return loss
+
+    with amp.debug.trace_rounding(model) as trace:
+        optimizer.step(closure)
+    assert (trace.worst.module, trace.worst.op) == ("faulty", "aten.sub")
+    assert not any("dot" in row.op for row in trace.rows)
+
+
+# -- no verdict ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def low_only():
+    """An operator whose kernel accepts bf16 alone."""
+
+    @torch.library.custom_op("apex_tests::low_only", mutates_args=())
+    def low_only(x: torch.Tensor) -> torch.Tensor:
+        if x.dtype is not torch.bfloat16:
+            raise RuntimeError("low_only takes bfloat16")
+        return x * 1.0
+
+    low_only.register_autograd(lambda ctx, grad: grad)
+    return low_only
+
+
+def test_an_operator_that_does_not_run_in_fp32_is_named_and_accuses_none(low_only):
+    class Custom(nn.Module):
+        def forward(self, x):
+            return low_only(x + 1000) - 1000
+
+    model = nn.Sequential(nn.Linear(8, 8), Custom()).bfloat16()
+    trace = traced(model, torch.randn(4, 8, dtype=torch.bfloat16))
+    assert trace.worst is None
+    (skipped,) = trace.skipped
+    assert skipped.module == "1"
+    assert skipped.op == "apex_tests.low_only"
+    assert "low_only takes bfloat16" in skipped.reason
+    assert "skipped: apex_tests.low_only in 1: it does not run in fp32" in str(trace)
+
+
+def test_a_sparse_gradient_is_no_error():
+    model = nn.Embedding(16, 8, sparse=True).bfloat16()
+    with amp.debug.trace_rounding(model) as trace:
+        model(torch.tensor([1, 2])).float().sum().backward()
+    assert trace.worst is None
+
+
+# -- what is left behind -------------------------------------------------------------------------
+
+
+def test_an_error_inside_leaves_nothing_behind():
+    model = conv_net().bfloat16()
+    before = copy.deepcopy(model.state_dict())
+    hooks = len(optimizer_hooks._global_optimizer_pre_hooks)
+    state = torch.get_rng_state()
+    x = torch.ones(2, 3, 16, 16, dtype=torch.bfloat16)
+    trace = amp.debug.trace_rounding(model)
+
+    def failing():
+        with trace:
+            model.eval()(x)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        failing()
+    assert _get_current_dispatch_mode() is None
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert len(optimizer_hooks._global_optimizer_pre_hooks) == hooks
+    assert trace.mode is None
+    assert trace.rows
+
+
+def test_an_ended_trace_keeps_neither_model_nor_tensors_alive():
+    model = mlp().bfloat16()
+    x = torch.randn(4, 32, dtype=torch.bfloat16)
+    trace = traced(model, x)
+    gone = [weakref.ref(each) for each in (model, x, *model.parameters())]
+    del model, x
+    gc.collect()
+    assert [each() for each in gone if each() is not None] == []
+    assert trace.rows
+
+
+def test_memory_of_freed_values_is_released_during_the_trace():
+    model = nn.Linear(64, 64).bfloat16()
+    x = torch.randn(256, 64, dtype=torch.bfloat16)
+    with torch.no_grad(), amp.debug.trace_rounding(model) as trace:
+        for _ in range(400):
+            model(x)
+        assert len(trace.mode._shadows._by_storage) <= 256
+
+
+def test_a_mode_of_the_user_sees_his_own_operators_only():
+    class Count(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    counts = []
+    model = mlp().bfloat16()
+    x = torch.randn(4, 32, dtype=torch.bfloat16)
+    for is_traced in (False, True):
+        with Count() as count:
+            if is_traced:
+                traced(model, x)
+            else:
+                model(x).float().sum().backward()
+        counts.append(count.calls)
+        model.zero_grad()
+    assert counts[0] == counts[1]
+
+
+def test_a_compiled_model_is_traced_uncompiled():
+    model = torch.compile(Around(FAULTS["shift"][0]()).bfloat16(), backend="eager")
+    tokens, _ = batch(model)
+    assert traced(model, tokens).worst.module == "faulty"

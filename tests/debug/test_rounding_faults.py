@@ -1,0 +1,117 @@
+"""A rounding trace names the module and operator that lose digits, and accuses no healthy one."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from apex import amp
+from tests.debug.rounding_cases import FAULTS, HEALTHY, MODES, Around, Training, batch, mlp
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_planted_operator_is_named(fault, mode):
+    torch.manual_seed(0)
+    faulty, length, ops, direction = FAULTS[fault]
+    if fault == "buffer" and mode == "O4":
+        pytest.skip("O4 holds buffers in fp32")
+    training = Training(Around(faulty()), mode)
+    with amp.debug.trace_rounding(training.model) as trace:
+        training.step(*batch(training.model, length))
+    worst = trace.worst
+    assert (worst.module, worst.direction) == ("faulty", direction)
+    assert worst.op in ops.split()
+    assert worst.error > worst.tolerance > worst.inherited
+    assert worst.location.split(":")[0].endswith("rounding_cases.py")
+
+
+@pytest.mark.parametrize(("mode", "seed"), [*zip(MODES, range(4), strict=True), ("O1", 4)])
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_model_loses_none(name, mode, seed):
+    torch.manual_seed(seed)
+    training = Training(HEALTHY[name](), mode)
+    if mode == "O1" and name not in ("mlp", "transformer, -inf"):
+        pytest.skip("fp16 is emulated on most CPUs, and slow")
+    with amp.debug.trace_rounding(training.model) as trace:
+        for _ in range(2):
+            training.step(*batch(training.model))
+    assert trace.worst is None, str(trace)
+    assert trace.skipped == ()
+    assert trace.operators > 20
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda output, _: output.sum(),
+        lambda output, _: output.mean(),
+        lambda output, _: output.softmax(-1).sum(),
+        lambda output, targets: F.cross_entropy(output.bfloat16(), targets),
+        lambda output, targets: F.mse_loss(output, torch.zeros_like(output)),
+    ],
+    ids=["sum", "mean", "sum of a softmax", "low", "squares"],
+)
+def test_gradients_that_vanish_by_construction_or_by_chance_are_no_fault(loss, mode):
+    """A sum after a batch norm has no gradient; a mean of both signs is small by chance."""
+    for seed in range(4):
+        torch.manual_seed(seed)
+        training = Training(mlp(norm=nn.BatchNorm1d, depth=2), mode, loss)
+        with amp.debug.trace_rounding(training.model) as trace:
+            training.step(*batch(training.model))
+        assert trace.worst is None, str(trace)
+
+
+def test_a_loss_of_large_logits_is_named():
+    torch.manual_seed(0)
+
+    def loss(output, targets):
+        return F.cross_entropy(output.bfloat16() + 500, targets)
+
+    for mode in ("bf16", "O5"):
+        training = Training(mlp(), mode, loss)
+        with amp.debug.trace_rounding(training.model) as trace:
+            training.step(*batch(training.model))
+        assert (trace.worst.op, trace.worst.module) == ("aten._log_softmax", "")
+        assert not trace.worst.inside
+
+
+def test_fp32_loses_nothing():
+    torch.manual_seed(0)
+    training = Training(Around(FAULTS["shift"][0]()), "fp32")
+    with amp.debug.trace_rounding(training.model) as trace:
+        training.step(*batch(training.model))
+    assert (trace.worst, trace.rows, trace.operators) == (None, (), 0)
+
+
+def test_an_fp32_module_is_the_remedy():
+    torch.manual_seed(0)
+    for remedy in ((), ("faulty",)):
+        model = Around(FAULTS["shift"][0]())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = amp.initialize(
+            model, optimizer, opt_level="O5", verbosity=0, fp32_modules=remedy
+        )
+        with amp.debug.trace_rounding(model) as trace:
+            model(batch(model)[0]).float().square().mean().backward()
+        if not remedy:
+            assert "fp32_modules=['faulty']" in trace.worst.remedy
+    assert trace.worst is None, str(trace)
+
+
+def test_small_terms_do_not_excuse_a_running_sum():
+    """Terms near 0 have large relative errors, but hardly a share of the sum."""
+
+    class SumOfNumbers(nn.Module):
+        def forward(self, x):
+            total = torch.zeros((), dtype=x.dtype)
+            for number in x.abs().flatten()[:900]:
+                total = total + number
+            return x * total
+
+    torch.manual_seed(0)
+    training = Training(nn.Sequential(nn.Linear(32, 32), SumOfNumbers(), nn.Linear(32, 10)), "bf16")
+    with amp.debug.trace_rounding(training.model) as trace:
+        training.step(*batch(training.model))
+    assert (trace.worst.module, trace.worst.op, trace.worst.kind) == ("1", "aten.add", "chain")

@@ -1,0 +1,234 @@
+"""``suggest_fp32`` names the planted module and nothing else, and leaves everything as it was."""
+
+import copy
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from apex import amp
+from apex.debug.suggestion import Suggestion
+from tests.debug.rounding_cases import (
+    FAULTS,
+    HEALTHY,
+    Around,
+    CancelsBackward,
+    Rotary,
+    Shift,
+    batch,
+    cross_entropy,
+    mlp,
+)
+from tests.faults.memory import live_sessions
+
+PLANTED = ("shift", "rotary", "sum", "average", "backward")
+
+
+def suggested(model, level, length=24, **keywords):
+    inputs, targets = batch(model, length)
+    return amp.debug.suggest_fp32(
+        model,
+        inputs,
+        loss_fn=lambda output: cross_entropy(output, targets),
+        opt_level=level,
+        **keywords,
+    )
+
+
+@pytest.mark.parametrize("level", ["O4", "O5"])
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_planted_module_is_found_and_nothing_else(fault, level):
+    torch.manual_seed(0)
+    faulty, length, _, _ = FAULTS[fault]
+    found = suggested(Around(faulty()), level, length)
+    assert found.modules == ["faulty"]
+    assert found.error_after < found.error_before
+    assert found.sensitivities == {"faulty": pytest.approx(found.error_before)}
+    assert found.notes == ()
+    assert "faulty" in str(found)
+
+
+@pytest.mark.parametrize(("level", "seed"), [("O4", 0), ("O5", 1)])
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_model_needs_none(name, level, seed):
+    torch.manual_seed(seed)
+    found = suggested(HEALTHY[name](), level)
+    assert found.modules == []
+    assert found.error_before == found.error_after > 0.0
+    assert (found.bytes, found.setting) == (0, "")
+
+
+class Two(nn.Module):
+    """Two faults, one of them twice, among healthy modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(65, 32)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 32), kind(), nn.LayerNorm(32))
+            for kind in (Shift, nn.Tanh, Shift, CancelsBackward)
+        )
+        self.head = nn.Linear(32, 65)
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_several_faults_are_all_found():
+    torch.manual_seed(0)
+    assert sorted(suggested(Two(), "O5").modules) == ["blocks.0.1", "blocks.2.1", "blocks.3.1"]
+
+
+def test_the_suggestion_is_what_initialize_takes():
+    torch.manual_seed(0)
+    model = Around(Rotary())
+    inputs, _ = batch(model, 400)
+    found = suggested(model, "O5", 400)
+    model = amp.initialize(model, opt_level="O5", verbosity=0, fp32_modules=found.modules)
+    with amp.debug.trace_rounding(model) as trace:
+        model(inputs).square().mean().backward()
+    assert trace.worst is None
+
+
+def test_a_fault_outside_of_modules_is_noted():
+    class Outside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return (self.linear(x) + 1000) - 1000
+
+    torch.manual_seed(0)
+    found = amp.debug.suggest_fp32(Outside(), torch.randn(16, 8))
+    assert found.modules == []
+    (note,) = found.notes
+    assert note.startswith("aten.sub in the model loses digits")
+
+
+def test_the_price_is_that_of_weights_gradients_and_activations():
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(64, 64, bias=False)
+
+        def forward(self, x):
+            return (self.linear(x) + 1000) - 1000
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), Wide(), nn.Linear(64, 1))
+    found = amp.debug.suggest_fp32(model, torch.randn(32, 16))
+    assert found.modules == ["1"]
+    # A 16-bit weight (2 bytes), its gradient (2) and master (4) become one in fp32 and its gradient
+    # (4 + 4); what is saved for backward, the input of the linear layer, becomes fp32.
+    assert found.bytes == 32 * 64 * (4 - 2)
+
+
+def test_formats_hold_all_data():
+    suggestion = Suggestion(["a"], "O5", float("nan"), 0.01, 2048, {"a": 0.5}, ("A note.",))
+    data = json.loads(suggestion.to_json(), parse_constant=pytest.fail)
+    assert data["modules"] == ["a"]
+    assert data["error_before"] is None
+    assert data["setting"] == suggestion.setting
+    assert "for 2 KiB" in str(suggestion)
+    assert str(suggestion).endswith("A note.")
+
+
+# -- what is left behind -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["O4", "O5"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_everything_is_as_before(level, fails):
+    torch.manual_seed(0)
+    model = HEALTHY["conv net"]()
+    model(torch.randn(4, 3, 16, 16)).sum().backward()
+    before = copy.deepcopy(model)
+    x = torch.randn(4, 3, 16, 16)
+    given, state = x.clone(), torch.get_rng_state()
+    hooks = [dict(each._forward_hooks) for each in model.modules()]
+
+    def loss_fn(output):
+        if fails:
+            raise ZeroDivisionError
+        return output.float().square().mean()
+
+    try:
+        amp.debug.suggest_fp32(model, x, loss_fn=loss_fn, opt_level=level)
+    except ZeroDivisionError:
+        assert fails
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(x, given)
+    assert [dict(each._forward_hooks) for each in model.modules()] == hooks
+    for now, old in zip(model.parameters(), before.parameters(), strict=True):
+        assert torch.equal(now, old)
+        assert now.grad is not None
+    for now, old in zip(model.buffers(), before.buffers(), strict=True):
+        assert torch.equal(now, old)
+    assert live_sessions() == 0
+    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
+
+
+def test_a_session_that_trains_is_not_disturbed():
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
+    options = amp._amp_state.opt_properties
+    found = suggested(Around(Shift()), "O5")
+    assert found.modules == ["faulty"]
+    assert amp._amp_state.opt_properties is options
+    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.bfloat16
+    assert live_sessions() == 1
+
+
+# -- bad input -----------------------------------------------------------------------------------
+
+
+class Draws(nn.Module):
+    """Draws from a generator of its own, which a copy of the module shares."""
+
+    generator = torch.Generator()
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x) * torch.rand(x.shape, generator=self.generator)
+
+
+class Uncopyable(nn.Linear):
+    def __deepcopy__(self, memo):
+        raise NotImplementedError("no copies")
+
+
+@pytest.mark.parametrize(
+    ("model", "keywords", "error", "message"),
+    [
+        ([], {}, TypeError, "got list as the model; it takes a torch.nn.Module"),
+        (nn.Linear(4, 4), {"opt_level": "O0"}, ValueError, "opt_level='O0'; it takes a level that"),
+        (nn.Linear(4, 4).bfloat16(), {}, ValueError, "'weight' is torch.bfloat16 on cpu"),
+        (nn.Linear(4, 4), {"loss_fn": lambda output: 1.0}, TypeError, "loss_fn returned float"),
+        (nn.Linear(4, 4), {"loss_fn": lambda output: output}, ValueError, r"shape \(2, 4\)"),
+        (Draws(), {}, ValueError, "between two runs in fp32"),
+        (Uncopyable(4, 4), {}, TypeError, "cannot be copied .NotImplementedError: no copies"),
+    ],
+)
+def test_bad_input_is_refused_with_a_reason(model, keywords, error, message):
+    with pytest.raises(error, match=message):
+        amp.debug.suggest_fp32(model, torch.ones(2, 4), **keywords)
+    assert live_sessions() == 0
+
+
+def test_a_prepared_model_and_missing_inputs_are_refused():
+    model = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match="no tensor among the inputs of Linear"):
+        amp.debug.suggest_fp32(model)
+    model = amp.initialize(model, opt_level="O5", verbosity=0)
+    with pytest.raises(ValueError, match=r"which amp has prepared.*before amp\.initialize"):
+        amp.debug.suggest_fp32(model, torch.ones(2, 4))
