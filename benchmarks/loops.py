@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -66,10 +66,18 @@ def native(task: Task, dtype: torch.dtype) -> Work:
     return _with_scaler(task) if dtype is torch.float16 else _with_autocast(task, dtype)
 
 
-def with_amp(task: Task, level: str, *, max_norm: float | None = None) -> Work:
+def with_amp(
+    task: Task,
+    level: str,
+    *,
+    max_norm: float | None = None,
+    masters: Literal["split", "stochastic"] | None = None,
+) -> Work:
     """Returns one iteration with amp at ``level``, which may clip the gradients' norm."""
     model, optimizer, (inputs, labels) = _start(task)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=level, master_weights=masters, verbosity=0
+    )
 
     def iteration() -> Tensor:
         loss = F.cross_entropy(model(inputs), labels)
