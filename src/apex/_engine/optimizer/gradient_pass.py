@@ -230,7 +230,7 @@ class Gradients:
         self._fresh = list(zip(own, fresh, strict=True))
         if self._aside and not self._returned:
             self._add_aside()
-        if adds or self._scaled:
+        if pairs and (adds or self._scaled):
             self._mirror_sums(pairs, earlier)
         if self._unmirrored:
             self._mirrors += self._unreached_mirrors()
@@ -274,7 +274,8 @@ class Gradients:
 
     def _not_in(self, done: set[int]) -> list[nn.Parameter]:
         """Returns the stepped parameters with a gradient that are not in ``done``; adds them."""
-        present = {id(param): param for param in self._optimized.params() if param.grad is not None}
+        params = [param for param in self._optimized.params() if param.grad is not None]
+        present = dict(zip(map(id, params), params, strict=True))
         own = {k: param for k, param in present.items() if k not in done} if done else present
         done.update(own)
         return list(own.values())
@@ -396,6 +397,12 @@ class Gradients:
         """
         if self.state in (GradState.OPEN, GradState.DELAYED):
             return
+        if self._optimized.pairs:
+            self._absorb_models()
+        if (self.checked or self.state is GradState.LOCAL) and not self._has_grads():
+            self.reset()
+
+    def _absorb_models(self) -> None:
         raw: list[TrackedPair] = []
         modified: list[TrackedPair] = []
         with without_counting():
@@ -410,8 +417,6 @@ class Gradients:
                     modified.append(pair)
             self._absorb(raw)
             self._carry_over(modified)
-        if (self.checked or self.state is GradState.LOCAL) and not self._has_grads():
-            self.reset()
 
     def _absorb(self, raw: Sequence[TrackedPair]) -> None:
         """Adds gradients of a plain backward pass to the masters'."""
