@@ -460,8 +460,11 @@ def test_a_file_that_cannot_be_written_is_found_before_the_script_runs(trace):
 
 def test_an_interrupt_reports_what_was_seen(tmp_path):
     body = "(nn.Linear(2, 2)(torch.zeros(1, 2)) * 0).log()\nprint('ready', flush=True)\n"
-    (tmp_path / "train.py").write_text(HEAD + body + "import time\ntime.sleep(300)\n")
-    command = [sys.executable, "-m", "apex", "trace", "train.py"]
+    (tmp_path / "train.py").write_text(HEAD + body + "import time\ntime.sleep(30)\n")
+    # A shell's background jobs ignore SIGINT, and so do their children.
+    heeding = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    start = heeding + "import runpy; runpy.run_module('apex', run_name='__main__')"
+    command = [sys.executable, "-c", start, "trace", "train.py"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGINT)
