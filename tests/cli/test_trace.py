@@ -367,7 +367,8 @@ def test_the_script_s_own_exit_code_passes_through(trace, body, status):
         assert err.endswith("no data\n")
 
 
-def test_an_uncaught_error_is_shown_as_python_shows_it(trace, tmp_path):
+def test_an_uncaught_error_is_shown_as_python_shows_it(trace, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # process groups leave one
     body = "def load():\n    raise ValueError('no data')\n\n\nload()\n"
     _, out, err = trace(body, head="")
     plain = subprocess.run(

@@ -17,6 +17,14 @@ from apex._engine.autocast.region import _threads
 from tests.training import cases
 
 
+@pytest.fixture(autouse=True)
+def _heeds_ctrl_c():
+    """As in a terminal: a shell's background jobs ignore SIGINT, and so do their children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class Interrupting(torch.autograd.Function):
     """Sends this process SIGINT from inside its backward pass."""
 
