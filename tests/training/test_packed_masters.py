@@ -12,6 +12,7 @@ from torch import nn
 from apex import amp
 from apex._engine.optimizer import deferred, one_pass
 from apex.optimizers import FusedAdam, FusedLAMB
+from benchmarks.memory import storages
 from tests.training import cases
 
 PACKED = ("split", "stochastic")
@@ -147,19 +148,10 @@ def test_a_thousand_steps_are_bit_equal():
     assert cases.same(cases.masters(optimizer), cases.values(plain.masters))
 
 
-def live_bytes():
-    gc.collect()
-    storages = {}
-    for item in gc.get_objects():
-        if isinstance(item, torch.Tensor) and item.data_ptr():
-            storage = item.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
-
-
 @pytest.mark.parametrize(("kind", "expected"), [("split", 12), ("stochastic", 10), (True, 14)])
 def test_stored_bytes_per_parameter(kind, expected):
-    before = live_bytes()
+    gc.collect()
+    before = storages()
     model, optimizer = prepared(kind, model=nn.Linear(200, 100, bias=False))
     for _ in range(2):
         with amp.scale_loss(model(torch.randn(2, 200)).square().mean(), optimizer) as scaled_loss:
@@ -167,7 +159,9 @@ def test_stored_bytes_per_parameter(kind, expected):
         del scaled_loss
         optimizer.step()
         optimizer.zero_grad()
-    per_param = (live_bytes() - before) / model.weight.numel()
+    gc.collect()
+    new = sum(size for address, size in storages().items() if address not in before)
+    per_param = new / model.weight.numel()
     assert expected <= per_param < expected + 0.01
 
 
