@@ -327,3 +327,16 @@ def test_a_compiled_model_is_traced_uncompiled():
     model = torch.compile(Around(FAULTS["shift"][0]()).bfloat16(), backend="eager")
     tokens, _ = batch(model)
     assert traced(model, tokens).worst.module == "faulty"
+
+
+def test_takes_the_scaler_of_a_plain_loop():
+    model = mlp()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    with amp.debug.trace_rounding(model, scaler=scaler) as trace:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(torch.randn(4, 32)).float().square().mean()
+        scaler.scale(loss).backward()
+    assert trace.rows
+    assert trace.worst is None
+    with pytest.raises(TypeError, match="GradScaler"):
+        amp.debug.trace_rounding(model, scaler=1.0)

@@ -9,13 +9,14 @@ from typing import Any
 
 from torch import nn
 
+from apex.debug.loops import check_scaler
 from apex.debug.module_tracker import ModuleTracker
 from apex.debug.rounding_mode import RoundingMode
 from apex.debug.rounding_records import RoundingLog, RoundingRow, Skipped
 from apex.debug.tracing import Trace
 
 
-def trace_rounding(*models: nn.Module) -> RoundingTrace:
+def trace_rounding(*models: nn.Module, scaler: Any = None) -> RoundingTrace:
     """Returns a context that finds the operators at which low precision loses digits.
 
     Enter it around one or more whole iterations, forward and backward; it may include
@@ -38,6 +39,8 @@ def trace_rounding(*models: nn.Module) -> RoundingTrace:
     Args:
         models: One or more models, as passed to ``amp.initialize`` or since wrapped by
             ``torch.compile`` or DistributedDataParallel. They provide the names of modules.
+        scaler: The ``torch.amp.GradScaler`` of a plain loop, as the other tools take it. Errors are
+            relative, so its scale changes none of them.
 
     Returns:
         A :class:`RoundingTrace` context; its ``worst`` is the operator at which digits were first
@@ -57,6 +60,7 @@ def trace_rounding(*models: nn.Module) -> RoundingTrace:
         >>> trace.worst.error > 10 * trace.worst.tolerance > 10 * trace.worst.inherited
         True
     """
+    check_scaler("trace_rounding", scaler)
     return RoundingTrace(*models)
 
 
