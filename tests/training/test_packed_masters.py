@@ -569,3 +569,20 @@ def test_training_on_a_device_waits_for_it_nowhere(kind, name):
     if kind == "split":
         assert cases.same(cases.masters(optimizer), cases.values(plain.masters))
     assert {param.device.type for param in amp.master_params(optimizer)} == {"cuda"}
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_a_large_weight_in_fp32_steps_beside_packed_masters(kind):
+    model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8192, bias=False), nn.Linear(8192, 2))
+    model, optimizer = prepared(kind, model=model, fp32_modules=["1"])
+    weight = model[1].weight
+    assert weight.dtype is torch.float32
+    with amp.scale_loss(model(torch.randn(2, 8)).square().mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    plain = nn.Parameter(weight.detach().clone())
+    plain.grad = weight.grad.clone()
+    by_hand = OPTIMIZERS["fused AdamW"]([plain])
+    by_hand.step()
+    optimizer.step()
+    assert torch.equal(weight, plain)
+    assert all(master.isfinite().all() for master in amp.master_params(optimizer))

@@ -363,8 +363,10 @@ def _part(args: Sequence[Any], kwargs: dict[str, Any], count: int, which: slice)
 
 
 def _cuts(plan: _Plan, args: list[Any]) -> bool:
-    """Returns whether an operator gets one large tensor, of which it can take a part at a time."""
+    """Returns whether a kernel gets one large packed tensor, of which it can take parts."""
     if not plan.blocks or len(args[0]) > 1 or args[0][0].numel() <= _BLOCK:
+        return False
+    if not isinstance(args[0][0], Packed):  # a weight in fp32, which the optimizer steps itself
         return False
     return all(each[0].is_contiguous() for each in args if isinstance(each, list) and each)
 
