@@ -1,10 +1,28 @@
-"""Fixtures that several folders use: functions run on two or four ranks."""
+"""Each test starts with amp as a new process has it; functions run on two or four ranks."""
 
 import functools
+import gc
 
 import pytest
 
+from apex.amp import _amp_state
 from tests.ranks import Ranks
+
+
+@pytest.fixture(autouse=True)
+def fresh_amp():
+    """amp's memory is process-wide: without this, ``amp.state_dict`` has other tests' scales."""
+    _forget()
+    yield
+    _forget()
+
+
+def _forget():
+    _amp_state.release_handle()  # that of amp.init lives until the next one
+    if _amp_state.sessions():
+        gc.collect()  # sessions end with their models and optimizers
+    _amp_state.__dict__.clear()
+    type(_amp_state).__init__(_amp_state)
 
 
 @pytest.fixture(scope="session")

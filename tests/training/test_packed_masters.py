@@ -347,7 +347,6 @@ def test_a_copy_trains_on_bit_by_bit_and_by_itself(name, kind, way):
 
 @pytest.mark.parametrize(("first", "second"), [("split", True), (True, "split"), ("split",) * 2])
 def test_files_convert_between_plain_and_split_masters_without_loss(first, second):
-    gc.collect()  # amp.state_dict() holds the scales of every session that lives
     model, optimizer = prepared(first)
     train(model, optimizer, cases.batches(3))
     weights, moments, _ = state(model, optimizer)
@@ -428,7 +427,6 @@ def test_the_same_seed_gives_the_same_bits():
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("name", ["fused AdamW", "Adam", "SGD"])
 def test_a_resumed_run_rounds_as_the_uninterrupted_one(name, early, scale):
-    gc.collect()  # amp.state_dict() holds the scales of every session that lives
     model, optimizer = prepared("stochastic", name, rounding_seed=3, loss_scale=scale)
     train(model, optimizer, cases.batches(3))
     weights, moments, scales = state(model, optimizer)

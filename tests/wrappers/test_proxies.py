@@ -239,7 +239,6 @@ def test_ranks_train_a_proxy_as_its_model(on_two_ranks, level):
 @with_head
 @every_level
 def test_a_resumed_run_goes_on_as_the_uninterrupted_one(level, kind):
-    gc.collect()  # amp.state_dict() holds the scales of every session that lives
     model, optimizer = prepared(KINDS[kind](), level)
     train(model, optimizer, seed=1)
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), amp.state_dict()))

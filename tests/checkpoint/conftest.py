@@ -1,1 +1,0 @@
-from tests.amp.conftest import fresh_amp  # noqa: F401 - an autouse fixture

@@ -1,3 +1,0 @@
-from tests.amp.conftest import fresh_amp
-
-__all__ = ["fresh_amp"]
