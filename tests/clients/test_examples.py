@@ -48,25 +48,15 @@ def test_mmengine_trains_and_resumes(tmp_path):
     assert re.findall(r"\(val\) \[(\d)\].*accuracy: 0\.\d+", text) == ["3"]
 
 
-def test_ignite_trains_and_resumes(tmp_path):
-    need_installed("ignite", "sklearn")
-    few = ["--limit", "96", "--opt-level", "O5", "--accumulate", "2"]
-    text = run("ignite/train.py", tmp_path, *few, "--epochs", "2")
+@pytest.mark.parametrize(
+    ("library", "saved"), [("ignite", "checkpoint_4.pt"), ("lightning", "epoch_1.ckpt")]
+)
+def test_an_example_trains_and_resumes(tmp_path, library, saved):
+    need_installed(library, "sklearn")
+    script, few = f"{library}/train.py", ["--limit", "96", "--opt-level", "O5", "--accumulate", "2"]
+    text = run(script, tmp_path, *few, "--epochs", "2")
     assert re.findall(r"epoch (\d): test loss \d", text) == ["1", "2"]
-    text = run(
-        "ignite/train.py", tmp_path, *few, "--epochs", "3", "--resume", "runs/checkpoint_4.pt"
-    )
-    assert re.findall(r"epoch (\d): test loss \d", text) == ["3"]
-
-
-def test_lightning_trains_and_resumes(tmp_path):
-    need_installed("lightning", "sklearn")
-    few = ["--limit", "96", "--opt-level", "O5", "--accumulate", "2"]
-    text = run("lightning/train.py", tmp_path, *few, "--epochs", "2")
-    assert re.findall(r"epoch (\d): test loss \d", text) == ["1", "2"]
-    text = run(
-        "lightning/train.py", tmp_path, *few, "--epochs", "3", "--resume", "runs/epoch_1.ckpt"
-    )
+    text = run(script, tmp_path, *few, "--epochs", "3", "--resume", f"runs/{saved}")
     assert re.findall(r"epoch (\d): test loss \d", text) == ["3"]
 
 

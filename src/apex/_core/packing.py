@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from apex._core.policy import MasterWeights
 from apex._pickle import rebuild
-from apex._torch.packed import count_write
 from apex._torch.parameters import uncounted
 
 _INF = float("inf")
@@ -141,7 +141,7 @@ class Halves:
     def write(self, value: Tensor, spare: Tensor | None = None) -> None:
         """Stores ``value`` exactly; a NaN loses its payload."""
         self._write(self.high, value)
-        count_write((self.whole or self).high)
+        increment_version((self.whole or self).high)
 
     def begin_write(self) -> None:
         """Does nothing."""
@@ -203,7 +203,7 @@ class Rounded:
         noise = self.rule.noise(value, whole.number, start)
         bits = _bits(value).add_(noise if spare is None else spare.copy_(noise))
         _write_upper(self.high, bits.add_(1 << 15))
-        count_write(whole.high)
+        increment_version(whole.high)
 
     def load(self, value: Tensor) -> None:
         """Stores ``value``, rounded to nearest; as for halves, autograd does not count this."""

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from apex._torch.dispatch_modes import OPERANDS
 from apex._torch.parameters import allow_foreach
 
 _BLOCK = 2**18
 """Elements that a list operator or a fused kernel widens at once, which bounds its memory."""
-
-_FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 
 _MAKERS = frozenset(
     {
@@ -243,7 +242,7 @@ def _plan(func: Any) -> _Plan:
         makes=name in _MAKERS,
         written=written,
         lists=name.startswith(("_foreach_", "_fused_")),
-        blocks=name in _FUSED,
+        blocks=func in OPERANDS,
     )
 
 
@@ -399,8 +398,3 @@ def _blocks(
         ]
         func([value], *given, **kwargs)
         part.write(value, free)
-
-
-def count_write(tensor: Tensor) -> None:
-    """Increments the version counter of ``tensor``, below autograd."""
-    increment_version(tensor)

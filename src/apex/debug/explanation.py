@@ -11,6 +11,7 @@ from typing import Any
 
 from apex.debug.findings import Finding, findings_of
 from apex.debug.records import CAST, LOW, GradientRow, OpRow, RoundTrip, WeightCasts
+from apex.debug.rendering.files import save
 
 
 @dataclass(frozen=True)
@@ -239,13 +240,7 @@ class Explanation:
             ".json": self.to_json,
             ".txt": self.to_text,
         }
-        target = Path(path)
-        if target.suffix not in formats:
-            raise ValueError(
-                f"Cannot save an explanation as {target.name!r}: the suffix must be one of "
-                f"{', '.join(formats)}."
-            )
-        target.write_text(formats[target.suffix](), encoding="utf-8")
+        save(path, "an explanation", formats)
 
     def __str__(self) -> str:
         """Returns the tables."""

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from apex.amp import lists
-from apex.debug.records import RoundTrip, WeightCasts
+from apex.debug.records import SHORT, RoundTrip, WeightCasts
 
 if TYPE_CHECKING:
     from apex.debug.explanation import Explanation
-
-_SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ def _through_operators(trips: list[RoundTrip], whole: float) -> Iterator[Finding
         reason = reasons.get((name, trip.module), trip.decided_by)
         groups.setdefault((name, reason, trip.path), []).append(trip)
     for (name, reason, path), group in groups.items():
-        wide, low = _SHORT.get(path[1], path[1]), _SHORT.get(path[2], path[2])
+        wide, low = SHORT.get(path[1], path[1]), SHORT.get(path[2], path[2])
         title = f"{_function(reason) or name} runs in {wide}"
         remedy = f"to keep it in {low}: {_to_keep_low(reason, low)}"
         yield _finding(title, group, whole, remedy)
@@ -70,7 +68,7 @@ def _through_operators(trips: list[RoundTrip], whole: float) -> Iterator[Finding
 
 def _undone(trips: list[RoundTrip], whole: float) -> Iterator[Finding]:
     for path in dict.fromkeys(trip.path for trip in trips):
-        steps = " to ".join(_SHORT.get(dtype, dtype) for dtype in path)
+        steps = " to ".join(SHORT.get(dtype, dtype) for dtype in path)
         group = [trip for trip in trips if trip.path == path]
         remedy = "remove the first of the two casts, usually a .float() in the model's code"
         yield _finding(f"casts from {steps} undo one another", group, whole, remedy)
@@ -78,7 +76,7 @@ def _undone(trips: list[RoundTrip], whole: float) -> Iterator[Finding]:
 
 def _weights(casts: Iterable[WeightCasts], whole: float) -> Iterator[Finding]:
     for made in casts:
-        dtype = _SHORT.get(made.target, made.target)
+        dtype = SHORT.get(made.target, made.target)
         yield Finding(
             f"weights are cast to {dtype} in every pass",
             made.count,

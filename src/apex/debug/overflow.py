@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -102,9 +103,13 @@ class OverflowTrace(Trace):
         first = self.first
         if first is None:
             return f"No overflow: {self._provenance.time} operators traced, no fault."
-        lines = [f"First overflow: {first}"]
-        if self.gradients:
-            more = len(self.gradients) - 3
-            names = ", ".join(self.gradients[:3]) + (f" and {more} more" if more > 0 else "")
-            lines.append(f"  hit    the gradients of {names}")
-        return "\n".join(lines)
+        return "\n".join([f"First overflow: {first}", *hit_lines(self.gradients)])
+
+
+def hit_lines(gradients: Sequence[str]) -> list[str]:
+    """Returns the report's line on the parameters whose gradients were hit; none without any."""
+    if not gradients:
+        return []
+    more = len(gradients) - 3
+    names = ", ".join(gradients[:3]) + (f" and {more} more" if more > 0 else "")
+    return [f"  hit    the gradients of {names}"]

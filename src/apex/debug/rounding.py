@@ -11,6 +11,7 @@ from torch import nn
 
 from apex.debug.loops import check_scaler
 from apex.debug.module_tracker import ModuleTracker
+from apex.debug.rendering.files import save
 from apex.debug.rounding_mode import RoundingMode
 from apex.debug.rounding_records import RoundingLog, RoundingRow, Skipped
 from apex.debug.tracing import Trace
@@ -145,13 +146,7 @@ class RoundingTrace(Trace):
             ValueError: If the suffix is none of these; nothing is written.
         """
         formats = {".html": self.to_html, ".json": self.to_json, ".txt": self.to_text}
-        target = Path(path)
-        if target.suffix not in formats:
-            raise ValueError(
-                f"Cannot save a trace as {target.name!r}: the suffix must be one of "
-                f"{', '.join(formats)}."
-            )
-        target.write_text(formats[target.suffix](), encoding="utf-8")
+        save(path, "a trace", formats)
 
     def __str__(self) -> str:
         """Returns the verdict and a short table."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import importlib
 import inspect
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +16,7 @@ from torch.optim import LBFGS, Optimizer
 
 from apex import amp
 from apex._core import dtypes
-from apex._engine.model import state_of
+from apex._engine.model import mixes_dtypes, state_of
 from apex._engine.optimizer.optimizer_class import binding_of, own_class
 from apex._torch import ddp, dtensor
 from apex.amp.properties import level_defaults
@@ -178,7 +177,7 @@ class ApexPrecision(_Precision):
             yield
         except RuntimeError as error:
             casts = any(calls.casts for calls in self._calls)
-            if casts and type(error) is RuntimeError and _MIXED.search(str(error)):
+            if casts and type(error) is RuntimeError and mixes_dtypes(error):
                 raise RuntimeError(f"{error}\n{_REMEDY}") from error
             raise
 
@@ -276,7 +275,6 @@ class ApexPrecision(_Precision):
             self.load_state_dict(amp.checkpoint.convert(scaler, to="amp").state)
 
 
-_MIXED = re.compile("same dtype|scalar type|Half|BFloat16")
 _REMEDY = (
     "ApexPrecision casts the inputs of the module's own forward and of its children. A module "
     "further down, a method or a parameter that the step uses by itself computes in 16 bits: call "

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from apex.debug.faults import Fault
+from apex.debug.overflow import hit_lines
 from apex.debug.script_trace import ScriptTrace
 from apex.tools.script import Ending, Script
 
@@ -140,12 +141,9 @@ def _verdict(tracing: Tracing) -> list[str]:
     lines = [
         f"apex trace: {tracing.script} made {first.kind}, after {_steps(tracing.steps_before)}.",
         f"First overflow: {first}",
+        *hit_lines(tracing.gradients),
     ]
-    if tracing.gradients:
-        more = len(tracing.gradients) - 3
-        names = ", ".join(tracing.gradients[:3]) + (f" and {more} more" if more > 0 else "")
-        lines.append(f"  hit    the gradients of {names}")
-    elif not tracing.certain:
+    if not tracing.gradients and not tracing.certain:
         lines.append("  hit    no gradient, loss or weight before the script ended")
     return lines
 

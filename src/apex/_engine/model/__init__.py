@@ -9,6 +9,7 @@ from apex._engine.model.convert import (
     set_region,
     undo_convert,
 )
+from apex._engine.model.dtype_errors import mixes_dtypes
 from apex._engine.model.lost_values import find_lost, name_lost
 from apex._engine.model.module_class import begin_call, end_call
 from apex._engine.model.plan import MasterSource, ModelPlan, Region
@@ -28,6 +29,7 @@ __all__ = [
     "find_lost",
     "floating_tensors",
     "is_converted",
+    "mixes_dtypes",
     "module_behind",
     "name_lost",
     "owner_of",

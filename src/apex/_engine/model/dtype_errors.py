@@ -15,6 +15,11 @@ _MIXED = re.compile("same dtype|scalar type|Half|BFloat16")
 _NO_KERNEL = re.compile("not implemented for '(Half|BFloat16)'|Low precision dtypes not supported")
 
 
+def mixes_dtypes(error: RuntimeError) -> bool:
+    """Returns whether an operator failed because its inputs have different dtypes."""
+    return _MIXED.search(str(error)) is not None
+
+
 def explain(model: nn.Module, plan: ModelPlan, error: RuntimeError) -> None:
     """Raises ``error`` again with its remedy; returns if the plan's dtypes are not its cause.
 
@@ -35,7 +40,7 @@ def explain(model: nn.Module, plan: ModelPlan, error: RuntimeError) -> None:
     if _ABOUT_DTYPES.search(str(error)):
         if mismatches := _mismatches(model, plan):
             raise kind(f"{error}\n{_mixed(model, plan, mismatches)}") from error
-        if _MIXED.search(str(error)) and (
+        if mixes_dtypes(error) and (
             kept := [each.name for each in planned_dtypes(model, plan) if each.yields]
         ):
             raise kind(f"{error}\n{_read(model, kept)}") from error

@@ -32,6 +32,7 @@ from torch.overrides import TorchFunctionMode, get_default_nowrap_functions
 from apex._core import dtypes, tree
 from apex._engine.undo import Undo
 from apex._torch.dynamo import allow_subclass_inputs, at_tracing, make_traceable
+from apex._torch.modules import child
 from apex._torch.overrides import without_overrides
 
 _log = logging.getLogger("apex")
@@ -147,7 +148,7 @@ def of(model: nn.Module, names: Iterable[str]) -> list[Tensor]:
         *path, own = name.split(".")
         module: nn.Module | None = model
         for part in path:
-            module = None if module is None else module._modules.get(part)
+            module = None if module is None else child(module, part)
         buffer = None if module is None else module._buffers.get(own)
         if buffer is not None and buffer.dtype is torch.float32:
             found.append(buffer)

@@ -7,10 +7,7 @@ from typing import NamedTuple
 
 from apex.debug.explanation import Explanation, Totals
 from apex.debug.findings import Finding
-from apex.debug.records import OpRow
-
-SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-
+from apex.debug.records import SHORT, OpRow
 
 _NEAR = 2.0
 """Headroom (powers of two) below which a row is marked."""
