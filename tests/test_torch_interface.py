@@ -98,6 +98,7 @@ OVERRIDES = "apex/_torch/overrides.py"
 FUNCTION_MODES_PLACE = "apex/_torch/function_modes.py"
 DISPATCHER = "apex/_torch/dispatcher.py"
 DISPATCH_MODES = "apex/_torch/dispatch_modes.py"
+MODULES = "apex/_torch/modules.py"
 DEBUG = "apex/debug/"
 TOOLS = "apex/tools/"
 GRAD_SCALER = "GradScaler's own interface to optimizers: called by it, or read from it"
@@ -106,6 +107,7 @@ FUSED = "only where has_fused finds its kernel; the foreach form is the plain on
 FUNCTION_MODES = "a mode's own block cannot be ended twice, which an interrupt asks for"
 TOOL = "a tool for diagnosis, outside of training"
 
+SAVING = "what state_dict runs for a module: entries are converted together if it is torch's own"
 HOOKS = "where a module keeps its hooks: asked so that none of ours is attached twice"
 
 KNOWN = {
@@ -184,7 +186,9 @@ KNOWN = {
     "._spec": ("apex/_torch/dtensor.py", "a DTensor's layout, for another with the same one"),
     "._to_copy": (DEBUG, "a name of torch.ops.aten"),
     "._unsafe_view": (DEBUG, "a name of torch.ops.aten"),
-    "._state_dict_hooks": ("apex/_engine/model/state.py", HOOKS),
+    "._save_to_state_dict": (MODULES, SAVING),
+    "._state_dict_hooks": (MODULES, SAVING),
+    "._state_dict_pre_hooks": (MODULES, SAVING),
     "._values": (
         "apex/_torch/sparse.py",
         "the values of a sparse gradient to write into: Tensor.values() wants it coalesced",

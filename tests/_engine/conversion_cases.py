@@ -38,6 +38,9 @@ class Masters:
     def master_of(self, param):
         return self.by_id.get(id(param))
 
+    def masters_of(self, params):
+        return [self.master_of(param) for param in params]
+
     def write_back(self):
         self.written_back += 1
 

@@ -24,6 +24,9 @@ class Masters:
     def master_of(self, param):
         return self.by_id.get(id(param))
 
+    def masters_of(self, params):
+        return [self.master_of(param) for param in params]
+
     def set_exact(self, values):
         for param, value in values:
             self.by_id[id(param)] = value

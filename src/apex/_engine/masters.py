@@ -332,12 +332,22 @@ class Masters:
         """Returns the pair of a model parameter, or ``None``."""
         return self._by_param.get(id(param))
 
+    def masters_of(self, params: Iterable[Tensor]) -> list[Tensor | None]:
+        """Returns :meth:`master_of` of each parameter or buffer."""
+        pair_of = self._by_param.get
+        return [
+            pair.master
+            if (pair := pair_of(id(param))) is not None and pair.packing is None and pair.low_bits
+            else self.master_of(param)
+            for param in params
+        ]
+
     def master_of(self, param: Tensor) -> Tensor | None:
         """Returns the fp32 value of a parameter or buffer, or ``None`` if unknown."""
         pair = self.pair_of(param)
         if pair is None:
             return self._kept_value(param)
-        if pair.model_written and not pair.low_bits:
+        if not pair.low_bits and pair.model_written:
             read_model([pair])
         if pair.packing is not None and pair.is_shared and not pair.master_written:
             return dtensor.with_local(param, Packed(pair.packing.followed()))

@@ -337,6 +337,10 @@ class Session:
         """Returns the fp32 value of a parameter or buffer, or ``None`` if unknown."""
         return self.masters.master_of(param)
 
+    def masters_of(self, params: Iterable[Tensor]) -> list[Tensor | None]:
+        """Returns :meth:`master_of` of each parameter or buffer."""
+        return self.masters.masters_of(params)
+
     def set_exact(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Sets masters from pairs of a newly loaded parameter and its value in the file."""
         self.masters.set_exact(values)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+import weakref
+from collections.abc import Container, Iterable, Iterator, Mapping
 
 from torch import Tensor, nn
+
+_STATE_DICT = nn.Module.state_dict
+_SAVE_OWN = nn.Module._save_to_state_dict
+_EXTRA_STATE = nn.Module.get_extra_state
 
 
 def non_persistent(module: nn.Module) -> Container[str]:
@@ -28,6 +33,15 @@ def own_tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tens
                 yield prefix + name, tensor
 
 
+def tensors_of(parts: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Tensor]]:
+    """Yields the own parameters and buffers of modules, with their prefixes before their names."""
+    for prefix, module in parts:
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    yield prefix + name, tensor
+
+
 def child(module: nn.Module, name: str) -> nn.Module | None:
     """Returns the module's own submodule of that name; None if it has none."""
     return module._modules.get(name)
@@ -39,3 +53,71 @@ def children(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module
     for key, inner in module._modules.items():
         if inner is not None:
             yield prefix + key, inner
+
+
+def state_dict_hooks(module: nn.Module) -> Mapping[int, object]:
+    """Returns the ``state_dict`` post-hooks of a module."""
+    hooks: Mapping[int, object] = module._state_dict_hooks
+    return hooks
+
+
+def hooked_inside(
+    module: nn.Module, prefix: str, hook: type
+) -> dict[str, weakref.ref[nn.Module]] | None:
+    """Returns the modules inside with a ``state_dict`` post-hook of class ``hook``.
+
+    Args:
+        module: A module whose ``state_dict`` is called.
+        prefix: The prefix of its entries.
+        hook: A class of objects that also register a pre-hook.
+
+    Returns:
+        The modules by the prefix of their entries. ``None`` if code other than torch's and these
+        hooks runs between the first entry and the post-hooks of ``module``, and could see entries.
+    """
+    found: dict[str, weakref.ref[nn.Module]] = {}
+    plain: dict[type, bool] = {}
+    saves_own = _saves_own_plainly(type(module))
+    return found if saves_own and _find(module, prefix, hook, found, plain) else None
+
+
+def is_being_saved(prefix: str, destination: object) -> bool:
+    """Returns whether a module with this prefix is, or was, saved to ``destination``.
+
+    A dict that torch did not make itself tells nothing.
+    """
+    return prefix[:-1] in getattr(destination, "_metadata", ())
+
+
+def _find(
+    module: nn.Module,
+    prefix: str,
+    hook: type,
+    found: dict[str, weakref.ref[nn.Module]],
+    plain: dict[type, bool],
+) -> bool:
+    for name, inner in module._modules.items():
+        if inner is None:
+            continue
+        kind, hooks = type(inner), inner._state_dict_hooks
+        if kind not in plain:
+            own = getattr(kind, "state_dict", None)
+            plain[kind] = own is _STATE_DICT and _saves_own_plainly(kind)
+        if not plain[kind] or "state_dict" in inner.__dict__:
+            return False
+        if len(hooks) != len(inner._state_dict_pre_hooks):
+            return False
+        path = f"{prefix}{name}."
+        if hooks:
+            (own_hook, *others) = hooks.values()
+            if others or type(own_hook) is not hook:
+                return False
+            found[path] = weakref.ref(inner)
+        if inner._modules and not _find(inner, path, hook, found, plain):
+            return False
+    return True
+
+
+def _saves_own_plainly(kind: type) -> bool:
+    own = getattr(kind, "_save_to_state_dict", None), getattr(kind, "get_extra_state", None)
+    return own == (_SAVE_OWN, _EXTRA_STATE)

@@ -31,7 +31,7 @@ from apex._pickle import empty, rebuild
 from apex._torch import dtensor
 from apex._torch.ddp import active_wrapper
 from apex._torch.dynamo import at_tracing
-from apex._torch.modules import children, own_tensors
+from apex._torch.modules import children, own_tensors, state_dict_hooks
 
 STATE = "_apex_state"
 
@@ -141,7 +141,7 @@ class ModelState:
         modules = dict(parts)
         for name in dict.fromkeys(chain.from_iterable(map(_path, hooked))):
             module = modules[name] if name in modules else model.get_submodule(name)
-            if not _has(module._state_dict_hooks, Fp32Hooks):
+            if not _has(state_dict_hooks(module), Fp32Hooks):
                 Fp32Hooks(self.link).attach(module, self.handles)
 
     def compute_in(self, model: nn.Module, dtype: torch.dtype) -> None:

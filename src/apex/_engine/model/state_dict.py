@@ -4,23 +4,45 @@ Note [One hook object per module]: ``state_dict`` and ``load_state_dict`` work o
 every module with a 16-bit tensor in its subtree carries hooks, as in apex. A hook handles only its
 module's own tensors, so it does not matter whether the module, a parent or a wrapper is called.
 Between calls it keeps weak references only, so that a failed call leaves nothing behind.
+
+Note [Batches]: converting entries one by one takes six operators each, and models have thousands of
+small ones. So the hook of the outermost module converts those of all modules inside, too, which are
+a *batch*. Nobody can tell: a batch is only made where nothing but torch's own code and these hooks
+runs before that hook, which comes before the user's. Otherwise each module inside begins a batch of
+its own. A batch belongs to the dict that it is saved to. So a call in another thread, in a signal
+handler, or after one that failed, has its own, or none.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from typing import Any, NamedTuple, cast
+from collections import OrderedDict
+from collections.abc import (
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes
-from apex._core.rounding import exact_value
+from apex._core.rounding import exact_value, exact_values
 from apex._engine.model.kept_buffers import KeptBuffer, plain
 from apex._engine.model.plan import MasterSource
 from apex._pickle import rebuild
-from apex._torch.modules import child, children, own_tensors
+from apex._torch.modules import (
+    child,
+    children,
+    hooked_inside,
+    is_being_saved,
+    own_tensors,
+    tensors_of,
+)
 
 
 class MasterLink:
@@ -28,6 +50,10 @@ class MasterLink:
 
     A deep copy keeps a weak link to the original's source, which has the copy's masters if an
     optimizer was copied with it. A pickle keeps no link.
+
+    Attributes:
+        batch: The latest batch.
+        batches: Those of which a module is saved, by the id of the dict that they are saved to.
     """
 
     def __init__(self, masters: MasterSource | None = None) -> None:
@@ -37,6 +63,8 @@ class MasterLink:
         self._saving: dict[str, weakref.ref[nn.Module]] = {}
         # By id of a tensor: its key and the id of its entry. References would cost a collection.
         self._entries: dict[int, tuple[str, int]] = {}
+        self.batch = Batch("", {})
+        self.batches: dict[int, Batch] = {}
 
     @property
     def source(self) -> MasterSource | None:
@@ -48,7 +76,7 @@ class MasterLink:
         if (source := self.source) is not None:
             source.write_back()
 
-    def begin_saving(self, module: nn.Module, prefix: str) -> None:
+    def begin_saving(self, module: nn.Module, prefix: str, *, keep_vars: bool) -> None:
         """Writes masters back once per ``state_dict`` call, at the outermost hooked module."""
         if not self._is_inside(module, prefix):
             self._saving = {}
@@ -56,14 +84,38 @@ class MasterLink:
             self.write_back()
         if not self._saving or any(children(module)):
             self._saving[prefix] = weakref.ref(module)
+        inside = None if keep_vars else hooked_inside(module, prefix, Fp32Hooks)
+        self.batch = Batch(prefix, inside or {})
 
-    def end_saving(self, module: nn.Module, prefix: str) -> None:
-        """Ends the call if ``module`` is the one that began it."""
-        for outer_prefix, outer in self._saving.items():  # the first one is the outermost
-            if outer_prefix == prefix and outer() is module:
-                self._saving = {}
-                self._entries = {}
-            return
+    def save(self, module: nn.Module, destination: MutableMapping[str, Any], prefix: str) -> None:
+        """Replaces the 16-bit entries of ``module``, and those of the batch that ends with it."""
+        batch = self.batches.pop(id(destination), None)
+        if batch is None or batch.destination() is not destination:
+            if self._begin_batch(destination, module, prefix):
+                return
+            batch = None
+        self.batch = Batch("", {})
+        first, outer = next(iter(self._saving.items()), (None, _unknown))
+        ends = first == prefix and outer() is module
+        self._replace(destination, [(prefix, module), *(batch.modules() if batch else ())], ends)
+        if ends:
+            self._saving = {}
+            self._entries = {}
+
+    def _begin_batch(
+        self, destination: MutableMapping[str, Any], module: nn.Module, prefix: str
+    ) -> bool:
+        """Returns whether ``module`` is the first that is saved of the latest batch."""
+        batch = self.batch
+        is_first = batch.destination is _unknown and batch.holds(module, prefix)
+        if not is_first or type(destination) is not OrderedDict:
+            return False
+        if not is_being_saved(batch.prefix, destination):  # left by a call that failed
+            return False
+        batch.destination = weakref.ref(destination)
+        live = {k: each for k, each in self.batches.items() if each.destination() is not None}
+        self.batches = {**live, id(destination): batch}
+        return True
 
     def _is_inside(self, module: nn.Module, prefix: str) -> bool:
         # A failed call never ended; only the path distinguishes it from an outer call.
@@ -72,21 +124,51 @@ class MasterLink:
         outer = None if reference is None else reference()
         return outer is not None and outer is not module and child(outer, name) is module
 
-    def fp32_entry(
-        self, destination: MutableMapping[str, Any], key: str, tensor: Tensor, entry: Tensor
-    ) -> Tensor:
-        """Returns ``entry`` in fp32 with the exact value of ``tensor``, as a new tensor.
+    def _replace(
+        self,
+        destination: MutableMapping[str, Any],
+        parts: Iterable[tuple[str, nn.Module]],
+        last: bool,
+    ) -> None:
+        """Replaces the own 16-bit entries of modules by the masters' exact fp32 values.
 
-        Entries of tied parameters share memory, as in torch.
+        Those of kept buffers become plain tensors. With ``keep_vars=True`` the entries are the
+        parameters themselves and are not replaced. Entries of tied parameters share memory, as in
+        torch; all others get their own.
         """
-        tied = self._entries.get(id(tensor))
-        if tied is not None and id(destination.get(tied[0])) == tied[1]:
-            return cast(Tensor, destination[tied[0]])
+        known = self._entries
+        key_of: dict[int, str] = {}
+        tensors: list[Tensor] = []
+        entries: list[Tensor] = []
+        tied: list[tuple[str, int]] = []
+        for key, tensor in tensors_of(parts):
+            entry = destination.get(key)
+            if entry is tensor or not isinstance(entry, Tensor):
+                continue
+            if entry.dtype in dtypes.LOW_PRECISION:
+                if id(tensor) in key_of or (known and self._is_saved(destination, tensor)):
+                    tied.append((key, id(tensor)))
+                    continue
+                key_of[id(tensor)] = key
+                tensors.append(tensor)
+                entries.append(entry)
+            elif isinstance(entry, KeptBuffer):
+                destination[key] = plain(entry)
+        for key, value in zip(key_of.values(), self._exact(tensors, entries), strict=True):
+            destination[key] = value
+        for key, which in tied:
+            destination[key] = destination[key_of.get(which) or known[which][0]]
+        if not last:
+            known.update((which, (key, id(destination[key]))) for which, key in key_of.items())
+
+    def _is_saved(self, destination: Mapping[str, Any], tensor: Tensor) -> bool:
+        known = self._entries.get(id(tensor))
+        return known is not None and id(destination.get(known[0])) == known[1]
+
+    def _exact(self, tensors: Sequence[Tensor], entries: Sequence[Tensor]) -> list[Tensor]:
         source = self.source
-        master = None if source is None else source.master_of(tensor)
-        result = exact_value(entry, [] if master is None else [master])
-        self._entries[id(tensor)] = (key, id(result))
-        return result
+        masters = [None] * len(tensors) if source is None else source.masters_of(tensors)
+        return exact_values(entries, masters)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MasterLink:
         """Returns a link to the same source, which the copy does not keep alive."""
@@ -98,6 +180,38 @@ class MasterLink:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles without any source."""
         return rebuild, ("master_link",)
+
+
+def _unknown() -> None:
+    """Stands for the dict that a batch is saved to, until its first module is saved."""
+
+
+class Batch:
+    """Modules whose entries are converted together; see Note [Batches].
+
+    Attributes:
+        prefix: The prefix of the module around them.
+        inside: The modules by their prefix.
+        destination: Returns the dict that they are saved to.
+    """
+
+    def __init__(self, prefix: str, inside: dict[str, weakref.ref[nn.Module]]) -> None:
+        """Takes the modules, before any of them is saved."""
+        self.prefix = prefix
+        self.inside = inside
+        self.destination: Callable[[], object] = _unknown
+
+    def holds(self, module: nn.Module, prefix: str) -> bool:
+        """Returns whether ``module``, saved with ``prefix``, is one of them."""
+        known = self.inside.get(prefix)
+        return known is not None and known() is module
+
+    def modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yields the modules with their prefix."""
+        for prefix, reference in self.inside.items():
+            module = reference()
+            if module is not None:
+                yield prefix, module
 
 
 class _Loading(NamedTuple):
@@ -145,23 +259,20 @@ class Fp32Hooks:
     ) -> None:
         """Replaces the module's own 16-bit entries with the masters' exact fp32 values.
 
-        Those of kept buffers become plain tensors. With ``keep_vars=True`` the entries are the
-        parameters themselves and are not replaced.
+        Those of a module in a batch stay until the batch ends.
         """
-        for name, tensor in own_tensors(module):
-            entry = destination.get(prefix + name)
-            if entry is tensor or not isinstance(entry, Tensor):
-                continue
-            if dtypes.is_low_precision(entry):
-                key = prefix + name
-                destination[key] = self._link.fp32_entry(destination, key, tensor, entry)
-            elif isinstance(entry, KeptBuffer):
-                destination[prefix + name] = plain(entry)
-        self._link.end_saving(module, prefix)
+        batch = self._link.batches.get(id(destination))
+        if batch is not None and batch.destination() is destination:
+            known = batch.inside.get(prefix)  # inlines holds(): this runs for every module
+            if known is not None and known() is module:
+                return
+        self._link.save(module, destination, prefix)
 
     def before_saving(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Rounds written masters into the model before entries are read."""
-        self._link.begin_saving(module, prefix)
+        known = self._link.batch.inside.get(prefix)
+        if known is None or known() is not module:
+            self._link.begin_saving(module, prefix, keep_vars=keep_vars)
 
     def before_loading(
         self,
