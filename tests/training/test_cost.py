@@ -144,6 +144,12 @@ def calls_of(call):
     return count[0]
 
 
+def work_of_initialize(count):
+    model = many_tensors(count)
+    optimizer = torch.optim.AdamW(model.parameters())
+    return calls_of(lambda: amp.initialize(model, optimizer, opt_level="O5", verbosity=0))
+
+
 def many_tensors(count):
     parts = (
         torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4)) for _ in range(count // 4)
@@ -165,3 +171,9 @@ def test_state_dict_takes_few_calls_per_tensor_in_a_model_of_any_size(level):
         own = calls_of(many_tensors(count).state_dict)
         model, _ = cases.prepared(level, model=many_tensors(count))
         assert calls_of(model.state_dict) - own <= 22 * count
+
+
+@pytest.mark.parametrize("count", [400, 1600])
+def test_initialize_takes_the_same_calls_per_tensor_in_a_model_of_any_size(count):
+    work_of_initialize(40)  # imports
+    assert work_of_initialize(count) <= 240 * count

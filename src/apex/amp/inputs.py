@@ -95,14 +95,13 @@ def check_optimizers(
     own = [unwrap(optimizer) for optimizer in optimizers]
     if len({id(optimizer) for optimizer in own}) < len(own):
         raise ValueError("amp.initialize got the same optimizer twice. Pass each one once.")
-    known = {id(param) for model in models for param in model.parameters()}
     for optimizer in own:
-        _check_optimizer(optimizer, known, bool(models))
+        _check_optimizer(optimizer, models)
         if master_weights:
             _check_accepts_masters(optimizer)
 
 
-def _check_optimizer(optimizer: Optimizer, known: set[int], has_models: bool) -> None:
+def _check_optimizer(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
     name = type(optimizer).__name__
     if binding_of(optimizer) is not None:
         raise RuntimeError(
@@ -115,7 +114,8 @@ def _check_optimizer(optimizer: Optimizer, known: set[int], has_models: bool) ->
             f"amp.initialize got an optimizer ({name}) without parameters. Create it with the "
             "model's parameters, or leave it out."
         )
-    if has_models and not any(id(param) in known for param in params):
+    held = set(map(id, params))
+    if models and not any(id(param) in held for model in models for param in model.parameters()):
         raise ValueError(
             f"amp.initialize got an optimizer ({name}) that holds no parameter of the given "
             "models. Pass the model that it trains, and create the optimizer after moving the "

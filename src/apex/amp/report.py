@@ -14,6 +14,7 @@ from apex._core.policy import Policy
 from apex._engine.events import ScaleUpdate
 from apex._engine.session import Session
 from apex._torch import ranks
+from apex._torch.modules import named_tensors
 from apex.amp._amp_state import _amp_state, maybe_print
 from apex.amp.nonfinite import count_nonfinite, nonfinite_gradients, summary
 from apex.amp.properties import DESCRIPTIONS, Properties
@@ -60,7 +61,7 @@ def low_precision_models(models: Sequence[nn.Module], policy: Policy, *, trains:
         policy: What the level asks for.
         trains: Whether optimizers came with them.
     """
-    tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
+    tensors = [tensor for model in models for _, tensor in named_tensors(model)]
     low = [tensor for tensor in tensors if dtypes.is_low_precision(tensor)]
     if not low:
         return

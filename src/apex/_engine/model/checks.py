@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, jit, nn
@@ -22,7 +22,7 @@ from apex._engine.model.plan import (
 )
 from apex._engine.model.state import is_converted, module_behind, state_of
 from apex._torch import fsdp
-from apex._torch.modules import own_tensors
+from apex._torch.modules import named_modules, named_tensors, own_tensors
 
 
 def check(
@@ -54,12 +54,14 @@ def check(
     for each in (model, *others):
         _check_kind(each)
     fsdp.reshard(model)
-    for name, tensor in _tensors(model):
+    tensors = named_tensors(model)
+    for name, tensor in _labelled(tensors):
         _check_materialized(name, tensor)
         if op_casts and not allow_float64:
             _check_precision(name, tensor)
     _check_fp32_modules(model, plan, others)
-    sharding.check(model, planned_dtypes(model, plan), _remedy(plan), op_casts=op_casts)
+    if sharding.is_sharded(model, (tensor for _, tensor in tensors)):
+        sharding.check(model, planned_dtypes(model, plan), _remedy(plan), op_casts=op_casts)
 
 
 def check_restorable(model: nn.Module) -> None:
@@ -105,7 +107,7 @@ def _check_kind(model: object) -> None:
             f"amp.initialize got a model wrapped in {kind}; it takes the model itself. Call "
             f"amp.initialize first, then wrap the model that it returns in {kind}."
         )
-    if any(fsdp.is_fsdp1(module) for module in model.modules()):
+    if any(fsdp.is_fsdp1(module) for _, module in named_modules(model)):
         raise RuntimeError(
             f"amp.initialize got a model ({kind}) with FullyShardedDataParallel in it, which "
             "flattens parameters, so that amp cannot tell them apart. Use fully_shard from "
@@ -192,11 +194,12 @@ def _shared_across(model: nn.Module, plan: ModelPlan) -> tuple[str, str] | None:
     kept = fp32_modules(model, plan)
     if not kept:
         return None
+    modules = named_modules(model)
     names: dict[int, str] = {}
-    for name, module in model.named_modules():
+    for name, module in modules:
         if module in kept:
             names.update({id(tensor): key for key, tensor in own_tensors(module, name)})
-    for name, module in model.named_modules():
+    for name, module in modules:
         if module not in kept:
             for key, tensor in own_tensors(module, name):
                 if id(tensor) in names:
@@ -204,8 +207,6 @@ def _shared_across(model: nn.Module, plan: ModelPlan) -> tuple[str, str] | None:
     return None
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, param in model.named_parameters():
-        yield f"parameter {name}", param
-    for name, buffer in model.named_buffers():
-        yield f"buffer {name}", buffer
+def _labelled(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors:
+        yield f"{'parameter' if isinstance(tensor, Parameter) else 'buffer'} {name}", tensor

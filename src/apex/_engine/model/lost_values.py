@@ -12,6 +12,7 @@ from apex._core import dtypes
 from apex._core.rounding import makes_equal
 from apex._engine.model.kept_buffers import Note, attach
 from apex._engine.model.plan import WIDE, ModelPlan, Parts, Planned, planned_dtypes
+from apex._torch.modules import has_buffers, named_modules
 
 _MANY = 4
 """Above so many modules, those that differ in a number are written as one pattern."""
@@ -28,6 +29,8 @@ def find_lost(model: nn.Module, plan: ModelPlan, parts: Parts | None = None) -> 
     low = plan.param_dtype
     if low is None or not plan.casts_down:
         return []
+    parts = named_modules(model) if parts is None else parts
+    parts = [part for part in parts if has_buffers(part[1])]
     found = [
         each
         for each in planned_dtypes(model, plan, parts)

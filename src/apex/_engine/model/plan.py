@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from apex._core import dtypes
 from apex._engine.model.kept_buffers import KeptBuffer
 from apex._pickle import rebuild
-from apex._torch.modules import non_persistent, own_tensors
+from apex._torch.modules import named_modules, non_persistent, own_tensors
 
 Cast = Callable[[Any, torch.dtype], Any]
 """Casts the floating tensors in a value to a dtype."""
@@ -146,8 +146,8 @@ def fp32_modules(model: nn.Module, plan: ModelPlan, parts: Parts | None = None) 
         return set()
     tops = topmost_fp32_modules(model, plan)
     if plan.keep_batchnorm_fp32:
-        modules = model.modules() if parts is None else (module for _, module in parts)
-        tops += [module for module in modules if isinstance(module, _BatchNorm)]
+        modules = named_modules(model) if parts is None else parts
+        tops += [module for _, module in modules if isinstance(module, _BatchNorm)]
     return {module for top in tops for module in top.modules()}
 
 
@@ -183,9 +183,10 @@ def planned_dtypes(
     """
     if plan.param_dtype is None and not plan.widen_low:
         return
+    casts_down = plan.casts_down
     apart = fp32_modules(model, plan, parts)
     if parts is None:
-        parts = list(model.named_modules())
+        parts = named_modules(model)
     seen: set[int] = set()
     # fp32 modules first, because the first to yield a shared tensor decides.
     for part in (True, False) if apart else (False,):
@@ -197,7 +198,7 @@ def planned_dtypes(
                     continue
                 seen.add(id(tensor))
                 if plan.param_dtype is not None:
-                    yields = plan.casts_down and not part and is_kept(module, key, tensor)
+                    yields = casts_down and not part and is_kept(module, key, tensor)
                     dtype = torch.float32 if part or yields else plan.param_dtype
                     yield Planned(key, tensor, dtype, yields)
                 elif dtypes.is_low_precision(tensor):

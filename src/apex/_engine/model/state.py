@@ -31,7 +31,7 @@ from apex._pickle import empty, rebuild
 from apex._torch import dtensor
 from apex._torch.ddp import active_wrapper
 from apex._torch.dynamo import at_tracing
-from apex._torch.modules import children, own_tensors, state_dict_hooks
+from apex._torch.modules import children, named_modules, own_tensors, state_dict_hooks
 
 STATE = "_apex_state"
 
@@ -113,7 +113,7 @@ class ModelState:
             parts: Only these modules of it; all by default.
         """
         self.model = weakref.ref(model)
-        parts = list(model.named_modules()) if parts is None else parts
+        parts = named_modules(model) if parts is None else parts
         with all_or_nothing() as casts:
             for each in planned_dtypes(model, self.plan, parts):
                 cast_in_place(each.tensor, each.dtype, casts)
@@ -184,7 +184,7 @@ class ModelState:
             around: list[tuple[str, nn.Module]] = []
             for name, module in level:
                 if module not in self.known:
-                    parts += module.named_modules(prefix=name)
+                    parts += named_modules(module, name)
                     left.difference_update(map(id, module.parameters()))
                     continue
                 around.append((name, module))
