@@ -24,8 +24,8 @@ from torch.utils.hooks import RemovableHandle
 
 from apex._core import tree
 from apex._engine.masters import TrackedPair
-from apex._engine.optimizer import blocks, deferred
-from apex._torch import dispatch_modes, dtensor
+from apex._engine.optimizer import deferred
+from apex._torch import blocks, dispatch_modes, dtensor
 from apex._torch.counted import without_counting
 from apex._torch.dynamo import untraced
 from apex._torch.packed import Packed, Packing

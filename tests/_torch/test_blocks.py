@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from apex._engine.optimizer import blocks
+from apex._torch import blocks
 from tests.training.cases import same
 
 CPU = torch.device("cpu")
