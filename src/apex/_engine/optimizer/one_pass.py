@@ -47,7 +47,7 @@ in 8 to 128, 0.4 for 17 M in 8. Not measured on a GPU.
 
 def takes(binding: Binding) -> bool:
     """Returns whether the next step of an optimizer takes 16-bit gradients."""
-    return enabled and binding.elements >= least_elements and is_fused(binding.optimizer)
+    return enabled and binding.elements >= least_elements and _is_fused(binding.optimizer)
 
 
 @untraced
@@ -61,15 +61,20 @@ def one_pass_step(binding: Binding, *, compiled: bool) -> OnePassStep | None:
     return OnePassStep(binding)
 
 
-def is_fused(optimizer: Optimizer) -> bool:
+def fused_kind(optimizer: Optimizer) -> type[Optimizer] | None:
+    """Returns torch's class whose fused kernel steps every group; ``None`` if there is none."""
+    if not all(group.get("fused") for group in optimizer.param_groups):
+        return None
+    kinds = SGD, Adagrad, AdamW, Adam
+    return next((kind for kind in kinds if isinstance(optimizer, kind)), None)
+
+
+def _is_fused(optimizer: Optimizer) -> bool:
     """Returns whether the optimizer's own step is one of torch's fused ones."""
-    for kind in (SGD, Adagrad, AdamW, Adam):
-        if isinstance(optimizer, kind):
-            fused = all(group.get("fused") for group in optimizer.param_groups)
-            return fused and all(
-                _inherits(type(optimizer), kind, n) for n in ("step", "_init_group")
-            )
-    return False
+    kind = fused_kind(optimizer)
+    return kind is not None and all(
+        _inherits(type(optimizer), kind, name) for name in ("step", "_init_group")
+    )
 
 
 def _inherits(kind: type, base: type, name: str) -> bool:
