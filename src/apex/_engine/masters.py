@@ -114,10 +114,8 @@ class TrackedPair:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles both sides, without their gradients."""
-        parts = self.model, self.master, self.new, self.low_bits
-        if self.kind is None:
-            return rebuild, ("tracked_pair", *parts)
-        return rebuild, ("packed_pair", *parts, self.kind)
+        parts = self.model, self.master, self.new, self.low_bits, self.kind
+        return rebuild, ("tracked_pair", *parts)
 
     def mark_synced(self) -> None:
         """Records that the model holds the rounded master."""
