@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from apex._core import dtypes
 from apex.debug.module_tracker import Direction
 from apex.debug.patterns import operator_name, pattern_of
 from apex.debug.tensors import Kind, Values
@@ -130,7 +131,7 @@ class Fault:
         if self._undefined_step:
             return "the optimizer's step divided by 0 or left the domain of one of its functions."
         return _EXPLANATIONS[self.cause].format(
-            dtype=name_of(self.dtype),
+            dtype=dtypes.name(self.dtype),
             limit=f"{torch.finfo(self.dtype).max:g}",
             true=_amount(self.largest_true),
         )
@@ -143,7 +144,7 @@ class Fault:
     def as_dict(self) -> dict[str, Any]:
         """Returns all attributes in JSON types: the dtype by name, an infinite number as None."""
         data = asdict(self) | {
-            "dtype": name_of(self.dtype),
+            "dtype": dtypes.name(self.dtype),
             "source": self.source,
             "pattern": self.pattern,
             "remedy": self.remedy,
@@ -157,7 +158,7 @@ class Fault:
         pattern = f" This is {self.pattern}." if self.pattern else ""
         lines = [
             f"{self.op} {self._place}, {self.direction}, returned {self.kind} in "
-            f"{name_of(self.dtype)} (largest finite input {self.largest_input:.4g})",
+            f"{dtypes.name(self.dtype)} (largest finite input {self.largest_input:.4g})",
             *([f"  at     {self.location}"] if self.location else []),
             *([f"         {self.source}"] if self.source else []),
             *([f"  in     {', '.join(map(str, self.inputs))}"] if self.inputs else []),
@@ -177,11 +178,6 @@ class Fault:
 
 def _amount(true: float | None) -> str:
     return "more" if true is None or not math.isfinite(true) else f"{true:.3g}"
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """Returns the name of a dtype without ``torch.``."""
-    return str(dtype).removeprefix("torch.")
 
 
 def cause_of(

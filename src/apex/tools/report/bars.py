@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from apex.tools.results import Comparison, Result, Stored, Timing
+from apex.tools.rows import three_digits
 from apex.tools.sizes import megabytes, needed
 from apex.tools.variants import BASELINE
 
@@ -60,7 +61,7 @@ def _time(comparison: Comparison) -> list[BarFigure]:
             result.name,
             # An emulated variant takes so long that the others would shrink to nothing.
             (Piece("bar off", "width:100%"),) if result.emulated else _time_bar(timing, longest),
-            _milliseconds(timing.median),
+            f"{three_digits(timing.median)} ms",
             _speed(result, comparison),
         )
         for result, timing in timed
@@ -157,10 +158,6 @@ def _parts(stored: Stored) -> list[tuple[str, int]]:
 
 def _legend(parts: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
     return tuple((part, _LABELS[part]) for part in parts)
-
-
-def _milliseconds(value: float) -> str:
-    return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
 
 
 def _speed(result: Result, comparison: Comparison) -> str:
