@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,8 @@ from apex._core.scale import ScaleRule
 from apex._engine import model as conversion
 from apex._engine import restore as restoring
 from apex._engine.autocast.mixed import resolve_mixed
-from apex._engine.autocast.region import CastRegion, CastSpec, UncastBlock, UncastRegion
+from apex._engine.autocast.region import CastRegion, CastSpec, UncastRegion
+from apex._engine.autocast.user_functions import UserRegistry
 from apex._engine.backward import BackwardPass
 from apex._engine.communication import Communicator
 from apex._engine.events import PassEnd, ScaleUpdate
@@ -35,16 +35,6 @@ from apex._torch import fsdp
 Listener = Callable[["Session", ScaleUpdate], None]
 
 PassListener = Callable[["Session", PassEnd], None]
-
-
-class Functions(Protocol):
-    """The functions that a user registered for casting."""
-
-    def apply(self) -> None:
-        """Replaces them with casting versions."""
-
-    def undo(self) -> None:
-        """Ends one ``apply``; the last one restores the originals."""
 
 
 class Session:
@@ -68,7 +58,7 @@ class Session:
         num_losses: int = 1,
         rule: ScaleRule | None = None,
         spec: CastSpec | None = None,
-        functions: Functions | None = None,
+        functions: UserRegistry | None = None,
         listeners: Sequence[Listener] = (),
         keep_fp32: bool = False,
         rounding_seed: int = 0,
@@ -213,7 +203,6 @@ class Session:
         binding = Binding(
             optimizer,
             master_weights=bool(self.policy.master_weights),
-            casts_off=UncastBlock,
             owner=self,
         )
         try:
@@ -270,7 +259,6 @@ class Session:
             loss,
             bindings,
             scaler,
-            casts_off=UncastBlock,
             python_casts=resolve_mixed(self.region),
             mistakes=self.mistakes,
             communication=self._communicator.of_pass,
@@ -366,7 +354,7 @@ class Session:
             binding.gradients.on_cleared(cleared)
 
 
-def _end(region: CastRegion, functions: Functions | None) -> None:
+def _end(region: CastRegion, functions: UserRegistry | None) -> None:
     region.leave_ambient()
     if functions is not None:
         functions.undo()

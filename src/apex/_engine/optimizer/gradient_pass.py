@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from apex._torch import dtensor
 from apex._torch.copies import HostCopy, capturing
 from apex._torch.counted import without_counting
 from apex._torch.dynamo import untraced
+
+if TYPE_CHECKING:
+    from apex._engine.optimizer.binding import Binding
 
 _Grads = list[tuple[nn.Parameter, Tensor]]
 
@@ -43,21 +46,6 @@ class OpenPass(Protocol):
         """Unscales them now; idempotent."""
 
 
-class SteppedParams(Protocol):
-    """The parameters of one optimizer."""
-
-    pairs: list[TrackedPair]
-
-    def params(self) -> list[nn.Parameter]:
-        """Returns every parameter that the optimizer steps, masters included."""
-
-    def direct(self) -> list[nn.Parameter]:
-        """Returns the parameters that are stepped without a master."""
-
-    def defers(self) -> bool:
-        """Returns whether the step takes gradients in 16 bits; see :mod:`.one_pass`."""
-
-
 class Gradients:
     """The gradients of one optimizer, and their state between passes.
 
@@ -76,7 +64,7 @@ class Gradients:
         steps: Steps so far, skipped ones included.
     """
 
-    def __init__(self, stepped: SteppedParams) -> None:
+    def __init__(self, stepped: Binding) -> None:
         """Starts without gradients."""
         self._stepped = weakref.ref(stepped)
         self.state = GradState.READY
@@ -103,7 +91,7 @@ class Gradients:
         self._modified = False
 
     @property
-    def _optimized(self) -> SteppedParams:
+    def _optimized(self) -> Binding:
         stepped = self._stepped()
         if stepped is None:
             raise RuntimeError("The optimizer of these gradients has been deleted.")

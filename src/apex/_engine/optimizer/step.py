@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from apex._engine import masters
+from apex._engine.autocast.region import UncastBlock
 from apex._engine.mistakes import inspect_step
 from apex._engine.optimizer.one_pass import OnePassStep, fused_kind, one_pass_step
 from apex._torch.dynamo import is_compiling_here, untraced, untraced_frame
@@ -52,7 +53,7 @@ def step(binding: Binding, run: Run, closure: Closure | None) -> Any:
     binding.settle()
     if not binding.gradients.used:
         _inspect(binding)
-    off = binding.casts_off()
+    off = UncastBlock()
     one_pass: list[OnePassStep] = []
     ended: list[bool] = []
     try:
@@ -182,7 +183,7 @@ def _overflowed(binding: Binding) -> bool:
 @untraced_frame
 def _step_with_closure(binding: Binding, run: Run, closure: Closure) -> Any:
     binding.read_model()
-    off = binding.casts_off()
+    off = UncastBlock()
     one_pass: list[OnePassStep] = []
     ended: list[bool] = []
     try:
