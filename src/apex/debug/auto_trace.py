@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 import weakref
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from apex._engine.events import ScaleUpdate
-from apex._torch import ranks
+from apex.amp.scaler_states import log_rank0
 from apex.debug.gradient_watch import GradientWatch, NonfinitePass
 from apex.debug.loops import Loop, LoopPass, loop_of
 from apex.debug.modes import suspend_modes
@@ -173,7 +172,7 @@ class AutoTrace:
         for kind, message in found.items():
             if message and kind not in self._said:
                 self._said.add(kind)
-                _log(message)
+                log_rank0(message)
 
     def _due(self, end: LoopPass) -> ScaleUpdate | None:
         """Returns the skip that calls for a trace, if any."""
@@ -215,7 +214,7 @@ class AutoTrace:
         message = self._message()
         if message is None:
             return
-        _log(message)
+        log_rank0(message)
         self.disarm()
 
     def _message(self) -> str | None:
@@ -259,11 +258,6 @@ class AutoTrace:
     def _after_forward(self, *_: Any) -> None:
         if sys.exc_info()[1] is not self._error:
             self._stop()
-
-
-def _log(message: str) -> None:
-    if ranks.rank() == 0:
-        logging.getLogger("apex").warning(message)
 
 
 _EARLIER = ("gradients", "weights", "optimizer state")

@@ -12,6 +12,7 @@ import torch
 from apex._core import dtypes
 from apex.debug.module_tracker import Direction
 from apex.debug.patterns import operator_name, pattern_of
+from apex.debug.rendering.files import json_types
 from apex.debug.tensors import Kind, Values
 
 Cause = Literal[
@@ -143,15 +144,8 @@ class Fault:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns all attributes in JSON types: the dtype by name, an infinite number as None."""
-        data = asdict(self) | {
-            "dtype": dtypes.name(self.dtype),
-            "source": self.source,
-            "pattern": self.pattern,
-            "remedy": self.remedy,
-        }
-        true = data["largest_true"]
-        data["largest_true"] = true if true is not None and math.isfinite(true) else None
-        return data
+        found = {"source": self.source, "pattern": self.pattern, "remedy": self.remedy}
+        return {**json_types(asdict(self)), **found}
 
     def __str__(self) -> str:
         """Returns operator, location, inputs, cause and remedy in a few lines."""
