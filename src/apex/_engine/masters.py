@@ -63,7 +63,6 @@ class Master(nn.Parameter):
         increment_version(self)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Returns the repr of a plain parameter."""
         return repr(nn.Parameter(self.detach(), self.requires_grad))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -271,7 +270,6 @@ class Masters:
     """
 
     def __init__(self, kind: Kind | None = None) -> None:
-        """Starts with none."""
         self.kind = kind
         self._by_param: weakref.WeakValueDictionary[int, TrackedPair] = (
             weakref.WeakValueDictionary()

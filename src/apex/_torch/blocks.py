@@ -93,7 +93,6 @@ class InPlace:
     """Tensors that the kernel works on where they are, or an empty list."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        """Stores them."""
         self._tensors = tensors
 
     def load(self, block: Block) -> list[Tensor]:

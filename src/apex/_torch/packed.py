@@ -158,7 +158,6 @@ class Packed(Tensor):
         return self.detach().clone().tolist()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Returns the repr of a plain tensor or parameter."""
         return repr(self._plain())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:

@@ -51,7 +51,6 @@ class CallTracker(TorchFunctionMode):
     """
 
     def __init__(self) -> None:
-        """Starts outside any call."""
         super().__init__()
         self.current: Call | None = None
 

@@ -98,7 +98,6 @@ class AutoTrace:
     """
 
     def __init__(self, loop: Loop, scaler: Any, after_skips: int) -> None:
-        """Starts listening to the loop's passes."""
         self.trace: OverflowTrace | None = None
         self._loop = loop
         self._scaler = None if scaler is None else weakref.ref(scaler)
@@ -116,11 +115,9 @@ class AutoTrace:
         loop.listen(self)
 
     def __enter__(self) -> AutoTrace:
-        """Returns the handle."""
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Disarms."""
         self.disarm()
 
     @property

@@ -128,11 +128,9 @@ class History:
         self._loop.listen(self)
 
     def __enter__(self) -> History:
-        """Returns the history."""
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Stops recording."""
         self.stop()
 
     def stop(self) -> None:

@@ -12,7 +12,6 @@ class Ranges:
     """Running statistics of results, kept on the device until ``read``."""
 
     def __init__(self) -> None:
-        """Starts without values."""
         self.values = 0
         self._largest: Tensor | None = None
         self._nonfinite: list[Tensor] = []

@@ -45,7 +45,6 @@ class BarProgress:
     """A tqdm progress bar."""
 
     def __init__(self, tqdm: Any, stream: TextIO) -> None:
-        """Shows nothing yet."""
         self._tqdm, self._stream = tqdm, stream
         self._bar: Any = None
 
@@ -73,7 +72,6 @@ class PlainProgress:
     """A line for each activity, and one every few seconds."""
 
     def __init__(self, stream: TextIO, *, seconds: float = SECONDS_BETWEEN_LINES) -> None:
-        """Shows nothing yet."""
         self._stream, self._seconds = stream, seconds
         self._text = ""
         self._total = self._done = 0

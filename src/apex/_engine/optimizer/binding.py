@@ -278,7 +278,6 @@ class Binding:
         return empty, ("binding",), self.__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores everything but the optimizer, which attaches itself."""
         self.__dict__.update(state)
         self._source = Masters(self.__dict__.pop("packing", None))
         self._owned = {id(pair.model) for pair in self.pairs}

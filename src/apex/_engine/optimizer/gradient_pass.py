@@ -65,7 +65,6 @@ class Gradients:
     """
 
     def __init__(self, stepped: Binding) -> None:
-        """Starts without gradients."""
         self._stepped = weakref.ref(stepped)
         self.state = GradState.READY
         self.open_pass: OpenPass | None = None
