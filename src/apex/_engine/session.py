@@ -217,22 +217,18 @@ class Session:
             undo.push(binding.close)
 
     def register(self, binding: Binding) -> None:
-        """Adds a new or copied binding."""
         self._bindings.add(binding)
 
     @property
     def can_skip(self) -> bool:
-        """Whether an overflow may skip a step: whether any loss scale is dynamic."""
         return any(scaler.dynamic for scaler in self.scalers)
 
     @property
     def needs_scale(self) -> bool:
-        """Whether gradients are fp16 and losses are scaled."""
         scaled = any(not scaler.is_identity for scaler in self.scalers)
         return scaled and self.policy.low_precision is torch.float16
 
     def forget(self, binding: Binding) -> None:
-        """Removes a closed binding."""
         self._bindings.discard(binding)
 
     # -- training ----------------------------------------------------------------------------
@@ -322,24 +318,19 @@ class Session:
     # -- called by models --------------------------------------------------------------------
 
     def master_of(self, param: Tensor) -> Tensor | None:
-        """Returns the fp32 value of a parameter or buffer, or ``None`` if unknown."""
         return self.masters.master_of(param)
 
     def set_exact(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Sets masters from pairs of a newly loaded parameter and its value in the file."""
         self.masters.set_exact(values)
 
     def write_back(self) -> None:
-        """Rounds written masters into the models."""
         if self.policy.master_weights:
             self.masters.write_back()
 
     def runs_under(self, wrapper: Wrapper, *, traced: bool = False) -> None:
-        """Records that a model's forward pass begins, or is traced, under a wrapper."""
         self._communicator.note(wrapper, traced=traced)
 
     def convert_late(self, params: Iterable[Tensor]) -> None:
-        """Converts modules added to the models since ``initialize`` that hold ``params``."""
         self._communicator.forget_users()  # they may belong to another wrapper
         unknown = {id(param) for param in params if self.masters.pair_of(param) is None}
         for model in self._models if unknown else ():

@@ -96,7 +96,6 @@ class InPlace:
         self._tensors = tensors
 
     def load(self, block: Block) -> list[Tensor]:
-        """Returns views."""
         return [part.of(self._tensors) for part in block] if self._tensors else []
 
     def store(self, block: Block, values: list[Tensor]) -> None:
@@ -128,7 +127,6 @@ class Buffered:
         self._load, self._store = load, store
 
     def load(self, block: Block) -> list[Tensor]:
-        """Returns tensors in the buffer, filled."""
         values: list[Tensor] = []
         offset = 0
         for part in block:
@@ -141,7 +139,6 @@ class Buffered:
         return values
 
     def store(self, block: Block, values: list[Tensor]) -> None:
-        """Hands the values on."""
         if self._store is not None:
             self._store(block, values)
 

@@ -154,7 +154,6 @@ class Packed(Tensor):
         return self.clone().numpy(force=force)
 
     def tolist(self) -> Any:
-        """Returns the values as nested lists."""
         return self.detach().clone().tolist()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -105,7 +105,6 @@ class Binding:
         return optimizer
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Attaches the binding to ``optimizer``."""
         self._optimizer = weakref.ref(optimizer)
 
     def params(self) -> list[nn.Parameter]:

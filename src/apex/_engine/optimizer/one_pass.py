@@ -205,7 +205,6 @@ class _Rounding(blocks.InPlace):
         self._models, self._rounds = models, rounds
 
     def store(self, block: blocks.Block, values: list[Tensor]) -> None:
-        """Rounds a block."""
         both = zip(block, values, strict=True)
         written = [(p.of(self._models), v) for p, v in both if self._rounds[p.position]]
         if written:
