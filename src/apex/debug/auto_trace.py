@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import weakref
@@ -12,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from apex._engine.events import ScaleUpdate
-from apex.amp.scaler_states import log_rank0
 from apex.debug.gradient_watch import GradientWatch, NonfinitePass
 from apex.debug.loops import Loop, LoopPass, loop_of
 from apex.debug.modes import suspend_modes
@@ -20,6 +20,8 @@ from apex.debug.overflow import OverflowTrace
 from apex.debug.skips import require_session
 from apex.debug.update_messages import frozen_message, underflow_message
 from apex.debug.update_watch import EVERY, Measured, UpdateWatch, summary
+
+_log = logging.getLogger("apex")
 
 
 def arm(
@@ -169,7 +171,7 @@ class AutoTrace:
         for kind, message in found.items():
             if message and kind not in self._said:
                 self._said.add(kind)
-                log_rank0(message)
+                _log.warning(message)
 
     def _due(self, end: LoopPass) -> ScaleUpdate | None:
         """Returns the skip that calls for a trace, if any."""
@@ -211,7 +213,7 @@ class AutoTrace:
         message = self._message()
         if message is None:
             return
-        log_rank0(message)
+        _log.warning(message)
         self.disarm()
 
     def _message(self) -> str | None:
