@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -233,7 +234,7 @@ class BackwardPass(ExitStack):
         for binding in self._bindings:
             binding.gradients.accumulate(unscale_, done, factors, checks=scaler.dynamic)
         if scaler.dynamic:
-            scaler.share_overflow([param for b in self._bindings for param in b.params()])
+            scaler.share_overflow([*chain.from_iterable(b.params() for b in self._bindings)])
             for binding in self._flagged:
                 binding.gradients.raise_flag(scaler.found_inf)
         if not all(self._sends):

@@ -208,7 +208,7 @@ class Gradients:
         models = [pair.model for pair in pairs]
         fresh = master.fp32_copies([grad for _, grad in reached], models, own)
         if unscale_ is not None:
-            unscale_(finite.dense_values(fresh + _grads(self._not_in(done))))
+            unscale_(finite.dense_values(fresh) + self._values(done))
         # Masters hold gradients if the loss uses them directly, or from earlier passes at scale 1.
         earlier = [param.grad for param in own]
         adds = any(grad is not None for grad in earlier)
@@ -259,13 +259,14 @@ class Gradients:
             and not (done and id(pair.model) in done)
         ]
 
-    def _not_in(self, done: set[int]) -> list[nn.Parameter]:
-        """Returns the stepped parameters with a gradient that are not in ``done``; adds them."""
-        params = [param for param in self._optimized.params() if param.grad is not None]
-        present = dict(zip(map(id, params), params, strict=True))
-        own = {k: param for k, param in present.items() if k not in done} if done else present
-        done.update(own)
-        return list(own.values())
+    def _values(self, done: set[int]) -> list[Tensor]:
+        """Returns the dense gradients of stepped parameters that are not in ``done``; adds them."""
+        params = self._optimized.params()
+        ids = {*map(id, params)}
+        if done or len(ids) < len(params):
+            params = list({id(p): p for p in params if id(p) not in done}.values())
+        done |= ids
+        return _dense(params)
 
     def _add_aside(self) -> None:
         known = {id(param) for param, _ in self._fresh}
@@ -559,8 +560,9 @@ class Gradients:
 
 def _present(params: Iterable[nn.Parameter], *, keeps: bool) -> _Grads:
     # Masters included: a loss that uses them directly gives them scaled gradients.
-    present = {id(p): (p, grad) for p in params if (grad := p.grad) is not None}
-    return [(param, grad if keeps else grad.clone()) for param, grad in present.values()]
+    present = [(param, grad) for param in params if (grad := param.grad) is not None]
+    once = {id(param): (param, grad) for param, grad in present}
+    return [(param, grad if keeps else grad.clone()) for param, grad in once.values()]
 
 
 def _unreduced(
@@ -582,16 +584,14 @@ def _unreduced(
     return aside, back
 
 
-def _grads(params: list[nn.Parameter]) -> list[Tensor]:
-    """Returns the existing gradients, with sparse ones coalesced and partial DTensors reduced."""
-    if dtensor.any_dtensor(params):
-        for param in params:
-            if param.grad is not None:
-                param.grad = dtensor.laid_out_as(param, param.grad)
+def _dense(params: list[nn.Parameter]) -> list[Tensor]:
+    """Returns the values of the gradients, after sparse ones coalesced and partial ones reduced."""
     grads = [grad for param in params if (grad := param.grad) is not None]
-    if {grad.layout for grad in grads} <= {torch.strided}:
+    if finite.are_plain(grads):
         return grads
     for param in params:
-        if param.grad is not None and param.grad.is_sparse:
-            param.grad = param.grad.coalesce()
-    return [grad for param in params if (grad := param.grad) is not None]
+        if param.grad is not None:
+            param.grad = dtensor.laid_out_as(param, param.grad)
+            if param.grad.is_sparse:
+                param.grad = param.grad.coalesce()
+    return finite.dense_values([grad for param in params if (grad := param.grad) is not None])
