@@ -214,6 +214,7 @@ class Session:
             optimizer,
             master_weights=bool(self.policy.master_weights),
             casts_off=UncastBlock,
+            sums_low=self.policy.sums_low,
             owner=self,
         )
         try:
