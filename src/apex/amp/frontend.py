@@ -41,6 +41,8 @@ __all__ = [
     "state_dict",
 ]
 
+_log = logging.getLogger("apex")
+
 
 def initialize(
     models: Any,
@@ -65,6 +67,7 @@ def initialize(
     backoff_factor: float = 0.5,
     keep_fp32_values: bool = False,
     rounding_seed: int = 0,
+    grad_accum_dtype: torch.dtype | None = None,
 ) -> Any:
     """Prepares models and optimizers for mixed precision and returns them.
 
@@ -120,6 +123,9 @@ def initialize(
             optimizer steps (frozen weights, inference-only models). Costs 4 bytes per element;
             weights with masters, and buffers, are always restored exactly.
         rounding_seed: Seed of ``master_weights="stochastic"``; the same on all ranks.
+        grad_accum_dtype: Dtype in which the gradients of several backward passes add up before a
+            step (O2 and O5): ``torch.float32``, the default, or the model's own, which takes no
+            memory beside the gradients of one pass and rounds after each.
 
     Returns:
         The models as given (one, list or tuple), followed by the optimizers as given if there are
@@ -170,6 +176,7 @@ def initialize(
         "master_weights": master_weights,
         "loss_scale": loss_scale,
         "cast_model_outputs": cast_model_outputs,
+        "grad_accum_dtype": grad_accum_dtype,
     }
     properties = resolve(defaults, overrides, hard_override=_amp_state.hard_override)
     rule = ScaleRule(
@@ -280,9 +287,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     """
     scalers = _live_scalers()
     if not scalers and not _amp_state.enabled:
-        scaler_states.log_rank0(
-            "amp.load_state_dict: amp is disabled; state ignored.", logging.INFO
-        )
+        _log.info("amp.load_state_dict: amp is disabled; state ignored.")
         return
     states = scaler_states.parsed(state_dict)
     _amp_state.pending_states = [] if scalers else states
@@ -305,7 +310,7 @@ def _target_scalers(states: Sequence[object], scalers: list[Scaler]) -> list[Sca
     newest = _amp_state.sessions()[-1].scalers
     if len(states) in (len(scalers), 0) or len(states) != len(newest):
         return scalers
-    scaler_states.log_rank0(
+    _log.warning(
         f"amp.load_state_dict: the checkpoint has {len(states)} loss scalers, which the newest "
         f"amp.initialize call takes; the {len(scalers) - len(newest)} of earlier calls are kept."
     )
