@@ -42,13 +42,13 @@ MODELS = [Net, Tied, shared, with_nothing, overridden, lambda: nn.Linear(2, 2)]
 @pytest.mark.parametrize("prefix", ["", "model.part"])
 def test_modules_are_those_of_torch(make, prefix):
     model = make()
-    assert named_modules(model, prefix) == list(model.named_modules(prefix=prefix))
+    assert list(named_modules(model, prefix).items()) == list(model.named_modules(prefix=prefix))
 
 
 @pytest.mark.parametrize("make", MODELS)
 def test_tensors_are_those_of_torch(make):
     model = make()
     expected = [*model.named_parameters(), *model.named_buffers()]
-    found = named_tensors(model)
+    found = list(named_tensors(model).items())
     assert [name for name, _ in found] == [name for name, _ in expected]
     assert all(a is b for (_, a), (_, b) in zip(found, expected, strict=True))

@@ -132,13 +132,13 @@ class Session:
         for model, found in lost:
             conversion.name_lost(model, plan, found)
         self._models.update(map(conversion.module_behind, models))
-        self._prepared = frozenset(id(p) for model in models for _, p in named_tensors(model))
+        self._prepared = frozenset(id(p) for model in models for p in named_tensors(model).values())
         groups = (group for model in models for group in fsdp.param_groups(model))
         self._shards += map(weakref.ref, groups)
 
     def _convert(self, model: nn.Module, plan: ModelPlan, undo: Undo, *, trains: bool) -> None:
         module = conversion.module_behind(model)
-        before = conversion.floating_tensors(named_modules(module))
+        before = conversion.floating_tensors(named_modules(module).items())
         conversion.convert(model, plan, self.region, masters=self, owner=self, undo=undo)
         undo.push(conversion.undo_convert, model)
         undo.push(self.masters.release, module)

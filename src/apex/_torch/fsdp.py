@@ -29,7 +29,7 @@ def sharded_modules(model: nn.Module) -> Iterator[nn.Module]:
     """Yields the modules that ``fully_shard`` was called on."""
     fsdp = sys.modules.get(_MODULE)
     if fsdp is not None:
-        yield from (m for _, m in named_modules(model) if isinstance(m, fsdp.FSDPModule))
+        yield from (m for m in named_modules(model).values() if isinstance(m, fsdp.FSDPModule))
 
 
 def reshard(model: nn.Module) -> None:

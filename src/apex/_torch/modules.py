@@ -22,41 +22,44 @@ def non_persistent(module: nn.Module) -> Container[str]:
     return names
 
 
-def named_modules(model: nn.Module, name: str = "") -> list[tuple[str, nn.Module]]:
+def named_modules(model: nn.Module, name: str = "") -> dict[str, nn.Module]:
     """Returns what ``model.named_modules(prefix=name)`` yields, in a fifth of its time.
 
-    Its generators are nested as deep as the modules.
+    Its generators are nested as deep as the modules. Not a list: thousands of tuples would make the
+    garbage collector walk the whole heap once more.
     """
-    found: list[tuple[str, nn.Module]] = []
+    found: dict[str, nn.Module] = {}
     _add_modules(model, name, set(), found)
     return found
 
 
 def _add_modules(
-    module: nn.Module, name: str, seen: set[nn.Module], found: list[tuple[str, nn.Module]]
+    module: nn.Module, name: str, seen: set[nn.Module], found: dict[str, nn.Module]
 ) -> None:
     if getattr(type(module), "named_modules", None) is not _NAMED_MODULES:
-        found += module.named_modules(seen, name)
+        found.update(module.named_modules(seen, name))
         return
     seen.add(module)
-    found.append((name, module))
+    found[name] = module
     prefix = f"{name}." if name else ""
     for key, inner in module._modules.items():
         if inner is not None and inner not in seen:
             _add_modules(inner, prefix + key, seen, found)
 
 
-def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Returns the parameters of ``model``, then its buffers, each once with its qualified name."""
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the parameters of ``model``, then its buffers, each once, by qualified name."""
     modules = named_modules(model)
-    found: dict[int, tuple[str, Tensor]] = {}
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
     for kind in ("_parameters", "_buffers"):
-        for name, module in modules:
+        for name, module in modules.items():
             tensors: Mapping[str, Tensor | None] = getattr(module, kind)
             for key, tensor in tensors.items():
-                if tensor is not None and id(tensor) not in found:
-                    found[id(tensor)] = (f"{name}.{key}" if name else key), tensor
-    return list(found.values())
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    found[f"{name}.{key}" if name else key] = tensor
+    return found
 
 
 def own_tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:

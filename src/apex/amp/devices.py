@@ -22,7 +22,7 @@ def device_types(models: Iterable[nn.Module]) -> tuple[str, ...]:
     The two differ where ``fully_shard`` offloads parameters to the CPU. Models on the CPU, and
     those without tensors, count as on the accelerator, too: scripts may move them there.
     """
-    tensors = (tensor for model in models for _, tensor in named_tensors(model))
+    tensors = (tensor for model in models for tensor in named_tensors(model).values())
     found = dict.fromkeys(kind for tensor in tensors for kind in dtensor.device_types(tensor))
     return all_device_types() if found.keys() <= {"cpu"} else tuple(found)
 

@@ -61,7 +61,7 @@ def low_precision_models(models: Sequence[nn.Module], policy: Policy, *, trains:
         policy: What the level asks for.
         trains: Whether optimizers came with them.
     """
-    tensors = [tensor for model in models for _, tensor in named_tensors(model)]
+    tensors = [tensor for model in models for tensor in named_tensors(model).values()]
     low = [tensor for tensor in tensors if dtypes.is_low_precision(tensor)]
     if not low:
         return

@@ -55,12 +55,12 @@ def check(
         _check_kind(each)
     fsdp.reshard(model)
     tensors = named_tensors(model)
-    for name, tensor in _labelled(tensors):
+    for name, tensor in _labelled(tensors.items()):
         _check_materialized(name, tensor)
         if op_casts and not allow_float64:
             _check_precision(name, tensor)
     _check_fp32_modules(model, plan, others)
-    if sharding.is_sharded(model, (tensor for _, tensor in tensors)):
+    if sharding.is_sharded(model, tensors.values()):
         sharding.check(model, planned_dtypes(model, plan), _remedy(plan), op_casts=op_casts)
 
 
@@ -107,7 +107,7 @@ def _check_kind(model: object) -> None:
             f"amp.initialize got a model wrapped in {kind}; it takes the model itself. Call "
             f"amp.initialize first, then wrap the model that it returns in {kind}."
         )
-    if any(fsdp.is_fsdp1(module) for _, module in named_modules(model)):
+    if any(fsdp.is_fsdp1(module) for module in named_modules(model).values()):
         raise RuntimeError(
             f"amp.initialize got a model ({kind}) with FullyShardedDataParallel in it, which "
             "flattens parameters, so that amp cannot tell them apart. Use fully_shard from "
@@ -196,10 +196,10 @@ def _shared_across(model: nn.Module, plan: ModelPlan) -> tuple[str, str] | None:
         return None
     modules = named_modules(model)
     names: dict[int, str] = {}
-    for name, module in modules:
+    for name, module in modules.items():
         if module in kept:
             names.update({id(tensor): key for key, tensor in own_tensors(module, name)})
-    for name, module in modules:
+    for name, module in modules.items():
         if module not in kept:
             for key, tensor in own_tensors(module, name):
                 if id(tensor) in names:

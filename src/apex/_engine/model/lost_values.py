@@ -29,7 +29,7 @@ def find_lost(model: nn.Module, plan: ModelPlan, parts: Parts | None = None) -> 
     low = plan.param_dtype
     if low is None or not plan.casts_down:
         return []
-    parts = named_modules(model) if parts is None else parts
+    parts = named_modules(model).items() if parts is None else parts
     parts = [part for part in parts if has_buffers(part[1])]
     found = [
         each

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, Protocol
@@ -26,7 +26,7 @@ WIDE = (torch.float32, torch.float64)
 Rule = type[nn.Module] | str
 """A module type, or an ``fnmatch`` pattern over qualified names."""
 
-Parts = Sequence[tuple[str, nn.Module]]
+Parts = Collection[tuple[str, nn.Module]]
 """Modules of a model with their qualified names."""
 
 
@@ -146,7 +146,7 @@ def fp32_modules(model: nn.Module, plan: ModelPlan, parts: Parts | None = None) 
         return set()
     tops = topmost_fp32_modules(model, plan)
     if plan.keep_batchnorm_fp32:
-        modules = named_modules(model) if parts is None else parts
+        modules = named_modules(model).items() if parts is None else parts
         tops += [module for _, module in modules if isinstance(module, _BatchNorm)]
     return {module for top in tops for module in top.modules()}
 
@@ -186,7 +186,7 @@ def planned_dtypes(
     casts_down = plan.casts_down
     apart = fp32_modules(model, plan, parts)
     if parts is None:
-        parts = named_modules(model)
+        parts = named_modules(model).items()
     seen: set[int] = set()
     # fp32 modules first, because the first to yield a shared tensor decides.
     for part in (True, False) if apart else (False,):

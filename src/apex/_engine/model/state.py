@@ -112,7 +112,7 @@ class ModelState:
             parts: Only these modules of it; all by default.
         """
         self.model = weakref.ref(model)
-        parts = named_modules(model) if parts is None else parts
+        parts = named_modules(model).items() if parts is None else parts
         with all_or_nothing() as casts:
             for each in planned_dtypes(model, self.plan, parts):
                 cast_in_place(each.tensor, each.dtype, casts)
@@ -183,7 +183,7 @@ class ModelState:
             around: list[tuple[str, nn.Module]] = []
             for name, module in level:
                 if module not in self.known:
-                    parts += named_modules(module, name)
+                    parts += named_modules(module, name).items()
                     left.difference_update(map(id, module.parameters()))
                     continue
                 around.append((name, module))
