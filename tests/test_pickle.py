@@ -121,7 +121,6 @@ def test_the_kinds_of_parts_in_files_are_frozen():
         "model_state",
         "optimizer",
         "output_cast",
-        "packed_pair",
         "plan",
         "proxy",
         "split",

@@ -1,6 +1,5 @@
 """One optimizer under amp: masters in its groups, gradients in, the skip, values back."""
 
-import contextlib
 import copy
 import gc
 
@@ -25,7 +24,6 @@ def bound(*params, kind=torch.optim.SGD, source=None, master_weights=True, **opt
     return optimizer, Binding(
         optimizer,
         master_weights=master_weights,
-        casts_off=contextlib.nullcontext,
         source=source,
     )
 
@@ -76,7 +74,7 @@ def test_the_state_of_a_parameter_goes_to_its_master():
     low.grad = torch.ones_like(low)
     optimizer.step()
     momentum = optimizer.state[low]["momentum_buffer"]
-    binding = Binding(optimizer, master_weights=True, casts_off=contextlib.nullcontext)
+    binding = Binding(optimizer, master_weights=True)
     assert list(optimizer.state) == [binding.pairs[0].master]
     assert optimizer.state[binding.pairs[0].master]["momentum_buffer"] is momentum
 

@@ -1,6 +1,5 @@
 """The class that a bound optimizer gets."""
 
-import contextlib
 import copy
 import gc
 import pickle
@@ -26,7 +25,7 @@ class OwnSGD(torch.optim.SGD):
 def bound(kind=OwnSGD, dtype=torch.bfloat16, **options):
     param = torch.nn.Parameter(torch.ones(2, dtype=dtype))
     optimizer = kind([param], lr=0.5, **options)
-    binding = Binding(optimizer, master_weights=True, casts_off=contextlib.nullcontext)
+    binding = Binding(optimizer, master_weights=True)
     bind_class(optimizer, binding, AmpOptimizer)
     return optimizer, param
 
@@ -153,7 +152,7 @@ def test_a_scheduler_sees_the_steps(bound_later):
     optimizer = OwnSGD([param], lr=0.5)
     if bound_later:
         torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    binding = Binding(optimizer, master_weights=True, casts_off=contextlib.nullcontext)
+    binding = Binding(optimizer, master_weights=True)
     bind_class(optimizer, binding, AmpOptimizer)
     if not bound_later:
         torch.optim.lr_scheduler.StepLR(optimizer, 1)

@@ -1,7 +1,5 @@
 """``amp.debug.arm``: after consecutive skips the next step is traced, and no other."""
 
-import logging
-
 import pytest
 import torch
 from torch import nn
@@ -13,12 +11,6 @@ from apex.debug.auto_trace import arm
 from tests.amp.cases import Net, backward, loss_of, one_weight, overflow, prepared, sgd
 from tests.training import cases
 from tests.training.test_cost import HostReads
-
-
-@pytest.fixture
-def log(caplog):
-    caplog.set_level(logging.INFO, logger="apex")
-    return lambda: [record.getMessage() for record in caplog.records]
 
 
 def bad_step(model, optimizer, **options):

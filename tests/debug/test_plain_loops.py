@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import logging
 import math
 import pickle
 import weakref
@@ -17,12 +16,6 @@ from apex.debug.faults import Fault
 from apex.debug.loops import PlainLoop
 from apex.optimizers import FP16_Optimizer
 from tests.training.cases import batch, batches, net
-
-
-@pytest.fixture
-def log(caplog):
-    caplog.set_level(logging.INFO, logger="apex")
-    return lambda: [record.getMessage() for record in caplog.records]
 
 
 def sgd(params, lr=0.1):

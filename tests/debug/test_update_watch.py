@@ -1,7 +1,5 @@
 """Weights that do not move and gradients that underflow, as ``History`` and ``arm`` see them."""
 
-import logging
-
 import pytest
 import torch
 from torch import nn
@@ -14,12 +12,6 @@ from apex.optimizers import FusedAdam
 from benchmarks.counting import counted_syncs
 from tests.debug.test_plain_loops import Plain, bf16_autocast, bf16_model, fp16_autocast, fused, sgd
 from tests.training.cases import batch, batches, net, prepared, train_step
-
-
-@pytest.fixture
-def log(caplog):
-    caplog.set_level(logging.INFO, logger="apex")
-    return lambda: [record.getMessage() for record in caplog.records]
 
 
 def by_name(history):

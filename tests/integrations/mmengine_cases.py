@@ -1,9 +1,9 @@
 """MMEngine's wrapper and ours, a tiny net, and one iteration as MMEngine's models write it."""
 
 import torch
-from torch import nn
 
 from apex import amp
+from tests.amp.cases import Net
 from tests.clients.libraries import need
 
 need("mmengine.runner")
@@ -17,19 +17,6 @@ WRAPPERS = (Ours, Theirs)
 WRAPPER_IDS = ("ours", "mmengine")
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
 WITH_MASTERS = ("O2", "O5")
-
-
-class Net(nn.Module):
-    """Batch norm between two linear layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(4, 6)
-        self.norm = nn.BatchNorm1d(6)
-        self.last = nn.Linear(6, 2)
-
-    def forward(self, x):
-        return self.last(torch.relu(self.norm(self.first(x))))
 
 
 def net(seed=0):

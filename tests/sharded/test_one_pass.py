@@ -5,7 +5,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from apex import amp
-from apex._engine.optimizer import blocks, deferred, one_pass
+from apex._engine.optimizer import deferred, one_pass
+from apex._torch import blocks
 from tests.sharded.cases import mesh, net, prepared, shard, wholes
 from tests.training.cases import LEVELS, WITH_MASTERS, backward, batches, same
 

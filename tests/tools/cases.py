@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from apex.tools.compare import Options, compare
-from apex.tools.progress import PlainProgress
+from apex.tools.progress import Progress
 from apex.tools.recommend import recommendation
 from apex.tools.results import Comparison, Distance, ModuleError, Probe, Result, Stored, Timing
 from apex.tools.results import Training as Record
@@ -57,7 +57,7 @@ def compared(
         device=torch.device("cpu"),
         suggest_fp32=suggest_fp32,
     )
-    return compare(target, options, PlainProgress(stream or io.StringIO(), seconds=math.inf))
+    return compare(target, options, Progress(stream or io.StringIO(), seconds=math.inf))
 
 
 def by_name(comparison):

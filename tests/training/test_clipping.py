@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from apex import amp
-from apex._engine.optimizer import blocks, deferred, one_pass
+from apex._engine.optimizer import deferred, one_pass
+from apex._torch import blocks
 from apex.parallel import LARC
 from tests.training import cases
 from tests.training.test_cost import reads_of

@@ -1,6 +1,7 @@
-"""What amp costs: host syncs per iteration, stored bytes per parameter."""
+"""What amp costs: host syncs and Python per iteration, stored bytes per parameter."""
 
 import gc
+import sys
 
 import pytest
 import torch
@@ -108,3 +109,72 @@ def test_stored_bytes_per_parameter_after_step_and_zero_grad(level, expected, cl
         {"optimizer": optimizer, "model": model}[clear].zero_grad()
     per_param = (live_bytes() - before) / model.weight.numel()
     assert expected <= per_param < expected + 0.01
+
+
+class Instructions:
+    """Counts the bytecode instructions that Python runs in its block."""
+
+    def __enter__(self):
+        self.count = 0
+        sys.settrace(self._of_frame)
+        return self
+
+    def __exit__(self, *error):
+        sys.settrace(None)
+
+    def _of_frame(self, frame, event, value):
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        return self._in_frame
+
+    def _in_frame(self, frame, event, value):
+        self.count += event == "opcode"
+        return self._in_frame
+
+
+def instructions_of(iteration):
+    for _ in range(40):  # past the blocks that are inspected for mistakes
+        iteration()
+    with Instructions() as instructions:
+        iteration()
+    return instructions.count
+
+
+def deep(layers):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(layers)])
+    return model, FUSED["AdamW"](model.parameters()), torch.randn(2, 4)
+
+
+def native(layers, dtype):
+    model, optimizer, x = deep(layers)
+    scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
+
+    def iteration():
+        with torch.autocast("cpu", dtype):
+            loss = model(x).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    return instructions_of(iteration)
+
+
+def own(layers, level):
+    model, optimizer, x = deep(layers)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+
+    def iteration():
+        loss = model(x).square().mean()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return instructions_of(iteration)
+
+
+@pytest.mark.filterwarnings("ignore:fp16 is emulated")
+@pytest.mark.parametrize(("level", "dtype"), [("O1", torch.float16), ("O4", torch.bfloat16)])
+def test_a_layer_costs_no_more_python_than_with_autocast_and_grad_scaler(level, dtype):
+    assert own(40, level) - own(20, level) <= native(40, dtype) - native(20, dtype)

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from apex import amp
-from apex._engine.optimizer import blocks, deferred, one_pass
+from apex._engine.optimizer import deferred, one_pass
+from apex._torch import blocks
 from benchmarks.loops import Task, fused_adamw, with_amp
 from benchmarks.memory import peak_bytes
 from tests.reference.loops import Loop

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,8 @@ from apex._torch import dtensor, foreach
 from apex._torch.copies import moved
 from apex._torch.sparse import stored_values
 
+_layout = operator.attrgetter("layout")
+
 
 def dense_values(grads: list[Tensor]) -> list[Tensor]:
     """Returns dense tensors that share memory with ``grads``: sparse values, DTensors' local parts.
@@ -19,10 +22,15 @@ def dense_values(grads: list[Tensor]) -> list[Tensor]:
     Coalesce sparse gradients and reduce DTensor gradients over their ranks first: a sum of finite
     values may overflow, and the check must see the sum.
     """
-    grads = dtensor.locals_of(grads)
-    if {grad.layout for grad in grads} <= {torch.strided}:
+    if are_plain(grads):
         return grads
+    grads = dtensor.locals_of(grads)
     return [stored_values(grad) if grad.is_sparse else grad for grad in grads]
+
+
+def are_plain(grads: list[Tensor]) -> bool:
+    """Returns whether ``grads`` are dense, and none of them a DTensor."""
+    return not dtensor.any_dtensor(grads) and {*map(_layout, grads)} <= {torch.strided}
 
 
 def summed_values(grad: Tensor) -> Tensor:

@@ -104,7 +104,6 @@ class Halves:
     seen: Tensor | None = None
 
     def tensors(self) -> list[Tensor]:
-        """Returns both halves, and the elements seen."""
         return [self.high, self.low, *([] if self.seen is None else [self.seen])]
 
     def note(self) -> None:
@@ -134,7 +133,6 @@ class Halves:
         return self.high.reshape(-1)[:: self._step]
 
     def complete(self, value: Tensor, spare: Tensor | None = None) -> None:
-        """Adds the lower half to the upper one."""
         # In the same dtype, addition needs no memory of its own.
         value.view(torch.int32).add_(self.low if spare is None else spare.copy_(self.low))
 
@@ -160,16 +158,13 @@ class Halves:
         self.low.masked_fill_(self.overwritten() | (not keep_low), 0)
 
     def followed(self) -> Halves:
-        """Returns what :meth:`follow` would leave, with lower halves of its own."""
         return Halves(self.high, self.low.masked_fill(self.overwritten(), 0))
 
     def view(self, of: Callable[[Tensor], Any]) -> list[Halves]:
-        """Returns views."""
         parts = zip(of(self.high), of(self.low), strict=True)
         return [Halves(high, low, self.whole or self) for high, low in parts]
 
     def copied(self, memo: dict[int, Any]) -> Halves:
-        """Returns a copy."""
         return Halves(self.high.clone(), self.low.clone())
 
 
@@ -190,14 +185,12 @@ class Rounded:
     number: int = 0
 
     def tensors(self) -> list[Tensor]:
-        """Returns the value."""
         return [self.high]
 
     def complete(self, value: Tensor, spare: Tensor | None = None) -> None:
         """Adds nothing."""
 
     def write(self, value: Tensor, spare: Tensor | None = None) -> None:
-        """Stores ``value``, rounded at random."""
         whole = self.whole or self
         start = int(self.high.storage_offset()) - int(whole.high.storage_offset())
         noise = self.rule.noise(value, whole.number, start)
@@ -221,11 +214,9 @@ class Rounded:
         """Does nothing."""
 
     def followed(self) -> Rounded:
-        """Returns itself."""
         return self
 
     def view(self, of: Callable[[Tensor], Any]) -> list[Rounded]:
-        """Returns views."""
         return [Rounded(high, self.rule, self.whole or self) for high in of(self.high)]
 
     def copied(self, memo: dict[int, Any]) -> Rounded:

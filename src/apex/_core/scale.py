@@ -61,7 +61,6 @@ class ScaleRule:
     ceiling: float | None = None
 
     def __post_init__(self) -> None:
-        """Validates types, then ranges."""
         for name, value in vars(self).items():
             optional = value is None and name in ("floor", "ceiling")
             kind: type = numbers.Integral if name == "growth_interval" else numbers.Real

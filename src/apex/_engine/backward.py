@@ -5,18 +5,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from apex._engine.autocast.region import UncastBlock
 from apex._engine.mistakes import BlockInspection, Mistakes
 from apex._engine.optimizer.gradient_pass import GradState
 from apex._torch.dynamo import untraced
 
 if TYPE_CHECKING:
     from apex._engine.events import ScaleUpdate
-    from apex._engine.optimizer.binding import Binding, CastsOff
+    from apex._engine.optimizer.binding import Binding
     from apex._engine.optimizer.gradient_pass import OpenPass
     from apex._engine.scaler import Scaler
     from apex._torch.ddp import Communication
@@ -38,7 +40,6 @@ class BackwardPass(ExitStack):
         bindings: Sequence[Binding],
         scaler: Scaler,
         *,
-        casts_off: CastsOff,
         communication: Callable[[Binding], Communication],
         ended: Callable[[Sequence[ScaleUpdate], bool], None],
         flagged: Sequence[Binding] | None = None,
@@ -53,7 +54,6 @@ class BackwardPass(ExitStack):
             loss: The unscaled loss.
             bindings: The optimizers whose gradients the pass computes.
             scaler: The loss's scale.
-            casts_off: Context without op casts.
             communication: Returns whether and how a binding's gradients are sent to other ranks.
             ended: Called with the scale updates that are readable on the host by now, and whether
                 an exception ended the pass; not after a pass that defers its scale update.
@@ -67,13 +67,12 @@ class BackwardPass(ExitStack):
         self._loss = loss
         self._bindings = bindings
         self._scaler = scaler
-        self._casts_off = casts_off
         self._communication = communication
         self._ended = ended
         self._flagged = bindings if flagged is None else flagged
         self._delay_unscale = delay_unscale
         self._delay_overflow_check = delay_overflow_check
-        self._off: AbstractContextManager[None] | None = None
+        self._off: UncastBlock | None = None
         self._python_casts = python_casts or nullcontext()
         self._finished = False
         self._earlier: list[OpenPass | None] = []
@@ -111,7 +110,7 @@ class BackwardPass(ExitStack):
                 begun = set()
             for binding, communication in prepared:
                 self._begin(binding, communication, begun)
-            self._off = self._casts_off()
+            self._off = UncastBlock()
             self._off.__enter__()
             self._scaler.open_blocks.add(self)
             scaled_loss = self._scaler.scale(self._loss)
@@ -236,7 +235,7 @@ class BackwardPass(ExitStack):
         for binding in self._bindings:
             binding.gradients.accumulate(unscale_, done, factors, checks=scaler.dynamic)
         if scaler.dynamic:
-            scaler.share_overflow([param for b in self._bindings for param in b.params()])
+            scaler.share_overflow([*chain.from_iterable(b.params() for b in self._bindings)])
             for binding in self._flagged:
                 binding.gradients.raise_flag(scaler.found_inf)
         if not all(self._sends):

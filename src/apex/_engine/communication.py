@@ -11,7 +11,7 @@ from apex._engine import masters
 from apex._engine.masters import TrackedPair
 from apex._engine.optimizer.binding import Binding
 from apex._engine.scaler import Scaler
-from apex._torch import ddp, ranks
+from apex._torch import ddp
 from apex._torch.ddp import NO_WRAPPER, Communication, Wrappers
 from apex._torch.packed import plain
 
@@ -61,11 +61,10 @@ class Communicator:
             pair.low_bits = False
         if not self._join_warned and any(scaler.dynamic for scaler in self._scalers):
             self._join_warned = True
-            if ranks.rank() == 0:
-                _log.warning(
-                    "amp: in DistributedDataParallel.join(), ranks that finish early stop updating "
-                    "their loss scale. After the join, load one rank's amp.state_dict() on all."
-                )
+            _log.warning(
+                "amp: in DistributedDataParallel.join(), ranks that finish early stop updating "
+                "their loss scale. After the join, load one rank's amp.state_dict() on all."
+            )
 
 
 def _share(new: Sequence[TrackedPair], wrappers: Iterable[DistributedDataParallel]) -> None:

@@ -63,7 +63,6 @@ class Master(nn.Parameter):
         increment_version(self)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Returns the repr of a plain parameter."""
         return repr(nn.Parameter(self.detach(), self.requires_grad))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -114,10 +113,8 @@ class TrackedPair:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles both sides, without their gradients."""
-        parts = self.model, self.master, self.new, self.low_bits
-        if self.kind is None:
-            return rebuild, ("tracked_pair", *parts)
-        return rebuild, ("packed_pair", *parts, self.kind)
+        parts = self.model, self.master, self.new, self.low_bits, self.kind
+        return rebuild, ("tracked_pair", *parts)
 
     def mark_synced(self) -> None:
         """Records that the model holds the rounded master."""
@@ -273,7 +270,6 @@ class Masters:
     """
 
     def __init__(self, kind: Kind | None = None) -> None:
-        """Starts with none."""
         self.kind = kind
         self._by_param: weakref.WeakValueDictionary[int, TrackedPair] = (
             weakref.WeakValueDictionary()

@@ -72,7 +72,6 @@ class Mistakes:
     """
 
     def __init__(self) -> None:
-        """Starts with none."""
         self._warned: set[Mistake] = set()
         self.blocks_left = _INSPECTED_BLOCKS
 

@@ -21,7 +21,6 @@ class Readback:
     """
 
     def __init__(self) -> None:
-        """Starts empty."""
         self._ready: list[Reading] = []
         self._in_flight: deque[HostCopy] = deque()
 

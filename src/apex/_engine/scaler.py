@@ -217,14 +217,12 @@ class StaticScaler(Scaler):
 
     @property
     def is_identity(self) -> bool:
-        """Whether it is exactly 1."""
         return self._scale == 1.0
 
     def _scaled(self, loss: Tensor) -> Tensor:
         return loss if self.is_identity else loss * self._scale
 
     def factor(self) -> float:
-        """Returns the scale."""
         return self._scale
 
     def begin_pass(self, *, continues: bool = False) -> None:
@@ -237,7 +235,6 @@ class StaticScaler(Scaler):
         """Does nothing: no graph holds the scale."""
 
     def inverse(self, scaled_by: Tensor | None = None) -> float:
-        """Returns one over the scale; ignores ``scaled_by``."""
         return 1.0 / self._scale
 
     def unscale_(
@@ -261,7 +258,6 @@ class StaticScaler(Scaler):
         return []
 
     def read_scale(self) -> float:
-        """Returns the scale."""
         return self._scale
 
     def read_clean_steps(self) -> int:
@@ -269,7 +265,6 @@ class StaticScaler(Scaler):
         return self._clean_steps
 
     def set_scale(self, loss_scale: float) -> None:
-        """Sets the scale."""
         self._scale = checked_static(float(loss_scale))
         self.loss_scale.fill_(self._scale)
 
@@ -328,7 +323,6 @@ class DynamicScaler(Scaler):
         return loss * self.loss_scale
 
     def factor(self) -> Tensor:
-        """Returns the scale, 0-d."""
         return self.loss_scale
 
     def begin_pass(self, *, continues: bool = False) -> None:
@@ -343,11 +337,9 @@ class DynamicScaler(Scaler):
         self.pass_state = PassState.HELD
 
     def replace_tensors(self) -> None:
-        """Continues with copies of scale and flag."""
         self._bind(self._scale_and_flag.clone())
 
     def inverse(self, scaled_by: Tensor | None = None) -> Tensor:
-        """Returns one over the scale, or over that of the pass, 0-d."""
         return (self.loss_scale if scaled_by is None else scaled_by).reciprocal()
 
     def unscale_(
@@ -400,11 +392,9 @@ class DynamicScaler(Scaler):
         return len(new)
 
     def read_scale(self) -> float:
-        """Returns the scale as a number. Syncs with the device."""
         return float(self.loss_scale)  # sync: the caller asks for a host number
 
     def read_clean_steps(self) -> int:
-        """Returns the clean steps since the scale last changed. Syncs with the device."""
         return int(self.clean_steps)  # sync: the caller asks for a host number
 
     def set_scale(self, loss_scale: float) -> None:
@@ -418,7 +408,6 @@ class DynamicScaler(Scaler):
         self.clean_steps.fill_(min(clean_steps, self._rule.window - 1))
 
     def move_to(self, device: torch.device) -> None:
-        """Moves scale, flag and count to ``device``."""
         super().move_to(device)
         self.clean_steps = moved(self.clean_steps, device)
 

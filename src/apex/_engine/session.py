@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,8 @@ from apex._core.scale import ScaleRule
 from apex._engine import model as conversion
 from apex._engine import restore as restoring
 from apex._engine.autocast.mixed import resolve_mixed
-from apex._engine.autocast.region import CastRegion, CastSpec, UncastBlock, UncastRegion
+from apex._engine.autocast.region import CastRegion, CastSpec, UncastRegion
+from apex._engine.autocast.user_functions import UserRegistry
 from apex._engine.backward import BackwardPass
 from apex._engine.communication import Communicator
 from apex._engine.events import PassEnd, ScaleUpdate
@@ -35,16 +35,6 @@ from apex._torch import fsdp
 Listener = Callable[["Session", ScaleUpdate], None]
 
 PassListener = Callable[["Session", PassEnd], None]
-
-
-class Functions(Protocol):
-    """The functions that a user registered for casting."""
-
-    def apply(self) -> None:
-        """Replaces them with casting versions."""
-
-    def undo(self) -> None:
-        """Ends one ``apply``; the last one restores the originals."""
 
 
 class Session:
@@ -68,7 +58,7 @@ class Session:
         num_losses: int = 1,
         rule: ScaleRule | None = None,
         spec: CastSpec | None = None,
-        functions: Functions | None = None,
+        functions: UserRegistry | None = None,
         listeners: Sequence[Listener] = (),
         keep_fp32: bool = False,
         rounding_seed: int = 0,
@@ -213,7 +203,6 @@ class Session:
         binding = Binding(
             optimizer,
             master_weights=bool(self.policy.master_weights),
-            casts_off=UncastBlock,
             sums_low=self.policy.sums_low,
             owner=self,
         )
@@ -229,22 +218,18 @@ class Session:
             undo.push(binding.close)
 
     def register(self, binding: Binding) -> None:
-        """Adds a new or copied binding."""
         self._bindings.add(binding)
 
     @property
     def can_skip(self) -> bool:
-        """Whether an overflow may skip a step: whether any loss scale is dynamic."""
         return any(scaler.dynamic for scaler in self.scalers)
 
     @property
     def needs_scale(self) -> bool:
-        """Whether gradients are fp16 and losses are scaled."""
         scaled = any(not scaler.is_identity for scaler in self.scalers)
         return scaled and self.policy.low_precision is torch.float16
 
     def forget(self, binding: Binding) -> None:
-        """Removes a closed binding."""
         self._bindings.discard(binding)
 
     # -- training ----------------------------------------------------------------------------
@@ -271,7 +256,6 @@ class Session:
             loss,
             bindings,
             scaler,
-            casts_off=UncastBlock,
             python_casts=resolve_mixed(self.region),
             mistakes=self.mistakes,
             communication=self._communicator.of_pass,
@@ -335,24 +319,19 @@ class Session:
     # -- called by models --------------------------------------------------------------------
 
     def master_of(self, param: Tensor) -> Tensor | None:
-        """Returns the fp32 value of a parameter or buffer, or ``None`` if unknown."""
         return self.masters.master_of(param)
 
     def set_exact(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Sets masters from pairs of a newly loaded parameter and its value in the file."""
         self.masters.set_exact(values)
 
     def write_back(self) -> None:
-        """Rounds written masters into the models."""
         if self.policy.master_weights:
             self.masters.write_back()
 
     def runs_under(self, wrapper: Wrapper, *, traced: bool = False) -> None:
-        """Records that a model's forward pass begins, or is traced, under a wrapper."""
         self._communicator.note(wrapper, traced=traced)
 
     def convert_late(self, params: Iterable[Tensor]) -> None:
-        """Converts modules added to the models since ``initialize`` that hold ``params``."""
         self._communicator.forget_users()  # they may belong to another wrapper
         unknown = {id(param) for param in params if self.masters.pair_of(param) is None}
         for model in self._models if unknown else ():
@@ -367,7 +346,7 @@ class Session:
             binding.gradients.on_cleared(cleared)
 
 
-def _end(region: CastRegion, functions: Functions | None) -> None:
+def _end(region: CastRegion, functions: UserRegistry | None) -> None:
     region.leave_ambient()
     if functions is not None:
         functions.undo()

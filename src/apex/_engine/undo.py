@@ -14,7 +14,6 @@ class Undo:
     """
 
     def __init__(self) -> None:
-        """Starts with nothing to undo."""
         self._inverses: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
 
     def push(self, inverse: Callable[..., object], /, *args: Any) -> None:

@@ -43,7 +43,6 @@ class CountedGradient(Tensor):
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """Copies as a plain tensor."""
         return copy.deepcopy(self._plain(), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -52,7 +51,6 @@ class CountedGradient(Tensor):
         return plain.__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Returns the repr of a plain tensor."""
         return repr(self._plain())
 
     def _plain(self) -> Tensor:

@@ -51,7 +51,6 @@ class Wrappers:
     """
 
     def __init__(self) -> None:
-        """Starts with none."""
         self.seen = False
         self._traced: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._sends: weakref.WeakKeyDictionary[DistributedDataParallel, bool] = (

@@ -56,7 +56,6 @@ class StepOfInstances:
     """
 
     def __init__(self, step: Callable[..., Any]) -> None:
-        """Wraps a class's own ``step``."""
         signature = inspect.signature(step)
 
         @functools.wraps(step)
@@ -68,7 +67,6 @@ class StepOfInstances:
         self._of_class, self._of_instance = step, cast(FunctionType, of_instance)
 
     def __get__(self, optimizer: Optimizer | None, owner: type[Optimizer]) -> Any:
-        """Returns the function, or an instance's method."""
         if optimizer is None:
             return self._of_class
         return self._of_instance.__get__(optimizer, owner)
@@ -113,7 +111,6 @@ class Watch:
     """
 
     def __init__(self, scaler: GradScaler, listener: ScalerListener) -> None:
-        """Starts."""
         self._scaler: weakref.ref[GradScaler] = weakref.ref(scaler)
         self.listener = listener
         if _WATCHES not in scaler.__dict__:

@@ -12,11 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from apex._torch import blocks
 from apex._torch.dispatch_modes import OPERANDS
 from apex._torch.parameters import allow_foreach
-
-_BLOCK = 2**18
-"""Elements that a list operator or a fused kernel widens at once, which bounds its memory."""
 
 _MAKERS = frozenset(
     {
@@ -156,11 +154,9 @@ class Packed(Tensor):
         return self.clone().numpy(force=force)
 
     def tolist(self) -> Any:
-        """Returns the values as nested lists."""
         return self.detach().clone().tolist()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Returns the repr of a plain tensor or parameter."""
         return repr(self._plain())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -216,14 +212,12 @@ class _Plan(NamedTuple):
         makes: Whether it makes a tensor like its first argument, of which it reads no values.
         written: The positions and names of arguments that it writes to.
         lists: Whether it treats lists of tensors element by element.
-        blocks: Whether it also treats each tensor element by element.
     """
 
     views: bool
     makes: bool
     written: tuple[tuple[int, str], ...]
     lists: bool
-    blocks: bool
 
 
 @functools.cache
@@ -242,7 +236,6 @@ def _plan(func: Any) -> _Plan:
         makes=name in _MAKERS,
         written=written,
         lists=name.startswith(("_foreach_", "_fused_")),
-        blocks=func in OPERANDS,
     )
 
 
@@ -254,16 +247,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kwargs = {**kwargs, "dtype": kwargs.get("dtype") or torch.float32}
         return func(args[0].packing.high, *args[1:], **kwargs)
     if plan.lists:
-        results = []
-        memory: tuple[Tensor, Tensor] | None = None
-        for part, named in _parts(plan, args, kwargs):
-            if not _cuts(plan, part):
-                results.append(_call(func, plan, part, named))
-                continue
-            if memory is None or memory[0].device != part[0][0].device:
-                wide = torch.empty(_BLOCK, dtype=torch.float32, device=part[0][0].device)
-                memory = wide, torch.empty_like(wide, dtype=torch.int32)
-            _blocks(func, part, named, *memory)
+        rest = _run_fused(func, args, kwargs) if func in OPERANDS else args
+        results = [_call(func, plan, *part) for part in _parts(rest, kwargs)]
         for tensor in _written(plan, args, kwargs):
             increment_version(tensor)  # which kernels over lists do not
         joined = [tensor for result in results if result is not None for tensor in result]
@@ -336,21 +321,23 @@ def _written(plan: _Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> list[P
 _Arguments = tuple[list[Any], dict[str, Any]]
 
 
-def _parts(plan: _Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[_Arguments]:
-    """Yields the arguments of a list operator in parts of about ``_BLOCK`` elements."""
+def _parts(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[_Arguments]:
+    """Yields the arguments of a list operator in parts with the elements of about one block."""
     count = len(args[0])
+    if count == 0:
+        return
     # A tensor of scalars has one per element of the lists.
     if any(isinstance(each, Tensor) and each.dim() == 1 for each in (*args, *kwargs.values())):
         yield list(args), kwargs
         return
+    block = blocks.elements(sum(map(Tensor.numel, args[0])), args[0][0].device)
     start = elements = 0
     for index, tensor in enumerate(args[0]):
-        if start < index and elements + tensor.numel() > _BLOCK:
+        if start < index and elements + tensor.numel() > block:
             yield _part(args, kwargs, count, slice(start, index))
             start, elements = index, 0
         elements += tensor.numel()
-    if start < count:
-        yield _part(args, kwargs, count, slice(start, count))
+    yield _part(args, kwargs, count, slice(start, count))
 
 
 def _part(args: Sequence[Any], kwargs: dict[str, Any], count: int, which: slice) -> _Arguments:
@@ -361,40 +348,46 @@ def _part(args: Sequence[Any], kwargs: dict[str, Any], count: int, which: slice)
     return [part(each) for each in args], {name: part(each) for name, each in kwargs.items()}
 
 
-def _cuts(plan: _Plan, args: list[Any]) -> bool:
-    """Returns whether a kernel gets one large packed tensor, of which it can take parts."""
-    if not plan.blocks or len(args[0]) > 1 or args[0][0].numel() <= _BLOCK:
-        return False
-    if not isinstance(args[0][0], Packed):  # a weight in fp32, which the optimizer steps itself
-        return False
-    return all(each[0].is_contiguous() for each in args if isinstance(each, list) and each)
+def _run_fused(func: Any, args: blocks.Lists, kwargs: dict[str, Any]) -> blocks.Lists:
+    """Runs a fused optimizer on packed tensors, block by block; returns the lists of the others."""
+    taken, rest = blocks.divide(func, args, _can_cut)
+    if taken[0]:
+        packed = [param for param in taken[0] if isinstance(param, Packed)]
+        blocks.run(func, taken, kwargs, unpacked(packed), blocks.InPlace(taken[1]))
+    return rest
 
 
-def _blocks(
-    func: Any, args: list[Any], kwargs: dict[str, Any], wide: Tensor, spare: Tensor
-) -> None:
-    """Runs a fused kernel on one tensor, block by block in the same memory.
+def _can_cut(tensors: Sequence[Tensor]) -> bool:
+    param, *others = tensors
+    return isinstance(param, Packed) and all(blocks.same_strides(each, param) for each in others)
 
-    New memory for each block would cost more time than the kernel.
-    """
-    param: Packed = args[0][0]
-    size, others = param.numel(), args[1:]
 
-    def cut(tensor: Tensor) -> Sequence[Tensor]:
-        return torch.split(tensor.view(-1), _BLOCK)
+def unpacked(params: Sequence[Packed]) -> blocks.Buffered:
+    """Returns packed tensors as an operand: fp32 in a buffer, stored after the kernel."""
+    total = sum(param.numel() for param in params)
+    size = min(blocks.elements(total, params[0].device), total)
+    memory = torch.empty(size, dtype=torch.int32, device=params[0].device)
+    for param in params:
+        param.packing.begin_write()
 
-    def is_cut(value: Any) -> bool:
-        return isinstance(value, list) and bool(value) and value[0].numel() == size
+    def each(
+        block: blocks.Block, values: Sequence[Tensor]
+    ) -> Iterator[tuple[Packing, Tensor, Tensor]]:
+        for part, value in zip(block, values, strict=True):
 
-    operands = [cut(each[0]) if is_cut(each) else None for each in others]
-    param.packing.begin_write()
-    for index, part in enumerate(param.viewed(cut)):
-        count = part.high.numel()
-        value, free = wide[:count], spare[:count]
-        part.complete(value.copy_(part.high), free)
-        given = [
-            whole if blocks is None else [blocks[index]]
-            for whole, blocks in zip(others, operands, strict=True)
-        ]
-        func([value], *given, **kwargs)
-        part.write(value, free)
+            def of(half: Tensor, part: blocks.Part = part) -> list[Tensor]:
+                return [part.in_(half)]
+
+            halves = params[part.position].viewed(of)
+            spare = memory[: value.numel()].as_strided(value.size(), value.stride())
+            yield halves[0], value, spare
+
+    def load(block: blocks.Block, values: list[Tensor]) -> None:
+        for packing, value, spare in each(block, values):
+            packing.complete(value.copy_(packing.high), spare)
+
+    def store(block: blocks.Block, values: list[Tensor]) -> None:
+        for packing, value, spare in each(block, values):
+            packing.write(value, spare)
+
+    return blocks.Buffered(params, load, store)

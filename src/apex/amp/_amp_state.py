@@ -40,7 +40,6 @@ class AmpState:
     opt_properties: OptProperties
 
     def __init__(self) -> None:
-        """Starts without a session."""
         self.verbosity = 1
         self.hard_override = False
         self.allow_incoming_model_not_fp32 = False
@@ -167,11 +166,9 @@ class OptProperties:
     options: dict[str, Any]
 
     def __init__(self, options: dict[str, Any]) -> None:
-        """Wraps ``options``."""
         self.__dict__["options"] = options
 
     def __getattr__(self, name: str) -> Any:
-        """Returns the option ``name``."""
         # copy and pickle look up attributes before ``options`` exists.
         options = self.__dict__.get("options", {})
         if name not in options:

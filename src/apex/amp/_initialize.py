@@ -45,7 +45,6 @@ class AppliedCast:
     """Casts inputs and outputs through an ``applier`` that a script assigned to this module."""
 
     def __init__(self, custom_applier: Applier) -> None:
-        """Stores the script's function."""
         self._applier = custom_applier
 
     def __call__(self, value: Any, dtype: torch.dtype) -> Any:

@@ -41,6 +41,8 @@ __all__ = [
     "state_dict",
 ]
 
+_log = logging.getLogger("apex")
+
 
 def initialize(
     models: Any,
@@ -285,9 +287,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     """
     scalers = _live_scalers()
     if not scalers and not _amp_state.enabled:
-        scaler_states.log_rank0(
-            "amp.load_state_dict: amp is disabled; state ignored.", logging.INFO
-        )
+        _log.info("amp.load_state_dict: amp is disabled; state ignored.")
         return
     states = scaler_states.parsed(state_dict)
     _amp_state.pending_states = [] if scalers else states
@@ -310,7 +310,7 @@ def _target_scalers(states: Sequence[object], scalers: list[Scaler]) -> list[Sca
     newest = _amp_state.sessions()[-1].scalers
     if len(states) in (len(scalers), 0) or len(states) != len(newest):
         return scalers
-    scaler_states.log_rank0(
+    _log.warning(
         f"amp.load_state_dict: the checkpoint has {len(states)} loss scalers, which the newest "
         f"amp.initialize call takes; the {len(scalers) - len(newest)} of earlier calls are kept."
     )

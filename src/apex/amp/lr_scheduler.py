@@ -114,7 +114,6 @@ class SkipAwareScheduler:
         self._ahead = ahead
 
     def __getattr__(self, name: str) -> Any:
-        """Returns an attribute of the scheduler."""
         if name == "scheduler":  # copy and pickle look up attributes before it exists
             raise AttributeError(name)
         return getattr(self.scheduler, name)

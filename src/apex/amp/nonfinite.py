@@ -33,7 +33,6 @@ class NonfiniteGradient:
     elements: int
 
     def __str__(self) -> str:
-        """Returns the name and the counts."""
         counts = [f"{n} {kind}" for n, kind in ((self.inf, "inf"), (self.nan, "nan")) if n]
         return f"{self.name} ({', '.join(counts)} of {self.elements})"
 

@@ -82,9 +82,7 @@ class OptimWrapper:
         self._optimizer.add_param_group(param_group)
 
     def __getattr__(self, name: str) -> Any:
-        """Returns the optimizer's attribute ``name``."""
         return getattr(self.__dict__["_optimizer"], name)
 
     def __repr__(self) -> str:
-        """Returns the optimizer's ``repr``."""
         return repr(self._optimizer)

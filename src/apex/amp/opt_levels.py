@@ -14,7 +14,6 @@ class Properties(OptProperties):
     """Options before a level has set them, with apex's defaults; see :class:`Level`."""
 
     def __init__(self) -> None:
-        """Creates disabled options."""
         names = asdict(LEVELS["O0"])
         given = {"enabled": False, "patch_torch_functions": False, "loss_scale": 1.0}
         super().__init__({name: given.get(name) for name in names})

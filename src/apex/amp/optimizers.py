@@ -69,7 +69,6 @@ class AmpStash:
     """
 
     def __init__(self, binding: Binding) -> None:
-        """Creates a view of ``binding``."""
         # Weak, as the binding refers to this view: a cycle would delay the deletion of both.
         self._reference = weakref.ref(binding)
         self.lazy_init_called = True

@@ -269,11 +269,9 @@ class LossScalers(MutableSequence[LossScaler]):
     """A session's scalers by ``loss_id``, as a list that scripts may modify."""
 
     def __init__(self, scalers: list[Scaler]) -> None:
-        """Creates a view of the session's own list."""
         self._scalers = scalers
 
     def __len__(self) -> int:
-        """Returns the number of scalers."""
         return len(self._scalers)
 
     @overload
@@ -283,13 +281,11 @@ class LossScalers(MutableSequence[LossScaler]):
     def __getitem__(self, index: slice) -> list[LossScaler]: ...
 
     def __getitem__(self, index: int | slice) -> LossScaler | list[LossScaler]:
-        """Returns one scaler, or a list of them for a slice."""
         if isinstance(index, slice):
             return [LossScaler.over(scaler) for scaler in self._scalers[index]]
         return LossScaler.over(self._scalers[index])
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Replaces one scaler, or several for a slice."""
         several = isinstance(index, slice)
         self._scalers[index] = (
             [_engine_scaler(s) for s in value] if several else _engine_scaler(value)
@@ -297,7 +293,6 @@ class LossScalers(MutableSequence[LossScaler]):
         self._renumber()
 
     def __delitem__(self, index: int | slice) -> None:
-        """Removes one scaler, or several for a slice."""
         del self._scalers[index]
         self._renumber()
 
@@ -311,7 +306,6 @@ class LossScalers(MutableSequence[LossScaler]):
             scaler.loss_id = loss_id
 
     def __eq__(self, other: object) -> bool:
-        """Compares with a list of scalers."""
         return isinstance(other, LossScalers | list) and list(self) == list(other)
 
     __hash__ = None  # type: ignore[assignment]
@@ -321,7 +315,6 @@ class LossScalers(MutableSequence[LossScaler]):
         return list, (list(self),)
 
     def __repr__(self) -> str:
-        """Returns the ``repr`` of a list."""
         return repr(list(self))
 
 

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 from apex._core.scale import SMALLEST_SCALE, ScaleRule
 from apex._engine.scaler import Scaler
-from apex._torch import ranks
 
 VERSIONED = "apex_amp_v1"
 """Key of this package's additions; see Note [Versioned key]."""
@@ -94,22 +93,16 @@ def apply_pending(scalers: Sequence[Scaler], pending: Sequence[State]) -> list[S
     set_scalers(scalers, pending)
     if pending and len(pending) < len(scalers):
         fresh = ", ".join(map(str, range(len(pending), len(scalers))))
-        log_rank0(
+        _log.warning(
             f"amp.initialize: the checkpoint has no scale for loss {fresh}; it starts at the "
             "default."
         )
     if rest:
         left = ", ".join(state.key for state in rest)
-        log_rank0(
+        _log.warning(
             f"amp.initialize: the next amp.initialize call will load {left} of the checkpoint."
         )
     return rest
-
-
-def log_rank0(message: str, level: int = logging.WARNING) -> None:
-    """Logs ``message`` to the logger ``apex``, on rank 0 only."""
-    if ranks.rank() == 0:
-        _log.log(level, message)
 
 
 def is_key(key: object) -> bool:
@@ -214,12 +207,12 @@ def _accepts(scaler: Scaler, state: State) -> bool:
 
 def _log_skipped(state: State, scaler: Scaler) -> None:
     if scaler.dynamic:
-        log_rank0(
+        _log.warning(
             f"amp skipped {state.key}: the checkpoint's scale is static ({state.loss_scale:g}) but "
             f"this scaler is dynamic, at {scaler.read_scale():g}."
         )
     else:
-        log_rank0(
+        _log.warning(
             f"amp skipped {state.key}: this scaler is static ({scaler.read_scale():g}). To "
             f"continue with the checkpoint's {state.loss_scale:g}, pass it or 'dynamic' as "
             "loss_scale to amp.initialize."

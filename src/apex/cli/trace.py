@@ -122,7 +122,7 @@ def _show(stream: TextIO, text: str) -> None:
 def _exit_code(tracing: Tracing) -> int:
     if tracing.ending.interrupted:
         return exit_codes.INTERRUPTED
-    return tracing.ending.status if tracing.first is None else exit_codes.NOT_FINITE
+    return tracing.ending.status if tracing.seen.first is None else exit_codes.NOT_FINITE
 
 
 def _json_file(given: str | None) -> str | None:

@@ -20,7 +20,7 @@ from apex._engine.model.state import ModelState, state_of
 from apex._engine.session import Session
 from apex._torch.dispatcher import AUTOCAST_KEYS, has_kernel, has_operator
 from apex.amp._amp_state import _amp_state
-from apex.debug.module_tracker import Direction
+from apex.debug.module_tracker import Direction, active_autocast
 
 FOLLOWS = "follows its input"
 
@@ -51,7 +51,6 @@ class CallTracker(TorchFunctionMode):
     """
 
     def __init__(self) -> None:
-        """Starts outside any call."""
         super().__init__()
         self.current: Call | None = None
 
@@ -60,7 +59,7 @@ class CallTracker(TorchFunctionMode):
     ) -> Any:
         before = self.current
         name = getattr(func, "__name__", "").strip("_")
-        self.current = Call(name, active_spec(), _autocast())
+        self.current = Call(name, active_spec(), active_autocast())
         try:
             return func(*args, **(kwargs or {}))
         finally:
@@ -134,7 +133,7 @@ class DtypeRules:
             return policy.opt_level
         if states:
             return "a copy of a prepared model"
-        return "none" if _autocast() is None else "torch.autocast"
+        return "none" if active_autocast() is None else "torch.autocast"
 
 
 def _session(states: list[tuple[nn.Module, ModelState]]) -> Session | None:
@@ -189,13 +188,6 @@ def _by_autocast(op: str, computed_in: str, call: Call) -> str:
     return f"torch.autocast: fp32 or widest ({call.name})"
 
 
-def _autocast() -> tuple[str, torch.dtype] | None:
-    for device in AUTOCAST_KEYS:
-        if torch.is_autocast_enabled(device):
-            return device, torch.get_autocast_dtype(device)
-    return None
-
-
 _LISTS: dict[Category, str] = {
     "low_precision": "low precision list",
     "low_precision_inplace": "low precision list",
@@ -214,21 +206,8 @@ _KINDS: dict[Kind, str] = {
     "promote": "widest input",
 }
 
-_PROMOTING = {
-    "add",
-    "sub",
-    "rsub",
-    "mul",
-    "div",
-    "cat",
-    "stack",
-    "eq",
-    "ge",
-    "gt",
-    "le",
-    "lt",
-    "ne",
-}
+_COMPARISONS = {"eq", "ge", "gt", "le", "lt", "ne"}
+_PROMOTING = {"add", "sub", "rsub", "mul", "div", "cat", "stack", *_COMPARISONS}
 
 # The functions that call an operator, for operators whose caller is unknown.
 _CALLERS: dict[str, tuple[str, ...]] = {

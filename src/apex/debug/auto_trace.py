@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from apex._engine.events import ScaleUpdate
-from apex._torch import ranks
 from apex.debug.gradient_watch import GradientWatch, NonfinitePass
 from apex.debug.loops import Loop, LoopPass, loop_of
 from apex.debug.modes import suspend_modes
@@ -21,6 +20,8 @@ from apex.debug.overflow import OverflowTrace
 from apex.debug.skips import require_session
 from apex.debug.update_messages import frozen_message, underflow_message
 from apex.debug.update_watch import EVERY, Measured, UpdateWatch, summary
+
+_log = logging.getLogger("apex")
 
 
 def arm(
@@ -99,7 +100,6 @@ class AutoTrace:
     """
 
     def __init__(self, loop: Loop, scaler: Any, after_skips: int) -> None:
-        """Starts listening to the loop's passes."""
         self.trace: OverflowTrace | None = None
         self._loop = loop
         self._scaler = None if scaler is None else weakref.ref(scaler)
@@ -117,11 +117,9 @@ class AutoTrace:
         loop.listen(self)
 
     def __enter__(self) -> AutoTrace:
-        """Returns the handle."""
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Disarms."""
         self.disarm()
 
     @property
@@ -173,7 +171,7 @@ class AutoTrace:
         for kind, message in found.items():
             if message and kind not in self._said:
                 self._said.add(kind)
-                _log(message)
+                _log.warning(message)
 
     def _due(self, end: LoopPass) -> ScaleUpdate | None:
         """Returns the skip that calls for a trace, if any."""
@@ -215,7 +213,7 @@ class AutoTrace:
         message = self._message()
         if message is None:
             return
-        _log(message)
+        _log.warning(message)
         self.disarm()
 
     def _message(self) -> str | None:
@@ -259,11 +257,6 @@ class AutoTrace:
     def _after_forward(self, *_: Any) -> None:
         if sys.exc_info()[1] is not self._error:
             self._stop()
-
-
-def _log(message: str) -> None:
-    if ranks.rank() == 0:
-        logging.getLogger("apex").warning(message)
 
 
 _EARLIER = ("gradients", "weights", "optimizer state")

@@ -33,7 +33,6 @@ class Clock:
     measures = "wall time around each operator on the host"
 
     def __init__(self) -> None:
-        """Starts before the first pass."""
         self._passes: list[list[Span]] = []
 
     def begin(self) -> None:
@@ -72,7 +71,6 @@ class DeviceClock(Clock):
     measures = "time between two events on the device around each operator, launch included"
 
     def __init__(self, device: torch.device) -> None:
-        """Times calls on ``device``."""
         super().__init__()
         self._device = device
 
@@ -91,7 +89,6 @@ class Stopwatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Times every operator that computes, not views. Enter it once for each pass."""
 
     def __init__(self, clock: Clock) -> None:
-        """Times by ``clock``."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._clock = clock
 

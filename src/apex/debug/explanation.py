@@ -243,7 +243,6 @@ class Explanation:
         save(path, "an explanation", formats)
 
     def __str__(self) -> str:
-        """Returns the tables."""
         return self.to_text()
 
 

@@ -9,8 +9,10 @@ from typing import Any, Literal
 
 import torch
 
+from apex._core import dtypes
 from apex.debug.module_tracker import Direction
 from apex.debug.patterns import operator_name, pattern_of
+from apex.debug.rendering.files import json_types
 from apex.debug.tensors import Kind, Values
 
 Cause = Literal[
@@ -130,7 +132,7 @@ class Fault:
         if self._undefined_step:
             return "the optimizer's step divided by 0 or left the domain of one of its functions."
         return _EXPLANATIONS[self.cause].format(
-            dtype=name_of(self.dtype),
+            dtype=dtypes.name(self.dtype),
             limit=f"{torch.finfo(self.dtype).max:g}",
             true=_amount(self.largest_true),
         )
@@ -142,22 +144,15 @@ class Fault:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns all attributes in JSON types: the dtype by name, an infinite number as None."""
-        data = asdict(self) | {
-            "dtype": name_of(self.dtype),
-            "source": self.source,
-            "pattern": self.pattern,
-            "remedy": self.remedy,
-        }
-        true = data["largest_true"]
-        data["largest_true"] = true if true is not None and math.isfinite(true) else None
-        return data
+        found = {"source": self.source, "pattern": self.pattern, "remedy": self.remedy}
+        return {**json_types(asdict(self)), **found}
 
     def __str__(self) -> str:
         """Returns operator, location, inputs, cause and remedy in a few lines."""
         pattern = f" This is {self.pattern}." if self.pattern else ""
         lines = [
             f"{self.op} {self._place}, {self.direction}, returned {self.kind} in "
-            f"{name_of(self.dtype)} (largest finite input {self.largest_input:.4g})",
+            f"{dtypes.name(self.dtype)} (largest finite input {self.largest_input:.4g})",
             *([f"  at     {self.location}"] if self.location else []),
             *([f"         {self.source}"] if self.source else []),
             *([f"  in     {', '.join(map(str, self.inputs))}"] if self.inputs else []),
@@ -177,11 +172,6 @@ class Fault:
 
 def _amount(true: float | None) -> str:
     return "more" if true is None or not math.isfinite(true) else f"{true:.3g}"
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """Returns the name of a dtype without ``torch.``."""
-    return str(dtype).removeprefix("torch.")
 
 
 def cause_of(

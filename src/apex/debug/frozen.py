@@ -38,7 +38,6 @@ class FrozenUpdates:
     """
 
     def __init__(self) -> None:
-        """Starts at 0."""
         self.wanted = 0
         self.frozen = 0
 

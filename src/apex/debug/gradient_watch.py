@@ -36,7 +36,6 @@ class GradientWatch:
     """Sends the largest gradient of every parameter to the host after each pass."""
 
     def __init__(self) -> None:
-        """Starts without passes."""
         self._readback = Readback()
         self._sent: deque[tuple[int, int, list[int]]] = deque()
         self._passes = 0

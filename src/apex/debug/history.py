@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -127,11 +128,9 @@ class History:
         self._loop.listen(self)
 
     def __enter__(self) -> History:
-        """Returns the history."""
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Stops recording."""
         self.stop()
 
     def stop(self) -> None:
@@ -246,10 +245,8 @@ def _norm(params: Iterable[Tensor]) -> Tensor:
 
 
 def _plain(item: Pass) -> dict[str, Any]:
-    return dict(_finite_items(asdict(item)))
-
-
-def _finite_items(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        number = isinstance(value, float)
-        yield name, str(value) if number and value - value != 0.0 else value
+    values = asdict(item).items()
+    return {
+        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values
+    }

@@ -84,7 +84,6 @@ class Loop(ABC):
     scales: str
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
-        """Watches nothing yet."""
         self._models = weakref.WeakSet(map(module_behind, models))
         self._listener: Listener | None = None
         self._ends: list[Callable[[], None]] = []
@@ -269,7 +268,6 @@ class PlainLoop(Loop):
     def __init__(
         self, optimizers: Sequence[Optimizer], scaler: Any, models: Iterable[nn.Module]
     ) -> None:
-        """Watches nothing yet."""
         super().__init__(models)
         self.dynamic = scaler is not None and scaler.is_enabled()
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]

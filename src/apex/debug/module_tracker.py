@@ -272,9 +272,9 @@ class ModuleTracker:
     # -- hooks -----------------------------------------------------------------------------------
 
     def _enter_module(self, module: nn.Module, _: Any) -> None:
-        autocast = _autocast_dtype()
-        if autocast is not None or not self._state.stack:  # accelerate enters it inside the model
-            self.autocast = autocast
+        active = active_autocast()
+        if active is not None or not self._state.stack:  # accelerate enters it inside the model
+            self.autocast = None if active is None else active[1]
         self._state.stack.append((module, self.names[module], _graph_task()))
 
     def _leave_module(self, module: nn.Module, *_: Any) -> None:
@@ -317,9 +317,10 @@ def _prefixed(models: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
     return result
 
 
-def _autocast_dtype() -> torch.dtype | None:
+def active_autocast() -> tuple[str, torch.dtype] | None:
+    """Returns device type and dtype of an active ``torch.autocast``; None without one."""
     on = (device for device in AUTOCAST_KEYS if torch.is_autocast_enabled(device))
-    return next(map(torch.get_autocast_dtype, on), None)
+    return next(((device, torch.get_autocast_dtype(device)) for device in on), None)
 
 
 def _owner(parameter: str) -> str:

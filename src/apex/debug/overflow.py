@@ -99,7 +99,6 @@ class OverflowTrace(Trace):
         )
 
     def __str__(self) -> str:
-        """Returns the report."""
         first = self.first
         if first is None:
             return f"No overflow: {self._provenance.time} operators traced, no fault."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -125,9 +126,9 @@ class OverflowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not origin.deliberate and self._writes_weights(call):
                 self._provenance.mark_reached(origin)
         elif call.traits.name in _MASKS:
-            self._mark_masked(call)
+            self._mark_inputs(call, self._provenance.mark_masked)
         elif operator_name(call.traits.name) in _MAP_TO_ZERO:
-            self._mark_absorbed(call)
+            self._mark_inputs(call, self._provenance.mark_absorbed)
         if call.traits.name == "aten.ones_like" and call.args[0].numel() == 1:
             self._check_loss(call.args[0])  # autograd starts a backward pass this way
 
@@ -151,17 +152,11 @@ class OverflowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._stale and tensors.covers_storage(tensor):
             self._stale.discard(tensors.storage_key(tensor))
 
-    def _mark_masked(self, call: Call) -> None:
+    def _mark_inputs(self, call: Call, mark: Callable[[Origin], None]) -> None:
         for tensor in call.inputs():
             origin = self._provenance.of(call.original(tensor))
             if origin is not None and tensors.kind_of(tensor):
-                self._provenance.mark_masked(origin)
-
-    def _mark_absorbed(self, call: Call) -> None:
-        for tensor in call.inputs():
-            origin = self._provenance.of(call.original(tensor))
-            if origin is not None and tensors.kind_of(tensor):
-                self._provenance.mark_absorbed(origin)
+                mark(origin)
 
     def _writes_weights(self, call: Call) -> bool:
         written = _keys(call.traits.written(call.args, call.kwargs))

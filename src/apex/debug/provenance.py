@@ -52,7 +52,6 @@ class Provenance:
     """
 
     def __init__(self) -> None:
-        """Starts without origins."""
         self.time = 0
         self.passes = 0
         self.healed: set[int] = set()

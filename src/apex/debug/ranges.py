@@ -7,14 +7,11 @@ import math
 import torch
 from torch import Tensor
 
-from apex._core.dtypes import is_castable
-
 
 class Ranges:
     """Running statistics of results, kept on the device until ``read``."""
 
     def __init__(self) -> None:
-        """Starts without values."""
         self.values = 0
         self._largest: Tensor | None = None
         self._nonfinite: list[Tensor] = []
@@ -57,11 +54,6 @@ def cast_losses(source: Tensor, result: Tensor) -> Tensor | None:
     to_subnormal = shrunk & (source.abs() >= old.smallest_normal)
     to_inf = torch.isfinite(source) & torch.isinf(size)
     return torch.stack([mask.count_nonzero() for mask in (to_zero, to_subnormal, to_inf)])
-
-
-def is_measurable(value: object) -> bool:
-    """Returns whether ``value`` is a tensor with values, of a dtype that amp casts."""
-    return isinstance(value, Tensor) and is_castable(value) and value.device.type != "meta"
 
 
 def _largest(values: Tensor) -> Tensor:

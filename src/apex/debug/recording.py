@@ -11,10 +11,12 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from apex._core import dtypes
+from apex._core.dtypes import is_castable
+from apex.debug import tensors
 from apex.debug.attribution import CallTracker, DtypeRules
 from apex.debug.clock import Clock, Span, Stopwatch
 from apex.debug.module_tracker import Direction, ModuleTracker
-from apex.debug.ranges import Ranges, cast_losses, is_measurable
+from apex.debug.ranges import Ranges, cast_losses
 from apex.debug.records import (
     CAST,
     LOW,
@@ -24,6 +26,7 @@ from apex.debug.records import (
     WeightCasts,
     computed_in,
 )
+from apex.debug.shadows import reference, storage_id
 
 aten = torch.ops.aten
 
@@ -145,8 +148,8 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
     def _observe(
         self, func: Any, args: Any, kwargs: dict[str, Any], result: Any, span: Span
     ) -> None:
-        inputs = [t for t in _tensors((*args, *kwargs.values())) if is_measurable(t)]
-        outputs = [t for t in _tensors((result,)) if is_measurable(t)]
+        inputs = list(filter(is_castable, tensors.floating([args, kwargs])))
+        outputs = list(filter(is_castable, tensors.floating(result)))
         if func in _CASTS and inputs and outputs and inputs[0].dtype is not outputs[0].dtype:
             self._cast(inputs[0], outputs[0], span)
         elif inputs or outputs:
@@ -199,7 +202,7 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
         elif func._overloadpacket not in _PASS_ON:
             detours = []
         if detours:
-            self._detours[address] = _reference(outputs[0]), detours[0]
+            self._detours[address] = reference(outputs[0]), detours[0]
         else:
             self._detours.pop(address, None)
 
@@ -217,7 +220,7 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
         """Treats a copy in another layout as the result of the cast of its source."""
         cast = self._cast_of(source)
         if cast is not None and _address(copy):
-            self._casts[_address(copy)] = (_reference(copy), cast)
+            self._casts[_address(copy)] = (reference(copy), cast)
 
     def _cast(self, source: Tensor, result: Tensor, span: Span) -> None:
         cast = Cast(
@@ -248,7 +251,7 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
             first.charged, cast.before = True, (*first.before, first)
         address = _address(result)
         if address:
-            self._casts[address] = (_reference(result), cast)
+            self._casts[address] = (reference(result), cast)
         else:
             _charge(self._stats.setdefault(cast.own, OpStats()), cast)
 
@@ -378,22 +381,10 @@ def _address(tensor: Tensor) -> int:
     """Returns the address of a tensor's storage, shared by its views; 0 without a storage."""
     if tensor.layout is not torch.strided or type(tensor) not in _PLAIN:
         return 0
-    return int(tensor.untyped_storage()._cdata)
-
-
-def _reference(tensor: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    return storage_id(tensor)
 
 
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
 
 
 def _flop_formulas() -> dict[Any, Callable[..., int]]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
 from apex.debug.module_tracker import Direction
+from apex.debug.rendering.files import json_types
 
 Kind = Literal["rounding", "cancellation", "chain", ""]
 
@@ -88,10 +88,7 @@ class RoundingRow:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns all attributes in JSON types, an infinite number as None."""
-        return {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in asdict(self).items()
-        }
+        return dict(json_types(asdict(self)))
 
 
 _NO_MODULE = {True: "in the model", False: "outside the model"}

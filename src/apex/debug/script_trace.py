@@ -10,6 +10,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +30,47 @@ from apex.debug.provenance import Provenance
 
 # torch's own, which the modules' hooks would cause. A compiled model runs uncompiled here.
 _ABOUT_GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the trace of a program has seen.
+
+    Attributes:
+        first: The first fault that no dynamic loss scale heals; None without one.
+        steps_before: Number of optimizer steps before it; all of them without a fault.
+        certain: Whether the fault reached a gradient, the loss or a weight.
+        gradients: Names of parameters that received a non-finite gradient.
+        operators: Number of operators traced.
+        steps: Number of optimizer steps completed.
+        passes: Number of backward passes that reached a gradient.
+        healed: Number of these after which a dynamic loss scale backed off.
+        harmless: Number of operators whose inf and NaN reached no gradient.
+        first_harmless: The first of these; None without one.
+        compiled: Whether a compiled model ran uncompiled.
+        seconds: Time since the first operator.
+        own_seconds: Time of this that the trace took: its checks, and calls of Python.
+    """
+
+    first: Fault | None
+    steps_before: int
+    certain: bool
+    gradients: tuple[str, ...]
+    operators: int
+    steps: int
+    passes: int
+    healed: int
+    harmless: int
+    first_harmless: Fault | None
+    compiled: bool
+    seconds: float
+    own_seconds: float
+
+    @property
+    def slowdown(self) -> float:
+        """How many times as long ``seconds`` are as they would have been without the trace."""
+        without = self.seconds - self.own_seconds
+        return self.seconds / without if without > 0.0 else 1.0
 
 
 class ScriptTrace(OverflowTrace):
@@ -69,63 +111,27 @@ class ScriptTrace(OverflowTrace):
         """The first fault that no dynamic loss scale heals; None without one."""
         return self._provenance.first(healing=False)
 
-    @property
-    def steps(self) -> int:
-        """Number of optimizer steps that the program has completed."""
-        return len(self._steps)
-
-    @property
-    def steps_before(self) -> int:
-        """Number of these before the first fault."""
-        origin = self._provenance.first_origin(healing=False)
-        return self.steps if origin is None else bisect.bisect_left(self._steps, origin.time)
-
-    @property
-    def is_certain(self) -> bool:
-        """Whether the fault has reached a gradient, the loss or a weight."""
-        return self._provenance.is_certain
-
-    @property
-    def operators(self) -> int:
-        """Number of operators traced."""
-        return self._provenance.time
-
-    @property
-    def healed(self) -> int:
-        """Number of backward passes after which a dynamic loss scale backed off."""
-        return len(self._provenance.healed)
-
-    @property
-    def passes(self) -> int:
-        """Number of backward passes that reached a gradient."""
-        return self._provenance.passes
-
-    @property
-    def harmless(self) -> int:
-        """Number of operators whose inf and NaN reached no gradient."""
-        return self._provenance.harmless
-
-    @property
-    def first_harmless(self) -> Fault | None:
-        """The first of these."""
-        origin = self._provenance.first_harmless
-        return None if origin is None else origin.fault
-
-    @property
-    def compiled(self) -> bool:
-        """Whether a compiled model ran uncompiled."""
-        return self._tracker.compiled
-
-    @property
-    def seconds(self) -> float:
-        """Time since the first operator."""
-        started = self._script_mode.started
-        return 0.0 if started is None else time.perf_counter() - started
-
-    @property
-    def own_seconds(self) -> float:
-        """Time that the trace itself has taken: its checks, and a call to Python per operator."""
-        return self._script_mode.seconds + self.operators * _unseen_seconds()
+    def seen(self) -> Seen:
+        """Returns what the trace has seen so far."""
+        started, origins = self._script_mode.started, self._provenance
+        seconds = 0.0 if started is None else time.perf_counter() - started
+        origin, harmless = origins.first_origin(healing=False), origins.first_harmless
+        steps = len(self._steps)
+        return Seen(
+            first=self.first,
+            steps_before=steps if origin is None else bisect.bisect_left(self._steps, origin.time),
+            certain=origins.is_certain,
+            gradients=tuple(self.gradients),
+            operators=origins.time,
+            steps=steps,
+            passes=origins.passes,
+            healed=len(origins.healed),
+            harmless=origins.harmless,
+            first_harmless=None if harmless is None else harmless.fault,
+            compiled=self._tracker.compiled,
+            seconds=seconds,
+            own_seconds=self._script_mode.seconds + origins.time * _unseen_seconds(),
+        )
 
     def _new_mode(self) -> OverflowMode:
         return self._script_mode
@@ -134,7 +140,7 @@ class ScriptTrace(OverflowTrace):
         return True
 
     def _count_step(self, *_: Any) -> None:
-        self._steps.append(self.operators)
+        self._steps.append(self._provenance.time)
 
 
 class _ScriptMode(OverflowMode):  # type: ignore[no-untyped-call]
@@ -264,9 +270,9 @@ def _unseen_seconds() -> float:
     plain = min(train(), train())
     with ScriptTrace(on_fault=lambda: None) as trace:
         train()
-        operators, seconds = trace.operators, trace._script_mode.seconds
+        operators, seconds = trace._provenance.time, trace._script_mode.seconds
         unseen = train() - plain - (trace._script_mode.seconds - seconds)
-    return max(0.0, unseen / (trace.operators - operators))
+    return max(0.0, unseen / (trace._provenance.time - operators))
 
 
 class _Passing(TorchDispatchMode):  # type: ignore[no-untyped-call]

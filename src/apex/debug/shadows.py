@@ -83,13 +83,13 @@ class Shadows:
 
     def keep_workspace(self, tensor: Tensor, in_fp32: Tensor) -> None:
         """Records the workspace that the fp32 form of a kernel filled, for its backward pass."""
-        self._workspaces[storage_id(tensor)] = _reference(tensor), in_fp32
+        self._workspaces[storage_id(tensor)] = reference(tensor), in_fp32
 
     def write(self, tensor: Tensor, values: Tensor, *, unit: float, entry: float | None) -> None:
         """Makes ``values`` the shadow of a tensor that an operator has just written."""
         shadow = self.of(tensor)
         if shadow is None:
-            shadow = Shadow(_reference(tensor), _whole(tensor), _REAL[tensor.dtype], unit, entry)
+            shadow = Shadow(reference(tensor), _whole(tensor), _REAL[tensor.dtype], unit, entry)
             self._by_storage[storage_id(tensor)] = shadow
             self._sweep()
         else:
@@ -142,7 +142,8 @@ def _whole(tensor: Tensor) -> Tensor:
     return widened(own.as_strided((count,), (1,), 0)).clone()
 
 
-def _reference(tensor: Tensor) -> StorageWeakRef:
+def reference(tensor: Tensor) -> StorageWeakRef:
+    """Returns a weak reference to a tensor's storage, which keeps its id from being reused."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 

@@ -49,7 +49,7 @@ def why_skipped(
     """
     binding = binding_of(inner(optimizer))
     if binding is not None:
-        session, _ = require_session(optimizer, "why_skipped")
+        session = require_session(optimizer, "why_skipped")
         return count_nonfinite(nonfinite_gradients(session, only=binding))
     loop = loop_of("why_skipped", [optimizer], models=model)
     names = loop.names()
@@ -57,8 +57,8 @@ def why_skipped(
     return count_nonfinite((names[id(param)], values) for param, values in found)
 
 
-def require_session(optimizer: Any, caller: str, *, plain: str = "") -> tuple[Session, Any]:
-    """Returns an optimizer's session and binding.
+def require_session(optimizer: Any, caller: str, *, plain: str = "") -> Session:
+    """Returns an optimizer's session.
 
     Args:
         optimizer: An optimizer, or a wrapper of one.
@@ -75,4 +75,4 @@ def require_session(optimizer: Any, caller: str, *, plain: str = "") -> tuple[Se
             f"amp.debug.{caller} got an optimizer that amp has not prepared. Pass it to "
             f"amp.initialize(model, optimizer) and use the one returned.{otherwise}"
         )
-    return cast(Session, binding.owner), binding
+    return cast(Session, binding.owner)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from apex.debug.rendering import formatting
+from apex.debug.rendering.files import json_types
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,7 @@ class Suggestion:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all data in plain containers; an error that overflowed is None."""
-        errors = {
-            "error_before": _finite(self.error_before),
-            "error_after": _finite(self.error_after),
-            "sensitivities": {name: _finite(each) for name, each in self.sensitivities.items()},
-        }
-        return {**asdict(self), **errors, "setting": self.setting}
+        return {**json_types(asdict(self)), "setting": self.setting}
 
     def to_json(self) -> str:
         """Returns all data as JSON."""
@@ -82,7 +77,3 @@ class Suggestion:
         ]
         setting = [f"  {self.setting}"] if self.setting else []
         return "\n".join([self.verdict, *lines, *setting, *self.notes])
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

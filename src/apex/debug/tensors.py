@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from apex._core import dtypes
 from apex._torch import dtensor
 from apex._torch.copies import capturing
 from apex._torch.sparse import stored_values
@@ -143,7 +144,7 @@ def values_of(tensor: Tensor) -> Values:
     sizes = finite[finite != 0.0].abs()
     low, high = (float(finite.min()), float(finite.max())) if finite.numel() else (0.0, 0.0)
     return Values(
-        str(tensor.dtype).removeprefix("torch."),
+        dtypes.name(tensor.dtype),
         tuple(tensor.shape),
         low,
         high,

@@ -4,33 +4,15 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from apex.debug.module_tracker import ModuleTracker
-
-
-class Mode(Protocol):
-    """The dispatch mode of a trace, which distinguishes the steps of optimizers."""
-
-    @property
-    def tracker(self) -> ModuleTracker:
-        """Knows the running module, direction and line."""
-
-    def enter_step(self, optimizer: Optimizer, args: Any, kwargs: Any, /) -> Any:
-        """Runs before each step, as a pre-hook of torch's optimizers."""
-
-    def leave_step(self, optimizer: Optimizer, args: Any, kwargs: Any, /) -> None:
-        """Runs after each step."""
-
 
 SomeTrace = TypeVar("SomeTrace", bound="Trace")
 
@@ -61,8 +43,8 @@ class Trace:
 
     def __enter__(self: SomeTrace) -> SomeTrace:
         """Starts tracing this thread."""
-        mode: Any = self._new_mode()
-        self.mode, tracker = mode, mode.tracker
+        self.mode = mode = self._new_mode()
+        tracker = mode.tracker
         with ExitStack() as hooks, ExitStack() as modes:
             hooks.callback(tracker.detach)
             tracker.attach()
@@ -86,7 +68,8 @@ class Trace:
         self.mode = None
         self._modes.close()
 
-    def _new_mode(self) -> Mode:
+    def _new_mode(self) -> Any:
+        """Returns a dispatch mode with a ``tracker`` and hooks for the steps of optimizers."""
         raise NotImplementedError
 
     def _may_compile(self) -> bool:

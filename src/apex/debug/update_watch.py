@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from apex._core.dtypes import is_low_precision
 from apex._engine.readback import Readback
-from apex._torch import dtensor
+from apex._torch import blocks, dtensor
 from apex._torch.copies import capturing, moved
 from apex._torch.dynamo import untraced
 from apex.debug.loops import Loop, owner_of
@@ -386,10 +386,7 @@ def _stride(numel: int) -> int:
 
 def _alike(weight: Tensor, grad: Tensor) -> bool:
     """Returns whether parameter and gradient lie in memory alike, without gaps."""
-    dense = weight.is_contiguous() or (
-        weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last)
-    )
-    return dense and weight.stride() == grad.stride()
+    return blocks.is_dense(weight) and weight.stride() == grad.stride()
 
 
 def _live(weights: list[tuple[weakref.ref[Tensor], bool]]) -> tuple[list[Tensor], list[bool]]:

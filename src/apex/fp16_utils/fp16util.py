@@ -92,7 +92,6 @@ class FP16Model(nn.Module):
     """
 
     def __init__(self, network: nn.Module) -> None:
-        """Casts ``network``."""
         super().__init__()
         self.network = convert_network(network, torch.float16)
 

@@ -22,7 +22,6 @@ class LossScaler:
     """
 
     def __init__(self, scale: float = 1) -> None:
-        """Sets the scale."""
         self.cur_scale = scale
 
     @property

@@ -97,7 +97,6 @@ class FusedDense(nn.Linear):
     """A linear layer, initialized as ``torch.nn.Linear`` (apex left the memory as it was)."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
-        """Creates the layer."""
         super().__init__(in_features, out_features, bias)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -109,7 +108,6 @@ class DenseNoBias(FusedDense):
     """A linear layer without bias, whatever ``bias`` says."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
-        """Creates the layer."""
         del bias
         super().__init__(in_features, out_features, bias=False)
 

@@ -71,7 +71,6 @@ class FusedOptimizer(Optimizer):
     """Whether ``update`` divides the gradients by the gate's scale; else ``step`` does so first."""
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
-        """Creates the optimizer; see :class:`torch.optim.Optimizer`."""
         super().__init__(params, defaults)
         StepOfInstances.install(type(self))
 
@@ -225,7 +224,6 @@ class FusedOptimizer(Optimizer):
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores the state of a copy or pickle."""
         super().__setstate__(state)
         StepOfInstances.install(type(self))
 

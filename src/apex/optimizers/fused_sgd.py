@@ -83,7 +83,6 @@ class FusedSGD(FusedOptimizer):
         self.set_grad_none = set_grad_none
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores the state of a copy or pickle."""
         super().__setstate__(state)
         for group in self.param_groups:
             group.setdefault("nesterov", False)

@@ -151,5 +151,4 @@ class LARC:
         return getattr(self.optim, name)
 
     def __repr__(self) -> str:
-        """Returns the optimizer's representation."""
         return repr(self.optim)

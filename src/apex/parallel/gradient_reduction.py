@@ -35,7 +35,6 @@ class GradientReduction:
     predivide_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        """Validates the factor."""
         if not self.predivide_factor > 0.0:
             raise ValueError(
                 f"gradient_predivide_factor is {self.predivide_factor!r}; it must be a positive "

@@ -69,7 +69,6 @@ class SyncBatchNorm(_BatchNorm):
         channel_last: bool = False,
         fuse_relu: bool = False,
     ) -> None:
-        """Creates the layer."""
         group = checked_group(process_group)
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
         self._group = _SharedGroup(group)

@@ -107,11 +107,7 @@ class _Run:
         first = build()
         self._loss_place = first.loss.place
         self.batches = self._draw(first)
-        self._start: State = {
-            name: value.detach().to("cpu", copy=True)
-            for name, value in first.model.state_dict().items()
-            if isinstance(value, torch.Tensor)
-        }
+        self._start = training.snapshot(first.model)
         self._tracks: dict[str, Track] = {}
         self._slowdowns: dict[torch.dtype, float | None] = {}
         self.results = {variant.name: self._initial_result(variant) for variant in options.variants}

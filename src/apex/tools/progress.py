@@ -5,25 +5,9 @@ from __future__ import annotations
 import importlib
 import math
 import time
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 SECONDS_BETWEEN_LINES = 5.0
-
-
-class Progress(Protocol):
-    """Displays the progress of a run."""
-
-    def start(self, total: int) -> None:
-        """Sets the number of steps."""
-
-    def describe(self, text: str) -> None:
-        """Sets the description of the current activity."""
-
-    def step(self) -> None:
-        """Counts one step."""
-
-    def close(self) -> None:
-        """Ends the display."""
 
 
 def progress_on(stream: TextIO) -> Progress:
@@ -32,21 +16,54 @@ def progress_on(stream: TextIO) -> Progress:
     On a terminal, a notice names tqdm, and there is also a line every few seconds.
     """
     if not stream.isatty():
-        return PlainProgress(stream, seconds=math.inf)
+        return Progress(stream, seconds=math.inf)
     try:
         tqdm = importlib.import_module("tqdm").tqdm
     except ImportError:
         stream.write("tqdm is not installed: plain progress (pip install 'apex-amp[demo]')\n")
-        return PlainProgress(stream)
+        return Progress(stream)
     return BarProgress(tqdm, stream)
 
 
-class BarProgress:
+class Progress:
+    """The progress of a run: a line for each activity, and one every few seconds."""
+
+    def __init__(self, stream: TextIO, *, seconds: float = SECONDS_BETWEEN_LINES) -> None:
+        self._stream, self._seconds = stream, seconds
+        self._text = ""
+        self._total = self._done = 0
+        self._shown = time.monotonic()
+
+    def start(self, total: int) -> None:
+        """Sets the number of steps."""
+        self._total = total
+
+    def describe(self, text: str) -> None:
+        """Sets the description of the current activity, and writes a line."""
+        self._text = text
+        self._line()
+
+    def step(self) -> None:
+        """Counts one step; writes a line if the last one is a few seconds old."""
+        self._done += 1
+        if time.monotonic() - self._shown >= self._seconds:
+            self._line()
+
+    def close(self) -> None:
+        """Ends the display."""
+
+    def _line(self) -> None:
+        self._shown = time.monotonic()
+        self._stream.write(f"[{self._done}/{self._total}] {self._text}\n")
+        self._stream.flush()
+
+
+class BarProgress(Progress):
     """A tqdm progress bar."""
 
     def __init__(self, tqdm: Any, stream: TextIO) -> None:
-        """Shows nothing yet."""
-        self._tqdm, self._stream = tqdm, stream
+        super().__init__(stream)
+        self._tqdm = tqdm
         self._bar: Any = None
 
     def start(self, total: int) -> None:
@@ -67,37 +84,3 @@ class BarProgress:
         """Closes the bar at its present position."""
         if self._bar is not None:
             self._bar.close()
-
-
-class PlainProgress:
-    """A line for each activity, and one every few seconds."""
-
-    def __init__(self, stream: TextIO, *, seconds: float = SECONDS_BETWEEN_LINES) -> None:
-        """Shows nothing yet."""
-        self._stream, self._seconds = stream, seconds
-        self._text = ""
-        self._total = self._done = 0
-        self._shown = time.monotonic()
-
-    def start(self, total: int) -> None:
-        """Stores the total."""
-        self._total = total
-
-    def describe(self, text: str) -> None:
-        """Writes a line."""
-        self._text = text
-        self._line()
-
-    def step(self) -> None:
-        """Writes a line if the last one is a few seconds old."""
-        self._done += 1
-        if time.monotonic() - self._shown >= self._seconds:
-            self._line()
-
-    def close(self) -> None:
-        """Does nothing."""
-
-    def _line(self) -> None:
-        self._shown = time.monotonic()
-        self._stream.write(f"[{self._done}/{self._total}] {self._text}\n")
-        self._stream.flush()

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from statistics import median, quantiles
 from typing import Any, Literal
 
-import torch
-
 from apex._core import dtypes
+from apex.debug.rendering.files import json_types
 from apex.debug.suggestion import Suggestion
 from apex.tools.load import Load
 from apex.tools.paired import Interval, independent_ratio, paired_ratio
@@ -283,7 +280,7 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
     """Returns ``comparison`` as plain data, with None for NaN and infinity, which JSON lacks."""
     data = {name: value for name, value in asdict(comparison).items() if name != "results"}
     results = [_result_data(result, comparison) for result in comparison.results]
-    return {"format": "apex-compare/1", **_plain(data), "levels": _plain(results)}
+    return {"format": "apex-compare/1", **json_types(data), "levels": json_types(results)}
 
 
 def _result_data(result: Result, comparison: Comparison) -> dict[str, Any]:
@@ -304,15 +301,3 @@ def _result_data(result: Result, comparison: Comparison) -> dict[str, Any]:
         "dtype": dtypes.name(result.variant.dtype),
         **data,
     }
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, torch.dtype):
-        return dtypes.name(value)
-    return value

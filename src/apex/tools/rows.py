@@ -6,10 +6,11 @@ import math
 from dataclasses import dataclass, fields
 
 from apex._core import dtypes
+from apex.debug.rendering.formatting import short
 from apex.tools.results import Comparison, Probe, Result, Training
 from apex.tools.sizes import megabytes, needed
 from apex.tools.training import end_loss
-from apex.tools.variants import BASELINE, SHORT
+from apex.tools.variants import BASELINE
 
 NOTHING = "-"
 
@@ -103,7 +104,7 @@ def _row(result: Result, comparison: Comparison) -> Row:
     return Row(
         level=result.name,
         compute=_compute(result),
-        time=NOTHING if timing is None else _three(timing.median),
+        time=NOTHING if timing is None else three_digits(timing.median),
         speed=NOTHING if speed is None else f"{speed.median:.2f}x",
         memory=megabytes(memory) if memory else NOTHING,
         **_training_cells(result.training),
@@ -115,10 +116,8 @@ def _row(result: Result, comparison: Comparison) -> Row:
 def _compute(result: Result) -> str:
     if result.training is None:
         return "skipped" if result.skipped else "failed"
-    short = {dtypes.name(dtype): name for dtype, name in SHORT.items()}
     seen = None if result.probe is None else result.probe.compute_dtype
-    name = seen or dtypes.name(result.variant.dtype)
-    return short.get(name, name) + (" *" if result.emulated else "")
+    return short(seen or dtypes.name(result.variant.dtype)) + (" *" if result.emulated else "")
 
 
 def _training_cells(record: Training | None) -> dict[str, str]:
@@ -160,7 +159,7 @@ def module_name(name: str) -> str:
     return name or "(model)"
 
 
-def _three(value: float) -> str:
+def three_digits(value: float) -> str:
     """Returns three digits of a time, without an exponent."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 

@@ -7,7 +7,6 @@ from statistics import stdev
 
 from apex.tools.results import Comparison, Result
 from apex.tools.training import end_loss, last
-from apex.tools.variants import SHORT
 
 MOST_FROZEN = 0.05
 MOST_SKIPPED = 0.1
@@ -60,7 +59,7 @@ def _emulated(result: Result, comparison: Comparison) -> str:
 
 
 def _without_hardware(result: Result) -> str:
-    name = SHORT[result.variant.dtype]
+    name = result.variant.short_dtype
     if result.slowdown is None:
         return f"{name} is not supported by this machine"
     return f"{name} is emulated on this machine"

@@ -48,7 +48,6 @@ class CheckedLoss:
     """
 
     def __init__(self, loss: Callable[..., Any]) -> None:
-        """Wraps ``loss(model, batch)``."""
         self._loss = loss
         self.place = place_of(loss)
 

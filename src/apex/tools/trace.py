@@ -9,7 +9,7 @@ from typing import Any
 
 from apex.debug.faults import Fault
 from apex.debug.overflow import hit_lines
-from apex.debug.script_trace import ScriptTrace
+from apex.debug.script_trace import ScriptTrace, Seen
 from apex.tools.script import Ending, Script
 
 
@@ -20,49 +20,24 @@ class Tracing:
     Attributes:
         script: Name of the script or module.
         ending: How the script ended.
-        first: The first fault; None without one.
-        steps_before: Number of optimizer steps before it; all of them without a fault.
-        certain: Whether the fault reached a gradient, the loss or a weight.
-        gradients: Names of parameters that received a non-finite gradient.
-        operators: Number of operators traced.
-        steps: Number of optimizer steps completed.
-        passes: Number of backward passes.
-        healed: Number of these after which a dynamic loss scale backed off.
-        harmless: Number of operators whose inf and NaN reached no gradient.
-        first_harmless: The first of these, in one line; ``""`` without one.
-        compiled: Whether a compiled model ran uncompiled.
-        seconds: Time the script took from its first operator on.
-        own_seconds: Time of this that tracing took.
+        seen: What the trace saw.
         rank: Rank among several processes; None for a single one.
     """
 
     script: str
     ending: Ending
-    first: Fault | None
-    steps_before: int
-    certain: bool
-    gradients: tuple[str, ...]
-    operators: int
-    steps: int
-    passes: int
-    healed: int
-    harmless: int
-    first_harmless: str
-    compiled: bool
-    seconds: float
-    own_seconds: float
+    seen: Seen
     rank: int | None
-
-    @property
-    def slowdown(self) -> float:
-        """How many times as long ``seconds`` are as they would have been without the trace."""
-        without = self.seconds - self.own_seconds
-        return self.seconds / without if without > 0.0 else 1.0
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything in JSON types."""
-        first = None if self.first is None else self.first.as_dict()
-        return {**asdict(self), "first": first, "slowdown": self.slowdown}
+        seen, first = self.seen, self.seen.first
+        faults = {
+            "first": None if first is None else first.as_dict(),
+            "first_harmless": _brief(seen.first_harmless),
+        }
+        own = {"script": self.script, "ending": asdict(self.ending)}
+        return own | asdict(seen) | faults | {"rank": self.rank, "slowdown": seen.slowdown}
 
 
 class FaultFound(BaseException):
@@ -87,27 +62,9 @@ def trace(script: Script, *, notify: Callable[[Fault], None] | None = None) -> T
 
     with ScriptTrace(on_fault=on_fault) as found:
         ending = script.run(stop=FaultFound)
-    seconds = found.seconds
     if os.getpid() != process:  # the script called os.fork, and the child returned here
         return None
-    return Tracing(
-        script=script.name,
-        ending=ending,
-        first=found.first,
-        steps_before=found.steps_before,
-        certain=found.is_certain,
-        gradients=tuple(found.gradients),
-        operators=found.operators,
-        steps=found.steps,
-        passes=found.passes,
-        healed=found.healed,
-        harmless=found.harmless,
-        first_harmless=_brief(found.first_harmless),
-        compiled=found.compiled,
-        seconds=seconds,
-        own_seconds=found.own_seconds,
-        rank=rank(),
-    )
+    return Tracing(script.name, ending, found.seen(), rank())
 
 
 def rank() -> int | None:
@@ -135,21 +92,21 @@ def marked(text: str) -> str:
 
 
 def _verdict(tracing: Tracing) -> list[str]:
-    first = tracing.first
+    seen, first = tracing.seen, tracing.seen.first
     if first is None:
         return [f"apex trace: {tracing.script} made no inf or NaN that reached its training."]
     lines = [
-        f"apex trace: {tracing.script} made {first.kind}, after {_steps(tracing.steps_before)}.",
+        f"apex trace: {tracing.script} made {first.kind}, after {_steps(seen.steps_before)}.",
         f"First overflow: {first}",
-        *hit_lines(tracing.gradients),
+        *hit_lines(seen.gradients),
     ]
-    if not tracing.gradients and not tracing.certain:
+    if not seen.gradients and not seen.certain:
         lines.append("  hit    no gradient, loss or weight before the script ended")
     return lines
 
 
 def _remarks(tracing: Tracing) -> list[str]:
-    ending = tracing.ending
+    seen, ending = tracing.seen, tracing.ending
     lines = []
     if ending.stopped:
         lines.append("The script was stopped there; with --keep-going it runs to its end.")
@@ -159,28 +116,28 @@ def _remarks(tracing: Tracing) -> list[str]:
         lines.append(f"The script failed: {ending.error}")
     elif ending.status:
         lines.append(f"The script exited with status {ending.status}.")
-    if tracing.healed:
+    if seen.healed:
         lines.append(
-            f"Healthy: {tracing.healed} of {_count(tracing.passes, 'backward pass', 'es')} "
+            f"Healthy: {seen.healed} of {_count(seen.passes, 'backward pass', 'es')} "
             "overflowed. A dynamic loss scale finds its value this way: it backs off, and the step "
             "is skipped."
         )
-    if tracing.harmless:
+    if seen.harmless:
         lines.append(
-            f"Harmless: {_count(tracing.harmless, 'non-finite result')} reached no gradient. The "
-            f"first: {tracing.first_harmless}."
+            f"Harmless: {_count(seen.harmless, 'non-finite result')} reached no gradient. The "
+            f"first: {_brief(seen.first_harmless)}."
         )
-    if tracing.compiled:
+    if seen.compiled:
         lines.append("Compiled parts ran uncompiled, as compiled code is opaque to a trace.")
-    if not tracing.operators and not ending.status:
+    if not seen.operators and not ending.status:
         lines.append(
             "No operator was traced: the script ran none in its own process and main thread. "
             "Trace the program that its processes run."
         )
         return lines
     lines.append(
-        f"Traced {_count(tracing.operators, 'operator')} and {_steps(tracing.steps)} in "
-        f"{tracing.seconds:.3g} s, about {tracing.slowdown:.1f} times as long as without the trace."
+        f"Traced {_count(seen.operators, 'operator')} and {_steps(seen.steps)} in "
+        f"{seen.seconds:.3g} s, about {seen.slowdown:.1f} times as long as without the trace."
     )
     return lines
 

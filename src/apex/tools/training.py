@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from apex._core import tree
 from apex.debug.frozen import frozen_updates
@@ -75,7 +75,7 @@ def train(
         frozen += _step(trainer, step, count=step in samples)
         scales.append(trainer.loss_scale())
         if step in keep_at or step == len(batches):
-            weights[step] = snapshot(trainer)
+            weights[step] = snapshot(trainer.model)
         on_step()
     on_cuda = device.type == "cuda"
     peak = torch.cuda.max_memory_allocated(device) if on_cuda else None
@@ -152,11 +152,11 @@ def last(losses: Sequence[float]) -> Sequence[float]:
 
 
 @torch.no_grad()
-def snapshot(trainer: Trainer) -> State:
-    """Returns a copy of the model's state in fp32, on the CPU; at O2 and O5 the masters' values."""
+def snapshot(model: nn.Module) -> State:
+    """Returns a copy of a model's state in fp32, on the CPU; at O2 and O5 the masters' values."""
     return {
         name: value.detach().to("cpu", copy=True)
-        for name, value in trainer.model.state_dict().items()
+        for name, value in model.state_dict().items()
         if isinstance(value, Tensor)
     }
 

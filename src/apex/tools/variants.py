@@ -8,6 +8,9 @@ from typing import Any, Literal
 
 import torch
 
+from apex._core import dtypes
+from apex.debug.rendering.formatting import short
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -32,16 +35,13 @@ class Variant:
     fp32_weights: bool = True
     advised: bool = True
 
+    @property
+    def short_dtype(self) -> str:
+        """The dtype's short name, such as ``"bf16"``."""
+        return short(dtypes.name(self.dtype))
+
 
 BASELINE = "O0"
-
-SHORT: Mapping[torch.dtype, str] = {
-    torch.float64: "fp64",
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-}
-"""Names of dtypes in tables."""
 
 _ALL = (
     Variant("O0", torch.float32, "fp32 throughout", advised=False),

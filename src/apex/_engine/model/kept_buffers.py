@@ -86,7 +86,6 @@ class KeptBuffer(Tensor):
         return func(*args, **kwargs)  # by the other subclass
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Shows a plain tensor."""
         return repr(plain(self))
 
     def __format__(self, spec: str) -> str:
@@ -94,7 +93,6 @@ class KeptBuffer(Tensor):
         return format(plain(self), spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """Returns a kept buffer with memory of its own."""
         if id(self) not in memo:
             memo[id(self)] = mark(plain(self).clone())
         made: Tensor = memo[id(self)]
@@ -190,7 +188,6 @@ class Note:
     """What is to be told once, when a buffer that loses distinct values is rounded."""
 
     def __init__(self, text: str) -> None:
-        """Takes what is to be told."""
         self._text: str | None = text
 
     def tell(self) -> None:

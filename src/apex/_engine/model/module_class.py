@@ -124,7 +124,6 @@ class ConvertedModule(nn.Module):
         return copied_by(copied, self, reduced, memo)
 
     def __setstate__(self, saved: Any) -> None:
-        """Restores the state from ``__reduce_ex__``."""
         if not (isinstance(saved, tuple) and saved and isinstance(saved[0], ModelState)):
             super().__setstate__(saved)  # type: ignore[no-untyped-call]
             return

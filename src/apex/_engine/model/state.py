@@ -75,7 +75,6 @@ class ModelState:
     known: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
 
     def __post_init__(self) -> None:
-        """Keeps the plan of the conversion."""
         self.given = self.plan
 
     def kept(self, model: nn.Module) -> list[Tensor]:
@@ -206,7 +205,6 @@ class ModelState:
             self.handles.pop().remove()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelState:
-        """Copies all but the owner."""
         new = memo[id(self)] = object.__new__(type(self))
         own = {**self.__dict__, "owner": None, "model": None, "known": None}
         new.__dict__.update(copy.deepcopy(own, memo))
@@ -223,7 +221,6 @@ class ModelState:
         return empty, ("model_state",), {**self.__dict__, **dict.fromkeys(_NOT_SAVED)}
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
-        """Restores the state from ``__reduce__``."""
         self.__dict__.update({"given": saved["plan"], **saved}, region=UncastRegion())
         self.in_proxy, self.known = set(), weakref.WeakSet()
 

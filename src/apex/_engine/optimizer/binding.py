@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any, Protocol
 
@@ -14,7 +13,6 @@ from torch.optim import Optimizer
 
 from apex._core import dtypes
 from apex._engine import masters
-from apex._engine.autocast.region import UncastBlock
 from apex._engine.masters import Masters, TrackedPair
 from apex._engine.mistakes import Mistakes
 from apex._engine.optimizer import one_pass
@@ -23,8 +21,6 @@ from apex._engine.undo import Undo, all_or_nothing
 from apex._pickle import empty
 from apex._torch.autograd import backward_id
 from apex._torch.dynamo import untraced
-
-CastsOff = Callable[[], AbstractContextManager[None]]
 
 
 class Owner(Protocol):
@@ -74,7 +70,6 @@ class Binding:
         optimizer: Optimizer,
         *,
         master_weights: bool,
-        casts_off: CastsOff,
         sums_low: bool = False,
         owner: Owner | None = None,
         source: Masters | None = None,
@@ -84,7 +79,6 @@ class Binding:
         Args:
             optimizer: Any optimizer; its group dicts and lists keep their identity.
             master_weights: Whether low-precision parameters get fp32 masters.
-            casts_off: Context without op casts, for the step.
             sums_low: Whether gradients of several passes add up in the model's 16 bits.
             owner: The session.
             source: The registry of masters; ``None`` for the owner's, or a new one without owner.
@@ -95,7 +89,6 @@ class Binding:
         self.gradients = Gradients(self)
         self.master_weights = master_weights
         self.sums_low = sums_low
-        self.casts_off = casts_off
         self.owner = owner
         self.inner_step: Callable[..., Any] | None = None
         self.view: object = None
@@ -116,7 +109,6 @@ class Binding:
         return optimizer
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Attaches the binding to ``optimizer``."""
         self._optimizer = weakref.ref(optimizer)
 
     def params(self) -> list[nn.Parameter]:
@@ -268,7 +260,7 @@ class Binding:
         new = object.__new__(type(self))
         memo[id(self)] = new
         new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        new.owner, new.casts_off = self.owner, self.casts_off
+        new.owner = self.owner
         if new.owner is not None:
             new._source = new.owner.masters
             new.owner.register(new)
@@ -279,7 +271,7 @@ class Binding:
         """Leaves out what belongs to this process: the optimizer, the session, the gradients."""
         masters.write_back(self.pairs)
         state = self.__dict__.copy()
-        for name in ("_optimizer", "_source", "_owned", "gradients", "casts_off"):
+        for name in ("_optimizer", "_source", "_owned", "gradients"):
             del state[name]
         state.update(owner=None, inner_step=None, view=None, packing=self._source.kind)
         return state
@@ -289,13 +281,11 @@ class Binding:
         return empty, ("binding",), self.__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores everything but the optimizer, which attaches itself."""
         self.sums_low = False  # in files of earlier releases
         self.__dict__.update(state)
         self._source = Masters(self.__dict__.pop("packing", None))
         self._owned = {id(pair.model) for pair in self.pairs}
         self.gradients = Gradients(self)  # copies and files hold no gradients
-        self.casts_off = UncastBlock
 
 
 def _move_state(optimizer: Optimizer, old: nn.Parameter, new: nn.Parameter) -> None:

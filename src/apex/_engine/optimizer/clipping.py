@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from apex._core.finite import group
 from apex._core.foreach import norms
-from apex._engine.optimizer import blocks, deferred, mirror_gradients
+from apex._engine.optimizer import deferred, mirror_gradients
 from apex._engine.optimizer.gradient_pass import GradState
-from apex._torch import dtensor
+from apex._torch import blocks, dtensor
 from apex._torch.copies import moved
 from apex._torch.counted import without_counting
 from apex._torch.dynamo import untraced

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from apex._engine.masters import TrackedPair
-from apex._engine.optimizer import blocks
-from apex._torch import dtensor, lazy, parameters
+from apex._torch import blocks, dtensor, lazy, parameters
 from apex._torch.copies import moved
 from apex._torch.counted import CountedGradient, without_counting
 from apex._torch.dynamo import untraced

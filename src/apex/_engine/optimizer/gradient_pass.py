@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from apex._torch import dtensor
 from apex._torch.copies import HostCopy, capturing
 from apex._torch.counted import without_counting
 from apex._torch.dynamo import untraced
+
+if TYPE_CHECKING:
+    from apex._engine.optimizer.binding import Binding
 
 _Grads = list[tuple[nn.Parameter, Tensor]]
 
@@ -43,23 +46,6 @@ class OpenPass(Protocol):
         """Unscales them now; idempotent."""
 
 
-class SteppedParams(Protocol):
-    """The parameters of one optimizer."""
-
-    pairs: list[TrackedPair]
-    sums_low: bool
-    """Whether gradients of several passes add up in the model's 16 bits."""
-
-    def params(self) -> list[nn.Parameter]:
-        """Returns every parameter that the optimizer steps, masters included."""
-
-    def direct(self) -> list[nn.Parameter]:
-        """Returns the parameters that are stepped without a master."""
-
-    def defers(self) -> bool:
-        """Returns whether gradients stay in 16 bits until they are read."""
-
-
 class Gradients:
     """The gradients of one optimizer, and their state between passes.
 
@@ -78,8 +64,7 @@ class Gradients:
         steps: Steps so far, skipped ones included.
     """
 
-    def __init__(self, stepped: SteppedParams) -> None:
-        """Starts without gradients."""
+    def __init__(self, stepped: Binding) -> None:
         self._stepped = weakref.ref(stepped)
         self.state = GradState.READY
         self.open_pass: OpenPass | None = None
@@ -106,7 +91,7 @@ class Gradients:
         self._modified = False
 
     @property
-    def _optimized(self) -> SteppedParams:
+    def _optimized(self) -> Binding:
         stepped = self._stepped()
         if stepped is None:
             raise RuntimeError("The optimizer of these gradients has been deleted.")
@@ -245,7 +230,7 @@ class Gradients:
         models = [pair.model for pair in pairs]
         fresh = master.fp32_copies([grad for _, grad in reached], models, own)
         if unscale_ is not None:
-            unscale_(finite.dense_values(fresh + _grads(self._not_in(done))))
+            unscale_(finite.dense_values(fresh) + self._own_values(done))
         # Masters hold gradients if the loss uses them directly, or from earlier passes at scale 1.
         earlier = [param.grad for param in own]
         adds = any(grad is not None for grad in earlier)
@@ -300,13 +285,14 @@ class Gradients:
             and not (done and id(pair.model) in done)
         ]
 
-    def _not_in(self, done: set[int]) -> list[nn.Parameter]:
-        """Returns the stepped parameters with a gradient that are not in ``done``; adds them."""
-        params = [param for param in self._optimized.params() if param.grad is not None]
-        present = dict(zip(map(id, params), params, strict=True))
-        own = {k: param for k, param in present.items() if k not in done} if done else present
-        done.update(own)
-        return list(own.values())
+    def _own_values(self, done: set[int]) -> list[Tensor]:
+        """Returns the dense gradients of stepped parameters that are not in ``done``; adds them."""
+        params = self._optimized.params()
+        ids = {*map(id, params)}
+        if done or len(ids) < len(params):
+            params = list({id(p): p for p in params if id(p) not in done}.values())
+        done |= ids
+        return _dense(params)
 
     def _add_aside(self) -> None:
         known = {id(param) for param, _ in self._fresh}
@@ -606,8 +592,9 @@ class Gradients:
 
 def _present(params: Iterable[nn.Parameter], *, keeps: bool) -> _Grads:
     # Masters included: a loss that uses them directly gives them scaled gradients.
-    present = {id(p): (p, grad) for p in params if (grad := p.grad) is not None}
-    return [(param, grad if keeps else grad.clone()) for param, grad in present.values()]
+    present = [(param, grad) for param in params if (grad := param.grad) is not None]
+    once = {id(param): (param, grad) for param, grad in present}
+    return [(param, grad if keeps else grad.clone()) for param, grad in once.values()]
 
 
 def _unreduced(
@@ -629,16 +616,14 @@ def _unreduced(
     return aside, back
 
 
-def _grads(params: list[nn.Parameter]) -> list[Tensor]:
-    """Returns the existing gradients, with sparse ones coalesced and partial DTensors reduced."""
-    if dtensor.any_dtensor(params):
-        for param in params:
-            if param.grad is not None:
-                param.grad = dtensor.laid_out_as(param, param.grad)
+def _dense(params: list[nn.Parameter]) -> list[Tensor]:
+    """Returns the values of the gradients, after sparse ones coalesced and partial ones reduced."""
     grads = [grad for param in params if (grad := param.grad) is not None]
-    if {grad.layout for grad in grads} <= {torch.strided}:
+    if finite.are_plain(grads):
         return grads
     for param in params:
-        if param.grad is not None and param.grad.is_sparse:
-            param.grad = param.grad.coalesce()
-    return [grad for param in params if (grad := param.grad) is not None]
+        if param.grad is not None:
+            param.grad = dtensor.laid_out_as(param, param.grad)
+            if param.grad.is_sparse:
+                param.grad = param.grad.coalesce()
+    return finite.dense_values([grad for param in params if (grad := param.grad) is not None])

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from apex._engine.masters import TrackedPair
-from apex._engine.optimizer import blocks, deferred
+from apex._engine.optimizer import deferred
 from apex._engine.optimizer.deferred import Deferred, Factor
-from apex._torch import dtensor
+from apex._torch import blocks, dtensor
 from apex._torch.copies import moved
 from apex._torch.counted import without_counting
 

@@ -12,7 +12,7 @@ Note [The step in one pass]
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,11 +24,11 @@ from torch.utils.hooks import RemovableHandle
 
 from apex._core import tree
 from apex._engine.masters import TrackedPair
-from apex._engine.optimizer import blocks, deferred
-from apex._torch import dispatch_modes, dtensor
+from apex._engine.optimizer import deferred
+from apex._torch import blocks, dispatch_modes, dtensor
 from apex._torch.counted import without_counting
 from apex._torch.dynamo import untraced
-from apex._torch.packed import Packed, Packing
+from apex._torch.packed import Packed, unpacked
 
 if TYPE_CHECKING:
     from apex._engine.optimizer.binding import Binding
@@ -47,7 +47,7 @@ in 8 to 128, 0.4 for 17 M in 8. Not measured on a GPU.
 
 def takes(binding: Binding) -> bool:
     """Returns whether the next step of an optimizer takes 16-bit gradients."""
-    return enabled and binding.elements >= least_elements and is_fused(binding.optimizer)
+    return enabled and binding.elements >= least_elements and _is_fused(binding.optimizer)
 
 
 @untraced
@@ -61,15 +61,20 @@ def one_pass_step(binding: Binding, *, compiled: bool) -> OnePassStep | None:
     return OnePassStep(binding)
 
 
-def is_fused(optimizer: Optimizer) -> bool:
+def fused_kind(optimizer: Optimizer) -> type[Optimizer] | None:
+    """Returns torch's class whose fused kernel steps every group; ``None`` if there is none."""
+    if not all(group.get("fused") for group in optimizer.param_groups):
+        return None
+    kinds = SGD, Adagrad, AdamW, Adam
+    return next((kind for kind in kinds if isinstance(optimizer, kind)), None)
+
+
+def _is_fused(optimizer: Optimizer) -> bool:
     """Returns whether the optimizer's own step is one of torch's fused ones."""
-    for kind in (SGD, Adagrad, AdamW, Adam):
-        if isinstance(optimizer, kind):
-            fused = all(group.get("fused") for group in optimizer.param_groups)
-            return fused and all(
-                _inherits(type(optimizer), kind, n) for n in ("step", "_init_group")
-            )
-    return False
+    kind = fused_kind(optimizer)
+    return kind is not None and all(
+        _inherits(type(optimizer), kind, name) for name in ("step", "_init_group")
+    )
 
 
 def _inherits(kind: type, base: type, name: str) -> bool:
@@ -148,20 +153,14 @@ class OnePassStep(TorchDispatchMode):
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Runs a fused operator: by blocks where gradients are deferred, as it is on the others."""
-        count = dispatch_modes.OPERANDS[func]
-        operands = [[each[i] for each in args[:count] if each] for i in range(len(args[0]))]
         # Where grad_scale is set, the kernel writes the unscaled gradients back.
         by_blocks = kwargs.get("grad_scale") is None
-        taken = [i for i, each in enumerate(operands) if by_blocks and self._can_cut(*each)]
-        rest = [i for i in range(len(operands)) if i not in set(taken)]
-        if rest:
-            lists = [_pick(each, rest) for each in args]
-            lists[1] = [self._real(grad) for grad in lists[1]]
-            func(*lists, **kwargs)
-        if taken:
-            pairs = [self._stand_ins[id(args[1][i])] for i in taken]
-            lists = [dtensor.locals_of(_pick(each, taken)) for each in args]
-            self._run_blocks(func, lists, count, pairs, kwargs)
+        taken, rest = blocks.divide(func, args, lambda each: by_blocks and self._can_cut(*each))
+        if rest[0]:
+            func(rest[0], [self._real(grad) for grad in rest[1]], *rest[2:], **kwargs)
+        if taken[0]:
+            pairs = [self._stand_ins[id(grad)] for grad in taken[1]]
+            self._run_blocks(func, [dtensor.locals_of(each) for each in taken], pairs, kwargs)
 
     def _can_cut(self, param: Tensor, grad: Tensor, *states: Tensor) -> bool:
         """Returns whether the operator can take a parameter and its gradient by blocks."""
@@ -173,36 +172,21 @@ class OnePassStep(TorchDispatchMode):
         return all(blocks.same_strides(each, own) for each in (waiting.values, *others))
 
     def _run_blocks(
-        self,
-        func: Any,
-        lists: Sequence[Sequence[Tensor]],
-        count: int,
-        pairs: Sequence[TrackedPair],
-        kwargs: dict[str, Any],
+        self, func: Any, lists: blocks.Lists, pairs: Sequence[TrackedPair], kwargs: dict[str, Any]
     ) -> None:
         params = lists[0]
         waiting = [each for pair in pairs if (each := deferred.of(pair.master)) is not None]
         grads = deferred.gradients(
             [each.values for each in waiting], [each.factors for each in waiting], params
         )
-        states = [blocks.InPlace(each) if each else blocks.Nothing() for each in lists[2:count]]
-        models = dtensor.locals_of([pair.model for pair in pairs])
         packed = [param for param in params if isinstance(param, Packed)]
+        models = dtensor.locals_of([pair.model for pair in pairs])
         rounds = [
             not packed and blocks.same_strides(*both) for both in zip(models, params, strict=True)
         ]
-
-        def kernel(block: blocks.Block, operands: list[list[Tensor]]) -> None:
-            steps = [[each[part.position] for part in block] for each in lists[count:]]
-            func(*operands, *steps, **kwargs)
-            moved = [(p, v) for p, v in zip(block, operands[0], strict=True) if rounds[p.position]]
-            if moved:
-                torch._foreach_copy_([p.of(models) for p, _ in moved], [v for _, v in moved])
-
-        sizes = [param.numel() for param in params]
         # A session packs all its masters, or none.
-        masters = _unpacked(packed) if packed else blocks.InPlace(params)
-        blocks.run(kernel, sizes, [masters, grads, *states], params[0].device)
+        masters = unpacked(packed) if packed else _Rounding(params, models, rounds)
+        blocks.run(func, lists, kwargs, masters, grads)
         for pair, param, rounded in zip(pairs, params, rounds, strict=True):
             deferred.reclaim(pair.master)
             if rounded:
@@ -211,40 +195,21 @@ class OnePassStep(TorchDispatchMode):
                 self._rounded[param.data_ptr()] = pair
 
 
-def _unpacked(params: Sequence[Packed]) -> blocks.Buffered:
-    """Returns packed masters as an operand: fp32 in a buffer, stored after the kernel."""
-    total = sum(param.numel() for param in params)
-    size = min(blocks.elements(total, params[0].device), total)
-    memory = torch.empty(size, dtype=torch.int32, device=params[0].device)
-    for param in params:
-        param.packing.begin_write()
+class _Rounding(blocks.InPlace):
+    """Masters that are rounded into the model after the kernel, where ``rounds`` says so."""
 
-    def each(
-        block: blocks.Block, values: Sequence[Tensor]
-    ) -> Iterator[tuple[Packing, Tensor, Tensor]]:
-        for part, value in zip(block, values, strict=True):
+    def __init__(
+        self, masters: Sequence[Tensor], models: Sequence[Tensor], rounds: Sequence[bool]
+    ) -> None:
+        super().__init__(masters)
+        self._models, self._rounds = models, rounds
 
-            def of(half: Tensor, part: blocks.Part = part) -> list[Tensor]:
-                return [part.in_(half)]
-
-            halves = params[part.position].viewed(of)
-            spare = memory[: value.numel()].as_strided(value.size(), value.stride())
-            yield halves[0], value, spare
-
-    def load(block: blocks.Block, values: list[Tensor]) -> None:
-        for packing, value, spare in each(block, values):
-            packing.complete(value.copy_(packing.high), spare)
-
-    def store(block: blocks.Block, values: list[Tensor]) -> None:
-        for packing, value, spare in each(block, values):
-            packing.write(value, spare)
-
-    return blocks.Buffered(params, load, store)
+    def store(self, block: blocks.Block, values: list[Tensor]) -> None:
+        both = zip(block, values, strict=True)
+        written = [(p.of(self._models), v) for p, v in both if self._rounds[p.position]]
+        if written:
+            torch._foreach_copy_([model for model, _ in written], [value for _, value in written])
 
 
 _METADATA = frozenset({torch.ops.aten.empty_like.default, torch.ops.aten.detach.default})
 """Operators that read no values: they take stand-ins."""
-
-
-def _pick(tensors: Sequence[Tensor], indices: Sequence[int]) -> list[Tensor]:
-    return [tensors[i] for i in indices] if tensors else []

@@ -92,11 +92,9 @@ class AmpOptimizer(Optimizer):
         return (rebuild, ("optimizer", named, function, arguments), *rest)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the optimizer's own state and the binding."""
         return {**super().__getstate__(), ATTRIBUTE: binding_of(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores both, and attaches the binding to this object."""
         super().__setstate__(state)
         binding = binding_of(self)
         if binding is not None:

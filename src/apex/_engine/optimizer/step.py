@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim import SGD, Optimizer
 
 from apex._engine import masters
+from apex._engine.autocast.region import UncastBlock
 from apex._engine.mistakes import inspect_step
-from apex._engine.optimizer.one_pass import OnePassStep, one_pass_step
+from apex._engine.optimizer.one_pass import OnePassStep, fused_kind, one_pass_step
 from apex._torch.dynamo import is_compiling_here, untraced, untraced_frame
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def step(binding: Binding, run: Run, closure: Closure | None) -> Any:
     binding.settle()
     if not binding.gradients.used:
         _inspect(binding)
-    off = binding.casts_off()
+    off = UncastBlock()
     one_pass: list[OnePassStep] = []
     ended: list[bool] = []
     try:
@@ -128,14 +129,13 @@ def skips_in_kernel(optimizer: Optimizer) -> bool:
     ``_step_supports_amp_scaling``.
     """
     # A copied or unpickled torch optimizer loses the declaration but keeps its fused kernels.
-    if isinstance(optimizer, Adam | AdamW | SGD | Adagrad):
-        fused = all(group.get("fused") for group in optimizer.param_groups)
-        return fused and not (isinstance(optimizer, SGD) and _starts_momentum(optimizer))
+    if (kind := fused_kind(optimizer)) is not None:
+        return kind is not SGD or not _starts_momentum(optimizer)
     declared = getattr(optimizer, "_step_supports_amp_scaling", False)
     return declared and all(group.get("fused", True) for group in optimizer.param_groups)
 
 
-def _starts_momentum(optimizer: SGD) -> bool:
+def _starts_momentum(optimizer: Optimizer) -> bool:
     # torch's fused SGD kernel leaves the momentum uninitialized if it skips the first step, and the
     # next step uses it (torch 2.13). So the host decides whether a group's first step is skipped.
     state = optimizer.state
@@ -183,7 +183,7 @@ def _overflowed(binding: Binding) -> bool:
 @untraced_frame
 def _step_with_closure(binding: Binding, run: Run, closure: Closure) -> Any:
     binding.read_model()
-    off = binding.casts_off()
+    off = UncastBlock()
     one_pass: list[OnePassStep] = []
     ended: list[bool] = []
     try:

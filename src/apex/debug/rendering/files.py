@@ -1,9 +1,15 @@
-"""Reports in files, in the format that the suffix names."""
+"""Reports in files, in the format that the suffix names, and their data for JSON."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
+
+import torch
+
+from apex._core import dtypes
 
 
 def save(path: str | Path, what: str, formats: Mapping[str, Callable[[], str]]) -> None:
@@ -24,3 +30,14 @@ def save(path: str | Path, what: str, formats: Mapping[str, Callable[[], str]]) 
             f"{', '.join(formats)}."
         )
     target.write_text(formats[target.suffix](), encoding="utf-8")
+
+
+def json_types(value: Any) -> Any:
+    """Returns nested data in JSON types: None for NaN and infinity, dtypes by name."""
+    if isinstance(value, Mapping):
+        return {key: json_types(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_types(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return dtypes.name(value) if isinstance(value, torch.dtype) else value

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from apex._core import dtypes
 from apex.tools.doctor.examination import Health
 from apex.tools.doctor.speeds import DTYPES, WORK, Speed
 from apex.tools.wrapping import wrapped
 
-_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+_NAMES = tuple(map(dtypes.name, DTYPES))
 
 
 def health_text(health: Health) -> str:

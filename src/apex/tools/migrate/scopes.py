@@ -12,7 +12,6 @@ class Scope:
     """The names bound in a module, class, function or comprehension."""
 
     def __init__(self, parent: Scope | None = None, *, is_class: bool = False) -> None:
-        """Makes an empty scope inside ``parent``."""
         self.parent = parent
         self.is_class = is_class
         self._imports: dict[str, set[str]] = defaultdict(set)
@@ -55,7 +54,6 @@ class ScopeVisitor(ast.NodeVisitor):
     """
 
     def __init__(self) -> None:
-        """Starts at the module."""
         self.scopes: dict[ast.Name, Scope] = {}
         self._scope = Scope()
 

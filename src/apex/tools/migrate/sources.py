@@ -21,7 +21,6 @@ class UnreadableError(Exception):
     """
 
     def __init__(self, path: Path, reason: str, message: str = "") -> None:
-        """Joins both to the message, unless there is a better one."""
         super().__init__(message or f"{path} {reason}")
         self.path, self.reason = path, reason
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from apex.tools.results import Comparison, Result, Stored, Timing
+from apex.tools.rows import three_digits
 from apex.tools.sizes import megabytes, needed
 from apex.tools.variants import BASELINE
 
@@ -47,7 +48,7 @@ class BarFigure:
 
 def bar_figures(comparison: Comparison) -> list[BarFigure]:
     """Returns the figures that have data to show."""
-    return [*_time(comparison), *_memory(comparison)]
+    return [*_time(comparison), *_peak(comparison), *_stored(comparison)]
 
 
 def _time(comparison: Comparison) -> list[BarFigure]:
@@ -60,7 +61,7 @@ def _time(comparison: Comparison) -> list[BarFigure]:
             result.name,
             # An emulated variant takes so long that the others would shrink to nothing.
             (Piece("bar off", "width:100%"),) if result.emulated else _time_bar(timing, longest),
-            _milliseconds(timing.median),
+            f"{three_digits(timing.median)} ms",
             _speed(result, comparison),
         )
         for result, timing in timed
@@ -92,10 +93,6 @@ PARTS = ("model", "masters", "optimizer")
 """What is stored between steps."""
 
 
-def _memory(comparison: Comparison) -> list[BarFigure]:
-    return [*_peak(comparison), *_stored(comparison)]
-
-
 def _peak(comparison: Comparison) -> list[BarFigure]:
     needs = [(result, needed(result)) for result in comparison.results if needed(result)]
     if not needs:
@@ -113,17 +110,21 @@ def _peak(comparison: Comparison) -> list[BarFigure]:
 
 
 def _stored(comparison: Comparison) -> list[BarFigure]:
-    stored = [(r.name, r.training.stored) for r in comparison.results if r.training is not None]
+    records = [(r.name, r.training.stored) for r in comparison.results if r.training is not None]
+    stored = [(name, each, max(each.params, 1)) for name, each in records]
     if not stored:
         return []
-    most = max(each.per_param for _, each in stored) or 1.0
+    most = max(each.per_param for _, each, _ in stored) or 1.0
     bars = tuple(
         Bar(
             name,
-            tuple(_piece(use, size / max(each.params, 1), most) for use, size in _parts(each)),
+            tuple(
+                _piece(use, size / params / most, f"{size / params:.1f} bytes per parameter")
+                for use, size in _parts(each)
+            ),
             f"{each.per_param:.1f} B",
         )
-        for name, each in stored
+        for name, each, params in stored
     )
     caption = "Bytes of weights, fp32 masters and optimizer state between steps."
     return [BarFigure("Stored per parameter", caption, bars, _legend(PARTS))]
@@ -135,19 +136,12 @@ def _memory_bar(result: Result, total: int, largest: int) -> Bar:
         pieces: tuple[Piece, ...] = (Piece("bar", f"width:{total / largest:.1%}"),)
     else:
         parts = [*_parts(record.stored), ("kept", probe.activation_bytes)]
-        pieces = tuple(
-            Piece(
-                f"bar {part}", f"width:{size / largest:.1%}", f"{_LABELS[part]}: {megabytes(size)}"
-            )
-            for part, size in parts
-            if size
-        )
+        pieces = tuple(_piece(use, size / largest, megabytes(size)) for use, size in parts if size)
     return Bar(result.name, pieces, megabytes(total))
 
 
-def _piece(part: str, per_param: float, most: float) -> Piece:
-    title = f"{_LABELS[part]}: {per_param:.1f} bytes per parameter"
-    return Piece(f"bar {part}", f"width:{per_param / most:.1%}", title)
+def _piece(use: str, share: float, amount: str) -> Piece:
+    return Piece(f"bar {use}", f"width:{share:.1%}", f"{_LABELS[use]}: {amount}")
 
 
 def _parts(stored: Stored) -> list[tuple[str, int]]:
@@ -158,10 +152,6 @@ def _parts(stored: Stored) -> list[tuple[str, int]]:
 
 def _legend(parts: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
     return tuple((part, _LABELS[part]) for part in parts)
-
-
-def _milliseconds(value: float) -> str:
-    return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
 
 
 def _speed(result: Result, comparison: Comparison) -> str:

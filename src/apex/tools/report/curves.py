@@ -11,7 +11,7 @@ from apex.tools.report.lines import Chart, Line, Picture, picture, smooth
 from apex.tools.report.scales import AROUND_ZERO
 from apex.tools.results import Comparison, Result, Training
 from apex.tools.rows import module_name
-from apex.tools.variants import BASELINE, SHORT
+from apex.tools.variants import BASELINE
 
 WIDE = (960, 320)
 NARROW = (360, 260)
@@ -141,7 +141,7 @@ def _modules(comparison: Comparison) -> CurveFigure | None:
         for name, probe in probed
     )
     rules = {
-        result.probe.eps: f"eps of {SHORT[result.variant.dtype]}"
+        result.probe.eps: f"eps of {result.variant.short_dtype}"
         for result in comparison.results
         if result.probe is not None and result.name != base.name
     }

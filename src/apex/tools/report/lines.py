@@ -105,28 +105,18 @@ class Element:
 
 @dataclass(frozen=True)
 class Picture:
-    """A chart drawn at one size; lengths are units of its view box.
+    """A chart drawn at one size.
 
     Attributes:
         kind: CSS class.
         title: Read aloud by screen readers.
-        width: Width of the view box.
-        height: Height of the view box.
-        left: Left edge of the plot area.
-        right: Right edge of the plot area.
-        top: Top edge of the plot area.
-        bottom: Bottom edge of the plot area.
+        frame: Size and edges, in units of the view box.
         elements: Elements in drawing order.
     """
 
     kind: str
     title: str
-    width: int
-    height: int
-    left: int
-    right: int
-    top: int
-    bottom: int
+    frame: Frame
     elements: tuple[Element, ...]
 
 
@@ -149,17 +139,7 @@ def picture(chart: Chart, *, width: int, height: int, kind: str) -> Picture:
     for place, line in enumerate(chart.lines):
         elements += _curve(chart, line, frame, width=_stroke(place, len(chart.lines)))
     elements += _labels(chart, frame)
-    return Picture(
-        kind,
-        chart.title,
-        frame.width,
-        frame.height,
-        frame.left,
-        frame.plot_right,
-        frame.top,
-        frame.plot_bottom,
-        tuple(elements),
-    )
+    return Picture(kind, chart.title, frame, tuple(elements))
 
 
 def smooth(values: Sequence[float], keep: float = 0.8) -> tuple[float, ...]:

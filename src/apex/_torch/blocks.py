@@ -7,11 +7,13 @@ strides of its parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from apex._torch.dispatch_modes import OPERANDS
 
 _LEAST, _GREATEST = 2**18, 2**24
 """Elements of a block: as many as a cache holds on a CPU; on other devices, few large kernels."""
@@ -88,26 +90,13 @@ class Operand(Protocol):
 
 
 class InPlace:
-    """Tensors that the kernel works on where they are."""
+    """Tensors that the kernel works on where they are, or an empty list."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        """Stores them."""
         self._tensors = tensors
 
     def load(self, block: Block) -> list[Tensor]:
-        """Returns views."""
-        return [part.of(self._tensors) for part in block]
-
-    def store(self, block: Block, values: list[Tensor]) -> None:
-        """Does nothing."""
-
-
-class Nothing:
-    """A list that the kernel leaves out."""
-
-    def load(self, block: Block) -> list[Tensor]:
-        """Returns an empty list."""
-        return []
+        return [part.of(self._tensors) for part in block] if self._tensors else []
 
     def store(self, block: Block, values: list[Tensor]) -> None:
         """Does nothing."""
@@ -138,7 +127,6 @@ class Buffered:
         self._load, self._store = load, store
 
     def load(self, block: Block) -> list[Tensor]:
-        """Returns tensors in the buffer, filled."""
         values: list[Tensor] = []
         offset = 0
         for part in block:
@@ -151,30 +139,56 @@ class Buffered:
         return values
 
     def store(self, block: Block, values: list[Tensor]) -> None:
-        """Hands the values on."""
         if self._store is not None:
             self._store(block, values)
 
 
-def run(
-    kernel: Callable[[Block, list[list[Tensor]]], None],
-    sizes: Sequence[int],
-    operands: Sequence[Operand],
-    device: torch.device,
-) -> None:
-    """Runs ``kernel`` on each block of its operands.
+Lists = Sequence[Sequence[Tensor]]
+"""The positional arguments of a fused operator."""
+
+
+def divide(
+    func: Any, lists: Lists, takes: Callable[[Sequence[Tensor]], bool]
+) -> tuple[Lists, Lists]:
+    """Divides the lists of a fused operator by parameter.
 
     Args:
-        kernel: Takes a block, and one list of tensors per operand.
-        sizes: Elements of each tensor.
-        operands: Lists of tensors, each as long as ``sizes``.
-        device: Their device.
+        func: One of :data:`OPERANDS`.
+        lists: Its lists of tensors.
+        takes: Whether :func:`run` takes a parameter, given with its gradient and its state.
+
+    Returns:
+        The lists of the parameters that :func:`run` takes, and those of the others.
     """
-    for parts in cut(sizes, device):
-        values = [operand.load(parts) for operand in operands]
-        kernel(parts, values)
+    operands = zip(*filter(None, lists[: OPERANDS[func]]), strict=True)
+    taken = [takes(each) for each in operands]
+
+    def pick(which: bool) -> Lists:
+        return [[t for t, own in zip(each, taken, strict=False) if own is which] for each in lists]
+
+    return pick(True), pick(False)
+
+
+def run(
+    func: Any, lists: Lists, kwargs: Mapping[str, Any], params: Operand, grads: Operand
+) -> None:
+    """Runs a fused operator block by block.
+
+    Args:
+        func: One of :data:`OPERANDS`.
+        lists: Its lists of tensors, on one device; see :func:`same_strides`.
+        kwargs: Its other arguments.
+        params: What it gets in place of the first list.
+        grads: What it gets in place of the second list.
+    """
+    count = OPERANDS[func]
+    operands = [params, grads, *map(InPlace, lists[2:count])]
+    for block in cut([param.numel() for param in lists[0]], lists[0][0].device):
+        values = [operand.load(block) for operand in operands]
+        steps = [[each[part.position] for part in block] for each in lists[count:]]
+        func(*values, *steps, **kwargs)
         for operand, stored in zip(operands, values, strict=True):
-            operand.store(parts, stored)
+            operand.store(block, stored)
 
 
 def same_strides(tensor: Tensor, like: Tensor) -> bool:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from apex._engine.optimizer import blocks
+from apex._torch import blocks
 from tests.training.cases import same
 
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ def test_blocks_of_a_device_hold_a_share_of_all_elements():
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_a_kernel_sees_buffered_and_own_operands_alike(layout):
+def test_a_kernel_sees_buffered_and_own_operands_alike(layout, monkeypatch):
     shapes = [(2, 3, 4, 5), (1, 2, 2, 2), (3, 2, 1, 1)]
     stored = [torch.randn(s).bfloat16().to(memory_format=layout) for s in shapes]
     sums = [torch.zeros(s).to(memory_format=layout) for s in shapes]
@@ -46,15 +46,15 @@ def test_a_kernel_sees_buffered_and_own_operands_alike(layout):
     def store(block, values):
         torch._foreach_copy_([part.of(stored) for part in block], values)
 
-    def kernel(block, operands):
-        own, buffered, nothing = operands
+    def kernel(own, buffered, nothing):
         assert nothing == []
         assert [v.stride() for v in own] == [v.stride() for v in buffered]
         torch._foreach_mul_(buffered, 2.0)
         torch._foreach_add_(own, buffered)
 
-    operands = [blocks.InPlace(sums), blocks.Buffered(sums, load, store), blocks.Nothing()]
-    blocks.run(kernel, [tensor.numel() for tensor in sums], operands, CPU)
+    monkeypatch.setitem(blocks.OPERANDS, kernel, 3)
+    buffered = blocks.Buffered(sums, load, store)
+    blocks.run(kernel, [sums, stored, []], {}, blocks.InPlace(sums), buffered)
     assert same(sums, expected)
     assert same([low.float() for low in stored], expected)
 
