@@ -72,17 +72,28 @@ def with_amp(
     *,
     max_norm: float | None = None,
     masters: Literal["split", "stochastic"] | None = None,
+    passes: int = 1,
+    grad_accum_dtype: torch.dtype | None = None,
 ) -> Work:
-    """Returns one iteration with amp at ``level``, which may clip the gradients' norm."""
+    """Returns one iteration with amp at ``level``, which may clip the gradients' norm.
+
+    Several passes accumulate the gradients of the same batch.
+    """
     model, optimizer, (inputs, labels) = _start(task)
     model, optimizer = amp.initialize(
-        model, optimizer, opt_level=level, master_weights=masters, verbosity=0
+        model,
+        optimizer,
+        opt_level=level,
+        master_weights=masters,
+        grad_accum_dtype=grad_accum_dtype,
+        verbosity=0,
     )
 
     def iteration() -> Tensor:
-        loss = F.cross_entropy(model(inputs), labels)
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        for _ in range(passes):
+            loss = F.cross_entropy(model(inputs), labels) / passes
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
         if max_norm is not None:
             amp.clip_grad_norm_(optimizer, max_norm)
         optimizer.step()

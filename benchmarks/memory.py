@@ -22,6 +22,9 @@ WIDTH, LAYERS = 256, 4
 BYTES = {"O0": 12, "O1": 12, "O2": 14, "O3": 6, "O4": 12, "O5": 14}
 """Parameter, fp32 master at O2 and O5, and AdamW's two moments."""
 
+PASSES = 4
+"""Backward passes of an iteration that accumulates."""
+
 WIDE, DEEP = 1024, 13
 """A model of 13.6 M parameters, whose activations are few."""
 
@@ -65,6 +68,11 @@ def _peaks() -> Iterator[Measurement]:
             work = _quiet(task, level, max_norm=max_norm, masters=masters)
             peak = peak_bytes(work, stored * params) / params
             yield Measurement(NAME, f"{name}{case}", peak, "bytes/param", goal)
+    for dtype, goal in ((torch.float32, None), (torch.bfloat16, Goal("<=", 16.4))):
+        work = with_amp(task, "O5", passes=PASSES, grad_accum_dtype=dtype)
+        peak = peak_bytes(work, BYTES["O5"] * params) / params
+        name = f"peak, O5, {PASSES} passes in {str(dtype).removeprefix('torch.')}"
+        yield Measurement(NAME, name, peak, "bytes/param", goal)
 
 
 def peak_bytes(work: Work, stored: int) -> int:

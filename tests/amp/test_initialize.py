@@ -43,6 +43,7 @@ ADDED = {
     "backoff_factor": 0.5,
     "keep_fp32_values": False,
     "rounding_seed": 0,
+    "grad_accum_dtype": None,
 }
 
 

@@ -196,6 +196,47 @@ def test_flat_moments_of_apex_in_2019_are_cut_up_by_the_model_s_shapes():
     assert converted.lost == ()
 
 
+def codes(value):
+    """What bitsandbytes keeps of an average: codes, a scale per block, and the codes' values."""
+    scales = torch.ones(-(-value.numel() // 256))
+    return {"state1": value.to(torch.uint8), "absmax1": scales, "qmap1": torch.linspace(-1, 1, 256)}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_moments_in_8_bits_of_a_flat_group_are_refused(nested):
+    model, optimizer = old_run(optimizers.FP16_Optimizer)
+    checkpoint = checkpoint_of(model, optimizer)
+    checkpoint["optimizer"] = apex_2019.flattened(checkpoint["optimizer"])
+    inner = checkpoint["optimizer"]["optimizer_state_dict"]
+    for index, state in inner["state"].items():
+        low = codes(state["exp_avg"])
+        inner["state"][index] = {"step": 3, **({"quantized": low} if nested else low)}
+    with pytest.raises(ValueError, match=r"8 bits or fewer.*to='weights'.*new optimizer"):
+        convert(checkpoint, to="optimizer")
+    assert convert(checkpoint, to="weights").lost == ()
+
+
+def test_moments_in_8_bits_of_single_parameters_stay_as_they_are():
+    model, optimizer = old_run(optimizers.FP16_Optimizer)
+    checkpoint = checkpoint_of(model, optimizer)
+    inner = checkpoint["optimizer"]["optimizer_state_dict"]
+    inner["state"] = {i: codes(state["exp_avg"]) for i, state in inner["state"].items()}
+    assert cases.same(convert(checkpoint, to="optimizer").state, inner)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_scales_of_moments_in_8_bits_stay_fp32_at_every_level(level):
+    model = cases.net()
+    optimizer = cases.sgd(model.parameters())
+    weight = model[0].weight
+    optimizer.state[weight] = codes(torch.ones(32))
+    before = copy.deepcopy(optimizer.state[weight])
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert cases.same(optimizer.state[optimizer.param_groups[0]["params"][0]], before)
+    amp.restore(model, optimizer)
+    assert cases.same(optimizer.state[weight], before)
+
+
 def test_masters_without_the_model_are_refused_for_they_have_no_names():
     _, optimizer = old_run(optimizers.FP16_Optimizer)
     with pytest.raises(ValueError, match=r"needs a model's state dict.*apex\.optimizers\.FP16"):

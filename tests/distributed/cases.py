@@ -22,15 +22,15 @@ def batch(rank, step):
     return torch.randn(3, 4, generator=generator), torch.randn(3, 2, generator=generator)
 
 
-def prepare(level, seed):
-    return initialized(level, net(seed))
+def prepare(level, seed, **options):
+    return initialized(level, net(seed), **options)
 
 
-def initialized(level, model, optimizer=None):
+def initialized(level, model, optimizer=None, **options):
     # At the usual scale a rank's part may overflow where the joined batch does not.
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     return amp.initialize(
-        model, optimizer, opt_level=level, verbosity=0, max_loss_scale=START_SCALE
+        model, optimizer, opt_level=level, verbosity=0, max_loss_scale=START_SCALE, **options
     )
 
 

@@ -8,22 +8,22 @@ from apex import amp
 from apex._engine.optimizer import deferred, one_pass
 from apex._torch import blocks
 from tests.sharded.cases import mesh, net, prepared, shard, wholes
-from tests.training.cases import WITH_MASTERS, backward, batches, same
+from tests.training.cases import LEVELS, WITH_MASTERS, backward, batches, same
 
 DATA = list(batches(4, overflow_at={2}))
 NORMS = (2.0, 1.0, float("inf"))
 
 
-def trained(model, level, clip=None, accumulates=1):
+def trained(model, level, clip=None, accumulates=1, **options):
     """What a training leaves on this rank, and the norms that it saw."""
-    model, optimizer = prepared(level, model)
+    model, optimizer = prepared(level, model, **options)
     norms = []
     for x, y in DATA:
         optimizer.zero_grad()
         for _ in range(accumulates):
             backward(model, optimizer, x, y)
         found = [deferred.of(param) is not None for param in amp.master_params(optimizer)]
-        assert all(found) is (accumulates == 1 and one_pass.enabled)
+        assert all(found) is (bool(options) or (accumulates == 1 and one_pass.enabled))
         if clip is not None:
             norms.append(amp.clip_grad_norm_(optimizer, 0.1, clip))
         optimizer.step()
@@ -36,7 +36,8 @@ def trained(model, level, clip=None, accumulates=1):
 def both_ways(rank, level, world_size):
     one_pass.least_elements, blocks._LEAST = 1, 16
     results = []
-    for kwargs in ({}, {"clip": 2.0}, {"accumulates": 2}):
+    low = {"accumulates": 2, "grad_accum_dtype": LEVELS[level].stored}
+    for kwargs in ({}, {"clip": 2.0}, {"accumulates": 2}, low, {"clip": 2.0, **low}):
         model = shard(net(), mesh(world_size))
         twin = shard(net(), mesh(world_size))
         one = trained(model, level, **kwargs)
@@ -48,7 +49,7 @@ def both_ways(rank, level, world_size):
 
 @pytest.mark.parametrize("level", WITH_MASTERS)
 def test_one_pass_has_the_bits_of_two(level, on_two_ranks):
-    assert on_two_ranks(both_ways, level, 2) == [[True] * 3] * 2
+    assert on_two_ranks(both_ways, level, 2) == [[True] * 5] * 2
 
 
 def norms(rank, world_size):

@@ -22,6 +22,11 @@ def is_low_precision(tensor: Tensor) -> bool:
     return tensor.dtype in LOW_PRECISION
 
 
+def is_code(tensor: Tensor) -> bool:
+    """Returns whether ``tensor`` holds one-byte codes of other numbers, as 8-bit moments do."""
+    return tensor.dim() > 0 and tensor.dtype.itemsize == 1 and tensor.dtype is not torch.bool
+
+
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns ``tensor`` in ``dtype``; the same object if there is nothing to cast.
 

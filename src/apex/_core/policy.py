@@ -28,6 +28,7 @@ class Policy:
         master_weights: Whether the optimizer steps fp32 masters of low-precision parameters;
             ``"split"`` and ``"stochastic"`` say how these are stored (``_core/packing.py``).
         loss_scale: Multiplier on the loss, or ``"dynamic"``.
+        grad_accum_dtype: Dtype in which the gradients of several passes add up, beside masters.
     """
 
     opt_level: str
@@ -37,6 +38,12 @@ class Policy:
     batchnorm_fp32: bool
     master_weights: MasterWeights
     loss_scale: LossScale
+    grad_accum_dtype: torch.dtype = torch.float32
+
+    @property
+    def sums_low(self) -> bool:
+        """Whether the gradients of several passes add up in 16 bits."""
+        return self.grad_accum_dtype is not torch.float32
 
     @property
     def low_precision(self) -> torch.dtype | None:

@@ -50,6 +50,18 @@ def map_tensors(fn: TensorFunction, obj: T, convert: ObjectFunction | None = Non
     return _Walk(fn, convert).map([obj])[0]  # type: ignore[no-any-return]
 
 
+def tensors(obj: object) -> list[Tensor]:
+    """Returns the tensors in any nesting; see :func:`map_tensors` for what is searched."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, obj)
+    return found
+
+
 def map_arguments(
     fn: TensorFunction,
     args: tuple[Any, ...],

@@ -143,6 +143,7 @@ class BackwardPass(ExitStack):
         binding.gradients.begin(
             self,
             identity=self._scaler.is_identity,
+            scale=self._scaler.factor(),
             sent_with=self._sent_with(communication),
             keeps=not communication.in_buckets,
             begun=begun,

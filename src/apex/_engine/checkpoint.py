@@ -7,9 +7,9 @@ from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from apex._core import dtypes
+from apex._core import dtypes, tree
 
 
 class Matched(NamedTuple):
@@ -114,7 +114,7 @@ def is_flat(state: Mapping[str, Any], flats: Sequence[Tensor]) -> bool:
     return any(
         len(group["params"]) == 1 and _like(value, flat)
         for group, flat in zip(state["param_groups"], flats, strict=False)
-        for value in state["state"].get(group["params"][0], {}).values()
+        for value in tree.tensors(state["state"].get(group["params"][0], {}))
     )
 
 
@@ -129,7 +129,8 @@ def split_flat_state(
         shapes: For each group, the shapes of its parameters in order.
 
     Raises:
-        ValueError: If the shapes do not add up to a group's size.
+        ValueError: If the shapes do not add up to a group's size, or the state is in 8 bits or
+            fewer.
     """
     groups: list[dict[str, Any]] = []
     single: dict[int, dict[str, Any]] = {}
@@ -141,6 +142,12 @@ def split_flat_state(
                 f"parameters make up {sum(sizes)}. Pass the model state saved with it."
             )
         whole = state["state"].get(group["params"][0], {})
+        if _is_quantized(whole):
+            raise ValueError(
+                "The optimizer's state of a flat group is stored in 8 bits or fewer, in blocks "
+                "that do not end where parameters do, so it cannot be split. Load the weights "
+                "(to='weights') and train with a new optimizer."
+            )
         first = len(single)
         pieces: list[dict[str, Any]] = [{} for _ in own]
         for name, value in whole.items():
@@ -151,6 +158,13 @@ def split_flat_state(
         single.update(enumerate(pieces, first))
         groups.append({**group, "params": list(range(first, len(single)))})
     return {**state, "state": {i: p for i, p in single.items() if p}, "param_groups": groups}
+
+
+def _is_quantized(state: Mapping[str, Any]) -> bool:
+    """Returns whether a parameter's state holds codes, plain or inside a subclass of Tensor."""
+    return any(
+        type(t) not in (Tensor, nn.Parameter) or dtypes.is_code(t) for t in tree.tensors(state)
+    )
 
 
 def _like(value: object, flat: Tensor) -> bool:

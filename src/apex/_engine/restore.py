@@ -90,7 +90,8 @@ def _matched(
         # A frozen parameter's state is for the fp32 master that it gets when unfrozen.
         frozen = binding is not None and binding.is_frozen(param)
         new = torch.float32 if frozen else param.dtype
-        if old is new:
+        # Beside codes of moments are their scales, in fp32 whatever the parameter's dtype.
+        if old is new or any(map(dtypes.is_code, tree.tensors(state))):
             continue
 
         def follow(value: Tensor, old: torch.dtype = old, new: torch.dtype = new) -> Tensor:

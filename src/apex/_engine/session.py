@@ -203,6 +203,7 @@ class Session:
         binding = Binding(
             optimizer,
             master_weights=bool(self.policy.master_weights),
+            sums_low=self.policy.sums_low,
             owner=self,
         )
         try:

@@ -56,7 +56,8 @@ def convert(checkpoint: Mapping[str, Any], *, to: Target) -> Converted:
 
     Raises:
         TypeError: If ``checkpoint`` is not a dict.
-        ValueError: If ``to`` is unknown, or the required state is missing or occurs twice.
+        ValueError: If ``to`` is unknown, or the required state is missing or occurs twice; if the
+            moments of a flat group of parameters are in 8 bits or fewer.
         RuntimeError: If a loss scale is invalid; the message names its key.
 
     Example:

@@ -30,6 +30,7 @@ class Properties:
             two ways to store them in fewer bytes.
         loss_scale: A number, or ``"dynamic"``.
         cast_model_outputs: Dtype of the model's outputs; ``None`` for the level's default.
+        grad_accum_dtype: Dtype in which the gradients of several passes add up; ``None`` for fp32.
     """
 
     enabled: bool
@@ -41,6 +42,7 @@ class Properties:
     master_weights: MasterWeights | None
     loss_scale: LossScale
     cast_model_outputs: torch.dtype | None = None
+    grad_accum_dtype: torch.dtype | None = None
 
     def lines(self) -> Iterator[tuple[str, object]]:
         """Yields names and values for the start-up report, in its order."""
@@ -151,6 +153,8 @@ def resolve(
         del values["patch_torch_functions_type"]
     properties = replace(defaults, **values)
     _check_packed(checker, properties)
+    if not _can_accumulate(checker, properties):
+        properties = replace(properties, grad_accum_dtype=None)
     return properties
 
 
@@ -172,6 +176,7 @@ def to_policy(properties: Properties) -> Policy:
         batchnorm_fp32=bool(properties.keep_batchnorm_fp32),
         master_weights=properties.master_weights or False,
         loss_scale=properties.loss_scale,
+        grad_accum_dtype=properties.grad_accum_dtype or _FP32,
     )
 
 
@@ -216,6 +221,27 @@ def _check_packed(checker: OverrideChecker, properties: Properties) -> None:
         f"master_weights={kind!r} needs a bf16 model, but {properties.opt_level} converts this one "
         f"to {dtype}, {why}. Use opt_level 'O5', or master_weights=True."
     )
+
+
+def _can_accumulate(checker: OverrideChecker, properties: Properties) -> bool:
+    """Returns whether gradients can add up in ``grad_accum_dtype``; rejects it if not."""
+    dtype, own = properties.grad_accum_dtype, properties.cast_model_type
+    if dtype is None:
+        return True
+    level = properties.opt_level
+    if own not in LOW_PRECISION:
+        problem = f"has no meaning at {level}, where parameters and gradients are fp32"
+        remedy = "Leave it None, or use opt_level 'O2' or 'O5'."
+    elif not properties.master_weights:
+        problem = f"has no meaning at {level} without masters: gradients add up in {own}"
+        remedy = "Leave it None, or set master_weights=True."
+    elif dtype not in (_FP32, own):
+        problem = f"does not fit a model in {own}"
+        remedy = f"Gradients add up in torch.float32 (the default) or in {own}."
+    else:
+        return True
+    checker.reject(f"grad_accum_dtype={dtype} {problem}. {remedy}")
+    return False
 
 
 def _no_op_casts(defaults: Properties) -> str:
@@ -292,4 +318,5 @@ _PARSERS: Mapping[str, Any] = {
     "master_weights": _as_master_weights,
     "loss_scale": as_loss_scale,
     "cast_model_outputs": _as_output_dtype,
+    "grad_accum_dtype": _as_output_dtype,
 }

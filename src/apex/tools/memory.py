@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from apex.tools.results import Stored
 def stored(model: nn.Module, optimizer: Optimizer) -> Stored:
     """Returns the bytes of parameters, masters and optimizer state; shared storage counts once."""
     seen: set[int] = set()
-    state = [tensor for entry in optimizer.state.values() for tensor in tensors_in(entry)]
+    state = [tensor for entry in optimizer.state.values() for tensor in tree.tensors(entry)]
     return Stored(
         params=sum(param.numel() for param in model.parameters()),
         model=_new_bytes(model.parameters(), seen),
@@ -51,18 +50,6 @@ def saved_for_backward(model: nn.Module) -> Iterator[SavedBytes]:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         yield saved
-
-
-def tensors_in(nest: Any) -> list[Tensor]:
-    """Returns the tensors of a nested container, in order."""
-    found: list[Tensor] = []
-
-    def take(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    tree.map_tensors(take, nest)
-    return found
 
 
 def _new_bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from apex._core import dtypes
+from apex._core import dtypes, tree
 from apex.tools import memory
 from apex.tools.results import ModuleError, Probe
 from apex.tools.seeds import seed_all
@@ -108,7 +108,7 @@ def _recorded_outputs(
 
 def _floating(output: Any) -> Tensor | None:
     """Returns the first floating tensor of a module's output."""
-    return next((t for t in memory.tensors_in(output) if t.is_floating_point()), None)
+    return next((t for t in tree.tensors(output) if t.is_floating_point()), None)
 
 
 def _kept(tensor: Tensor) -> Tensor:

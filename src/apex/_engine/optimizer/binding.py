@@ -60,6 +60,7 @@ class Binding:
         gradients: The state of its parameters' gradients.
         owner: The session, kept alive; ``None`` in an unpickled optimizer.
         master_weights: Whether low-precision parameters get fp32 masters.
+        sums_low: Whether gradients of several passes add up in the model's 16 bits.
         inner_step: The ``step`` that the instance had before (an LR scheduler's wrapper).
         view: Space for the compatibility view of this binding.
     """
@@ -69,6 +70,7 @@ class Binding:
         optimizer: Optimizer,
         *,
         master_weights: bool,
+        sums_low: bool = False,
         owner: Owner | None = None,
         source: Masters | None = None,
     ) -> None:
@@ -77,6 +79,7 @@ class Binding:
         Args:
             optimizer: Any optimizer; its group dicts and lists keep their identity.
             master_weights: Whether low-precision parameters get fp32 masters.
+            sums_low: Whether gradients of several passes add up in the model's 16 bits.
             owner: The session.
             source: The registry of masters; ``None`` for the owner's, or a new one without owner.
         """
@@ -85,6 +88,7 @@ class Binding:
         self._counted = 0, 0
         self.gradients = Gradients(self)
         self.master_weights = master_weights
+        self.sums_low = sums_low
         self.owner = owner
         self.inner_step: Callable[..., Any] | None = None
         self.view: object = None
@@ -130,8 +134,8 @@ class Binding:
         return self._counted[1]
 
     def defers(self) -> bool:
-        """Returns whether the step takes gradients in 16 bits."""
-        return one_pass.takes(self)
+        """Returns whether gradients stay in 16 bits until they are read."""
+        return self.sums_low or one_pass.takes(self)
 
     def owns(self, param: Tensor) -> bool:
         """Returns whether the optimizer steps the master of ``param``, a model's parameter."""
@@ -277,6 +281,7 @@ class Binding:
         return empty, ("binding",), self.__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        self.sums_low = False  # in files of earlier releases
         self.__dict__.update(state)
         self._source = Masters(self.__dict__.pop("packing", None))
         self._owned = {id(pair.model) for pair in self.pairs}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from apex._core import finite, master
 from apex._engine.events import Iteration
 from apex._engine.masters import TrackedPair, clear_grad
-from apex._engine.optimizer import deferred, mirror_gradients
+from apex._engine.optimizer import deferred, low_sums, mirror_gradients
 from apex._engine.optimizer.deferred import Deferred, Factor
 from apex._torch import dtensor
 from apex._torch.copies import HostCopy, capturing
@@ -80,6 +80,7 @@ class Gradients:
         self._aside: _Grads = []
         self._fresh: _Grads = []
         self._deferred: list[Deferred] = []
+        self._sums: dict[int, Deferred | None] = {}
         self._mirrors: _Grads = []
         self._sentinel: tuple[Tensor, int] | None = None
         self._unmirrored: list[TrackedPair] = []
@@ -113,6 +114,7 @@ class Gradients:
         opened: OpenPass | None = None,
         *,
         identity: bool,
+        scale: Tensor | float | None = None,
         sent_with: Tensor | float | None = 1.0,
         keeps: bool = True,
         begun: set[int] | None = None,
@@ -127,6 +129,8 @@ class Gradients:
             opened: The pass.
             identity: Whether the loss scale is exactly 1 and unchecked, so that parameters without
                 a master accumulate in place.
+            scale: The scale of the pass, for sums in 16 bits; ``None`` if it is not known yet, so
+                that they continue in fp32.
             sent_with: The scale of the gradients that this pass reduces across ranks; ``None`` if
                 it reduces none.
             keeps: Whether a gradient set aside keeps its values; False if its memory is a DDP
@@ -134,7 +138,8 @@ class Gradients:
             begun: Ids of parameters that another optimizer of the pass has prepared, which this one
                 skips; extended by its own. ``None`` if the pass has one optimizer.
         """
-        if not keeps:
+        sums_low = self._optimized.sums_low and scale is not None
+        if not (keeps or sums_low):
             self.settle()
         returned = self.state is GradState.LOCAL and sent_with is not None
         aside: _Grads = []
@@ -148,9 +153,15 @@ class Gradients:
             pairs = [pair for pair in pairs if id(pair.master) not in begun]
             params = [param for param in params if id(param) not in begun]
             begun.update(map(id, params))
+        sums: list[low_sums.Sum] = []
+        if sums_low and not delayed:
+            sums = self._sums_so_far(pairs, scale)
+            summed = {id(pair.master) for pair, _ in sums}
+            pairs = [pair for pair in pairs if id(pair.master) not in summed]
+            params = [param for param in params if id(param) not in summed]
         if returned:
-            scale = 1.0 if sent_with is None else sent_with
-            aside, back = _unreduced(pairs, params, scale, identity)
+            by = 1.0 if sent_with is None else sent_with
+            aside, back = _unreduced(pairs, params, by, identity)
         elif not (delayed or identity):
             aside = _present(params, keeps=keeps)
         # Nothing below can fail, and the state that abort() reads is set before any gradient.
@@ -164,12 +175,22 @@ class Gradients:
         self._unmirrored = [pair for pair in pairs if pair.mirrors_grad]
         self._aside, self._returned, self._before = aside, returned, self.state
         self.state = GradState.OPEN
+        self._sums = low_sums.give_back(sums)
         for pair in self._unmirrored:  # after absorb_raw() no other model parameter has a gradient
             pair.model.grad, pair.mirrors_grad = None, False
         for param, _ in aside:
             param.grad = None
         for param, grad in back:
             param.grad = grad
+
+    def _sums_so_far(
+        self, pairs: Iterable[TrackedPair], scale: Tensor | float | None
+    ) -> list[low_sums.Sum]:
+        """Returns the sums in 16 bits that the pass that begins adds to, at its scale."""
+        # An overflow that no other rank knows of yet is sent to them, as inf in the sum.
+        known = self.checked and self.state is not GradState.LOCAL
+        by = 1.0 if scale is None else scale
+        return low_sums.scaled_by(pairs, by, self.found_inf if known else None)
 
     def delay(self) -> None:
         """Leaves the gradients of the pass scaled, for a later pass to unscale."""
@@ -200,7 +221,8 @@ class Gradients:
         done = set() if done is None else done
         reached = self._reached(done)
         done.update(id(pair.model) for pair, _ in reached)
-        if factors is not None and not self._returned and self._optimized.defers():
+        in_model = not self._returned or self._optimized.sums_low
+        if factors is not None and in_model and self._optimized.defers():
             reached = self._defer(reached, factors, unscale_ if checks else None)
         pairs = [pair for pair, _ in reached]
         own = [pair.master for pair in pairs]
@@ -208,7 +230,7 @@ class Gradients:
         models = [pair.model for pair in pairs]
         fresh = master.fp32_copies([grad for _, grad in reached], models, own)
         if unscale_ is not None:
-            unscale_(finite.dense_values(fresh) + self._values(done))
+            unscale_(finite.dense_values(fresh) + self._own_values(done))
         # Masters hold gradients if the loss uses them directly, or from earlier passes at scale 1.
         earlier = [param.grad for param in own]
         adds = any(grad is not None for grad in earlier)
@@ -235,7 +257,11 @@ class Gradients:
             if id(pair.master) in aside or not deferred.can_defer(pair, grad):
                 rest.append((pair, grad))
                 continue
-            each = Deferred(pair, grad, factors)
+            earlier = self._sums.get(id(pair.master))
+            if earlier is not None and earlier.values is dtensor.local(grad):
+                each, each.factors = earlier, tuple(factors)
+            else:
+                each = Deferred(pair, grad, factors)
             self._deferred.append(each)
             self._mirrors.append((pair.model, each.mirror(pair.model)))
         if check is not None:
@@ -259,7 +285,7 @@ class Gradients:
             and not (done and id(pair.model) in done)
         ]
 
-    def _values(self, done: set[int]) -> list[Tensor]:
+    def _own_values(self, done: set[int]) -> list[Tensor]:
         """Returns the dense gradients of stepped parameters that are not in ``done``; adds them."""
         params = self._optimized.params()
         ids = {*map(id, params)}
@@ -334,7 +360,8 @@ class Gradients:
         """Discards the pass and restores the gradients that were set aside.
 
         A pass that accumulated in place (scale 1, or gradients still scaled) leaves what it added,
-        as plain autograd does.
+        as plain autograd does. Sums in 16 bits are zeroed, and the next step is skipped; see
+        Note [Sums in 16 bits].
 
         Args:
             aborted: The pass; nothing happens unless it is the open one.
@@ -345,6 +372,7 @@ class Gradients:
         if self.state is GradState.DELAYED:
             self.open_pass = earlier
             return
+        spoiled = low_sums.spoiled(self._optimized.pairs, self._sums)
         for pair in self._optimized.pairs:
             pair.model.grad = None
         if not self._in_place:
@@ -352,6 +380,10 @@ class Gradients:
                 param.grad = None
         for param, grad in self._aside:
             param.grad = grad
+        for pair, grad in spoiled:
+            pair.model.grad = grad
+        if spoiled:
+            self.raise_flag(torch.ones((), device=spoiled[0][1].device))
         unmirrored = self._unmirrored
         self._end_pass(self._before)
         self.open_pass = earlier
@@ -359,7 +391,7 @@ class Gradients:
 
     def _end_pass(self, state: GradState) -> None:
         self._aside, self._fresh, self._mirrors, self._unmirrored = [], [], [], []
-        self._deferred = []
+        self._deferred, self._sums = [], {}
         self._before = self.state = state
         self.open_pass = None
 
