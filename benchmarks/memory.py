@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Literal
@@ -13,6 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.profiler import profile
 
 from apex._engine.masters import Master
+from apex.debug.storages import Storages
+from apex.tools.memory import growth
 from benchmarks.loops import Task, device, fused_adamw, native, with_amp
 from benchmarks.measurement import Goal, Measurement
 from benchmarks.race import Work
@@ -84,16 +85,10 @@ def peak_bytes(work: Work, stored: int) -> int:
     """
     for _ in range(2):
         work()
-    if device() == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        work()
-        return stored + torch.cuda.max_memory_allocated() - before
-    with profile(profile_memory=True) as record:
-        work()
-    events = [e for e in record.kineto_results.events() if e.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    return stored + max(itertools.accumulate(event.nbytes() for event in events))
+    grown = growth(work, torch.device(device()))
+    if grown is None:
+        raise RuntimeError("This torch was built without Kineto, which reports allocations.")
+    return stored + grown
 
 
 def live_bytes(task: Task, level: str) -> int:
@@ -129,15 +124,10 @@ def kept_bytes(forward: Callable[[], Tensor]) -> tuple[Tensor, int]:
 
     Parameters count, too; each storage counts once.
     """
-    kept: dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor  # kept, so that no address is used twice
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    kept = Storages()
+    with kept.of_saved_tensors():
         result = forward()
-    return result, sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    return result, kept.total
 
 
 def storages() -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""The figures of the concept pages, drawn from the package's own data.
+"""The figures of the pages that have one, drawn from the package's own data.
 
 ``python -m docs.figures`` writes them to ``docs/_static/figures``; a test compares these files with
 newly drawn ones.
@@ -14,6 +14,7 @@ from docs.figures import (
     levels,
     loss_scaling,
     master_weights,
+    memory,
     op_policy,
     which_level,
 )
@@ -28,6 +29,7 @@ FIGURES = {
     "loss_scaling": loss_scaling.draw,
     "exactness": exactness.draw,
     "devices": devices.draw,
+    "memory": memory.draw,
 }
 """Functions that return the text of an SVG, by the name of its file."""
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize
 
-from apex._engine.model import ModelPlan, convert, is_converted, owner_of, restore
+from apex._engine.model import ModelPlan, convert, is_converted, restore, state_of
 from tests._engine.conversion_cases import (
     LOW,
     O0,
@@ -326,8 +326,8 @@ def test_a_model_that_guards_its_attributes_is_converted_copied_and_restored():
 
 def test_owner_is_kept_and_told():
     owner = object()
-    assert owner_of(converted(Net(), owner=owner)) is owner
-    assert owner_of(Net()) is None
+    assert state_of(converted(Net(), owner=owner)).owner is owner
+    assert state_of(Net()) is None
 
 
 def test_restore_gives_the_plain_object_back():

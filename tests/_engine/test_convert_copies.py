@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from apex._engine.model import ModelPlan, convert, is_converted, owner_of, restore
+from apex._engine.model import ModelPlan, convert, is_converted, restore, state_of
 from apex._torch import dispatcher
 from tests._engine.conversion_cases import (
     LOW,
@@ -98,7 +98,7 @@ def test_a_copy_leaves_owner_and_masters_behind(duplicate):
     masters = Masters(Net().to(LOW))
     convert(model, O5, PlainRegion(), masters=masters, owner=threading.Lock())
     twin = duplicate(model)
-    assert owner_of(twin) is None
+    assert state_of(twin).owner is None
     assert twin._apex_state.link._masters is None
     assert model._apex_state.link.source is masters
 
@@ -207,7 +207,7 @@ def test_shallow_copies_share_parameters_and_masters():
     model = converted(Net(), owner="session")
     twin = copy.copy(model)
     assert twin.first.weight is model.first.weight
-    assert owner_of(twin) == "session"
+    assert state_of(twin).owner == "session"
 
 
 def test_a_copied_forward_of_the_object_is_bound_to_the_copy():

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from docs.figures import FIGURES, devices, exactness, loss_scaling, master_weights, path
+from docs.figures import FIGURES, devices, exactness, loss_scaling, master_weights, memory, path
 from tests.docs.pages import ROOT
 
 TEXT = "{http://www.w3.org/2000/svg}text"
@@ -33,12 +33,24 @@ def test_a_figure_is_well_formed_has_text_and_is_described(name):
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_every_figure_stands_on_the_page_of_its_name(name):
-    page = (ROOT / "docs/concepts" / f"{name}.md").read_text("utf-8")
-    assert re.search(rf"^:file: \.\./_static/figures/{name}\.svg$", page, re.MULTILINE)
+    shown = rf"^:file: \.\./_static/figures/{name}\.svg$"
+    pages = [ROOT / "docs" / folder / f"{name}.md" for folder in ("concepts", "howto")]
+    texts = [page.read_text("utf-8") for page in pages if page.exists()]
+    assert [bool(re.search(shown, text, re.MULTILINE)) for text in texts] == [True]
 
 
 def test_every_concept_has_a_figure():
-    assert {page.stem for page in (ROOT / "docs/concepts").glob("*.md")} == set(FIGURES)
+    assert {page.stem for page in (ROOT / "docs/concepts").glob("*.md")} <= set(FIGURES)
+
+
+def test_the_bars_of_memory_are_the_table_of_its_page():
+    page = (ROOT / "docs/howto/memory.md").read_text("utf-8")
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| O")]
+    table = {re.sub(r"[`\[\]]|\(.*?\)", "", row[0]): row[1:5] for row in rows}
+    for name, each in memory.values().items():
+        sizes = each.weights, each.masters, each.moments, each.stored
+        shown = [0.0 if cell == "-" else float(cell) for cell in table[name]]
+        assert shown == pytest.approx(sizes, abs=0.01), name
 
 
 def test_the_weight_of_the_figure_moves_with_a_master_and_not_without():

@@ -89,6 +89,48 @@ def test_bytes_per_param_are_those_of_the_level(every, level, expected):
     assert by_name(every)[level].training.stored.per_param == pytest.approx(expected + steps)
 
 
+@pytest.mark.parametrize(("level", "gradients"), [("O0", 4), ("O4", 4), ("O5", 6), ("bf16", 2)])
+def test_the_peak_on_a_cpu_is_what_is_stored_and_gradients_and_activations(
+    tmp_path, level, gradients
+):
+    """Small models do not step in one pass: at O5 there are 16-bit gradients and fp32 ones."""
+    large = TARGET.replace("nn.Tanh()", "nn.Linear(16, 512), nn.Linear(512, 512)")
+    text = large.replace("nn.Linear(16, 4)", "nn.Linear(512, 4)")
+    text = text.replace("lr=1e-2", "lr=1e-2, fused=True")
+    found = by_name(compared(written(tmp_path, text), f"O0,{level}", steps=2, rounds=1))
+    record = found[level].training
+    assert record.peak_from == "events"
+    more = record.peak_bytes / record.stored.params - record.stored.per_param
+    assert gradients <= more <= gradients + 2.5  # autograd's own temporaries of the largest layer
+
+
+def test_the_peak_takes_an_iteration_more_and_leaves_what_is_measured(every, tmp_path):
+    counted = (
+        TARGET
+        + """
+
+calls = []
+plain_loss = loss
+
+
+def loss(model, batch):
+    calls.append(model.training)
+    return plain_loss(model, batch)
+
+
+def evaluate(model):
+    model.eval()
+    return len(calls)
+"""
+    )
+    found = compared(written(tmp_path, counted), "O0,O4", steps=3, rounds=1)
+    assert not found.failed
+    assert by_name(found)["O0"].training.evaluation == 3
+    data = to_json(found)["levels"][1]["training"]
+    assert data["peak_from"] == "events"
+    assert data["peak_bytes"] > 0
+
+
 def test_masters_are_counted_apart(every):
     stored = by_name(every)["O5"].training.stored
     assert (stored.masters, stored.model) == (2 * stored.model, 2 * stored.params)

@@ -230,9 +230,18 @@ def test_labels_move_apart_within_the_chart(places, expected):
     assert spread_out(places, 10.0, 0.0, 100.0) == expected
 
 
+def peak_of(level, size, way="device"):
+    return result_of(level, peak_bytes=size, peak_from=way)
+
+
 def test_memory_is_the_peak_where_measured_and_bytes_per_parameter():
-    text = page(result_of(peak_bytes=8_000_000), result_of("O4", peak_bytes=6_000_000))
+    text = page(peak_of("O0", 8_000_000), peak_of("O4", 6_000_000))
     assert "8.0 MB" in figure(text, "Peak memory")
+    assert "during training" in figure(text, "Peak memory")
+    counted = page(peak_of("O0", 8_000_000, "events"), peak_of("O4", 6_000_000, "events"))
+    assert "one more iteration, by the allocator's events" in unescape(
+        figure(counted, "Peak memory")
+    )
     assert "saved for backward" not in figure(text, "Peak memory")
     assert "12.0 B" in figure(text, "Stored per parameter")
     assert "saved for backward" in figure(page(result_of()), "Memory of a step")

@@ -14,6 +14,7 @@ from benchmarks.loops import Task, fused_adamw, with_amp
 from benchmarks.memory import peak_bytes
 from tests.reference.loops import Loop
 from tests.training import cases
+from tests.training.test_cost import reads_of
 
 LOW = {"O2": torch.float16, "O5": torch.bfloat16}
 SCALES = [("O2", 1.0), ("O2", 128.0), ("O2", "dynamic"), ("O5", 1.0), ("O5", "dynamic")]
@@ -313,6 +314,40 @@ def test_an_iteration_of_several_passes_peaks_as_one_of_one(level, monkeypatch):
     # Autograd adds the gradient of one layer at a time: 2 bytes for a third of the parameters.
     assert 16.6 <= peaks[0] <= 16.9
     assert 23.9 <= peaks[1] <= 24.9
+
+
+@level_scales
+@pytest.mark.parametrize("name", ["fused AdamW", "fused SGD"])
+def test_accumulation_has_no_host_read(level, scale, name):
+    def train(model, optimizer, x, y):
+        optimizer.zero_grad()
+        accumulate(model, optimizer, [(x, y)] * 3)
+        amp.clip_grad_norm_(optimizer, 1.0)
+        optimizer.step()
+
+    assert reads_of(*prepared(level, name, loss_scale=scale), train) == 0
+
+
+@pytest.mark.gpu
+@level_scales
+def test_sums_on_a_gpu_are_those_on_the_cpu_and_nothing_waits_for_it(level, scale):
+    def train(device):
+        model, optimizer = prepared(
+            level, model=cases.net().to(device), loss_scale=scale, growth_interval=2
+        )
+        for batches in steps(4, 3, {4} if scale == "dynamic" else ()):
+            moved = [(x.to(device), y.to(device)) for x, y in batches]
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                optimizer.zero_grad()
+                accumulate(model, optimizer, moved)
+                optimizer.step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        return [value.cpu() for value in cases.masters(optimizer)]
+
+    for found, expected in zip(train("cuda"), train("cpu"), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
 # -- failures --------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from torch import nn
 
 from apex import amp
 from apex._engine.optimizer import deferred, one_pass
+from apex._engine.optimizer.optimizer_class import binding_of
 from apex._torch import blocks
 from benchmarks.loops import Task, fused_adamw, with_amp
 from benchmarks.memory import peak_bytes
@@ -97,6 +98,37 @@ def test_training_equals_the_plain_loop(level, scale, name):
         assert cases.same(list(model.parameters()), loop.model)
         assert cases.same(cases.masters(optimizer), loop.stepped)
     assert cases.same(optimizer.state_dict()["state"], loop.optimizer.state_dict()["state"])
+
+
+@optimizers
+def test_a_loop_without_scale_loss_steps_in_one_pass_with_the_same_bits(name):
+    def train(passes=2):
+        model, optimizer = cases.prepared("O5", FUSED[name])
+        data = list(cases.batches(3 * passes))
+        for step in range(3):
+            optimizer.zero_grad()
+            for x, y in data[step * passes : (step + 1) * passes]:
+                cases.loss_of(model, x, y).backward()
+            binding_of(optimizer).settle()
+            if one_pass.enabled:
+                assert all(are_deferred(optimizer))
+            optimizer.step()
+        return model, optimizer
+
+    assert_same_in_two_passes(train)
+
+
+def test_a_plain_pass_after_a_plain_one_adds_up_and_a_change_between_counts():
+    def train():
+        model, optimizer = cases.prepared("O5", FUSED["AdamW"])
+        for x, y in cases.batches(2):
+            cases.loss_of(model, x, y).backward()
+            binding_of(optimizer).settle()
+            model[0].weight.grad.mul_(0.5)
+        optimizer.step()
+        return model, optimizer
+
+    assert_same_in_two_passes(train)
 
 
 @level_scales
@@ -486,3 +518,19 @@ def test_an_iteration_peaks_at_what_is_stored_and_16_bit_gradients(level, max_no
     with amp.debug.two_pass_steps():
         work = with_amp(large_task(), level, max_norm=max_norm)
         assert peak_bytes(work, 14 * params) / params >= 19.9
+
+
+def test_an_iteration_without_scale_loss_peaks_there_too(monkeypatch):
+    monkeypatch.undo()
+    task = large_task()
+    model = task.model()
+    model, optimizer = cases.prepared("O5", fused_adamw, model=model)
+    x, y = task.batch()
+
+    def iteration():
+        nn.functional.cross_entropy(model(x).float(), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    params = 3 * 1024**2
+    assert 16.0 <= peak_bytes(iteration, 14 * params) / params <= 16.5

@@ -121,7 +121,6 @@ class _Walk:
         self.cyclic = False
 
     def map(self, values: list[Any]) -> list[Any]:
-        """Returns the mapped values."""
         found = [self.visit(value) for value in values]
         if not (self.cyclic and self.changes):
             return found

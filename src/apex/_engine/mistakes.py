@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from apex._engine.optimizer.deferred import has_grad
 from apex._torch import ranks
 from apex._torch.counted import count_foreach, uncount_foreach
 from apex._torch.dynamo import untraced
@@ -164,7 +165,7 @@ def inspect_step(
         groups: The optimizer's groups.
         needs_scale: Whether the session's gradients are fp16 and its losses scaled.
     """
-    if all(param.grad is None for param in params()):
+    if not any(map(has_grad, params())):
         mistakes.warn(Mistake.STEP_BEFORE_BACKWARD)
     elif needs_scale and not mistakes.has_blocks and any(_is_learning(group) for group in groups):
         mistakes.warn(Mistake.NO_SCALE_LOSS)

@@ -22,6 +22,7 @@ from apex.amp import frontend, inputs
 from apex.amp.properties import level_defaults, to_policy
 from apex.debug.preserve_state import casts_off, preserve_state
 from apex.debug.rounding import RoundingTrace
+from apex.debug.storages import Storages
 
 Loss = Callable[[nn.Module], Tensor]
 """Computes the loss of a model."""
@@ -109,27 +110,19 @@ class Trials:
         self, model: nn.Module, forward: Callable[[], Tensor], scale: float
     ) -> tuple[Gradients, int]:
         """Returns unscaled gradients in fp32, and the bytes that were saved for backward."""
-        saved: dict[int, int] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            saved[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
+        saved = Storages(model.parameters())
         params = {name: p for name, p in model.named_parameters() if p.requires_grad}
         with preserve_state(model, self._arguments), torch.enable_grad():
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            with saved.of_saved_tensors():
                 loss = forward()
             with casts_off():
                 grads = torch.autograd.grad(
                     loss.float() * scale, list(params.values()), allow_unused=True
                 )
-        for param in params.values():
-            saved.pop(param.untyped_storage().data_ptr(), None)
         # torch declares the gradients of unused parameters, None, as tensors.
         found: list[tuple[str, Tensor | None]] = list(zip(params, grads, strict=True))
         held = {name: _dense(grad) / scale for name, grad in found if grad is not None}
-        return held, sum(saved.values())
+        return held, saved.total
 
     def _error(self, grads: Gradients) -> float:
         sizes = {name: float(grad.norm()) for name, grad in self._reference.items()}  # sync: a tool

@@ -13,12 +13,12 @@ import amp_C
 from apex._core.dtypes import LOW_PRECISION
 from apex._core.foreach.adam import AdamRule, adam_
 from apex._core.foreach.gate import Gate, Scalar
+from apex._core.foreach.working import store
 from apex.optimizers.fused_optimizer import (
     Batch,
     FusedOptimizer,
     check_adam_options,
     refuse_amsgrad,
-    write_back,
 )
 
 _CLIPPING = (
@@ -44,6 +44,7 @@ class FusedAdam(FusedOptimizer):
         master_weights: Whether 16-bit parameters have fp32 masters in the state.
     """
 
+    capturable = False
     steps_dtensors = True
     kernel_unscales: ClassVar[bool] = True
     settings: ClassVar[tuple[str, ...]] = ("adam_w_mode", "capturable", "master_weights")
@@ -104,19 +105,16 @@ class FusedAdam(FusedOptimizer):
             "eps": eps,
             "weight_decay": weight_decay,
         }
+        self.capturable = capturable  # the base's constructor calls add_param_group
         super().__init__(params, defaults)
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.set_grad_none = set_grad_none
-        self.capturable = capturable
         self.master_weights = master_weights
-        if capturable:
-            for group in self.param_groups:
-                put_on_device(group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group."""
         super().add_param_group(param_group)
-        if getattr(self, "capturable", False):
+        if self.capturable:
             put_on_device(self.param_groups[-1])
 
     def step(  # type: ignore[override]  # apex's order
@@ -172,7 +170,7 @@ class FusedAdam(FusedOptimizer):
         targets = self.masters(batch, LOW_PRECISION if self.master_weights else ())
         averages = self.buffers(batch, "exp_avg"), self.buffers(batch, "exp_avg_sq")
         adam_(targets, batch.grads, *averages, rule=rule, step=step, gate=gate)
-        write_back(batch.params, targets)
+        store(batch.params, targets)
 
 
 def put_on_device(group: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from apex._core.foreach.adam import AdamRule
 from apex._core.foreach.gate import Gate, Scalar
 from apex._core.foreach.lamb import clip_divisor, lamb_
 from apex._core.foreach.norms import l2_norms, stacked, total
+from apex._core.foreach.working import store
 from apex._torch.copies import moved
 from apex.optimizers.fused_optimizer import (
     Batch,
@@ -20,7 +21,6 @@ from apex.optimizers.fused_optimizer import (
     check_adam_options,
     check_range,
     refuse_amsgrad,
-    write_back,
 )
 
 
@@ -128,7 +128,7 @@ class FusedLAMB(FusedOptimizer):
             adaptive=self.use_nvlamb or group["weight_decay"] != 0.0,
             gate=gate,
         )
-        write_back(batch.params, targets)
+        store(batch.params, targets)
 
     def _reduced(self) -> tuple[torch.dtype, ...]:
         """Returns the dtypes of parameters that get fp32 masters."""

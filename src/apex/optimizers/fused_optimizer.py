@@ -272,11 +272,6 @@ def refuse_amsgrad(name: str, amsgrad: bool) -> None:
         )
 
 
-def write_back(params: list[Tensor], masters: list[Tensor]) -> None:
-    """Rounds masters into their parameters."""
-    store(params, masters)
-
-
 def _unscaled(batch: Batch, gate: Gate) -> Gate:
     """Divides the gradients, which the batch then holds before rounding; returns the flag alone."""
     if gate.grad_scale is None:

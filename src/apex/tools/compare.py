@@ -153,8 +153,17 @@ class _Run:
         self._put(name, training=record)
         if name != BASELINE:
             del self._tracks[name]  # only the baseline is needed later
+        modes = [(module, module.training) for module in trainer.model.modules()]
         with self._recording_errors(name, "evaluating"):
-            self._put(name, training=training.evaluated(record, trainer, experiment))
+            record = training.evaluated(record, trainer, experiment)
+            self._put(name, training=record)
+        with self._recording_errors(name, "measuring its peak"):
+            for module, mode in modes:  # an evaluation may leave the model in another
+                module.training = mode
+            seed_all(self.options.seed)
+            batch = self.batches[0]
+            record = training.with_peak(record, trainer, batch, device=self.options.device)
+            self._put(name, training=record)
 
     def suggest(self) -> None:
         """Searches for modules to keep in fp32 and trains with them, from fp32's final weights.

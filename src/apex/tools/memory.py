@@ -1,76 +1,52 @@
-"""Memory in bytes: stored between steps, and saved by autograd for a backward pass."""
+"""Memory in bytes: stored between steps, and at the peak of one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import itertools
+from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.autograd.profiler import profile
 from torch.optim import Optimizer
 
 from apex import amp
 from apex._core import tree
-from apex._torch.packed import stored_tensors
+from apex.debug.storages import Storages
 from apex.tools.results import Stored
 
 
 def stored(model: nn.Module, optimizer: Optimizer) -> Stored:
     """Returns the bytes of parameters, masters and optimizer state; shared storage counts once."""
-    seen: set[int] = set()
-    state = [tensor for entry in optimizer.state.values() for tensor in tree.tensors(entry)]
+    storages = Storages()
     return Stored(
         params=sum(param.numel() for param in model.parameters()),
-        model=_new_bytes(model.parameters(), seen),
-        masters=_new_bytes(amp.master_params(optimizer), seen),
-        optimizer=_new_bytes(state, seen),
+        model=storages.add(model.parameters()),
+        masters=storages.add(amp.master_params(optimizer)),
+        optimizer=storages.add(
+            tensor for entry in optimizer.state.values() for tensor in tree.tensors(entry)
+        ),
     )
 
 
-class SavedBytes:
-    """A running count of the bytes that autograd saved for backward."""
+def growth(work: Callable[[], object], device: torch.device) -> int | None:
+    """Returns the most bytes allocated at once during ``work``, beyond those from before it.
 
-    def __init__(self) -> None:
-        """Starts at zero."""
-        self.total = 0
-
-
-@contextmanager
-def saved_for_backward(model: nn.Module) -> Iterator[SavedBytes]:
-    """Counts the storages that autograd saves for backward during the forward pass inside.
-
-    The model's own parameters do not count, since they exist anyway; cast copies of them do.
+    From the statistics of CUDA's allocator, or from the events of the CPU's, for which torch's
+    profiler runs and slows ``work`` down. ``None`` for other devices.
     """
-    saved = SavedBytes()
-    seen = {_key(param) for param in model.parameters()}
-
-    def keep(tensor: Tensor) -> Tensor:
-        saved.total += _new_bytes([tensor], seen)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        yield saved
-
-
-def _new_bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
-    """Returns the bytes of storages not in ``seen`` and adds those storages to it."""
-    total = 0
-    for tensor in (part for each in tensors for part in _parts(each)):
-        if tensor.layout is torch.strided and _key(tensor) not in seen:
-            seen.add(_key(tensor))
-            total += tensor.untyped_storage().nbytes()
-    return total
-
-
-def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yields the tensor, or those inside a wrapper without a storage, such as 8-bit moments."""
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is None:
-        yield from stored_tensors(tensor)
-    else:
-        for name in flatten()[0]:
-            yield from _parts(getattr(tensor, name))
-
-
-def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()
+        return torch.cuda.max_memory_allocated(device) - before
+    if device.type != "cpu":
+        return None
+    with profile(profile_memory=True) as record:
+        work()
+    if record.kineto_results is None:  # a build of torch without Kineto
+        return None
+    events = [event for event in record.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    peak: int = max(itertools.accumulate((event.nbytes() for event in events), initial=0))
+    return peak

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from apex._core import dtypes, tree
-from apex.tools import memory
+from apex.debug.storages import Storages
 from apex.tools.results import ModuleError, Probe
 from apex.tools.seeds import seed_all
 from apex.tools.trainers import Trainer
@@ -51,7 +51,8 @@ def observe(trainer: Trainer, batch: Any, *, seed: int) -> Observation:
             module.eval()
     seed_all(seed)
     with _recorded_outputs(trainer.model) as (outputs, kinds):
-        with memory.saved_for_backward(trainer.model) as saved:
+        saved = Storages(trainer.model.parameters())
+        with saved.of_saved_tensors():
             trainer.backward(batch)
         trainer.unscale()
     params = (param for group in trainer.optimizer.param_groups for param in group["params"])

@@ -65,7 +65,9 @@ class Training:
         frozen: Share of the weights whose nonzero update was lost to rounding, at some steps; empty
             if it cannot be measured.
         stored: Bytes between steps.
-        peak_bytes: Peak memory allocated on the device; ``None`` if it is not measured.
+        peak_bytes: Peak memory allocated; ``None`` if it is not measured.
+        peak_from: How: ``"device"``, by CUDA's statistics of the whole training, or ``"events"``,
+            by the CPU allocator's in one more iteration.
         distance: Distance from fp32; ``None`` without an fp32 run.
         evaluation: Result of the target's ``evaluate``.
     """
@@ -75,6 +77,7 @@ class Training:
     frozen: tuple[Sample, ...]
     stored: Stored
     peak_bytes: int | None = None
+    peak_from: Literal["device", "events"] | None = None
     distance: Distance | None = None
     evaluation: float | None = None
 

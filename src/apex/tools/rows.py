@@ -25,6 +25,7 @@ class Row:
     speed: str
     memory: str
     stored: str
+    peak: str
     kept: str
     loss: str
     evaluation: str
@@ -43,6 +44,7 @@ HEADINGS = Row(
     speed="speed",
     memory="memory",
     stored="bytes / param",
+    peak="peak / param",
     kept="saved",
     loss="final loss",
     evaluation="evaluate",
@@ -59,8 +61,10 @@ COMPACT = ("level", "time", "speed", "memory", "loss", "verdict")
 
 MEANINGS = {
     "speed": "median over the rounds of fp32's time divided by the level's",
-    "memory": "peak on the device; where it is not measured, stored and saved bytes",
+    "memory": "peak, by CUDA's statistics or the CPU allocator's events; elsewhere stored and "
+    "saved bytes",
     "stored": "weights, masters and optimizer state between steps",
+    "peak": "that peak in bytes per parameter, activations included",
     "kept": "bytes that autograd saves for backward, not counting weights",
     "loss": "mean over the last steps",
     "distance": "relative distance of the weights from fp32's after the same number of steps",
@@ -118,18 +122,25 @@ def _compute(result: Result) -> str:
 
 def _training_cells(record: Training | None) -> dict[str, str]:
     if record is None:
-        names = "stored loss evaluation distance skipped frozen"
+        names = "stored peak loss evaluation distance skipped frozen"
         return dict.fromkeys(names.split(), NOTHING)
     far = record.distance
     loss = end_loss(record.losses)
     return {
         "stored": f"{record.stored.per_param:.1f}",
+        "peak": _peak(record),
         "loss": f"{loss:.4g}" if math.isfinite(loss) else "diverged",
         "evaluation": NOTHING if record.evaluation is None else f"{record.evaluation:.4g}",
         "distance": NOTHING if far is None else _percent(far.weights),
         "skipped": f"{len(record.skipped)} of {len(record.losses)}",
         "frozen": _percent(record.frozen[-1][1]) if record.frozen else NOTHING,
     }
+
+
+def _peak(record: Training) -> str:
+    if record.peak_bytes is None:
+        return NOTHING
+    return f"{record.peak_bytes / max(record.stored.params, 1):.1f}"
 
 
 def _probe_cells(probe: Probe | None, *, baseline: bool) -> dict[str, str]:

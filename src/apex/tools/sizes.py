@@ -12,7 +12,7 @@ LEAST_BYTES_MENTIONED = 1e6
 
 
 def needed(result: Result) -> int:
-    """Returns the peak bytes, or, where the device does not report them, those that are known.
+    """Returns the peak bytes, or, where they are not measured, those that are known.
 
     These are the bytes stored between steps and those saved for backward; 0 if neither is known.
     """
@@ -24,9 +24,16 @@ def needed(result: Result) -> int:
     return stored.model + stored.masters + stored.optimizer + result.probe.activation_bytes
 
 
+def has_peak(result: Result) -> bool:
+    """Returns whether the peak was measured."""
+    return result.training is not None and result.training.peak_bytes is not None
+
+
 def saving(result: Result, base: Result) -> int:
     """Returns the bytes that a variant saves if they are worth mentioning; otherwise 0."""
     ours, fp32 = needed(result), needed(base)
+    if has_peak(result) is not has_peak(base):
+        return 0
     less = ours and fp32 and ours <= LEAST_MEMORY_GAIN * fp32
     return fp32 - ours if less and fp32 - ours >= LEAST_BYTES_MENTIONED else 0
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from apex._core import tree
 from apex.debug.frozen import frozen_updates
+from apex.debug.storages import Storages
 from apex.tools import memory
 from apex.tools.results import Distance, Sample, Training
 from apex.tools.targets import Experiment
@@ -76,13 +77,15 @@ def train(
         if step in keep_at or step == len(batches):
             weights[step] = snapshot(trainer.model)
         on_step()
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    on_cuda = device.type == "cuda"
+    peak = torch.cuda.max_memory_allocated(device) if on_cuda else None
     record = Training(
         losses=tuple(losses),
         loss_scales=tuple(scales),
         frozen=tuple(frozen),
         stored=memory.stored(trainer.model, trainer.optimizer),
         peak_bytes=peak,
+        peak_from="device" if on_cuda else None,
     )
     return record, Track(losses, weights)
 
@@ -93,6 +96,28 @@ def evaluated(record: Training, trainer: Trainer, experiment: Experiment) -> Tra
         return record
     with torch.no_grad():
         return replace(record, evaluation=float(trainer.run(experiment.evaluate, trainer.model)))
+
+
+def with_peak(record: Training, trainer: Trainer, batch: Any, *, device: torch.device) -> Training:
+    """Returns the record with the peak of one more iteration on a CPU, whose events are counted.
+
+    Nothing that was measured changes, but the model does: call it last.
+    """
+    if device.type != "cpu":
+        return record
+
+    def iteration() -> None:
+        trainer.backward(batch)
+        trainer.step()
+
+    grown = memory.growth(iteration, device)
+    if grown is None:
+        return record
+    held = Storages()
+    held.add(trainer.model.buffers())
+    stored = memory.stored(trainer.model, trainer.optimizer)
+    between = stored.model + stored.masters + stored.optimizer + held.total
+    return replace(record, peak_bytes=between + grown, peak_from="events")
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -12,13 +12,11 @@ from apex._engine.model.convert import (
 from apex._engine.model.dtype_errors import mixes_dtypes
 from apex._engine.model.lost_values import find_lost, name_lost
 from apex._engine.model.module_class import begin_call, end_call
-from apex._engine.model.plan import MasterSource, ModelPlan, Region
-from apex._engine.model.state import assign, is_converted, module_behind, owner_of, state_of
+from apex._engine.model.plan import ModelPlan
+from apex._engine.model.state import assign, is_converted, module_behind, state_of
 
 __all__ = [
-    "MasterSource",
     "ModelPlan",
-    "Region",
     "assign",
     "begin_call",
     "check",
@@ -32,7 +30,6 @@ __all__ = [
     "mixes_dtypes",
     "module_behind",
     "name_lost",
-    "owner_of",
     "restore",
     "set_region",
     "state_of",

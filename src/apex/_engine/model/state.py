@@ -293,12 +293,6 @@ def is_converted(model: nn.Module) -> bool:
     return state_of(model) is not None
 
 
-def owner_of(model: nn.Module) -> object | None:
-    """Returns the owner passed to ``convert``, or ``None`` for a plain model or a copy."""
-    state = state_of(model)
-    return None if state is None else state.owner
-
-
 def flatten_rnns(modules: Iterable[nn.Module]) -> None:
     """Makes the weights of recurrent layers contiguous again, as cuDNN requires."""
     for module in modules:

@@ -435,8 +435,27 @@ class Gradients:
                     raw.append(pair)
                 elif mirror_gradients.is_modified(grad, in_buckets=self._in_buckets):
                     modified.append(pair)
-            self._absorb(raw)
+            self._absorb(self._left_low(raw))
             self._carry_over(modified)
+
+    def _left_low(self, raw: list[TrackedPair]) -> list[TrackedPair]:
+        """Leaves gradients of a plain backward pass in 16 bits; returns those that cannot stay so.
+
+        What DistributedDataParallel's next pass would overwrite cannot: a view of its buckets.
+        """
+        if not raw or not self._optimized.defers():
+            return raw
+        rest: list[TrackedPair] = []
+        for pair in raw:
+            grad = pair.model.grad
+            if grad is None or not (_owns_storage(grad) and deferred.can_defer(pair, grad)):
+                rest.append(pair)
+                continue
+            each = Deferred(pair, grad, ())
+            pair.model.grad = each.mirror(pair.model)
+            each.install()
+            mirror_gradients.mark(pair)
+        return rest
 
     def _absorb(self, raw: Sequence[TrackedPair]) -> None:
         """Adds gradients of a plain backward pass to the masters'."""
@@ -614,6 +633,11 @@ def _unreduced(
         if (grad := own.grad) is not None
     ]
     return aside, back
+
+
+def _owns_storage(grad: Tensor) -> bool:
+    own = dtensor.local(grad)
+    return own.layout is torch.strided and own.untyped_storage().nbytes() == own.nbytes
 
 
 def _dense(params: list[nn.Parameter]) -> list[Tensor]:

@@ -99,12 +99,13 @@ def _peak(comparison: Comparison) -> list[BarFigure]:
         return []
     largest = max(count for _, count in needs)
     bars = tuple(_memory_bar(result, count, largest) for result, count in needs)
-    if any(result.training is not None and result.training.peak_bytes for result, _ in needs):
+    measured = {r.training.peak_from for r, _ in needs if r.training is not None} - {None}
+    if measured:
         caption = "Most bytes allocated at any time during training."
+        if "events" in measured:
+            caption = "Most bytes allocated in one more iteration, by the allocator's events."
         return [BarFigure("Peak memory", caption, bars)]
-    caption = (
-        "Bytes stored between steps and saved for backward; this device does not report its peak."
-    )
+    caption = "Bytes stored between steps and saved for backward; the peak is not measured here."
     return [BarFigure("Memory of a step", caption, bars, _legend((*PARTS, "kept")))]
 
 
