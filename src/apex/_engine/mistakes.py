@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from apex._engine.optimizer.deferred import has_grad
 from apex._torch import ranks
 from apex._torch.counted import count_foreach, uncount_foreach
 from apex._torch.dynamo import untraced
@@ -152,7 +151,7 @@ class BlockInspection:
 
 def inspect_step(
     mistakes: Mistakes,
-    params: Callable[[], Sequence[Tensor]],
+    has_grads: Callable[[], bool],
     groups: Sequence[dict[str, Any]],
     *,
     needs_scale: bool,
@@ -161,11 +160,11 @@ def inspect_step(
 
     Args:
         mistakes: Those of the session.
-        params: Returns the parameters that the optimizer steps.
+        has_grads: Returns whether a parameter that the optimizer steps has a gradient.
         groups: The optimizer's groups.
         needs_scale: Whether the session's gradients are fp16 and its losses scaled.
     """
-    if not any(map(has_grad, params())):
+    if not has_grads():
         mistakes.warn(Mistake.STEP_BEFORE_BACKWARD)
     elif needs_scale and not mistakes.has_blocks and any(_is_learning(group) for group in groups):
         mistakes.warn(Mistake.NO_SCALE_LOSS)

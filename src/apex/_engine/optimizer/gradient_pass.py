@@ -419,7 +419,7 @@ class Gradients:
             return
         if self._optimized.pairs:
             self._absorb_models()
-        if (self.checked or self.state is GradState.LOCAL) and not self._has_grads():
+        if (self.checked or self.state is GradState.LOCAL) and not self.has_grads():
             self.reset()
 
     def _absorb_models(self) -> None:
@@ -605,7 +605,8 @@ class Gradients:
         """Sets whether the gradients are still scaled, for scripts that set apex's flag."""
         self.state = GradState.DELAYED if scaled else GradState.READY
 
-    def _has_grads(self) -> bool:
+    def has_grads(self) -> bool:
+        """Returns whether a stepped parameter has a gradient, without computing a deferred one."""
         return any(map(deferred.has_grad, self._optimized.params()))
 
 

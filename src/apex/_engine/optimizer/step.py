@@ -109,7 +109,7 @@ def _inspect(binding: Binding) -> None:
     if binding.owner is not None:
         inspect_step(
             binding.owner.mistakes,
-            binding.params,
+            binding.gradients.has_grads,
             binding.optimizer.param_groups,
             needs_scale=binding.owner.needs_scale,
         )
