@@ -306,7 +306,8 @@ def test_a_mode_of_the_user_sees_his_own_operators_only():
         calls = 0
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.calls += 1
+            # torch 2.6 dispatches some more of these, which compute nothing.
+            self.calls += func is not torch.ops.aten.detach.default
             return func(*args, **(kwargs or {}))
 
     counts = []
