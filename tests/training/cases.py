@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex import amp
+from benchmarks.loops import Task, fused_adamw
 from tests.reference.loops import LEVELS
 
 __all__ = ["LEVELS"]
@@ -128,3 +129,12 @@ def same(first, second):
     if isinstance(first, list | tuple):
         return len(first) == len(second) and all(map(same, first, second))
     return bool(first == second)
+
+
+def large_task():
+    """Three million parameters, and little else: where a step's memory is theirs."""
+    return Task(
+        lambda: nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(3)]),
+        lambda: (torch.randn(1, 1024), torch.zeros(1, dtype=torch.long)),
+        fused_adamw,
+    )

@@ -10,7 +10,7 @@ from torch import nn
 from apex import amp
 from apex._engine.optimizer import deferred, one_pass
 from apex._torch import blocks
-from benchmarks.loops import Task, fused_adamw, with_amp
+from benchmarks.loops import with_amp
 from benchmarks.memory import peak_bytes
 from tests.reference.loops import Loop
 from tests.training import cases
@@ -294,21 +294,12 @@ def test_a_plain_backward_adds_to_the_sum(level):
 # -- memory ----------------------------------------------------------------------------------
 
 
-def large_task():
-    return Task(
-        lambda: nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(3)]),
-        lambda: (torch.randn(1, 1024), torch.zeros(1, dtype=torch.long)),
-        fused_adamw,
-    )
-
-
 @levels
 def test_an_iteration_of_several_passes_peaks_as_one_of_one(level, monkeypatch):
     monkeypatch.undo()
-    params = 3 * 1024**2
+    task, params = cases.large_task(), 3 * 1024**2
     peaks = [
-        peak_bytes(with_amp(large_task(), level, passes=4, grad_accum_dtype=dtype), 14 * params)
-        / params
+        peak_bytes(with_amp(task, level, passes=4, grad_accum_dtype=dtype), 14 * params) / params
         for dtype in (LOW[level], None)
     ]
     # Autograd adds the gradient of one layer at a time: 2 bytes for a third of the parameters.

@@ -11,7 +11,7 @@ from apex import amp
 from apex._engine.optimizer import deferred, one_pass
 from apex._engine.optimizer.optimizer_class import binding_of
 from apex._torch import blocks
-from benchmarks.loops import Task, fused_adamw, with_amp
+from benchmarks.loops import fused_adamw, with_amp
 from benchmarks.memory import peak_bytes
 from tests.reference.loops import Loop
 from tests.training import cases
@@ -498,31 +498,23 @@ def test_the_debug_switch_turns_it_off_and_on_again():
 # -- memory ----------------------------------------------------------------------------------
 
 
-def large_task():
-    return Task(
-        lambda: nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(3)]),
-        lambda: (torch.randn(1, 1024), torch.zeros(1, dtype=torch.long)),
-        fused_adamw,
-    )
-
-
 @levels
 @pytest.mark.parametrize("max_norm", [None, 0.1])
 def test_an_iteration_peaks_at_what_is_stored_and_16_bit_gradients(level, max_norm, monkeypatch):
     """By itself, at the sizes for which it is meant: 3 M parameters."""
     monkeypatch.undo()
     params = 3 * 1024**2
-    peak = peak_bytes(with_amp(large_task(), level, max_norm=max_norm), 14 * params) / params
+    peak = peak_bytes(with_amp(cases.large_task(), level, max_norm=max_norm), 14 * params) / params
     # One block, the activations and autograd's temporary: each below 0.4 bytes per parameter.
     assert 16.0 <= peak <= 16.5
     with amp.debug.two_pass_steps():
-        work = with_amp(large_task(), level, max_norm=max_norm)
+        work = with_amp(cases.large_task(), level, max_norm=max_norm)
         assert peak_bytes(work, 14 * params) / params >= 19.9
 
 
 def test_an_iteration_without_scale_loss_peaks_there_too(monkeypatch):
     monkeypatch.undo()
-    task = large_task()
+    task = cases.large_task()
     model = task.model()
     model, optimizer = cases.prepared("O5", fused_adamw, model=model)
     x, y = task.batch()

@@ -67,11 +67,7 @@ def own_tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tens
 
     As ``named_parameters`` and ``named_buffers`` without recursion, in a sixth of their time.
     """
-    prefix = f"{prefix}." if prefix else ""
-    for tensors in (module._parameters, module._buffers):
-        for name, tensor in tensors.items():
-            if tensor is not None:
-                yield prefix + name, tensor
+    return tensors_of([(f"{prefix}." if prefix else "", module)])
 
 
 def tensors_of(parts: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Tensor]]:

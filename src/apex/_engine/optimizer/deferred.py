@@ -221,6 +221,14 @@ def fill_fp32(
             torch._foreach_mul_(same, here)
 
 
+def by_device(gradients: Iterable[Deferred]) -> Iterable[list[Deferred]]:
+    """Returns the gradients in lists of one device."""
+    devices: dict[torch.device, list[Deferred]] = {}
+    for each in gradients:
+        devices.setdefault(each.values.device, []).append(each)
+    return devices.values()
+
+
 def in_fp32(
     deferred: Iterable[Deferred],
     use: Callable[[list[Tensor]], None],
@@ -234,10 +242,7 @@ def in_fp32(
         use: Takes tensors that are overwritten afterwards.
         scaled: Whether the copies leave out the factors.
     """
-    devices: dict[torch.device, list[Deferred]] = {}
-    for each in deferred:
-        devices.setdefault(each.values.device, []).append(each)
-    for same in devices.values():
+    for same in by_device(deferred):
         lows = [each.values for each in same]
         factors = [() if scaled else each.factors for each in same]
         operand = gradients(lows, factors, lows)

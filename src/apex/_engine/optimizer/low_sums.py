@@ -69,11 +69,11 @@ def _rescale(gradients: Sequence[Deferred], scale: Factor, overflowed: Tensor | 
 
     The values of the gradients stay the same: their factors are one over ``scale`` afterwards.
     """
-    devices: dict[torch.device, list[Deferred]] = {}
-    for each in gradients:
-        if overflowed is not None or not _cancel(each.factors, scale):
-            devices.setdefault(each.values.device, []).append(each)
-    for device, same in devices.items():
+    changing = (
+        each for each in gradients if overflowed is not None or not _cancel(each.factors, scale)
+    )
+    for same in deferred.by_device(changing):
+        device = same[0].values.device
         lows = [each.values for each in same]
         factors = [(*each.factors, scale) for each in same]
         flag = None if overflowed is None else moved(overflowed, device).bool()
