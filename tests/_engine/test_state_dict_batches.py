@@ -257,3 +257,12 @@ def test_an_interrupted_call_keeps_no_entry():
         at_module(MODULES, stop, model.state_dict)
     model[0].state_dict()
     assert model._apex_state.link.batches == {}
+
+
+def test_a_part_saved_again_into_the_dict_of_the_whole():
+    model, masters = with_masters(network())
+    whole = model.state_dict()
+    for part, prefix in ((model[0], "again."), (model[2][1].last, "last."), (model[1], "1.")):
+        part.state_dict(destination=whole, prefix=prefix)
+        again = {name: entry for name, entry in whole.items() if name.startswith(prefix)}
+        assert_exact(again, part, masters, prefix=prefix)

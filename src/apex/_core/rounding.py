@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,9 @@ from apex._torch.packed import Packed, plain
 
 _TOGETHER = 2**16
 """Elements that are compared together, which bounds the memory for it."""
+
+_AT_ONCE = 512
+"""Tensors that are made at once: with more, the garbage collector runs in between."""
 
 _DISPATCH: Any = Tensor.__torch_dispatch__
 
@@ -48,18 +51,18 @@ def exact_value(param: Tensor, candidates: Iterable[Tensor]) -> Tensor:
     return dtensor.with_local(param, result.to(torch.float32))
 
 
-@torch.no_grad()
-def exact_values(params: Sequence[Tensor], known: Sequence[Tensor | None]) -> list[Tensor]:
-    """Returns the :func:`exact_value` of each tensor, faster for many small ones.
+def exact_values(
+    params: Sequence[Tensor], known: Sequence[Tensor | None]
+) -> Iterator[tuple[int, Tensor]]:
+    """Yields the :func:`exact_value` of each tensor with its index, faster for many small ones.
 
     Small tensors of one shape are compared together: a handful of operators for all, instead of six
     for each. Every result has memory of its own.
 
     Args:
-        params: Low-precision tensors.
+        params: Low-precision tensors, in a sequence from which those that were yielded may go.
         known: For each of them its unrounded value, or ``None``.
     """
-    results = list(params)
     alone: list[int] = []
     by_shape: defaultdict[torch.Size, list[int]] = defaultdict(list)
     for index, param in enumerate(params):
@@ -68,20 +71,19 @@ def exact_values(params: Sequence[Tensor], known: Sequence[Tensor | None]) -> li
         else:
             alone.append(index)
     for shape, indices in by_shape.items():
-        count = max(_TOGETHER // max(shape.numel(), 1), 1)
+        count = min(max(_TOGETHER // max(shape.numel(), 1), 1), _AT_ONCE)
         for start in range(0, len(indices), count):
             which = indices[start : start + count]
             made = _of_one_shape([params[i] for i in which], [known[i] for i in which])
-            for index, value in zip(which, made, strict=False):
-                results[index] = value
+            yield from zip(which, made, strict=False)
             if not made:
                 alone += which
     for index in alone:
         candidate = known[index]
-        results[index] = exact_value(params[index], [] if candidate is None else [candidate])
-    return results
+        yield index, exact_value(params[index], [] if candidate is None else [candidate])
 
 
+@torch.no_grad()
 def _of_one_shape(params: list[Tensor], known: list[Any]) -> Sequence[Tensor]:
     """Returns the exact values of plain tensors of one shape, or nothing if they differ."""
     if len(params) == 1:

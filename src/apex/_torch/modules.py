@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Container, Iterable, Iterator, Mapping
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -103,15 +104,26 @@ def state_dict_hooks(module: nn.Module) -> Mapping[int, object]:
     return hooks
 
 
+class StateDictHook(Protocol):
+    """A ``state_dict`` post-hook that also registered a pre-hook.
+
+    Attributes:
+        batch: What it belongs to, for its own use.
+    """
+
+    batch: Any
+
+
 def hooked_inside(
-    module: nn.Module, prefix: str, hook: type
+    module: nn.Module, prefix: str, hook: type[StateDictHook], batch: object
 ) -> dict[str, weakref.ref[nn.Module]] | None:
-    """Returns the modules inside with a ``state_dict`` post-hook of class ``hook``.
+    """Returns the modules inside with a post-hook of class ``hook``, whose ``batch`` it sets.
 
     Args:
         module: A module whose ``state_dict`` is called.
         prefix: The prefix of its entries.
-        hook: A class of objects that also register a pre-hook.
+        hook: The class of the post-hooks.
+        batch: For their attribute, also where ``None`` is returned.
 
     Returns:
         The modules by the prefix of their entries. ``None`` if code other than torch's and these
@@ -120,7 +132,7 @@ def hooked_inside(
     found: dict[str, weakref.ref[nn.Module]] = {}
     plain: dict[type, bool] = {}
     saves_own = _saves_own_plainly(type(module))
-    return found if saves_own and _find(module, prefix, hook, found, plain) else None
+    return found if saves_own and _find(module, prefix, hook, batch, found, plain) else None
 
 
 def is_being_saved(prefix: str, destination: object) -> bool:
@@ -134,7 +146,8 @@ def is_being_saved(prefix: str, destination: object) -> bool:
 def _find(
     module: nn.Module,
     prefix: str,
-    hook: type,
+    hook: type[StateDictHook],
+    batch: object,
     found: dict[str, weakref.ref[nn.Module]],
     plain: dict[type, bool],
 ) -> bool:
@@ -147,15 +160,16 @@ def _find(
             plain[kind] = own is _STATE_DICT and _saves_own_plainly(kind)
         if not plain[kind] or "state_dict" in inner.__dict__:
             return False
-        if len(hooks) != len(inner._state_dict_pre_hooks):
+        if len(hooks) != len(inner._state_dict_pre_hooks) or len(hooks) > 1:
             return False
         path = f"{prefix}{name}."
-        if hooks:
-            (own_hook, *others) = hooks.values()
-            if others or type(own_hook) is not hook:
+        own_hook: Any
+        for own_hook in hooks.values():
+            if type(own_hook) is not hook:
                 return False
+            own_hook.batch = batch
             found[path] = weakref.ref(inner)
-        if inner._modules and not _find(inner, path, hook, found, plain):
+        if inner._modules and not _find(inner, path, hook, batch, found, plain):
             return False
     return True
 

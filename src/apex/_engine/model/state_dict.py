@@ -25,6 +25,7 @@ from collections.abc import (
     MutableMapping,
     Sequence,
 )
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -63,7 +64,7 @@ class MasterLink:
         self._saving: dict[str, weakref.ref[nn.Module]] = {}
         # By id of a tensor: its key and the id of its entry. References would cost a collection.
         self._entries: dict[int, tuple[str, int]] = {}
-        self.batch = Batch("", {})
+        self.batch = Batch("")
         self.batches: dict[int, Batch] = {}
 
     @property
@@ -84,8 +85,9 @@ class MasterLink:
             self.write_back()
         if not self._saving or any(children(module)):
             self._saving[prefix] = weakref.ref(module)
-        inside = None if keep_vars else hooked_inside(module, prefix, Fp32Hooks)
-        self.batch = Batch(prefix, inside or {})
+        self.batch = batch = Batch(prefix)
+        if not keep_vars:
+            batch.inside = hooked_inside(module, prefix, Fp32Hooks, batch) or {}
 
     def save(self, module: nn.Module, destination: MutableMapping[str, Any], prefix: str) -> None:
         """Replaces the 16-bit entries of ``module``, and those of the batch that ends with it."""
@@ -94,10 +96,11 @@ class MasterLink:
             if self._begin_batch(destination, module, prefix):
                 return
             batch = None
-        self.batch = Batch("", {})
+        self.batch = Batch("")
         first, outer = next(iter(self._saving.items()), (None, _unknown))
         ends = first == prefix and outer() is module
-        self._replace(destination, [(prefix, module), *(batch.modules() if batch else ())], ends)
+        inside = batch.end() if batch else ()
+        self._replace(destination, chain([(prefix, module)], inside), ends)
         if ends:
             self._saving = {}
             self._entries = {}
@@ -136,7 +139,7 @@ class MasterLink:
         parameters themselves and are not replaced. Entries of tied parameters share memory, as in
         torch; all others get their own.
         """
-        known = self._entries
+        known, low = self._entries, dtypes.LOW_PRECISION
         key_of: dict[int, str] = {}
         tensors: list[Tensor] = []
         entries: list[Tensor] = []
@@ -145,17 +148,19 @@ class MasterLink:
             entry = destination.get(key)
             if entry is tensor or not isinstance(entry, Tensor):
                 continue
-            if entry.dtype in dtypes.LOW_PRECISION:
-                if id(tensor) in key_of or (known and self._is_saved(destination, tensor)):
-                    tied.append((key, id(tensor)))
+            if entry.dtype in low:
+                which = id(tensor)
+                if which in key_of or (known and self._is_saved(destination, tensor)):
+                    tied.append((key, which))
                     continue
-                key_of[id(tensor)] = key
+                key_of[which] = key
                 tensors.append(tensor)
                 entries.append(entry)
             elif isinstance(entry, KeptBuffer):
                 destination[key] = plain(entry)
-        for key, value in zip(key_of.values(), self._exact(tensors, entries), strict=True):
-            destination[key] = value
+        keys = list(key_of.values())
+        for index, value in exact_values(entries, self._masters_of(tensors)):
+            destination[keys[index]] = entries[index] = value  # the old entry goes before the next
         for key, which in tied:
             destination[key] = destination[key_of.get(which) or known[which][0]]
         if not last:
@@ -165,10 +170,9 @@ class MasterLink:
         known = self._entries.get(id(tensor))
         return known is not None and id(destination.get(known[0])) == known[1]
 
-    def _exact(self, tensors: Sequence[Tensor], entries: Sequence[Tensor]) -> list[Tensor]:
+    def _masters_of(self, tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
         source = self.source
-        masters = [None] * len(tensors) if source is None else source.masters_of(tensors)
-        return exact_values(entries, masters)
+        return [None] * len(tensors) if source is None else source.masters_of(tensors)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MasterLink:
         """Returns a link to the same source, which the copy does not keep alive."""
@@ -191,14 +195,14 @@ class Batch:
 
     Attributes:
         prefix: The prefix of the module around them.
-        inside: The modules by their prefix.
+        inside: The modules by their prefix. Their hooks refer to the batch.
         destination: Returns the dict that they are saved to.
     """
 
-    def __init__(self, prefix: str, inside: dict[str, weakref.ref[nn.Module]]) -> None:
-        """Takes the modules, before any of them is saved."""
+    def __init__(self, prefix: str) -> None:
+        """Begins without modules."""
         self.prefix = prefix
-        self.inside = inside
+        self.inside: dict[str, weakref.ref[nn.Module]] = {}
         self.destination: Callable[[], object] = _unknown
 
     def holds(self, module: nn.Module, prefix: str) -> bool:
@@ -206,9 +210,10 @@ class Batch:
         known = self.inside.get(prefix)
         return known is not None and known() is module
 
-    def modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the modules with their prefix."""
-        for prefix, reference in self.inside.items():
+    def end(self) -> Iterator[tuple[str, nn.Module]]:
+        """Ends the batch and yields its modules with their prefix."""
+        inside, self.inside, self.destination = self.inside, {}, _unknown
+        for prefix, reference in inside.items():
             module = reference()
             if module is not None:
                 yield prefix, module
@@ -232,12 +237,16 @@ class Fp32Hooks:
     """The ``state_dict`` and ``load_state_dict`` hooks of one module.
 
     See Note [One hook object per module].
+
+    Attributes:
+        batch: The latest batch that the module belonged to.
     """
 
     def __init__(self, link: MasterLink) -> None:
         """Makes hooks that find masters through ``link``."""
         self._link = link
         self._loading: list[_Loading] = []
+        self.batch: Batch | None = None
 
     def attach(self, module: nn.Module, handles: list[RemovableHandle]) -> None:
         """Registers the hooks with ``module``; adds their handles to ``handles`` one by one."""
@@ -261,17 +270,15 @@ class Fp32Hooks:
 
         Those of a module in a batch stay until the batch ends.
         """
-        batch = self._link.batches.get(id(destination))
-        if batch is not None and batch.destination() is destination:
-            known = batch.inside.get(prefix)  # inlines holds(): this runs for every module
-            if known is not None and known() is module:
-                return
-        self._link.save(module, destination, prefix)
+        batch = self.batch
+        if batch is None or batch.destination() is not destination:
+            self._link.save(module, destination, prefix)
 
     def before_saving(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Rounds written masters into the model before entries are read."""
-        known = self._link.batch.inside.get(prefix)
+        known = self._link.batch.inside.get(prefix)  # inlines holds(): this runs for every module
         if known is None or known() is not module:
+            self.batch = None
             self._link.begin_saving(module, prefix, keep_vars=keep_vars)
 
     def before_loading(
