@@ -108,3 +108,12 @@ def test_many_small_values_take_few_operators():
         all_of(params, known)
     names = [event.name for event in profile.events()]
     assert names.count("aten::equal") == names.count("aten::stack") // 2 == 1
+
+
+def test_values_without_masters():
+    params, known = pairs_of(torch.bfloat16, (2, 3), 5)
+    assert_as_one_by_one(params, [None] * 5)
+    assert_as_one_by_one(params, [known[0], None, known[2], None, None])
+    with torch.profiler.profile() as profile:
+        all_of(params, [None] * 5)
+    assert [event.name for event in profile.events()].count("aten::stack") == 1

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -98,6 +98,8 @@ class Halves:
         seen: The upper halves of up to ``_SEEN`` elements at the last :meth:`note`.
     """
 
+    has_low: ClassVar[bool] = True
+
     high: Tensor
     low: Tensor
     whole: Halves | None = None
@@ -178,6 +180,8 @@ class Rounded:
         whole: The packing that this one is a view of.
         number: The number of its last write.
     """
+
+    has_low: ClassVar[bool] = False
 
     high: Tensor
     rule: Stochastic

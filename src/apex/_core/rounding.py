@@ -64,13 +64,13 @@ def exact_values(
         known: For each of them its unrounded value, or ``None``.
     """
     alone: list[int] = []
-    by_shape: defaultdict[torch.Size, list[int]] = defaultdict(list)
+    alike: defaultdict[tuple[torch.Size, bool], list[int]] = defaultdict(list)
     for index, param in enumerate(params):
-        if type(param) is Tensor and known[index] is not None:
-            by_shape[param.shape].append(index)
+        if type(param) is Tensor:
+            alike[param.shape, known[index] is None].append(index)
         else:
             alone.append(index)
-    for shape, indices in by_shape.items():
+    for (shape, _), indices in alike.items():
         count = min(max(_TOGETHER // max(shape.numel(), 1), 1), _AT_ONCE)
         for start in range(0, len(indices), count):
             which = indices[start : start + count]
@@ -85,24 +85,30 @@ def exact_values(
 
 @torch.no_grad()
 def _of_one_shape(params: list[Tensor], known: list[Any]) -> Sequence[Tensor]:
-    """Returns the exact values of plain tensors of one shape, or nothing if they differ."""
+    """Returns the exact values of plain tensors of one shape, or nothing if they differ.
+
+    Either all of ``known`` are ``None``, or none.
+    """
     if len(params) == 1:
         return ()
     if len(params[0].shape) > 1 and not all(map(Tensor.is_contiguous, params)):
         return ()
     kinds: set[Any] = set(map(type, known))
-    if any(kind.__torch_dispatch__ is not _DISPATCH for kind in kinds):
+    is_known = type(None) not in kinds
+    if is_known and any(kind.__torch_dispatch__ is not _DISPATCH for kind in kinds):
         return ()
     try:
-        value, exact = torch.stack(params), torch.stack(known)
+        value = torch.stack(params)
+        exact = torch.stack(known) if is_known else value
     except RuntimeError:  # of other shapes, or on several devices
         return ()
     if exact.shape != value.shape or value.dtype is not params[0].dtype:
         return ()
     exact = exact.to(device=value.device, dtype=torch.float32)
-    rounded = exact.to(value.dtype)
-    if not _same_here(rounded, value):
-        exact = torch.where(rounded == value, exact, value)
+    if is_known:
+        rounded = exact.to(value.dtype)
+        if not _same_here(rounded, value):
+            exact = torch.where(rounded == value, exact, value)
     values: Sequence[Tensor] = _unbind_copy(exact)
     return values
 

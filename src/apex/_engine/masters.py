@@ -145,6 +145,11 @@ class TrackedPair:
         weight = dtensor.local(self.model)
         return weight.dtype is packing.high.dtype and weight.data_ptr() == packing.high.data_ptr()
 
+    @property
+    def is_equal(self) -> bool:
+        """Whether the model's weight is all of the packed master."""
+        return self.packing is not None and not self.packing.has_low and self.is_shared
+
     def share(self, *, write: bool) -> bool:
         """Makes the model's weight the upper half of a packed master, where it can be.
 
@@ -335,11 +340,13 @@ class Masters:
         return self._by_param.get(id(param))
 
     def masters_of(self, params: Iterable[Tensor]) -> list[Tensor | None]:
-        """Returns :meth:`master_of` of each parameter or buffer."""
+        """Returns :meth:`master_of` of each parameter or buffer, ``None`` where it is equal."""
         pair_of = self._by_param.get
         return [
             pair.master
             if (pair := pair_of(id(param))) is not None and pair.packing is None and pair.low_bits
+            else None
+            if pair is not None and pair.is_equal
             else self.master_of(param)
             for param in params
         ]

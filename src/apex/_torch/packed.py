@@ -6,7 +6,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,11 @@ class Packing(Protocol):
 
     Attributes:
         high: The upper 16 bits, as bf16; may share the memory of a model's weight.
+        has_low: Whether the values have more bits than these.
     """
 
     high: Tensor
+    has_low: ClassVar[bool]
 
     def tensors(self) -> list[Tensor]:
         """Returns the tensors that hold the values."""
