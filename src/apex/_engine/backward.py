@@ -197,14 +197,14 @@ class BackwardPass(ExitStack):
             return
         if self._inspection is not None:
             self._inspection.end_of_gradients()
-        before = self._scaler.pass_state, [b.gradients.checked for b in self._flagged]
+        before = self._scaler.pass_state, [b.gradients.overflow.checked for b in self._flagged]
         try:
             self._finished = True
             self._unscale()
         except BaseException:
             self._scaler.pass_state = before[0]
             for binding, checked in zip(self._flagged, before[1], strict=True):
-                binding.gradients.checked = checked
+                binding.gradients.overflow.checked = checked
             # In reverse: of optimizers that share a parameter, the first set its gradient aside.
             for binding in reversed(self._bindings):
                 binding.gradients.roll_back()
@@ -237,7 +237,7 @@ class BackwardPass(ExitStack):
         if scaler.dynamic:
             scaler.share_overflow([*chain.from_iterable(b.params() for b in self._bindings)])
             for binding in self._flagged:
-                binding.gradients.raise_flag(scaler.found_inf)
+                binding.gradients.overflow.raise_by(scaler.found_inf)
         if not all(self._sends):
             scaler.hold_update()
         elif self._moves_scale:
