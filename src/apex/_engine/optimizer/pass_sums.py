@@ -94,23 +94,15 @@ def left_low(
 
 
 def direct_values(params: list[nn.Parameter], done: set[int]) -> list[Tensor]:
-    """Returns the dense gradients of parameters that are not in ``done``, by id; adds them to it.
+    """Returns the gradients of parameters that are not in ``done``, by id; adds them to it.
 
-    Sparse ones are replaced by coalesced ones before, and partial ones by reduced ones.
+    They are dense; see :func:`apex._core.finite.values_of`.
     """
     ids = {*map(id, params)}
     if done or len(ids) < len(params):
         params = list({id(p): p for p in params if id(p) not in done}.values())
     done |= ids
-    grads = [grad for param in params if (grad := param.grad) is not None]
-    if finite.are_plain(grads):
-        return grads
-    for param in params:
-        if param.grad is not None:
-            param.grad = dtensor.laid_out_as(param, param.grad)
-            if param.grad.is_sparse:
-                param.grad = param.grad.coalesce()
-    return finite.dense_values([grad for param in params if (grad := param.grad) is not None])
+    return finite.values_of(params)
 
 
 def with_aside(fresh: Grads, aside: Grads) -> Grads:
