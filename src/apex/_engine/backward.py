@@ -116,7 +116,7 @@ class BackwardPass(ExitStack):
             scaled_loss = self._scaler.scale(self._loss)
             if self._mistakes is not None and self._mistakes.blocks_left:
                 self._inspect(self._mistakes, scaled_loss)
-            self._scaled_by = self._scaler.loss_scale
+            self._scaled_by = self._scaler.factor()
             self._python_casts.__enter__()
             return scaled_loss
         except BaseException as error:
@@ -226,9 +226,7 @@ class BackwardPass(ExitStack):
             scaler.replace_tensors()
         scaler.begin_pass(continues=any(b.gradients.continues_local for b in self._bindings))
         unscale_ = (
-            None
-            if scaler.is_identity
-            else functools.partial(scaler.unscale_, scaled_by=self._scaled_by)
+            None if scaler.is_identity else functools.partial(scaler.unscale_, by=self._scaled_by)
         )
         factors = () if scaler.is_identity else (scaler.inverse(self._scaled_by),)
         done: set[int] = set()
