@@ -89,7 +89,7 @@ def test_a_pass_without_overflow_check_unscales_and_leaves_the_scale():
     block.run(math.inf, delay_overflow_check=True)
     assert block.reported == []
     assert block.scaler.read_scale() == 2.0**16
-    assert block.binding.gradients.found_inf == 1.0
+    assert block.binding.gradients.overflow.found_inf == 1.0
 
 
 def test_after_an_exception_nothing_is_open_or_reported():

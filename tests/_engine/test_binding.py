@@ -137,7 +137,7 @@ def test_a_raised_flag_skips_the_step(fused, raised):
     low = param()
     optimizer, binding = bound(low, kind=torch.optim.Adam, fused=fused)
     low.grad = torch.ones_like(low)
-    binding.gradients.raise_flag(torch.tensor(raised))
+    binding.gradients.overflow.raise_by(torch.tensor(raised))
     step(optimizer, binding)
     assert torch.equal(low.detach(), torch.ones_like(low)) is bool(raised)
 
@@ -148,28 +148,28 @@ def test_a_flag_raised_once_holds_until_the_gradients_are_cleared(flags):
     optimizer, binding = bound(low)
     low.grad = torch.ones_like(low)
     for flag in flags:
-        binding.gradients.raise_flag(torch.tensor(flag))
+        binding.gradients.overflow.raise_by(torch.tensor(flag))
     for _ in range(2):
         step(optimizer, binding)
         assert torch.equal(low.detach(), torch.ones_like(low))
     binding.gradients.zero(set_to_none=True)
-    binding.gradients.raise_flag(torch.tensor(0.0))
-    assert binding.gradients.found_inf == 0.0
+    binding.gradients.overflow.raise_by(torch.tensor(0.0))
+    assert binding.gradients.overflow.found_inf == 0.0
 
 
 def test_the_flag_is_a_copy_that_the_scaler_may_clear():
     _, binding = bound(param())
     flag = torch.tensor(1.0)
-    binding.gradients.raise_flag(flag)
+    binding.gradients.overflow.raise_by(flag)
     flag.zero_()
-    assert binding.gradients.found_inf == 1.0
+    assert binding.gradients.overflow.found_inf == 1.0
 
 
 def test_a_fused_optimizer_keeps_no_flag_after_the_step():
     low = param()
     optimizer, binding = bound(low, kind=torch.optim.Adam, fused=True)
     low.grad = torch.ones_like(low)
-    binding.gradients.raise_flag(torch.tensor(1.0))
+    binding.gradients.overflow.raise_by(torch.tensor(1.0))
     step(optimizer, binding)
     assert "found_inf" not in vars(optimizer)
 

@@ -176,7 +176,7 @@ def test_a_pass_whose_update_was_left_out_keeps_its_flag_for_the_next():
 
 def test_an_overridden_scale_divides_instead_of_the_own():
     values = torch.tensor([6.0])
-    dynamic().unscale_([values], override=2.0)
+    dynamic().unscale_([values], by=2.0)
     assert values == 3.0
 
 

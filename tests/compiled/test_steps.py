@@ -122,7 +122,7 @@ def test_a_normal_step_moves_scale_count_and_flags_in_place(level):
             scaler.loss_scale,
             scaler.found_inf,
             scaler.clean_steps,
-            binding.gradients.found_inf,
+            binding.gradients.overflow.found_inf,
         ]
         held += [*model.parameters(), *amp.master_params(optimizer)]
         return [tensor.data_ptr() for tensor in held]

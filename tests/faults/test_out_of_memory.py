@@ -123,7 +123,7 @@ def facts(model, *optimizers):
     """What can be seen of one pass: masters and their gradients, state, scale, pending skips."""
     bindings = [binding_of(optimizer) for optimizer in optimizers]
     flags = [
-        (each.gradients.checked, each.gradients.state, each.gradients.open_pass)
+        (each.gradients.overflow.checked, each.gradients.state, each.gradients.open_pass)
         for each in bindings
     ]
     scaler = bindings[0].owner.scalers[0]

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from apex.RNN._cell import RNNCell
-from apex.RNN._stacked import Hiddens, stackedRNN
+from apex.RNN._stacked import Hiddens, Stateful, stackedRNN
 
 
-class bidirectionalRNN(nn.Module):
+class bidirectionalRNN(Stateful):
     """Two stacks, one forward and one backward in time; their outputs are concatenated.
 
     Arguments are those of `stackedRNN`, except that ``inputRNN`` is a single cell. As in apex, the
@@ -44,30 +44,6 @@ class bidirectionalRNN(nn.Module):
         back, back_states = self.bckwrd(input, collect_hidden=collect_hidden, reverse=True)
         pairs = zip(ahead_states, back_states, strict=True)
         return torch.cat([ahead, back], -1), tuple(itertools.starmap(_side_by_side, pairs))
-
-    def reset_parameters(self) -> None:
-        """Reinitializes all parameters."""
-        self.fwd.reset_parameters()
-        self.bckwrd.reset_parameters()
-
-    def init_hidden(self, bsz: int) -> None:
-        """Creates zero states for a batch of ``bsz``; keeps states of that size."""
-        self.fwd.init_hidden(bsz)
-        self.bckwrd.init_hidden(bsz)
-
-    def init_inference(self, bsz: int) -> None:
-        """Does as :meth:`init_hidden`."""
-        self.init_hidden(bsz)
-
-    def reset_hidden(self, bsz: int) -> None:
-        """Resets all states to zeros for a batch of ``bsz``."""
-        self.fwd.reset_hidden(bsz)
-        self.bckwrd.reset_hidden(bsz)
-
-    def detach_hidden(self) -> None:
-        """Detaches all states from their graph."""
-        self.fwd.detach_hidden()
-        self.bckwrd.detach_hidden()
 
 
 def _side_by_side(ahead: Any, back: Any) -> Any:

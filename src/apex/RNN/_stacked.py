@@ -17,7 +17,40 @@ Hiddens = Sequence[Any]
 """Tensors ``[layers, batch, features]`` per hidden state; lists of them with ``collect_hidden``."""
 
 
-class stackedRNN(nn.Module):
+class Stateful(nn.Module):
+    """A module whose ``rnns`` keep hidden states."""
+
+    rnns: nn.ModuleList
+
+    def reset_parameters(self) -> None:
+        """Reinitializes all parameters."""
+        for each in self._stateful():
+            each.reset_parameters()
+
+    def init_hidden(self, bsz: int) -> None:
+        """Creates zero states for a batch of ``bsz``; keeps states of that size."""
+        for each in self._stateful():
+            each.init_hidden(bsz)
+
+    def init_inference(self, bsz: int) -> None:
+        """Does as :meth:`init_hidden`."""
+        self.init_hidden(bsz)
+
+    def reset_hidden(self, bsz: int) -> None:
+        """Resets all states to zeros for a batch of ``bsz``."""
+        for each in self._stateful():
+            each.reset_hidden(bsz)
+
+    def detach_hidden(self) -> None:
+        """Detaches all states from their graph."""
+        for each in self._stateful():
+            each.detach_hidden()
+
+    def _stateful(self) -> list[RNNCell | Stateful]:
+        return [each for each in self.rnns if isinstance(each, RNNCell | Stateful)]
+
+
+class stackedRNN(Stateful):
     """A stack of cells, run step by step.
 
     Args:
@@ -91,7 +124,7 @@ class stackedRNN(nn.Module):
         return states
 
     def _check(self, input: Tensor) -> None:
-        features = self._cells()[0].input_size
+        features: Any = self.rnns[0].input_size
         steps_dim = 1 if self.batch_first else 0
         if input.dim() != 3 or input.shape[-1] != features or not input.shape[steps_dim]:
             order = "batch, steps" if self.batch_first else "steps, batch"
@@ -99,33 +132,6 @@ class stackedRNN(nn.Module):
                 f"RNN got an input of shape {list(input.shape)}; it takes [{order}, {features}] "
                 "with at least one step."
             )
-
-    def _cells(self) -> list[RNNCell]:
-        return [cell for cell in self.rnns if isinstance(cell, RNNCell)]
-
-    def reset_parameters(self) -> None:
-        """Reinitializes all parameters."""
-        for cell in self._cells():
-            cell.reset_parameters()
-
-    def init_hidden(self, bsz: int) -> None:
-        """Creates zero states for a batch of ``bsz``; keeps states of that size."""
-        for cell in self._cells():
-            cell.init_hidden(bsz)
-
-    def init_inference(self, bsz: int) -> None:
-        """Does as :meth:`init_hidden`."""
-        self.init_hidden(bsz)
-
-    def reset_hidden(self, bsz: int) -> None:
-        """Resets all states to zeros for a batch of ``bsz``."""
-        for cell in self._cells():
-            cell.reset_hidden(bsz)
-
-    def detach_hidden(self) -> None:
-        """Detaches all states from their graph."""
-        for cell in self._cells():
-            cell.detach_hidden()
 
 
 def _layers(first: RNNCell | list[RNNCell], num_layers: int) -> list[RNNCell]:

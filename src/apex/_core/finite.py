@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,21 @@ def dense_values(grads: list[Tensor]) -> list[Tensor]:
         return grads
     grads = dtensor.locals_of(grads)
     return [stored_values(grad) if grad.is_sparse else grad for grad in grads]
+
+
+def values_of(params: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the :func:`dense_values` of the parameters' gradients.
+
+    Replaces sparse gradients by coalesced ones before, and partial ones by reduced ones.
+    """
+    grads = [grad for param in params if (grad := param.grad) is not None]
+    if are_plain(grads):
+        return grads
+    for param in params:
+        if (grad := param.grad) is not None:
+            full = dtensor.laid_out_as(param, grad)
+            param.grad = full.coalesce() if full.is_sparse else full
+    return dense_values([grad for param in params if (grad := param.grad) is not None])
 
 
 def are_plain(grads: list[Tensor]) -> bool:

@@ -116,7 +116,7 @@ class BackwardPass(ExitStack):
             scaled_loss = self._scaler.scale(self._loss)
             if self._mistakes is not None and self._mistakes.blocks_left:
                 self._inspect(self._mistakes, scaled_loss)
-            self._scaled_by = self._scaler.loss_scale
+            self._scaled_by = self._scaler.factor()
             self._python_casts.__enter__()
             return scaled_loss
         except BaseException as error:
@@ -197,14 +197,14 @@ class BackwardPass(ExitStack):
             return
         if self._inspection is not None:
             self._inspection.end_of_gradients()
-        before = self._scaler.pass_state, [b.gradients.checked for b in self._flagged]
+        before = self._scaler.pass_state, [b.gradients.overflow.checked for b in self._flagged]
         try:
             self._finished = True
             self._unscale()
         except BaseException:
             self._scaler.pass_state = before[0]
             for binding, checked in zip(self._flagged, before[1], strict=True):
-                binding.gradients.checked = checked
+                binding.gradients.overflow.checked = checked
             # In reverse: of optimizers that share a parameter, the first set its gradient aside.
             for binding in reversed(self._bindings):
                 binding.gradients.roll_back()
@@ -226,9 +226,7 @@ class BackwardPass(ExitStack):
             scaler.replace_tensors()
         scaler.begin_pass(continues=any(b.gradients.continues_local for b in self._bindings))
         unscale_ = (
-            None
-            if scaler.is_identity
-            else functools.partial(scaler.unscale_, scaled_by=self._scaled_by)
+            None if scaler.is_identity else functools.partial(scaler.unscale_, by=self._scaled_by)
         )
         factors = () if scaler.is_identity else (scaler.inverse(self._scaled_by),)
         done: set[int] = set()
@@ -237,7 +235,7 @@ class BackwardPass(ExitStack):
         if scaler.dynamic:
             scaler.share_overflow([*chain.from_iterable(b.params() for b in self._bindings)])
             for binding in self._flagged:
-                binding.gradients.raise_flag(scaler.found_inf)
+                binding.gradients.overflow.raise_by(scaler.found_inf)
         if not all(self._sends):
             scaler.hold_update()
         elif self._moves_scale:

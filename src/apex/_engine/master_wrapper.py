@@ -46,6 +46,9 @@ class MasterWrapper:
     param_groups = forwarded(
         "optimizer", "param_groups", "The optimizer's groups, which hold the masters."
     )
+    dynamic_loss_scale = forwarded(
+        "loss_scaler", "dynamic", "Whether the scale follows the gradients."
+    )
 
     def __init__(self, optimizer: Any, loss_scaler: HostScale, *, verbose: bool) -> None:
         """Replaces 16-bit parameters in the optimizer's groups, and moves its state."""
@@ -145,7 +148,7 @@ class MasterWrapper:
             pair.master.grad = None
         for pair, grad in zip(received, fresh, strict=True):
             pair.master.grad = grad
-        direct = _coalesced_grads(self._all_direct())
+        direct = finite.values_of(self._all_direct())
         scaled = [(fresh, self._scale_of_low), (direct, self._scale_of_direct)]
         self.overflow = _unscale_(scaled, check=check)
         self._scale_of_direct = 1.0
@@ -159,19 +162,10 @@ def _is_like(value: object, param: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == param.shape
 
 
-def _coalesced_grads(params: list[nn.Parameter]) -> list[Tensor]:
-    """Returns the parameters' gradients, sparse ones coalesced."""
-    for param in params:
-        if param.grad is not None and param.grad.is_sparse:
-            param.grad = param.grad.coalesce()
-    return [param.grad for param in params if param.grad is not None]
-
-
 @torch.no_grad()
 def _rescale_(params: list[nn.Parameter], factor: float) -> None:
-    grads = _coalesced_grads(params) if factor != 1.0 else []
-    if grads:
-        finite.unscale_(finite.dense_values(grads), factor)
+    if factor != 1.0 and (values := finite.values_of(params)):
+        finite.unscale_(values, factor)
 
 
 def _unscale_(scaled: list[tuple[list[Tensor], float]], *, check: bool) -> bool:

@@ -99,7 +99,7 @@ class Scaler(ABC):
 
     @abstractmethod
     def begin_pass(self, *, continues: bool = False) -> None:
-        """Begins a pass, before its gradients are unscaled; clears the flag.
+        """Begins a pass, before its gradients are unscaled; clears the flag of a dynamic scale.
 
         A flag that the scale is not updated from yet stays.
 
@@ -115,28 +115,21 @@ class Scaler(ABC):
     def replace_tensors(self) -> None:
         """Continues with copies of scale and flag, leaving the present tensors unchanged.
 
-        Autograd graphs that have yet to run saved the present scale, and autograd raises for a
-        saved tensor that was changed in place.
+        Autograd graphs that have yet to run saved the present scale if it is dynamic, and autograd
+        raises for a saved tensor that was changed in place.
         """
 
     @abstractmethod
-    def inverse(self, scaled_by: Tensor | None = None) -> Tensor | float:
-        """Returns one over the scale, or over that of the pass: a number, or 0-d if dynamic."""
+    def inverse(self, scale: Tensor | float) -> Tensor | float:
+        """Returns one over a scale that :meth:`factor` returned, in the same form."""
 
     @abstractmethod
-    def unscale_(
-        self,
-        values: list[Tensor],
-        *,
-        override: float | None = None,
-        scaled_by: Tensor | None = None,
-    ) -> None:
-        """Divides gradients by the scale in place; a dynamic scale also checks them.
+    def unscale_(self, values: list[Tensor], *, by: Tensor | float | None = None) -> None:
+        """Divides gradients in place; a dynamic scale also checks them.
 
         Args:
             values: Dense gradients, see :func:`apex._core.finite.dense_values`.
-            override: Divide by this instead of the scale.
-            scaled_by: The dynamic scale (0-d) of the pass; ``None`` for the present one.
+            by: The divisor, such as the scale of the pass; ``None`` for the present scale.
         """
 
     def share_overflow(self, params: Sequence[Tensor]) -> None:
@@ -156,9 +149,9 @@ class Scaler(ABC):
             iterations: The present iteration of each optimizer of the pass, for the report.
         """
 
-    @abstractmethod
     def read_updates(self) -> list[ScaleUpdate]:
         """Returns the updates that have reached the host since the last call, oldest first."""
+        return []
 
     # -- state -------------------------------------------------------------------------------
 
@@ -234,28 +227,18 @@ class StaticScaler(Scaler):
     def replace_tensors(self) -> None:
         """Does nothing: no graph holds the scale."""
 
-    def inverse(self, scaled_by: Tensor | None = None) -> float:
-        return 1.0 / self._scale
+    def inverse(self, scale: Tensor | float) -> float:
+        return 1.0 / float(scale)  # sync: none, it is a number
 
-    def unscale_(
-        self,
-        values: list[Tensor],
-        *,
-        override: float | None = None,
-        scaled_by: Tensor | None = None,
-    ) -> None:
-        """Divides gradients by the scale in place, unchecked; ignores ``scaled_by``."""
-        divisor = override or self._scale
-        if values and divisor != 1.0:
-            unscale_(values, 1.0 / divisor)
+    def unscale_(self, values: list[Tensor], *, by: Tensor | float | None = None) -> None:
+        """Divides gradients in place, unchecked."""
+        inverse = self.inverse(by or self._scale)
+        if values and inverse != 1.0:
+            unscale_(values, inverse)
 
     def update(self, iterations: Sequence[Iteration]) -> None:
         """Counts a step."""
         self._clean_steps += 1
-
-    def read_updates(self) -> list[ScaleUpdate]:
-        """Returns nothing: there are no updates."""
-        return []
 
     def read_scale(self) -> float:
         return self._scale
@@ -339,21 +322,15 @@ class DynamicScaler(Scaler):
     def replace_tensors(self) -> None:
         self._bind(self._scale_and_flag.clone())
 
-    def inverse(self, scaled_by: Tensor | None = None) -> Tensor:
-        return (self.loss_scale if scaled_by is None else scaled_by).reciprocal()
+    def inverse(self, scale: Tensor | float) -> Tensor:
+        if isinstance(scale, Tensor):
+            return scale.reciprocal()
+        return torch.full_like(self.loss_scale, 1.0 / scale)
 
-    def unscale_(
-        self,
-        values: list[Tensor],
-        *,
-        override: float | None = None,
-        scaled_by: Tensor | None = None,
-    ) -> None:
-        """Divides gradients by the scale in place, and raises the flag on inf or NaN."""
+    def unscale_(self, values: list[Tensor], *, by: Tensor | float | None = None) -> None:
+        """Divides gradients in place, and raises the flag on inf or NaN."""
         if values:
-            inverse = self.inverse(scaled_by)
-            if override is not None and scaled_by is None:
-                inverse = torch.full_like(self.loss_scale, 1.0 / override)
+            inverse = self.inverse(self.loss_scale if by is None else by)
             unscale_and_check_(values, inverse, self.found_inf)
 
     def update(self, iterations: Sequence[Iteration]) -> None:

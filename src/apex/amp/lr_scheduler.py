@@ -87,13 +87,13 @@ class SkipAwareScheduler:
     def _was_skipped(self) -> bool:
         """Returns whether the last step is known to be skipped; asks the device otherwise."""
         binding = binding_of(self._optimizer)
-        if binding is None or binding.gradients.steps == self._seen:
+        if binding is None or binding.gradients.overflow.steps == self._seen:
             return False
-        gradients = binding.gradients
-        self._seen = gradients.steps
-        known = gradients.skipped_on_host()
-        if known is None and isinstance(gradients.skipped, Tensor):
-            self._in_flight.append(HostCopy(gradients.skipped))
+        overflow = binding.gradients.overflow
+        self._seen = overflow.steps
+        known = overflow.skipped_on_host()
+        if known is None and isinstance(overflow.skipped, Tensor):
+            self._in_flight.append(HostCopy(overflow.skipped))
         return bool(known)
 
     def _collect(self, *, wait: bool = False) -> None:

@@ -173,7 +173,7 @@ class AmpStashOptimizer(AmpOptimizer):
         gradients.accumulate(scaler._scaler.unscale_)
         gradients.commit()
         if scaler.dynamic:
-            gradients.raise_flag(scaler._scaler.found_inf)
+            gradients.overflow.raise_by(scaler._scaler.found_inf)
 
 
 def _require_binding(optimizer: Optimizer) -> Binding:

@@ -180,7 +180,7 @@ class LossScaler:
             for master, model in zip(master_grads, model_grads, strict=True):
                 if master is not model:
                     master.copy_(model)
-            self._scaler.unscale_(list(master_grads), override=scale_override)
+            self._scaler.unscale_(list(master_grads), by=scale_override)
 
     def unscale_with_stashed(
         self,

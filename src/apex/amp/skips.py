@@ -56,11 +56,11 @@ def step_was_skipped(optimizer: Any, *, on_host: bool = False) -> Tensor | bool 
     binding = binding_of(unwrap(optimizer))
     if binding is None:
         return False if on_host else torch.tensor(False)
-    gradients = binding.gradients
+    overflow = binding.gradients.overflow
     if on_host:
-        return gradients.skipped_on_host()
-    skipped = gradients.skipped
+        return overflow.skipped_on_host()
+    skipped = overflow.skipped
     if isinstance(skipped, Tensor):
         return skipped != 0
-    flag = gradients.found_inf
+    flag = overflow.found_inf
     return torch.full((), skipped, device=None if flag is None else flag.device)

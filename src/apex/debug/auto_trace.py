@@ -17,6 +17,7 @@ from apex.debug.gradient_watch import GradientWatch, NonfinitePass
 from apex.debug.loops import Loop, LoopPass, loop_of
 from apex.debug.modes import suspend_modes
 from apex.debug.overflow import OverflowTrace
+from apex.debug.rendering.formatting import listed
 from apex.debug.skips import require_session
 from apex.debug.update_messages import frozen_message, underflow_message
 from apex.debug.update_watch import EVERY, Measured, UpdateWatch, summary
@@ -239,11 +240,9 @@ class AutoTrace:
 
     def _gradients(self, found: NonfinitePass) -> str:
         names = [name for key, name in self._loop.names().items() if key in found.params]
-        more = len(found.params) - _MAX_NAMED
-        listed = ", ".join(names[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
         return (
             f"Gradients are not finite since {self._loop.unit} {found.index} after amp.debug.arm: "
-            f"{listed} ({len(found.params)} of {found.of} gradients)."
+            f"{listed(names, _MAX_NAMED)} ({len(found.params)} of {found.of} gradients)."
         )
 
     # Hooks of the models while a step is traced. torch is iterating over them when they run, so

@@ -17,7 +17,8 @@ from apex.debug.attribution import CallTracker, DtypeRules
 from apex.debug.clock import Stopwatch, clock_for
 from apex.debug.explanation import Explanation
 from apex.debug.loops import check_scaler
-from apex.debug.module_tracker import ModuleTracker, unwrapped
+from apex.debug.model_call import check_loss, checked_model, floating_outputs
+from apex.debug.module_tracker import ModuleTracker
 from apex.debug.preserve_state import casts_off, preserve_state, tensors_in
 from apex.debug.recording import Recorder
 from apex.debug.records import GradientRow, OpRow
@@ -86,7 +87,7 @@ def explain(
         1.0
     """
     check_scaler("explain", scaler)
-    inner = _checked(model, inputs, keywords)
+    inner = checked_model("explain", model, (inputs, keywords))
     tracker = ModuleTracker(inner)
     rules = DtypeRules(inner, tracker.names)
     run = _Run(inner, inputs, keywords, loss_fn, backward, _scale(loss_scale, scaler, rules))
@@ -149,7 +150,9 @@ class _Run:
                 loss = self._loss()
             if not self.backward:
                 return ()
-            _check_loss(loss)
+            check_loss(
+                "explain", loss, instead=" Pass backward=False to run only the forward pass."
+            )
             with casts_off():
                 # As amp.scale_loss does, scale the loss in fp32, which can hold the scale.
                 scaled = loss if loss.dtype is torch.float64 else loss.float()
@@ -185,12 +188,7 @@ def _level(rules: DtypeRules, model: nn.Module, ops: tuple[OpRow, ...]) -> str:
 
 
 def _sum_of(output: Any) -> Tensor:
-    floating = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
-    if not floating:
-        raise ValueError(
-            f"explain got a model whose output ({type(output).__name__}) holds no floating-point "
-            "tensor, so it cannot derive a loss. Pass loss_fn=... or backward=False."
-        )
+    floating = floating_outputs("explain", output, instead=" or backward=False")
     sums = (t.sum(dtype=torch.promote_types(t.dtype, torch.float32)) for t in floating)
     return functools.reduce(torch.add, sums)
 
@@ -224,43 +222,3 @@ def _scale(given: float | None, scaler: Any, rules: DtypeRules) -> float:
     if scaler is not None:
         return float(scaler.get_scale())
     return 1.0 if rules.session is None else rules.session.scalers[0].read_scale()
-
-
-def _checked(model: Any, inputs: Any, keywords: Any) -> nn.Module:
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"explain got {type(model).__name__} as the model; it takes a torch.nn.Module, "
-            "followed by its inputs: explain(model, x, loss_fn=...)."
-        )
-    inner = unwrapped(model)
-    for name, param in inner.named_parameters():
-        if isinstance(param, nn.UninitializedParameter) or param.device.type == "meta":
-            raise ValueError(
-                f"explain got a model whose parameter {name!r} has no values yet (lazy, or on the "
-                "meta device). Run the model once or initialize it first."
-            )
-    if not tensors_in((inputs, keywords)):
-        raise ValueError(
-            f"explain got no tensor among the inputs of {type(inner).__name__}. Pass the model's "
-            "arguments: explain(model, x) or explain(model, input_ids=...)."
-        )
-    return inner
-
-
-def _check_loss(loss: Any) -> None:
-    if not isinstance(loss, Tensor):
-        raise TypeError(
-            f"explain's loss_fn returned {type(loss).__name__}; it must take the model's output "
-            "and return the loss, a tensor with one element."
-        )
-    if loss.numel() != 1 or not loss.is_floating_point():
-        raise ValueError(
-            f"explain got a loss of shape {tuple(loss.shape)} and {loss.dtype}; it takes one "
-            "floating-point number. Reduce it in loss_fn, for example with .mean()."
-        )
-    if not loss.requires_grad:
-        raise ValueError(
-            "explain got a loss that does not require gradients: either no parameter does, or the "
-            "loss was detached or computed under no_grad. Pass backward=False to run only the "
-            "forward pass."
-        )

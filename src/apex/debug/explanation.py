@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from apex.debug.findings import Finding, findings_of
-from apex.debug.records import CAST, LOW, GradientRow, OpRow, RoundTrip, WeightCasts
+from apex.debug.records import CAST, LOW, GradientRow, OpRow, RoundTrip, WeightCasts, share
 from apex.debug.rendering.files import save
 
 
@@ -136,7 +136,7 @@ class Explanation:
             seconds=self.seconds,
             flops=flops,
             low_precision_flops=low,
-            low_precision_share=_share(low, flops),
+            low_precision_share=share(low, flops),
             casts=sum(cast.count for cast in casts),
             cast_bytes=sum(cast.bytes for cast in casts),
             round_trips=sum(trip.count for trip in self.round_trips),
@@ -157,7 +157,7 @@ class Explanation:
     @functools.cached_property
     def findings(self) -> tuple[Finding, ...]:
         """What could be saved, the most time first."""
-        return findings_of(self)
+        return findings_of(self.round_trips, self.weight_casts, self.seconds)
 
     @functools.cached_property
     def modules(self) -> tuple[ModuleRow, ...]:
@@ -174,7 +174,7 @@ class Explanation:
             name=name,
             kind=self.kinds[name],
             dtype=dtypes.pop() if len(dtypes) == 1 else "mixed" if dtypes else "",
-            time_share=_share(sum(row.seconds for row in rows), self.seconds) or 0.0,
+            time_share=share(sum(row.seconds for row in rows), self.seconds) or 0.0,
             flops=sum(row.flops for row in rows),
             low_precision_flops=_low_flops(rows),
             casts=sum(cast.count for cast in casts),
@@ -185,7 +185,7 @@ class Explanation:
 
     def time_share(self, row: OpRow) -> float:
         """Returns the share of all measured time that an operator and its casts took."""
-        return _share(row.seconds, self.seconds) or 0.0
+        return share(row.seconds, self.seconds) or 0.0
 
     # -- formats -------------------------------------------------------------------------------
 
@@ -260,11 +260,7 @@ def _within(module: str, parent: str) -> bool:
     return not parent or module == parent or module.startswith(parent + ".")
 
 
-def _share(part: float, whole: float) -> float | None:
-    return part / whole if whole else None
-
-
 def _share_of(rows: Iterable[Any], *names: str) -> float | None:
     given = list(rows)
     part = sum(getattr(row, name) for row in given for name in names)
-    return _share(part, sum(row.values for row in given))
+    return share(part, sum(row.values for row in given))

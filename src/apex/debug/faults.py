@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from apex._core import dtypes
-from apex.debug.module_tracker import Direction
+from apex.debug.module_tracker import Direction, place_in_words
 from apex.debug.patterns import operator_name, pattern_of
 from apex.debug.rendering.files import json_types
 from apex.debug.tensors import Kind, Values
@@ -165,9 +165,7 @@ class Fault:
     def _place(self) -> str:
         if self.cause in _OF_STEPS:
             return "in an update of the weights"
-        if self.module:
-            return f"in {self.module}"
-        return "in the model" if self.inside else "outside the model"
+        return place_in_words(self.module, inside=self.inside)
 
 
 def _amount(true: float | None) -> str:

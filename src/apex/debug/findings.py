@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from apex.amp import lists
-from apex.debug.records import SHORT, RoundTrip, WeightCasts
-
-if TYPE_CHECKING:
-    from apex.debug.explanation import Explanation
+from apex.debug.records import SHORT, RoundTrip, WeightCasts, share
 
 
 @dataclass(frozen=True)
@@ -38,13 +34,20 @@ class Finding:
     remedy: str
 
 
-def findings_of(explanation: Explanation) -> tuple[Finding, ...]:
-    """Returns what an explained model could save, the most time first."""
-    trips, whole = explanation.round_trips, explanation.seconds
+def findings_of(
+    trips: Sequence[RoundTrip], casts: Iterable[WeightCasts], whole: float
+) -> tuple[Finding, ...]:
+    """Returns what an explained model could save, the most time first.
+
+    Args:
+        trips: Its round trips.
+        casts: Its casts of weights.
+        whole: All measured time, in seconds.
+    """
     found = [
         *_through_operators([trip for trip in trips if trip.op], whole),
         *_undone([trip for trip in trips if not trip.op], whole),
-        *_weights(explanation.weight_casts, whole),
+        *_weights(casts, whole),
     ]
     return tuple(sorted(found, key=lambda finding: -finding.seconds))
 
@@ -83,7 +86,7 @@ def _weights(casts: Iterable[WeightCasts], whole: float) -> Iterator[Finding]:
             made.count,
             made.bytes,
             made.seconds,
-            _share(made.seconds, whole),
+            share(made.seconds, whole) or 0.0,
             made.modules,
             f"level {_CONVERTS[dtype]!r} keeps them in {dtype}, with fp32 masters",
         )
@@ -97,14 +100,10 @@ def _finding(title: str, trips: list[RoundTrip], whole: float, remedy: str) -> F
         sum(trip.casts for trip in trips),
         sum(trip.bytes for trip in trips),
         seconds,
-        _share(seconds, whole),
+        share(seconds, whole) or 0.0,
         tuple(dict.fromkeys(trip.module for trip in trips)),
         remedy,
     )
-
-
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
 
 
 def _forward_name(op: str) -> str:

@@ -305,6 +305,13 @@ def unwrapped(model: nn.Module) -> nn.Module:
         model = inner
 
 
+def place_in_words(module: str, *, inside: bool) -> str:
+    """Returns where an operator ran: in a module, or in or outside the model itself."""
+    if module:
+        return f"in {module}"
+    return "in the model" if inside else "outside the model"
+
+
 def _prefixed(models: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
     if len(models) == 1:
         return [("", models[0])]

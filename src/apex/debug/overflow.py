@@ -13,6 +13,7 @@ from apex.debug.loops import check_scaler
 from apex.debug.module_tracker import ModuleTracker
 from apex.debug.overflow_mode import OverflowMode
 from apex.debug.provenance import Provenance
+from apex.debug.rendering.formatting import listed
 from apex.debug.tracing import Trace
 
 
@@ -107,8 +108,4 @@ class OverflowTrace(Trace):
 
 def hit_lines(gradients: Sequence[str]) -> list[str]:
     """Returns the report's line on the parameters whose gradients were hit; none without any."""
-    if not gradients:
-        return []
-    more = len(gradients) - 3
-    names = ", ".join(gradients[:3]) + (f" and {more} more" if more > 0 else "")
-    return [f"  hit    the gradients of {names}"]
+    return [f"  hit    the gradients of {listed(gradients, 3)}"] if gradients else []

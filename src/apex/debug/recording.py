@@ -40,7 +40,7 @@ _CASTS = {aten._to_copy.default, aten.to.dtype, aten.to.device, aten.to.other}
 
 
 class Key(NamedTuple):
-    """The identity of one record."""
+    """The identity of one record; see :class:`OpRow`."""
 
     module: str
     inside: bool
@@ -339,20 +339,14 @@ def _record(key: Key, stats: OpStats) -> OpRow:
     largest, nonfinite = stats.ranges.read()
     spans = [*stats.spans, *(cast.span for cast in stats.casts)]
     return OpRow(
-        module=key.module,
-        inside=key.inside,
-        direction=key.direction,
-        op=key.op,
+        **key._asdict(),
         calls=stats.calls or len(stats.casts),
-        dtypes_in=key.dtypes_in,
-        dtype_out=key.dtype_out,
         casts=tuple(_counts(stats.casts)),
         seconds=sum(span() for span in spans),
         flops=stats.flops,
         values=stats.ranges.values,
         largest=largest,
         nonfinite=nonfinite,
-        decided_by=key.decided_by,
     )
 
 

@@ -178,3 +178,8 @@ def headroom(largest: float, dtype: str) -> float | None:
     if not dtype or not largest > 0.0:
         return None
     return math.log2(torch.finfo(getattr(torch, dtype)).max) - math.log2(largest)
+
+
+def share(part: float, whole: float) -> float | None:
+    """Returns ``part / whole``; None if the whole is 0."""
+    return part / whole if whole else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
-from apex.debug.module_tracker import Direction
+from apex.debug.module_tracker import Direction, place_in_words
 from apex.debug.rendering.files import json_types
 
 Kind = Literal["rounding", "cancellation", "chain", ""]
@@ -19,6 +19,16 @@ class Place(NamedTuple):
     direction: Direction
     op: str
     dtype: str
+
+
+class _Loss(NamedTuple):
+    """What the call that lost most digits lost; see :class:`RoundingRow`."""
+
+    error: float
+    tolerance: float
+    inherited: float
+    kind: Kind
+    location: str
 
 
 @dataclass(frozen=True)
@@ -66,7 +76,7 @@ class RoundingRow:
     @property
     def place(self) -> str:
         """Where it ran, in words."""
-        return f"in {self.module}" if self.module else _NO_MODULE[self.inside]
+        return place_in_words(self.module, inside=self.inside)
 
     @property
     def cause(self) -> str:
@@ -90,8 +100,6 @@ class RoundingRow:
         """Returns all attributes in JSON types, an infinite number as None."""
         return dict(json_types(asdict(self)))
 
-
-_NO_MODULE = {True: "in the model", False: "outside the model"}
 
 _FP32_MODULE = (
     "keep the module in fp32 with amp.initialize(..., fp32_modules=[{name!r}]) (O2, O3, O5) or run "
@@ -142,7 +150,7 @@ class RoundingLog:
         self.operators = 0
         self.lost: dict[Place, None] = {}
         self.skipped: dict[Skipped, None] = {}
-        self._worst: dict[Place, tuple[float, float, float, Kind, str]] = {}
+        self._worst: dict[Place, _Loss] = {}
         self._calls: dict[Place, int] = {}
 
     def add(
@@ -153,8 +161,8 @@ class RoundingLog:
         if error > tolerance:
             self.lost.setdefault(place)
         known = self._worst.get(place)
-        if known is None or error * known[1] > known[0] * tolerance:
-            self._worst[place] = error, tolerance, inherited, kind, line
+        if known is None or error * known.tolerance > known.error * tolerance:
+            self._worst[place] = _Loss(error, tolerance, inherited, kind, line)
 
     def skip(self, module: str, op: str, reason: str) -> None:
         """Records that an operator has no verdict."""
@@ -162,21 +170,8 @@ class RoundingLog:
 
     def row(self, place: Place) -> RoundingRow:
         """Returns the record of one place."""
-        error, tolerance, inherited, kind, location = self._worst[place]
-        module, inside, direction, op, dtype = place
-        return RoundingRow(
-            module,
-            op,
-            direction,
-            error,
-            tolerance,
-            inherited,
-            dtype,
-            inside,
-            self._calls[place],
-            kind,
-            location,
-        )
+        worst = self._worst[place]._asdict()
+        return RoundingRow(**place._asdict(), **worst, calls=self._calls[place])
 
     def rows(self) -> tuple[RoundingRow, ...]:
         """Returns all records, the most suspicious first."""

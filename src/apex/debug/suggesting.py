@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from apex._core import dtypes
 from apex._engine.model.state import state_of
-from apex.debug.module_tracker import unwrapped
-from apex.debug.preserve_state import tensors_in
+from apex.debug.model_call import check_loss, checked_model, floating_outputs
 from apex.debug.rounding import RoundingTrace
 from apex.debug.suggestion import Suggestion
 from apex.debug.trials import Loss, Trials
@@ -92,7 +91,7 @@ def suggest_fp32(
         >>> found.setting
         "amp.initialize(model, optimizer, opt_level='O5', fp32_modules=['1'])"
     """
-    inner = _checked(model, inputs, keywords, opt_level)
+    inner = _checked(model, (inputs, keywords), opt_level)
     return suggestion(
         inner,
         lambda each: _loss(each(*inputs, **keywords), loss_fn),
@@ -180,57 +179,32 @@ def _without(names: Sequence[str], name: str) -> list[str]:
     return [each for each in names if each != name]
 
 
-def _checked(model: Any, inputs: Any, keywords: Any, opt_level: str) -> nn.Module:
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"suggest_fp32 got {type(model).__name__} as the model; it takes a torch.nn.Module, "
-            "followed by its inputs: suggest_fp32(model, x, loss_fn=...)."
-        )
+def _checked(model: Any, arguments: object, opt_level: str) -> nn.Module:
+    inner = checked_model("suggest_fp32", model, arguments)
     if opt_level not in _LEVELS:
         raise ValueError(
             f"suggest_fp32 got opt_level={opt_level!r}; it takes a level that computes in 16 bits: "
             f"{', '.join(map(repr, _LEVELS))}."
         )
-    inner = unwrapped(model)
     if any(state_of(module) is not None for module in inner.modules()):
         raise ValueError(
             f"suggest_fp32 got {type(inner).__name__}, which amp has prepared; it takes the plain "
             "fp32 model. Call it before amp.initialize."
         )
     for name, param in inner.named_parameters():
-        if dtypes.is_low_precision(param) or param.device.type == "meta":
+        if dtypes.is_low_precision(param):
             raise ValueError(
                 f"suggest_fp32 got a model whose parameter {name!r} is {param.dtype} on "
                 f"{param.device}; it takes a plain fp32 model. Call model.float() first."
             )
-    if not tensors_in((inputs, keywords)):
-        raise ValueError(
-            f"suggest_fp32 got no tensor among the inputs of {type(inner).__name__}. Pass the "
-            "model's arguments: suggest_fp32(model, x)."
-        )
     return inner
 
 
 def _loss(output: Any, loss_fn: Any) -> Tensor:
     if loss_fn is not None:
-        loss = loss_fn(output)
+        loss: Tensor = loss_fn(output)
     else:
-        floating = [each for each in tensors_in(output) if each.is_floating_point()]
-        if not floating:
-            raise ValueError(
-                f"suggest_fp32 got a model whose output ({type(output).__name__}) holds no "
-                "floating-point tensor, so it cannot derive a loss. Pass loss_fn=...."
-            )
+        floating = floating_outputs("suggest_fp32", output)
         loss = torch.stack([each.float().square().mean() for each in floating]).sum()
-    if not isinstance(loss, Tensor):
-        raise TypeError(
-            f"suggest_fp32's loss_fn returned {type(loss).__name__}; it must take the model's "
-            "output and return the loss, a tensor with one element."
-        )
-    if loss.numel() != 1 or not loss.is_floating_point() or not loss.requires_grad:
-        raise ValueError(
-            f"suggest_fp32 got a loss of shape {tuple(loss.shape)} and {loss.dtype}, "
-            f"requires_grad={loss.requires_grad}; it takes one floating-point number that requires "
-            "gradients."
-        )
+    check_loss("suggest_fp32", loss)
     return loss

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from apex.debug.loops import Loop
-from apex.debug.rendering.formatting import percent
+from apex.debug.rendering.formatting import listed, percent
 from apex.debug.update_watch import EVERY, FROZEN, UNDERFLOW, ModuleUpdates
 
 _MAX_NAMED = 3
@@ -49,6 +49,5 @@ def underflow_message(modules: Sequence[ModuleUpdates], loop: Loop) -> str:
 
 def _shares(modules: list[ModuleUpdates], share: Callable[[ModuleUpdates], float]) -> str:
     worst = sorted(modules, key=share, reverse=True)
-    named = [f"{percent(share(m))} in {m.module or 'the model'}" for m in worst[:_MAX_NAMED]]
-    more = f" and {len(worst) - _MAX_NAMED} more modules" if len(worst) > _MAX_NAMED else ""
-    return ", ".join(named) + more
+    named = [f"{percent(share(m))} in {m.module or 'the model'}" for m in worst]
+    return listed(named, _MAX_NAMED, " modules")

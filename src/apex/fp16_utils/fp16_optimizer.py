@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from apex._core.scale import checked_static
 from apex._engine.host_scale import HostScale
-from apex._engine.master_wrapper import MasterWrapper, forwarded
+from apex._engine.master_wrapper import MasterWrapper
 from apex.fp16_utils import checks
 from apex.fp16_utils.fp16util import clip_grad_norm
 
@@ -31,10 +31,6 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
         fp32_from_fp16_groups: Their masters.
         fp32_from_fp32_groups: The fp32 parameters of each group, stepped directly.
     """
-
-    dynamic_loss_scale = forwarded(
-        "loss_scaler", "dynamic", "Whether the scale follows the gradients."
-    )
 
     def __init__(
         self,

@@ -31,9 +31,6 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
 
     _adopts_frozen: ClassVar[bool] = True
 
-    dynamic_loss_scale = forwarded(
-        "loss_scaler", "dynamic", "Whether the scale follows the gradients."
-    )
     cur_scale = forwarded("loss_scaler", "cur_scale", "The loss scale (multiplier).")
     cur_iter = forwarded("loss_scaler", "cur_iter", "Steps so far, skipped ones included.")
     last_overflow_iter = forwarded(

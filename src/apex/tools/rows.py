@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from apex._core import dtypes
 from apex.debug.rendering.formatting import short
@@ -15,63 +15,59 @@ from apex.tools.variants import BASELINE
 NOTHING = "-"
 
 
-@dataclass(frozen=True)
-class Row:
-    """One variant's cells, in the order of ``HEADINGS``."""
-
-    level: str
-    compute: str
-    time: str
-    speed: str
-    memory: str
-    stored: str
-    peak: str
-    kept: str
-    loss: str
-    evaluation: str
-    distance: str
-    skipped: str
-    frozen: str
-    underflow: str
-    first: str
-    verdict: str
+Row = dict[str, str]
+"""One variant's cells, by the names of the columns."""
 
 
-HEADINGS = Row(
-    level="level",
-    compute="compute",
-    time="ms / step",
-    speed="speed",
-    memory="memory",
-    stored="bytes / param",
-    peak="peak / param",
-    kept="saved",
-    loss="final loss",
-    evaluation="evaluate",
-    distance="from fp32",
-    skipped="skipped",
-    frozen="frozen",
-    underflow="zero grads",
-    first="first beyond eps",
-    verdict="verdict",
-)
+class Column(NamedTuple):
+    """A column of the table.
 
-COMPACT = ("level", "time", "speed", "memory", "loss", "verdict")
-"""The columns for a narrow terminal."""
+    Attributes:
+        heading: Its heading.
+        meaning: What it shows, unless the heading says so.
+        is_compact: Whether a narrow terminal shows it.
+        is_left: Whether a terminal shows it left-aligned.
+    """
 
-MEANINGS = {
-    "speed": "median over the rounds of fp32's time divided by the level's",
-    "memory": "peak, by CUDA's statistics or the CPU allocator's events; elsewhere stored and "
-    "saved bytes",
-    "stored": "weights, masters and optimizer state between steps",
-    "peak": "that peak in bytes per parameter, activations included",
-    "kept": "bytes that autograd saves for backward, not counting weights",
-    "loss": "mean over the last steps",
-    "distance": "relative distance of the weights from fp32's after the same number of steps",
-    "skipped": "steps that overflowed",
-    "frozen": "weights whose last update was lost to rounding",
-    "underflow": "gradients that are zero here but not in fp32, from the same weights",
-    "first": "first module whose output differs from fp32 by more than its dtype's eps",
+    heading: str
+    meaning: str = ""
+    is_compact: bool = False
+    is_left: bool = False
+
+
+COLUMNS = {
+    "level": Column("level", is_compact=True, is_left=True),
+    "compute": Column("compute", is_left=True),
+    "time": Column("ms / step", is_compact=True),
+    "speed": Column(
+        "speed", "median over the rounds of fp32's time divided by the level's", is_compact=True
+    ),
+    "memory": Column(
+        "memory",
+        "peak, by CUDA's statistics or the CPU allocator's events; elsewhere stored and saved "
+        "bytes",
+        is_compact=True,
+    ),
+    "stored": Column("bytes / param", "weights, masters and optimizer state between steps"),
+    "peak": Column("peak / param", "that peak in bytes per parameter, activations included"),
+    "kept": Column("saved", "bytes that autograd saves for backward, not counting weights"),
+    "loss": Column("final loss", "mean over the last steps", is_compact=True),
+    "evaluation": Column("evaluate"),
+    "distance": Column(
+        "from fp32",
+        "relative distance of the weights from fp32's after the same number of steps",
+    ),
+    "skipped": Column("skipped", "steps that overflowed"),
+    "frozen": Column("frozen", "weights whose last update was lost to rounding"),
+    "underflow": Column(
+        "zero grads", "gradients that are zero here but not in fp32, from the same weights"
+    ),
+    "first": Column(
+        "first beyond eps",
+        "first module whose output differs from fp32 by more than its dtype's eps",
+        is_left=True,
+    ),
+    "verdict": Column("verdict", is_compact=True, is_left=True),
 }
 
 
@@ -82,8 +78,7 @@ def rows(comparison: Comparison) -> list[Row]:
 
 def visible_columns(cells: list[Row]) -> list[str]:
     """Returns the names of the columns in which any variant has a value."""
-    names = [field.name for field in fields(Row)]
-    return [name for name in names if any(getattr(row, name) != NOTHING for row in cells)]
+    return [name for name in COLUMNS if any(row[name] != NOTHING for row in cells)]
 
 
 def footnote(comparison: Comparison) -> str:
@@ -101,16 +96,17 @@ def footnote(comparison: Comparison) -> str:
 def _row(result: Result, comparison: Comparison) -> Row:
     timing, speed, memory = result.timing, comparison.speed(result), needed(result)
     verdicts = {verdict.level: verdict.word for verdict in comparison.recommendation.verdicts}
-    return Row(
-        level=result.name,
-        compute=_compute(result),
-        time=NOTHING if timing is None else three_digits(timing.median),
-        speed=NOTHING if speed is None else f"{speed.median:.2f}x",
-        memory=megabytes(memory) if memory else NOTHING,
+    return {
+        **dict.fromkeys(COLUMNS, NOTHING),
+        "level": result.name,
+        "compute": _compute(result),
+        "time": NOTHING if timing is None else three_digits(timing.median),
+        "speed": NOTHING if speed is None else f"{speed.median:.2f}x",
+        "memory": megabytes(memory) if memory else NOTHING,
         **_training_cells(result.training),
         **_probe_cells(result.probe, baseline=result.name == BASELINE),
-        verdict=verdicts.get(result.name, NOTHING),
-    )
+        "verdict": verdicts.get(result.name, NOTHING),
+    }
 
 
 def _compute(result: Result) -> str:
@@ -120,10 +116,9 @@ def _compute(result: Result) -> str:
     return short(seen or dtypes.name(result.variant.dtype)) + (" *" if result.emulated else "")
 
 
-def _training_cells(record: Training | None) -> dict[str, str]:
+def _training_cells(record: Training | None) -> Row:
     if record is None:
-        names = "stored peak loss evaluation distance skipped frozen"
-        return dict.fromkeys(names.split(), NOTHING)
+        return {}
     far = record.distance
     loss = end_loss(record.losses)
     return {
@@ -143,9 +138,9 @@ def _peak(record: Training) -> str:
     return f"{record.peak_bytes / max(record.stored.params, 1):.1f}"
 
 
-def _probe_cells(probe: Probe | None, *, baseline: bool) -> dict[str, str]:
+def _probe_cells(probe: Probe | None, *, baseline: bool) -> Row:
     if probe is None:
-        return dict.fromkeys(("kept", "underflow", "first"), NOTHING)
+        return {}
     first = probe.first_divergence
     return {
         "kept": megabytes(probe.activation_bytes),

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from apex.tools.results import Comparison
-from apex.tools.rows import COMPACT, HEADINGS, MEANINGS, Row, footnote, rows, visible_columns
+from apex.tools.rows import COLUMNS, Row, footnote, rows, visible_columns
 from apex.tools.wrapping import WIDTH, wrapped
-
-LEFT = ("level", "compute", "first", "verdict")
-"""Left-aligned columns."""
 
 
 def comparison_text(comparison: Comparison, *, width: int | None = None, wide: bool = False) -> str:
@@ -40,19 +37,20 @@ def comparison_text(comparison: Comparison, *, width: int | None = None, wide: b
 def text_table(comparison: Comparison, *, width: int | None = None, wide: bool = False) -> str:
     """Returns the table with its legend; empty columns and skipped levels are omitted.
 
-    Below ``WIDTH`` columns, or if the table does not fit, only the columns ``COMPACT`` are shown,
+    Below ``WIDTH`` columns, or if the table does not fit, only the compact columns are shown,
     unless ``wide``.
     """
     skipped = {result.name for result in comparison.results if result.skipped}
-    cells = [row for row in rows(comparison) if row.level not in skipped]
+    cells = [row for row in rows(comparison) if row["level"] not in skipped]
     names = visible_columns(cells)
     body = _body(cells, names)
     narrow = width is not None and width < max(WIDTH, *map(len, body)) and not wide
     if narrow:
-        names = [name for name in names if name in COMPACT]
+        names = [name for name in names if COLUMNS[name].is_compact]
         body = _body(cells, names)
     rule = "-" * max(map(len, body))
-    legend = "; ".join(f"{getattr(HEADINGS, n)}: {MEANINGS[n]}" for n in names if n in MEANINGS)
+    columns = [COLUMNS[name] for name in names]
+    legend = "; ".join(f"{each.heading}: {each.meaning}" for each in columns if each.meaning)
     more = "--wide shows all columns." if narrow else ""
     below = [
         wrapped(text, width=min(width or WIDTH, WIDTH))
@@ -71,13 +69,11 @@ def advice(comparison: Comparison, *, width: int = WIDTH) -> str:
 
 def _body(cells: Sequence[Row], names: Sequence[str]) -> list[str]:
     """Returns the heading and the rows, aligned."""
-    lines = [[getattr(row, name) for name in names] for row in (HEADINGS, *cells)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return [_aligned(line, names, widths) for line in lines]
-
-
-def _aligned(cells: Sequence[str], names: Sequence[str], widths: Sequence[int]) -> str:
-    return "  ".join(
-        cell.ljust(width) if name in LEFT else cell.rjust(width)
-        for cell, name, width in zip(cells, names, widths, strict=True)
-    ).rstrip()
+    columns = [COLUMNS[name] for name in names]
+    lines = [[each.heading for each in columns], *([row[n] for n in names] for row in cells)]
+    widths = [max(map(len, texts)) for texts in zip(*lines, strict=True)]
+    aligns = [str.ljust if each.is_left else str.rjust for each in columns]
+    return [
+        "  ".join(to(text, n) for to, text, n in zip(aligns, line, widths, strict=True)).rstrip()
+        for line in lines
+    ]

@@ -16,7 +16,7 @@ Note [Gradients of a pair]
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -92,6 +92,19 @@ def write(pairs: Sequence[TrackedPair], totals: Sequence[Tensor]) -> None:
             dense.append(total)
     if mirrors:
         torch._foreach_copy_(dtensor.locals_of(mirrors), dtensor.locals_of(dense))
+
+
+def write_again(pairs: Iterable[TrackedPair]) -> None:
+    """Gives models their mirror gradients back after a failed pass, as far as memory suffices."""
+    for pair in pairs:
+        grad = pair.master.grad
+        if grad is None or pair.model.grad is not None:
+            continue
+        try:
+            pair.model.grad = rounded(grad, pair.model)
+        except RuntimeError:  # out of memory: the model has no mirror, but no gradient is lost
+            continue
+        mark(pair)
 
 
 @torch.no_grad()

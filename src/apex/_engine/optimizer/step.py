@@ -61,9 +61,9 @@ def step(binding: Binding, run: Run, closure: Closure | None) -> Any:
             _mark_masters_written(binding)
             off.__enter__()
             _begin_one_pass(binding, one_pass, OnePassStep.begin)
-            if binding.gradients.checked:
+            if binding.gradients.overflow.checked:
                 return _run_unless_overflow(binding, run)
-            binding.gradients.note_step(skipped=False)
+            binding.gradients.overflow.note_step(skipped=False)
             return run()
         finally:  # also if the step failed partway
             _end(binding, off, one_pass, ended)
@@ -149,12 +149,13 @@ def _starts_momentum(optimizer: Optimizer) -> bool:
 @untraced_frame
 def _run_unless_overflow(binding: Binding, run: Run) -> Any:
     optimizer: Any = binding.optimizer
+    overflow = binding.gradients.overflow
     if not skips_in_kernel(optimizer) or _spans_devices(binding):
         overflowed = _overflowed(binding)
-        binding.gradients.note_step(skipped=overflowed)
+        overflow.note_step(skipped=overflowed)
         return None if overflowed else run()
-    flag = binding.gradients.found_inf
-    binding.gradients.note_step(skipped=False if flag is None else flag)
+    flag = overflow.found_inf
+    overflow.note_step(skipped=False if flag is None else flag)
     optimizer.found_inf = flag
     try:
         return run()
@@ -164,7 +165,7 @@ def _run_unless_overflow(binding: Binding, run: Run) -> Any:
 
 def _spans_devices(binding: Binding) -> bool:
     # torch's fused optimizers copy the flag to CPU parameters without synchronizing (torch 2.13).
-    flag = binding.gradients.found_inf
+    flag = binding.gradients.overflow.found_inf
     return (
         flag is not None
         and flag.device.type != "cpu"
@@ -174,10 +175,10 @@ def _spans_devices(binding: Binding) -> bool:
 
 @untraced
 def _overflowed(binding: Binding) -> bool:
-    gradients = binding.gradients
-    if not gradients.checked or gradients.found_inf is None:
+    overflow = binding.gradients.overflow
+    if not overflow.checked or overflow.found_inf is None:
         return False
-    return bool(gradients.found_inf.tolist())  # sync: an optimizer in Python needs the answer
+    return bool(overflow.found_inf.tolist())  # sync: an optimizer in Python needs the answer
 
 
 @untraced_frame
@@ -191,7 +192,7 @@ def _step_with_closure(binding: Binding, run: Run, closure: Closure) -> Any:
             _mark_masters_written(binding)
             off.__enter__()
             evaluate = _evaluation(binding, closure, off, one_pass)
-            binding.gradients.note_step(skipped=False)
+            binding.gradients.overflow.note_step(skipped=False)
             if binding.owner is not None and binding.owner.can_skip:
                 return _run_or_restore(binding, run, evaluate)
             return run(evaluate)
@@ -222,11 +223,11 @@ def _run_or_restore(binding: Binding, run: Run, closure: Closure) -> Any:
         _restore_snapshot(binding, params, state)
         if not isinstance(error, _SkipStep):
             raise
-        binding.gradients.skipped = True
+        binding.gradients.overflow.skipped = True
         return losses[0]
     if skipped:  # the optimizer caught _SkipStep
         _restore_snapshot(binding, params, state)
-        binding.gradients.skipped = True
+        binding.gradients.overflow.skipped = True
         return losses[0]
     return result
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from apex.debug.explanation import Explanation, Totals
@@ -69,6 +69,12 @@ def place(module: str, inside: bool = True) -> str:
     return module or ("(model)" if inside else "(outside)")
 
 
+def listed(names: Sequence[str], most: int, what: str = "") -> str:
+    """Returns the first ``most`` names, and how many more of ``what`` there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more{what}" if more > 0 else "")
+
+
 def types(row: OpRow) -> str:
     """Returns the dtypes in and out of an operator."""
     return f"{' + '.join(map(short, row.dtypes_in)) or '—'} → {short(row.dtype_out)}"
@@ -127,9 +133,7 @@ def _sentence(finding: Finding) -> str:
     trips = finding.count < finding.casts
     what = f"{amount(finding.count)} round trip{'s' * (finding.count != 1)}, " if trips else ""
     each = size(round(finding.bytes / finding.casts))
-    where = ", ".join(place(module) for module in finding.modules[:2])
-    more = len(finding.modules) - 2
-    where += f" and {more} more" if more > 0 else ""
+    where = listed([place(module) for module in finding.modules], 2)
     return (
         f"{finding.title}: {what}{amount(finding.casts)} x {each} of casts, "
         f"{percent(finding.share)} of the step, in {where}; {finding.remedy}."

@@ -6,7 +6,7 @@ from apex.debug.rendering.pages import render
 from apex.tools.report.bars import bar_figures
 from apex.tools.report.curves import curve_figures
 from apex.tools.results import Comparison
-from apex.tools.rows import HEADINGS, MEANINGS, footnote, rows, visible_columns
+from apex.tools.rows import COLUMNS, footnote, rows, visible_columns
 from apex.tools.variants import BASELINE
 
 
@@ -27,9 +27,7 @@ def report(comparison: Comparison) -> str:
         verdicts=_verdicts(comparison),
         bar_figures=bar_figures(comparison),
         curve_figures=curve_figures(comparison),
-        columns=visible_columns([row for _, row in trained]),
-        headings=HEADINGS,
-        meanings=MEANINGS,
+        columns={name: COLUMNS[name] for name in visible_columns([row for _, row in trained])},
         rows=trained,
         footnote=footnote(comparison),
     )

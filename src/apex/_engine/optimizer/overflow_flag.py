@@ -1,0 +1,78 @@
+"""Whether an overflow skips an optimizer's next step, and whether one skipped its last."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from apex._core import finite
+from apex._torch.copies import HostCopy, capturing
+from apex._torch.dynamo import untraced
+
+
+class OverflowFlag:
+    """The overflow of an optimizer's present gradients, kept on their device.
+
+    Attributes:
+        found_inf: Whether a present gradient held inf or NaN when it was unscaled, 0-d fp32;
+            ``None`` before the first checked pass. Stays in place, for CUDA graphs.
+        checked: Whether ``found_inf`` is valid for the present gradients.
+        skipped: Whether the last step was skipped: known on the host, or a 0-d fp32 flag.
+        steps: Steps so far, skipped ones included.
+    """
+
+    def __init__(self) -> None:
+        self.found_inf: Tensor | None = None
+        self.checked = False
+        self.skipped: Tensor | bool = False
+        self.steps = 0
+        self._skip_copy: HostCopy | None = None
+        self._spare: Tensor | None = None
+
+    def raise_by(self, found_inf: Tensor) -> None:
+        """Makes steps skip if ``found_inf`` (0-d) is set, until the gradients are cleared."""
+        if self.found_inf is None or self.found_inf.device != found_inf.device:
+            self.found_inf = torch.zeros_like(found_inf)
+            self.checked = False
+        flag = self._to_write(self.found_inf)
+        if self.checked:
+            finite.raise_flag_(flag, found_inf)
+        else:
+            flag.copy_(found_inf)
+        self.checked = True
+
+    @torch.no_grad()
+    def recheck(self, grads: list[Tensor]) -> None:
+        """Sets a valid flag from the present gradients, which a script has changed."""
+        if not self.checked or self.found_inf is None:
+            return
+        flag = self._to_write(self.found_inf)
+        flag.zero_()
+        finite.unscale_and_check_(finite.dense_values(grads), torch.ones_like(flag), flag)
+
+    def _to_write(self, flag: Tensor) -> Tensor:
+        """Returns the flag; keeps its value elsewhere if it tells whether the last step skipped."""
+        if flag is self.skipped:
+            spare = self._spare
+            if spare is None or spare.device != flag.device:
+                spare = self._spare = torch.empty_like(flag)
+            self.skipped = spare.copy_(flag)
+        return flag
+
+    @untraced
+    def note_step(self, *, skipped: Tensor | bool) -> None:
+        """Records whether a step that begins is skipped."""
+        self.skipped, self._skip_copy = skipped, None
+        self.steps += 1
+
+    def skipped_on_host(self) -> bool | None:
+        """Returns whether the last step was skipped, None until the answer has arrived."""
+        skipped = self.skipped
+        if isinstance(skipped, bool):
+            return skipped
+        if self._skip_copy is None:
+            if capturing(skipped.device):
+                return None
+            self._skip_copy = HostCopy(skipped)
+        copy = self._skip_copy
+        return bool(copy.wait().tolist()) if copy.arrived else None  # sync: none, it has arrived

@@ -1,0 +1,65 @@
+"""What tools that run a model accept: the model, one batch, and a loss.
+
+``caller`` is the name of the public function, for error messages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from apex.debug.module_tracker import unwrapped
+from apex.debug.preserve_state import tensors_in
+
+
+def checked_model(caller: str, model: Any, arguments: object) -> nn.Module:
+    """Returns the model inside wrappers; raises unless it and its ``arguments`` can be run."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"{caller} got {type(model).__name__} as the model; it takes a torch.nn.Module, "
+            f"followed by its inputs: {caller}(model, x, loss_fn=...)."
+        )
+    inner = unwrapped(model)
+    for name, param in inner.named_parameters():
+        if isinstance(param, nn.UninitializedParameter) or param.device.type == "meta":
+            raise ValueError(
+                f"{caller} got a model whose parameter {name!r} has no values yet (lazy, or on the "
+                "meta device). Run the model once or initialize it first."
+            )
+    if not tensors_in(arguments):
+        raise ValueError(
+            f"{caller} got no tensor among the inputs of {type(inner).__name__}. Pass the model's "
+            f"arguments: {caller}(model, x) or {caller}(model, input_ids=...)."
+        )
+    return inner
+
+
+def floating_outputs(caller: str, output: object, *, instead: str = "") -> list[Tensor]:
+    """Returns the tensors to derive a loss from; raises, with a second remedy, if there is none."""
+    floating = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
+    if not floating:
+        raise ValueError(
+            f"{caller} got a model whose output ({type(output).__name__}) holds no floating-point "
+            f"tensor, so it cannot derive a loss. Pass loss_fn=...{instead}."
+        )
+    return floating
+
+
+def check_loss(caller: str, loss: object, *, instead: str = "") -> None:
+    """Raises unless ``loss`` is one number with a gradient, for which there may be a remedy."""
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            f"{caller}'s loss_fn returned {type(loss).__name__}; it must take the model's output "
+            "and return the loss, a tensor with one element."
+        )
+    if loss.numel() != 1 or not loss.is_floating_point():
+        raise ValueError(
+            f"{caller} got a loss of shape {tuple(loss.shape)} and {loss.dtype}; it takes one "
+            "floating-point number. Reduce it in loss_fn, for example with .mean()."
+        )
+    if not loss.requires_grad:
+        raise ValueError(
+            f"{caller} got a loss that does not require gradients: either no parameter does, or "
+            f"the loss was detached or computed under no_grad.{instead}"
+        )
