@@ -140,18 +140,16 @@ class BackwardPass(ExitStack):
     ) -> None:
         self._earlier.append(binding.gradients.open_pass)
         self._sends.append(communication.sends)
+        scale = self._scaler.factor()
         binding.gradients.begin(
             self,
             identity=self._scaler.is_identity,
-            scale=self._scaler.factor(),
-            sent_with=self._sent_with(communication),
+            scale=scale,
+            # Delayed gradients stay in place until they are reduced.
+            sent_with=scale if communication.sends or self._delay_unscale else None,
             keeps=not communication.in_buckets,
             begun=begun,
         )
-
-    def _sent_with(self, communication: Communication) -> Tensor | float | None:
-        # Delayed gradients stay in place until they are reduced.
-        return self._scaler.factor() if communication.sends or self._delay_unscale else None
 
     @untraced
     def _end(

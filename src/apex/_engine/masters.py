@@ -310,15 +310,12 @@ class Masters:
         unknown = ((param, exact) for param, exact in params if self.pair_of(param) is None)
         self.hold([TrackedPair(param, exact, self.kind) for param, exact in unknown], holder)
 
-    def _register_step_hook(self) -> None:
-        handle = register_optimizer_step_post_hook(_count_writes)
-        weakref.finalize(self, handle.remove).atexit = False
-        self._counts_steps = True
-
     def hold(self, pairs: Iterable[TrackedPair], holder: object) -> None:
         """Registers pairs that live as long as ``holder``."""
         if not self._counts_steps:
-            self._register_step_hook()
+            handle = register_optimizer_step_post_hook(_count_writes)
+            weakref.finalize(self, handle.remove).atexit = False
+            self._counts_steps = True
         held = self._by_holder.setdefault(holder, [])
         for pair in pairs:
             self._by_param[id(pair.model)] = pair

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -90,18 +90,16 @@ DESCRIPTIONS: Mapping[str, str] = {
 """Descriptions for the start-up report, by level."""
 
 
-class OverrideChecker:
-    """Rejects overrides that a level cannot honour; only warns under apex's hard override."""
+Reject = Callable[[str], None]
+"""Raises for an override that a level cannot honour."""
 
-    def __init__(self, *, hard_override: bool = False) -> None:
-        """Stores ``amp._amp_state.hard_override``."""
-        self._hard_override = hard_override
 
-    def reject(self, message: str) -> None:
-        """Raises RuntimeError, or warns under the hard override."""
-        if not self._hard_override:
-            raise RuntimeError(message)
-        warnings.warn(message, UserWarning, stacklevel=4)
+def _raise(message: str) -> None:
+    raise RuntimeError(message)
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, UserWarning, stacklevel=4)
 
 
 def level_defaults(opt_level: object) -> Properties:
@@ -131,6 +129,8 @@ def resolve(
 ) -> Properties:
     """Returns the level's defaults with the caller's overrides; ``None`` keeps a default.
 
+    Under apex's hard override, an override that has no meaning causes a warning only.
+
     Raises:
         RuntimeError: If an override has no meaning at this level.
         ValueError: If the loss scale is not a number, not positive or not finite.
@@ -138,22 +138,22 @@ def resolve(
     """
     given = {name: value for name, value in overrides.items() if value is not None}
     values = {name: _PARSERS[name](name, value) for name, value in given.items()}
-    checker = OverrideChecker(hard_override=hard_override)
+    reject: Reject = _warn if hard_override else _raise
     if defaults.patch_torch_functions:
-        _check_cast_level(checker, defaults, values)
+        _check_cast_level(reject, defaults, values)
     elif values.get("patch_torch_functions"):
-        checker.reject(_no_op_casts(defaults))
+        reject(_no_op_casts(defaults))
         del values["patch_torch_functions"]
     if not defaults.patch_torch_functions and "patch_torch_functions_type" in values:
-        checker.reject(
+        reject(
             f"patch_torch_functions_type has no meaning at {defaults.opt_level}, which does not "
             "cast around operators. Use opt_level 'O1' or 'O4', or set cast_model_type to convert "
             "the model."
         )
         del values["patch_torch_functions_type"]
     properties = replace(defaults, **values)
-    _check_packed(checker, properties)
-    if not _can_accumulate(checker, properties):
+    _check_packed(reject, properties)
+    if not _can_accumulate(reject, properties):
         properties = replace(properties, grad_accum_dtype=None)
     return properties
 
@@ -180,24 +180,22 @@ def to_policy(properties: Properties) -> Policy:
     )
 
 
-def _check_cast_level(
-    checker: OverrideChecker, defaults: Properties, values: dict[str, Any]
-) -> None:
+def _check_cast_level(reject: Reject, defaults: Properties, values: dict[str, Any]) -> None:
     level, full = defaults.opt_level, "O2" if defaults.opt_level == "O1" else "O5"
     if "keep_batchnorm_fp32" in values:
-        checker.reject(
+        reject(
             f"keep_batchnorm_fp32={values['keep_batchnorm_fp32']} has no meaning at {level}, where "
             "the model keeps its fp32 parameters and batch norm follows its input. "
             f"Leave it None, or use opt_level {full!r}."
         )
     if "master_weights" in values:
-        checker.reject(
+        reject(
             f"master_weights={values['master_weights']} has no meaning at {level}: the model's own "
             f"parameters are fp32 there. Leave it None, or use opt_level {full!r}."
         )
     model_type = values.get("cast_model_type")
     if model_type not in (None, False, _FP32):
-        checker.reject(
+        reject(
             f"cast_model_type={model_type} has no meaning at {level}, which casts around operators "
             f"and leaves the model in fp32. Leave it None, or use opt_level {full!r}."
         )
@@ -207,7 +205,7 @@ def _check_cast_level(
         values.pop("cast_model_type", None)
 
 
-def _check_packed(checker: OverrideChecker, properties: Properties) -> None:
+def _check_packed(reject: Reject, properties: Properties) -> None:
     kind, dtype = properties.master_weights, properties.cast_model_type
     if kind not in PACKED or dtype in (None, False, _BF16):
         return
@@ -217,13 +215,13 @@ def _check_packed(checker: OverrideChecker, properties: Properties) -> None:
             "and 16 more bits do not complete an fp16 weight: its exponent is shorter than fp32's, "
             "so masters below 6e-5 would lose bits"
         )
-    checker.reject(
+    reject(
         f"master_weights={kind!r} needs a bf16 model, but {properties.opt_level} converts this one "
         f"to {dtype}, {why}. Use opt_level 'O5', or master_weights=True."
     )
 
 
-def _can_accumulate(checker: OverrideChecker, properties: Properties) -> bool:
+def _can_accumulate(reject: Reject, properties: Properties) -> bool:
     """Returns whether gradients can add up in ``grad_accum_dtype``; rejects it if not."""
     dtype, own = properties.grad_accum_dtype, properties.cast_model_type
     if dtype is None:
@@ -240,7 +238,7 @@ def _can_accumulate(checker: OverrideChecker, properties: Properties) -> bool:
         remedy = f"Gradients add up in torch.float32 (the default) or in {own}."
     else:
         return True
-    checker.reject(f"grad_accum_dtype={dtype} {problem}. {remedy}")
+    reject(f"grad_accum_dtype={dtype} {problem}. {remedy}")
     return False
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex._core.dtypes import is_low_precision
-from apex._engine.masters import Master
 from apex._engine.model.state import state_of
 from apex._engine.session import Session
 from apex._torch.grad_scaler import enabled_scalers
@@ -24,26 +21,18 @@ from apex.debug.faults import Cause, Fault, cause_of
 from apex.debug.module_tracker import ModuleTracker
 from apex.debug.patterns import nodes_behind, operator_name
 from apex.debug.provenance import Origin, Provenance
-from apex.debug.tensors import Kind
+from apex.debug.tensors import Kind, Traits
+from apex.debug.tracing import EMPTY, OperatorMode
 
-_PLAIN = {Tensor, nn.Parameter, Master}
 _MASKS = {f"aten.{name}" for name in ("nan_to_num", "nan_to_num_", "masked_fill", "masked_fill_")}
 _MASKS |= {"aten.where"}
 _MAP_TO_ZERO = {"softmax", "safe_softmax", "exp"}  # -inf
 _TO_DIVISOR = {"div", "divide"}
 _MAX_INPUTS = 4
-_EMPTY = ("empty", "new_empty", "resize", "set_")
 
 
-class OverflowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Checks the outputs of every operator.
-
-    Attributes:
-        tracker: Knows the running module, direction and line.
-    """
-
-    # Their bodies consist of operators, which are traced.
-    supports_higher_order_operators = True
+class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
+    """Checks the outputs of every operator."""
 
     def __init__(
         self,
@@ -52,11 +41,9 @@ class OverflowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         gradients: list[str],
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.tracker = tracker
+        super().__init__(tracker)
         self._provenance = provenance
         self._gradients = gradients
-        self._process = os.getpid()
         self._stepping: Optimizer | None = None
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         given = [scaler] if scaler is not None and scaler.is_enabled() else []
@@ -79,23 +66,8 @@ class OverflowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         all_grads = tensors.floating([*grads, *of_sessions])
         return {tensors.storage_key(grad) for grad in all_grads if tensors.kind_of(grad)}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if os.getpid() != self._process:  # in a forked data loader worker
-            return func(*args, **(kwargs or {}))
-        return self._traced(func, types, args, kwargs)
-
-    # Not in __torch_dispatch__ itself: torch wraps it anew in each subclass, at 3 us a call.
-    def _traced(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
-        if not _PLAIN.issuperset(types):  # a tensor subclass, whose inner operators come here next
-            return NotImplemented
-        kwargs = kwargs or {}
-        if not isinstance(func, torch._ops.OpOverload):
-            return self._run(func, args, kwargs)
+    def _operator(self, func: Any, traits: Traits, args: Any, kwargs: dict[str, Any]) -> Any:
         self._provenance.time += 1
-        self.tracker.record_site()
-        traits = tensors.traits(func)
         accumulating = self.tracker.is_accumulating
         if traits.view and not accumulating and traits.name != "aten.lift_fresh":
             return self._run(func, args, kwargs)
@@ -105,9 +77,6 @@ class OverflowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if accumulating:
             self._check_gradient(result)
         return result
-
-    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        return func(*args, **kwargs)
 
     def _check(self, call: Call, result: Any) -> None:
         bad: list[tuple[Tensor, Kind]] = []
@@ -207,7 +176,7 @@ class OverflowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if forward is not None:
                 return forward
         cause: Cause | None = None
-        if call.traits.name.rpartition(".")[2].lstrip("_").startswith(_EMPTY):
+        if call.traits.name.rpartition(".")[2].lstrip("_").startswith(EMPTY):
             cause = "uninitialized"
         elif tensors.has_infinite_number((call.args, call.kwargs)):
             cause = "constant"

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex._core import dtypes
-from apex._engine.masters import Master
 from apex._torch.overrides import without_functions
 from apex.debug import rounding_rules as rules
 from apex.debug import tensors
@@ -24,9 +21,8 @@ from apex.debug.rounding_records import Kind, Place, RoundingLog
 from apex.debug.shadow_call import Arguments, ShadowCall, is_touched
 from apex.debug.shadows import Shadows, can_shadow, storage_id
 from apex.debug.tensors import Traits
+from apex.debug.tracing import EMPTY, OperatorMode
 
-_PLAIN = {Tensor, nn.Parameter, Master}
-_EMPTY = ("empty", "new_empty", "resize", "set_")
 _SAVES_FOR_BACKWARD = (
     "native_layer_norm",
     "native_batch_norm",
@@ -48,22 +44,13 @@ _FOREIGN = ("c10d", "_c10d", "symm_mem", "fsdp", "inductor", "prim", "prims", "p
 """Namespaces whose operators have effects beyond their results."""
 
 
-class RoundingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Computes the shadows of every operator's results, and logs their errors.
-
-    Attributes:
-        tracker: Knows the running module, direction and line.
-    """
-
-    # Their bodies consist of operators, which are traced.
-    supports_higher_order_operators = True
+class RoundingMode(OperatorMode):  # type: ignore[no-untyped-call]
+    """Computes the shadows of every operator's results, and logs their errors."""
 
     def __init__(self, tracker: ModuleTracker, log: RoundingLog) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.tracker = tracker
+        super().__init__(tracker)
         self._log = log
         self._shadows = Shadows()
-        self._process = os.getpid()
         self._stepping = False
 
     # -- steps of optimizers ----------------------------------------------------------------------
@@ -74,10 +61,10 @@ class RoundingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         closures = [callable(each) and not isinstance(each, Optimizer) for each in args]
         return (
             tuple(
-                self._traced(each) if is_closure else each
+                self._traced_closure(each) if is_closure else each
                 for each, is_closure in zip(args, closures, strict=True)
             ),
-            {key: self._traced(each) if callable(each) else each for key, each in kwargs.items()},
+            {k: self._traced_closure(v) if callable(v) else v for k, v in kwargs.items()},
         )
 
     def leave_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -89,7 +76,7 @@ class RoundingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tensors.floating([own, groups, state]):
             self._shadows.discard(tensor)
 
-    def _traced(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _traced_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def run() -> Any:
             before, self._stepping = self._stepping, False
             try:
@@ -105,18 +92,7 @@ class RoundingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # -- operators --------------------------------------------------------------------------------
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if os.getpid() != self._process:  # in a forked data loader worker
-            return func(*args, **kwargs)
-        if not _PLAIN.issuperset(types):  # a tensor subclass, whose inner operators come here next
-            return NotImplemented
-        if not isinstance(func, torch._ops.OpOverload):
-            return func(*args, **kwargs)
-        self.tracker.record_site()
-        traits = tensors.traits(func)
+    def _operator(self, func: Any, traits: Traits, args: Any, kwargs: dict[str, Any]) -> Any:
         if traits.view:
             return func(*args, **kwargs)
         before: ShadowCall | str | None = None
@@ -315,7 +291,7 @@ def _without_verdict(
     namespace, _, name = traits.name.partition(".")
     if namespace.startswith(_FOREIGN):
         return "its effects on other processes forbid running it twice"
-    if name.startswith(_EMPTY) or rules.is_decision(traits.name):
+    if name.startswith(EMPTY) or rules.is_decision(traits.name):
         return ""
     if any(not can_shadow(tensor) for tensor in tensors.floating(result)):
         return "its result is not a dense tensor"

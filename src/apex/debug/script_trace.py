@@ -164,13 +164,13 @@ class _ScriptMode(OverflowMode):  # type: ignore[no-untyped-call]
         self._on_fault = on_fault
         self._done = False
 
-    def _traced(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
+    def _traced(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if self._done:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         if self._provenance.is_certain and self.tracker.may_stop:
             self._done = True
             self._on_fault()
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         start = time.perf_counter()
         self.started = self.started or start
         try:

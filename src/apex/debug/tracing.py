@@ -1,20 +1,70 @@
-"""The context that enters a dispatch mode over whole iterations, and leaves nothing behind."""
+"""Traces of whole iterations: the context, which leaves nothing behind, and its dispatch mode."""
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from apex._engine.masters import Master
+from apex.debug import tensors
+from apex.debug.module_tracker import ModuleTracker
+from apex.debug.tensors import Traits
+
 SomeTrace = TypeVar("SomeTrace", bound="Trace")
+
+EMPTY = ("empty", "new_empty", "resize", "set_")
+"""How the names of operators begin that give uninitialized memory."""
+
+_PLAIN = {Tensor, nn.Parameter, Master}
+
+
+class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operator on plain tensors, in the process that entered it.
+
+    Attributes:
+        tracker: Knows the running module, direction and line.
+    """
+
+    # Their bodies consist of operators, which are traced.
+    supports_higher_order_operators = True
+
+    def __init__(self, tracker: ModuleTracker) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tracker = tracker
+        self._process = os.getpid()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if os.getpid() != self._process:  # in a forked data loader worker
+            return func(*args, **(kwargs or {}))
+        return self._traced(func, types, args, kwargs or {})
+
+    # Not in __torch_dispatch__ itself: torch wraps it anew in each subclass, at 3 us a call.
+    def _traced(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if not _PLAIN.issuperset(types):  # a tensor subclass, whose inner operators come here next
+            return NotImplemented
+        if not isinstance(func, torch._ops.OpOverload):
+            return self._run(func, args, kwargs)
+        self.tracker.record_site()
+        return self._operator(func, tensors.traits(func), args, kwargs)
+
+    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs)
+
+    def _operator(self, func: Any, traits: Traits, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs and inspects one call of an operator."""
+        raise NotImplementedError
 
 
 class Trace:

@@ -129,7 +129,8 @@ class ApexPrecision(_Precision):
             and isinstance(module, importlib.import_module(name).LightningModule)
         )
         # Without configure_optimizers, the Trainer has an optimizer over a tensor of its own.
-        self._prepare([model], [each for each in optimizers if any(map(_trains, _params(each)))])
+        trains = [o for o in optimizers if any(param.requires_grad for param in _params(o))]
+        self._prepare([model], trains)
         return model, optimizers, lr_schedulers
 
     def _prepare(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
@@ -295,10 +296,6 @@ def _is_fixed(model: nn.Module) -> bool:
 def _params(optimizer: Optimizer) -> Iterator[Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
-
-
-def _trains(param: Tensor) -> bool:
-    return param.requires_grad
 
 
 def _evaluates(optimizer: Optimizer) -> bool:

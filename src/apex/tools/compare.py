@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -333,14 +333,12 @@ class _Run:
 
 def _cycle(experiment: Experiment) -> Iterator[Any]:
     """Yields the batches, starting over if they can be iterated again."""
-    once: Callable[[], Iterator[Any]] = lambda: iter(experiment.batches)  # noqa: E731
-    while True:
-        count = 0
-        for batch in once():
-            count += 1
+    given = True
+    while given:
+        given = False
+        for batch in experiment.batches:
+            given = True
             yield batch
-        if not count:
-            return
 
 
 @contextmanager

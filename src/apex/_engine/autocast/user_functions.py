@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from apex._core.dtypes import CASTABLE, LOW_PRECISION, cast
-from apex._core.tree import map_arguments
+from apex._core.tree import map_arguments, tensors
 from apex._engine.autocast.region import UncastRegion, active_dtype
 
 Kind = Literal["low_precision", "bfloat16", "float", "promote"]
@@ -188,12 +188,5 @@ def _rule(kind: Kind, dtype: torch.dtype, args: Any, kwargs: Any) -> Callable[[T
 
 
 def _widest(values: list[Any]) -> torch.dtype | None:
-    found: list[torch.dtype] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        if tensor.dtype in CASTABLE:
-            found.append(tensor.dtype)
-        return tensor
-
-    map_arguments(note, tuple(values), {})
+    found = [tensor.dtype for tensor in tensors(values) if tensor.dtype in CASTABLE]
     return functools.reduce(torch.promote_types, found) if found else None
