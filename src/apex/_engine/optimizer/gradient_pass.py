@@ -342,7 +342,8 @@ class Gradients:
             mirror_gradients.mark(pair)
         self._end_pass(GradState.READY if sent else GradState.LOCAL)
         if self.checked:
-            present = filter(deferred.has_grad, self._optimized.params())
+            groups = self._optimized.optimizer.param_groups
+            present = (p for group in groups for p in group["params"] if deferred.has_grad(p))
             first = next(present, None)
             self._sentinel = None if first is None else (first, _version(first))
 
