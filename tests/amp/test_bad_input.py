@@ -80,6 +80,17 @@ def test_inference_mode_is_refused(level):
         refused(RuntimeError, "inference_mode.*before the block", model, sgd(model), level=level)
 
 
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_model_made_in_inference_mode_is_refused_where_it_is_converted(level):
+    with torch.inference_mode():
+        model = nn.Linear(4, 2)
+    words = "weight was created under torch.inference_mode.*outside of the block"
+    with pytest.raises(RuntimeError, match=words):
+        amp.initialize(model, opt_level=level, verbosity=0)
+    assert type(model) is nn.Linear
+    assert model.weight.dtype is torch.float32
+
+
 @every_level
 def test_a_data_parallel_model_is_refused(level):
     model = Net()
@@ -123,6 +134,16 @@ def test_a_prepared_model_is_refused(level):
     model, _ = prepared(level)
     words = r"Net, which it has already prepared\. Pass each model once.*amp\.restore\(model\)"
     refused(RuntimeError, words, model, level=level)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_model_that_shares_weights_with_one_of_an_earlier_call_is_refused(level):
+    first, _ = prepared(level)
+    model = nn.Sequential(first.last, nn.Linear(2, 2))
+    words = r"parameter 0\.weight belongs to a model of an earlier call.*to one call, as lists"
+    refused(RuntimeError, words, model, sgd(model), level=level)
+    amp.initialize(model, opt_level=level, verbosity=0)  # for inference: no second master
+    amp.restore(model)
 
 
 @pytest.mark.parametrize("given", [None, "net", 3, torch.ones(1), nn.Linear, {"net": nn.ReLU()}])

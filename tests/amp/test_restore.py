@@ -1,4 +1,5 @@
 import copy
+import warnings
 
 import pytest
 import torch
@@ -65,6 +66,26 @@ def test_restored_at_once_the_values_are_those_from_before(level):
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     amp.restore(model, optimizer)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+@every_level
+def test_sparse_buffers_come_back_to_the_last_bit(level, layout):
+    torch.manual_seed(0)
+    model = Net()
+    dense = torch.rand(3, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, on sparse tensors
+        model.register_buffer("near", getattr(dense, f"to_sparse_{layout}", dense.to_sparse)())
+        optimizer = sgd(model)
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        assert torch.equal(model.state_dict()["near"].to_dense(), dense)
+        train(model, optimizer)
+        if layout == "coo":
+            dense = 2 * dense
+            model.load_state_dict({**model.state_dict(), "near": dense.to_sparse()})
+        amp.restore(model, optimizer)
+        assert torch.equal(model.near.to_dense(), dense)
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
@@ -211,6 +232,16 @@ def test_a_model_restored_alone_is_fp32_and_its_prepared_optimizer_trains_it_on(
 
 
 # -- refusals --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_inference_mode_is_refused_where_the_model_was_converted(level):
+    model, optimizer = prepared(level)
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"inference_mode.*no_grad\(\)"):
+        amp.restore(model, optimizer)
+    with torch.no_grad():
+        amp.restore(model, optimizer)
+    loss_of(model).backward()
 
 
 def test_a_plain_model_is_refused():

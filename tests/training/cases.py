@@ -1,15 +1,20 @@
 """What the training tests share: a tiny net, data, optimizers, and one step as a user writes it."""
 
+import sys
+from pathlib import Path
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import apex
 from apex import amp
 from benchmarks.loops import Task, fused_adamw
 from tests.reference.loops import LEVELS
 
 __all__ = ["LEVELS"]
 
+SOURCES = str(Path(apex.__file__).parent)
 MIXED = ("O1", "O2", "O4", "O5")
 WITH_MASTERS = ("O2", "O5")
 
@@ -138,3 +143,27 @@ def large_task():
         lambda: (torch.randn(1, 1024), torch.zeros(1, dtype=torch.long)),
         fused_adamw,
     )
+
+
+def interrupted_at(line, call):
+    """Calls ``call``; a Ctrl-C comes as apex reaches the line of this number, counted from 0."""
+    passed = []
+
+    def trace(frame, event, arg):
+        if not frame.f_code.co_filename.startswith(SOURCES):
+            return None
+        if event == "line":
+            passed.append(frame.f_lineno)
+            if len(passed) > line:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False

@@ -236,6 +236,31 @@ def test_an_optimizer_that_amp_has_not_seen_may_step_the_masters(level):
     assert agree(model, optimizer)
 
 
+@pytest.mark.parametrize("level", MASTERS)
+def test_parameters_follow_a_step_of_an_optimizer_inside_the_prepared_one(level):
+    model, optimizer = cases.prepared(level, lambda params: sam(params, rho=0.5), loss_scale=1.0)
+    cases.backward(model, optimizer, *cases.batch())
+    optimizer.first_step()
+    cases.backward(model, optimizer, *cases.batch())
+    optimizer.second_step()
+    assert agree(model, optimizer)  # as an average of model.parameters() reads them
+
+
+def test_an_assignment_to_data_that_is_interrupted_leaves_model_and_master_in_agreement():
+    model, optimizer = cases.prepared("O5")
+    own = next(amp.master_params(optimizer))
+    lines = 0
+
+    def assign():
+        own.data = torch.full_like(own, 1 / (3 + lines))
+
+    while cases.interrupted_at(lines, assign):
+        forward(model)
+        assert agree(model, optimizer)
+        lines += 1
+    assert lines > 1
+
+
 # -- the model is written --------------------------------------------------------------------
 
 
@@ -279,19 +304,20 @@ def test_written_weights_reach_the_masters_where_they_differ(level, write):
 
 
 @pytest.mark.parametrize("level", MASTERS)
-@pytest.mark.parametrize("by", ["copy_", "data", "state_dict"])
+@pytest.mark.parametrize("by", ["copy_", "data", "state_dict", "16-bit state_dict"])
 def test_weights_swapped_for_an_evaluation_leave_masters_as_they_were(level, by):
     model, optimizer = cases.prepared(level, lambda params: cases.sgd(params, lr=0.0))
     cases.train_step(model, optimizer, *cases.batch())
     before = cases.masters(optimizer)
     own = {k: v.clone() for k, v in model.state_dict().items()}
+    low = {k: v.detach().clone() for k, v in model.named_parameters()}
     backup = [param.data.clone() for param in model.parameters()]
     params = list(model.parameters())
     with torch.no_grad():
         if by == "state_dict":
             model.load_state_dict(cases.net(seed=3).state_dict())
         for param in params:
-            if by == "copy_":
+            if by in ("copy_", "16-bit state_dict"):
                 param.copy_(torch.zeros_like(param))
             elif by == "data":
                 param.data = torch.zeros_like(param)
@@ -299,6 +325,8 @@ def test_weights_swapped_for_an_evaluation_leave_masters_as_they_were(level, by)
         model.state_dict()
         if by == "state_dict":
             model.load_state_dict(own)
+        if by == "16-bit state_dict":
+            model.load_state_dict(low)
         for param, value in zip(params, backup, strict=True):
             if by == "copy_":
                 param.copy_(value)

@@ -83,6 +83,18 @@ def test_a_plain_module_added_later_is_trained(level):
     assert not cases.same(before, cases.values(head.parameters()))
 
 
+def test_a_group_whose_addition_is_interrupted_is_not_there():
+    model, optimizer = cases.prepared("O5")
+    model.append(nn.Linear(2, 2))
+    group = {"params": list(model[3].parameters())}
+    lines = 0
+    while cases.interrupted_at(lines, lambda: optimizer.add_param_group(dict(group))):
+        assert len(optimizer.param_groups) == 1, lines
+        lines += 1
+    assert lines > 10
+    train(model, optimizer, 1)
+
+
 @pytest.mark.parametrize("level", cases.LEVELS)
 def test_a_parameter_that_is_already_stepped_is_refused(level):
     model, optimizer = cases.prepared(level)

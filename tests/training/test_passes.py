@@ -214,6 +214,9 @@ CLEARS = {
     "wrapper, to zero": lambda model, optimizer: Around(model).zero_grad(set_to_none=False),
     "by hand, to zero": lambda model, optimizer: [p.grad.zero_() for p in model.parameters()],
     "by hand": lambda model, optimizer: [setattr(p, "grad", None) for p in model.parameters()],
+    "masters by hand, to zero": lambda model, optimizer: [
+        p.grad.zero_() for p in amp.master_params(optimizer)
+    ],
 }
 
 

@@ -11,10 +11,15 @@ LOW_PRECISION: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
 CASTABLE: frozenset[torch.dtype] = frozenset({*LOW_PRECISION, torch.float32, torch.float64})
 """Dtypes that amp casts from and to; not integer, complex, float8 and quantized ones."""
 
+_LAYOUTS = (torch.strided, torch.sparse_coo)
+
 
 def is_castable(tensor: Tensor) -> bool:
-    """Returns whether amp may change the dtype of ``tensor`` (fp16, bf16, fp32, fp64)."""
-    return tensor.dtype in CASTABLE
+    """Returns whether amp may change the dtype of ``tensor`` (fp16, bf16, fp32, fp64).
+
+    Not that of a compressed sparse one, whose values torch does not replace in place.
+    """
+    return tensor.dtype in CASTABLE and tensor.layout in _LAYOUTS
 
 
 def is_low_precision(tensor: Tensor) -> bool:

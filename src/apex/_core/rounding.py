@@ -39,6 +39,8 @@ def exact_value(param: Tensor, candidates: Iterable[Tensor]) -> Tensor:
     # Without no_grad() and the cast of ``value``, which torch.where makes: state_dict calls this
     # for every parameter.
     result = value = dtensor.local(param.detach())
+    if value.is_sparse:
+        return _exact_sparse(value, candidates)
     for candidate in candidates:
         if candidate.shape == param.shape:
             known = dtensor.local(dtensor.laid_out_as(param, candidate.detach()))
@@ -66,7 +68,7 @@ def exact_values(
     alone: list[int] = []
     alike: defaultdict[tuple[torch.Size, bool], list[int]] = defaultdict(list)
     for index, param in enumerate(params):
-        if type(param) is Tensor:
+        if type(param) is Tensor and not param.is_sparse:
             alike[param.shape, known[index] is None].append(index)
         else:
             alone.append(index)
@@ -111,6 +113,25 @@ def _of_one_shape(params: list[Tensor], known: list[Any]) -> Sequence[Tensor]:
             exact = torch.where(rounded == value, exact, value)
     values: Sequence[Tensor] = _unbind_copy(exact)
     return values
+
+
+def _exact_sparse(value: Tensor, candidates: Iterable[Tensor]) -> Tensor:
+    """Returns a sparse ``value`` in fp32: the last candidate that rounds to all of it, if any."""
+    exact = value.to(torch.float32)
+    places, values = _parts(value)
+    for candidate in candidates:
+        if candidate.is_sparse and candidate.shape == value.shape:
+            known = candidate.detach().to(device=value.device, dtype=torch.float32)
+            at, rounded = _parts(known.to(value.dtype))
+            # sync: sparse buffers are rare
+            if torch.equal(at, places) and torch.equal(rounded, values):
+                exact = known.clone()
+    return exact
+
+
+def _parts(sparse: Tensor) -> tuple[Tensor, Tensor]:
+    sparse = sparse.coalesce()
+    return sparse.indices(), sparse.values()
 
 
 def _same_here(rounded: Tensor, value: Tensor) -> bool:

@@ -11,8 +11,8 @@ Note [Which side is newer]
 
     Torch's fused kernels, and those of other libraries, do not increment the counters. So masters
     count as written from the start of their optimizer's step until they are rounded into the model,
-    and an interrupted step leaves nothing to repair. A hook on all optimizers does the same for
-    those not prepared by amp.
+    and an interrupted step leaves nothing to repair. A hook on all optimizers rounds the masters
+    that those not prepared by amp have stepped.
 
     The upper half of a packed master (Note [Upper halves]) is the model's weight itself, so there
     is nothing to copy: a write to either side is one to both, and one to the weight leaves the
@@ -22,6 +22,7 @@ Note [Which side is newer]
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
@@ -59,8 +60,8 @@ class Master(nn.Parameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        increment_version(self)  # first: a Ctrl-C before this line loses nothing
         parameters.set_data(self, value)
-        increment_version(self)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return repr(nn.Parameter(self.detach(), self.requires_grad))
@@ -313,7 +314,8 @@ class Masters:
     def hold(self, pairs: Iterable[TrackedPair], holder: object) -> None:
         """Registers pairs that live as long as ``holder``."""
         if not self._counts_steps:
-            handle = register_optimizer_step_post_hook(_count_writes)
+            hook = functools.partial(_round_after_step, weakref.ref(self))
+            handle = register_optimizer_step_post_hook(hook)
             weakref.finalize(self, handle.remove).atexit = False
             self._counts_steps = True
         held = self._by_holder.setdefault(holder, [])
@@ -398,14 +400,21 @@ class Masters:
                 pair.mirrors_grad = pair.mirrors_grad and not set_to_none
 
 
-def _count_writes(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    """Increments the versions of masters that an optimizer stepped; fused kernels do not."""
+def _round_after_step(
+    reference: weakref.ref[Masters], optimizer: Optimizer, args: object, kwargs: object
+) -> None:
+    """Rounds masters into the model that an optimizer not prepared by amp has stepped."""
     if PREPARED in optimizer.__dict__:
-        return  # amp marks these masters as written itself
+        return  # amp rounds these masters itself
+    stepped = False
     for group in optimizer.param_groups:
         for param in group["params"]:
             if isinstance(param, Master) or _packing_of(param) is not None:
-                increment_version(param)
+                increment_version(param)  # fused kernels do not
+                stepped = True
+    masters = reference() if stepped else None
+    if masters is not None:
+        masters.write_back()
 
 
 def clear_grad(param: nn.Parameter, *, set_to_none: bool) -> None:

@@ -134,7 +134,8 @@ def initialize(
     Raises:
         RuntimeError: If the level is unknown or cannot honour an override; if a model is
             float64 at O1 or O4, on the meta device, lazy, wrapped or already prepared; if an
-            optimizer is already prepared; under ``torch.inference_mode()``; if cuDNN is disabled.
+            optimizer is already prepared; if a weight has a master of an earlier call; under
+            ``torch.inference_mode()``; if cuDNN is disabled.
         TypeError: If a model, optimizer or value has the wrong type.
         ValueError: If a number is out of range, a model or optimizer is given twice, or an
             optimizer holds no parameters or none of the models' parameters.
@@ -192,6 +193,8 @@ def initialize(
     inputs.check_models(model_list, plan, op_casts=policy.compute_dtype is not None)
     optimizer_list = inputs.optimizer_list(optimizers)
     inputs.check_optimizers(optimizer_list, model_list, master_weights=bool(policy.master_weights))
+    if policy.master_weights and optimizer_list:
+        inputs.check_masters(model_list)
     made = _session(
         policy,
         rule,
@@ -227,6 +230,7 @@ def restore(models: Any, optimizers: Any = None) -> Any:
 
     Raises:
         ValueError: If a model or optimizer is not prepared; nothing changes in this case.
+        RuntimeError: Under ``torch.inference_mode()``, for models that were converted.
 
     Example:
         >>> import torch

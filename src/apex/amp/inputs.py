@@ -101,6 +101,20 @@ def check_optimizers(
             _check_accepts_masters(optimizer)
 
 
+def check_masters(models: Sequence[nn.Module]) -> None:
+    """Raises RuntimeError if a parameter has a master in the session of an earlier call."""
+    sessions = _amp_state.sessions()
+    for model in models if sessions else ():
+        for name, param in model.named_parameters():
+            if any(session.masters.pair_of(param) is not None for session in sessions):
+                raise RuntimeError(
+                    f"amp.initialize got a model ({type(model).__name__}) whose parameter {name} "
+                    "belongs to a model of an earlier call, too. Each call would keep an fp32 "
+                    "master of it, and lose updates of the other's. Pass both models with their "
+                    "optimizers to one call, as lists, or call amp.restore(model, optimizer) first."
+                )
+
+
 def _check_optimizer(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
     name = type(optimizer).__name__
     if binding_of(optimizer) is not None:

@@ -59,6 +59,8 @@ def check(
         _check_materialized(name, tensor)
         if op_casts and not allow_float64:
             _check_precision(name, tensor)
+    if any(tensor.is_inference() for tensor in tensors.values()):
+        _check_no_inference_tensors(model, plan)
     _check_fp32_modules(model, plan, others)
     if sharding.is_sharded(model, tensors.values()):
         sharding.check(model, planned_dtypes(model, plan), _remedy(plan), op_casts=op_casts)
@@ -68,6 +70,11 @@ def check_restorable(model: nn.Module) -> None:
     """Raises RuntimeError if a converted model's parameters cannot be cast back to fp32."""
     state = state_of(model)
     if state is not None and state.plan.casts_down:
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                "amp.restore was called under torch.inference_mode(), where parameters cannot be "
+                "converted for later training. Call it outside of the block, or in torch.no_grad()."
+            )
         sharding.check_restorable(model)
 
 
@@ -148,6 +155,16 @@ def _check_precision(name: str, tensor: Tensor) -> None:
             "float64 as it is, and operators cannot combine it with 16-bit inputs. Call "
             "model.float() first, or use a level that converts the model (O0, O2, O3, O5)."
         )
+
+
+def _check_no_inference_tensors(model: nn.Module, plan: ModelPlan) -> None:
+    for name, tensor, dtype, _ in planned_dtypes(model, plan):
+        if tensor.is_inference() and tensor.dtype is not dtype:
+            raise RuntimeError(
+                f"amp.initialize got a model whose {name} was created under "
+                "torch.inference_mode(), so that its dtype cannot be changed. Create or load the "
+                "model outside of the block, or under torch.no_grad()."
+            )
 
 
 def _check_fp32_modules(model: nn.Module, plan: ModelPlan, others: Sequence[nn.Module]) -> None:

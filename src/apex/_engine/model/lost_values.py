@@ -35,6 +35,7 @@ def find_lost(model: nn.Module, plan: ModelPlan, parts: Parts | None = None) -> 
         each
         for each in planned_dtypes(model, plan, parts)
         if type(each.tensor) is Tensor
+        and each.tensor.layout is torch.strided
         and each.tensor.dtype in WIDE
         and (each.yields or each.dtype is low)
         and each.tensor.numel() > 1

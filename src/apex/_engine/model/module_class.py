@@ -98,6 +98,8 @@ class ConvertedModule(nn.Module):
 
     def __copy__(self) -> Any:
         """Returns a converted model that shares parameters, owner and masters."""
+        if self._apex_state is not None:
+            self._apex_state.link.write_back()
         own = getattr(super(), "__copy__", None)
         return self._copied({}, copy.copy) if own is None else own()
 

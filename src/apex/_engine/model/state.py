@@ -114,13 +114,13 @@ class ModelState:
         self.model = weakref.ref(model)
         parts = named_modules(model).items() if parts is None else parts
         with all_or_nothing() as casts:
+            if undo is not None:
+                undo.push(casts.undo)
             for each in planned_dtypes(model, self.plan, parts):
                 cast_in_place(each.tensor, each.dtype, casts)
                 if each.yields:
                     self.keeps = tuple(dict.fromkeys((*self.keeps, each.name)))
                     kept_buffers.mark(each.tensor, casts)
-        if undo is not None:
-            undo.push(casts.undo)
         low = self.plan.param_dtype if self.plan.casts_down else None
         if low is not self.hooked:
             self.remove_hooks()

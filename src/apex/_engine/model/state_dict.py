@@ -304,8 +304,8 @@ class Fp32Hooks:
     def after_loading(self, module: nn.Module, incompatible_keys: Any) -> None:
         """Sets the masters to the loaded values before rounding.
 
-        If an entry is unknown because a later hook renamed it, the parameter's rounded value is
-        used, unless the master already rounds to it.
+        If an entry has the parameter's own dtype, or is unknown because a later hook renamed it,
+        the parameter's rounded value is used, unless the master already rounds to it.
         """
         loading, self._loading = self._loading, []
         source = self._link.source
@@ -327,7 +327,9 @@ def _loaded_values(
         master = source.master_of(tensor)
         if master is not None:
             entry = None if noted.entry is None else noted.entry()
-            loaded = [] if entry is None else [_shaped(entry, tensor)]
+            # One in the weight's own dtype tells no more than the weight that was loaded from it.
+            is_wider = entry is not None and entry.dtype is not tensor.dtype
+            loaded = [_shaped(entry, tensor)] if entry is not None and is_wider else []
             yield tensor, exact_value(tensor, [master, *loaded])
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from apex._core import finite, master
 from apex._engine.events import Iteration
@@ -76,7 +76,7 @@ class Gradients:
         self._deferred: list[Deferred] = []
         self._sums: dict[int, Deferred | None] = {}
         self._mirrors: Grads = []
-        self._sentinel: tuple[Tensor, int] | None = None
+        self._sentinel: tuple[nn.Parameter, int | None] | None = None
         self._unmirrored: list[TrackedPair] = []
         self._in_place = True
         self._in_buckets = False
@@ -261,10 +261,11 @@ class Gradients:
         for pair in optimized.pairs:
             mirror_gradients.mark(pair)
         self._end_pass(GradState.READY if sent else GradState.LOCAL)
-        if self.overflow.checked and not optimized.pairs:
-            present = (param.grad for param in optimized.params())
-            first = next((each for each in present if each is not None), None)
-            self._sentinel = None if first is None else (first, first._version)
+        if self.overflow.checked:
+            groups = optimized.optimizer.param_groups
+            present = (p for group in groups for p in group["params"] if deferred.has_grad(p))
+            first = next(present, None)
+            self._sentinel = None if first is None else (first, _version(first))
 
     def roll_back(self) -> None:
         """Discards a pass that could not be unscaled, and the delayed passes before it.
@@ -340,7 +341,7 @@ class Gradients:
         if self.state is GradState.DELAYED:
             return
         sentinel = self._sentinel
-        if self._modified or (sentinel is not None and sentinel[0]._version != sentinel[1]):
+        if self._modified or (sentinel is not None and _version(sentinel[0]) != sentinel[1]):
             params = self._optimized.params()
             self.overflow.recheck([grad for param in params if (grad := param.grad) is not None])
         self._modified = False
@@ -400,3 +401,10 @@ class Gradients:
     def has_grads(self) -> bool:
         """Returns whether a stepped parameter has a gradient, without computing a deferred one."""
         return any(map(deferred.has_grad, self._optimized.params()))
+
+
+def _version(param: nn.Parameter) -> int | None:
+    """Returns what changes if the gradient of ``param`` is written; the same on all ranks."""
+    if deferred.of(param) is not None:
+        return -1  # reading computes it
+    return None if param.grad is None else param.grad._version

@@ -74,8 +74,8 @@ class AmpOptimizer(Optimizer):
             return
         _validate_group(binding, param_group)
         with all_or_nothing() as undo:
+            undo.push(_keep_first, self.param_groups, len(self.param_groups))
             super().add_param_group(param_group)
-            undo.push(self.param_groups.pop)
             group = self.param_groups[-1]
             if binding.owner is not None:
                 binding.owner.convert_late(group["params"])
@@ -172,6 +172,10 @@ def _wrap_step(optimizer: Optimizer, inner: Callable[..., Any]) -> Callable[...,
         return AmpOptimizer.step(cast(AmpOptimizer, target), *args, **kwargs)
 
     return step
+
+
+def _keep_first(groups: list[dict[str, Any]], count: int) -> None:
+    del groups[count:]
 
 
 def _validate_group(binding: Binding, param_group: object) -> None:
