@@ -288,16 +288,9 @@ def _call(
     kwargs: dict[str, Any],
 ) -> Any:
     """Runs an operator on plain fp32 tensors, and stores those that it wrote."""
-    widened: dict[int, tuple[Packed, Tensor]] = {}
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, Packed):
-            if id(value) not in widened:
-                widened[id(value)] = value, value.widened()
-            return widened[id(value)][1]
-        return [plain(each) for each in value] if isinstance(value, list | tuple) else value
-
-    result = func(*map(plain, args), **{name: plain(value) for name, value in kwargs.items()})
+    widened: _Widened = {}
+    plain_args = [_widen(value, widened) for value in args]
+    result = func(*plain_args, **{name: _widen(kwargs[name], widened) for name in kwargs})
     for tensor in _written(plan, args, kwargs):
         tensor.packing.begin_write()
         tensor.packing.write(widened[id(tensor)][1], None)
@@ -305,6 +298,19 @@ def _call(
     if isinstance(result, list | tuple):
         return type(result)(originals.get(id(each), each) for each in result)
     return originals.get(id(result), result)
+
+
+_Widened = dict[int, tuple[Packed, Tensor]]
+"""Packed tensors by id, with their values in fp32."""
+
+
+def _widen(value: Any, widened: _Widened) -> Any:
+    """Returns an argument with plain tensors in place of packed ones, which ``widened`` gets."""
+    if isinstance(value, Packed):
+        if id(value) not in widened:
+            widened[id(value)] = value, value.widened()
+        return widened[id(value)][1]
+    return [_widen(each, widened) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _written(plan: _Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Packed]:
