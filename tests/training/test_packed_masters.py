@@ -286,6 +286,37 @@ def test_large_weights_swapped_for_an_evaluation_leave_the_masters_bit_identical
     assert cases.same(cases.masters(optimizer), before)
 
 
+def test_zeros_that_a_script_writes_uncounted_are_zeros_in_the_masters():
+    """Their lower halves stay: of a weight pruned through ``data``, half of them are negative."""
+    model, optimizer = prepared("split")
+    train(model, optimizer, cases.batches(2))
+    model[0].weight.data.mul_(0.0)
+    (pruned, *_) = amp.master_params(optimizer)
+    for value in (pruned.detach().clone(), model.state_dict()["0.weight"]):
+        assert value.abs().max() < 1e-38
+    train(model, optimizer, cases.batches(1))
+    assert all(param.isfinite().all() for param in model.parameters())
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_many_small_masters_are_saved_as_one_by_one(kind):
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(5)])
+    model, optimizer = prepared(kind, model=model)
+    for _ in range(2):
+        state = model.state_dict()
+        values = cases.masters(optimizer)
+        assert cases.same(list(state.values()), values)
+        for layer, index in zip(model, range(0, 10, 2), strict=True):
+            assert cases.same(list(layer.state_dict().values()), values[index : index + 2])
+        optimizer.zero_grad()
+        with amp.scale_loss(model(torch.randn(2, 4)).square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    with torch.no_grad():
+        model[1].weight.fill_(1 / 3)
+    assert torch.equal(model.state_dict()["1.weight"], model[1].weight.float())
+
+
 @pytest.mark.parametrize("kind", PACKED)
 def test_an_operator_leaves_no_fp32_copy_behind(kind):
     """Without the garbage collector, which large tensors do not wake."""

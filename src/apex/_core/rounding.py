@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from apex._torch import dtensor, parameters
-from apex._torch.packed import Packed, plain
+from apex._torch.packed import Packed, plain, stacked
 
 _TOGETHER = 2**16
 """Elements that are compared together, which bounds the memory for it."""
@@ -89,16 +89,17 @@ def _of_one_shape(params: list[Tensor], known: list[Any]) -> Sequence[Tensor]:
     if len(params[0].shape) > 1 and not all(map(Tensor.is_contiguous, params)):
         return ()
     kinds: set[Any] = set(map(type, known))
-    if any(kind.__torch_dispatch__ is not _DISPATCH for kind in kinds):
+    packed = all(isinstance(each, Packed) for each in known)
+    if not packed and any(kind.__torch_dispatch__ is not _DISPATCH for kind in kinds):
         return ()
     try:
-        value, exact = torch.stack(params), torch.stack(known)
+        value, joined = torch.stack(params), stacked(known) if packed else torch.stack(known)
     except RuntimeError:  # of other shapes, or on several devices
         return ()
-    if exact.shape != value.shape or value.dtype is not params[0].dtype:
+    if joined.shape != value.shape or value.dtype is not params[0].dtype:
         return ()
-    exact = exact.to(device=value.device, dtype=torch.float32)
-    rounded = exact.to(value.dtype)
+    exact = plain(joined).to(device=value.device, dtype=torch.float32)
+    rounded = _rounded(joined, exact, value.dtype)
     if not _same_here(rounded, value):
         exact = torch.where(rounded == value, exact, value)
     values: Sequence[Tensor] = _unbind_copy(exact)

@@ -176,6 +176,11 @@ class TrackedPair:
         self.mark_synced()
 
     @property
+    def is_current(self) -> bool:
+        """Whether the master's values are those of its parameter, where both are one memory."""
+        return self.packing is None or not (self.new or self.model_written)
+
+    @property
     def master_written(self) -> bool:
         """Whether the master was written since the two were in sync."""
         return self.master._version != self._master_version
@@ -339,7 +344,7 @@ class Masters:
         pair_of = self._by_param.get
         return [
             pair.master
-            if (pair := pair_of(id(param))) is not None and pair.packing is None and pair.low_bits
+            if (pair := pair_of(id(param))) is not None and pair.low_bits and pair.is_current
             else self.master_of(param)
             for param in params
         ]

@@ -62,6 +62,9 @@ class Packing(Protocol):
     def followed(self) -> Packing:
         """Returns what :meth:`follow` would leave, without a change."""
 
+    def stacked(self, others: Sequence[Any]) -> Packing:
+        """Returns a packing of the values of ``others``, of one kind and shape: ``[N, ...]``."""
+
     def view(self, of: Callable[[Tensor], Any]) -> Sequence[Packing]:
         """Returns packings that share the memory of the views that ``of`` returns."""
 
@@ -197,6 +200,12 @@ ForkingPickler.register(Packed, _share)
 def plain(tensor: Tensor) -> Tensor:
     """Returns a packed tensor's values as a new plain tensor, and any other tensor unchanged."""
     return tensor.widened() if isinstance(tensor, Packed) else tensor
+
+
+def stacked(tensors: Sequence[Packed]) -> Packed:
+    """Returns a copy of packed tensors of one session and shape as one: ``[N, ...]``."""
+    packings = [tensor.packing for tensor in tensors]
+    return Packed(packings[0].stacked(packings))
 
 
 def stored_tensors(tensor: Tensor) -> list[Tensor]:
