@@ -24,8 +24,13 @@ _TRAININGS: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 """Level, options of amp.initialize, and the benchmark's case of the peak, if it has one."""
 
-_BLOCKS = {"O5, 8-bit moments": (8, 256), "O5, 4-bit moments": (4, 128)}
-"""Bits of a moment in torchao, and the elements that share one fp32 scale."""
+_BLOCKS: dict[str, tuple[dict[str, Any], int, int]] = {
+    "O5, 8-bit moments": ({}, 8, 256),
+    "O5, fp8 moments": ({}, 8, 256),
+    "O5, split, 8-bit": ({"master_weights": "split"}, 8, 256),
+    "O5, 4-bit moments": ({}, 4, 128),
+}
+"""Options, bits of a moment in torchao, and the elements that share one fp32 scale."""
 
 _KINDS = {"weights": "bf16", "masters": "fp32", "moments": "plain", "gradients": "fp16"}
 _LEFT, _ROW, _UNIT = 150, 44, 26  # the bars' edge, a row's height, and the width of a byte
@@ -57,8 +62,8 @@ def values() -> dict[str, Bytes]:
     for name, (level, options, case) in _TRAININGS.items():
         own = _stored(level, options)
         found[name] = Bytes(*own, gradients=peaks[case] - sum(own) if case else 0.0)
-    weights, masters, _ = _stored("O5", {})
-    for name, (bits, block) in _BLOCKS.items():
+    for name, (options, bits, block) in _BLOCKS.items():
+        weights, masters, _ = _stored("O5", options)
         found[name] = Bytes(weights, masters, 2 * (bits / 8 + 4 / block))
     return found
 
@@ -86,9 +91,9 @@ def draw() -> str:
         "masters and moments, and the gradients at the peak of a step",
     )  # fmt: skip
     for index, (name, kind) in enumerate(_KINDS.items()):
-        drawing.box(_LEFT + index * 116, 8, 16, 16, kind=kind)
+        drawing.box(_LEFT + index * 102, 8, 16, 16, kind=kind)
         label = "gradients at the peak" if name == "gradients" else name
-        drawing.text(_LEFT + index * 116 + 22, 21, label, "small muted")
+        drawing.text(_LEFT + index * 102 + 22, 21, label, "small muted")
     for index, (name, each) in enumerate(trainings.items()):
         _row(drawing, 36 + index * _ROW, name, each)
     return drawing.render()

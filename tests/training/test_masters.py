@@ -421,6 +421,22 @@ def test_a_model_moved_to_channels_last_trains_alike(name, moved):
         torch.testing.assert_close(moved_master.contiguous(), plain, rtol=0.0, atol=2e-3)
 
 
+@pytest.mark.parametrize("level", MASTERS)
+def test_a_weight_with_gaps_in_memory_trains_as_one_without(level):
+    """torch's fused kernels on a CPU write over gaps; masters take over memory without."""
+    results = []
+    for gaps in (False, True):
+        model = cases.net()
+        wide = torch.zeros(8, 8)
+        wide[:, ::2] = model[0].weight.detach()
+        model[0].weight.data = wide[:, ::2] if gaps else wide[:, ::2].clone()
+        model, optimizer = cases.prepared(level, cases.OPTIMIZERS["fused AdamW"], model)
+        for x, y in cases.batches(3):
+            cases.train_step(model, optimizer, x, y)
+        results.append(cases.masters(optimizer))
+    assert cases.same(*results)
+
+
 class Mixed(nn.Module):
     def __init__(self):
         super().__init__()

@@ -321,6 +321,16 @@ def test_every_way_to_write_a_masters_gradient(level, way):
 
 
 @levels
+def test_a_refused_assignment_leaves_a_masters_gradient(level):
+    _, optimizer = after_backward(level)
+    expected = in_two_passes(lambda: cases.grads(amp.master_params(after_backward(level)[1])))
+    for param in amp.master_params(optimizer):
+        with pytest.raises(RuntimeError, match="size"):
+            param.grad = torch.zeros(3, 2, 1)
+    assert cases.same(cases.grads(amp.master_params(optimizer)), expected)
+
+
+@levels
 @pytest.mark.parametrize("clear", ["optimizer", "model", "hand", "optimizer to zero"])
 def test_cleared_gradients_are_gone(level, clear):
     model, optimizer = after_backward(level)

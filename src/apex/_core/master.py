@@ -41,12 +41,15 @@ def make_master(
 
     Args:
         param: A low-precision parameter.
-        exact: Its value before rounding, if known; used without a copy if it is fp32.
+        exact: Its value before rounding, if known; used without a copy if it is fp32 and has no
+            gaps in memory, over which torch's fused kernels on a CPU would write.
         kind: Class of the result; always ``nn.Parameter`` for a DTensor.
     """
     # Not detach(), which shares autograd's version counter: a write to the master would count as a
     # write to the model's parameter.
     value = (param.data if exact is None else exact.data).to(torch.float32)
+    if not value.is_contiguous() and torch.empty_like(value).stride() != value.stride():
+        value = value.clone()
     return nn.Parameter(value) if dtensor.is_dtensor(value) else kind(value)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from apex._torch import dtensor, parameters
-from apex._torch.packed import Packed, plain
+from apex._torch.packed import Packed, plain, stacked
 
 _TOGETHER = 2**16
 """Elements that are compared together, which bounds the memory for it."""
@@ -97,18 +97,19 @@ def _of_one_shape(params: list[Tensor], known: list[Any]) -> Sequence[Tensor]:
         return ()
     kinds: set[Any] = set(map(type, known))
     is_known = type(None) not in kinds
-    if is_known and any(kind.__torch_dispatch__ is not _DISPATCH for kind in kinds):
+    packed = is_known and all(isinstance(each, Packed) for each in known)
+    if is_known and not packed and any(k.__torch_dispatch__ is not _DISPATCH for k in kinds):
         return ()
     try:
         value = torch.stack(params)
-        exact = torch.stack(known) if is_known else value
+        joined = stacked(known) if packed else torch.stack(known) if is_known else value
     except RuntimeError:  # of other shapes, or on several devices
         return ()
-    if exact.shape != value.shape or value.dtype is not params[0].dtype:
+    if joined.shape != value.shape or value.dtype is not params[0].dtype:
         return ()
-    exact = exact.to(device=value.device, dtype=torch.float32)
+    exact = plain(joined).to(device=value.device, dtype=torch.float32)
     if is_known:
-        rounded = exact.to(value.dtype)
+        rounded = _rounded(joined, exact, value.dtype)
         if not _same_here(rounded, value):
             exact = torch.where(rounded == value, exact, value)
     values: Sequence[Tensor] = _unbind_copy(exact)

@@ -146,11 +146,6 @@ class TrackedPair:
         weight = dtensor.local(self.model)
         return weight.dtype is packing.high.dtype and weight.data_ptr() == packing.high.data_ptr()
 
-    @property
-    def is_equal(self) -> bool:
-        """Whether the model's weight is all of the packed master."""
-        return self.packing is not None and not self.packing.has_low and self.is_shared
-
     def share(self, *, write: bool) -> bool:
         """Makes the model's weight the upper half of a packed master, where it can be.
 
@@ -180,6 +175,11 @@ class TrackedPair:
             self.share(write=False)
             self.packing.load(dtensor.local(value))
         self.mark_synced()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the master's values are those of its parameter, where both are one memory."""
+        return self.packing is None or not (self.new or self.model_written)
 
     @property
     def master_written(self) -> bool:
@@ -339,13 +339,11 @@ class Masters:
         return self._by_param.get(id(param))
 
     def masters_of(self, params: Iterable[Tensor]) -> list[Tensor | None]:
-        """Returns :meth:`master_of` of each parameter or buffer, ``None`` where it is equal."""
+        """Returns :meth:`master_of` of each parameter or buffer."""
         pair_of = self._by_param.get
         return [
             pair.master
-            if (pair := pair_of(id(param))) is not None and pair.packing is None and pair.low_bits
-            else None
-            if pair is not None and pair.is_equal
+            if (pair := pair_of(id(param))) is not None and pair.low_bits and pair.is_current
             else self.master_of(param)
             for param in params
         ]

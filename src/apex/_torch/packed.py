@@ -6,7 +6,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +29,9 @@ class Packing(Protocol):
 
     Attributes:
         high: The upper 16 bits, as bf16; may share the memory of a model's weight.
-        has_low: Whether the values have more bits than these.
     """
 
     high: Tensor
-    has_low: ClassVar[bool]
 
     def tensors(self) -> list[Tensor]:
         """Returns the tensors that hold the values."""
@@ -63,6 +61,9 @@ class Packing(Protocol):
 
     def followed(self) -> Packing:
         """Returns what :meth:`follow` would leave, without a change."""
+
+    def stacked(self, others: Sequence[Any]) -> Packing:
+        """Returns a packing of the values of ``others``, of one kind and shape: ``[N, ...]``."""
 
     def view(self, of: Callable[[Tensor], Any]) -> Sequence[Packing]:
         """Returns packings that share the memory of the views that ``of`` returns."""
@@ -201,6 +202,12 @@ def plain(tensor: Tensor) -> Tensor:
     return tensor.widened() if isinstance(tensor, Packed) else tensor
 
 
+def stacked(tensors: Sequence[Packed]) -> Packed:
+    """Returns a copy of packed tensors of one session and shape as one: ``[N, ...]``."""
+    packings = [tensor.packing for tensor in tensors]
+    return Packed(packings[0].stacked(packings))
+
+
 def stored_tensors(tensor: Tensor) -> list[Tensor]:
     """Returns the tensors that hold the values of ``tensor``, packed or not."""
     return tensor.packing.tensors() if isinstance(tensor, Packed) else [tensor]
@@ -290,16 +297,9 @@ def _call(
     kwargs: dict[str, Any],
 ) -> Any:
     """Runs an operator on plain fp32 tensors, and stores those that it wrote."""
-    widened: dict[int, tuple[Packed, Tensor]] = {}
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, Packed):
-            if id(value) not in widened:
-                widened[id(value)] = value, value.widened()
-            return widened[id(value)][1]
-        return [plain(each) for each in value] if isinstance(value, list | tuple) else value
-
-    result = func(*map(plain, args), **{name: plain(value) for name, value in kwargs.items()})
+    widened: _Widened = {}
+    plain_args = [_widen(value, widened) for value in args]
+    result = func(*plain_args, **{name: _widen(kwargs[name], widened) for name in kwargs})
     for tensor in _written(plan, args, kwargs):
         tensor.packing.begin_write()
         tensor.packing.write(widened[id(tensor)][1], None)
@@ -307,6 +307,19 @@ def _call(
     if isinstance(result, list | tuple):
         return type(result)(originals.get(id(each), each) for each in result)
     return originals.get(id(result), result)
+
+
+_Widened = dict[int, tuple[Packed, Tensor]]
+"""Packed tensors by id, with their values in fp32."""
+
+
+def _widen(value: Any, widened: _Widened) -> Any:
+    """Returns an argument with plain tensors in place of packed ones, which ``widened`` gets."""
+    if isinstance(value, Packed):
+        if id(value) not in widened:
+            widened[id(value)] = value, value.widened()
+        return widened[id(value)][1]
+    return [_widen(each, widened) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _written(plan: _Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Packed]:

@@ -11,6 +11,9 @@ from torch.optim import optimizer
 set_data: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 """torch's own setter of ``param.data``."""
 
+set_grad: Any = torch.Tensor.grad.__set__  # type: ignore[union-attr]
+"""torch's own setter of ``param.grad``, past a property of its class."""
+
 swap: Any = torch.utils.swap_tensors
 """Exchanges the values and classes of two tensors; each stays the same object."""
 

@@ -189,9 +189,10 @@ def _check_cast_level(reject: Reject, defaults: Properties, values: dict[str, An
             f"Leave it None, or use opt_level {full!r}."
         )
     if "master_weights" in values:
+        kind = values["master_weights"]
         reject(
-            f"master_weights={values['master_weights']} has no meaning at {level}: the model's own "
-            f"parameters are fp32 there. Leave it None, or use opt_level {full!r}."
+            f"master_weights={kind!r} has no meaning at {level}: the model's own parameters are "
+            f"fp32 there. Leave it None, or use opt_level {'O5' if kind in PACKED else full!r}."
         )
     model_type = values.get("cast_model_type")
     if model_type not in (None, False, _FP32):

@@ -44,7 +44,7 @@ class MasterSource(Protocol):
         """Returns the fp32 master of ``param``, or the fp32 value kept for it, or ``None``."""
 
     def masters_of(self, params: Iterable[Tensor]) -> list[Tensor | None]:
-        """Returns :meth:`master_of` of each of many tensors, ``None`` where it is equal."""
+        """Returns :meth:`master_of` of each of many tensors."""
 
     def set_exact(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Sets masters from pairs of a low-precision parameter and its newly loaded fp32 value."""

@@ -100,8 +100,8 @@ class _Deferring:
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
+        parameters.set_grad(self, value)  # first: it may refuse the value
         drop(self)
-        self.grad = value
 
     @grad.deleter
     def grad(self) -> None:
@@ -127,8 +127,8 @@ class _Stepped(_Deferring):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
+        parameters.set_grad(self, value)  # first: it may refuse the value
         drop(self)
-        self.grad = value
 
 
 @functools.cache  # of two kinds of masters
