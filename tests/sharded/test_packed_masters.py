@@ -38,7 +38,7 @@ def replicated(rank, kind):
     model = replicas.net(seed=rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     options = {"opt_level": "O5", "master_weights": kind, "verbosity": 0}
-    model, optimizer = amp.initialize(model, optimizer, **options)
+    model, optimizer = amp.initialize(model, optimizer, rounding_seed=2**64 - rank, **options)
     parallel = DistributedDataParallel(model)
     torch.manual_seed(rank)
     for step in range(3):

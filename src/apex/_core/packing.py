@@ -70,6 +70,15 @@ class Stochastic:
             made.load(exact)
         return made
 
+    def state(self) -> Tensor:
+        """Returns both numbers as int64 ``[2]`` in host memory, for other ranks."""
+        words = [self.seed % 2**64, self.writes]
+        return torch.tensor([word - 2**64 * (word >> 63) for word in words])
+
+    def set_state(self, state: Tensor) -> None:
+        """Takes what :meth:`state` returned."""
+        self.seed, self.writes = (word % 2**64 for word in state.tolist())
+
     def noise(self, like: Tensor, write: int, start: int = 0) -> Tensor:
         """Returns uniform random numbers from -2**15 to 2**15 - 1, int16.
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from torch.nn.parallel import DistributedDataParallel
 
+from apex._core.packing import Stochastic
 from apex._engine import masters
 from apex._engine.masters import TrackedPair
 from apex._engine.optimizer.binding import Binding
@@ -70,8 +71,9 @@ class Communicator:
 def _share(new: Sequence[TrackedPair], wrappers: Iterable[DistributedDataParallel]) -> None:
     """Broadcasts exact master values from the first rank of each wrapper's group.
 
-    The wrapper itself broadcasts rounded weights only. Every rank is about to send gradients in the
-    same order, so this cannot deadlock, which a collective in ``initialize`` could.
+    So that replicas stay equal, this includes the state of stochastic rounding. The wrapper itself
+    broadcasts rounded weights only. Every rank is about to send gradients in the same order, so
+    this cannot deadlock, which a collective in ``initialize`` could.
     """
     for wrapper in wrappers:
         sent = ddp.sent_params(wrapper)
@@ -79,6 +81,10 @@ def _share(new: Sequence[TrackedPair], wrappers: Iterable[DistributedDataParalle
         masters.read_model(shared, alike=True)
         exact = [plain(pair.master.detach()) for pair in shared]
         ddp.broadcast_from_first_rank(exact, wrapper)
+        for rule in {id(p.kind): p.kind for p in shared if isinstance(p.kind, Stochastic)}.values():
+            state = rule.state().to(exact[0].device)
+            ddp.broadcast_from_first_rank([state], wrapper)
+            rule.set_state(state)
         for pair, value in zip(shared, exact, strict=True):
             if pair.packing is None:
                 pair.mark_master_written()

@@ -122,7 +122,8 @@ def initialize(
         keep_fp32_values: Whether :func:`restore` also restores, bit for bit, the weights that no
             optimizer steps (frozen weights, inference-only models). Costs 4 bytes per element;
             weights with masters, and buffers, are always restored exactly.
-        rounding_seed: Seed of ``master_weights="stochastic"``; the same on all ranks.
+        rounding_seed: Seed of ``master_weights="stochastic"``. Under DistributedDataParallel, the
+            first rank's counts.
         grad_accum_dtype: Dtype in which the gradients of several backward passes add up before a
             step (O2 and O5): ``torch.float32``, the default, or the model's own, which takes no
             memory beside the gradients of one pass and rounds after each.
