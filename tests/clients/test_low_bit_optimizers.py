@@ -1,6 +1,7 @@
 """Optimizers that keep their moments in 8 bits or fewer, unmodified at O5: torchao, bitsandbytes.
 
-torchao compiles its step, which takes minutes on a CPU for the 4-bit one; here it runs eagerly.
+torchao compiles its step, which takes minutes on a CPU for the 4-bit one; here it runs eagerly, but
+for one test.
 """
 
 import io
@@ -130,6 +131,15 @@ def test_a_resumed_run_is_the_uninterrupted_one(module, name, most, kind, less):
         amp.master_params(optimizer), amp.master_params(its_optimizer), strict=True
     ):
         assert torch.equal(one, two)
+
+
+@masters
+def test_torchao_compiles_its_step(kind, less):
+    module, name, _ = CASES[2]
+    eager = losses(*prepared(module, name, kind), range(4))
+    with torch.compiler.set_stance("default"):
+        compiled = losses(*prepared(module, name, kind), range(4))
+    assert compiled == pytest.approx(eager, rel=1e-3)
 
 
 # -- checkpoints -----------------------------------------------------------------------------

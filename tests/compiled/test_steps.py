@@ -225,3 +225,32 @@ def test_replays_allocate_nothing(level):
     for batch in data[3:]:
         replay(batch)
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+def _update(p, grad):
+    p.copy_(p.float() - 0.1 * grad.float())
+
+
+class CompilesItsStep(torch.optim.Optimizer):
+    """Compiles what it does to each parameter, as torchao's optimizers do."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                torch.compile(_update, fullgraph=True, backend="eager")(p.detach(), p.grad)
+
+
+@pytest.mark.parametrize("kind", [True, "split", "stochastic"])
+def test_an_optimizer_that_compiles_its_own_step(kind):
+    model, optimizer = prepared("O5", CompilesItsStep, master_weights=kind)
+    plain = prepared("O5", lambda params: torch.optim.SGD(params, lr=0.1), master_weights=kind)
+    for x, y in batches(3):
+        train_step(model, optimizer, x, y)
+        train_step(*plain, x, y)
+    if kind != "stochastic":  # which rounds at every write
+        assert_close(list(amp.master_params(optimizer)), list(amp.master_params(plain[1])), "O5")
+    assert all(p.isfinite().all() for p in amp.master_params(optimizer))

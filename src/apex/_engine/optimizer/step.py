@@ -72,9 +72,15 @@ def step(binding: Binding, run: Run, closure: Closure | None) -> Any:
 
 
 @untraced
-def _run_eagerly(run: Run, *args: Any) -> Any:
-    """Runs a step over packed masters, which a compiled graph would read and write as one value."""
-    return run(*args)
+def _run_eagerly(run: Run, *closure: Closure) -> Any:
+    """Runs a step over packed masters, which a compiled graph would read and write as one value.
+
+    So what the optimizer compiles itself (torchao's do) runs eagerly; a closure's model does not.
+    """
+    if closure:
+        return run(*closure)
+    with torch.compiler.set_stance("force_eager"):
+        return run()
 
 
 @untraced
