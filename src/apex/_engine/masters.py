@@ -131,12 +131,6 @@ class TrackedPair:
         """Marks the master as written, whether or not its version changes."""
         self._master_version = _WRITTEN
 
-    def mark_rounded(self) -> None:
-        """Records that the master was rounded into the model, where it was."""
-        self._master_version, self._model_version = self.master._version, self.model._version
-        if self.packing is not None:
-            self.packing.note()
-
     @property
     def is_shared(self) -> bool:
         """Whether the model's weight is the upper half of the packed master."""
@@ -228,9 +222,17 @@ def write_back(pairs: Iterable[TrackedPair]) -> None:
 @untraced
 def round_into_model(pairs: Sequence[TrackedPair]) -> None:
     """Rounds masters into their model parameters, written or not."""
-    master.copy_to_model([pair for pair in pairs if not pair.share(write=True)])
+    apart = [pair for pair in pairs if pair.packing is None or not pair.share(write=True)]
+    master.copy_to_model(apart)
+    mark_rounded(pairs)
+
+
+def mark_rounded(pairs: Iterable[TrackedPair]) -> None:
+    """Records that masters were rounded into their model parameters, where these were."""
     for pair in pairs:
-        pair.mark_rounded()
+        pair._master_version, pair._model_version = pair.master._version, pair.model._version
+        if pair.packing is not None:
+            pair.packing.note()
 
 
 @untraced

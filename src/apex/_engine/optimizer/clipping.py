@@ -133,5 +133,4 @@ def _mirror(binding: Binding, params: Sequence[nn.Parameter]) -> None:
     clipped = {id(param) for param in params}
     pairs = [p for p in binding.pairs if p.mirrors_grad and id(p.master) in clipped]
     mirror_gradients.write(pairs, [grad for p in pairs if (grad := p.master.grad) is not None])
-    for pair in pairs:
-        mirror_gradients.mark(pair)
+    mirror_gradients.mark(pairs)

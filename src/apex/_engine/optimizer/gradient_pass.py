@@ -258,8 +258,7 @@ class Gradients:
         for each in self._deferred:
             each.install()
         optimized = self._optimized
-        for pair in optimized.pairs:
-            mirror_gradients.mark(pair)
+        mirror_gradients.mark(optimized.pairs)
         self._end_pass(GradState.READY if sent else GradState.LOCAL)
         if self.overflow.checked:
             groups = optimized.optimizer.param_groups

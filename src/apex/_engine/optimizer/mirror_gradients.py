@@ -38,13 +38,14 @@ def rounded(grad: Tensor, param: nn.Parameter) -> Tensor:
     return grad.to(device=param.device, dtype=param.dtype)
 
 
-def mark(pair: TrackedPair) -> None:
-    """Marks the model's gradient as the rounded value of its master's."""
-    grad = pair.model.grad
-    if grad is not None:
-        setattr(grad, _MARK, grad._version)
-        count_foreach(grad)
-    pair.mirrors_grad = grad is not None
+def mark(pairs: Iterable[TrackedPair]) -> None:
+    """Marks the models' gradients as the rounded values of their masters'."""
+    for pair in pairs:
+        grad = pair.model.grad
+        pair.mirrors_grad = grad is not None
+        if grad is not None:
+            setattr(grad, _MARK, grad._version)
+            count_foreach(grad)
 
 
 def mark_again(pair: TrackedPair) -> None:
@@ -53,7 +54,7 @@ def mark_again(pair: TrackedPair) -> None:
     One that a script has cleared meanwhile stays noted, so that its master's is cleared, too.
     """
     if pair.mirrors_grad and pair.model.grad is not None:
-        mark(pair)
+        mark([pair])
 
 
 def is_included(grad: Tensor) -> bool:
@@ -104,7 +105,7 @@ def write_again(pairs: Iterable[TrackedPair]) -> None:
             pair.model.grad = rounded(grad, pair.model)
         except RuntimeError:  # out of memory: the model has no mirror, but no gradient is lost
             continue
-        mark(pair)
+        mark([pair])
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from apex._core import tree
-from apex._engine.masters import TrackedPair
+from apex._engine.masters import TrackedPair, mark_rounded
 from apex._engine.optimizer import deferred
 from apex._torch import blocks, dispatch_modes, dtensor
 from apex._torch.counted import without_counting
@@ -191,7 +191,7 @@ class OnePassStep(TorchDispatchMode):
             deferred.reclaim(pair.master)
             if rounded:
                 increment_version(pair.model)
-                pair.mark_rounded()
+                mark_rounded([pair])
                 self._rounded[param.data_ptr()] = pair
 
 

@@ -60,7 +60,7 @@ def _left_low(raw: Sequence[TrackedPair]) -> list[TrackedPair]:
         each = Deferred(pair, grad, ())
         pair.model.grad = each.mirror(pair.model)
         each.install()
-        mirror_gradients.mark(pair)
+        mirror_gradients.mark([pair])
     return rest
 
 
@@ -82,7 +82,7 @@ def add(raw: Sequence[TrackedPair]) -> None:
     mirror_gradients.write([raw[i] for i in added], [totals[i] for i in added])
     for pair, grad in zip(raw, totals, strict=True):
         pair.master.grad = grad
-        mirror_gradients.mark(pair)
+        mirror_gradients.mark([pair])
 
 
 def _carry_over(modified: Sequence[TrackedPair]) -> None:
@@ -96,5 +96,4 @@ def _carry_over(modified: Sequence[TrackedPair]) -> None:
             dense.append(pair)
     add([pair for pair in modified if pair.master.grad is None])
     mirror_gradients.carry_over(dense)
-    for pair in dense:
-        mirror_gradients.mark(pair)
+    mirror_gradients.mark(dense)
