@@ -15,6 +15,7 @@ from apex._engine.autocast.region import UncastBlock
 from apex._engine.mistakes import BlockInspection, Mistakes
 from apex._engine.optimizer.gradient_pass import GradState
 from apex._torch.dynamo import untraced
+from apex._torch.overrides import without_overrides
 
 if TYPE_CHECKING:
     from apex._engine.events import ScaleUpdate
@@ -100,7 +101,8 @@ class BackwardPass(ExitStack):
         self.push(self._end)
         try:
             # All before any begins: gradients that one sets aside would look cleared to another.
-            prepared = [(binding, self._prepared(binding)) for binding in self._bindings]
+            with without_overrides():
+                prepared = [(binding, self._prepared(binding)) for binding in self._bindings]
             begun: set[int] | None = None
             if len(prepared) > 1:
                 # First those with gradients that other ranks miss: whichever optimizer begins
@@ -108,8 +110,9 @@ class BackwardPass(ExitStack):
                 prepared.sort(key=lambda pair: pair[0].gradients.state is not GradState.LOCAL)
                 self._bindings = [binding for binding, _ in prepared]
                 begun = set()
-            for binding, communication in prepared:
-                self._begin(binding, communication, begun)
+            with without_overrides():
+                for binding, communication in prepared:
+                    self._begin(binding, communication, begun)
             self._off = UncastBlock()
             self._off.__enter__()
             self._scaler.open_blocks.add(self)
@@ -198,7 +201,8 @@ class BackwardPass(ExitStack):
         before = self._scaler.pass_state, [b.gradients.overflow.checked for b in self._flagged]
         try:
             self._finished = True
-            self._unscale()
+            with without_overrides():
+                self._unscale()
         except BaseException:
             self._scaler.pass_state = before[0]
             for binding, checked in zip(self._flagged, before[1], strict=True):
@@ -207,8 +211,9 @@ class BackwardPass(ExitStack):
             for binding in reversed(self._bindings):
                 binding.gradients.roll_back()
             raise
-        for binding, sends in zip(self._bindings, self._sends, strict=True):
-            binding.gradients.commit(sent=sends)
+        with without_overrides():
+            for binding, sends in zip(self._bindings, self._sends, strict=True):
+                binding.gradients.commit(sent=sends)
         if self._moves_scale:
             self._ended(self._scaler.read_updates(), False)
 

@@ -17,6 +17,7 @@ from apex._engine.optimizer.binding import Binding
 from apex._engine.undo import all_or_nothing
 from apex._pickle import rebuild
 from apex._torch.dynamo import untraced, untraced_frame
+from apex._torch.overrides import without_overrides
 
 ATTRIBUTE = PREPARED
 
@@ -56,14 +57,16 @@ class AmpOptimizer(Optimizer):
         own = super().zero_grad
         if set_to_none and getattr(own, "__func__", None) is Optimizer.zero_grad:
             # As torch's own, but 30 us faster without its profiler label and dynamo guard.
-            for group in self.param_groups:
-                for param in group["params"]:
-                    param.grad = None
+            with without_overrides():
+                for group in self.param_groups:
+                    for param in group["params"]:
+                        param.grad = None
         else:
             own(set_to_none=set_to_none)
         binding = binding_of(self)
         if binding is not None:
-            binding.gradients.zero(set_to_none=set_to_none)
+            with without_overrides():
+                binding.gradients.zero(set_to_none=set_to_none)
 
     @untraced
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from apex._engine.autocast.region import UncastBlock
 from apex._engine.mistakes import inspect_step
 from apex._engine.optimizer.one_pass import OnePassStep, fused_kind, one_pass_step
 from apex._torch.dynamo import is_compiling_here, untraced, untraced_frame
+from apex._torch.overrides import without_overrides
 
 if TYPE_CHECKING:
     from apex._engine.optimizer.binding import Binding
@@ -94,7 +95,8 @@ def _end(
     if not ended:
         for each in one_pass:
             each.end()
-        masters.write_back(binding.pairs)
+        with without_overrides():
+            masters.write_back(binding.pairs)
         off.__exit__(None, None, None)
         ended.append(True)
 
