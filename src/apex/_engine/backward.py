@@ -100,19 +100,8 @@ class BackwardPass(ExitStack):
         self.callback(self._leave)
         self.push(self._end)
         try:
-            # All before any begins: gradients that one sets aside would look cleared to another.
             with without_overrides():
-                prepared = [(binding, self._prepared(binding)) for binding in self._bindings]
-            begun: set[int] | None = None
-            if len(prepared) > 1:
-                # First those with gradients that other ranks miss: whichever optimizer begins
-                # first makes room for a shared parameter's gradient, and has to send it again.
-                prepared.sort(key=lambda pair: pair[0].gradients.state is not GradState.LOCAL)
-                self._bindings = [binding for binding, _ in prepared]
-                begun = set()
-            with without_overrides():
-                for binding, communication in prepared:
-                    self._begin(binding, communication, begun)
+                self._begin_all()
             self._off = UncastBlock()
             self._off.__enter__()
             self._scaler.open_blocks.add(self)
@@ -131,6 +120,19 @@ class BackwardPass(ExitStack):
             params = [param for binding in self._bindings for param in binding.trained()]
             self._inspection = BlockInspection(mistakes, params)
             self._inspection.observe(scaled_loss)
+
+    def _begin_all(self) -> None:
+        # All before any begins: gradients that one sets aside would look cleared to another.
+        prepared = [(binding, self._prepared(binding)) for binding in self._bindings]
+        begun: set[int] | None = None
+        if len(prepared) > 1:
+            # First those with gradients that other ranks miss: whichever optimizer begins
+            # first makes room for a shared parameter's gradient, and has to send it again.
+            prepared.sort(key=lambda pair: pair[0].gradients.state is not GradState.LOCAL)
+            self._bindings = [binding for binding, _ in prepared]
+            begun = set()
+        for binding, communication in prepared:
+            self._begin(binding, communication, begun)
 
     def _prepared(self, binding: Binding) -> Communication:
         communication = self._communication(binding)

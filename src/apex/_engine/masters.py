@@ -289,7 +289,7 @@ class Masters:
         self._kept: weakref.WeakKeyDictionary[object, dict[int, tuple[Tensor, Tensor]]] = (
             weakref.WeakKeyDictionary()
         )
-        self._counts_steps = False
+        self._has_step_hook = False
 
     def make(self, param: nn.Parameter, holder: object, exact: Tensor | None = None) -> TrackedPair:
         """Returns the pair of a low-precision parameter, making one if needed.
@@ -315,11 +315,11 @@ class Masters:
 
     def hold(self, pairs: Iterable[TrackedPair], holder: object) -> None:
         """Registers pairs that live as long as ``holder``."""
-        if not self._counts_steps:
+        if not self._has_step_hook:
             hook = functools.partial(_round_after_step, weakref.ref(self))
             handle = register_optimizer_step_post_hook(hook)
             weakref.finalize(self, handle.remove).atexit = False
-            self._counts_steps = True
+            self._has_step_hook = True
         held = self._by_holder.setdefault(holder, [])
         for pair in pairs:
             self._by_param[id(pair.model)] = pair

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections.abc import Callable
 from typing import Any, cast
@@ -77,7 +78,7 @@ class AmpOptimizer(Optimizer):
             return
         _validate_group(binding, param_group)
         with all_or_nothing() as undo:
-            undo.push(_keep_first, self.param_groups, len(self.param_groups))
+            undo.push(operator.delitem, self.param_groups, slice(len(self.param_groups), None))
             super().add_param_group(param_group)
             group = self.param_groups[-1]
             if binding.owner is not None:
@@ -175,10 +176,6 @@ def _wrap_step(optimizer: Optimizer, inner: Callable[..., Any]) -> Callable[...,
         return AmpOptimizer.step(cast(AmpOptimizer, target), *args, **kwargs)
 
     return step
-
-
-def _keep_first(groups: list[dict[str, Any]], count: int) -> None:
-    del groups[count:]
 
 
 def _validate_group(binding: Binding, param_group: object) -> None:
