@@ -158,3 +158,30 @@ def test_a_scheduler_sees_the_steps(bound_later):
         torch.optim.lr_scheduler.StepLR(optimizer, 1)
     optimizer.step()
     assert optimizer._opt_called
+
+
+class Watched(torch.nn.Parameter):
+    """A parameter that overrides torch's functions."""
+
+    calls = ()
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.calls += (func,)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("beside_master", [True, False])
+def test_a_parameter_that_overrides_functions_sees_the_step(beside_master):
+    watched = Watched(torch.ones(2))
+    low = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    params = [low, watched] if beside_master else [watched]
+    optimizer = torch.optim.SGD(params, lr=0.5, foreach=False)
+    bind_class(optimizer, Binding(optimizer, master_weights=True), AmpOptimizer)
+    watched.grad = low.grad = None
+    watched.grad = torch.ones(2)
+    Watched.calls = ()
+    optimizer.step()
+    assert torch.Tensor.add_ in Watched.calls
+    assert watched.tolist() == [0.5, 0.5]

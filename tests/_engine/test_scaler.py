@@ -176,7 +176,8 @@ def test_a_pass_whose_update_was_left_out_keeps_its_flag_for_the_next():
 
 def test_an_overridden_scale_divides_instead_of_the_own():
     values = torch.tensor([6.0])
-    dynamic().unscale_([values], by=2.0)
+    scaler = dynamic()
+    scaler.unscale_([values], inverse=scaler.inverse(2.0))
     assert values == 3.0
 
 

@@ -230,10 +230,9 @@ class BackwardPass(ExitStack):
         if scaler.open_blocks:
             scaler.replace_tensors()
         scaler.begin_pass(continues=any(b.gradients.continues_local for b in self._bindings))
-        unscale_ = (
-            None if scaler.is_identity else functools.partial(scaler.unscale_, by=self._scaled_by)
-        )
-        factors = () if scaler.is_identity else (scaler.inverse(self._scaled_by),)
+        inverse = None if scaler.is_identity else scaler.inverse(self._scaled_by)
+        unscale_ = None if inverse is None else functools.partial(scaler.unscale_, inverse=inverse)
+        factors = () if inverse is None else (inverse,)
         done: set[int] = set()
         for binding in self._bindings:
             binding.gradients.accumulate(unscale_, done, factors, checks=scaler.dynamic)

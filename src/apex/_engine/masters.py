@@ -38,6 +38,7 @@ from apex._core.packing import Kind
 from apex._pickle import rebuild
 from apex._torch import dtensor, parameters, ranks
 from apex._torch.dynamo import untraced
+from apex._torch.overrides import without_overrides
 from apex._torch.packed import Packed, Packing
 
 PREPARED = "_apex_binding"
@@ -214,9 +215,10 @@ def rebuild_pair(
 def write_back(pairs: Iterable[TrackedPair]) -> None:
     """Rounds every written master into its model parameter."""
     # Inlines ``master_written``: this runs in every forward pass.
-    written = [pair for pair in pairs if pair.master._version != pair._master_version]
-    if written:
-        round_into_model(written)
+    with without_overrides():
+        written = [pair for pair in pairs if pair.master._version != pair._master_version]
+        if written:
+            round_into_model(written)
 
 
 @untraced
@@ -313,9 +315,9 @@ class Masters:
         unknown = ((param, exact) for param, exact in params if self.pair_of(param) is None)
         self.hold([TrackedPair(param, exact, self.kind) for param, exact in unknown], holder)
 
-    def hold(self, pairs: Iterable[TrackedPair], holder: object) -> None:
+    def hold(self, pairs: Sequence[TrackedPair], holder: object) -> None:
         """Registers pairs that live as long as ``holder``."""
-        if not self._has_step_hook:
+        if pairs and not self._has_step_hook:
             hook = functools.partial(_round_after_step, weakref.ref(self))
             handle = register_optimizer_step_post_hook(hook)
             weakref.finalize(self, handle.remove).atexit = False

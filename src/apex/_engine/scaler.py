@@ -124,12 +124,13 @@ class Scaler(ABC):
         """Returns one over a scale that :meth:`factor` returned, in the same form."""
 
     @abstractmethod
-    def unscale_(self, values: list[Tensor], *, by: Tensor | float | None = None) -> None:
+    def unscale_(self, values: list[Tensor], *, inverse: Tensor | float | None = None) -> None:
         """Divides gradients in place; a dynamic scale also checks them.
 
         Args:
             values: Dense gradients, see :func:`apex._core.finite.dense_values`.
-            by: The divisor, such as the scale of the pass; ``None`` for the present scale.
+            inverse: What :meth:`inverse` returned for the divisor, such as the scale of the pass;
+                ``None`` for the present scale.
         """
 
     def share_overflow(self, params: Sequence[Tensor]) -> None:
@@ -230,11 +231,11 @@ class StaticScaler(Scaler):
     def inverse(self, scale: Tensor | float) -> float:
         return 1.0 / float(scale)  # sync: none, it is a number
 
-    def unscale_(self, values: list[Tensor], *, by: Tensor | float | None = None) -> None:
+    def unscale_(self, values: list[Tensor], *, inverse: Tensor | float | None = None) -> None:
         """Divides gradients in place, unchecked."""
-        inverse = self.inverse(by or self._scale)
-        if values and inverse != 1.0:
-            unscale_(values, inverse)
+        factor = float(inverse or self.inverse(self._scale))  # sync: none, it is a number
+        if values and factor != 1.0:
+            unscale_(values, factor)
 
     def update(self, iterations: Sequence[Iteration]) -> None:
         """Counts a step."""
@@ -327,11 +328,11 @@ class DynamicScaler(Scaler):
             return scale.reciprocal()
         return torch.full_like(self.loss_scale, 1.0 / scale)
 
-    def unscale_(self, values: list[Tensor], *, by: Tensor | float | None = None) -> None:
+    def unscale_(self, values: list[Tensor], *, inverse: Tensor | float | None = None) -> None:
         """Divides gradients in place, and raises the flag on inf or NaN."""
         if values:
-            inverse = self.inverse(self.loss_scale if by is None else by)
-            unscale_and_check_(values, inverse, self.found_inf)
+            factor = inverse if isinstance(inverse, Tensor) else self.inverse(self.loss_scale)
+            unscale_and_check_(values, factor, self.found_inf)
 
     def update(self, iterations: Sequence[Iteration]) -> None:
         """Updates the scale from the flag, on the device, and sends both to the host."""

@@ -98,5 +98,6 @@ def is_compiling_here() -> bool:
         return False
     if _eval_frame is not None and callable(_eval_frame.get_eval_frame_callback()):
         return True
-    contexts = (torch._guards.CompileContext, torch._guards.TracingContext)
-    return any(context.try_get() is not None for context in contexts)
+    guards = torch._guards
+    tracing = guards.TracingContext.try_get() is not None
+    return tracing or guards.CompileContext.try_get() is not None

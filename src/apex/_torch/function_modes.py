@@ -12,9 +12,8 @@ push_function_mode: Callable[[TorchFunctionMode], None] = torch.overrides._push_
 """Activates a mode for this thread's calls to torch functions."""
 
 
-def function_modes() -> int:
-    """Returns the number of active function modes in this thread."""
-    return torch._C._len_torch_function_stack()
+function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+"""Returns the number of active function modes in this thread."""
 
 
 def exit_function_modes(count: int) -> None:

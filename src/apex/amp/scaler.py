@@ -180,7 +180,9 @@ class LossScaler:
             for master, model in zip(master_grads, model_grads, strict=True):
                 if master is not model:
                     master.copy_(model)
-            self._scaler.unscale_(list(master_grads), by=scale_override)
+            scaler = self._scaler
+            inverse = None if scale_override is None else scaler.inverse(scale_override)
+            scaler.unscale_(list(master_grads), inverse=inverse)
 
     def unscale_with_stashed(
         self,

@@ -206,6 +206,8 @@ class Gradients:
         """
         done = set() if done is None else done
         optimized = self._optimized
+        if unscale_ is None and not optimized.pairs:
+            return  # autograd has accumulated in place
         received = pass_sums.received(optimized.pairs, done)
         done.update(id(pair.model) for pair, _ in received)
         in_model = not self._returned or optimized.sums_low
@@ -233,9 +235,11 @@ class Gradients:
             self._fresh = pass_sums.with_aside(self._fresh, self._aside)
         if pairs and (adds or self._scaled):
             # The model's gradients are still those of the pass. Sums begin with those of the pairs.
-            changed = [i for i, each in enumerate(earlier) if self._scaled or each is not None]
-            totals = [self._fresh[i][1] for i in changed]
-            mirror_gradients.write([pairs[i] for i in changed], totals)
+            totals = [grad for _, grad in self._fresh[: len(pairs)]]
+            if not self._scaled:
+                changed = [i for i, each in enumerate(earlier) if each is not None]
+                pairs, totals = [pairs[i] for i in changed], [totals[i] for i in changed]
+            mirror_gradients.write(pairs, totals)
         if self._unmirrored:
             self._mirrors += pass_sums.mirrors_of_unreached(self._unmirrored, self._aside)
 

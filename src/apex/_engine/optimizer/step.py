@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from apex._engine import masters
@@ -26,6 +26,9 @@ Run = Callable[..., Any]
 """The optimizer's own step; takes a closure or nothing."""
 
 Closure = Callable[[], Any]
+
+_OVERRIDE_NOTHING = frozenset({nn.Parameter, masters.Master})
+"""Classes of parameters that change nothing about torch's functions."""
 
 
 class _SkipStep(BaseException):
@@ -62,6 +65,8 @@ def step(binding: Binding, run: Run, closure: Closure | None) -> Any:
             _mark_masters_written(binding)
             off.__enter__()
             _begin_one_pass(binding, one_pass, OnePassStep.begin)
+            if binding.pairs and _sees_only_parameters(binding):
+                run = functools.partial(_run_without_overrides, run)
             if binding.gradients.overflow.checked:
                 return _run_unless_overflow(binding, run)
             binding.gradients.overflow.note_step(skipped=False)
@@ -84,6 +89,18 @@ def _run_eagerly(run: Run, *closure: Closure) -> Any:
         return run()
 
 
+def _sees_only_parameters(binding: Binding) -> bool:
+    """Returns whether torch's own optimizer steps masters and plain parameters only."""
+    own = type(binding.optimizer).__module__.startswith("torch.optim.")
+    return own and _OVERRIDE_NOTHING.issuperset(map(type, binding.params()))
+
+
+@untraced_frame
+def _run_without_overrides(run: Run) -> Any:
+    with without_overrides():
+        return run()
+
+
 @untraced
 def _end(
     binding: Binding,
@@ -95,8 +112,7 @@ def _end(
     if not ended:
         for each in one_pass:
             each.end()
-        with without_overrides():
-            masters.write_back(binding.pairs)
+        masters.write_back(binding.pairs)
         off.__exit__(None, None, None)
         ended.append(True)
 
@@ -106,6 +122,8 @@ def _begin_one_pass(
     binding: Binding, one_pass: list[OnePassStep], begin: Callable[[OnePassStep], None]
 ) -> None:
     """Begins a step in one pass, if gradients are deferred; ``one_pass`` gets it first."""
+    if not binding.pairs:
+        return
     step = one_pass_step(binding, compiled=is_compiling_here())
     if step is not None:
         one_pass.append(step)
