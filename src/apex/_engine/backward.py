@@ -96,8 +96,8 @@ class BackwardPass(ExitStack):
                     "optimizer. Close the first block before the second, or add up the losses in "
                     "one."
                 )
-        self.callback(self._leave)
-        self.callback(self._leave)
+        self.push(self._leave)
+        self.push(self._leave)
         self.push(self._end)
         try:
             with without_overrides():
@@ -106,8 +106,9 @@ class BackwardPass(ExitStack):
             self._off.__enter__()
             self._scaler.open_blocks.add(self)
             scaled_loss = self._scaler.scale(self._loss)
-            if self._mistakes is not None and self._mistakes.blocks_left:
-                self._inspect(self._mistakes, scaled_loss)
+            mistakes = None if self._scaler.is_identity else self._mistakes
+            if mistakes is not None and mistakes.blocks_left:
+                self._inspect(mistakes, scaled_loss)
             self._scaled_by = self._scaler.factor()
             self._python_casts.__enter__()
             return scaled_loss
@@ -116,10 +117,9 @@ class BackwardPass(ExitStack):
             raise
 
     def _inspect(self, mistakes: Mistakes, scaled_loss: Tensor) -> None:
-        if not self._scaler.is_identity:
-            params = [param for binding in self._bindings for param in binding.trained()]
-            self._inspection = BlockInspection(mistakes, params)
-            self._inspection.observe(scaled_loss)
+        params = [param for binding in self._bindings for param in binding.trained()]
+        self._inspection = BlockInspection(mistakes, params)
+        self._inspection.observe(scaled_loss)
 
     def _begin_all(self) -> None:
         # All before any begins: gradients that one sets aside would look cleared to another.
@@ -179,7 +179,7 @@ class BackwardPass(ExitStack):
             self._inspection.warn()
 
     @untraced
-    def _leave(self) -> None:
+    def _leave(self, *error: object) -> None:
         """Closes whatever is still open; idempotent."""
         self._scaler.open_blocks.discard(self)
         self._python_casts.__exit__(None, None, None)
