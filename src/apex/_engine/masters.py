@@ -38,6 +38,7 @@ from apex._core.packing import Kind
 from apex._pickle import rebuild
 from apex._torch import dtensor, parameters, ranks
 from apex._torch.dynamo import untraced
+from apex._torch.overrides import without_overrides
 from apex._torch.packed import Packed, Packing
 
 PREPARED = "_apex_binding"
@@ -345,7 +346,9 @@ class Masters:
         pair_of = self._by_param.get
         return [
             pair.master
-            if (pair := pair_of(id(param))) is not None and pair.low_bits and pair.is_current
+            if (pair := pair_of(id(param))) is not None
+            and pair.low_bits
+            and (pair.packing is None or pair.is_current)
             else self.master_of(param)
             for param in params
         ]
@@ -374,8 +377,9 @@ class Masters:
 
     def write_back(self) -> None:
         """Rounds every written master into its model parameter."""
-        for pairs in list(self._by_holder.values()):
-            write_back(pairs)
+        with without_overrides():
+            for pairs in list(self._by_holder.values()):
+                write_back(pairs)
 
     @torch.no_grad()
     def set_exact(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:
