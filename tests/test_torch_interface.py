@@ -196,8 +196,10 @@ KNOWN = {
     ),
     "._version": (
         "apex/_engine/masters.py apex/_engine/mistakes.py apex/_engine/model/state_dict.py "
-        "apex/_engine/optimizer/gradient_pass.py apex/_engine/optimizer/mirror_gradients.py",
-        "autograd's count of in-place writes, in the docs of torch.autograd",
+        "apex/_engine/optimizer/gradient_pass.py apex/_engine/optimizer/mirror_gradients.py "
+        f"{MODULES}",
+        "autograd's count of in-place writes, in the docs of torch.autograd; of a module, the "
+        "version that state_dict writes into its metadata, in the docs of nn.Module",
     ),
 }
 

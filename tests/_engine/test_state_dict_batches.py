@@ -1,6 +1,7 @@
-"""One hook converts the entries of many modules: nobody sees that, whoever looks, or interrupts."""
+"""Entries of many modules are converted together: nobody sees that, who looks or interrupts."""
 
 import copy
+import inspect
 import sys
 from threading import Thread
 
@@ -92,8 +93,15 @@ WATCHERS = [
 ]
 
 
-def network():
-    return nn.Sequential(Net(), Net(), nn.Sequential(Tied(), Net()))
+def network(*, by_hooks=False):
+    """A model that is saved whole, or, because of a hook of the user's, by the modules' hooks."""
+    model = nn.Sequential(Net(), Net(), nn.Sequential(Tied(), Net()))
+    if by_hooks:
+        model.register_state_dict_post_hook(lambda *args: None)
+    return model
+
+
+BY_HOOKS = pytest.mark.parametrize("by_hooks", [False, True])
 
 
 def assert_exact(state, model, masters, prefix=""):
@@ -142,17 +150,58 @@ def test_tied_entries_share_memory_across_hooks():
     assert len({id(state[name]) for name in tied}) == 1
 
 
-def test_every_entry_has_memory_of_its_own():
-    model, _ = with_masters(network())
+@BY_HOOKS
+def test_every_entry_has_memory_of_its_own(by_hooks):
+    model, _ = with_masters(network(by_hooks=by_hooks))
     for entry in model.state_dict().values():
         assert entry.untyped_storage().nbytes() == entry.nbytes
 
 
-def test_a_plain_dict_takes_the_entries():
-    model, masters = with_masters(network())
+@BY_HOOKS
+def test_a_plain_dict_takes_the_entries(by_hooks):
+    model, masters = with_masters(network(by_hooks=by_hooks))
     state = model.state_dict(destination={})
     assert type(state) is dict
     assert_exact(state, model, masters)
+
+
+@BY_HOOKS
+def test_a_dict_has_torch_s_type_metadata_and_order(by_hooks):
+    plain = network()
+    model, _ = with_masters(copy.deepcopy(plain))
+    if by_hooks:
+        model.register_state_dict_post_hook(lambda *args: None)
+    for own, expected in ((model, plain), (nn.ModuleList([model]), nn.ModuleList([plain]))):
+        state, torch_s = own.state_dict(), expected.state_dict()
+        assert type(state) is type(torch_s)
+        assert list(state) == list(torch_s)
+        assert list(state._metadata.items()) == list(torch_s._metadata.items())
+
+
+def test_the_method_has_torch_s_signature():
+    model, masters = with_masters(network())
+    assert inspect.signature(model.state_dict) == inspect.signature(network().state_dict)
+    assert_exact(type(model).state_dict(self=model), model, masters)
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        model.state_dict(unknown=1)
+
+
+def test_a_method_set_on_the_models_own_class_later_is_called(monkeypatch):
+    class Own(nn.Sequential):
+        pass
+
+    model, _ = with_masters(Own(Net()))
+    monkeypatch.setattr(Own, "state_dict", lambda self: {"n": 3}, raising=False)
+    assert model.state_dict() == {"n": 3}
+
+
+@BY_HOOKS
+def test_16_bit_layers_that_amp_has_not_converted_stay(by_hooks):
+    model, masters = with_masters(network(by_hooks=by_hooks))
+    model[1].late = nn.Linear(2, 2).to(LOW)
+    state = model.state_dict()
+    assert state["1.late.weight"].dtype is LOW
+    assert torch.equal(state["1.last.weight"], masters.master_of(model[1].last.weight))
 
 
 def test_a_model_inside_a_plain_one():
@@ -210,10 +259,11 @@ def stop():
 MODULES = len(list(network().modules()))
 
 
+@BY_HOOKS
 @pytest.mark.parametrize("number", range(1, MODULES + 1))
-def test_a_call_within_a_call_leaves_both_exact(number):
+def test_a_call_within_a_call_leaves_both_exact(number, by_hooks):
     """As a signal handler that saves does."""
-    model, masters = with_masters(network())
+    model, masters = with_masters(network(by_hooks=by_hooks))
     inner = []
     for part in (model, model[1], model[2][1].last):
         state = at_module(
@@ -223,9 +273,10 @@ def test_a_call_within_a_call_leaves_both_exact(number):
         assert_exact(inner.pop(), part, masters)
 
 
+@BY_HOOKS
 @pytest.mark.parametrize("number", range(1, MODULES + 1))
-def test_a_call_in_another_thread_leaves_both_exact(number):
-    model, masters = with_masters(network())
+def test_a_call_in_another_thread_leaves_both_exact(number, by_hooks):
+    model, masters = with_masters(network(by_hooks=by_hooks))
     inner = []
 
     def other():
@@ -237,9 +288,10 @@ def test_a_call_in_another_thread_leaves_both_exact(number):
     assert_exact(inner.pop(), model, masters)
 
 
+@BY_HOOKS
 @pytest.mark.parametrize("number", range(2, MODULES + 1))
-def test_calls_after_an_interrupted_one_are_exact(number):
-    model, masters = with_masters(network())
+def test_calls_after_an_interrupted_one_are_exact(number, by_hooks):
+    model, masters = with_masters(network(by_hooks=by_hooks))
     for part, prefix in ((model[0], "0."), (model[0].first, "0.first."), (model[2][0], "2.0.")):
         for name in (prefix, ""):
             with pytest.raises(Stopped):
@@ -251,16 +303,18 @@ def test_calls_after_an_interrupted_one_are_exact(number):
     assert model._apex_state.link.batches == {}
 
 
-def test_an_interrupted_call_keeps_no_entry():
-    model, _ = with_masters(network())
+@BY_HOOKS
+def test_an_interrupted_call_keeps_no_entry(by_hooks):
+    model, _ = with_masters(network(by_hooks=by_hooks))
     with pytest.raises(Stopped):
         at_module(MODULES, stop, model.state_dict)
     model[0].state_dict()
     assert model._apex_state.link.batches == {}
 
 
-def test_a_part_saved_again_into_the_dict_of_the_whole():
-    model, masters = with_masters(network())
+@BY_HOOKS
+def test_a_part_saved_again_into_the_dict_of_the_whole(by_hooks):
+    model, masters = with_masters(network(by_hooks=by_hooks))
     whole = model.state_dict()
     for part, prefix in ((model[0], "again."), (model[2][1].last, "last."), (model[1], "1.")):
         part.state_dict(destination=whole, prefix=prefix)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from apex._torch import dtensor, parameters
+from apex._torch.overrides import without_overrides
 from apex._torch.packed import Packed, plain, stacked
 
 _TOGETHER = 2**16
@@ -66,14 +67,14 @@ def exact_values(
         known: For each of them its unrounded value, or ``None``.
     """
     alone: list[int] = []
-    alike: defaultdict[tuple[torch.Size, bool], list[int]] = defaultdict(list)
-    for index, param in enumerate(params):
-        if type(param) is Tensor and not param.is_sparse:
-            alike[param.shape, known[index] is None].append(index)
+    alike: defaultdict[tuple[int | None, ...], list[int]] = defaultdict(list)
+    for index, (param, exact) in enumerate(zip(params, known, strict=True)):
+        if type(param) is Tensor:
+            alike[param.shape if exact is not None else (*param.shape, None)].append(index)
         else:
             alone.append(index)
-    for (shape, _), indices in alike.items():
-        count = min(max(_TOGETHER // max(shape.numel(), 1), 1), _AT_ONCE)
+    for indices in alike.values():
+        count = min(max(_TOGETHER // max(params[indices[0]].numel(), 1), 1), _AT_ONCE)
         for start in range(0, len(indices), count):
             which = indices[start : start + count]
             made = _of_one_shape([params[i] for i in which], [known[i] for i in which])
@@ -91,9 +92,9 @@ def _of_one_shape(params: list[Tensor], known: list[Any]) -> Sequence[Tensor]:
 
     Either all of ``known`` are ``None``, or none.
     """
-    if len(params) == 1:
+    if len(params) == 1 or params[0].is_sparse:
         return ()
-    if len(params[0].shape) > 1 and not all(map(Tensor.is_contiguous, params)):
+    if params[0].dim() > 1 and not all(map(Tensor.is_contiguous, params)):
         return ()
     kinds: set[Any] = set(map(type, known))
     is_known = type(None) not in kinds
@@ -102,7 +103,8 @@ def _of_one_shape(params: list[Tensor], known: list[Any]) -> Sequence[Tensor]:
         return ()
     try:
         value = torch.stack(params)
-        joined = stacked(known) if packed else torch.stack(known) if is_known else value
+        with without_overrides():
+            joined = stacked(known) if packed else torch.stack(known) if is_known else value
     except RuntimeError:  # of other shapes, or on several devices
         return ()
     if joined.shape != value.shape or value.dtype is not params[0].dtype:

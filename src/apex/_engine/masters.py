@@ -347,7 +347,9 @@ class Masters:
         pair_of = self._by_param.get
         return [
             pair.master
-            if (pair := pair_of(id(param))) is not None and pair.low_bits and pair.is_current
+            if (pair := pair_of(id(param))) is not None
+            and pair.low_bits
+            and (pair.packing is None or pair.is_current)
             else self.master_of(param)
             for param in params
         ]
@@ -376,8 +378,9 @@ class Masters:
 
     def write_back(self) -> None:
         """Rounds every written master into its model parameter."""
-        for pairs in list(self._by_holder.values()):
-            write_back(pairs)
+        with without_overrides():
+            for pairs in list(self._by_holder.values()):
+                write_back(pairs)
 
     @torch.no_grad()
     def set_exact(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:

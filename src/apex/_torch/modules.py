@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
+from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -104,35 +104,61 @@ def state_dict_hooks(module: nn.Module) -> Mapping[int, object]:
     return hooks
 
 
-class StateDictHook(Protocol):
-    """A ``state_dict`` post-hook that also registered a pre-hook.
+class Plain(NamedTuple):
+    """A module and those inside, parents first; torch's own code saves them.
 
     Attributes:
-        batch: What it belongs to, for its own use.
+        modules: The modules by the prefix of their entries.
+        hooks: The post-hooks of those that have one, and one pre-hook; of the class asked for.
     """
 
-    batch: Any
+    modules: dict[str, nn.Module]
+    hooks: dict[str, Any]
 
 
-def hooked_inside(
-    module: nn.Module, prefix: str, hook: type[StateDictHook], batch: object
-) -> dict[str, weakref.ref[nn.Module]] | None:
-    """Returns the modules inside with a post-hook of class ``hook``, whose ``batch`` it sets.
+def plain_modules(module: nn.Module, prefix: str, hook: type) -> Plain | None:
+    """Returns a module and those inside, if only torch's code and certain hooks save those inside.
 
     Args:
-        module: A module whose ``state_dict`` is called.
+        module: A module whose ``state_dict`` is called. It may have any hooks.
         prefix: The prefix of its entries.
-        hook: The class of the post-hooks.
-        batch: For their attribute, also where ``None`` is returned.
+        hook: The class of the post-hooks that modules inside may have, with one pre-hook each.
 
     Returns:
-        The modules by the prefix of their entries. ``None`` if code other than torch's and these
-        hooks runs between the first entry and the post-hooks of ``module``, and could see entries.
+        ``None`` if other code runs between the first entry and the post-hooks of ``module``, and
+        could see entries.
     """
-    found: dict[str, weakref.ref[nn.Module]] = {}
-    plain: dict[type, bool] = {}
+    own = [*module._state_dict_hooks.values()]
+    alone = len(own) == 1 == len(module._state_dict_pre_hooks) and type(own[0]) is hook
+    found = Plain({prefix: module}, {prefix: own[0]} if alone else {})
     saves_own = _saves_own_plainly(type(module))
-    return found if saves_own and _find(module, prefix, hook, batch, found, plain) else None
+    return found if saves_own and _find(module, prefix, hook, found, set()) else None
+
+
+def saves_plainly(kind: Any) -> bool:
+    """Returns whether ``state_dict`` of a class is torch's own."""
+    return getattr(kind, "state_dict", None) is _STATE_DICT
+
+
+def new_state_dict() -> Any:
+    """Returns what ``nn.Module.state_dict`` saves to unless given another ``destination``."""
+    made: Any = OrderedDict()
+    made._metadata = OrderedDict()
+    return made
+
+
+def save_plainly(plain: Plain, destination: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Saves modules as ``nn.Module.state_dict`` does, without their hooks.
+
+    Yields those with a hook as soon as they are saved, while their entries are in the cache.
+    """
+    modules, hooks = plain
+    metadata = getattr(destination, "_metadata", {})
+    for prefix, module in modules.items():
+        metadata[prefix[:-1]] = {"version": module._version}
+        module._save_to_state_dict(destination, prefix, False)
+        if prefix in hooks:
+            yield prefix, module
 
 
 def is_being_saved(prefix: str, destination: object) -> bool:
@@ -143,33 +169,26 @@ def is_being_saved(prefix: str, destination: object) -> bool:
     return prefix[:-1] in getattr(destination, "_metadata", ())
 
 
-def _find(
-    module: nn.Module,
-    prefix: str,
-    hook: type[StateDictHook],
-    batch: object,
-    found: dict[str, weakref.ref[nn.Module]],
-    plain: dict[type, bool],
-) -> bool:
+def _find(module: nn.Module, prefix: str, kind: type, found: Plain, plain: set[type]) -> bool:
+    modules, hooks = found
     for name, inner in module._modules.items():
         if inner is None:
             continue
-        kind, hooks = type(inner), inner._state_dict_hooks
-        if kind not in plain:
-            own = getattr(kind, "state_dict", None)
-            plain[kind] = own is _STATE_DICT and _saves_own_plainly(kind)
-        if not plain[kind] or "state_dict" in inner.__dict__:
-            return False
-        if len(hooks) != len(inner._state_dict_pre_hooks) or len(hooks) > 1:
+        own, known = type(inner), inner._state_dict_hooks
+        if own not in plain:
+            if not (saves_plainly(own) and _saves_own_plainly(own)):
+                return False
+            plain.add(own)
+        if len(known) != len(inner._state_dict_pre_hooks) or "state_dict" in inner.__dict__:
             return False
         path = f"{prefix}{name}."
-        own_hook: Any
-        for own_hook in hooks.values():
-            if type(own_hook) is not hook:
+        modules[path] = inner
+        if known:
+            hook, *others = known.values()
+            if type(hook) is not kind or others:
                 return False
-            own_hook.batch = batch
-            found[path] = weakref.ref(inner)
-        if inner._modules and not _find(inner, path, hook, batch, found, plain):
+            hooks[path] = hook
+        if inner._modules and not _find(inner, path, kind, found, plain):
             return False
     return True
 

@@ -26,6 +26,7 @@ from apex._engine.model import dtype_errors, kept_buffers
 from apex._engine.model.state import STATE, ModelState, stash_forward
 from apex._pickle import rebuild
 from apex._torch.dynamo import untraced
+from apex._torch.modules import saves_plainly
 
 PROXY = "_apex_plain_proxy"
 """Attribute of a prepared proxy's class that holds the plain class; see Note [Proxies]."""
@@ -252,7 +253,9 @@ def converted_class(base: type[nn.Module]) -> type[nn.Module]:
     for known in type.__subclasses__(base):
         if known.__bases__ == bases:
             return known
-    made: type[nn.Module] = new_class(base, bases, {"forward": _casting_forward(base)})
+    made: type[nn.Module] = new_class(
+        base, bases, {"forward": _casting_forward(base), "state_dict": _fp32_state_dict(base)}
+    )
     return made
 
 
@@ -301,6 +304,18 @@ def _casting_forward(base: type[nn.Module]) -> Callable[..., Any]:
         return cast_call(self, state, run, bound, args, kwargs)
 
     return forward
+
+
+def _fp32_state_dict(base: Any) -> Callable[..., Any]:
+    @functools.wraps(base.state_dict)
+    def state_dict(self: ConvertedModule, *args: Any, **kwargs: Any) -> Any:
+        state: ModelState | None = getattr(self, STATE, None)
+        found = None
+        if state is not None and not args and saves_plainly(base):
+            found = state.link.state_dict(self, **kwargs)
+        return base.state_dict(self, *args, **kwargs) if found is None else found
+
+    return state_dict
 
 
 def cast_call(
