@@ -378,9 +378,8 @@ class Masters:
 
     def write_back(self) -> None:
         """Rounds every written master into its model parameter."""
-        with without_overrides():
-            for pairs in list(self._by_holder.values()):
-                write_back(pairs)
+        for pairs in list(self._by_holder.values()):
+            write_back(pairs)
 
     @torch.no_grad()
     def set_exact(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:
