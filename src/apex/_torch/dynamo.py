@@ -92,11 +92,22 @@ def make_traceable(kind: type[torch.Tensor]) -> None:
 
 
 @untraced_frame
+def _callback() -> Any:
+    """Returns what dynamo calls for each frame of this thread."""
+    if release >= (2, 13):
+        return _eval_frame.get_eval_frame_callback()
+    # torch 2.6 returns it without a reference of its own, which frees it too early.
+    callback = _eval_frame.set_eval_frame(None)
+    _eval_frame.set_eval_frame(callback)
+    return callback
+
+
+@untraced_frame
 def is_compiling_here() -> bool:
     """Returns whether this thread is compiling or running compiled code."""
     if "torch._dynamo" not in sys.modules:
         return False
-    if _eval_frame is not None and callable(_eval_frame.get_eval_frame_callback()):
+    if _eval_frame is not None and callable(_callback()):
         return True
     guards = torch._guards
     tracing = guards.TracingContext.try_get() is not None

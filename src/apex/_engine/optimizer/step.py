@@ -64,8 +64,9 @@ def step(binding: Binding, run: Run, closure: Closure | None) -> Any:
         try:
             _mark_masters_written(binding)
             off.__enter__()
-            _begin_one_pass(binding, one_pass, OnePassStep.begin)
-            if binding.pairs and _sees_only_parameters(binding):
+            compiled = is_compiling_here()
+            _begin_one_pass(binding, one_pass, OnePassStep.begin, compiled=compiled)
+            if binding.pairs and not compiled and _sees_only_parameters(binding):
                 run = functools.partial(_run_without_overrides, run)
             if binding.gradients.overflow.checked:
                 return _run_unless_overflow(binding, run)
@@ -95,7 +96,7 @@ def _sees_only_parameters(binding: Binding) -> bool:
     return own and _OVERRIDE_NOTHING.issuperset(map(type, binding.params()))
 
 
-@untraced_frame
+@untraced
 def _run_without_overrides(run: Run) -> Any:
     with without_overrides():
         return run()
@@ -119,12 +120,14 @@ def _end(
 
 @untraced_frame
 def _begin_one_pass(
-    binding: Binding, one_pass: list[OnePassStep], begin: Callable[[OnePassStep], None]
+    binding: Binding,
+    one_pass: list[OnePassStep],
+    begin: Callable[[OnePassStep], None],
+    *,
+    compiled: bool,
 ) -> None:
     """Begins a step in one pass, if gradients are deferred; ``one_pass`` gets it first."""
-    if not binding.pairs:
-        return
-    step = one_pass_step(binding, compiled=is_compiling_here())
+    step = one_pass_step(binding, compiled=compiled)
     if step is not None:
         one_pass.append(step)
         begin(step)
@@ -278,7 +281,7 @@ def _evaluation(
         if not binding.gradients.used and any(p.grad is not None for p in binding.params()):
             _inspect(binding)
         _mark_masters_written(binding)
-        _begin_one_pass(binding, one_pass, OnePassStep.arm)
+        _begin_one_pass(binding, one_pass, OnePassStep.arm, compiled=is_compiling_here())
         return loss
 
     return evaluate
