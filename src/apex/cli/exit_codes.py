@@ -1,4 +1,9 @@
-"""The exit codes of the command."""
+"""The exit codes of the command, and errors that end it with one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 OK = 0
 """Success."""
@@ -26,6 +31,27 @@ MEANINGS = {
     NOT_FINITE: "the script that `apex trace` ran made inf or NaN",
     INTERRUPTED: "interrupted",
 }
+
+
+class CommandError(Exception):
+    """Ends the command with a message on standard error.
+
+    Attributes:
+        code: The exit code.
+    """
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@contextmanager
+def bad_input(kind: type[Exception]) -> Iterator[None]:
+    """Ends the command if the block raises ``kind``, with its message."""
+    try:
+        yield
+    except kind as error:
+        raise CommandError(BAD_INPUT, str(error)) from error
 
 
 def epilog() -> str:
