@@ -17,7 +17,7 @@ from apex.debug import tensors
 from apex.debug.errors_by_norm import Distance, distance, distance_of_probabilities
 from apex.debug.modes import suspend_modes
 from apex.debug.module_tracker import ModuleTracker
-from apex.debug.rounding_records import Kind, Place, RoundingLog
+from apex.debug.rounding_records import Kind, RoundingLog, RoundingRow
 from apex.debug.shadow_call import Arguments, ShadowCall, is_touched
 from apex.debug.shadows import Shadows, can_shadow, storage_id
 from apex.debug.tensors import Traits
@@ -182,15 +182,20 @@ class RoundingMode(OperatorMode):  # type: ignore[no-untyped-call]
                 kind = self._kind(call, result, index, error)
             elif (lost := self._lost_change(call, result)) > rules.LOST_CHANGE:
                 error, tolerance, kind = lost, rules.LOST_CHANGE, "rounding"
-            place = Place(
+            row = RoundingRow(
                 tracker.module,
-                tracker.inside,
-                tracker.direction,
                 call.name,
+                tracker.direction,
+                error,
+                tolerance,
+                call.inherited,
                 dtypes.name(low.dtype),
+                tracker.inside,
+                calls=1,
+                kind=kind,
+                location=tracker.location() if kind else "",
             )
-            line = tracker.location() if kind else ""
-            self._log.add(place, error, tolerance, call.inherited, kind, line)
+            self._log.add(row)
 
     def _error(
         self,
