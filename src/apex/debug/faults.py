@@ -194,29 +194,18 @@ def cause_of(
         loss_scale: Multiplier on the loss.
     """
     name = operator_name(op)
-    finite = largest_true is not None and math.isfinite(largest_true)
+    # A kernel that does not run in float64 (attention on CUDA) leaves the true result unknown.
+    true = 0.0 if largest_true is None else largest_true
+    finite = math.isfinite(true)
     if kind == "inf" and name in _DEFINED_EVERYWHERE:  # too large for float64, too
         finite = True
-    elif largest_true is None:  # not rerun in float64; overflow rarely produces NaN
+    elif largest_true is None:  # overflow rarely produces NaN
         finite = kind == "inf" and name not in _DIVIDES
-    if finite:
-        return _range_or(direction, dtype, largest_input, largest_true, loss_scale)
-    if direction == "backward":
-        return "derivative"
-    return "division by zero" if name in _DIVIDES else "domain"
-
-
-def _range_or(
-    direction: Direction,
-    dtype: torch.dtype,
-    largest_input: float,
-    largest_true: float | None,
-    loss_scale: float,
-) -> Cause:
+    if not finite:
+        elsewhere: Cause = "division by zero" if name in _DIVIDES else "domain"
+        return "derivative" if direction == "backward" else elsewhere
     limit = torch.finfo(dtype).max
-    # A kernel that does not run in float64 (attention on CUDA) leaves the true result unknown.
-    known = largest_true is not None and math.isfinite(largest_true)
-    unscaled = largest_true / loss_scale if known and largest_true is not None else 0.0
+    unscaled = true / loss_scale if math.isfinite(true) else 0.0
     if direction == "backward" and loss_scale > 1.0 and unscaled <= limit:
         return "loss scale"
     return "divergence" if limit > 1e30 and largest_input > 1e9 else "range"

@@ -18,6 +18,7 @@ from apex.amp.nonfinite import nonfinite_gradients
 from apex.debug import tensors
 from apex.debug.calls import Call
 from apex.debug.faults import Cause, Fault, cause_of
+from apex.debug.loops import params_of
 from apex.debug.module_tracker import ModuleTracker
 from apex.debug.patterns import nodes_behind, operator_name
 from apex.debug.provenance import Origin, Provenance
@@ -135,7 +136,7 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         """Returns the memory of all parameters, masters and buffers, wherever it is by now."""
         models = self.tracker.models
         own = [tensor for m in models for tensor in (*m.parameters(), *m.buffers())]
-        stepped = [group["params"] for o in self._optimizers for group in o.param_groups]
+        stepped = [params_of(optimizer) for optimizer in self._optimizers]
         return _keys([own, stepped])
 
     def _check_loss(self, loss: Tensor) -> None:
@@ -204,8 +205,7 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         if key in self._stale:
             return "gradients"
         if self._stepping is not None:
-            params = [p for group in self._stepping.param_groups for p in group["params"]]
-            if key in _keys([p.grad for p in params]):
+            if key in _keys([param.grad for param in params_of(self._stepping)]):
                 return "gradients"
             if key in _keys([list(state.values()) for state in self._stepping.state.values()]):
                 return "optimizer state"

@@ -15,6 +15,7 @@ from apex._torch.overrides import without_functions
 from apex.debug import rounding_rules as rules
 from apex.debug import tensors
 from apex.debug.errors_by_norm import Distance, distance, distance_of_probabilities
+from apex.debug.loops import params_of
 from apex.debug.modes import suspend_modes
 from apex.debug.module_tracker import ModuleTracker
 from apex.debug.rounding_records import Kind, RoundingLog, RoundingRow
@@ -71,9 +72,8 @@ class RoundingMode(OperatorMode):  # type: ignore[no-untyped-call]
         """Makes the new weights and the optimizer's state exact: an iteration has ended."""
         self._stepping = False
         own = [list(model.parameters()) for model in self.tracker.models]
-        groups = [group["params"] for group in optimizer.param_groups]
         state = [list(each.values()) for each in optimizer.state.values() if isinstance(each, dict)]
-        for tensor in tensors.floating([own, groups, state]):
+        for tensor in tensors.floating([own, params_of(optimizer), state]):
             self._shadows.discard(tensor)
 
     def _traced_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from apex._core import dtypes, tree
+from apex.debug.loops import params_of
 from apex.debug.storages import Storages
 from apex.tools.results import ModuleError, Probe
 from apex.tools.seeds import seed_all
@@ -55,8 +56,10 @@ def observe(trainer: Trainer, batch: Any, *, seed: int) -> Observation:
         with saved.of_saved_tensors():
             trainer.backward(batch)
         trainer.unscale()
-    params = (param for group in trainer.optimizer.param_groups for param in group["params"])
-    grads = [None if param.grad is None else _kept(param.grad.to_dense()) for param in params]
+    grads = [
+        None if param.grad is None else _kept(param.grad.to_dense())
+        for param in params_of(trainer.optimizer)
+    ]
     return Observation(outputs, frozenset(kinds), grads, saved.total)
 
 
