@@ -116,8 +116,7 @@ def with_peak(record: Training, trainer: Trainer, batch: Any, *, device: torch.d
     held = Storages()
     held.add(trainer.model.buffers())
     stored = memory.stored(trainer.model, trainer.optimizer)
-    between = stored.model + stored.masters + stored.optimizer + held.total
-    return replace(record, peak_bytes=between + grown, peak_from="events")
+    return replace(record, peak_bytes=stored.bytes + held.total + grown, peak_from="events")
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
