@@ -53,12 +53,7 @@ def check_json(file: str | None) -> None:
 
 
 def write_json(file: str | None, data: dict[str, Any]) -> None:
-    """Writes data to the target of ``--json``; raises if that fails.
-
-    Args:
-        file: A path, ``"-"`` for standard output, ``None`` for nowhere.
-        data: The data to write.
-    """
+    """Writes data to a file, for ``"-"`` to standard output, for ``None`` nowhere; may raise."""
     if file == "-":
         sys.stdout.write(json_text(data))
     elif file is not None and (why := write(Path(file), json_text(data))) is not None:

@@ -182,17 +182,7 @@ def cause_of(
     largest_true: float | None,
     loss_scale: float,
 ) -> Cause:
-    """Returns why an operator returned inf or NaN for finite inputs.
-
-    Args:
-        op: Operator, such as ``"aten.exp"``.
-        direction: ``"forward"`` or ``"backward"``.
-        kind: ``"inf"`` or ``"nan"``.
-        dtype: Dtype of the output.
-        largest_input: Largest absolute input.
-        largest_true: Largest absolute output in float64; see :class:`Fault`.
-        loss_scale: Multiplier on the loss.
-    """
+    """Returns why an operator returned inf or NaN for finite inputs; see :class:`Fault`."""
     name = operator_name(op)
     # A kernel that does not run in float64 (attention on CUDA) leaves the true result unknown.
     true = 0.0 if largest_true is None else largest_true

@@ -110,11 +110,7 @@ def frozen_updates(optimizer: Any, *, scaler: Any = None) -> Iterator[FrozenUpda
 def wanted_values(optimizer: Optimizer, scale: float = 1.0) -> dict[Tensor, Tensor]:
     """Returns, by parameter, the values after a step in a wider dtype; changes nothing.
 
-    Parameters without a gradient are omitted.
-
-    Args:
-        optimizer: The optimizer.
-        scale: The factor that the gradients carry.
+    Parameters without a gradient are omitted. ``scale`` is the factor that the gradients carry.
     """
     wide = {param: _widened(param, scale) for param in params_of(optimizer)}
     memo = {id(param): wider for param, wider in wide.items()}

@@ -180,12 +180,9 @@ class AmpLoop(Loop):
         models: Iterable[nn.Module] | None,
         bindings: Iterable[Binding] | None = None,
     ) -> None:
-        """Watches nothing yet.
+        """Watches nothing yet, and then only ``bindings``; names are those of ``models``.
 
-        Args:
-            session: What the call created.
-            models: Models that provide names; None for those of the session.
-            bindings: The only optimizers to watch; None for all.
+        Each is by default all that the session has.
         """
         super().__init__(session.models if models is None else models)
         self.dynamic = any(scaler.dynamic for scaler in session.scalers)

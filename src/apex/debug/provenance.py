@@ -144,10 +144,8 @@ class Provenance:
     def mark_reached(self, origin: Origin, *, backward: int = -1) -> None:
         """Records that values of ``origin`` reached a gradient, the loss or a weight.
 
-        Args:
-            origin: The origin.
-            backward: The backward pass whose gradients they reached: a dynamic loss scale skips the
-                step, and backs off. -1 for the loss or a weight.
+        ``backward`` is the backward pass whose gradients they reached, -1 for the loss or a weight:
+        a dynamic loss scale skips the step of such a pass, and backs off.
         """
         self._reached[origin.time] = origin
         if origin.fault.heals and backward != -1:

@@ -183,13 +183,7 @@ def underflow(result: Tensor) -> float:
 
 
 def has_no_digits(name: str, inputs: Sequence[float], result: float) -> bool:
-    """Returns whether a difference cancels so far that fp32 holds no digit of it, either.
-
-    Args:
-        name: The operator.
-        inputs: The norms of its inputs.
-        result: The norm of its result in fp32.
-    """
+    """Returns whether a difference cancels so far that fp32 holds no digit of it, by norms."""
     noise = 64 * torch.finfo(torch.float32).eps
     return name in _DIFFERENCES and result < noise * max(inputs, default=0.0)
 
@@ -199,12 +193,7 @@ def least_sizes(
 ) -> list[float]:
     """Returns, for each result of an operator, its norm if all terms of a sum had one sign.
 
-    Args:
-        func: The operator.
-        name: Its name.
-        args: Its arguments in fp32.
-        kwargs: Its keyword arguments in fp32.
-        results: Its results in fp32.
+    Arguments and results are those in fp32.
     """
     if name in _SUMS:
         sums = func(*map(_absolute, args), **kwargs)

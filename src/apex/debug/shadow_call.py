@@ -110,10 +110,7 @@ class ShadowCall:
     def pairs(self, result: Any, arguments: Arguments, in_fp32: Any) -> list[tuple[Tensor, Tensor]]:
         """Returns each tensor that the call returned or wrote, with its value in fp32.
 
-        Args:
-            result: What the call returned.
-            arguments: ``shadows`` or ``own``, which the call in fp32 wrote to.
-            in_fp32: What the call in fp32 returned.
+        The call in fp32 returned ``in_fp32`` and wrote to ``arguments``, ``shadows`` or ``own``.
         """
         wide = [*arguments[0], *arguments[1].values()]
         written = [p for p in _pairs(self._arguments, wide) if id(p[0]) in self._written]

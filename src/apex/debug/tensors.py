@@ -204,11 +204,7 @@ def largest_in_double(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
     """Returns the largest absolute result of an operator recomputed in float64.
 
     ``inf`` if the result is infinite or NaN in float64 too; None if the operator cannot be rerun.
-
-    Args:
-        func: The operator.
-        args: Positional arguments, as they were before the call.
-        kwargs: Keyword arguments, as they were before the call.
+    The arguments are as they were before the call.
     """
     if torch.Tag.nondeterministic_seeded in func.tags:
         return None

@@ -279,12 +279,7 @@ class Comparison:
         return tuple(result for result in self.results if result.errors)
 
     def speed(self, result: Result, other: Result | None = None) -> Interval | None:
-        """Returns a variant's speed relative to ``other``; ``None`` if one was not timed.
-
-        Args:
-            result: The variant.
-            other: Another variant; by default fp32.
-        """
+        """Returns a speed relative to ``other``, by default fp32; ``None`` if one was not timed."""
         ours, base = result.timing, (other or self.baseline).timing
         if ours is None or base is None:
             return None

@@ -12,14 +12,8 @@ _COLOURS = {"fp32": "34", "fp64": "34", "fp16": "33", "bf16": "32", "mixed": "35
 _BLOCKS = " ▏▎▍▌▋▊▉█"
 
 
-def text(explanation: Explanation, *, rows: int | None = 40, colour: bool = False) -> str:
-    """Returns the explanation as tables drawn with box characters.
-
-    Args:
-        explanation: The explanation to render.
-        rows: Number of operators to show, slowest first; None for all.
-        colour: Whether to colour dtypes with ANSI escape sequences.
-    """
+def text(explanation: Explanation, *, rows: int | None, colour: bool) -> str:
+    """Returns tables drawn with box characters; see :meth:`Explanation.to_text`."""
     shown = _longest(explanation, rows)
     parts = [
         _title(explanation),

@@ -68,11 +68,7 @@ class HugePages:
 
 
 def measure(*, rounds: int = ROUNDS, width: int = WIDTH) -> HugePages | None:
-    """Measures each setting against none.
-
-    Args:
-        rounds: Turns of each process.
-        width: Of the layer.
+    """Measures each setting against none, in turns.
 
     Returns:
         The better setting; None where they do not apply (not Linux), one of them is set already,
