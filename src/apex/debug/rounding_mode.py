@@ -160,10 +160,10 @@ class RoundingMode(OperatorMode):  # type: ignore[no-untyped-call]
             return f"it does not run in fp32: {_first_line(error)}"
         if any(low.shape != high.shape for low, high in pairs):
             return "its result has another shape in fp32"
-        if not rules.is_move(call.name):
+        if call.name not in rules.MOVES:
             saves = call.name.removeprefix("aten.").startswith(_SAVES_FOR_BACKWARD)
             self._judge(call, result, pairs[:1] if saves else pairs)
-        entry = call.inherited if rules.is_linear(call.name) else None
+        entry = call.inherited if call.name in rules.LINEAR else None
         for low, high in pairs:
             unit = max(call.unit, rules.roundoff(low.dtype))
             self._shadows.write(low, high, unit=unit, entry=entry)
@@ -296,7 +296,7 @@ def _without_verdict(
     namespace, _, name = traits.name.partition(".")
     if namespace.startswith(_FOREIGN):
         return "its effects on other processes forbid running it twice"
-    if name.startswith(EMPTY) or rules.is_decision(traits.name):
+    if name.startswith(EMPTY) or traits.name in rules.DECISIONS:
         return ""
     if any(not can_shadow(tensor) for tensor in tensors.floating(result)):
         return "its result is not a dense tensor"

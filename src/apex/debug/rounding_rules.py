@@ -53,59 +53,48 @@ LOST_CHANGE = 0.5
 _SMALL = 2.0**-4
 """Changes by a larger share are no small ones."""
 
-_MOVES = {
-    f"aten.{name}"
-    for name in (
-        *("copy", "copy_", "clone", "cat", "stack", "repeat", "roll", "flip", "where"),
-        *("constant_pad_nd", "embedding", "gather", "index", "index_select", "masked_select"),
-        *("masked_fill", "masked_fill_", "select_backward", "slice_backward"),
-    )
-} | {"aten._to_copy"}
-_LINEAR = _MOVES | {
-    f"aten.{name}{suffix}"
-    for name in ("add", "sub", "rsub", "mul", "div", "neg", "lerp", "addcmul")
-    for suffix in ("", "_")
-}
 
-_DECIDED_BY = {
-    f"aten.{name}": place
-    for name, place in {
-        "threshold_backward": 1,
-        "leaky_relu_backward": 1,
-        "hardtanh_backward": 1,
-        "hardswish_backward": 1,
-        "hardsigmoid_backward": 1,
-        "hardshrink_backward": 1,
-        "softshrink_backward": 1,
-        "_prelu_kernel_backward": 1,
-    }.items()
-}
-_DECISIONS = {
-    f"aten.{name}{suffix}"
-    for name in ("sign", "sgn", "round", "floor", "ceil", "trunc", "heaviside", "frac")
-    for suffix in ("", "_")
-}
+def _operators(*names: str, in_place: bool = False) -> frozenset[str]:
+    """Returns operators by their names, with their in-place forms too if these exist."""
+    ends = ("", "_") if in_place else ("",)
+    return frozenset(f"aten.{name}{end}" for name in names for end in ends)
 
-_SUMS = {
-    f"aten.{name}"
-    for name in (
-        *("sum", "mean", "mm", "bmm", "mv", "dot", "addmm", "addmv", "addbmm", "baddbmm", "linear"),
-        *("convolution", "convolution_backward", "embedding_dense_backward", "index_add"),
-    )
-}
-_DIFFERENCES = {f"aten.{name}{suffix}" for name in ("add", "sub", "rsub") for suffix in ("", "_")}
-_IN_PLACE_SUMS = {
-    f"aten.{name}{suffix}"
-    for name in (
-        "index_add",
-        "scatter_add",
-        "index_put",
-        "_index_put_impl",
-        "put",
-        "scatter_reduce",
-    )
-    for suffix in ("", "_")
-} | {"aten.embedding_dense_backward"}
+
+MOVES = _operators(
+    *("_to_copy", "copy", "copy_", "clone", "cat", "stack", "repeat", "roll", "flip", "where"),
+    *("constant_pad_nd", "embedding", "gather", "index", "index_select", "masked_select"),
+    *("masked_fill", "masked_fill_", "select_backward", "slice_backward"),
+)
+"""Operators that only move values, so that they can lose no more than a cast."""
+
+_DIFFERENCES = _operators("add", "sub", "rsub", in_place=True)
+
+LINEAR = MOVES | _DIFFERENCES | _operators("mul", "div", "neg", "lerp", "addcmul", in_place=True)
+"""Operators that continue a chain; see Note [Chains]."""
+
+SUMS_OF_OPERANDS = _DIFFERENCES | _operators("cat", "stack", "lerp", "lerp_")
+"""Operators to whose result each input contributes by its size."""
+
+DECIDED_BY_SECOND = _operators(
+    *("threshold_backward", "leaky_relu_backward", "hardtanh_backward", "hardswish_backward"),
+    *("hardsigmoid_backward", "hardshrink_backward", "softshrink_backward"),
+    "_prelu_kernel_backward",
+)
+"""Operators that decide on the sign of their second argument; see Note [Decisions]."""
+
+DECISIONS = _operators(
+    *("sign", "sgn", "round", "floor", "ceil", "trunc", "heaviside", "frac"), in_place=True
+)
+"""Operators whose result is a decision."""
+
+_SUMS = _operators(
+    *("sum", "mean", "mm", "bmm", "mv", "dot", "addmm", "addmv", "addbmm", "baddbmm", "linear"),
+    *("convolution", "convolution_backward", "embedding_dense_backward", "index_add"),
+)
+_IN_PLACE_SUMS = _operators("embedding_dense_backward") | _operators(
+    *("index_add", "scatter_add", "index_put", "_index_put_impl", "put", "scatter_reduce"),
+    in_place=True,
+)
 
 _NORM_BACKWARDS = {
     "aten.native_layer_norm_backward": ("rstd", "weight"),
@@ -121,21 +110,6 @@ def base_name(name: str) -> str:
     return name.replace("aten._foreach_", "aten.")
 
 
-def is_linear(name: str) -> bool:
-    """Returns whether an operator continues a chain; see Note [Chains]."""
-    return name in _LINEAR
-
-
-def is_sum_of_operands(name: str) -> bool:
-    """Returns whether each input contributes to the result by its size."""
-    return name in _DIFFERENCES or name in ("aten.cat", "aten.stack", "aten.lerp", "aten.lerp_")
-
-
-def is_move(name: str) -> bool:
-    """Returns whether an operator only moves values, so that it can lose no more than a cast."""
-    return name in _MOVES
-
-
 def is_small_change(name: str, args: Sequence[Any]) -> bool:
     """Returns whether an operator changes its first argument a little; see Note [Small changes]."""
     number = args[-1] if args else None
@@ -144,16 +118,6 @@ def is_small_change(name: str, args: Sequence[Any]) -> bool:
     if name.rstrip("_") in ("aten.mul", "aten.div"):
         return 0.0 < abs(number - 1.0) < _SMALL
     return name.rstrip("_") == "aten.lerp" and 0.0 < number < _SMALL
-
-
-def is_decision(name: str) -> bool:
-    """Returns whether an operator's result is a decision; see Note [Decisions]."""
-    return name in _DECISIONS
-
-
-def decided_by(name: str) -> int | None:
-    """Returns the position of the argument on whose sign an operator decides."""
-    return _DECIDED_BY.get(name)
 
 
 def roundoff(dtype: torch.dtype) -> float:

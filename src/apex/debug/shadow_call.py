@@ -44,11 +44,10 @@ class ShadowCall:
         self.func, self.name = func, rules.base_name(traits.name)
         self._arguments = [*args, *kwargs.values()]
         self._written = {id(tensor) for tensor in traits.written(args, kwargs)}
-        decided_by = rules.decided_by(traits.name)
         own = [self._wide(shadows.own_values_of, value) for value in self._arguments]
         wide = [self._wide(shadows.values_of, value) for value in self._arguments]
-        if decided_by is not None:
-            wide[decided_by] = own[decided_by]
+        if traits.name in rules.DECIDED_BY_SECOND:
+            wide[1] = own[1]
         names = [argument.name for argument in func._schema.arguments[: len(args)]]
         if "half_to_float" in names:
             own[names.index("half_to_float")] = wide[names.index("half_to_float")] = False
@@ -72,7 +71,7 @@ class ShadowCall:
             if traits.reads_written or id(low) not in self._written
         ]
         shares = [1.0] * len(errors)
-        if rules.is_sum_of_operands(self.name):
+        if self.name in rules.SUMS_OF_OPERANDS:
             # A broadcast operand counts as often as it is used.
             most = max((count for _, count in errors), default=1)
             sizes = [
@@ -104,7 +103,7 @@ class ShadowCall:
         if shadow is None:
             return 0.0
         self.unit = max(self.unit, shadow.unit)
-        in_chain = rules.is_linear(self.name) and low.numel() == shadow.values.numel()
+        in_chain = self.name in rules.LINEAR and low.numel() == shadow.values.numel()
         return found.relative if not in_chain or shadow.entry is None else shadow.entry
 
     def pairs(self, result: Any, arguments: Arguments, in_fp32: Any) -> list[tuple[Tensor, Tensor]]:
