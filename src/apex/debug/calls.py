@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from apex._core import tree
 from apex.debug import tensors
 from apex.debug.tensors import Traits
 
@@ -28,7 +29,9 @@ class Call:
             written = traits.written(args, kwargs)
             copies = {id(t): t.detach().clone() for t in written if t.numel() <= _SNAPSHOT_LIMIT}
             large = len(copies) < len({id(t) for t in written})
-            self._before = None if large else (_swap(args, copies), _swap(kwargs, copies))
+            self._before = None
+            if not large:
+                self._before = tree.map_arguments(lambda t: copies.get(id(t), t), args, kwargs)
             self._originals = {id(copies[id(t)]): t for t in written if id(t) in copies}
 
     def outputs(self, result: Any) -> list[Tensor]:
@@ -60,11 +63,3 @@ class Call:
         if self._before is None:
             return None
         return tensors.largest_in_double(self._func, *self._before)
-
-
-def _swap(value: Any, copies: dict[int, Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return copies.get(id(value), value)
-    if isinstance(value, dict):
-        return {key: _swap(item, copies) for key, item in value.items()}
-    return [_swap(item, copies) for item in value] if isinstance(value, list | tuple) else value

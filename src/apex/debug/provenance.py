@@ -166,8 +166,9 @@ class Provenance:
         self.first_harmless = self.first_harmless or next(iter(harmless), None)
         self._pending.clear()
         kept = self._reached.keys() | {origin.time for origin in self._lost.values()}
-        for known in (self._readers, self._masked_out, self._absorbed):
-            _keep(known, kept)
+        self._readers = {time: self._readers[time] for time in self._readers.keys() & kept}
+        self._masked_out &= kept
+        self._absorbed &= kept
 
     @property
     def has_pending(self) -> bool:
@@ -200,8 +201,3 @@ class Provenance:
             if origin is not None:
                 return origin
         return None
-
-
-def _keep(known: dict[int, list[str]] | set[int], kept: set[int]) -> None:
-    for time in [time for time in known if time not in kept]:
-        known.pop(time) if isinstance(known, dict) else known.discard(time)

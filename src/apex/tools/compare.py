@@ -63,7 +63,8 @@ def compare(target: str, options: Options, progress: Progress) -> Comparison:
     Raises:
         TargetError: If the target cannot be used under any variant.
     """
-    with open_target(target, seed=options.seed) as build, _quiet():
+    with open_target(target, seed=options.seed) as build, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fp16 is emulated")  # the result says so
         run = _Run(build, options, progress)
         run.train()
         if options.suggest_fp32:
@@ -339,11 +340,3 @@ def _cycle(experiment: Experiment) -> Iterator[Any]:
         for batch in experiment.batches:
             given = True
             yield batch
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppresses warnings about what the result reports anyway."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="fp16 is emulated")
-        yield

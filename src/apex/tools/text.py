@@ -18,6 +18,8 @@ def comparison_text(comparison: Comparison, *, width: int | None = None, wide: b
         wide: Whether to show every column of the table, whatever the width.
     """
     line = min(width or WIDTH, WIDTH)
+    found = comparison.recommendation
+    reasons = [wrapped(reason, "    ", first="  - ", width=line) for reason in found.reasons]
     parts = [
         wrapped(
             f"{comparison.target}: {comparison.steps} steps on {comparison.machine}", width=line
@@ -29,7 +31,7 @@ def comparison_text(comparison: Comparison, *, width: int | None = None, wide: b
             for error in result.errors
         ),
         "\n".join(wrapped(note, width=line) for note in comparison.notes),
-        advice(comparison, width=line),
+        "\n".join([wrapped(found.text, width=line), *reasons]),
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -58,13 +60,6 @@ def text_table(comparison: Comparison, *, width: int | None = None, wide: bool =
         if text
     ]
     return "\n".join([body[0], rule, *body[1:], rule, *below])
-
-
-def advice(comparison: Comparison, *, width: int = WIDTH) -> str:
-    """Returns the recommendation and its reasons."""
-    found = comparison.recommendation
-    reasons = [wrapped(reason, "    ", first="  - ", width=width) for reason in found.reasons]
-    return "\n".join([wrapped(found.text, width=width), *reasons])
 
 
 def _body(cells: Sequence[Row], names: Sequence[str]) -> list[str]:

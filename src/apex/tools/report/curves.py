@@ -233,14 +233,13 @@ def _figure(title: str, caption: str, chart: Chart) -> CurveFigure:
         data=json.dumps({"steps": steps, "values": values, "unit": unit}),
         unit=chart.unit,
         last_step=str(steps[-1]),
-        final={level: _final(numbers[-1], unit) for level, numbers in values.items()},
+        final={
+            level: "-" if numbers[-1] is None else f"{numbers[-1]:g}{unit}"
+            for level, numbers in values.items()
+        },
         wide=picture(chart, width=WIDE[0], height=WIDE[1], kind="wide"),
         narrow=picture(chart, width=NARROW[0], height=NARROW[1], kind="narrow"),
     )
-
-
-def _final(value: float | None, unit: str) -> str:
-    return "-" if value is None else f"{value:g}{unit}"
 
 
 def _short(value: float) -> float | None:

@@ -12,6 +12,7 @@ from apex.tools.variants import BASELINE
 
 def report(comparison: Comparison) -> str:
     """Returns the page as HTML; the same comparison gives the same page."""
+    levels = {result.name for result in comparison.results}
     reasons = comparison.recommendation.reasons
     trained = [
         (result, row)
@@ -23,7 +24,8 @@ def report(comparison: Comparison) -> str:
         "report.html.jinja",
         comparison=comparison,
         headline=_headline(comparison),
-        reasons=[reason for reason in reasons if not _levels_of(reason, comparison)],
+        # Those that rule levels out are among the verdicts.
+        reasons=[r for r in reasons if not levels.issuperset(r.partition(": ")[0].split(", "))],
         verdicts=_verdicts(comparison),
         bar_figures=bar_figures(comparison),
         curve_figures=curve_figures(comparison),
@@ -53,9 +55,3 @@ def _verdicts(comparison: Comparison) -> list[tuple[list[str], str, str]]:
     for verdict in comparison.recommendation.verdicts:
         found.setdefault((verdict.word, verdict.why), []).append(verdict.level)
     return [(levels, word, why) for (word, why), levels in found.items()]
-
-
-def _levels_of(reason: str, comparison: Comparison) -> list[str]:
-    """Returns the levels that a reason rules out; empty if it supports the choice."""
-    names = reason.partition(": ")[0].split(", ")
-    return names if {result.name for result in comparison.results}.issuperset(names) else []
