@@ -14,7 +14,6 @@ from apex._core import dtypes
 from apex._torch.overrides import without_functions
 from apex.debug import rounding_rules as rules
 from apex.debug import tensors
-from apex.debug.errors_by_norm import Distance, distance, distance_of_probabilities
 from apex.debug.loops import params_of
 from apex.debug.modes import suspend_modes
 from apex.debug.module_tracker import ModuleTracker
@@ -85,10 +84,6 @@ class RoundingMode(OperatorMode):  # type: ignore[no-untyped-call]
                 self._stepping = before
 
         return run
-
-    def close(self) -> None:
-        """Releases all shadows."""
-        self._shadows.close()
 
     # -- operators --------------------------------------------------------------------------------
 
@@ -223,7 +218,7 @@ class RoundingMode(OperatorMode):  # type: ignore[no-untyped-call]
         if call.first is None:
             return 0.0
         low, exact = call.pairs(result, call.own, _in_fp32(call, call.own, result))[0]
-        return distance(low.detach() - call.first, exact - call.first).relative
+        return rules.distance(low.detach() - call.first, exact - call.first).relative
 
     def _least_sizes(self, call: ShadowCall, highs: list[Tensor]) -> list[float]:
         args, kwargs = call.shadows
@@ -255,11 +250,11 @@ def _in_fp32(call: ShadowCall, arguments: Arguments, result: Any) -> Any:
     return call.func(*args, **kwargs)
 
 
-def _distance(call: ShadowCall, values: Tensor, in_fp32: Tensor) -> Distance:
+def _distance(call: ShadowCall, values: Tensor, in_fp32: Tensor) -> rules.Distance:
     if call.name in rules.SOFTMAXES:
         is_log = "log" in call.name
-        return distance_of_probabilities(values, in_fp32, call.own[0][1], is_log=is_log)
-    return distance(values, in_fp32)
+        return rules.distance_of_probabilities(values, in_fp32, call.own[0][1], is_log=is_log)
+    return rules.distance(values, in_fp32)
 
 
 def _workspaces(result: Any, in_fp32: Any) -> Iterator[tuple[Tensor, Tensor]]:

@@ -12,7 +12,6 @@ from torch import Tensor
 from apex._core import dtypes
 from apex.debug import rounding_rules as rules
 from apex.debug import tensors
-from apex.debug.errors_by_norm import Distance, distance
 from apex.debug.shadows import Shadows, can_shadow
 from apex.debug.tensors import Traits
 
@@ -63,7 +62,7 @@ class ShadowCall:
         self.first: Tensor | None = own[0].clone() if is_small_change else None
         self.shadows = wide[:count], dict(zip(kwargs, wide[count:], strict=True))
         self.own = own[:count], dict(zip(kwargs, own[count:], strict=True))
-        self.inputs: list[Distance] = []
+        self.inputs: list[rules.Distance] = []
         self.unit = 0.0
         errors = [
             (self._read(low, high, shadows), high.numel())
@@ -97,7 +96,7 @@ class ShadowCall:
         """Measures an input; returns the error that it brings."""
         if dtypes.is_low_precision(low):
             self.unit = max(self.unit, rules.roundoff(low.dtype))
-        found = distance(low.detach(), high)
+        found = rules.distance(low.detach(), high)
         self.inputs.append(found)
         shadow = shadows.of(low)
         if shadow is None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from apex._core import dtypes
 from apex.tools.paired import Interval, median_interval
-from apex.tools.stopwatch import seconds
+from apex.tools.timing import seconds
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WORK = ("matmul", "conv")
