@@ -166,7 +166,8 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         if not origins:
             return self._first_origin(call, kind, dtype)
         worst = self._provenance.most_severe(origins)
-        if worst is None or (worst.deliberate and kind == "nan" and not _has_nan(inputs)):
+        is_new_nan = kind == "nan" and all(found != "nan" for _, found in inputs)
+        if worst is None or (worst.deliberate and is_new_nan):
             return self._new_origin(call, kind, dtype, "constant")
         return worst
 
@@ -311,7 +312,3 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
 
 def _keys(value: Any) -> set[int]:
     return {tensors.storage_key(tensor) for tensor in tensors.floating(value)}
-
-
-def _has_nan(inputs: list[tuple[Tensor, Kind | None]]) -> bool:
-    return any(kind == "nan" for _, kind in inputs)

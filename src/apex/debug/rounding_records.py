@@ -64,7 +64,8 @@ class RoundingRow:
     @property
     def cause(self) -> str:
         """What happened, in one sentence; ``""`` within the tolerance."""
-        return _CAUSES[self.kind].format(dtype=self.dtype, times=self._times)
+        times = f"{self.error / self.inherited:.0f} times" if self.inherited else "from none"
+        return _CAUSES[self.kind].format(dtype=self.dtype, times=times)
 
     @property
     def remedy(self) -> str:
@@ -74,10 +75,6 @@ class RoundingRow:
         name = self.module.rpartition(":")[2]
         place = _FP32_MODULE.format(name=name) if name else "compute it in fp32, on .float() inputs"
         return f"{place}, or {_FORMS[self.kind]}."
-
-    @property
-    def _times(self) -> str:
-        return f"{self.error / self.inherited:.0f} times" if self.inherited else "from none"
 
     def as_dict(self) -> dict[str, Any]:
         """Returns all attributes in JSON types, an infinite number as None."""

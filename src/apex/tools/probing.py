@@ -90,7 +90,7 @@ def _recorded_outputs(
     calls: dict[str, int] = {}
 
     def hook(name: str, module: nn.Module, output: Any) -> None:
-        found = _floating(output)
+        found = next((t for t in tree.tensors(output) if t.is_floating_point()), None)
         if found is None:
             return
         if name:  # the model's output may have been cast for the caller
@@ -108,11 +108,6 @@ def _recorded_outputs(
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _floating(output: Any) -> Tensor | None:
-    """Returns the first floating tensor of a module's output."""
-    return next((t for t in tree.tensors(output) if t.is_floating_point()), None)
 
 
 def _kept(tensor: Tensor) -> Tensor:
