@@ -256,8 +256,10 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
         op = f"{func.namespace}.{name}"
         module, inside, direction = tracker.module, tracker.inside, tracker.direction
         call = self._calls.current
-        if op == CAST:
-            why = _explicit(direction, call.name if call else "")
+        if op == CAST and direction == "backward":
+            why = "gradient in the dtype before the cast"
+        elif op == CAST:
+            why = f"cast by {call.name}()" if call and call.name else "cast"
         else:
             why = self._rules.decided_by(
                 name, computed_in(ins, out), module, inside, direction, call
@@ -342,12 +344,6 @@ def _counts(casts: list[Cast]) -> Iterator[CastCount]:
             sum(cast.values for cast in same),
             *(sum(column) for column in zip(*losses, strict=True)),
         )
-
-
-def _explicit(direction: Direction, function: str) -> str:
-    if direction == "backward":
-        return "gradient in the dtype before the cast"
-    return f"cast by {function}()" if function else "cast"
 
 
 def _address(tensor: Tensor) -> int:
