@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from apex.debug.rendering.formatting import aligned
 from apex.tools.results import Comparison
 from apex.tools.rows import COLUMNS, Row, footnote, rows, visible_columns
 from apex.tools.wrapping import WIDTH, wrapped
@@ -66,9 +67,5 @@ def _body(cells: Sequence[Row], names: Sequence[str]) -> list[str]:
     """Returns the heading and the rows, aligned."""
     columns = [COLUMNS[name] for name in names]
     lines = [[each.heading for each in columns], *([row[n] for n in names] for row in cells)]
-    widths = [max(map(len, texts)) for texts in zip(*lines, strict=True)]
-    aligns = [str.ljust if each.is_left else str.rjust for each in columns]
-    return [
-        "  ".join(to(text, n) for to, text, n in zip(aligns, line, widths, strict=True)).rstrip()
-        for line in lines
-    ]
+    table = aligned(lines, [each.is_left for each in columns])
+    return ["  ".join(line).rstrip() for line in table]
