@@ -5,23 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-OK = 0
-"""Success."""
-
-FAILED = 1
-"""The command ran, but part of its work failed; the output names it."""
-
-BAD_INPUT = 2
-"""The arguments, or the objects they name, cannot be used."""
-
-NOT_WRITTEN = 3
-"""A file could not be written."""
-
-NOT_FINITE = 4
-"""A traced script made inf or NaN."""
-
-INTERRUPTED = 130
-"""Stopped by the user."""
+OK, FAILED, BAD_INPUT, NOT_WRITTEN, NOT_FINITE, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
 MEANINGS = {
     OK: "success",
