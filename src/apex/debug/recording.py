@@ -133,7 +133,7 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
         self._flops = _flop_formulas()
         self._stats: defaultdict[Key, OpStats] = defaultdict(OpStats)
         self._trips: defaultdict[_Place, list[list[Cast]]] = defaultdict(list)
-        self._weight_casts: list[Cast] = []
+        self._weight_casts: defaultdict[str, list[Cast]] = defaultdict(list)
         self._detours: dict[int, tuple[StorageWeakRef, Detour]] = {}
         # A weak reference to a storage keeps its address from being reused.
         self._casts: dict[int, tuple[StorageWeakRef, Cast]] = {}
@@ -236,7 +236,7 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
             place = key.module, key.direction, path, key.op, key.decided_by
             self._trips[place].append([*detour.casts, cast])
         if cast.target in LOW and source in self._tracker.parameters:
-            self._weight_casts.append(cast)
+            self._weight_casts[cast.target].append(cast)
         if first is not None and not first.charged:
             first.charged, cast.before = True, (*first.before, first)
         address = _address(result)
@@ -284,10 +284,15 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
 
     def weight_casts(self) -> tuple[WeightCasts, ...]:
         """Returns the casts of parameters by dtype; call it after ``records``."""
-        made = self._weight_casts
         return tuple(
-            _weight_casts(target, [cast for cast in made if cast.target == target])
-            for target in dict.fromkeys(cast.target for cast in made)
+            WeightCasts(
+                target,
+                len(casts),
+                sum(cast.bytes for cast in casts),
+                sum(cast.span() for cast in casts),
+                tuple(dict.fromkeys(cast.own.module for cast in casts)),
+            )
+            for target, casts in self._weight_casts.items()
         )
 
 
@@ -297,16 +302,6 @@ def _trip(place: _Place, trips: list[list[Cast]]) -> RoundTrip:
     seconds = sum(cast.span() for cast in casts)
     size = sum(cast.bytes for cast in casts)
     return RoundTrip(module, direction, path, len(trips), len(casts), size, op, decided_by, seconds)
-
-
-def _weight_casts(target: str, casts: list[Cast]) -> WeightCasts:
-    return WeightCasts(
-        target,
-        len(casts),
-        sum(cast.bytes for cast in casts),
-        sum(cast.span() for cast in casts),
-        tuple(dict.fromkeys(cast.own.module for cast in casts)),
-    )
 
 
 def _charge(stats: OpStats, cast: Cast) -> None:
@@ -332,8 +327,10 @@ def _record(key: Key, stats: OpStats) -> OpRow:
 
 
 def _counts(casts: list[Cast]) -> Iterator[CastCount]:
-    for source, target in dict.fromkeys((cast.source, cast.target) for cast in casts):
-        same = [cast for cast in casts if (cast.source, cast.target) == (source, target)]
+    groups: defaultdict[tuple[str, str], list[Cast]] = defaultdict(list)
+    for cast in casts:
+        groups[cast.source, cast.target].append(cast)
+    for (source, target), same in groups.items():
         # sync: a report, after the run
         losses = [cast.losses.tolist() for cast in same if cast.losses is not None]
         yield CastCount(
