@@ -202,9 +202,11 @@ class Explanation:
 
     def to_markdown(self) -> str:
         """Returns Markdown tables."""
-        from apex.debug.rendering.markdown import markdown
+        from apex.debug.rendering import formatting
+        from apex.debug.rendering.pages import render
 
-        return markdown(self)
+        names = {"explanation": self, "formatting": formatting}
+        return render("apex.debug.rendering", "explanation.md.jinja", **names)
 
     def to_html(self) -> str:
         """Returns a self-contained page that shows the model's tree coloured by dtype."""
