@@ -66,8 +66,8 @@ def _operators(*names: str, in_place: bool = False) -> frozenset[str]:
     return frozenset(f"aten.{name}{end}" for name in names for end in ends)
 
 
-MOVES = _operators(
-    *("_to_copy", "copy", "copy_", "clone", "cat", "stack", "repeat", "roll", "flip", "where"),
+MOVES = {"aten._to_copy"} | _operators(
+    *("copy", "copy_", "clone", "cat", "stack", "repeat", "roll", "flip", "where"),
     *("constant_pad_nd", "embedding", "gather", "index", "index_select", "masked_select"),
     *("masked_fill", "masked_fill_", "select_backward", "slice_backward"),
 )
