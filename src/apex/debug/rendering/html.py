@@ -49,7 +49,7 @@ def _parts(modules: Iterable[ModuleRow]) -> dict[str, list[ModuleRow]]:
     parts: dict[str, list[ModuleRow]] = {module.name: [] for module in modules}
     for module in modules:
         parent = module.name.rpartition(".")[0]
-        while parent not in parts:
+        while parent and parent not in parts:
             parent = parent.rpartition(".")[0]
         if module.name:
             parts[parent].append(module)
