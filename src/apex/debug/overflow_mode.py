@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -279,22 +280,7 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         deliberate: bool = False,
     ) -> Origin:
         inputs = call.inputs()
-        largest_input = tensors.largest(inputs)
         direction = self.tracker.direction
-        true = None
-        if cause is None:
-            true = call.largest_in_double()
-            cause = cause_of(
-                call.traits.name,
-                direction,
-                kind,
-                dtype,
-                largest_input=largest_input,
-                largest_true=true,
-                loss_scale=self._loss_scale() if direction == "backward" else 1.0,
-            )
-            if self._is_update(call):
-                cause = "update"
         module, inside, location = self.tracker.site()
         fault = Fault(
             module,
@@ -302,17 +288,20 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
             direction,
             kind,
             dtype,
-            largest_input,
+            tensors.largest(inputs),
             location,
-            cause,
+            cause or "update",
             inside,
-            true,
+            call.largest_in_double() if cause is None else None,
             level=self._level(),
-            dynamic=cause == "loss scale" and self._has_dynamic_scale(),
             inputs=() if deliberate else tuple(map(tensors.values_of, inputs[:_MAX_INPUTS])),
             node=self.tracker.node if direction == "backward" else "",
             fed_by=() if deliberate else self._fed_by(call, direction),
         )
+        if cause is None and not self._is_update(call):
+            found = cause_of(fault, self._loss_scale() if direction == "backward" else 1.0)
+            dynamic = found == "loss scale" and self._has_dynamic_scale()
+            fault = replace(fault, cause=found, dynamic=dynamic)
         return self._provenance.add_origin(fault, deliberate=deliberate)
 
     def _is_update(self, call: _Call) -> bool:
