@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from apex import amp
-from apex.debug.history import Pass
-from apex.debug.history_summary import summary
+from apex.debug.history import Pass, passes_text
 from benchmarks.counting import counted_syncs
 from tests.training.cases import backward, batch, batches, net, overflowing, prepared, train_step
 
@@ -240,7 +239,7 @@ def test_the_summary_is_as_long_after_a_thousand_passes_as_after_three():
         Pass(index, 0, 2.0**16 / 2 ** (index // 500), index in (400, 401, 700), float(index % 7))
         for index in range(1000)
     ]
-    assert summary(passes).splitlines() == [
+    assert passes_text(passes).splitlines() == [
         "1000 backward passes (0 to 999), 3 skipped (0.3 %)",
         "  loss scale     32768 now, from 32768 to 65536",
         "  skips          the last in pass 700, at most 2 in a row",
@@ -264,6 +263,6 @@ def test_the_summary_has_a_part_for_each_loss_and_none_for_what_is_unknown():
 
 def test_norms_that_are_not_finite_are_counted_apart():
     passes = [Pass(i, 0, 1.0, False, norm) for i, norm in enumerate((1.0, math.inf, math.nan))]
-    assert summary(passes).splitlines()[-1] == (
+    assert passes_text(passes).splitlines()[-1] == (
         "  gradient norm  1 last, median 1, largest 1 in pass 0, 2 not finite"
     )

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from apex import amp
+from apex.debug.auto_trace import frozen_message, underflow_message
 from apex.debug.loops import PlainLoop
-from apex.debug.update_messages import frozen_message, underflow_message
 from apex.debug.update_watch import EVERY, Counts, UpdateWatch, summary
 from apex.optimizers import FusedAdam
 from benchmarks.counting import counted_syncs

@@ -13,9 +13,10 @@ from importlib import metadata
 import apex
 from apex.cli import exit_codes
 from apex.cli.arguments import Parser
+from apex.cli.exit_codes import CommandError
 
 SUBCOMMANDS = ("compare", "doctor", "migrate", "trace")
-"""Modules of this package, in help order; each has ``add_parser`` and ``run``."""
+"""Modules of this package, in help order: each has texts, ``add_arguments`` and ``run``."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -31,7 +32,16 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=version)
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name in SUBCOMMANDS:
-        importlib.import_module(f"apex.cli.{name}").add_parser(subparsers)
+        command = importlib.import_module(f"apex.cli.{name}")
+        subparser = subparsers.add_parser(
+            name,
+            help=command.HELP,
+            description=command.DESCRIPTION,
+            epilog=command.EPILOG + exit_codes.epilog(),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        subparser.set_defaults(command=name, run=command.run)
+        command.add_arguments(subparser)
     return parser
 
 
@@ -53,7 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):  # file names may not be text, a terminal ASCII
             stream.reconfigure(errors="backslashreplace")
     try:
-        code = int(args.run(args))
+        try:
+            code = int(args.run(args))
+        except CommandError as error:
+            print(f"apex {args.command}: {error}", file=sys.stderr)
+            code = error.code
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # as in `apex compare x.py | head`

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from apex.cli import exit_codes
 from apex.cli.arguments import count, seed
+from apex.cli.exit_codes import CommandError, bad_input
 from apex.cli.output import columns_of, json_text, why_not_writable, write
 
 if TYPE_CHECKING:
     from apex.tools.compare import Options
     from apex.tools.results import Comparison
+
+HELP = "train at every level, compare, and recommend one"
 
 DESCRIPTION = """\
 Trains TARGET at every level of amp and with torch.autocast, from the same weights on the same
@@ -22,7 +26,7 @@ fp32, the first module whose output differs from fp32 by more than its dtype's e
 skipped steps, updates lost to rounding, and gradients that underflow. Prints a table and a
 recommendation, and writes a self-contained HTML report."""
 
-PROTOCOL = """\
+EPILOG = """\
 target:
   path/to/file.py            a file that defines model, optimizer, batches and loss, or a function
                              setup() that returns them
@@ -53,15 +57,8 @@ examples:
 EMULATED_STEPS = 10
 
 
-def add_parser(subparsers: Any) -> None:
-    """Adds the subcommand."""
-    parser = subparsers.add_parser(
-        "compare",
-        help="train at every level, compare, and recommend one",
-        description=DESCRIPTION,
-        epilog=PROTOCOL + exit_codes.epilog(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments."""
     parser.add_argument("target", metavar="TARGET", help="what to train; see below")
     parser.add_argument(
         "--levels", metavar="NAMES", help="comma-separated, such as O0,O4,O5 (default: all)"
@@ -116,7 +113,6 @@ def add_parser(subparsers: Any) -> None:
         action="store_true",
         help="print all columns; a terminal that they do not fit shows the six most important ones",
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -125,44 +121,20 @@ def run(args: argparse.Namespace) -> int:
     from apex.tools.errors import TargetError
     from apex.tools.progress import progress_on
 
-    try:
+    files = _files(args)
+    with bad_input(ValueError):
         options = _options(args)
-        if _same_file(args):
+        if len({path.resolve() for path in files.values()}) < len(files):
             raise ValueError(f"--output and --json name the same file, {args.json}")
-    except ValueError as error:
-        return _refused(error)
-    if unwritable := _unwritable(args):
-        print(f"apex compare: {unwritable}", file=sys.stderr)
-        return exit_codes.NOT_WRITTEN
-    progress = progress_on(sys.stderr)
-    try:
+    for path in files.values():
+        if why := why_not_writable(path):
+            message = f"{path} cannot be written: {why}. Nothing was trained."
+            raise CommandError(exit_codes.NOT_WRITTEN, message)
+    with closing(progress_on(sys.stderr)) as progress, bad_input(TargetError):
         comparison = compare(args.target, options, progress)
-    except TargetError as error:
-        return _refused(error)
-    finally:
-        progress.close()
-    written = _show(comparison, args)
-    if not written:
+    if not _show(comparison, files, args):
         return exit_codes.NOT_WRITTEN
     return exit_codes.FAILED if comparison.failed else exit_codes.OK
-
-
-def _refused(error: Exception) -> int:
-    print(f"apex compare: {error}", file=sys.stderr)
-    return exit_codes.BAD_INPUT
-
-
-def _same_file(args: argparse.Namespace) -> bool:
-    paths = [path.resolve() for path in _files(args).values()]
-    return len({*paths}) < len(paths)
-
-
-def _unwritable(args: argparse.Namespace) -> str:
-    """Returns which file cannot be written and why; empty if all can."""
-    for path in _files(args).values():
-        if why := why_not_writable(path):
-            return f"{path} cannot be written: {why}. Nothing was trained."
-    return ""
 
 
 def _files(args: argparse.Namespace) -> dict[str, Path]:
@@ -189,7 +161,7 @@ def _options(args: argparse.Namespace) -> Options:
     )
 
 
-def _show(comparison: Comparison, args: argparse.Namespace) -> bool:
+def _show(comparison: Comparison, files: dict[str, Path], args: argparse.Namespace) -> bool:
     """Writes the files and prints the table; returns whether all files could be written."""
     from apex.tools.report import report
     from apex.tools.results import to_json
@@ -197,7 +169,7 @@ def _show(comparison: Comparison, args: argparse.Namespace) -> bool:
 
     stream = sys.stderr if args.json == "-" else sys.stdout
     data = json_text(to_json(comparison))
-    files, contents = _files(args), {"report": report(comparison), "json": data}
+    contents = {"report": report(comparison), "json": data}
     # Written before printing, because printing to a closed pipe raises.
     errors = {kind: write(path, contents[kind]) for kind, path in files.items()}
     text = comparison_text(comparison, width=columns_of(stream), wide=args.wide)

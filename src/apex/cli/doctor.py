@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
-from typing import Any
 
 from apex.cli import exit_codes
-from apex.cli.output import json_is_writable, write_json
+from apex.cli.exit_codes import bad_input
+from apex.cli.output import check_json, write_json
+
+HELP = "measure this machine, find conflicting packages, suggest a level"
 
 DESCRIPTION = """\
 Reports versions and devices, the measured speed of fp32, fp16 and bf16 (this takes a few seconds),
 conflicting apex installations, whether fused optimizers step without a host sync, what huge memory
 pages gain on a CPU (some seconds more), and which level to start with and why."""
 
+EPILOG = ""
 
-def add_parser(subparsers: Any) -> None:
-    """Adds the subcommand."""
-    parser = subparsers.add_parser(
-        "doctor",
-        help="measure this machine, find conflicting packages, suggest a level",
-        description=DESCRIPTION,
-        epilog=exit_codes.epilog(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments."""
     parser.add_argument(
         "--device",
         metavar="NAME",
@@ -42,7 +38,6 @@ def add_parser(subparsers: Any) -> None:
         metavar="FILE",
         help="also write the report as JSON; - writes it to standard output instead of the text",
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,18 +46,13 @@ def run(args: argparse.Namespace) -> int:
     from apex.tools.doctor import examine
     from apex.tools.doctor.text import health_text
 
-    try:
+    with bad_input(ValueError):
         device = parse_device(args.device)
-    except ValueError as error:
-        print(f"apex doctor: {error}", file=sys.stderr)
-        return exit_codes.BAD_INPUT
-    if not json_is_writable("doctor", args.json):
-        return exit_codes.NOT_WRITTEN
+    check_json(args.json)
     health = examine(device, budget=args.seconds)
     if args.json != "-":
         print(health_text(health))
-    if not write_json("doctor", args.json, health.to_dict()):
-        return exit_codes.NOT_WRITTEN
+    write_json(args.json, health.to_dict())
     return exit_codes.OK if health.well else exit_codes.FAILED
 
 

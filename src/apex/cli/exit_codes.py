@@ -1,22 +1,11 @@
-"""The exit codes of the command."""
+"""The exit codes of the command, and errors that end it with one."""
 
-OK = 0
-"""Success."""
+from __future__ import annotations
 
-FAILED = 1
-"""The command ran, but part of its work failed; the output names it."""
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-BAD_INPUT = 2
-"""The arguments, or the objects they name, cannot be used."""
-
-NOT_WRITTEN = 3
-"""A file could not be written."""
-
-NOT_FINITE = 4
-"""A traced script made inf or NaN."""
-
-INTERRUPTED = 130
-"""Stopped by the user."""
+OK, FAILED, BAD_INPUT, NOT_WRITTEN, NOT_FINITE, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
 MEANINGS = {
     OK: "success",
@@ -26,6 +15,27 @@ MEANINGS = {
     NOT_FINITE: "the script that `apex trace` ran made inf or NaN",
     INTERRUPTED: "interrupted",
 }
+
+
+class CommandError(Exception):
+    """Ends the command with a message on standard error.
+
+    Attributes:
+        code: The exit code.
+    """
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@contextmanager
+def bad_input(kind: type[Exception]) -> Iterator[None]:
+    """Ends the command if the block raises ``kind``, with its message."""
+    try:
+        yield
+    except kind as error:
+        raise CommandError(BAD_INPUT, str(error)) from error
 
 
 def epilog() -> str:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
-from typing import Any
 
 from apex.cli import exit_codes
-from apex.cli.output import json_is_writable, write_json
+from apex.cli.exit_codes import bad_input
+from apex.cli.output import check_json, write_json
+
+HELP = "report which uses of apex in a script work here"
 
 DESCRIPTION = """\
 Reads Python files and reports, for every use of apex, whether it works with this package:
 unchanged, with a note, or not at all, and then what to use instead. Nothing is executed."""
 
-EXAMPLES = """\
+EPILOG = """\
 examples:
   apex migrate train.py
   apex migrate src/ --json uses.json
@@ -27,15 +28,8 @@ HINT = (
 )
 
 
-def add_parser(subparsers: Any) -> None:
-    """Adds the subcommand."""
-    parser = subparsers.add_parser(
-        "migrate",
-        help="report which uses of apex in a script work here",
-        description=DESCRIPTION,
-        epilog=EXAMPLES + exit_codes.epilog(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments."""
     parser.add_argument(
         "path",
         metavar="PATH",
@@ -48,7 +42,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="FILE",
         help="also write the report as JSON; - writes it to standard output instead of the text",
     )
-    parser.set_defaults(run=run, hint=HINT)
+    parser.set_defaults(hint=HINT)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,15 +51,10 @@ def run(args: argparse.Namespace) -> int:
     from apex.tools.migrate.report import migration_text, to_json
     from apex.tools.migrate.sources import UnreadableError
 
-    if not json_is_writable("migrate", args.json):
-        return exit_codes.NOT_WRITTEN
-    try:
+    check_json(args.json)
+    with bad_input(UnreadableError):
         migration = migration_of(args.path)
-    except UnreadableError as error:
-        print(f"apex migrate: {error}", file=sys.stderr)
-        return exit_codes.BAD_INPUT
     if args.json != "-":
         print(migration_text(migration))
-    if not write_json("migrate", args.json, to_json(migration)):
-        return exit_codes.NOT_WRITTEN
+    write_json(args.json, to_json(migration))
     return exit_codes.FAILED if migration.failed else exit_codes.OK

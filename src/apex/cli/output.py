@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO
 
+from apex.cli import exit_codes
+from apex.cli.exit_codes import CommandError
+
 
 def why_not_writable(path: Path) -> str | None:
     """Returns why a file cannot be written; ``None`` if it can. Changes nothing.
@@ -43,33 +46,18 @@ def json_text(data: dict[str, Any]) -> str:
     return json.dumps(data, indent=2, allow_nan=False) + "\n"
 
 
-def json_is_writable(command: str, file: str | None) -> bool:
-    """Returns whether the target of ``--json`` can be written; says why if not.
-
-    Args:
-        command: Name of the subcommand, for the message on standard error.
-        file: A path, ``"-"`` for standard output, ``None`` for nowhere.
-    """
-    why = None if file in (None, "-") else why_not_writable(Path(str(file)))
-    if why is not None:
-        print(f"apex {command}: {file} cannot be written: {why}.", file=sys.stderr)
-    return why is None
+def check_json(file: str | None) -> None:
+    """Raises if the target of ``--json``, see :func:`write_json`, cannot be written."""
+    if file not in (None, "-") and (why := why_not_writable(Path(str(file)))) is not None:
+        raise CommandError(exit_codes.NOT_WRITTEN, f"{file} cannot be written: {why}.")
 
 
-def write_json(command: str, file: str | None, data: dict[str, Any]) -> bool:
-    """Writes the data to the target of ``--json``; returns whether that worked.
-
-    Args:
-        command: Name of the subcommand, for the message on standard error.
-        file: A path, ``"-"`` for standard output, ``None`` for nowhere.
-        data: The data to write.
-    """
+def write_json(file: str | None, data: dict[str, Any]) -> None:
+    """Writes data to a file, for ``"-"`` to standard output, for ``None`` nowhere; may raise."""
     if file == "-":
         sys.stdout.write(json_text(data))
     elif file is not None and (why := write(Path(file), json_text(data))) is not None:
-        print(f"apex {command}: {file} could not be written: {why}", file=sys.stderr)
-        return False
-    return True
+        raise CommandError(exit_codes.NOT_WRITTEN, f"{file} could not be written: {why}")
 
 
 def columns_of(stream: TextIO) -> int | None:

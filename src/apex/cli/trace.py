@@ -7,14 +7,16 @@ import contextlib
 import functools
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from apex.cli import exit_codes
-from apex.cli.output import json_is_writable, write_json
+from apex.cli.exit_codes import bad_input
+from apex.cli.output import check_json, write_json
 
 if TYPE_CHECKING:
     from apex.debug.faults import Fault
-    from apex.tools.trace import Tracing
+
+HELP = "run a training script, name the first operator that makes inf or NaN"
 
 DESCRIPTION = """\
 Runs a training script unchanged, with or without amp, and names the first operator, forward or
@@ -22,7 +24,7 @@ backward, that made inf or NaN: its module, its line of code, the values that we
 a remedy. The script stops there. Overflows by which a dynamic loss scale finds its value are
 counted and do not stop it, nor do masks of -inf that reach no gradient."""
 
-NOTES = """\
+EPILOG = """\
 options of apex trace come before SCRIPT; whatever follows it is passed to the script.
 
 cost:
@@ -46,16 +48,9 @@ exit code of a script:
 """
 
 
-def add_parser(subparsers: Any) -> None:
-    """Adds the subcommand."""
-    parser = subparsers.add_parser(
-        "trace",
-        help="run a training script, name the first operator that makes inf or NaN",
-        usage="apex trace [-h] [--keep-going] [--json FILE] [-m] SCRIPT [ARGUMENT ...]",
-        description=DESCRIPTION,
-        epilog=NOTES + exit_codes.epilog(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments."""
+    parser.usage = "apex trace [-h] [--keep-going] [--json FILE] [-m] SCRIPT [ARGUMENT ...]"
     parser.add_argument(
         "--keep-going",
         action="store_true",
@@ -74,7 +69,6 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="the script's own arguments"
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -84,13 +78,9 @@ def run(args: argparse.Namespace) -> int:
 
     script = Script(args.script, args.arguments, args.is_module)
     json = _json_file(args.json)
-    if not json_is_writable("trace", json):
-        return exit_codes.NOT_WRITTEN
-    try:
+    check_json(json)
+    with bad_input(ScriptError):
         script.check()
-    except ScriptError as error:
-        print(f"apex trace: {error}", file=sys.stderr)
-        return exit_codes.BAD_INPUT
     # The script may replace these.
     out, err = sys.stdout, sys.stderr
     stream = err if json == "-" else out
@@ -103,9 +93,10 @@ def run(args: argparse.Namespace) -> int:
             replaced.flush()
     sys.stdout, sys.stderr = out, err
     _show(stream, f"\n{tracing_text(tracing)}")
-    if not write_json("trace", json, tracing.to_dict()):
-        return exit_codes.NOT_WRITTEN
-    return _exit_code(tracing)
+    write_json(json, tracing.to_dict())
+    if tracing.ending.interrupted:
+        return exit_codes.INTERRUPTED
+    return tracing.ending.status if tracing.seen.first is None else exit_codes.NOT_FINITE
 
 
 def _notify(stream: TextIO, fault: Fault) -> None:
@@ -117,12 +108,6 @@ def _notify(stream: TextIO, fault: Fault) -> None:
 def _show(stream: TextIO, text: str) -> None:
     stream.write(f"{text}\n")  # at once, as ranks share a terminal
     stream.flush()
-
-
-def _exit_code(tracing: Tracing) -> int:
-    if tracing.ending.interrupted:
-        return exit_codes.INTERRUPTED
-    return tracing.ending.status if tracing.seen.first is None else exit_codes.NOT_FINITE
 
 
 def _json_file(given: str | None) -> str | None:

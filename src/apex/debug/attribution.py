@@ -75,12 +75,7 @@ class DtypeRules:
     """
 
     def __init__(self, model: nn.Module, names: Mapping[nn.Module, str]) -> None:
-        """Reads from the model's conversion how each module was treated.
-
-        Args:
-            model: Any model; any of its submodules may be converted.
-            names: Qualified name of each module.
-        """
+        """Reads how each module was treated; any submodule of the model may be converted."""
         self._converted: dict[str, str] = {}
         self._region: CastSpec | None = None
         states = [(m, state) for m in model.modules() if (state := state_of(m)) is not None]
@@ -102,10 +97,10 @@ class DtypeRules:
             computed_in: Name of the dtype in which it computed.
             module: Qualified name of the module in which it ran.
             inside: Whether the model ran it.
-            direction: In a backward pass, formulas follow the dtypes of the forward.
+            direction: ``"forward"`` or ``"backward"``.
             call: The :class:`Call` from which it came; None if unknown.
         """
-        if direction == "backward":
+        if direction == "backward":  # autograd's formulas follow the forward
             return "dtypes of the forward"
         if call is None and inside and self._region is not None:
             call = Call("", self._region, None)  # called from C++

@@ -165,7 +165,7 @@ class Explanation:
         return tuple(self._module(name) for name in self.kinds)
 
     def _module(self, name: str) -> ModuleRow:
-        rows = [row for row in self.ops if row.inside and _within(row.module, name)]
+        rows = [row for row in self.ops if row.inside and within(row.module, name)]
         casts = [cast for row in rows for cast in row.casts]
         near = _least_headroom(rows)
         forward = [row for row in rows if row.direction == "forward"]
@@ -202,9 +202,11 @@ class Explanation:
 
     def to_markdown(self) -> str:
         """Returns Markdown tables."""
-        from apex.debug.rendering.markdown import markdown
+        from apex.debug.rendering import formatting
+        from apex.debug.rendering.pages import render
 
-        return markdown(self)
+        names = {"explanation": self, "formatting": formatting}
+        return render("apex.debug.rendering", "explanation.md.jinja", **names)
 
     def to_html(self) -> str:
         """Returns a self-contained page that shows the model's tree coloured by dtype."""
@@ -256,7 +258,8 @@ def _least_headroom(rows: Iterable[OpRow]) -> OpRow | None:
     return min(known, key=lambda row: row.headroom or 0.0, default=None)
 
 
-def _within(module: str, parent: str) -> bool:
+def within(module: str, parent: str) -> bool:
+    """Returns whether a module is another, or inside it; all are inside the model, ``""``."""
     return not parent or module == parent or module.startswith(parent + ".")
 
 

@@ -172,54 +172,29 @@ def _amount(true: float | None) -> str:
     return "more" if true is None or not math.isfinite(true) else f"{true:.3g}"
 
 
-def cause_of(
-    op: str,
-    direction: Direction,
-    kind: Kind,
-    dtype: torch.dtype,
-    *,
-    largest_input: float,
-    largest_true: float | None,
-    loss_scale: float,
-) -> Cause:
-    """Returns why an operator returned inf or NaN for finite inputs.
+def cause_of(fault: Fault, loss_scale: float) -> Cause:
+    """Returns why an operator returned inf or NaN for finite inputs, whatever ``fault.cause`` is.
 
     Args:
-        op: Operator, such as ``"aten.exp"``.
-        direction: ``"forward"`` or ``"backward"``.
-        kind: ``"inf"`` or ``"nan"``.
-        dtype: Dtype of the output.
-        largest_input: Largest absolute input.
-        largest_true: Largest absolute output in float64; see :class:`Fault`.
+        fault: The operator.
         loss_scale: Multiplier on the loss.
     """
-    name = operator_name(op)
-    finite = largest_true is not None and math.isfinite(largest_true)
-    if kind == "inf" and name in _DEFINED_EVERYWHERE:  # too large for float64, too
-        finite = True
-    elif largest_true is None:  # not rerun in float64; overflow rarely produces NaN
-        finite = kind == "inf" and name not in _DIVIDES
-    if finite:
-        return _range_or(direction, dtype, largest_input, largest_true, loss_scale)
-    if direction == "backward":
-        return "derivative"
-    return "division by zero" if name in _DIVIDES else "domain"
-
-
-def _range_or(
-    direction: Direction,
-    dtype: torch.dtype,
-    largest_input: float,
-    largest_true: float | None,
-    loss_scale: float,
-) -> Cause:
-    limit = torch.finfo(dtype).max
+    name, in_backward = operator_name(fault.op), fault.direction == "backward"
     # A kernel that does not run in float64 (attention on CUDA) leaves the true result unknown.
-    known = largest_true is not None and math.isfinite(largest_true)
-    unscaled = largest_true / loss_scale if known and largest_true is not None else 0.0
-    if direction == "backward" and loss_scale > 1.0 and unscaled <= limit:
+    true = 0.0 if fault.largest_true is None else fault.largest_true
+    finite = math.isfinite(true)
+    if fault.kind == "inf" and name in _DEFINED_EVERYWHERE:  # too large for float64, too
+        finite = True
+    elif fault.largest_true is None:  # overflow rarely produces NaN
+        finite = fault.kind == "inf" and name not in _DIVIDES
+    if not finite:
+        elsewhere: Cause = "division by zero" if name in _DIVIDES else "domain"
+        return "derivative" if in_backward else elsewhere
+    limit = torch.finfo(fault.dtype).max
+    unscaled = true / loss_scale if math.isfinite(true) else 0.0
+    if in_backward and loss_scale > 1.0 and unscaled <= limit:
         return "loss scale"
-    return "divergence" if limit > 1e30 and largest_input > 1e9 else "range"
+    return "divergence" if limit > 1e30 and fault.largest_input > 1e9 else "range"
 
 
 _DIVIDES = {"div", "divide", "reciprocal", "rsqrt", "pow", "remainder", "fmod", "mean", "var"}

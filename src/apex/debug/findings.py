@@ -37,13 +37,7 @@ class Finding:
 def findings_of(
     trips: Sequence[RoundTrip], casts: Iterable[WeightCasts], whole: float
 ) -> tuple[Finding, ...]:
-    """Returns what an explained model could save, the most time first.
-
-    Args:
-        trips: Its round trips.
-        casts: Its casts of weights.
-        whole: All measured time, in seconds.
-    """
+    """Returns what an explained model could save of the ``whole`` time, the most first."""
     found = [
         *_through_operators([trip for trip in trips if trip.op], whole),
         *_undone([trip for trip in trips if not trip.op], whole),

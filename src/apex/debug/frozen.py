@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from apex._core import finite, tree
 from apex._engine.optimizer.optimizer_class import ATTRIBUTE, binding_of, own_class
 from apex._torch.grad_scaler import holds_unscaled
-from apex.debug.loops import check_scaler, inner
+from apex.debug.loops import check_scaler, inner, params_of
 
 WIDER = {
     torch.bfloat16: torch.float32,
@@ -92,7 +92,7 @@ def frozen_updates(optimizer: Any, *, scaler: Any = None) -> Iterator[FrozenUpda
     if binding is not None:
         binding.settle()
     updates = FrozenUpdates()
-    params = [param for param in _params(own) if param.grad is not None]
+    params = [param for param in params_of(own) if param.grad is not None]
     if not _finite(params):
         yield updates
         return
@@ -110,13 +110,9 @@ def frozen_updates(optimizer: Any, *, scaler: Any = None) -> Iterator[FrozenUpda
 def wanted_values(optimizer: Optimizer, scale: float = 1.0) -> dict[Tensor, Tensor]:
     """Returns, by parameter, the values after a step in a wider dtype; changes nothing.
 
-    Parameters without a gradient are omitted.
-
-    Args:
-        optimizer: The optimizer.
-        scale: The factor that the gradients carry.
+    Parameters without a gradient are omitted. ``scale`` is the factor that the gradients carry.
     """
-    wide = {param: _widened(param, scale) for param in _params(optimizer)}
+    wide = {param: _widened(param, scale) for param in params_of(optimizer)}
     memo = {id(param): wider for param, wider in wide.items()}
     shadow = _shadow(optimizer, memo)
     shadow.step()
@@ -157,10 +153,6 @@ def _widened(param: Tensor, scale: float) -> Tensor:
     if param.grad is not None:
         wide.grad = param.grad.detach().to(dtype, copy=True) / scale
     return wide
-
-
-def _params(optimizer: Optimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _finite(params: list[Tensor]) -> bool:

@@ -17,9 +17,6 @@ OVERFLOW = "tab:red"
 def figure(passes: Sequence[Pass]) -> Figure:
     """Returns the figure, for ``savefig`` or a notebook; opens no window.
 
-    Args:
-        passes: The recorded passes, oldest first.
-
     Raises:
         ImportError: If matplotlib is not installed.
     """

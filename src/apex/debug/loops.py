@@ -130,7 +130,7 @@ class Loop(ABC):
 
     def params(self) -> list[Tensor]:
         """Returns the parameters that the optimizers step."""
-        return [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
+        return [param for optimizer in self.optimizers for param in params_of(optimizer)]
 
     def names(self) -> dict[int, str]:
         """Returns names by the ids of the stepped parameters.
@@ -180,12 +180,9 @@ class AmpLoop(Loop):
         models: Iterable[nn.Module] | None,
         bindings: Iterable[Binding] | None = None,
     ) -> None:
-        """Watches nothing yet.
+        """Watches nothing yet, and then only ``bindings``; names are those of ``models``.
 
-        Args:
-            session: What the call created.
-            models: Models that provide names; None for those of the session.
-            bindings: The only optimizers to watch; None for all.
+        Each is by default all that the session has.
         """
         super().__init__(session.models if models is None else models)
         self.dynamic = any(scaler.dynamic for scaler in session.scalers)
@@ -376,8 +373,7 @@ class PlainLoop(Loop):
         optimizer = self._optimizers[index]()
         if optimizer is None or self._listener is None:
             return None
-        params = (param for group in optimizer.param_groups for param in group["params"])
-        return self._listener.measure(index, params)
+        return self._listener.measure(index, params_of(optimizer))
 
 
 def loop_of(
@@ -435,6 +431,11 @@ def check_scaler(caller: str, scaler: Any) -> None:
             f"amp.debug.{caller} got {type(scaler).__name__} as the scaler; it takes the "
             "torch.amp.GradScaler that scales the losses."
         )
+
+
+def params_of(optimizer: Optimizer) -> list[Tensor]:
+    """Returns the parameters that an optimizer steps."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def owner_of(param: str) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from apex._core import dtypes, finite
 from apex._engine.optimizer.optimizer_class import binding_of
 from apex._torch import copies, dtensor
-from apex.debug.loops import inner
+from apex.debug.loops import inner, params_of
 
 _MAX_LISTED = 10
 """Number of non-finite tensors that ``str`` lists."""
@@ -121,11 +121,24 @@ def check_numerics(model: nn.Module, optimizer: Any = None) -> Numerics:
             f"amp.debug.check_numerics got {type(model).__name__}; it takes a torch.nn.Module."
         )
     tensors = [*_of_model(model), *(() if optimizer is None else _of_optimizer(model, optimizer))]
-    held = [(name, role, _local_values(tensor)) for name, role, tensor in tensors]
+    held = [
+        (name, role, finite.summed_values(dtensor.local(tensor.detach())))
+        for name, role, tensor in tensors
+    ]
     held = [item for item in held if item[2].numel() and item[2].is_floating_point()]
+    counts = _counted([values for _, _, values in held])
     return Numerics(
-        _numerics(name, role, values, counts)
-        for (name, role, values), counts in zip(held, _counted([h[2] for h in held]), strict=True)
+        TensorNumerics(
+            name=name,
+            role=role,
+            dtype=dtypes.name(values.dtype),
+            inf=int(inf),
+            nan=int(nan),
+            elements=values.numel(),
+            largest=largest,
+            limit=torch.finfo(values.dtype).max,
+        )
+        for (name, role, values), (inf, nan, largest) in zip(held, counts, strict=True)
     )
 
 
@@ -143,7 +156,7 @@ def _of_optimizer(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, str, 
     binding = binding_of(own)
     names = {id(param): name for name, param in model.named_parameters()}
     masters = {} if binding is None else {id(pair.master): pair.model for pair in binding.pairs}
-    for param in (param for group in own.param_groups for param in group["params"]):
+    for param in params_of(own):
         weight = masters.get(id(param))
         name = names.get(id(param if weight is None else weight), "(a parameter of another model)")
         if weight is not None:
@@ -169,21 +182,3 @@ def _counted(tensors: list[Tensor]) -> list[list[float]]:
         for values in tensors
     ]
     return [counts.tolist() for counts in copies.fetched(found)]  # sync: a diagnosis, asked for
-
-
-def _local_values(tensor: Tensor) -> Tensor:
-    return finite.summed_values(dtensor.local(tensor.detach()))
-
-
-def _numerics(name: str, role: str, values: Tensor, counts: list[float]) -> TensorNumerics:
-    inf, nan, largest = counts
-    return TensorNumerics(
-        name=name,
-        role=role,
-        dtype=dtypes.name(values.dtype),
-        inf=int(inf),
-        nan=int(nan),
-        elements=values.numel(),
-        largest=largest,
-        limit=torch.finfo(values.dtype).max,
-    )

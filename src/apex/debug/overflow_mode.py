@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from apex._core import tree
 from apex._core.dtypes import is_low_precision
 from apex._engine.model.state import state_of
 from apex._engine.session import Session
 from apex._torch.grad_scaler import enabled_scalers
 from apex.amp.nonfinite import nonfinite_gradients
 from apex.debug import tensors
-from apex.debug.calls import Call
 from apex.debug.faults import Cause, Fault, cause_of
+from apex.debug.loops import params_of
 from apex.debug.module_tracker import ModuleTracker
 from apex.debug.patterns import nodes_behind, operator_name
 from apex.debug.provenance import Origin, Provenance
@@ -29,6 +31,60 @@ _MASKS |= {"aten.where"}
 _MAP_TO_ZERO = {"softmax", "safe_softmax", "exp"}  # -inf
 _TO_DIVISOR = {"div", "divide"}
 _MAX_INPUTS = 4
+
+# Operators whose outputs after the first are saved for backward and may hold infinities.
+_SAVES_FOR_BACKWARD = ("_ctc_loss", "_scaled_dot_product", "_flash_attention", "_efficient")
+_SNAPSHOT_LIMIT = 2**24  # elements; larger inputs of in-place operators are not copied
+
+
+class _Call:
+    """One operator call, with its inputs as they were before the call."""
+
+    def __init__(self, func: Any, traits: Traits, args: Any, kwargs: dict[str, Any]) -> None:
+        self.traits = traits
+        self.args, self.kwargs = args, kwargs
+        self._func = func
+        self._before: tuple[Any, dict[str, Any]] | None = (args, kwargs)
+        self._originals: dict[int, Tensor] = {}
+        self._saves = traits.name.rpartition(".")[2].startswith(_SAVES_FOR_BACKWARD)
+        if traits.writes and traits.reads_written:
+            written = traits.written(args, kwargs)
+            copies = {id(t): t.detach().clone() for t in written if t.numel() <= _SNAPSHOT_LIMIT}
+            large = len(copies) < len({id(t) for t in written})
+            self._before = None
+            if not large:
+                self._before = tree.map_arguments(lambda t: copies.get(id(t), t), args, kwargs)
+            self._originals = {id(copies[id(t)]): t for t in written if id(t) in copies}
+
+    def outputs(self, result: Any) -> list[Tensor]:
+        """Returns the floating-point tensors that the call returned or wrote."""
+        returned = list(tensors.floating(result[:1] if self._saves else result))
+        known = {id(tensor) for tensor in returned}
+        written = self.traits.written(self.args, self.kwargs)
+        return returned + [tensor for tensor in written if id(tensor) not in known]
+
+    def saved_outputs(self, result: Any) -> list[Tensor]:
+        """Returns the outputs saved only for backward."""
+        return list(tensors.floating(result[1:])) if self._saves else []
+
+    def original(self, tensor: Tensor) -> Tensor:
+        """Returns the argument of which ``tensor`` is a snapshot, or ``tensor`` itself."""
+        return self._originals.get(id(tensor), tensor)
+
+    def inputs(self) -> list[Tensor]:
+        """Returns the floating-point tensors that the call read, as they were before it."""
+        args, kwargs = self._before or (self.args, self.kwargs)
+        read = list(tensors.floating([args, kwargs]))
+        if self.traits.writes and not self.traits.reads_written:
+            written = {id(tensor) for tensor in self.traits.written(self.args, self.kwargs)}
+            read = [tensor for tensor in read if id(tensor) not in written]
+        return read
+
+    def largest_in_double(self) -> float | None:
+        """Returns the largest absolute result in float64, or None if unknown."""
+        if self._before is None:
+            return None
+        return tensors.largest_in_double(self._func, *self._before)
 
 
 class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
@@ -71,14 +127,14 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         accumulating = self.tracker.is_accumulating
         if traits.view and not accumulating and traits.name != "aten.lift_fresh":
             return self._run(func, args, kwargs)
-        call = Call(func, traits, args, kwargs)
+        call = _Call(func, traits, args, kwargs)
         result = self._run(func, args, kwargs)
         self._check(call, result)
         if accumulating:
             self._check_gradient(result)
         return result
 
-    def _check(self, call: Call, result: Any) -> None:
+    def _check(self, call: _Call, result: Any) -> None:
         bad: list[tuple[Tensor, Kind]] = []
         self._mark_read(call)
         self._mark_saved(call, result)
@@ -101,7 +157,7 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         if call.traits.name == "aten.ones_like" and call.args[0].numel() == 1:
             self._check_loss(call.args[0])  # autograd starts a backward pass this way
 
-    def _mark_read(self, call: Call) -> None:
+    def _mark_read(self, call: _Call) -> None:
         if not self._provenance.has_pending or self.tracker.direction == "backward":
             return
         for tensor in call.inputs():
@@ -109,7 +165,7 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
             if origin is not None:
                 self._provenance.mark_read(origin, call.traits.name)
 
-    def _mark_saved(self, call: Call, result: Any) -> None:
+    def _mark_saved(self, call: _Call, result: Any) -> None:
         for tensor in call.saved_outputs(result):
             kind = tensors.kind_of(tensor)
             if kind is not None:
@@ -121,13 +177,13 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         if self._stale and tensors.covers_storage(tensor):
             self._stale.discard(tensors.storage_key(tensor))
 
-    def _mark_inputs(self, call: Call, mark: Callable[[Origin], None]) -> None:
+    def _mark_inputs(self, call: _Call, mark: Callable[[Origin], None]) -> None:
         for tensor in call.inputs():
             origin = self._provenance.of(call.original(tensor))
             if origin is not None and tensors.kind_of(tensor):
                 mark(origin)
 
-    def _writes_weights(self, call: Call) -> bool:
+    def _writes_weights(self, call: _Call) -> bool:
         written = _keys(call.traits.written(call.args, call.kwargs))
         return bool(written) and not self._weights().isdisjoint(written)
 
@@ -135,7 +191,7 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         """Returns the memory of all parameters, masters and buffers, wherever it is by now."""
         models = self.tracker.models
         own = [tensor for m in models for tensor in (*m.parameters(), *m.buffers())]
-        stepped = [group["params"] for o in self._optimizers for group in o.param_groups]
+        stepped = [params_of(optimizer) for optimizer in self._optimizers]
         return _keys([own, stepped])
 
     def _check_loss(self, loss: Tensor) -> None:
@@ -157,7 +213,7 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
 
     # -- origins -------------------------------------------------------------------------------
 
-    def _origin(self, call: Call, bad: list[tuple[Tensor, Kind]]) -> Origin:
+    def _origin(self, call: _Call, bad: list[tuple[Tensor, Kind]]) -> Origin:
         kind: Kind = "nan" if any(kind == "nan" for _, kind in bad) else "inf"
         inputs = [(tensor, tensors.kind_of(tensor)) for tensor in call.inputs()]
         origins = [self._input_origin(tensor, found, call) for tensor, found in inputs if found]
@@ -165,11 +221,12 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         if not origins:
             return self._first_origin(call, kind, dtype)
         worst = self._provenance.most_severe(origins)
-        if worst is None or (worst.deliberate and kind == "nan" and not _has_nan(inputs)):
+        is_new_nan = kind == "nan" and all(found != "nan" for _, found in inputs)
+        if worst is None or (worst.deliberate and is_new_nan):
             return self._new_origin(call, kind, dtype, "constant")
         return worst
 
-    def _first_origin(self, call: Call, kind: Kind, dtype: torch.dtype) -> Origin:
+    def _first_origin(self, call: _Call, kind: Kind, dtype: torch.dtype) -> Origin:
         """Returns the origin of non-finite outputs of finite inputs."""
         if self.tracker.direction == "backward":
             forward = self._provenance.of_site(self.tracker.forward_site)
@@ -186,7 +243,7 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
             self._provenance.link_site(site, origin)
         return origin
 
-    def _input_origin(self, tensor: Tensor, kind: Kind, call: Call) -> Origin:
+    def _input_origin(self, tensor: Tensor, kind: Kind, call: _Call) -> Origin:
         """Returns a non-finite input's origin; this operator if the values are from outside."""
         argument = call.original(tensor)
         origin = self._provenance.of(argument)
@@ -204,8 +261,7 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         if key in self._stale:
             return "gradients"
         if self._stepping is not None:
-            params = [p for group in self._stepping.param_groups for p in group["params"]]
-            if key in _keys([p.grad for p in params]):
+            if key in _keys([param.grad for param in params_of(self._stepping)]):
                 return "gradients"
             if key in _keys([list(state.values()) for state in self._stepping.state.values()]):
                 return "optimizer state"
@@ -216,7 +272,7 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
 
     def _new_origin(
         self,
-        call: Call,
+        call: _Call,
         kind: Kind,
         dtype: torch.dtype,
         cause: Cause | None,
@@ -224,22 +280,7 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         deliberate: bool = False,
     ) -> Origin:
         inputs = call.inputs()
-        largest_input = tensors.largest(inputs)
         direction = self.tracker.direction
-        true = None
-        if cause is None:
-            true = call.largest_in_double()
-            cause = cause_of(
-                call.traits.name,
-                direction,
-                kind,
-                dtype,
-                largest_input=largest_input,
-                largest_true=true,
-                loss_scale=self._loss_scale() if direction == "backward" else 1.0,
-            )
-            if self._is_update(call):
-                cause = "update"
         module, inside, location = self.tracker.site()
         fault = Fault(
             module,
@@ -247,26 +288,29 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
             direction,
             kind,
             dtype,
-            largest_input,
+            tensors.largest(inputs),
             location,
-            cause,
+            cause or "update",
             inside,
-            true,
+            call.largest_in_double() if cause is None else None,
             level=self._level(),
-            dynamic=cause == "loss scale" and self._has_dynamic_scale(),
             inputs=() if deliberate else tuple(map(tensors.values_of, inputs[:_MAX_INPUTS])),
             node=self.tracker.node if direction == "backward" else "",
             fed_by=() if deliberate else self._fed_by(call, direction),
         )
+        if cause is None and not self._is_update(call):
+            found = cause_of(fault, self._loss_scale() if direction == "backward" else 1.0)
+            dynamic = found == "loss scale" and self._has_dynamic_scale()
+            fault = replace(fault, cause=found, dynamic=dynamic)
         return self._provenance.add_origin(fault, deliberate=deliberate)
 
-    def _is_update(self, call: Call) -> bool:
+    def _is_update(self, call: _Call) -> bool:
         """Returns whether a call belongs to an optimizer step or writes masters to the model."""
         if self.tracker.inside or self.tracker.direction == "backward":
             return False
         return self._stepping is not None or self._writes_weights(call)
 
-    def _fed_by(self, call: Call, direction: str) -> tuple[str, ...]:
+    def _fed_by(self, call: _Call, direction: str) -> tuple[str, ...]:
         """Returns the nodes behind the input that matters: of a quotient, the divisor."""
         if direction == "backward":
             return self.tracker.nodes_behind()
@@ -311,7 +355,3 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
 
 def _keys(value: Any) -> set[int]:
     return {tensors.storage_key(tensor) for tensor in tensors.floating(value)}
-
-
-def _has_nan(inputs: list[tuple[Tensor, Kind | None]]) -> bool:
-    return any(kind == "nan" for _, kind in inputs)

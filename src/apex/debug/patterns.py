@@ -51,12 +51,9 @@ def pattern_of(fault: Fault) -> Pattern | None:
 
 
 def nodes_behind(node: Any) -> tuple[str, ...]:
-    """Returns the names of the autograd nodes behind a tensor, the nearest first.
+    """Returns the names of the autograd nodes behind a tensor's ``grad_fn``, the nearest first.
 
     Follows the first input of each, and leaves out nodes that only pass values on.
-
-    Args:
-        node: A ``grad_fn``; None gives no names.
     """
     names: list[str] = []
     for _ in range(4 * _MAX_NODES):

@@ -144,10 +144,8 @@ class Provenance:
     def mark_reached(self, origin: Origin, *, backward: int = -1) -> None:
         """Records that values of ``origin`` reached a gradient, the loss or a weight.
 
-        Args:
-            origin: The origin.
-            backward: The backward pass whose gradients they reached: a dynamic loss scale skips the
-                step, and backs off. -1 for the loss or a weight.
+        ``backward`` is the backward pass whose gradients they reached, -1 for the loss or a weight:
+        a dynamic loss scale skips the step of such a pass, and backs off.
         """
         self._reached[origin.time] = origin
         if origin.fault.heals and backward != -1:
@@ -168,8 +166,9 @@ class Provenance:
         self.first_harmless = self.first_harmless or next(iter(harmless), None)
         self._pending.clear()
         kept = self._reached.keys() | {origin.time for origin in self._lost.values()}
-        for known in (self._readers, self._masked_out, self._absorbed):
-            _keep(known, kept)
+        self._readers = {time: self._readers[time] for time in self._readers.keys() & kept}
+        self._masked_out &= kept
+        self._absorbed &= kept
 
     @property
     def has_pending(self) -> bool:
@@ -202,8 +201,3 @@ class Provenance:
             if origin is not None:
                 return origin
         return None
-
-
-def _keep(known: dict[int, list[str]] | set[int], kept: set[int]) -> None:
-    for time in [time for time in known if time not in kept]:
-        known.pop(time) if isinstance(known, dict) else known.discard(time)

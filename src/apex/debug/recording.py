@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -102,14 +103,6 @@ class Detour:
 
 
 @dataclass
-class TripStats:
-    """The statistics of the round trips at one place."""
-
-    count: int = 0
-    casts: list[Cast] = field(default_factory=list)
-
-
-@dataclass
 class OpStats:
     """The statistics that one record accumulates."""
 
@@ -138,9 +131,9 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
         self._calls = calls
         self._rules = rules
         self._flops = _flop_formulas()
-        self._stats: dict[Key, OpStats] = {}
-        self._trips: dict[_Place, TripStats] = {}
-        self._weight_casts: list[Cast] = []
+        self._stats: defaultdict[Key, OpStats] = defaultdict(OpStats)
+        self._trips: defaultdict[_Place, list[list[Cast]]] = defaultdict(list)
+        self._weight_casts: defaultdict[str, list[Cast]] = defaultdict(list)
         self._detours: dict[int, tuple[StorageWeakRef, Detour]] = {}
         # A weak reference to a storage keeps its address from being reused.
         self._casts: dict[int, tuple[StorageWeakRef, Cast]] = {}
@@ -168,14 +161,16 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
         span: Span,
     ) -> None:
         key = self._key(func, inputs, outputs)
-        stats = self._stats.setdefault(key, OpStats())
+        stats = self._stats[key]
         stats.calls += 1
         stats.spans.append(span)
         self._follow_detour(func, key, inputs, outputs)
         if func is aten.clone.default:
             self._pass_to_copy(inputs[0], result)
         else:
-            self._consume(inputs, stats)
+            for cast in filter(None, map(self._cast_of, inputs)):
+                _charge(stats, cast)
+                cast.used = True
         if func._schema.is_mutable:
             for tensor in inputs:  # may no longer hold the values of the cast
                 self._casts.pop(_address(tensor), None)
@@ -209,13 +204,6 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
     def _detour_of(self, tensor: Tensor) -> Detour | None:
         return self._detours.get(_address(tensor), (None, None))[1]
 
-    def _consume(self, inputs: list[Tensor], stats: OpStats) -> None:
-        for tensor in inputs:
-            cast = self._cast_of(tensor)
-            if cast is not None:
-                _charge(stats, cast)
-                cast.used = True
-
     def _pass_to_copy(self, source: Tensor, copy: Tensor) -> None:
         """Treats a copy in another layout as the result of the cast of its source."""
         cast = self._cast_of(source)
@@ -236,7 +224,9 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
         cast.origin = cast
         cast.prior = None if first is None else first.origin
         if cast.prior is not None and cast.prior.source == cast.target:
-            self._round_trip(cast.prior, cast)
+            path = (cast.prior.source, cast.prior.target, cast.target)
+            wasted = [cast] if cast.prior.used else [cast.prior, cast]
+            self._trips[cast.own.module, cast.own.direction, path, "", ""].append(wasted)
             cast.origin = cast.prior.prior
         detour = self._detour_of(source)
         if detour is not None and detour.low == cast.target and not detour.returned:
@@ -244,26 +234,16 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
             path = (detour.low, cast.source, cast.target)
             key = detour.key
             place = key.module, key.direction, path, key.op, key.decided_by
-            self._add_trip(place, [*detour.casts, cast])
+            self._trips[place].append([*detour.casts, cast])
         if cast.target in LOW and source in self._tracker.parameters:
-            self._weight_casts.append(cast)
+            self._weight_casts[cast.target].append(cast)
         if first is not None and not first.charged:
             first.charged, cast.before = True, (*first.before, first)
         address = _address(result)
         if address:
             self._casts[address] = (reference(result), cast)
         else:
-            _charge(self._stats.setdefault(cast.own, OpStats()), cast)
-
-    def _round_trip(self, outward: Cast, back: Cast) -> None:
-        path = (outward.source, outward.target, back.target)
-        wasted = [back] if outward.used else [outward, back]
-        self._add_trip((back.own.module, back.own.direction, path, "", ""), wasted)
-
-    def _add_trip(self, place: _Place, casts: list[Cast]) -> None:
-        stats = self._trips.setdefault(place, TripStats())
-        stats.count += 1
-        stats.casts += casts
+            _charge(self._stats[cast.own], cast)
 
     def _cast_of(self, tensor: Tensor) -> Cast | None:
         return self._casts.get(_address(tensor), (None, None))[1]
@@ -276,8 +256,10 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
         op = f"{func.namespace}.{name}"
         module, inside, direction = tracker.module, tracker.inside, tracker.direction
         call = self._calls.current
-        if op == CAST:
-            why = _explicit(direction, call.name if call else "")
+        if op == CAST and direction == "backward":
+            why = "gradient in the dtype before the cast"
+        elif op == CAST:
+            why = f"cast by {call.name}()" if call and call.name else "cast"
         else:
             why = self._rules.decided_by(
                 name, computed_in(ins, out), module, inside, direction, call
@@ -291,41 +273,35 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
         self._clock.finish()
         for _, cast in self._casts.values():
             if not cast.charged:
-                _charge(self._stats.setdefault(cast.own, OpStats()), cast)
+                _charge(self._stats[cast.own], cast)
         self._casts.clear()
         self._detours.clear()
         return tuple(_record(key, stats) for key, stats in self._stats.items())
 
     def round_trips(self) -> tuple[RoundTrip, ...]:
         """Returns the round trips, in order of first use; call it after ``records``."""
-        return tuple(_trip(place, stats) for place, stats in self._trips.items())
+        return tuple(_trip(place, trips) for place, trips in self._trips.items())
 
     def weight_casts(self) -> tuple[WeightCasts, ...]:
         """Returns the casts of parameters by dtype; call it after ``records``."""
-        made = self._weight_casts
         return tuple(
-            _weight_casts(target, [cast for cast in made if cast.target == target])
-            for target in dict.fromkeys(cast.target for cast in made)
+            WeightCasts(
+                target,
+                len(casts),
+                sum(cast.bytes for cast in casts),
+                sum(cast.span() for cast in casts),
+                tuple(dict.fromkeys(cast.own.module for cast in casts)),
+            )
+            for target, casts in self._weight_casts.items()
         )
 
 
-def _trip(place: _Place, stats: TripStats) -> RoundTrip:
+def _trip(place: _Place, trips: list[list[Cast]]) -> RoundTrip:
     module, direction, path, op, decided_by = place
-    seconds = sum(cast.span() for cast in stats.casts)
-    size = sum(cast.bytes for cast in stats.casts)
-    return RoundTrip(
-        module, direction, path, stats.count, len(stats.casts), size, op, decided_by, seconds
-    )
-
-
-def _weight_casts(target: str, casts: list[Cast]) -> WeightCasts:
-    return WeightCasts(
-        target,
-        len(casts),
-        sum(cast.bytes for cast in casts),
-        sum(cast.span() for cast in casts),
-        tuple(dict.fromkeys(cast.own.module for cast in casts)),
-    )
+    casts = [cast for trip in trips for cast in trip]
+    seconds = sum(cast.span() for cast in casts)
+    size = sum(cast.bytes for cast in casts)
+    return RoundTrip(module, direction, path, len(trips), len(casts), size, op, decided_by, seconds)
 
 
 def _charge(stats: OpStats, cast: Cast) -> None:
@@ -351,8 +327,10 @@ def _record(key: Key, stats: OpStats) -> OpRow:
 
 
 def _counts(casts: list[Cast]) -> Iterator[CastCount]:
-    for source, target in dict.fromkeys((cast.source, cast.target) for cast in casts):
-        same = [cast for cast in casts if (cast.source, cast.target) == (source, target)]
+    groups: defaultdict[tuple[str, str], list[Cast]] = defaultdict(list)
+    for cast in casts:
+        groups[cast.source, cast.target].append(cast)
+    for (source, target), same in groups.items():
         # sync: a report, after the run
         losses = [cast.losses.tolist() for cast in same if cast.losses is not None]
         yield CastCount(
@@ -363,12 +341,6 @@ def _counts(casts: list[Cast]) -> Iterator[CastCount]:
             sum(cast.values for cast in same),
             *(sum(column) for column in zip(*losses, strict=True)),
         )
-
-
-def _explicit(direction: Direction, function: str) -> str:
-    if direction == "backward":
-        return "gradient in the dtype before the cast"
-    return f"cast by {function}()" if function else "cast"
 
 
 def _address(tensor: Tensor) -> int:

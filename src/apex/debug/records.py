@@ -88,7 +88,9 @@ class OpRow:
     @property
     def headroom(self) -> float | None:
         """Headroom: powers of two from the largest result to the largest number of its dtype."""
-        return headroom(self.largest, self.dtype_out)
+        if not self.dtype_out or not self.largest > 0.0:
+            return None
+        return math.log2(torch.finfo(getattr(torch, self.dtype_out)).max) - math.log2(self.largest)
 
 
 @dataclass(frozen=True)
@@ -171,13 +173,6 @@ def computed_in(dtypes_in: tuple[str, ...], dtype_out: str) -> str:
     if not dtypes_in or dtype_out in dtypes_in:
         return dtype_out
     return max(dtypes_in, key=lambda dtype: torch.finfo(getattr(torch, dtype)).bits)
-
-
-def headroom(largest: float, dtype: str) -> float | None:
-    """Returns the powers of two from ``largest`` to the largest number of ``dtype``."""
-    if not dtype or not largest > 0.0:
-        return None
-    return math.log2(torch.finfo(getattr(torch, dtype)).max) - math.log2(largest)
 
 
 def share(part: float, whole: float) -> float | None:

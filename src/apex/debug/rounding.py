@@ -95,7 +95,7 @@ class RoundingTrace(Trace):
     @property
     def lost(self) -> tuple[RoundingRow, ...]:
         """The rows beyond tolerance in order of time; later ones may only pass on the damage."""
-        return tuple(map(self._log.row, self._log.lost))
+        return self._log.lost()
 
     @property
     def skipped(self) -> tuple[Skipped, ...]:

@@ -14,10 +14,10 @@ from apex._core import dtypes
 from apex._torch.overrides import without_functions
 from apex.debug import rounding_rules as rules
 from apex.debug import tensors
-from apex.debug.errors_by_norm import Distance, distance, distance_of_probabilities
+from apex.debug.loops import params_of
 from apex.debug.modes import suspend_modes
 from apex.debug.module_tracker import ModuleTracker
-from apex.debug.rounding_records import Kind, Place, RoundingLog
+from apex.debug.rounding_records import Kind, RoundingLog, RoundingRow
 from apex.debug.shadow_call import Arguments, ShadowCall, is_touched
 from apex.debug.shadows import Shadows, can_shadow, storage_id
 from apex.debug.tensors import Traits
@@ -71,9 +71,8 @@ class RoundingMode(OperatorMode):  # type: ignore[no-untyped-call]
         """Makes the new weights and the optimizer's state exact: an iteration has ended."""
         self._stepping = False
         own = [list(model.parameters()) for model in self.tracker.models]
-        groups = [group["params"] for group in optimizer.param_groups]
         state = [list(each.values()) for each in optimizer.state.values() if isinstance(each, dict)]
-        for tensor in tensors.floating([own, groups, state]):
+        for tensor in tensors.floating([own, params_of(optimizer), state]):
             self._shadows.discard(tensor)
 
     def _traced_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -85,10 +84,6 @@ class RoundingMode(OperatorMode):  # type: ignore[no-untyped-call]
                 self._stepping = before
 
         return run
-
-    def close(self) -> None:
-        """Releases all shadows."""
-        self._shadows.close()
 
     # -- operators --------------------------------------------------------------------------------
 
@@ -160,10 +155,10 @@ class RoundingMode(OperatorMode):  # type: ignore[no-untyped-call]
             return f"it does not run in fp32: {_first_line(error)}"
         if any(low.shape != high.shape for low, high in pairs):
             return "its result has another shape in fp32"
-        if not rules.is_move(call.name):
+        if call.name not in rules.MOVES:
             saves = call.name.removeprefix("aten.").startswith(_SAVES_FOR_BACKWARD)
             self._judge(call, result, pairs[:1] if saves else pairs)
-        entry = call.inherited if rules.is_linear(call.name) else None
+        entry = call.inherited if call.name in rules.LINEAR else None
         for low, high in pairs:
             unit = max(call.unit, rules.roundoff(low.dtype))
             self._shadows.write(low, high, unit=unit, entry=entry)
@@ -182,15 +177,20 @@ class RoundingMode(OperatorMode):  # type: ignore[no-untyped-call]
                 kind = self._kind(call, result, index, error)
             elif (lost := self._lost_change(call, result)) > rules.LOST_CHANGE:
                 error, tolerance, kind = lost, rules.LOST_CHANGE, "rounding"
-            place = Place(
+            row = RoundingRow(
                 tracker.module,
-                tracker.inside,
-                tracker.direction,
                 call.name,
+                tracker.direction,
+                error,
+                tolerance,
+                call.inherited,
                 dtypes.name(low.dtype),
+                tracker.inside,
+                calls=1,
+                kind=kind,
+                location=tracker.location() if kind else "",
             )
-            line = tracker.location() if kind else ""
-            self._log.add(place, error, tolerance, call.inherited, kind, line)
+            self._log.add(row)
 
     def _error(
         self,
@@ -218,7 +218,7 @@ class RoundingMode(OperatorMode):  # type: ignore[no-untyped-call]
         if call.first is None:
             return 0.0
         low, exact = call.pairs(result, call.own, _in_fp32(call, call.own, result))[0]
-        return distance(low.detach() - call.first, exact - call.first).relative
+        return rules.distance(low.detach() - call.first, exact - call.first).relative
 
     def _least_sizes(self, call: ShadowCall, highs: list[Tensor]) -> list[float]:
         args, kwargs = call.shadows
@@ -250,11 +250,11 @@ def _in_fp32(call: ShadowCall, arguments: Arguments, result: Any) -> Any:
     return call.func(*args, **kwargs)
 
 
-def _distance(call: ShadowCall, values: Tensor, in_fp32: Tensor) -> Distance:
+def _distance(call: ShadowCall, values: Tensor, in_fp32: Tensor) -> rules.Distance:
     if call.name in rules.SOFTMAXES:
         is_log = "log" in call.name
-        return distance_of_probabilities(values, in_fp32, call.own[0][1], is_log=is_log)
-    return distance(values, in_fp32)
+        return rules.distance_of_probabilities(values, in_fp32, call.own[0][1], is_log=is_log)
+    return rules.distance(values, in_fp32)
 
 
 def _workspaces(result: Any, in_fp32: Any) -> Iterator[tuple[Tensor, Tensor]]:
@@ -291,7 +291,7 @@ def _without_verdict(
     namespace, _, name = traits.name.partition(".")
     if namespace.startswith(_FOREIGN):
         return "its effects on other processes forbid running it twice"
-    if name.startswith(EMPTY) or rules.is_decision(traits.name):
+    if name.startswith(EMPTY) or traits.name in rules.DECISIONS:
         return ""
     if any(not can_shadow(tensor) for tensor in tensors.floating(result)):
         return "its result is not a dense tensor"

@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 from apex.debug.module_tracker import Direction, place_in_words
 from apex.debug.rendering.files import json_types
 
 Kind = Literal["rounding", "cancellation", "chain", ""]
 
-
-class Place(NamedTuple):
-    """What one record sums up."""
-
-    module: str
-    inside: bool
-    direction: Direction
-    op: str
-    dtype: str
-
-
-class _Loss(NamedTuple):
-    """What the call that lost most digits lost; see :class:`RoundingRow`."""
-
-    error: float
-    tolerance: float
-    inherited: float
-    kind: Kind
-    location: str
+_Place = tuple[str, bool, Direction, str, str]
+"""Module, whether a model was running, direction, operator and dtype."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +64,8 @@ class RoundingRow:
     @property
     def cause(self) -> str:
         """What happened, in one sentence; ``""`` within the tolerance."""
-        return _CAUSES[self.kind].format(dtype=self.dtype, times=self._times)
+        times = f"{self.error / self.inherited:.0f} times" if self.inherited else "from none"
+        return _CAUSES[self.kind].format(dtype=self.dtype, times=times)
 
     @property
     def remedy(self) -> str:
@@ -91,10 +75,6 @@ class RoundingRow:
         name = self.module.rpartition(":")[2]
         place = _FP32_MODULE.format(name=name) if name else "compute it in fp32, on .float() inputs"
         return f"{place}, or {_FORMS[self.kind]}."
-
-    @property
-    def _times(self) -> str:
-        return f"{self.error / self.inherited:.0f} times" if self.inherited else "from none"
 
     def as_dict(self) -> dict[str, Any]:
         """Returns all attributes in JSON types, an infinite number as None."""
@@ -142,37 +122,33 @@ class RoundingLog:
 
     Attributes:
         operators: Number of operator calls that were compared with fp32.
-        lost: The places that exceeded their tolerance, in order of time.
         skipped: The operators without a verdict.
     """
 
     def __init__(self) -> None:
         self.operators = 0
-        self.lost: dict[Place, None] = {}
         self.skipped: dict[Skipped, None] = {}
-        self._worst: dict[Place, _Loss] = {}
-        self._calls: dict[Place, int] = {}
+        self._rows: dict[_Place, RoundingRow] = {}
+        self._lost: dict[_Place, None] = {}
 
-    def add(
-        self, place: Place, error: float, tolerance: float, inherited: float, kind: Kind, line: str
-    ) -> None:
+    def add(self, row: RoundingRow) -> None:
         """Records one result of one call."""
-        self._calls[place] = self._calls.get(place, 0) + 1
-        if error > tolerance:
-            self.lost.setdefault(place)
-        known = self._worst.get(place)
-        if known is None or error * known.tolerance > known.error * tolerance:
-            self._worst[place] = _Loss(error, tolerance, inherited, kind, line)
+        place = row.module, row.inside, row.direction, row.op, row.dtype
+        if row.error > row.tolerance:
+            self._lost.setdefault(place)
+        known = self._rows.setdefault(place, row)
+        if known is not row:
+            worst = max(known, row, key=lambda each: each.suspicion)
+            self._rows[place] = replace(worst, calls=known.calls + 1)
 
     def skip(self, module: str, op: str, reason: str) -> None:
         """Records that an operator has no verdict."""
         self.skipped.setdefault(Skipped(module, op, reason))
 
-    def row(self, place: Place) -> RoundingRow:
-        """Returns the record of one place."""
-        worst = self._worst[place]._asdict()
-        return RoundingRow(**place._asdict(), **worst, calls=self._calls[place])
-
     def rows(self) -> tuple[RoundingRow, ...]:
         """Returns all records, the most suspicious first."""
-        return tuple(sorted(map(self.row, self._worst), key=lambda row: -row.suspicion))
+        return tuple(sorted(self._rows.values(), key=lambda row: -row.suspicion))
+
+    def lost(self) -> tuple[RoundingRow, ...]:
+        """Returns the records beyond their tolerance, in order of time."""
+        return tuple(self._rows[place] for place in self._lost)

@@ -1,4 +1,4 @@
-"""How large an operator's error may be: bounds from dtype and shape, and what a decision is.
+"""How large an operator's error is by norm, and may be: bounds from dtype, shape and operator.
 
 Note [Tolerance]
     An operator in low precision rounds its result once: relative to the result's norm, by at most
@@ -41,7 +41,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,59 +53,54 @@ LOST_CHANGE = 0.5
 _SMALL = 2.0**-4
 """Changes by a larger share are no small ones."""
 
-_MOVES = {
-    f"aten.{name}"
-    for name in (
-        *("copy", "copy_", "clone", "cat", "stack", "repeat", "roll", "flip", "where"),
-        *("constant_pad_nd", "embedding", "gather", "index", "index_select", "masked_select"),
-        *("masked_fill", "masked_fill_", "select_backward", "slice_backward"),
-    )
-} | {"aten._to_copy"}
-_LINEAR = _MOVES | {
-    f"aten.{name}{suffix}"
-    for name in ("add", "sub", "rsub", "mul", "div", "neg", "lerp", "addcmul")
-    for suffix in ("", "_")
-}
+_MASK = -1000.0
+"""Values below this may be those of a mask."""
 
-_DECIDED_BY = {
-    f"aten.{name}": place
-    for name, place in {
-        "threshold_backward": 1,
-        "leaky_relu_backward": 1,
-        "hardtanh_backward": 1,
-        "hardswish_backward": 1,
-        "hardsigmoid_backward": 1,
-        "hardshrink_backward": 1,
-        "softshrink_backward": 1,
-        "_prelu_kernel_backward": 1,
-    }.items()
-}
-_DECISIONS = {
-    f"aten.{name}{suffix}"
-    for name in ("sign", "sgn", "round", "floor", "ceil", "trunc", "heaviside", "frac")
-    for suffix in ("", "_")
-}
+_DECIDED = 0.9
+"""Probability from which a row of a softmax counts as decided."""
 
-_SUMS = {
-    f"aten.{name}"
-    for name in (
-        *("sum", "mean", "mm", "bmm", "mv", "dot", "addmm", "addmv", "addbmm", "baddbmm", "linear"),
-        *("convolution", "convolution_backward", "embedding_dense_backward", "index_add"),
-    )
-}
-_DIFFERENCES = {f"aten.{name}{suffix}" for name in ("add", "sub", "rsub") for suffix in ("", "_")}
-_IN_PLACE_SUMS = {
-    f"aten.{name}{suffix}"
-    for name in (
-        "index_add",
-        "scatter_add",
-        "index_put",
-        "_index_put_impl",
-        "put",
-        "scatter_reduce",
-    )
-    for suffix in ("", "_")
-} | {"aten.embedding_dense_backward"}
+
+def _operators(*names: str, in_place: bool = False) -> frozenset[str]:
+    """Returns operators by their names, with their in-place forms too if these exist."""
+    ends = ("", "_") if in_place else ("",)
+    return frozenset(f"aten.{name}{end}" for name in names for end in ends)
+
+
+MOVES = {"aten._to_copy"} | _operators(
+    *("copy", "copy_", "clone", "cat", "stack", "repeat", "roll", "flip", "where"),
+    *("constant_pad_nd", "embedding", "gather", "index", "index_select", "masked_select"),
+    *("masked_fill", "masked_fill_", "select_backward", "slice_backward"),
+)
+"""Operators that only move values, so that they can lose no more than a cast."""
+
+_DIFFERENCES = _operators("add", "sub", "rsub", in_place=True)
+
+LINEAR = MOVES | _DIFFERENCES | _operators("mul", "div", "neg", "lerp", "addcmul", in_place=True)
+"""Operators that continue a chain; see Note [Chains]."""
+
+SUMS_OF_OPERANDS = _DIFFERENCES | _operators("cat", "stack", "lerp", "lerp_")
+"""Operators to whose result each input contributes by its size."""
+
+DECIDED_BY_SECOND = _operators(
+    *("threshold_backward", "leaky_relu_backward", "hardtanh_backward", "hardswish_backward"),
+    *("hardsigmoid_backward", "hardshrink_backward", "softshrink_backward"),
+    "_prelu_kernel_backward",
+)
+"""Operators that decide on the sign of their second argument; see Note [Decisions]."""
+
+DECISIONS = _operators(
+    *("sign", "sgn", "round", "floor", "ceil", "trunc", "heaviside", "frac"), in_place=True
+)
+"""Operators whose result is a decision."""
+
+_SUMS = _operators(
+    *("sum", "mean", "mm", "bmm", "mv", "dot", "addmm", "addmv", "addbmm", "baddbmm", "linear"),
+    *("convolution", "convolution_backward", "embedding_dense_backward", "index_add"),
+)
+_IN_PLACE_SUMS = _operators("embedding_dense_backward") | _operators(
+    *("index_add", "scatter_add", "index_put", "_index_put_impl", "put", "scatter_reduce"),
+    in_place=True,
+)
 
 _NORM_BACKWARDS = {
     "aten.native_layer_norm_backward": ("rstd", "weight"),
@@ -116,24 +111,65 @@ _NORM_BACKWARDS = {
 SOFTMAXES = {"aten._softmax", "aten._log_softmax", "aten._safe_softmax"}
 
 
+class Distance(NamedTuple):
+    """Two norms.
+
+    Attributes:
+        difference: Norm of the difference from the shadow.
+        size: Norm of the shadow.
+    """
+
+    difference: float
+    size: float
+
+    @property
+    def relative(self) -> float:
+        """The difference relative to the shadow."""
+        return self.difference / self.size if self.size else math.inf if self.difference else 0.0
+
+
+def distance(values: Tensor, shadow: Tensor) -> Distance:
+    """Returns the distance of a value from its shadow, masked elements left out.
+
+    Masked are elements that are infinite or NaN on either side and, where a mask was added, those
+    far below all others: their size would hide the error of the rest.
+    """
+    if values.is_complex():
+        values, shadow = torch.view_as_real(values), torch.view_as_real(shadow)
+    if not values.numel():
+        return Distance(0.0, 0.0)
+    wide, shadow = values.double(), shadow.double()
+    known = torch.isfinite(wide) & torch.isfinite(shadow)
+    shadow = torch.where(known, shadow, 0.0)
+    difference = torch.where(known, wide, 0.0) - shadow
+    least = float(shadow.amin())  # sync: tracing is a diagnosis, here and below
+    if least < _MASK:
+        masked = shadow < least / 2
+        rest = torch.where(masked, 0.0, shadow)
+        if 50.0 * float(rest.abs().amax()) < -least and not bool(masked.all()):
+            shadow, difference = rest, torch.where(masked, 0.0, difference)
+    norms = torch.stack([torch.linalg.vector_norm(each) for each in (difference, shadow)])
+    return Distance(*norms.tolist())
+
+
+def distance_of_probabilities(
+    values: Tensor, shadow: Tensor, dim: int, *, is_log: bool
+) -> Distance:
+    """Returns the distance of a softmax from its shadow, over the rows that are not yet decided.
+
+    Rows in which one probability is almost 1 are exact whatever the logits' errors are, and would
+    hide those of the others.
+    """
+    values, shadow = values.double(), shadow.double()
+    if is_log:
+        values, shadow = values.exp(), shadow.exp()
+    open_rows = shadow.amax(dim, keepdim=True) < _DECIDED if shadow.dim() else shadow < _DECIDED
+    return distance(torch.where(open_rows, values, 0.0), torch.where(open_rows, shadow, 0.0))
+
+
 def base_name(name: str) -> str:
     """Returns the name of the operator that a ``_foreach_`` operator applies to each tensor."""
     return name.replace("aten._foreach_", "aten.")
-
-
-def is_linear(name: str) -> bool:
-    """Returns whether an operator continues a chain; see Note [Chains]."""
-    return name in _LINEAR
-
-
-def is_sum_of_operands(name: str) -> bool:
-    """Returns whether each input contributes to the result by its size."""
-    return name in _DIFFERENCES or name in ("aten.cat", "aten.stack", "aten.lerp", "aten.lerp_")
-
-
-def is_move(name: str) -> bool:
-    """Returns whether an operator only moves values, so that it can lose no more than a cast."""
-    return name in _MOVES
 
 
 def is_small_change(name: str, args: Sequence[Any]) -> bool:
@@ -144,16 +180,6 @@ def is_small_change(name: str, args: Sequence[Any]) -> bool:
     if name.rstrip("_") in ("aten.mul", "aten.div"):
         return 0.0 < abs(number - 1.0) < _SMALL
     return name.rstrip("_") == "aten.lerp" and 0.0 < number < _SMALL
-
-
-def is_decision(name: str) -> bool:
-    """Returns whether an operator's result is a decision; see Note [Decisions]."""
-    return name in _DECISIONS
-
-
-def decided_by(name: str) -> int | None:
-    """Returns the position of the argument on whose sign an operator decides."""
-    return _DECIDED_BY.get(name)
 
 
 def roundoff(dtype: torch.dtype) -> float:
@@ -183,13 +209,7 @@ def underflow(result: Tensor) -> float:
 
 
 def has_no_digits(name: str, inputs: Sequence[float], result: float) -> bool:
-    """Returns whether a difference cancels so far that fp32 holds no digit of it, either.
-
-    Args:
-        name: The operator.
-        inputs: The norms of its inputs.
-        result: The norm of its result in fp32.
-    """
+    """Returns whether a difference cancels so far that fp32 holds no digit of it, by norms."""
     noise = 64 * torch.finfo(torch.float32).eps
     return name in _DIFFERENCES and result < noise * max(inputs, default=0.0)
 
@@ -199,12 +219,7 @@ def least_sizes(
 ) -> list[float]:
     """Returns, for each result of an operator, its norm if all terms of a sum had one sign.
 
-    Args:
-        func: The operator.
-        name: Its name.
-        args: Its arguments in fp32.
-        kwargs: Its keyword arguments in fp32.
-        results: Its results in fp32.
+    Arguments and results are those in fp32.
     """
     if name in _SUMS:
         sums = func(*map(_absolute, args), **kwargs)

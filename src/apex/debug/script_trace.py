@@ -82,11 +82,7 @@ class ScriptTrace(OverflowTrace):
     """
 
     def __init__(self, *, on_fault: Callable[[], None]) -> None:
-        """Prepares a trace.
-
-        Args:
-            on_fault: Called once a fault is certain. If it returns, the program runs on, untraced.
-        """
+        """Prepares a trace. If ``on_fault`` returns, the program runs on, untraced."""
         super().__init__()
         self._steps: list[int] = []  # operators traced until each of them
         self._tracker = _DiscoveringTracker()

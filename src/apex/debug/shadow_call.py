@@ -12,7 +12,6 @@ from torch import Tensor
 from apex._core import dtypes
 from apex.debug import rounding_rules as rules
 from apex.debug import tensors
-from apex.debug.errors_by_norm import Distance, distance
 from apex.debug.shadows import Shadows, can_shadow
 from apex.debug.tensors import Traits
 
@@ -44,11 +43,10 @@ class ShadowCall:
         self.func, self.name = func, rules.base_name(traits.name)
         self._arguments = [*args, *kwargs.values()]
         self._written = {id(tensor) for tensor in traits.written(args, kwargs)}
-        decided_by = rules.decided_by(traits.name)
         own = [self._wide(shadows.own_values_of, value) for value in self._arguments]
         wide = [self._wide(shadows.values_of, value) for value in self._arguments]
-        if decided_by is not None:
-            wide[decided_by] = own[decided_by]
+        if traits.name in rules.DECIDED_BY_SECOND:
+            wide[1] = own[1]
         names = [argument.name for argument in func._schema.arguments[: len(args)]]
         if "half_to_float" in names:
             own[names.index("half_to_float")] = wide[names.index("half_to_float")] = False
@@ -64,7 +62,7 @@ class ShadowCall:
         self.first: Tensor | None = own[0].clone() if is_small_change else None
         self.shadows = wide[:count], dict(zip(kwargs, wide[count:], strict=True))
         self.own = own[:count], dict(zip(kwargs, own[count:], strict=True))
-        self.inputs: list[Distance] = []
+        self.inputs: list[rules.Distance] = []
         self.unit = 0.0
         errors = [
             (self._read(low, high, shadows), high.numel())
@@ -72,7 +70,7 @@ class ShadowCall:
             if traits.reads_written or id(low) not in self._written
         ]
         shares = [1.0] * len(errors)
-        if rules.is_sum_of_operands(self.name):
+        if self.name in rules.SUMS_OF_OPERANDS:
             # A broadcast operand counts as often as it is used.
             most = max((count for _, count in errors), default=1)
             sizes = [
@@ -98,22 +96,19 @@ class ShadowCall:
         """Measures an input; returns the error that it brings."""
         if dtypes.is_low_precision(low):
             self.unit = max(self.unit, rules.roundoff(low.dtype))
-        found = distance(low.detach(), high)
+        found = rules.distance(low.detach(), high)
         self.inputs.append(found)
         shadow = shadows.of(low)
         if shadow is None:
             return 0.0
         self.unit = max(self.unit, shadow.unit)
-        in_chain = rules.is_linear(self.name) and low.numel() == shadow.values.numel()
+        in_chain = self.name in rules.LINEAR and low.numel() == shadow.values.numel()
         return found.relative if not in_chain or shadow.entry is None else shadow.entry
 
     def pairs(self, result: Any, arguments: Arguments, in_fp32: Any) -> list[tuple[Tensor, Tensor]]:
         """Returns each tensor that the call returned or wrote, with its value in fp32.
 
-        Args:
-            result: What the call returned.
-            arguments: ``shadows`` or ``own``, which the call in fp32 wrote to.
-            in_fp32: What the call in fp32 returned.
+        The call in fp32 returned ``in_fp32`` and wrote to ``arguments``, ``shadows`` or ``own``.
         """
         wide = [*arguments[0], *arguments[1].values()]
         written = [p for p in _pairs(self._arguments, wide) if id(p[0]) in self._written]

@@ -104,11 +104,6 @@ class Shadows:
         if can_shadow(tensor):
             self._by_storage.pop(storage_id(tensor), None)
 
-    def close(self) -> None:
-        """Releases all shadows."""
-        self._by_storage.clear()
-        self._workspaces.clear()
-
     def _sweep(self) -> None:
         if len(self._by_storage) < self._sweep_at:
             return

@@ -101,14 +101,7 @@ def suggest_fp32(
 
 
 def suggestion(model: nn.Module, loss: Loss, arguments: object, opt_level: str) -> Suggestion:
-    """Returns the suggestion for a plain fp32 model.
-
-    Args:
-        model: The model.
-        loss: Its loss, as a function of the model.
-        arguments: What the loss reads beside the model; restored after each run.
-        opt_level: ``"O1"`` to ``"O5"``.
-    """
+    """Returns the suggestion for a plain fp32 model; for the arguments, see :class:`Trials`."""
     trials = Trials(model, loss, arguments, opt_level)
     if trials.noise > _REPRODUCIBLE:
         raise ValueError(

@@ -204,11 +204,7 @@ def largest_in_double(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
     """Returns the largest absolute result of an operator recomputed in float64.
 
     ``inf`` if the result is infinite or NaN in float64 too; None if the operator cannot be rerun.
-
-    Args:
-        func: The operator.
-        args: Positional arguments, as they were before the call.
-        kwargs: Keyword arguments, as they were before the call.
+    The arguments are as they were before the call.
     """
     if torch.Tag.nondeterministic_seeded in func.tags:
         return None
@@ -227,7 +223,8 @@ def largest_in_double(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 def _doubled(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.detach().double() if value.dtype in _CHECKED and _is_real(value) else value
+        real = value.layout is torch.strided and not value.is_complex()
+        return value.detach().double() if value.dtype in _CHECKED and real else value
     if isinstance(value, torch.dtype):
         return torch.float64 if value in _CHECKED else value
     if isinstance(value, dict):
@@ -235,7 +232,3 @@ def _doubled(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_doubled(item) for item in value]
     return value
-
-
-def _is_real(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_complex()

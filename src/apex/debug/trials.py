@@ -90,16 +90,15 @@ class Trials:
         model = self._copy()
         with self._prepared(model, fp32) as session:
             found = RoundingTrace(model) if trace else None
+
+            def forward() -> Tensor:
+                with nullcontext() if self.has_op_casts else casts_off():
+                    return session.region.run(self._loss, model)
+
             with found or nullcontext():
-                grads, saved = self._gradients(
-                    model, lambda: self._loss_under(session, model), scale
-                )
+                grads, saved = self._gradients(model, forward, scale)
             size = saved + self._stored(model)
         return Outcome(self._error(grads), size, found)
-
-    def _loss_under(self, session: Session, model: nn.Module) -> Tensor:
-        with nullcontext() if self.has_op_casts else casts_off():
-            return session.region.run(self._loss, model)
 
     def _in_fp32(self) -> Gradients:
         model = self._copy()

@@ -288,35 +288,33 @@ class UpdateWatch:
         device = params[0].device
         key = (*map(id, params), *(param.numel() for param in params))
         known = self._layouts.get(device)
-        if known is None or known.key != key:
-            known = self._layouts[device] = _layout_of(params, key, self._loop)
-        return known
+        if known is not None and known.key == key:
+            return known
+        names = self._loop.names()
+        owners = [owner_of(names[id(param)]) for param in params]
+        modules = list(dict.fromkeys(owners))
+        counts = torch.tensor([_count(dtensor.local(param).numel()) for param in params])
+        dtypes = [param.grad.dtype for param in params if param.grad is not None]
+        may_underflow = self._loop.may_underflow
 
+        def spread(values: list[Any]) -> Tensor:
+            return torch.tensor(values).repeat_interleave(counts)
 
-def _layout_of(params: list[Tensor], key: tuple[int, ...], loop: Loop) -> _Layout:
-    names = loop.names()
-    owners = [owner_of(names[id(param)]) for param in params]
-    modules = list(dict.fromkeys(owners))
-    counts = torch.tensor([_count(dtensor.local(param).numel()) for param in params])
-    dtypes = [param.grad.dtype for param in params if param.grad is not None]
-
-    def spread(values: list[Any]) -> Tensor:
-        return moved(torch.tensor(values).repeat_interleave(counts), params[0].device)
-
-    low = torch.tensor([is_low_precision(p) for p in params]).repeat_interleave(counts)
-    return _Layout(
-        key,
-        modules,
-        spread([modules.index(owner) for owner in owners]),
-        spread([loop.may_underflow and dtype is not torch.bfloat16 for dtype in dtypes]),
-        spread([dtype is torch.float16 for dtype in dtypes]),
-        moved(low.nonzero().flatten(), params[0].device),
-    )
+        self._layouts[device] = _Layout(
+            key,
+            modules,
+            moved(spread([modules.index(owner) for owner in owners]), device),
+            moved(spread([may_underflow and t is not torch.bfloat16 for t in dtypes]), device),
+            moved(spread([dtype is torch.float16 for dtype in dtypes]), device),
+            moved(spread([is_low_precision(p) for p in params]).nonzero().flatten(), device),
+        )
+        return self._layouts[device]
 
 
 def _ended(window: _Window, optimizer: Optimizer) -> Tensor | None:
     """Returns the counts of a measurement; None if a parameter is gone or has another size."""
-    params, dense = _live(window.weights)
+    live = [(param, dense) for ref, dense in window.weights if (param := ref()) is not None]
+    params, dense = [param for param, _ in live], [dense for _, dense in live]
     after = _sampled(dtensor.locals_of(params), dense, window.counts.device)
     if after.shape != window.before.shape:
         return None
@@ -387,12 +385,6 @@ def _stride(numel: int) -> int:
 def _alike(weight: Tensor, grad: Tensor) -> bool:
     """Returns whether parameter and gradient lie in memory alike, without gaps."""
     return blocks.is_dense(weight) and weight.stride() == grad.stride()
-
-
-def _live(weights: list[tuple[weakref.ref[Tensor], bool]]) -> tuple[list[Tensor], list[bool]]:
-    """Returns the parameters that still exist, and how to sample them."""
-    live = [(param, dense) for ref, dense in weights if (param := ref()) is not None]
-    return [param for param, _ in live], [dense for _, dense in live]
 
 
 def _sampled(tensors: list[Tensor], dense: list[bool], device: torch.device) -> Tensor:

@@ -25,7 +25,7 @@ from apex.tools.seeds import seed_all
 from apex.tools.targets import Build, Experiment, open_target
 from apex.tools.timing import time_interleaved
 from apex.tools.trainers import INITIAL_SCALE, Trainer, prepare
-from apex.tools.training import State, Track
+from apex.tools.training import State, States
 from apex.tools.variants import BASELINE, Variant
 
 FEW_STEPS = 20
@@ -63,7 +63,8 @@ def compare(target: str, options: Options, progress: Progress) -> Comparison:
     Raises:
         TargetError: If the target cannot be used under any variant.
     """
-    with open_target(target, seed=options.seed) as build, _quiet():
+    with open_target(target, seed=options.seed) as build, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fp16 is emulated")  # the result says so
         run = _Run(build, options, progress)
         run.train()
         if options.suggest_fp32:
@@ -108,7 +109,7 @@ class _Run:
         self._loss_place = first.loss.place
         self.batches = self._draw(first)
         self._start = training.snapshot(first.model)
-        self._tracks: dict[str, Track] = {}
+        self._fp32_weights: States = {}
         self._slowdowns: dict[torch.dtype, float | None] = {}
         self.results = {variant.name: self._initial_result(variant) for variant in options.variants}
         total = sum(
@@ -142,17 +143,19 @@ class _Run:
 
     def _train_one(self, name: str, result: Result) -> None:
         experiment, trainer = self._fresh(result, self._start)
-        record, self._tracks[name] = training.train(
+        record, weights = training.train(
             trainer,
             self.batches[: self._steps(result)],
             device=self.options.device,
             keep_at=[self._steps(other) for other in self.results.values()],
             on_step=self.progress.step,
         )
-        record = training.with_distance(record, self._tracks[name], self._tracks[BASELINE])
+        if name == BASELINE:
+            self._fp32_weights = weights
+        baseline = self.results[BASELINE].training or record
+        record = training.with_distance(record, weights, baseline, self._fp32_weights)
+        del weights  # only fp32's are needed later
         self._put(name, training=record)
-        if name != BASELINE:
-            del self._tracks[name]  # only the baseline is needed later
         modes = [(module, module.training) for module in trainer.model.modules()]
         with self._recording_errors(name, "evaluating"):
             record = training.evaluated(record, trainer, experiment)
@@ -190,7 +193,7 @@ class _Run:
 
     def _suggestion(self, name: str) -> Suggestion:
         experiment = self._build()
-        experiment.model.load_state_dict(self._tracks[BASELINE].weights[len(self.batches)])
+        experiment.model.load_state_dict(self._fp32_weights[len(self.batches)])
         experiment.model.to(self.options.device)
         batch = training.to_device(self.batches[0], self.options.device)
         seed_all(self.options.seed)
@@ -227,7 +230,7 @@ class _Run:
             self.progress.step()
 
     def _observed(self, result: Result) -> probing.Observation:
-        weights = self._tracks[BASELINE].weights[len(self.batches)]
+        weights = self._fp32_weights[len(self.batches)]
         _, trainer = self._fresh(result, weights, settled=True)
         batch = training.to_device(self.batches[0], self.options.device)
         return probing.observe(trainer, batch, seed=self.options.seed)
@@ -339,11 +342,3 @@ def _cycle(experiment: Experiment) -> Iterator[Any]:
         for batch in experiment.batches:
             given = True
             yield batch
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppresses warnings about what the result reports anyway."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="fp16 is emulated")
-        yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from apex.tools.stopwatch import seconds
+from apex.tools.timing import seconds
 
 EMULATION_RATIO = 4.0
 """A dtype counts as emulated if its matrix product takes this many times as long as fp32's."""

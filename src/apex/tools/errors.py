@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
-from apex.debug import frames
+from apex.debug.frames import is_user_file
 
 
 class TargetError(Exception):
@@ -26,7 +26,8 @@ def format_error(error: BaseException, *, otherwise: str = "") -> str:
         return str(error)
     lines = str(error).strip().splitlines()
     text = type(error).__name__ + (f": {lines[0]}" if lines else "")
-    places = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_user(frame)]
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [frame for frame in frames if is_user_file(frame.filename)]
     place = f"{places[-1].filename}:{places[-1].lineno}" if places else otherwise
     return f"{text} ({place})" if place else text
 
@@ -35,7 +36,3 @@ def place_of(function: Callable[..., Any]) -> str:
     """Returns ``"file:line"`` of a function's definition; empty if it has none in Python."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if isinstance(code, CodeType) else ""
-
-
-def _is_user(frame: traceback.FrameSummary) -> bool:
-    return frames.is_user_file(frame.filename)

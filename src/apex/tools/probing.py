@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from apex._core import dtypes, tree
+from apex.debug.loops import params_of
 from apex.debug.storages import Storages
 from apex.tools.results import ModuleError, Probe
 from apex.tools.seeds import seed_all
@@ -55,8 +56,10 @@ def observe(trainer: Trainer, batch: Any, *, seed: int) -> Observation:
         with saved.of_saved_tensors():
             trainer.backward(batch)
         trainer.unscale()
-    params = (param for group in trainer.optimizer.param_groups for param in group["params"])
-    grads = [None if param.grad is None else _kept(param.grad.to_dense()) for param in params]
+    grads = [
+        None if param.grad is None else _kept(param.grad.to_dense())
+        for param in params_of(trainer.optimizer)
+    ]
     return Observation(outputs, frozenset(kinds), grads, saved.total)
 
 
@@ -87,7 +90,7 @@ def _recorded_outputs(
     calls: dict[str, int] = {}
 
     def hook(name: str, module: nn.Module, output: Any) -> None:
-        found = _floating(output)
+        found = next((t for t in tree.tensors(output) if t.is_floating_point()), None)
         if found is None:
             return
         if name:  # the model's output may have been cast for the caller
@@ -105,11 +108,6 @@ def _recorded_outputs(
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _floating(output: Any) -> Tensor | None:
-    """Returns the first floating tensor of a module's output."""
-    return next((t for t in tree.tensors(output) if t.is_floating_point()), None)
 
 
 def _kept(tensor: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from apex.tools.load import why_times_spread
 from apex.tools.paired import LEAST_ROUNDS, Interval
 from apex.tools.results import Comparison, Recommendation, Result, Verdict, Word
-from apex.tools.sizes import megabytes, saving, saving_text
+from apex.tools.rows import megabytes
 from apex.tools.soundness import noise, refusal
 from apex.tools.training import end_loss
 from apex.tools.variants import BASELINE
@@ -33,6 +33,12 @@ MOST_MISSED = 1.1
 
 LEAST_BYTES_SAVED = 32e6
 """Least saving of memory that justifies a change of numerics at the same speed."""
+
+LEAST_MEMORY_GAIN = 0.9
+"""Largest share of fp32's memory that counts as less."""
+
+LEAST_BYTES_MENTIONED = 1e6
+"""Savings below this do not count as less memory, whatever their share."""
 
 ENOUGH_ROUNDS = 20
 
@@ -112,9 +118,26 @@ def _median(candidate: _Candidate) -> float:
 def _gains(candidate: _Candidate, base: Result) -> bool:
     """Returns whether a variant is faster than fp32, or much smaller and no slower."""
     found = outcome(candidate.speed)
-    smaller = saving(candidate.result, base) >= LEAST_BYTES_SAVED
+    smaller = _saving(candidate.result, base) >= LEAST_BYTES_SAVED
     no_slower = found is Outcome.NOT_FASTER and candidate.speed.median >= 1 / LEAST_GAIN
     return found is Outcome.FASTER or (smaller and no_slower)
+
+
+def _saving(result: Result, base: Result) -> int:
+    """Returns the bytes that a variant saves if they are worth mentioning; otherwise 0."""
+    measured = {
+        r.training is not None and r.training.peak_bytes is not None for r in (result, base)
+    }
+    if len(measured) > 1 or not 0 < result.memory <= LEAST_MEMORY_GAIN * base.memory:
+        return 0
+    saved = base.memory - result.memory
+    return saved if saved >= LEAST_BYTES_MENTIONED else 0
+
+
+def _saving_text(result: Result, base: Result) -> str:
+    """Returns the saving such as ``"40 % less memory (1.2 GB)"``; empty if there is none."""
+    saved = _saving(result, base)
+    return f"{saved / base.memory:.0%} less memory ({megabytes(saved)})" if saved else ""
 
 
 def _fastest_and_ties(candidates: Sequence[_Candidate], comparison: Comparison) -> list[_Candidate]:
@@ -135,7 +158,7 @@ def _preference(candidate: _Candidate) -> tuple[bool, bool]:
 
 
 def _use(best: _Candidate, ties: Sequence[_Candidate], base: Result) -> str:
-    facts = [str(best.speed), saving_text(best.result, base)]
+    facts = [str(best.speed), _saving_text(best.result, base)]
     if outcome(best.speed) is not Outcome.FASTER:
         facts.reverse()
     gain = ", ".join([*filter(None, facts), "and a final loss within the noise of fp32"])
@@ -178,7 +201,7 @@ def _word(
         return "skipped" if result.skipped else "no", refused
     if speed is None:
         return "unclear", "not timed"
-    facts = ", ".join(filter(None, [str(speed), saving_text(result, base)]))
+    facts = ", ".join(filter(None, [str(speed), _saving_text(result, base)]))
     if not result.variant.advised:
         return "no", f"{facts}; no fp32 masters, for comparison only"
     if result.name == level:
@@ -212,7 +235,7 @@ def _no_verdict(best: _Candidate, comparison: Comparison) -> str:
     else:
         why = why_times_spread(comparison.load)
         again = f"Run again when it is idle, or with --rounds {4 * rounds}."
-    saved = saving_text(best.result, comparison.baseline)
+    saved = _saving_text(best.result, comparison.baseline)
     looked = f"{best.name} looked {best.speed}" + (f", {saved}" if saved else "")
     return f"No verdict on speed: {why}. {looked}. {again}"
 
@@ -224,7 +247,7 @@ def _stay(sound: Sequence[_Candidate], base: Result) -> str:
     best = max(sound, key=_median)
     facts = [
         f"{best.name}, the fastest usable level, is {best.speed}",
-        saving_text(best.result, base),
+        _saving_text(best.result, base),
     ]
     return f"Stay in fp32: {', '.join(filter(None, facts))}."
 

@@ -35,9 +35,14 @@ class Stored:
     optimizer: int
 
     @property
+    def bytes(self) -> int:
+        """Bytes in total."""
+        return self.model + self.masters + self.optimizer
+
+    @property
     def per_param(self) -> float:
         """Bytes per parameter, in total."""
-        return (self.model + self.masters + self.optimizer) / max(self.params, 1)
+        return self.bytes / max(self.params, 1)
 
 
 @dataclass(frozen=True)
@@ -181,6 +186,17 @@ class Result:
         """The variant's name."""
         return self.variant.name
 
+    @property
+    def memory(self) -> int:
+        """The peak bytes, or, where they are not measured, those that are known.
+
+        These are the bytes stored between steps and saved for backward; 0 if neither is known.
+        """
+        if self.training is None or self.probe is None:
+            return 0
+        known = self.training.stored.bytes + self.probe.activation_bytes
+        return known if self.training.peak_bytes is None else self.training.peak_bytes
+
 
 Word = Literal["use", "ties", "usable", "unclear", "no", "skipped", "baseline"]
 """The verdict on a level in one word."""
@@ -263,12 +279,7 @@ class Comparison:
         return tuple(result for result in self.results if result.errors)
 
     def speed(self, result: Result, other: Result | None = None) -> Interval | None:
-        """Returns a variant's speed relative to ``other``; ``None`` if one was not timed.
-
-        Args:
-            result: The variant.
-            other: Another variant; by default fp32.
-        """
+        """Returns a speed relative to ``other``, by default fp32; ``None`` if one was not timed."""
         ours, base = result.timing, (other or self.baseline).timing
         if ours is None or base is None:
             return None

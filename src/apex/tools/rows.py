@@ -8,7 +8,6 @@ from typing import NamedTuple
 from apex._core import dtypes
 from apex.debug.rendering.formatting import short
 from apex.tools.results import Comparison, Probe, Result, Training
-from apex.tools.sizes import megabytes, needed
 from apex.tools.training import end_loss
 from apex.tools.variants import BASELINE
 
@@ -94,7 +93,7 @@ def footnote(comparison: Comparison) -> str:
 
 
 def _row(result: Result, comparison: Comparison) -> Row:
-    timing, speed, memory = result.timing, comparison.speed(result), needed(result)
+    timing, speed, memory = result.timing, comparison.speed(result), result.memory
     verdicts = {verdict.level: verdict.word for verdict in comparison.recommendation.verdicts}
     return {
         **dict.fromkeys(COLUMNS, NOTHING),
@@ -157,6 +156,14 @@ def module_name(name: str) -> str:
 def three_digits(value: float) -> str:
     """Returns three digits of a time, without an exponent."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def megabytes(count: int) -> str:
+    """Returns bytes as megabytes, or as kilobytes below 0.1 MB."""
+    value = count / 1e6
+    if value < 0.1:
+        return f"{count / 1e3:.1f} kB"
+    return f"{value:.0f} MB" if value >= 100 else f"{value:.1f} MB"
 
 
 def _percent(share: float) -> str:

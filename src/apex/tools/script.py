@@ -63,8 +63,7 @@ class Script:
     def run(self, *, stop: type[BaseException]) -> Ending:
         """Runs the script as ``__main__``; an uncaught error is printed as Python prints it.
 
-        Args:
-            stop: An exception that ends the script without an error.
+        The exception ``stop`` ends the script without an error.
         """
         try:
             with self._as_arguments():

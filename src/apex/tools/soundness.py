@@ -29,20 +29,11 @@ def refusal(result: Result, comparison: Comparison) -> str:
     rules = (
         (result.emulated, _emulated(result, comparison)),
         (not math.isfinite(record.losses[-1]), "the final loss is not finite"),
-        (not result.emulated and loss_is_worse(result, base), _worse(result, base)),
+        (not result.emulated, _worse(result, base)),
         (frozen > MOST_FROZEN, f"rounding lost the updates of up to {frozen:.0%} of the weights"),
         (skipped > 2 + MOST_SKIPPED * steps, f"{skipped} of {steps} steps were skipped"),
     )
-    return "; ".join(reason for holds, reason in rules if holds)
-
-
-def loss_is_worse(result: Result, base: Result) -> bool:
-    """Returns whether a variant's final loss exceeds fp32's by more than fp32's own noise."""
-    if result.training is None or base.training is None:
-        return False
-    losses = base.training.losses[: len(result.training.losses)]
-    ours, fp32 = end_loss(result.training.losses), end_loss(losses)
-    return ours > fp32 + max(2 * noise(losses), LOSS_TOLERANCE * abs(fp32))
+    return "; ".join(reason for holds, reason in rules if holds and reason)
 
 
 def noise(losses: tuple[float, ...]) -> float:
@@ -66,7 +57,11 @@ def _without_hardware(result: Result) -> str:
 
 
 def _worse(result: Result, base: Result) -> str:
+    """Returns the final losses if a variant's exceeds fp32's by more than fp32's own noise."""
     if result.training is None or base.training is None:
         return ""
-    fp32 = end_loss(base.training.losses[: len(result.training.losses)])
-    return f"final loss {end_loss(result.training.losses):.4g}, against {fp32:.4g} in fp32"
+    losses = base.training.losses[: len(result.training.losses)]
+    ours, fp32 = end_loss(result.training.losses), end_loss(losses)
+    if not ours > fp32 + max(2 * noise(losses), LOSS_TOLERANCE * abs(fp32)):
+        return ""
+    return f"final loss {ours:.4g}, against {fp32:.4g} in fp32"

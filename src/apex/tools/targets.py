@@ -110,7 +110,7 @@ def open_target(target: str, *, seed: int = 0) -> Iterator[Build]:
     Raises:
         TargetError: If there is no such target, or it lacks a part.
     """
-    place, _, function = _split(target)
+    place, function = _split(target)
     path = list(sys.path)
     try:
         sys.path.insert(0, str(Path(place).resolve().parent) if _is_file(place) else "")
@@ -129,12 +129,12 @@ def open_target(target: str, *, seed: int = 0) -> Iterator[Build]:
         sys.modules.pop(_MODULE, None)
 
 
-def _split(target: str) -> tuple[str, str, str]:
+def _split(target: str) -> tuple[str, str]:
     # The colon of a drive letter is not a separator.
     place, colon, function = target.rpartition(":")
     if colon and function.isidentifier() and len(place) > 1:
-        return place, colon, function
-    return target, "", ""
+        return place, function
+    return target, ""
 
 
 def _is_file(place: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from apex.debug.rendering.formatting import aligned
 from apex.tools.results import Comparison
 from apex.tools.rows import COLUMNS, Row, footnote, rows, visible_columns
 from apex.tools.wrapping import WIDTH, wrapped
@@ -18,6 +19,8 @@ def comparison_text(comparison: Comparison, *, width: int | None = None, wide: b
         wide: Whether to show every column of the table, whatever the width.
     """
     line = min(width or WIDTH, WIDTH)
+    found = comparison.recommendation
+    reasons = [wrapped(reason, "    ", first="  - ", width=line) for reason in found.reasons]
     parts = [
         wrapped(
             f"{comparison.target}: {comparison.steps} steps on {comparison.machine}", width=line
@@ -29,7 +32,7 @@ def comparison_text(comparison: Comparison, *, width: int | None = None, wide: b
             for error in result.errors
         ),
         "\n".join(wrapped(note, width=line) for note in comparison.notes),
-        advice(comparison, width=line),
+        "\n".join([wrapped(found.text, width=line), *reasons]),
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -60,20 +63,9 @@ def text_table(comparison: Comparison, *, width: int | None = None, wide: bool =
     return "\n".join([body[0], rule, *body[1:], rule, *below])
 
 
-def advice(comparison: Comparison, *, width: int = WIDTH) -> str:
-    """Returns the recommendation and its reasons."""
-    found = comparison.recommendation
-    reasons = [wrapped(reason, "    ", first="  - ", width=width) for reason in found.reasons]
-    return "\n".join([wrapped(found.text, width=width), *reasons])
-
-
 def _body(cells: Sequence[Row], names: Sequence[str]) -> list[str]:
     """Returns the heading and the rows, aligned."""
     columns = [COLUMNS[name] for name in names]
     lines = [[each.heading for each in columns], *([row[n] for n in names] for row in cells)]
-    widths = [max(map(len, texts)) for texts in zip(*lines, strict=True)]
-    aligns = [str.ljust if each.is_left else str.rjust for each in columns]
-    return [
-        "  ".join(to(text, n) for to, text, n in zip(aligns, line, widths, strict=True)).rstrip()
-        for line in lines
-    ]
+    table = aligned(lines, [each.is_left for each in columns])
+    return ["  ".join(line).rstrip() for line in table]

@@ -1,16 +1,25 @@
-"""Time per step of variants whose steps are interleaved."""
+"""Wall time of work on a device, and of the interleaved steps of variants."""
 
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from apex.tools.results import Timing
-from apex.tools.stopwatch import seconds
 from apex.tools.trainers import Trainer
+
+
+def seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Returns the wall time of ``work()``, including all device work it starts."""
+    _wait(device)
+    start = time.perf_counter()
+    work()
+    _wait(device)
+    return time.perf_counter() - start
 
 
 def time_interleaved(
@@ -46,3 +55,8 @@ def time_interleaved(
 def _step(trainer: Trainer, batch: Any) -> None:
     trainer.backward(batch)
     trainer.step()
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

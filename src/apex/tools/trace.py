@@ -47,10 +47,8 @@ class FaultFound(BaseException):
 def trace(script: Script, *, notify: Callable[[Fault], None] | None = None) -> Tracing | None:
     """Runs a script under a trace; returns what it found, or None in a forked copy of the process.
 
-    Args:
-        script: What to run.
-        notify: Called with the first fault once it is certain, after which the script runs on;
-            None stops the script there.
+    ``notify`` is called with the first fault once it is certain, and the script runs on; without
+    it, the script stops there.
     """
     process = os.getpid()
 

@@ -55,11 +55,7 @@ def prepare(
 ) -> Trainer:
     """Moves the experiment's model to ``device``, prepares it and returns the trainer.
 
-    Args:
-        variant: How to train.
-        experiment: With a model and an optimizer of its own.
-        device: Device to train on.
-        loss_scale: Initial value of a dynamic scale.
+    A dynamic scale starts at ``loss_scale``.
     """
     experiment.model.to(device)
     if variant.engine == "amp":

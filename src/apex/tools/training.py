@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -28,18 +28,8 @@ LAST_STEPS = 10
 
 State = Mapping[str, Tensor]
 
-
-@dataclass(frozen=True)
-class Track:
-    """A run that others can be compared with.
-
-    Attributes:
-        losses: One per step.
-        weights: State of the model, by the number of steps before it.
-    """
-
-    losses: Sequence[float]
-    weights: Mapping[int, State]
+States = Mapping[int, State]
+"""States of a model, by the number of steps before each."""
 
 
 def train(
@@ -49,7 +39,7 @@ def train(
     device: torch.device,
     keep_at: Sequence[int] = (),
     on_step: Callable[[], object] = lambda: None,
-) -> tuple[Training, Track]:
+) -> tuple[Training, States]:
     """Trains on each of ``batches`` and returns the record.
 
     Args:
@@ -60,7 +50,7 @@ def train(
         on_step: Called after each step.
 
     Returns:
-        The record, without evaluation and distance from fp32, and the track to compare with.
+        The record, without evaluation and distance from fp32, and the weights that were kept.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -87,7 +77,7 @@ def train(
         peak_bytes=peak,
         peak_from="device" if on_cuda else None,
     )
-    return record, Track(losses, weights)
+    return record, weights
 
 
 def evaluated(record: Training, trainer: Trainer, experiment: Experiment) -> Training:
@@ -116,8 +106,7 @@ def with_peak(record: Training, trainer: Trainer, batch: Any, *, device: torch.d
     held = Storages()
     held.add(trainer.model.buffers())
     stored = memory.stored(trainer.model, trainer.optimizer)
-    between = stored.model + stored.masters + stored.optimizer + held.total
-    return replace(record, peak_bytes=between + grown, peak_from="events")
+    return replace(record, peak_bytes=stored.bytes + held.total + grown, peak_from="events")
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -125,17 +114,19 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return tree.map_tensors(lambda tensor: tensor.to(device), batch, lambda o: o.to(device))
 
 
-def with_distance(record: Training, track: Track, baseline: Track) -> Training:
+def with_distance(
+    record: Training, weights: States, baseline: Training, fp32_weights: States
+) -> Training:
     """Returns ``record`` with its distance from the fp32 run after as many steps."""
     steps = len(record.losses)
-    if steps not in baseline.weights:
+    if steps not in fp32_weights:
         return record
     fp32 = end_loss(baseline.losses[:steps])
     return replace(
         record,
         distance=Distance(
             steps=steps,
-            weights=_relative(track.weights[steps], baseline.weights[steps]),
+            weights=_relative(weights[steps], fp32_weights[steps]),
             loss=(end_loss(record.losses) - fp32) / abs(fp32) if fp32 else math.nan,
         ),
     )

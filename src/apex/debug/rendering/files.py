@@ -13,12 +13,7 @@ from apex._core import dtypes
 
 
 def save(path: str | Path, what: str, formats: Mapping[str, Callable[[], str]]) -> None:
-    """Writes a report.
-
-    Args:
-        path: The file.
-        what: What is written, with its article, for the error message.
-        formats: What returns the text, by suffix.
+    """Writes a report (``what``, with its article) by the function of the path's suffix.
 
     Raises:
         ValueError: If the suffix is none of ``formats``; nothing is written.

@@ -75,6 +75,15 @@ def listed(names: Sequence[str], most: int, what: str = "") -> str:
     return ", ".join(names[:most]) + (f" and {more} more{what}" if more > 0 else "")
 
 
+def aligned(table: Sequence[Sequence[str]], left: Sequence[bool]) -> list[list[str]]:
+    """Returns the rows of a table with each cell padded, in ``left`` columns at its right."""
+    columns = []
+    for column, is_left in zip(zip(*table, strict=True), left, strict=True):
+        width, pad = max(map(len, column)), str.ljust if is_left else str.rjust
+        columns.append([pad(cell, width) for cell in column])
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
 def types(row: OpRow) -> str:
     """Returns the dtypes in and out of an operator."""
     return f"{' + '.join(map(short, row.dtypes_in)) or '—'} → {short(row.dtype_out)}"

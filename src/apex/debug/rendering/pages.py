@@ -1,8 +1,8 @@
-"""HTML pages from Jinja templates, with every value escaped."""
+"""Pages from Jinja templates; in HTML, every value is escaped."""
 
 from __future__ import annotations
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
 
 def render(package: str, template: str, **values: object) -> str:
@@ -15,7 +15,7 @@ def render(package: str, template: str, **values: object) -> str:
     """
     environment = Environment(
         loader=PackageLoader(package, "page"),
-        autoescape=True,
+        autoescape=select_autoescape(["html.jinja"]),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

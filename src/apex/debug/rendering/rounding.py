@@ -24,9 +24,8 @@ def text(trace: RoundingTrace, *, rows: int | None) -> str:
         lines += [f"  cause  {worst.cause}", f"  remedy {worst.remedy}"]
     shown = [cells(row) for row in trace.rows[:rows]]
     if shown:
-        table = [HEAD, *shown]
-        widths = [max(len(line[column]) for line in table) for column in range(len(HEAD))]
-        lines += ["", *("  ".join(map(str.ljust, line, widths)).rstrip() for line in table)]
+        table = formatting.aligned([HEAD, *shown], [True] * len(HEAD))
+        lines += ["", *("  ".join(line).rstrip() for line in table)]
     lines += [f"skipped: {line}" for line in skips(trace)]
     return "\n".join(lines)
 

@@ -12,14 +12,8 @@ _COLOURS = {"fp32": "34", "fp64": "34", "fp16": "33", "bf16": "32", "mixed": "35
 _BLOCKS = " ▏▎▍▌▋▊▉█"
 
 
-def text(explanation: Explanation, *, rows: int | None = 40, colour: bool = False) -> str:
-    """Returns the explanation as tables drawn with box characters.
-
-    Args:
-        explanation: The explanation to render.
-        rows: Number of operators to show, slowest first; None for all.
-        colour: Whether to colour dtypes with ANSI escape sequences.
-    """
+def text(explanation: Explanation, *, rows: int | None, colour: bool) -> str:
+    """Returns tables drawn with box characters; see :meth:`Explanation.to_text`."""
     shown = _longest(explanation, rows)
     parts = [
         _title(explanation),
@@ -117,30 +111,23 @@ def _table(
     head: Sequence[str], rows: Sequence[tuple[str, ...] | str], colour: bool
 ) -> Iterator[str]:
     """Yields the lines of a table; a row that is a single string is a heading."""
+    left = [index == 0 or name.startswith("<") for index, name in enumerate(head)]
     names = [name.lstrip("<") for name in head]
     cells = [names, *(row for row in rows if not isinstance(row, str))]
-    widths = [max(len(row[index]) for row in cells) for index in range(len(head))]
-    left = [index == 0 or name.startswith("<") for index, name in enumerate(head)]
-    yield _rule("╭┬╮", widths)
-    yield _line(names, widths, left, colour=False)
+    first, *padded = formatting.aligned(cells, left)
+    lines = iter(padded)
+    yield _rule("╭┬╮", first)
+    yield f"│ {' │ '.join(first)} │"
     if not rows or not isinstance(rows[0], str):
-        yield _rule("├┼┤", widths)
+        yield _rule("├┼┤", first)
     for row in rows:
         if isinstance(row, str):
-            rule = _rule("├┼┤", widths)
+            rule = _rule("├┼┤", first)
             yield f"{rule[:2]} {row} {rule[len(row) + 4 :]}"
         else:
-            yield _line(row, widths, left, colour)
-    yield _rule("╰┴╯", widths)
-
-
-def _line(cells: Sequence[str], widths: Sequence[int], left: Sequence[bool], colour: bool) -> str:
-    padded = (
-        cell.ljust(width) if to_left else cell.rjust(width)
-        for cell, width, to_left in zip(cells, widths, left, strict=True)
-    )
-    inner = " │ ".join(_coloured(cell) if colour else cell for cell in padded)
-    return f"│ {inner} │"
+            line = next(lines)
+            yield f"│ {' │ '.join(map(_coloured, line) if colour else line)} │"
+    yield _rule("╰┴╯", first)
 
 
 def _coloured(cell: str) -> str:
@@ -149,8 +136,8 @@ def _coloured(cell: str) -> str:
     return cell
 
 
-def _rule(ends: str, widths: Sequence[int]) -> str:
-    return ends[0] + ends[1].join("─" * (width + 2) for width in widths) + ends[2]
+def _rule(ends: str, cells: Sequence[str]) -> str:
+    return ends[0] + ends[1].join("─" * (len(cell) + 2) for cell in cells) + ends[2]
 
 
 def _bar(share: float, width: int = 8) -> str:

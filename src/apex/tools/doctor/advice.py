@@ -30,13 +30,7 @@ class Advice:
 
 
 def advise(speeds: list[Speed], device: str, load: Load | None = None) -> Advice:
-    """Returns the level to start with on ``device``, or none if the speeds spread too widely.
-
-    Args:
-        speeds: The result of :func:`apex.tools.doctor.speeds.measure` for it.
-        device: The device.
-        load: Load of the machine while they were measured.
-    """
+    """Returns the level to start with on ``device``, or none if the speeds spread too widely."""
     bf16, fp16 = (ratio(speeds, device, name) for name in ("bfloat16", "float16"))
     corners = itertools.product(
         (fp16.low, fp16.median, fp16.high), (bf16.low, bf16.median, bf16.high)

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import IO
 
 from apex.tools.paired import Interval, median_interval
 
@@ -68,11 +67,7 @@ class HugePages:
 
 
 def measure(*, rounds: int = ROUNDS, width: int = WIDTH) -> HugePages | None:
-    """Measures each setting against none.
-
-    Args:
-        rounds: Turns of each process.
-        width: Of the layer.
+    """Measures each setting against none, in turns.
 
     Returns:
         The better setting; None where they do not apply (not Linux), one of them is set already,
@@ -102,16 +97,11 @@ def _seconds(settings: Sequence[dict[str, str]], rounds: int, width: int) -> lis
 
 def _turn(workers: Sequence[subprocess.Popen[str]]) -> Iterator[float]:
     for worker in workers:
-        requests, answers = _pipes(worker)
-        requests.write("\n")
-        requests.flush()
-        yield float(answers.readline())
-
-
-def _pipes(worker: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:
-    if worker.stdin is None or worker.stdout is None:
-        raise ValueError("The process has no pipes.")
-    return worker.stdin, worker.stdout
+        if worker.stdin is None or worker.stdout is None:
+            raise ValueError("The process has no pipes.")
+        worker.stdin.write("\n")
+        worker.stdin.flush()
+        yield float(worker.stdout.readline())
 
 
 def _worker(setting: dict[str, str], width: int) -> subprocess.Popen[str]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from apex._core import dtypes
 from apex.tools.paired import Interval, median_interval
-from apex.tools.stopwatch import seconds
+from apex.tools.timing import seconds
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WORK = ("matmul", "conv")
@@ -72,11 +72,6 @@ def ratio(speeds: list[Speed], device: str, dtype: str) -> Interval:
 
     The median is that of the best calls; it is 0 if the device does not support an operator.
     Without rounds, the interval is that one value.
-
-    Args:
-        speeds: The result of :func:`measure`.
-        device: The device.
-        dtype: The dtype's name.
     """
     found = {(s.work, s.dtype): s for s in speeds if s.device == device}
     pairs = [(found[work, "float32"], found[work, dtype]) for work in WORK]

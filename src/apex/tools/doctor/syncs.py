@@ -49,9 +49,6 @@ def host_reads(device: torch.device) -> dict[str, int]:
 
     On an accelerator each read waits for the device. The loss scale is dynamic, as fp16 needs it,
     but the dtype is bf16, which is fast everywhere.
-
-    Args:
-        device: Device to train on.
     """
     found = {}
     for name, make in OPTIMIZERS.items():

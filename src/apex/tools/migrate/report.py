@@ -21,7 +21,7 @@ def migration_text(migration: Migration) -> str:
     """Returns a paragraph per file, remarks that several share, the unread files, the counts."""
     scripts = [script for script in migration.scripts if script.uses]
     shared = _shared_remarks(scripts)
-    parts = [_script_text(script, shared) for script in scripts]
+    parts = ["\n".join([str(s.path), *_rows(s.uses, shared)]) for s in scripts]
     parts += [
         "\n".join(wrapped(text, "    ", first=f"[{at}] ") for at, text in enumerate(shared, 1)),
         "\n".join(f"{path}: {reason}" for path, reason in migration.unread),
@@ -60,10 +60,6 @@ def _shared_remarks(scripts: Sequence[ScriptUses]) -> list[str]:
         if text
     )
     return [text for text, files in found.items() if files > 1]
-
-
-def _script_text(script: ScriptUses, shared: Sequence[str]) -> str:
-    return "\n".join([str(script.path), *_rows(script.uses, shared)])
 
 
 def _rows(uses: Sequence[tuple[Use, Verdict]], shared: Sequence[str]) -> Iterable[str]:

@@ -100,13 +100,11 @@ def _member(module: ModuleType, part: str, name: str) -> Any:
             own = not isinstance(error, ModuleNotFoundError) or error.name != name
             message = str(error) if own else str(missing)
             # Our own explanations name the missing object in full.
-            text = message if name in message and own else _explained(message, name)
-            raise LookupError(text) from error
-
-
-def _explained(message: str, name: str) -> str:
-    plain = f"{name} is not part of this apex. If it comes from a fork, keep that fork."
-    return message if message.startswith(name) else plain
+            if not message.startswith(name) and not (own and name in message):
+                message = (
+                    f"{name} is not part of this apex. If it comes from a fork, keep that fork."
+                )
+            raise LookupError(message) from error
 
 
 def _instead(name: str) -> str | None:

@@ -1,5 +1,57 @@
 """A comparison as one self-contained HTML page with inline SVG."""
 
-from apex.tools.report.document import report
+from __future__ import annotations
 
-__all__ = ["report"]
+from apex.debug.rendering.pages import render
+from apex.tools.report.bars import bar_figures
+from apex.tools.report.curves import curve_figures
+from apex.tools.results import Comparison
+from apex.tools.rows import COLUMNS, footnote, rows, visible_columns
+from apex.tools.variants import BASELINE
+
+
+def report(comparison: Comparison) -> str:
+    """Returns the page as HTML; the same comparison gives the same page."""
+    levels = {result.name for result in comparison.results}
+    reasons = comparison.recommendation.reasons
+    trained = [
+        (result, row)
+        for result, row in zip(comparison.results, rows(comparison), strict=True)
+        if not result.skipped
+    ]
+    return render(
+        "apex.tools.report",
+        "report.html.jinja",
+        comparison=comparison,
+        headline=_headline(comparison),
+        # Those that rule levels out are among the verdicts.
+        reasons=[r for r in reasons if not levels.issuperset(r.partition(": ")[0].split(", "))],
+        verdicts=_verdicts(comparison),
+        bar_figures=bar_figures(comparison),
+        curve_figures=curve_figures(comparison),
+        columns={name: COLUMNS[name] for name in visible_columns([row for _, row in trained])},
+        rows=trained,
+        footnote=footnote(comparison),
+    )
+
+
+def _headline(comparison: Comparison) -> dict[str, str]:
+    """Returns the recommendation as a headline, split at the level, and the sentence after it."""
+    headline, _, rest = comparison.recommendation.text.partition(": ")
+    level = comparison.recommendation.level
+    split = headline.partition(level) if level not in (None, BASELINE) else (headline, "", "")
+    before, named, after = split
+    return {
+        "before": before,
+        "level": named,
+        "after": after,
+        "lead": rest[:1].upper() + rest[1:],
+    }
+
+
+def _verdicts(comparison: Comparison) -> list[tuple[list[str], str, str]]:
+    """Returns levels, word and reason of each verdict; levels ruled out alike share a line."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for verdict in comparison.recommendation.verdicts:
+        found.setdefault((verdict.word, verdict.why), []).append(verdict.level)
+    return [(levels, word, why) for (word, why), levels in found.items()]

@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass
 
 from apex.tools.results import Comparison, Result, Stored, Timing
-from apex.tools.rows import three_digits
-from apex.tools.sizes import megabytes, needed
+from apex.tools.rows import megabytes, three_digits
 from apex.tools.variants import BASELINE
 
 
@@ -94,12 +93,12 @@ PARTS = ("model", "masters", "optimizer")
 
 
 def _peak(comparison: Comparison) -> list[BarFigure]:
-    needs = [(result, needed(result)) for result in comparison.results if needed(result)]
-    if not needs:
+    known = [result for result in comparison.results if result.memory]
+    if not known:
         return []
-    largest = max(count for _, count in needs)
-    bars = tuple(_memory_bar(result, count, largest) for result, count in needs)
-    measured = {r.training.peak_from for r, _ in needs if r.training is not None} - {None}
+    largest = max(result.memory for result in known)
+    bars = tuple(_memory_bar(result, largest) for result in known)
+    measured = {r.training.peak_from for r in known if r.training is not None} - {None}
     if measured:
         caption = "Most bytes allocated at any time during training."
         if "events" in measured:
@@ -130,14 +129,14 @@ def _stored(comparison: Comparison) -> list[BarFigure]:
     return [BarFigure("Stored per parameter", caption, bars, _legend(PARTS))]
 
 
-def _memory_bar(result: Result, total: int, largest: int) -> Bar:
+def _memory_bar(result: Result, largest: int) -> Bar:
     record, probe = result.training, result.probe
     if record is None or probe is None or record.peak_bytes is not None:
-        pieces: tuple[Piece, ...] = (Piece("bar", f"width:{total / largest:.1%}"),)
+        pieces: tuple[Piece, ...] = (Piece("bar", f"width:{result.memory / largest:.1%}"),)
     else:
         parts = [*_parts(record.stored), ("kept", probe.activation_bytes)]
         pieces = tuple(_piece(use, size / largest, megabytes(size)) for use, size in parts if size)
-    return Bar(result.name, pieces, megabytes(total))
+    return Bar(result.name, pieces, megabytes(result.memory))
 
 
 def _piece(use: str, share: float, amount: str) -> Piece:

@@ -13,8 +13,8 @@ from apex.tools.results import Comparison, Result, Training
 from apex.tools.rows import module_name
 from apex.tools.variants import BASELINE
 
-WIDE = (960, 320)
-NARROW = (360, 260)
+SIZES = {"wide": (960, 320), "narrow": (360, 260)}
+"""Width and height of a chart on a wide screen and on a phone."""
 
 NOISES_SHOWN = 6
 """Largest difference from fp32 that is shown, in its noise; a diverging level leaves the chart."""
@@ -31,8 +31,7 @@ class CurveFigure:
         unit: What a step is.
         last_step: Step that the legend shows at first.
         final: Value of each level at that step.
-        wide: The chart for a wide screen.
-        narrow: The chart for a phone.
+        pictures: The chart in each of ``SIZES``.
     """
 
     title: str
@@ -41,8 +40,7 @@ class CurveFigure:
     unit: str
     last_step: str
     final: dict[str, str]
-    wide: Picture
-    narrow: Picture
+    pictures: tuple[Picture, ...]
 
 
 def curve_figures(comparison: Comparison) -> list[CurveFigure]:
@@ -233,14 +231,15 @@ def _figure(title: str, caption: str, chart: Chart) -> CurveFigure:
         data=json.dumps({"steps": steps, "values": values, "unit": unit}),
         unit=chart.unit,
         last_step=str(steps[-1]),
-        final={level: _final(numbers[-1], unit) for level, numbers in values.items()},
-        wide=picture(chart, width=WIDE[0], height=WIDE[1], kind="wide"),
-        narrow=picture(chart, width=NARROW[0], height=NARROW[1], kind="narrow"),
+        final={
+            level: "-" if numbers[-1] is None else f"{numbers[-1]:g}{unit}"
+            for level, numbers in values.items()
+        },
+        pictures=tuple(
+            picture(chart, width=width, height=height, kind=kind)
+            for kind, (width, height) in SIZES.items()
+        ),
     )
-
-
-def _final(value: float | None, unit: str) -> str:
-    return "-" if value is None else f"{value:g}{unit}"
 
 
 def _short(value: float) -> float | None:
