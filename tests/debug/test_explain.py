@@ -258,6 +258,19 @@ def test_nonfinite_results_are_counted_and_excluded_from_the_largest():
     assert row.largest == pytest.approx(torch.e**2)
 
 
+def test_memory_that_nothing_was_written_to_has_no_range():
+    def forward(self, x):
+        return torch.empty_like(x).copy_(x)
+
+    torch.use_deterministic_algorithms(True)  # which fills new memory with NaN
+    try:
+        found = explain(Body(forward), torch.ones(4), backward=False)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert row_of(found, "empty_like").values == 0
+    assert found.totals.nonfinite_share == 0.0
+
+
 @pytest.mark.parametrize(("scale", "lost"), [(1.0, (1, 1, 0)), (2.0**16, (0, 0, 1))])
 def test_gradients_that_fp16_would_lose_at_a_scale_are_counted(scale, lost):
     x = torch.tensor([1e-6, 1e-9, 1.0, 0.0])

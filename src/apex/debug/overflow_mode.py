@@ -24,7 +24,7 @@ from apex.debug.module_tracker import ModuleTracker
 from apex.debug.patterns import nodes_behind, operator_name
 from apex.debug.provenance import Origin, Provenance
 from apex.debug.tensors import Kind, Traits
-from apex.debug.tracing import EMPTY, OperatorMode
+from apex.debug.tracing import OperatorMode, is_uninitialized
 
 _MASKS = {f"aten.{name}" for name in ("nan_to_num", "nan_to_num_", "masked_fill", "masked_fill_")}
 _MASKS |= {"aten.where"}
@@ -233,7 +233,7 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
             if forward is not None:
                 return forward
         cause: Cause | None = None
-        if call.traits.name.rpartition(".")[2].lstrip("_").startswith(EMPTY):
+        if is_uninitialized(call.traits.name):
             cause = "uninitialized"
         elif tensors.has_infinite_number((call.args, call.kwargs)):
             cause = "constant"

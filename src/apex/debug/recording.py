@@ -28,6 +28,7 @@ from apex.debug.records import (
     computed_in,
 )
 from apex.debug.shadows import reference, storage_id
+from apex.debug.tracing import is_uninitialized
 
 aten = torch.ops.aten
 
@@ -179,8 +180,9 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
             stats.flops += int(formula(*args, **kwargs, out_val=result))
         elif "low precision" in key.decided_by:
             self.without_formula.add(key.op)
-        for tensor in outputs:
-            stats.ranges.add(tensor)
+        if not is_uninitialized(key.op):
+            for tensor in outputs:
+                stats.ranges.add(tensor)
 
     def _follow_detour(
         self, func: Any, key: Key, inputs: list[Tensor], outputs: list[Tensor]

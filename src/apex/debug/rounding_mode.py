@@ -21,7 +21,7 @@ from apex.debug.rounding_records import Kind, RoundingLog, RoundingRow
 from apex.debug.shadow_call import Arguments, ShadowCall, is_touched
 from apex.debug.shadows import Shadows, can_shadow, storage_id
 from apex.debug.tensors import Traits
-from apex.debug.tracing import EMPTY, OperatorMode
+from apex.debug.tracing import OperatorMode, is_uninitialized
 
 _SAVES_FOR_BACKWARD = (
     "native_layer_norm",
@@ -291,7 +291,7 @@ def _without_verdict(
     namespace, _, name = traits.name.partition(".")
     if namespace.startswith(_FOREIGN):
         return "its effects on other processes forbid running it twice"
-    if name.startswith(EMPTY) or traits.name in rules.DECISIONS:
+    if is_uninitialized(traits.name) or traits.name in rules.DECISIONS:
         return ""
     if any(not can_shadow(tensor) for tensor in tensors.floating(result)):
         return "its result is not a dense tensor"

@@ -22,10 +22,15 @@ from apex.debug.tensors import Traits
 
 SomeTrace = TypeVar("SomeTrace", bound="Trace")
 
-EMPTY = ("empty", "new_empty", "resize", "set_")
+_EMPTY = ("empty", "new_empty", "resize", "set_")
 """How the names of operators begin that give uninitialized memory."""
 
 _PLAIN = {Tensor, nn.Parameter, Master}
+
+
+def is_uninitialized(name: str) -> bool:
+    """Returns whether the operator of this name, such as ``"aten.empty_like"``, sets no values."""
+    return name.rpartition(".")[2].lstrip("_").startswith(_EMPTY)
 
 
 class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
