@@ -25,6 +25,14 @@ def _forget():
     type(_amp_state).__init__(_amp_state)
 
 
+@pytest.fixture(scope="module")
+def every_dtype_is_fast():
+    """Lets ``apex compare`` train its 16-bit levels on CPUs without 16-bit units, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("apex.tools.compare.slowdown", lambda dtype, device: 1.0)
+        yield
+
+
 @pytest.fixture(scope="session")
 def two_processes():
     ranks = Ranks(2)

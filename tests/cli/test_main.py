@@ -17,6 +17,8 @@ from apex.tools.text import text_table
 from tests.tools.cases import TARGET, comparison_of, result_of, written
 from tests.tools.test_compare import FAILS_IN_BF16
 
+pytestmark = pytest.mark.usefixtures("every_dtype_is_fast")
+
 FLAGS = {
     "compare": [
         *("-h", "--help", "--levels", "--steps", "--emulated", "--emulated-steps", "--rounds"),

@@ -1,8 +1,10 @@
 """Models in which low precision loses digits, and models in which it does not."""
 
+import functools
 import math
 from contextlib import nullcontext
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -216,6 +218,22 @@ HEALTHY = {
     "lstm": lambda: Recurrent(nn.LSTM),
     "gru": lambda: Recurrent(nn.GRU),
 }
+
+
+@functools.cache
+def _has_bf16_lstm():
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            nn.LSTM(4, 4)(torch.ones(2, 1, 4))
+    except RuntimeError:
+        return False
+    return True
+
+
+def need_kernels(name, mode):
+    """Skips a test of a healthy model that torch itself cannot run on this CPU."""
+    if (name, mode) == ("lstm", "autocast") and not _has_bf16_lstm():
+        pytest.skip("oneDNN has no bf16 LSTM for this CPU")
 
 
 # -- iterations ----------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from tests.debug.rounding_cases import (
     batch,
     conv_net,
     mlp,
+    need_kernels,
 )
 
 
@@ -53,6 +54,7 @@ def state_of(training):
 @pytest.mark.parametrize("name", ["conv net", "transformer, -inf", "lstm"])
 def test_the_run_computes_the_same_bits_as_without_the_trace(name, mode):
     """Weights, gradients, buffers, the optimizer's state, losses, and what is drawn next."""
+    need_kernels(name, mode)
     results = []
     for is_traced in (False, True):
         torch.manual_seed(0)

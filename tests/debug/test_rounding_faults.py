@@ -6,7 +6,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex import amp
-from tests.debug.rounding_cases import FAULTS, HEALTHY, MODES, Around, Training, batch, mlp
+from tests.debug.rounding_cases import (
+    FAULTS,
+    HEALTHY,
+    MODES,
+    Around,
+    Training,
+    batch,
+    mlp,
+    need_kernels,
+)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -29,6 +38,7 @@ def test_the_planted_operator_is_named(fault, mode):
 @pytest.mark.parametrize(("mode", "seed"), [*zip(MODES, range(4), strict=True), ("O1", 4)])
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_model_loses_none(name, mode, seed):
+    need_kernels(name, mode)
     torch.manual_seed(seed)
     training = Training(HEALTHY[name](), mode)
     if mode == "O1" and name not in ("mlp", "transformer, -inf"):

@@ -16,11 +16,13 @@ from apex.tools.targets import open_target
 from apex.tools.variants import VARIANTS
 from tests.tools.cases import TARGET, by_name, compared, written
 
+pytestmark = pytest.mark.usefixtures("every_dtype_is_fast")
+
 ALL = ",".join(VARIANTS)
 
 
 @pytest.fixture(scope="module")
-def every(tmp_path_factory):
+def every(tmp_path_factory, every_dtype_is_fast):
     """One comparison of all levels, that many tests look at."""
     return compared(written(tmp_path_factory.mktemp("every")), ALL, steps=7)
 

@@ -182,7 +182,7 @@ def test_json_holds_what_was_found(tmp_path, capsys):
     written = json.loads(file.read_text("utf-8"))
     assert written["well"] is True
     assert {speed["dtype"] for speed in written["speeds"]} == {"float32", "float16", "bfloat16"}
-    assert "fp32 on cpu" in " ".join(capsys.readouterr().out.split())
+    assert "on cpu" in " ".join(capsys.readouterr().out.split())
     assert main(["doctor", "--seconds", "0", "--json", "-"]) == exit_codes.OK
     assert json.loads(capsys.readouterr().out)["versions"]["torch"] == torch.__version__
 
