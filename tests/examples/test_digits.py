@@ -69,6 +69,7 @@ def test_a_count_below_one_is_refused(value):
         count(value)
 
 
+@pytest.mark.usefixtures("every_dtype_is_fast")
 def test_the_digits_are_a_target_that_learns_and_is_evaluated():
     from tests.tools.cases import by_name, compared
 
