@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from apex._core import dtypes, tree
+from apex._core.param_groups import params_of
 from apex._engine import model as conversion
 from apex._engine.optimizer import optimizer_class
 from apex._engine.optimizer.binding import Binding
@@ -59,9 +60,7 @@ def _release(binding: Binding) -> None:
 
 def dtypes_of(optimizers: Iterable[Optimizer]) -> dict[int, torch.dtype]:
     """Returns the dtype of every parameter that the optimizers step, by ``id``."""
-    return {
-        id(p): p.dtype for opt in optimizers for group in opt.param_groups for p in group["params"]
-    }
+    return {id(p): p.dtype for optimizer in optimizers for p in params_of(optimizer)}
 
 
 def match_states(optimizers: Iterable[Optimizer], before: Mapping[int, torch.dtype]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from apex._core.param_groups import params_of
 from apex._engine.optimizer import clipping
 from apex._engine.optimizer.optimizer_class import binding_of
 from apex.amp.handle import session_of
@@ -61,8 +62,7 @@ def clip_grad_norm_(
         )
     binding = binding_of(own)
     if session_of([own], [binding], caller="amp.clip_grad_norm_") is None or binding is None:
-        params = [param for group in own.param_groups for param in group["params"]]
-        return nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
+        return nn.utils.clip_grad_norm_(params_of(own), max_norm, norm_type, error_if_nonfinite)
     return clipping.clip_grad_norm_(
         binding, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
     )

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from apex._core.param_groups import params_of
 from apex._engine import model as conversion
 from apex._engine.model import ModelPlan, sharding
 from apex._engine.optimizer.optimizer_class import binding_of
@@ -122,7 +123,7 @@ def _check_optimizer(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
             f"amp.initialize got an optimizer ({name}) that it has already prepared. Pass each "
             "optimizer once, or call amp.restore(model, optimizer) first."
         )
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = params_of(optimizer)
     if not params:
         raise ValueError(
             f"amp.initialize got an optimizer ({name}) without parameters. Create it with the "

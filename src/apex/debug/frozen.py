@@ -6,7 +6,7 @@ import copy
 import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from apex._core import finite, tree
+from apex._core.param_groups import params_of
 from apex._engine.optimizer.optimizer_class import ATTRIBUTE, binding_of, own_class
 from apex._torch.grad_scaler import holds_unscaled
-from apex.debug.loops import check_scaler, inner, params_of
+from apex.debug.loops import check_scaler, inner
 
 WIDER = {
     torch.bfloat16: torch.float32,
@@ -155,7 +156,7 @@ def _widened(param: Tensor, scale: float) -> Tensor:
     return wide
 
 
-def _finite(params: list[Tensor]) -> bool:
+def _finite(params: Iterable[Tensor]) -> bool:
     grads = [param.grad for param in params if param.grad is not None]
     dense = map(finite.summed_values, grads)
     return all(bool(torch.isfinite(grad).all()) for grad in dense)  # sync: a diagnosis on request

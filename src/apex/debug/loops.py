@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from apex._core.param_groups import params_of
 from apex._engine.events import PassEnd, ScaleUpdate
 from apex._engine.model import module_behind
 from apex._engine.optimizer.binding import Binding
@@ -431,11 +432,6 @@ def check_scaler(caller: str, scaler: Any) -> None:
             f"amp.debug.{caller} got {type(scaler).__name__} as the scaler; it takes the "
             "torch.amp.GradScaler that scales the losses."
         )
-
-
-def params_of(optimizer: Optimizer) -> list[Tensor]:
-    """Returns the parameters that an optimizer steps."""
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def owner_of(param: str) -> str:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from apex._core import dtypes, finite
+from apex._core.param_groups import params_of
 from apex._engine.optimizer.optimizer_class import binding_of
 from apex._torch import copies, dtensor
-from apex.debug.loops import inner, params_of
+from apex.debug.loops import inner
 
 _MAX_LISTED = 10
 """Number of non-finite tensors that ``str`` lists."""

@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 
 from apex._core import tree
 from apex._core.dtypes import is_low_precision
+from apex._core.param_groups import params_of
 from apex._engine.model.state import state_of
 from apex._engine.session import Session
 from apex._torch.grad_scaler import enabled_scalers
 from apex.amp.nonfinite import nonfinite_gradients
 from apex.debug import tensors
 from apex.debug.faults import Cause, Fault, cause_of
-from apex.debug.loops import params_of
 from apex.debug.module_tracker import ModuleTracker
 from apex.debug.patterns import nodes_behind, operator_name
 from apex.debug.provenance import Origin, Provenance

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from apex._core import dtypes
+from apex._core.param_groups import params_of
 from apex._torch.overrides import without_functions
 from apex.debug import rounding_rules as rules
 from apex.debug import tensors
-from apex.debug.loops import params_of
 from apex.debug.modes import suspend_modes
 from apex.debug.module_tracker import ModuleTracker
 from apex.debug.rounding_records import Kind, RoundingLog, RoundingRow

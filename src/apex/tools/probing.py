@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from apex._core import dtypes, tree
-from apex.debug.loops import params_of
+from apex._core.param_groups import params_of
 from apex.debug.storages import Storages
 from apex.tools.results import ModuleError, Probe
 from apex.tools.seeds import seed_all

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Optimizer
 
 from apex._core import dtypes
+from apex._core.param_groups import params_of
 from apex._engine.model.plan import Planned
 from apex._torch import dtensor, fsdp
 
@@ -89,8 +90,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
     Raises:
         RuntimeError: With the reason.
     """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    if not any(map(dtensor.is_dtensor, params)):
+    if not any(map(dtensor.is_dtensor, params_of(optimizer))):
         return
     name = type(optimizer).__name__
     if isinstance(optimizer, SGD | Adagrad) and any(g.get("fused") for g in optimizer.param_groups):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core import dtypes
+from apex._core.param_groups import params_of
 from apex._engine import masters
 from apex._engine.masters import Masters, TrackedPair
 from apex._engine.mistakes import Mistakes
@@ -113,7 +113,7 @@ class Binding:
 
     def params(self) -> list[nn.Parameter]:
         """Returns every parameter that the optimizer steps, masters included."""
-        return [*chain.from_iterable([group["params"] for group in self.optimizer.param_groups])]
+        return params_of(self.optimizer)
 
     def direct(self) -> list[nn.Parameter]:
         """Returns the parameters that are stepped without a master."""

@@ -1,0 +1,13 @@
+"""The parameters that an optimizer steps."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+from torch import nn
+from torch.optim import Optimizer
+
+
+def params_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Returns the parameters of all groups, in order."""
+    return [*chain.from_iterable([group["params"] for group in optimizer.param_groups])]
