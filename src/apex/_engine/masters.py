@@ -347,9 +347,7 @@ class Masters:
         pair_of = self._by_param.get
         return [
             pair.master
-            if (pair := pair_of(id(param))) is not None
-            and pair.low_bits
-            and (pair.packing is None or pair.is_current)
+            if (pair := pair_of(id(param))) is not None and pair.low_bits and pair.is_current
             else self.master_of(param)
             for param in params
         ]

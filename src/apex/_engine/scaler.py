@@ -41,7 +41,6 @@ class Scaler(ABC):
 
     Attributes:
         dynamic: Whether the scale reacts to overflows.
-        is_identity: Whether the scale is exactly 1 and gradients are not checked.
         loss_scale: The scale, 0-d fp32 (multiplier).
         found_inf: Whether the present pass overflowed, 0-d fp32.
         rule: The rule of a dynamic scale.
@@ -55,7 +54,6 @@ class Scaler(ABC):
     """
 
     dynamic: ClassVar[bool]
-    is_identity: bool
     loss_scale: Tensor
     found_inf: Tensor
 
@@ -80,6 +78,11 @@ class Scaler(ABC):
         self._rule = rule
 
     # -- one backward pass -------------------------------------------------------------------
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether the scale is exactly 1 and gradients are not checked."""
+        return False
 
     def scale(self, loss: Tensor) -> Tensor:
         """Returns the loss times the scale, in fp32 (fp64 of an fp64 loss)."""
@@ -204,8 +207,11 @@ class StaticScaler(Scaler):
         """
         super().__init__(checked_static(loss_scale), rule, loss_id)
         self._scale = loss_scale  # exact; fp32 may round it
-        self.is_identity = loss_scale == 1.0
         self._clean_steps = 0
+
+    @property
+    def is_identity(self) -> bool:
+        return self._scale == 1.0
 
     def _scaled(self, loss: Tensor) -> Tensor:
         return loss if self.is_identity else loss * self._scale
@@ -244,7 +250,6 @@ class StaticScaler(Scaler):
 
     def set_scale(self, loss_scale: float) -> None:
         self._scale = checked_static(float(loss_scale))
-        self.is_identity = self._scale == 1.0
         self.loss_scale.fill_(self._scale)
 
     def set_clean_steps(self, clean_steps: int) -> None:
@@ -260,7 +265,6 @@ class DynamicScaler(Scaler):
     """
 
     dynamic = True
-    is_identity = False
 
     def __init__(self, rule: ScaleRule, *, loss_id: int = 0, initial: float | None = None) -> None:
         """Starts at ``initial``; by default at 2**16, clamped to the rule's bounds.

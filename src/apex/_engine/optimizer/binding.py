@@ -224,8 +224,7 @@ class Binding:
 
     def read_model(self) -> None:
         """Copies writes to the model to the masters, and adopts unfrozen parameters."""
-        if self.pairs:
-            masters.read_model(self.pairs)
+        masters.read_model(self.pairs)
         if self._frozen:
             self.adopt_unfrozen()
 

@@ -64,10 +64,11 @@ def step(binding: Binding, run: Run, closure: Closure | None) -> Any:
         try:
             _mark_masters_written(binding)
             off.__enter__()
-            compiled = is_compiling_here()
-            _begin_one_pass(binding, one_pass, OnePassStep.begin, compiled=compiled)
-            if binding.pairs and not compiled and _sees_only_parameters(binding):
-                run = functools.partial(_run_without_overrides, run)
+            if binding.pairs:
+                compiled = is_compiling_here()
+                _begin_one_pass(binding, one_pass, OnePassStep.begin, compiled=compiled)
+                if not compiled and _sees_only_parameters(binding):
+                    run = functools.partial(_run_without_overrides, run)
             if binding.gradients.overflow.checked:
                 return _run_unless_overflow(binding, run)
             binding.gradients.overflow.note_step(skipped=False)
@@ -96,7 +97,6 @@ def _sees_only_parameters(binding: Binding) -> bool:
     return own and _OVERRIDE_NOTHING.issuperset(map(type, binding.params()))
 
 
-@untraced
 def _run_without_overrides(run: Run) -> Any:
     with without_overrides():
         return run()
