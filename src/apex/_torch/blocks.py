@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from apex._torch.dispatch_modes import OPERANDS
+from apex._torch.dispatch_modes import OPERANDS, function_of
 
 _LEAST, _GREATEST = 2**18, 2**24
 """Bounds of a block's elements: the least fit into a CPU's cache, the most into spare memory."""
@@ -186,23 +186,23 @@ def run(
         grads: What it gets in place of the second list.
     """
     count = OPERANDS[func]
+    kernel = function_of(func)
     operands = [params, grads, *map(InPlace, lists[2:count])]
     for block in cut([param.numel() for param in lists[0]], lists[0][0].device):
         values = [operand.load(block) for operand in operands]
         steps = [[each[part.position] for part in block] for each in lists[count:]]
-        func(*values, *steps, **kwargs)
+        kernel(*values, *steps, **kwargs)
         for operand, stored in zip(operands, values, strict=True):
             operand.store(block, stored)
 
 
-def same_strides(tensor: Tensor, like: Tensor) -> bool:
-    """Returns whether both can be cut alike: equal sizes, strides and device, without gaps."""
-    return (
-        tensor.stride() == like.stride()
-        and tensor.size() == like.size()
-        and tensor.device == like.device
-        and is_dense(like)
-    )
+def same_strides(tensor: Tensor, *others: Tensor) -> bool:
+    """Returns whether all can be cut alike: equal sizes, strides and devices, without gaps."""
+    size, strides, device = tensor.size(), tensor.stride(), tensor.device
+    for other in others:
+        if other.size() != size or other.stride() != strides or other.device != device:
+            return False
+    return is_dense(tensor)
 
 
 def is_dense(tensor: Tensor) -> bool:

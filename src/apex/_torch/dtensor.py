@@ -27,11 +27,11 @@ def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
 
 def any_dtensor(tensors: Iterable[Tensor]) -> bool:
     """Returns whether any of ``tensors`` is a DTensor."""
-    kinds = set(map(type, tensors))
-    if kinds <= _PLAIN:  # the common case, without a check per tensor
-        return False
     module = sys.modules.get(_MODULE)
-    return module is not None and any(issubclass(kind, module.DTensor) for kind in kinds)
+    if module is None:
+        return False
+    kinds = set(map(type, tensors)) - _PLAIN
+    return any(issubclass(kind, module.DTensor) for kind in kinds)
 
 
 def local(tensor: Tensor) -> Tensor:

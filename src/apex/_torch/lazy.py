@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
@@ -83,8 +82,8 @@ class LazyTensor(Tensor):
 
 
 def make(source: Source) -> LazyTensor:
-    """Returns a lazy tensor of ``source``."""
-    with torch.no_grad(), without_overrides():
+    """Returns a lazy tensor of ``source``, whose values require no gradient."""
+    with without_overrides():
         made = source.values.as_subclass(LazyTensor)
     made.source = source
     return made

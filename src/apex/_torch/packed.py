@@ -374,7 +374,7 @@ def _run_fused(func: Any, args: blocks.Lists, kwargs: dict[str, Any]) -> blocks.
 
 def _can_cut(tensors: Sequence[Tensor]) -> bool:
     param, *others = tensors
-    return isinstance(param, Packed) and all(blocks.same_strides(each, param) for each in others)
+    return isinstance(param, Packed) and blocks.same_strides(param, *others)
 
 
 def unpacked(params: Sequence[Packed]) -> blocks.Buffered:

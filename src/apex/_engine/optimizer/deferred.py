@@ -195,11 +195,12 @@ def reclaim(master: Any) -> None:
 
 def can_defer(pair: TrackedPair, grad: Tensor) -> bool:
     """Returns whether the 16-bit ``grad`` can be the only gradient of the pair."""
-    master, (low, own) = pair.master, dtensor.locals_of([grad, pair.master])
+    master = pair.master
+    if of(master) is not None or master.grad is not None:
+        return False
+    low, own = dtensor.locals_of([grad, master])
     return (
-        of(master) is None
-        and master.grad is None
-        and dtensor.same_layout(grad, master)
+        dtensor.same_layout(grad, master)
         and type(low) in (Tensor, CountedGradient)
         and not grad.requires_grad
         and grad.layout is torch.strided

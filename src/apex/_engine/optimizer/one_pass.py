@@ -140,9 +140,17 @@ class OnePassStep(TorchDispatchMode):
             pair = self._rounded.get(dtensor.local(written).data_ptr()) if self._rounded else None
             if pair is not None:
                 pair.mark_master_written()
-        if func not in _METADATA:
+        if func not in _METADATA and self._takes_stand_ins(args, kwargs):
             args, kwargs = tree.map_arguments(self._real, args, kwargs)
         return func(*args, **kwargs)
+
+    def _takes_stand_ins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Returns whether an operator gets stand-ins, alone or in lists."""
+        for value in (*args, *kwargs.values()):
+            for each in value if isinstance(value, list | tuple) else (value,):
+                if id(each) in self._stand_ins:
+                    return True
+        return False
 
     def _real(self, tensor: Tensor) -> Any:
         pair = self._stand_ins.get(id(tensor))
@@ -168,8 +176,7 @@ class OnePassStep(TorchDispatchMode):
         waiting = None if pair is None else deferred.of(pair.master)
         if waiting is None:
             return False
-        own, *others = dtensor.locals_of([param, *states])
-        return all(blocks.same_strides(each, own) for each in (waiting.values, *others))
+        return blocks.same_strides(*dtensor.locals_of([param, *states]), waiting.values)
 
     def _run_blocks(
         self, func: Any, lists: blocks.Lists, pairs: Sequence[TrackedPair], kwargs: dict[str, Any]
