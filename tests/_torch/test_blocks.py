@@ -14,15 +14,22 @@ def tiny(monkeypatch):
     monkeypatch.setattr(blocks, "_LEAST", 32)
 
 
-@pytest.mark.parametrize("sizes", [[5], [32], [33], [100, 3, 0, 31, 64, 1], [0], [], [7] * 40])
+@pytest.mark.parametrize("sizes", [[5], [32], [33], [100, 3, 0, 31, 64, 1], [0], [7] * 40])
 def test_every_element_is_in_one_block_and_small_tensors_stay_whole(sizes):
     seen = [torch.zeros(size) for size in sizes]
-    for block in blocks.cut(sizes, CPU):
-        assert sum(part.stop - part.start for part in block) <= 32
-        for part in block:
-            part.of(seen).add_(1)
-            assert part.whole is (sizes[part.position] <= 32)
-            assert part.start % 32 == 0
+    cuts = blocks.Cuts(seen)
+    pieces = cuts.of_all(seen)
+    assert [piece.numel() for piece in pieces] == [piece.elements for piece in cuts.pieces]
+    for block in cuts.blocks:
+        assert 0 < sum(piece.numel() for piece in pieces[block]) <= cuts.greatest <= 32
+        for tensor, piece, whole in zip(
+            cuts.each(seen)[block],
+            pieces[block],
+            [each.whole for each in cuts.pieces[block]],
+            strict=True,
+        ):
+            piece.add_(1)
+            assert (piece is tensor) is whole is (tensor.numel() <= 32)
     assert all(tensor.eq(1).all() for tensor in seen)
 
 
@@ -40,11 +47,14 @@ def test_a_kernel_sees_buffered_and_own_operands_alike(layout, monkeypatch):
     sums = [torch.zeros(s).to(memory_format=layout) for s in shapes]
     expected = [2 * low.float() for low in stored]
 
+    cuts = blocks.Cuts(sums)
+    pieces = cuts.of_all(stored)
+
     def load(block, values):
-        torch._foreach_copy_(values, [part.of(stored) for part in block])
+        torch._foreach_copy_(values, pieces[block])
 
     def store(block, values):
-        torch._foreach_copy_([part.of(stored) for part in block], values)
+        torch._foreach_copy_(pieces[block], values)
 
     def kernel(own, buffered, nothing):
         assert nothing == []
@@ -53,8 +63,10 @@ def test_a_kernel_sees_buffered_and_own_operands_alike(layout, monkeypatch):
         torch._foreach_add_(own, buffered)
 
     monkeypatch.setitem(blocks.OPERANDS, kernel, 3)
-    buffered = blocks.Buffered(sums, load, store)
-    blocks.run(kernel, [sums, stored, []], {}, blocks.InPlace(sums), buffered)
+    monkeypatch.setattr(blocks, "function_of", lambda func: func)
+    buffered = blocks.Buffered(cuts, sums, load, store)
+    own = blocks.InPlace(cuts.of_all(sums))
+    blocks.run(kernel, [sums, stored, []], {}, cuts, own, buffered)
     assert same(sums, expected)
     assert same([low.float() for low in stored], expected)
 

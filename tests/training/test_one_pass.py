@@ -515,8 +515,8 @@ def test_an_iteration_peaks_at_what_is_stored_and_16_bit_gradients(level, max_no
     monkeypatch.undo()
     params = 3 * 1024**2
     peak = peak_bytes(with_amp(cases.large_task(), level, max_norm=max_norm), 14 * params) / params
-    # One block, the activations and autograd's temporary: each below 0.4 bytes per parameter.
-    assert 16.0 <= peak <= 16.5
+    # One block of 2**19 elements is 0.67 bytes per parameter.
+    assert 16.0 <= peak <= 16.7
     with amp.debug.two_pass_steps():
         work = with_amp(cases.large_task(), level, max_norm=max_norm)
         assert peak_bytes(work, 14 * params) / params >= 19.9
@@ -535,4 +535,4 @@ def test_an_iteration_without_scale_loss_peaks_there_too(monkeypatch):
         optimizer.zero_grad()
 
     params = 3 * 1024**2
-    assert 16.0 <= peak_bytes(iteration, 14 * params) / params <= 16.5
+    assert 16.0 <= peak_bytes(iteration, 14 * params) / params <= 16.7

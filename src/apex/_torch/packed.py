@@ -345,7 +345,7 @@ def _parts(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[_Arguments]:
     if any(isinstance(each, Tensor) and each.dim() == 1 for each in (*args, *kwargs.values())):
         yield list(args), kwargs
         return
-    block = blocks.elements(sum(map(Tensor.numel, args[0])), args[0][0].device)
+    block = blocks.elements(sum(map(Tensor.numel, args[0])), args[0][0].device, BUFFERS)
     start = elements = 0
     for index, tensor in enumerate(args[0]):
         if start < index and elements + tensor.numel() > block:
@@ -368,7 +368,9 @@ def _run_fused(func: Any, args: blocks.Lists, kwargs: dict[str, Any]) -> blocks.
     taken, rest = blocks.divide(func, args, _can_cut)
     if taken[0]:
         packed = [param for param in taken[0] if isinstance(param, Packed)]
-        blocks.run(func, taken, kwargs, unpacked(packed), blocks.InPlace(taken[1]))
+        cuts = blocks.Cuts(packed, BUFFERS)
+        grads = blocks.InPlace(cuts.of_all(taken[1]))
+        blocks.run(func, taken, kwargs, cuts, unpacked(cuts, packed), grads)
     return rest
 
 
@@ -377,32 +379,28 @@ def _can_cut(tensors: Sequence[Tensor]) -> bool:
     return isinstance(param, Packed) and blocks.same_strides(param, *others)
 
 
-def unpacked(params: Sequence[Packed]) -> blocks.Buffered:
+BUFFERS = 2
+"""How many buffers :func:`unpacked` allocates."""
+
+
+def unpacked(cuts: blocks.Cuts, params: Sequence[Packed]) -> blocks.Buffered:
     """Returns packed tensors as an operand: fp32 in a buffer, stored after the kernel."""
-    total = sum(param.numel() for param in params)
-    size = min(blocks.elements(total, params[0].device), total)
-    memory = torch.empty(size, dtype=torch.int32, device=params[0].device)
+    memory = torch.empty(cuts.greatest, dtype=torch.int32, device=params[0].device)
     for param in params:
         param.packing.begin_write()
+    packings = [packing for param in params for packing in param.viewed(cuts.of)]
 
-    def each(
-        block: blocks.Block, values: Sequence[Tensor]
-    ) -> Iterator[tuple[Packing, Tensor, Tensor]]:
-        for part, value in zip(block, values, strict=True):
-
-            def of(half: Tensor, part: blocks.Part = part) -> list[Tensor]:
-                return [part.in_(half)]
-
-            halves = params[part.position].viewed(of)
+    def each(block: slice, values: Sequence[Tensor]) -> Iterator[tuple[Packing, Tensor, Tensor]]:
+        for packing, value in zip(packings[block], values, strict=True):
             spare = memory[: value.numel()].as_strided(value.size(), value.stride())
-            yield halves[0], value, spare
+            yield packing, value, spare
 
-    def load(block: blocks.Block, values: list[Tensor]) -> None:
+    def load(block: slice, values: list[Tensor]) -> None:
         for packing, value, spare in each(block, values):
             packing.complete(value.copy_(packing.high), spare)
 
-    def store(block: blocks.Block, values: list[Tensor]) -> None:
+    def store(block: slice, values: list[Tensor]) -> None:
         for packing, value, spare in each(block, values):
             packing.write(value, spare)
 
-    return blocks.Buffered(params, load, store)
+    return blocks.Buffered(cuts, params, load, store)

@@ -89,9 +89,7 @@ def _norms(grad: Tensor, norm_type: float) -> list[Tensor]:
     if grad.is_complex() or grad.dtype is torch.float64 or not blocks.is_dense(grad):
         return [torch.linalg.vector_norm(grad, norm_type)] if grad.numel() else []
     return [
-        norm
-        for block in blocks.cut([grad.numel()], grad.device)
-        for norm in _part_norms([part.of([grad]) for part in block], norm_type)
+        norm for piece in blocks.Cuts([grad]).of(grad) for norm in _part_norms([piece], norm_type)
     ]
 
 

@@ -213,6 +213,8 @@ def fill_fp32(
 ) -> None:
     """Writes 16-bit gradients times their factors into fp32 tensors of the same layout."""
     torch._foreach_copy_(list(values), list(grads))
+    if not any(factors):
+        return
     groups: dict[tuple[int, ...], tuple[Sequence[Factor], list[Tensor]]] = {}
     for value, own in zip(values, factors, strict=True):
         groups.setdefault(tuple(map(id, own)), (own, []))[1].append(value)
@@ -245,19 +247,25 @@ def in_fp32(
     """
     for same in by_device(deferred):
         lows = [each.values for each in same]
-        factors = [() if scaled else each.factors for each in same]
-        operand = gradients(lows, factors, lows)
+        cuts = blocks.Cuts(lows)
+        operand = gradients(cuts, same, lows, scaled=scaled)
         with torch.no_grad(), without_counting():
-            for block in blocks.cut([low.numel() for low in lows], lows[0].device):
+            for block in cuts.blocks:
                 use(operand.load(block))
 
 
 def gradients(
-    lows: Sequence[Tensor], factors: Sequence[Sequence[Factor]], like: Sequence[Tensor]
+    cuts: blocks.Cuts,
+    deferred: Sequence[Deferred],
+    like: Sequence[Tensor],
+    *,
+    scaled: bool = False,
 ) -> blocks.Buffered:
-    """Returns 16-bit gradients times their factors as an fp32 operand with strides of ``like``."""
+    """Returns gradients as an fp32 operand with strides of ``like``; see :func:`in_fp32`."""
+    lows = cuts.of_all(each.values for each in deferred)
+    factors = cuts.each([() if scaled else each.factors for each in deferred])
 
-    def load(block: blocks.Block, values: list[Tensor]) -> None:
-        fill_fp32(values, [p.of(lows) for p in block], [factors[p.position] for p in block])
+    def load(block: slice, values: list[Tensor]) -> None:
+        fill_fp32(values, lows[block], factors[block])
 
-    return blocks.Buffered(like, load)
+    return blocks.Buffered(cuts, like, load)

@@ -74,27 +74,28 @@ def _rescale(gradients: Sequence[Deferred], scale: Factor, overflowed: Tensor | 
     )
     for same in deferred.by_device(changing):
         device = same[0].values.device
-        lows = [each.values for each in same]
-        factors = [(*each.factors, scale) for each in same]
+        values = [each.values for each in same]
+        cuts = blocks.Cuts(values)
+        lows = cuts.of_all(values)
+        factors = cuts.each([(*each.factors, scale) for each in same])
         flag = None if overflowed is None else moved(overflowed, device).bool()
 
         def load(
-            block: blocks.Block,
+            block: slice,
             values: list[Tensor],
             lows: Sequence[Tensor] = lows,
             factors: Sequence[Sequence[Factor]] = factors,
             flag: Tensor | None = flag,
         ) -> None:
-            parts = [part.of(lows) for part in block]
-            deferred.fill_fp32(values, parts, [factors[part.position] for part in block])
+            deferred.fill_fp32(values, lows[block], factors[block])
             if flag is not None:
                 for value in values:
                     value.masked_fill_(flag, 0.0)
-            torch._foreach_copy_(parts, values)
+            torch._foreach_copy_(list(lows[block]), values)
 
-        operand = blocks.Buffered(lows, load)
+        operand = blocks.Buffered(cuts, values, load)
         inverse = (1.0 / scale,)
-        for block in blocks.cut([low.numel() for low in lows], device):
+        for block in cuts.blocks:
             operand.load(block)
         for each in same:
             each.factors = inverse

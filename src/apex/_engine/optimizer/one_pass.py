@@ -28,7 +28,7 @@ from apex._engine.optimizer import deferred
 from apex._torch import blocks, dispatch_modes, dtensor
 from apex._torch.counted import without_counting
 from apex._torch.dynamo import untraced
-from apex._torch.packed import Packed, unpacked
+from apex._torch.packed import BUFFERS, Packed, unpacked
 
 if TYPE_CHECKING:
     from apex._engine.optimizer.binding import Binding
@@ -183,39 +183,47 @@ class OnePassStep(TorchDispatchMode):
     ) -> None:
         params = lists[0]
         waiting = [each for pair in pairs if (each := deferred.of(pair.master)) is not None]
-        grads = deferred.gradients(
-            [each.values for each in waiting], [each.factors for each in waiting], params
-        )
         packed = [param for param in params if isinstance(param, Packed)]
+        cuts = blocks.Cuts(params, BUFFERS if packed else 1)
+        grads = deferred.gradients(cuts, waiting, params)
         models = dtensor.locals_of([pair.model for pair in pairs])
         rounds = [
             not packed and blocks.same_strides(*both) for both in zip(models, params, strict=True)
         ]
         # A session packs all its masters, or none.
-        masters = unpacked(packed) if packed else _Rounding(params, models, rounds)
-        blocks.run(func, lists, kwargs, masters, grads)
-        for pair, param, rounded in zip(pairs, params, rounds, strict=True):
+        masters = unpacked(cuts, packed) if packed else _Rounding(cuts, params, models, rounds)
+        blocks.run(func, lists, kwargs, cuts, masters, grads)
+        for pair in pairs:
             deferred.reclaim(pair.master)
-            if rounded:
-                increment_version(pair.model)
-                mark_rounded([pair])
-                self._rounded[param.data_ptr()] = pair
+        done = [i for i, each in enumerate(rounds) if each]
+        if done:
+            increment_version([pairs[i].model for i in done])
+            mark_rounded([pairs[i] for i in done])
+            self._rounded.update((params[i].data_ptr(), pairs[i]) for i in done)
 
 
 class _Rounding(blocks.InPlace):
     """Masters that are rounded into the model after the kernel, where ``rounds`` says so."""
 
     def __init__(
-        self, masters: Sequence[Tensor], models: Sequence[Tensor], rounds: Sequence[bool]
+        self,
+        cuts: blocks.Cuts,
+        masters: Sequence[Tensor],
+        models: Sequence[Tensor],
+        rounds: Sequence[bool],
     ) -> None:
-        super().__init__(masters)
-        self._models, self._rounds = models, rounds
+        super().__init__(cuts.of_all(masters))
+        self._models = [
+            piece if rounded else None
+            for master, model, rounded in zip(masters, models, rounds, strict=True)
+            for piece in cuts.of(model if rounded else master)
+        ]
 
-    def store(self, block: blocks.Block, values: list[Tensor]) -> None:
-        both = zip(block, values, strict=True)
-        written = [(p.of(self._models), v) for p, v in both if self._rounds[p.position]]
-        if written:
-            torch._foreach_copy_([model for model, _ in written], [value for _, value in written])
+    def store(self, block: slice, values: list[Tensor]) -> None:
+        models = self._models[block]
+        both = [(m, v) for m, v in zip(models, values, strict=True) if m is not None]
+        if both:
+            torch._foreach_copy_([model for model, _ in both], [value for _, value in both])
 
 
 _METADATA = frozenset({torch.ops.aten.empty_like.default, torch.ops.aten.detach.default})
