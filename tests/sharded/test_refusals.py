@@ -1,5 +1,7 @@
 """What cannot be prepared is refused, with the reason, and nothing is changed."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -30,19 +32,25 @@ def with_batchnorm(apart):
     return fully_shard(model, mesh=mesh(2))
 
 
+def fresh(**options):
+    """A sharded net, after the end of earlier ones' casts: sharded modules refer to each other."""
+    gc.collect()
+    return shard(net(), mesh(2), **options)
+
+
 def ran(level):
-    model = shard(net(), mesh(2))
+    model = fresh()
     model(batch()[0])
     return message(prepared, level, model)
 
 
 def computing_in(dtype, level):
     policy = MixedPrecisionPolicy(param_dtype=dtype)
-    return message(prepared, level, shard(net(), mesh(2), mp_policy=policy))
+    return message(prepared, level, fresh(mp_policy=policy))
 
 
 def hooked(level):
-    model = shard(net(), mesh(2))
+    model = fresh()
     model[0].weight.register_post_accumulate_grad_hook(lambda param: None)
     return message(prepared, level, model)
 
