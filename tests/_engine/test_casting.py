@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import itertools
 import pickle
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -249,6 +252,73 @@ def test_ambient_ended_in_another_thread_is_off_in_its_own(ends, op):
     gc.collect()
     assert not kernel_is_there()
     assert torch.compiler.config.cache_key_tag == ""
+
+
+def at_line(number, act, work):
+    """Calls ``act`` before one of the lines of the casts' own files that ``work`` runs.
+
+    Returns the number of lines.
+    """
+    lines = itertools.count()
+    folder = str(Path(region_module.__file__).parent)
+
+    def trace(frame, event, arg):
+        if not frame.f_code.co_filename.startswith(folder):
+            return None
+        if event == "line" and next(lines) == number:
+            act()
+        return trace
+
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(None)
+    return next(lines)
+
+
+def in_run():
+    assert CastRegion(BF16).run(seen) == ON
+
+
+def in_uncast_run():
+    assert UncastRegion().run(seen) == OFF
+
+
+def in_no_casts():
+    with no_casts():
+        assert seen() == OFF
+
+
+def in_ambient():
+    region = CastRegion(BF16)
+    region.enter_ambient()
+    assert seen() == ON
+    region.leave_ambient()
+
+
+def after_ambient():
+    region = CastRegion(BF16)
+    region.enter_ambient()
+    region.leave_ambient()
+    in_run()
+
+
+@pytest.mark.parametrize("work", [in_run, in_uncast_run, in_no_casts, in_ambient, after_ambient])
+def test_ambient_may_end_in_a_garbage_collection_at_any_line_of_other_casts(work):
+    before = state()
+    number, count = 0, 1
+    while number < count:
+        holder = [CastRegion(FP16)]
+        holder[0].enter_ambient()
+        count = at_line(number, holder.clear, work)
+        assert not holder
+        assert (seen(), active_spec(), state()) == (OFF, None, before), f"line {number}"
+        assert not region_module._threads.current.stale
+        number += 1
+    assert number > 10
+    gc.collect()
+    assert not kernel_is_there()
 
 
 def test_ambient_of_a_thread_that_is_gone_keeps_no_kernels():

@@ -151,10 +151,10 @@ class CastRegion:
             return fn(*args, **kwargs)
         if not self._casts_double:
             self._check_doubles(args, kwargs)
-        before = here.state(here.changed_switches(self.spec))
+        before = here.state(here.specs, here.changed_switches(self.spec))
         try:
             try:
-                here.turn_on(self.spec, before)
+                before = here.turn_on(self.spec, before)
                 return fn(*args, **kwargs)
             finally:
                 here.restore(before)
@@ -229,10 +229,10 @@ class UncastRegion:
         here = _threads.current
         if not here.specs and not self._users:
             return fn(*args, **kwargs)
-        before = here.state(here.switches(DEVICE_TYPES if self._users else here.specs))
+        before = here.state(here.specs, here.switches(DEVICE_TYPES if self._users else here.specs))
         try:
             try:
-                here.turn_off(before, for_runs=False)
+                before = here.turn_off(before, for_runs=False)
                 return fn(*args, **kwargs)
             finally:
                 here.restore(before)
@@ -255,8 +255,8 @@ class UncastBlock:
         if here.stale:
             here.settle()
         self._here = here
-        self._before = before = here.state(here.switches(here.specs))
-        here.turn_off(before, for_runs=True)
+        self._before = before = here.state(here.specs, here.switches(here.specs))
+        self._before = here.turn_off(before, for_runs=True)
 
     @untraced
     def __exit__(self, *error: object) -> None:

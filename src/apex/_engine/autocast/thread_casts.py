@@ -127,10 +127,14 @@ class ThreadCasts:
 
     # -- blocks --------------------------------------------------------------------------------
 
-    def state(self, switches: list[Switch]) -> State:
-        """Returns the state for ``restore``, which sets these switches only."""
-        cache = _is_cache_on()
-        return self.busy, self.specs, self.runs, self.off, self.task, cache, switches
+    def state(self, specs: dict[str, CastSpec], switches: list[Switch]) -> State:
+        """Returns the state for ``restore``, which sets these switches only.
+
+        Args:
+            specs: This thread's, read before the switches; see :meth:`turn_on`.
+            switches: The switches that the block changes.
+        """
+        return self.busy, specs, self.runs, self.off, self.task, _is_cache_on(), switches
 
     def switches(self, devices: Iterable[str]) -> list[Switch]:
         """Returns the switch of each device type."""
@@ -164,9 +168,15 @@ class ThreadCasts:
         if self.stale:
             self.settle()
 
-    def turn_on(self, spec: CastSpec, before: State) -> None:
-        """Begins a run from the state ``before``, with ``spec`` applied and its switches on."""
+    def turn_on(self, spec: CastSpec, before: State) -> State:
+        """Begins a run from the state ``before``, with ``spec`` applied and its switches on.
+
+        Returns the state to restore: another one if a garbage collection has ended a session since
+        ``before`` was read. None can from here on.
+        """
         self.busy += 1
+        if self.specs is not before[1]:
+            before = self._read_again(before, self.changed_switches(spec))
         self.runs += 1
         if self.runs == 1:
             _set_cache(weight_cache_is_safe)
@@ -175,14 +185,24 @@ class ThreadCasts:
             self.specs = {**self.specs, device: spec}
             set_on(device, True)
             set_dtype(device, spec.dtype)
+        return before
 
-    def turn_off(self, before: State, *, for_runs: bool) -> None:
-        """Begins a block from the state ``before`` with its switches off, also for runs inside."""
+    def turn_off(self, before: State, *, for_runs: bool) -> State:
+        """Begins a block from the state ``before`` with its switches off, also for runs inside.
+
+        Returns the state to restore; see :meth:`turn_on`.
+        """
         self.busy += 1
+        if self.specs is not before[1]:
+            before = self._read_again(before, self.switches(each[0] for each in before[-1]))
         if for_runs:
             self.off, self.task = 1, backward_id()
         for device, _, _ in before[-1]:
             set_on(device, False)
+        return before
+
+    def _read_again(self, before: State, switches: list[Switch]) -> State:
+        return before[0], *self.state(self.specs, switches)[1:]
 
     # -- ambient -------------------------------------------------------------------------------
 
@@ -223,6 +243,9 @@ class ThreadCasts:
         self.stale = any(request.depth for request in living)
         for request in ended:
             request.unregister()
+        if not all(request.alive for request in living):  # one ended in a garbage collection
+            self.stale = True
+            self.settle()
 
     def _set_switches(self, depth: int) -> None:
         """Sets the switches from ``specs``; safe to interrupt and repeat."""
