@@ -118,6 +118,30 @@ def test_a_loop_without_scale_loss_steps_in_one_pass_with_the_same_bits(name):
     assert_same_in_two_passes(train)
 
 
+@pytest.mark.parametrize("reads", [False, True])
+@levels
+def test_an_overflow_of_one_optimizer_skips_another_that_shares_weights(level, reads):
+    model = cases.net()
+    one, two = FUSED["AdamW"](model.parameters()), FUSED["AdamW"](model[0].parameters())
+    model, optimizers = amp.initialize(
+        model, [one, two], opt_level=level, loss_scale="dynamic", verbosity=0
+    )
+
+    def backward(loss, optimizers):
+        with amp.scale_loss(loss, optimizers) as scaled_loss:
+            scaled_loss.backward()
+
+    x, y = cases.batch()
+    backward(cases.loss_of(model, x, y), optimizers)
+    backward((model[2].bias.float() * torch.inf).sum(), [one])
+    if reads:
+        assert all(param.grad is not None for param in amp.master_params(two))
+    backward(cases.loss_of(model, x, y), optimizers)
+    before = cases.masters(two)
+    two.step()
+    assert cases.same(cases.masters(two), before)
+
+
 def test_a_plain_pass_after_a_plain_one_adds_up_and_a_change_between_counts():
     def train():
         model, optimizer = cases.prepared("O5", FUSED["AdamW"])

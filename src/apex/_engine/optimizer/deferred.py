@@ -32,6 +32,9 @@ Factor = float | Tensor
 _DEFERRED = "_apex_deferred"
 """Attribute of a master: its :class:`Deferred` gradient."""
 
+_COMPUTED = "_apex_computed"
+"""Attribute of a gradient that was deferred: its version when it was computed."""
+
 
 class Deferred:
     """The 16-bit gradient of a pair, and the factors that make it the gradient of the master.
@@ -85,7 +88,9 @@ class Deferred:
                 if added is not None:
                     value.add_(dtensor.local(dtensor.laid_out_as(owner, added)))
                 drop(owner)
-                owner.grad = dtensor.with_local(owner, value)
+                grad = dtensor.with_local(owner, value)
+                setattr(grad, _COMPUTED, grad._version)
+                owner.grad = grad
         self.factors = ()
 
 
@@ -163,6 +168,11 @@ def of(master: Any) -> Deferred | None:
 def has_grad(param: Tensor) -> bool:
     """Returns whether ``param`` has a gradient, without computing a deferred one."""
     return of(param) is not None or param.grad is not None
+
+
+def is_as_computed(grad: Tensor) -> bool:
+    """Returns whether a gradient was deferred and has not been written since it was computed."""
+    return bool(getattr(grad, _COMPUTED, None) == grad._version)
 
 
 def drop(master: Any) -> None:

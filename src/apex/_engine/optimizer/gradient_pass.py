@@ -407,7 +407,13 @@ class Gradients:
 
 
 def _version(param: nn.Parameter) -> int | None:
-    """Returns what changes if the gradient of ``param`` is written; the same on all ranks."""
+    """Returns what changes if the gradient of ``param`` is written; the same on all ranks.
+
+    Reading a deferred gradient computes it, which changes nothing.
+    """
     if deferred.of(param) is not None:
-        return -1  # reading computes it
-    return None if param.grad is None else param.grad._version
+        return -1
+    grad = param.grad
+    if grad is None:
+        return None
+    return -1 if deferred.is_as_computed(grad) else grad._version
