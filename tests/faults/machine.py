@@ -122,15 +122,11 @@ class Machine(RuleBasedStateMachine):
     def saved_the_same_groups(self):
         return self.saved is not None and self.saved[1].keys() == self.shadow.weights.keys()
 
-    def weights(self):
-        """The model's parameters, which its own methods would round written masters into."""
-        return dict(nn.Module.named_parameters(self.model))
-
     @property
     def in_place(self):
         """Names whose gradients autograd adds up itself, at a scale of exactly 1."""
         identity = not self.dynamic and self.scales[0][0] == 1.0
-        params = self.weights()
+        params = dict(self.model.named_parameters())
         own = {name for name, param in self.stepped().items() if param is params[name]}
         return own if identity else set()
 
@@ -206,7 +202,7 @@ class Machine(RuleBasedStateMachine):
     def weights_are_the_expected_ones_to_the_last_bit(self):
         if not self.prepared:
             return
-        params = self.weights()
+        params = dict(self.model.named_parameters())
         for name, param in self.stepped().items():
             expected = self.shadow.weights[name]
             assert cases.same(param.detach(), expected), name

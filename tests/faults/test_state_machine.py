@@ -147,8 +147,6 @@ class Training(Machine):
     def zero_grad(self, owner, set_to_none):
         of = self.model if owner == "model" else self.optimizers[owner]
         of.zero_grad(set_to_none=set_to_none)
-        if owner == "model":
-            self.shows()
         cleared = BOTH if owner == "model" else (owner,)
         for which in cleared:
             self.shadow.zero(self.names[which], set_to_none=set_to_none)
@@ -161,7 +159,6 @@ class Training(Machine):
     def clear_by_hand(self, looks):
         for param in self.model.parameters():
             param.grad = None
-        self.shows()
         self.shadow.zero(self.shadow.sums, set_to_none=True)
         self.stale = set(BOTH)
         if looks:
@@ -190,14 +187,14 @@ class Training(Machine):
             self.shadow.unseen.add(name)
 
     def has_master(self, name):
-        return self.stepped()[name] is not self.weights()[name]
+        return self.stepped()[name] is not dict(self.model.named_parameters())[name]
 
     @precondition(lambda self: self.prepared)
     @rule(which=WHICH, index=st.integers(0, 4), how=st.sampled_from(["copy_", "init", "assign"]))
     def write_a_weight(self, which, index, how):
         names = self.names[which]
         name = names[index % len(names)]
-        param = self.weights()[name]
+        param = dict(self.model.named_parameters())[name]
         value = param.detach().clone()
         value.view(-1)[1:] = 0.25
         if how == "copy_":
@@ -252,7 +249,7 @@ class Training(Machine):
         self.names["one"] += LATE
         for name, param in self.stepped("one").items():
             if name in LATE:
-                value = self.weights()[name].detach()
+                value = dict(self.model.named_parameters())[name].detach()
                 self.shadow.weights[name] = value.to(param.dtype, copy=True)
                 self.shadow.sums[name] = None
 

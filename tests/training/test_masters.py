@@ -101,21 +101,6 @@ def test_what_is_written_into_masters_reaches_copies_and_files(level, read):
     assert all(torch.equal(value, third.expand_as(value)) for value in found)
 
 
-@pytest.mark.parametrize("level", MASTERS)
-def test_who_walks_over_a_models_parameters_sees_what_was_written_into_masters(level):
-    model, optimizer = cases.prepared(level)
-    average = torch.optim.swa_utils.AveragedModel(model, avg_fn=lambda old, new, count: new)
-    average.update_parameters(model)
-    for value in (1 / 3, 2 / 3):
-        for param in amp.master_params(optimizer):
-            param.data.fill_(value)
-        average.update_parameters(model)
-        for param in (*model.parameters(), *average.module.parameters()):
-            assert torch.equal(param, torch.full_like(param, value))
-    names = [name for name, _ in model.named_parameters("net", recurse=False)]
-    assert names == [name for name, _ in cases.net().named_parameters("net", recurse=False)]
-
-
 class SAM(torch.optim.Optimizer):
     """Sharpness-aware minimization, as scripts write it: a base optimizer over the same groups."""
 

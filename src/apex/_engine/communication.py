@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 
-import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from apex._core.packing import Stochastic
@@ -87,9 +86,7 @@ def _share(new: Sequence[TrackedPair], wrappers: Iterable[DistributedDataParalle
             ddp.broadcast_from_first_rank([state], wrapper)
             rule.set_state(state)
         for pair, value in zip(shared, exact, strict=True):
-            if pair.packing is not None:
-                pair.set_exact(value)
-            elif torch.equal(pair.model, value.to(pair.model.dtype)):  # sync: once per master
-                pair.mark_synced()
-            else:
+            if pair.packing is None:
                 pair.mark_master_written()
+            else:
+                pair.set_exact(value)

@@ -116,7 +116,7 @@ def _sends(wrapper: DistributedDataParallel) -> bool:
 def sent_params(wrapper: DistributedDataParallel) -> set[int]:
     """Returns the ids of the parameters that the wrapper keeps equal on all ranks."""
     ignored = wrapper.parameters_to_ignore
-    named = nn.Module.named_parameters(wrapper.module)  # a converted model's own may write to it
+    named = wrapper.module.named_parameters()
     return {id(param) for name, param in named if name not in ignored}
 
 

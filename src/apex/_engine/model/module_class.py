@@ -15,7 +15,7 @@ import functools
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,12 +63,6 @@ class ConvertedModule(nn.Module):
         except _AnotherDtype as asked:
             state.compute_in(self, asked.dtype)
         return super()._apply(_keeping(fn, state), recurse)  # type: ignore[no-untyped-call]
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Rounds written masters into the model first, for whoever averages or clips it."""
-        if self._apex_state is not None and not _is_compiling():
-            self._apex_state.link.write_back()
-        return super().named_parameters(*args, **kwargs)
 
     @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
