@@ -30,6 +30,7 @@ def test_every_element_is_in_one_block_and_small_tensors_stay_whole(sizes):
         ):
             piece.add_(1)
             assert (piece is tensor) is whole is (tensor.numel() <= 32)
+            assert piece.storage_offset() % 32 == 0
     assert all(tensor.eq(1).all() for tensor in seen)
 
 

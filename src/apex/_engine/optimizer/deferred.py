@@ -14,11 +14,12 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from apex._engine.masters import TrackedPair
 from apex._torch import blocks, dtensor, lazy, parameters
@@ -32,8 +33,11 @@ Factor = float | Tensor
 _DEFERRED = "_apex_deferred"
 """Attribute of a master: its :class:`Deferred` gradient."""
 
-_COMPUTED = "_apex_computed"
-"""Attribute of a gradient that was deferred: its version when it was computed."""
+_computed: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
+"""The version of each gradient that was deferred, when it was computed.
+
+Not an attribute of the gradient: files would hold it.
+"""
 
 
 class Deferred:
@@ -89,7 +93,7 @@ class Deferred:
                     value.add_(dtensor.local(dtensor.laid_out_as(owner, added)))
                 drop(owner)
                 grad = dtensor.with_local(owner, value)
-                setattr(grad, _COMPUTED, grad._version)
+                _computed[grad] = grad._version
                 owner.grad = grad
         self.factors = ()
 
@@ -172,7 +176,7 @@ def has_grad(param: Tensor) -> bool:
 
 def is_as_computed(grad: Tensor) -> bool:
     """Returns whether a gradient was deferred and has not been written since it was computed."""
-    return bool(getattr(grad, _COMPUTED, None) == grad._version)
+    return bool(_computed.get(grad) == grad._version)
 
 
 def drop(master: Any) -> None:

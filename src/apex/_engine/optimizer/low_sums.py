@@ -74,9 +74,9 @@ def _rescale(gradients: Sequence[Deferred], scale: Factor, overflowed: Tensor | 
     )
     for same in deferred.by_device(changing):
         device = same[0].values.device
-        values = [each.values for each in same]
-        cuts = blocks.Cuts(values)
-        lows = cuts.of_all(values)
+        whole = [each.values for each in same]
+        cuts = blocks.Cuts(whole)
+        lows = cuts.of_all(whole)
         factors = cuts.each([(*each.factors, scale) for each in same])
         flag = None if overflowed is None else moved(overflowed, device).bool()
 
@@ -93,7 +93,7 @@ def _rescale(gradients: Sequence[Deferred], scale: Factor, overflowed: Tensor | 
                     value.masked_fill_(flag, 0.0)
             torch._foreach_copy_(list(lows[block]), values)
 
-        operand = blocks.Buffered(cuts, values, load)
+        operand = blocks.Buffered(cuts, whole, load)
         inverse = (1.0 / scale,)
         for block in cuts.blocks:
             operand.load(block)
