@@ -17,7 +17,7 @@ def tiny(monkeypatch):
 @pytest.mark.parametrize("sizes", [[5], [32], [33], [100, 3, 0, 31, 64, 1], [0], [7] * 40])
 def test_every_element_is_in_one_block_and_small_tensors_stay_whole(sizes):
     seen = [torch.zeros(size) for size in sizes]
-    cuts = blocks.Cuts(seen)
+    cuts = blocks.cuts(seen)
     pieces = cuts.of_all(seen)
     assert [piece.numel() for piece in pieces] == [piece.elements for piece in cuts.pieces]
     for block in cuts.blocks:
@@ -48,7 +48,7 @@ def test_a_kernel_sees_buffered_and_own_operands_alike(layout, monkeypatch):
     sums = [torch.zeros(s).to(memory_format=layout) for s in shapes]
     expected = [2 * low.float() for low in stored]
 
-    cuts = blocks.Cuts(sums)
+    cuts = blocks.cuts(sums)
     pieces = cuts.of_all(stored)
 
     def load(block, values):
@@ -74,12 +74,15 @@ def test_a_kernel_sees_buffered_and_own_operands_alike(layout, monkeypatch):
 
 def test_only_tensors_that_are_laid_out_alike_are_cut_alike():
     tensor = torch.zeros(2, 3, 4, 5)
-    assert blocks.same_strides(tensor, torch.ones(2, 3, 4, 5))
-    for other in (
-        tensor.to(memory_format=torch.channels_last),
-        torch.zeros(2, 3, 5, 4),
-        torch.zeros(2, 3, 4, 5, device="meta"),
-    ):
-        assert not blocks.same_strides(other, tensor)
     gaps = torch.zeros(4, 4)[:, :2]
-    assert not blocks.same_strides(gaps, gaps)
+    pairs = [
+        (tensor, torch.ones(2, 3, 4, 5)),
+        (tensor, tensor.to(memory_format=torch.channels_last)),
+        (tensor, torch.zeros(2, 3, 5, 4)),
+        (tensor, torch.zeros(2, 3, 4, 5, device="meta")),
+        (tensor, tensor.to_sparse()),
+        (gaps, gaps),
+    ]
+    firsts, seconds = map(list, zip(*pairs, strict=True))
+    assert blocks.alike(firsts, seconds) == [True, False, False, False, False, False]
+    assert blocks.alike(firsts, firsts, seconds)[:2] == [True, False]

@@ -7,6 +7,7 @@ strides of its parameters.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -40,18 +41,27 @@ def elements(total: int, device: torch.device, buffers: int = 1) -> int:
 
 
 class Piece(NamedTuple):
-    """A piece of one tensor of a list; a small tensor is one piece."""
+    """A piece of one tensor of a list; a small tensor is one piece.
+
+    Attributes:
+        position: That of the tensor.
+        elements: Its number of elements.
+        whole: Whether it is the tensor itself.
+        offset: Elements before it in the buffers of its block.
+    """
 
     position: int
     elements: int
     whole: bool
+    offset: int
 
 
 class Cuts:
     """Cuts through a list of tensors, and others that are laid out alike.
 
     Large tensors are cut into pieces in the order of memory; a block is a slice of the list of all
-    pieces. A tensor without elements has no piece.
+    pieces. A tensor without elements has no piece. Blocks are not filled up with a part of the next
+    tensor: each piece costs the kernels one more barrier.
 
     Attributes:
         pieces: The pieces of all tensors, in order.
@@ -59,25 +69,22 @@ class Cuts:
         greatest: Elements of the greatest block, each piece at the start of a vector.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], buffers: int = 1) -> None:
-        """Cuts tensors of one device into blocks that take a number of fp32 buffers."""
-        sizes = [tensor.numel() for tensor in tensors]
-        self._length = elements(sum(sizes), tensors[0].device, buffers)
-        self.pieces = [
-            Piece(position, min(self._length, size - start), size <= self._length)
-            for position, size in enumerate(sizes)
-            for start in range(0, size, self._length)
-        ]
+    def __init__(self, sizes: Sequence[int], length: int) -> None:
+        """Cuts tensors with these numbers of elements into blocks; see :func:`cuts`."""
+        self._length = length
+        self._divided = [i for i, size in enumerate(sizes) if not 0 < size <= length]
+        self.pieces: list[Piece] = []
         self.blocks: list[slice] = []
-        self.greatest = 0
-        start = filled = 0
-        for index, piece in enumerate(self.pieces):
-            size = _aligned(piece.elements)
-            if filled + size > self._length:
-                self.blocks.append(slice(start, index))
-                start, filled = index, 0
-            filled += size
-            self.greatest = max(self.greatest, filled)
+        self.greatest = start = filled = 0
+        for position, size in enumerate(sizes):
+            for first in range(0, size, length):
+                count = min(length, size - first)
+                if filled + _aligned(count) > length:
+                    self.blocks.append(slice(start, len(self.pieces)))
+                    start, filled = len(self.pieces), 0
+                self.pieces.append(Piece(position, count, size <= length, filled))
+                filled += _aligned(count)
+                self.greatest = max(self.greatest, filled)
         if self.pieces:
             self.blocks.append(slice(start, len(self.pieces)))
 
@@ -89,11 +96,23 @@ class Cuts:
 
     def of_all(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Returns the pieces of tensors that are laid out as those that were cut."""
-        return [piece for tensor in tensors for piece in self.of(tensor)]
+        pieces = list(tensors)
+        for position in reversed(self._divided if pieces else ()):
+            pieces[position : position + 1] = self.of(pieces[position])
+        return pieces
 
     def each(self, values: Sequence[T]) -> list[T]:
         """Returns for each piece the value of its tensor."""
         return [values[piece.position] for piece in self.pieces]
+
+
+def cuts(tensors: Sequence[Tensor], buffers: int = 1) -> Cuts:
+    """Returns cuts through tensors of one device, into blocks that take a number of buffers."""
+    sizes = tuple(map(Tensor.numel, tensors))
+    return _cuts(sizes, elements(sum(sizes), tensors[0].device, buffers))
+
+
+_cuts = functools.lru_cache(maxsize=32)(Cuts)  # an optimizer cuts the same tensors in each step
 
 
 class Operand(Protocol):
@@ -143,14 +162,10 @@ class Buffered:
 
     def load(self, block: slice) -> list[Tensor]:
         values: list[Tensor] = []
-        offset = 0
-        for piece in self._cuts.pieces[block]:
-            like = self._like[piece.position]
-            size, strides = (
-                (like.size(), like.stride()) if piece.whole else ((piece.elements,), (1,))
-            )
+        for position, count, whole, offset in self._cuts.pieces[block]:
+            like = self._like[position]
+            size, strides = (like.size(), like.stride()) if whole else ((count,), (1,))
             values.append(self._buffer.as_strided(size, strides, offset))
-            offset += _aligned(piece.elements)
         self._load(block, values)
         return values
 
@@ -163,26 +178,13 @@ Lists = Sequence[Sequence[Tensor]]
 """The positional arguments of a fused operator."""
 
 
-def divide(
-    func: Any, lists: Lists, takes: Callable[[Sequence[Tensor]], bool]
-) -> tuple[Lists, Lists]:
-    """Divides the lists of a fused operator by parameter.
-
-    Args:
-        func: One of :data:`OPERANDS`.
-        lists: Its lists of tensors.
-        takes: Whether :func:`run` takes a parameter, given with its gradient and its state.
-
-    Returns:
-        The lists of the parameters that :func:`run` takes, and those of the others.
-    """
-    operands = zip(*filter(None, lists[: OPERANDS[func]]), strict=True)
-    taken = [takes(each) for each in operands]
+def divide(lists: Lists, taken: Sequence[bool]) -> tuple[Lists, Lists]:
+    """Returns the lists of the parameters that are taken, and those of the others."""
 
     def pick(which: bool) -> Lists:
         return [[t for t, own in zip(each, taken, strict=False) if own is which] for each in lists]
 
-    return pick(True), pick(False)
+    return (lists, [[] for _ in lists]) if all(taken) else (pick(True), pick(False))
 
 
 def run(
@@ -192,7 +194,7 @@ def run(
 
     Args:
         func: One of :data:`OPERANDS`.
-        lists: Its lists of tensors, on one device; see :func:`same_strides`.
+        lists: Its lists of tensors, on one device; see :func:`alike`.
         kwargs: Its other arguments.
         cuts: The cuts through the first list.
         params: What it gets in place of the first list.
@@ -209,13 +211,23 @@ def run(
             operand.store(block, stored)
 
 
-def same_strides(tensor: Tensor, *others: Tensor) -> bool:
-    """Returns whether all can be cut alike: equal sizes, strides and devices, without gaps."""
-    size, strides, device = tensor.size(), tensor.stride(), tensor.device
-    for other in others:
-        if other.size() != size or other.stride() != strides or other.device != device:
-            return False
-    return is_dense(tensor)
+def alike(*lists: Sequence[Tensor]) -> list[bool]:
+    """Returns for each position in lists of tensors whether those there can be cut alike.
+
+    They have equal sizes, orders in memory and devices, without gaps.
+    """
+    layouts = zip(*map(_layouts, lists), strict=True)
+    return [
+        each.count(each[0]) == len(each) and is_dense(tensor)
+        for each, tensor in zip(layouts, lists[0], strict=True)
+    ]
+
+
+def _layouts(tensors: Iterable[Tensor]) -> list[object]:
+    return [
+        (t.size(), t.device, t.layout is torch.strided and (t.is_contiguous() or t.stride()))
+        for t in tensors
+    ]
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -365,18 +365,15 @@ def _part(args: Sequence[Any], kwargs: dict[str, Any], count: int, which: slice)
 
 def _run_fused(func: Any, args: blocks.Lists, kwargs: dict[str, Any]) -> blocks.Lists:
     """Runs a fused optimizer on packed tensors, block by block; returns the lists of the others."""
-    taken, rest = blocks.divide(func, args, _can_cut)
+    alike = blocks.alike(*filter(None, args[: OPERANDS[func]]))
+    can_cut = [isinstance(p, Packed) and same for p, same in zip(args[0], alike, strict=True)]
+    taken, rest = blocks.divide(args, can_cut)
     if taken[0]:
         packed = [param for param in taken[0] if isinstance(param, Packed)]
-        cuts = blocks.Cuts(packed, BUFFERS)
+        cuts = blocks.cuts(packed, BUFFERS)
         grads = blocks.InPlace(cuts.of_all(taken[1]))
         blocks.run(func, taken, kwargs, cuts, unpacked(cuts, packed), grads)
     return rest
-
-
-def _can_cut(tensors: Sequence[Tensor]) -> bool:
-    param, *others = tensors
-    return isinstance(param, Packed) and blocks.same_strides(param, *others)
 
 
 BUFFERS = 2

@@ -89,7 +89,7 @@ def _norms(grad: Tensor, norm_type: float) -> list[Tensor]:
     if grad.is_complex() or grad.dtype is torch.float64 or not blocks.is_dense(grad):
         return [torch.linalg.vector_norm(grad, norm_type)] if grad.numel() else []
     return [
-        norm for piece in blocks.Cuts([grad]).of(grad) for norm in _part_norms([piece], norm_type)
+        norm for piece in blocks.cuts([grad]).of(grad) for norm in _part_norms([piece], norm_type)
     ]
 
 

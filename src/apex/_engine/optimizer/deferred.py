@@ -71,7 +71,7 @@ class Deferred:
         master = self._master()
         if master is not None:
             master.__dict__[_DEFERRED] = self
-            _mix(_Deferring, master)
+            master.__class__ = _deferring(_own_class(master))
 
     @untraced
     def settle(self) -> None:
@@ -103,7 +103,10 @@ class _Deferring:
 
     @property
     def grad(self) -> Tensor | None:
-        """The fp32 gradient, computed now."""
+        """The fp32 gradient, computed now; a stand-in while torch may read one."""
+        deferred = of(self)
+        if deferred is not None and deferred.stand_in is not None:
+            return deferred.stand_in
         _settled(self)
         return parameters.grad_of(cast(Tensor, self))
 
@@ -125,34 +128,12 @@ class _Deferring:
         return _settled(self).__reduce_ex__(protocol)
 
 
-class _Stepped(_Deferring):
-    """Mixin of a master whose gradient the running kernel takes itself: torch gets a stand-in."""
-
-    @property
-    def grad(self) -> Tensor | None:
-        """A tensor that costs no memory."""
-        deferred = of(self)
-        return None if deferred is None else deferred.stand_in
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        parameters.set_grad(self, value)  # first: it may refuse the value
-        drop(self)
-
-
 @functools.cache  # of two kinds of masters
-def _mixed(mixin: Any, own: Any) -> Any:
-    return type(own.__name__, (mixin, own), {"__module__": own.__module__, "__doc__": own.__doc__})
-
-
-def _mix(mixin: Any, master: Any) -> None:
-    """Makes ``master`` one of its own class with ``mixin``."""
-    master.__class__ = _mixed(mixin, _own_class(master))
-
-
-def _own_class(master: Any) -> Any:
-    kind = type(master)
-    return kind.__bases__[1] if issubclass(kind, _Deferring) else kind
+def _deferring(own: Any) -> Any:
+    """Returns the class of masters of class ``own`` with a deferred gradient."""
+    return type(
+        own.__name__, (_Deferring, own), {"__module__": own.__module__, "__doc__": own.__doc__}
+    )
 
 
 def _settled(master: Any) -> Any:
@@ -185,6 +166,11 @@ def drop(master: Any) -> None:
     master.__class__ = _own_class(master)
 
 
+def _own_class(master: Any) -> Any:
+    kind = type(master)
+    return kind.__bases__[1] if issubclass(kind, _Deferring) else kind
+
+
 def lend(master: Any) -> Tensor | None:
     """Lets torch read a stand-in as the gradient of ``master``; returns it, if one is deferred."""
     deferred = of(master)
@@ -193,33 +179,32 @@ def lend(master: Any) -> Tensor | None:
     if parameters.grad_of(master) is not None:  # a loss that uses the master directly
         deferred.settle()
         return None
-    stand_in: Tensor = master.detach()
-    deferred.stand_in = stand_in
-    _mix(_Stepped, master)
-    return stand_in
+    deferred.stand_in = master.detach()
+    return deferred.stand_in
 
 
 def reclaim(master: Any) -> None:
     """Reverts :func:`lend`; idempotent."""
     deferred = of(master)
     if deferred is not None:
-        _mix(_Deferring, master)
         deferred.stand_in = None
 
 
-def can_defer(pair: TrackedPair, grad: Tensor) -> bool:
-    """Returns whether the 16-bit ``grad`` can be the only gradient of the pair."""
-    master = pair.master
-    if of(master) is not None or master.grad is not None:
-        return False
-    low, own = dtensor.locals_of([grad, master])
-    return (
-        dtensor.same_layout(grad, master)
+def can_defer(received: Sequence[tuple[TrackedPair, Tensor]]) -> list[bool]:
+    """Returns for each pair and its 16-bit gradient whether that can be its only gradient."""
+    masters = [pair.master for pair, _ in received]
+    grads = [grad for _, grad in received]
+    lows = dtensor.locals_of(grads)
+    alike = blocks.alike(lows, dtensor.locals_of(masters)) if received else []
+    return [
+        same
         and type(low) in (Tensor, CountedGradient)
-        and not grad.requires_grad
-        and grad.layout is torch.strided
-        and blocks.same_strides(low, own)
-    )
+        and not low.requires_grad
+        and of(master) is None
+        and master.grad is None
+        and dtensor.same_layout(grad, master)
+        for same, low, grad, master in zip(alike, lows, grads, masters, strict=True)
+    ]
 
 
 def fill_fp32(
@@ -261,7 +246,7 @@ def in_fp32(
     """
     for same in by_device(deferred):
         lows = [each.values for each in same]
-        cuts = blocks.Cuts(lows)
+        cuts = blocks.cuts(lows)
         operand = gradients(cuts, same, lows, scaled=scaled)
         with torch.no_grad(), without_counting():
             for block in cuts.blocks:

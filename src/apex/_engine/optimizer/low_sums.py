@@ -75,7 +75,7 @@ def _rescale(gradients: Sequence[Deferred], scale: Factor, overflowed: Tensor | 
     for same in deferred.by_device(changing):
         device = same[0].values.device
         whole = [each.values for each in same]
-        cuts = blocks.Cuts(whole)
+        cuts = blocks.cuts(whole)
         lows = cuts.of_all(whole)
         factors = cuts.each([(*each.factors, scale) for each in same])
         flag = None if overflowed is None else moved(overflowed, device).bool()

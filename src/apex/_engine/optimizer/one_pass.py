@@ -136,8 +136,8 @@ class OnePassStep(TorchDispatchMode):
         if func in dispatch_modes.OPERANDS:
             with without_counting():
                 return self._run(func, args, kwargs)
-        for written in dispatch_modes.listed_writes(func, args):
-            pair = self._rounded.get(dtensor.local(written).data_ptr()) if self._rounded else None
+        for written in dispatch_modes.listed_writes(func, args) if self._rounded else ():
+            pair = self._rounded.get(dtensor.local(written).data_ptr())
             if pair is not None:
                 pair.mark_master_written()
         if func not in _METADATA and self._takes_stand_ins(args, kwargs):
@@ -161,22 +161,23 @@ class OnePassStep(TorchDispatchMode):
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Runs a fused operator: by blocks where gradients are deferred, as it is on the others."""
-        # Where grad_scale is set, the kernel writes the unscaled gradients back.
-        by_blocks = kwargs.get("grad_scale") is None
-        taken, rest = blocks.divide(func, args, lambda each: by_blocks and self._can_cut(*each))
+        taken, rest = blocks.divide(args, self._can_cut(func, args, kwargs))
         if rest[0]:
             func(rest[0], [self._real(grad) for grad in rest[1]], *rest[2:], **kwargs)
         if taken[0]:
             pairs = [self._stand_ins[id(grad)] for grad in taken[1]]
             self._run_blocks(func, [dtensor.locals_of(each) for each in taken], pairs, kwargs)
 
-    def _can_cut(self, param: Tensor, grad: Tensor, *states: Tensor) -> bool:
-        """Returns whether the operator can take a parameter and its gradient by blocks."""
-        pair = self._stand_ins.get(id(grad))
-        waiting = None if pair is None else deferred.of(pair.master)
-        if waiting is None:
-            return False
-        return blocks.same_strides(*dtensor.locals_of([param, *states]), waiting.values)
+    def _can_cut(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[bool]:
+        """Returns which parameters and gradients the operator can take by blocks."""
+        if kwargs.get("grad_scale") is not None:  # the kernel writes unscaled gradients back
+            return [False for _ in args[0]]
+        pairs = [self._stand_ins.get(id(grad)) for grad in args[1]]
+        waiting = [None if pair is None else deferred.of(pair.master) for pair in pairs]
+        values = [each.values if each else own for each, own in zip(waiting, args[1], strict=True)]
+        operands = args[0], values, *filter(None, args[2 : dispatch_modes.OPERANDS[func]])
+        alike = blocks.alike(*map(dtensor.locals_of, operands))
+        return [same and each is not None for same, each in zip(alike, waiting, strict=True)]
 
     def _run_blocks(
         self, func: Any, lists: blocks.Lists, pairs: Sequence[TrackedPair], kwargs: dict[str, Any]
@@ -184,12 +185,10 @@ class OnePassStep(TorchDispatchMode):
         params = lists[0]
         waiting = [each for pair in pairs if (each := deferred.of(pair.master)) is not None]
         packed = [param for param in params if isinstance(param, Packed)]
-        cuts = blocks.Cuts(params, BUFFERS if packed else 1)
+        cuts = blocks.cuts(params, BUFFERS if packed else 1)
         grads = deferred.gradients(cuts, waiting, params)
         models = dtensor.locals_of([pair.model for pair in pairs])
-        rounds = [
-            not packed and blocks.same_strides(*both) for both in zip(models, params, strict=True)
-        ]
+        rounds = blocks.alike(models, params) if not packed else [False for _ in models]
         # A session packs all its masters, or none.
         masters = unpacked(cuts, packed) if packed else _Rounding(cuts, params, models, rounds)
         blocks.run(func, lists, kwargs, cuts, masters, grads)
@@ -213,10 +212,11 @@ class _Rounding(blocks.InPlace):
         rounds: Sequence[bool],
     ) -> None:
         super().__init__(cuts.of_all(masters))
+        both = zip(models, masters, rounds, strict=True)
+        pieces = cuts.of_all(model if rounded else master for model, master, rounded in both)
         self._models = [
             piece if rounded else None
-            for master, model, rounded in zip(masters, models, rounds, strict=True)
-            for piece in cuts.of(model if rounded else master)
+            for piece, rounded in zip(pieces, cuts.each(rounds), strict=True)
         ]
 
     def store(self, block: slice, values: list[Tensor]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from apex._core import master
@@ -52,9 +51,9 @@ def _left_low(raw: Sequence[TrackedPair]) -> list[TrackedPair]:
     What DistributedDataParallel's next pass would overwrite cannot: a view of its buckets.
     """
     rest: list[TrackedPair] = []
-    for pair in raw:
-        grad = pair.model.grad
-        if grad is None or not (_owns_storage(grad) and deferred.can_defer(pair, grad)):
+    received = [(pair, grad) for pair in raw if (grad := pair.model.grad) is not None]
+    for (pair, grad), can_defer in zip(received, deferred.can_defer(received), strict=True):
+        if not (can_defer and _owns_storage(grad)):
             rest.append(pair)
             continue
         each = Deferred(pair, grad, ())
@@ -66,7 +65,7 @@ def _left_low(raw: Sequence[TrackedPair]) -> list[TrackedPair]:
 
 def _owns_storage(grad: Tensor) -> bool:
     own = dtensor.local(grad)
-    return own.layout is torch.strided and own.untyped_storage().nbytes() == own.nbytes
+    return own.untyped_storage().nbytes() == own.nbytes
 
 
 def add(raw: Sequence[TrackedPair]) -> None:

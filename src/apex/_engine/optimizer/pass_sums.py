@@ -79,8 +79,8 @@ def left_low(
     low: list[Deferred] = []
     mirrors: Grads = []
     rest: Received = []
-    for pair, grad in received:
-        if id(pair.master) in added or not deferred.can_defer(pair, grad):
+    for (pair, grad), can_defer in zip(received, deferred.can_defer(received), strict=True):
+        if id(pair.master) in added or not can_defer:
             rest.append((pair, grad))
             continue
         earlier = sums.get(id(pair.master))
