@@ -14,8 +14,8 @@ Note [Which side is newer]
     and an interrupted step leaves nothing to repair. A hook on all optimizers rounds the masters
     that those not prepared by amp have stepped.
 
-    Compiled code runs none of a model's forward in Python. A guard, which dynamo evaluates before it
-    runs the code, rounds the masters instead.
+    Compiled code does not run a model's forward in Python. A guard, which dynamo evaluates before
+    it runs the code, rounds the masters instead.
 
     The upper half of a packed master (Note [Upper halves]) is the model's weight itself, so there
     is nothing to copy: a write to either side is one to both, and one to the weight leaves the
