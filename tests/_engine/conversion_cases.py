@@ -44,6 +44,9 @@ class Masters:
     def write_back(self):
         self.written_back += 1
 
+    def write_back_before_each_run(self):
+        pass
+
     @torch.no_grad()
     def set_exact(self, values):
         for param, value in values:

@@ -26,9 +26,12 @@ def grad():
         lambda grad: torch._foreach_mul_([torch.ones(2), grad], torch.tensor(0.5)),
         lambda grad: torch._foreach_zero_((grad,)),
         lambda grad: torch._foreach_copy_([grad], [torch.zeros(3)]),
+        lambda grad: torch._foreach_mul_([grad.data], 0.5),
+        lambda grad: grad.data.mul_(0.5),
+        lambda grad: setattr(grad, "data", torch.zeros(3, dtype=torch.float16)),
     ],
 )
-def test_foreach_writes_count(grad, write):
+def test_writes_that_torch_does_not_count_do(grad, write):
     before = grad._version
     with HostReads():  # below a dispatch mode they do not count on a CPU either
         write(grad)

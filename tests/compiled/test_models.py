@@ -19,7 +19,16 @@ from tests.compiled.cases import (
     net_and_optimizer,
     no_recompilation,
 )
-from tests.training.cases import LEVELS, MIXED, grads, net, prepared, same, train_step
+from tests.training.cases import (
+    LEVELS,
+    MIXED,
+    WITH_MASTERS,
+    grads,
+    net,
+    prepared,
+    same,
+    train_step,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of inductor
 
@@ -120,6 +129,29 @@ def test_a_model_may_be_compiled_before_or_after_initialize(level, compile_model
         assert same(train_step(model, optimizer, *batch), train_step(*reference, *batch))
     if compile_model != "model.compile first":
         assert graphs.frame_count == 1
+
+
+def summed_by(model):
+    return lambda x: model(x).sum(1)
+
+
+@pytest.mark.parametrize("of", ["torch.compile", "model.compile", "model and loss"])
+@pytest.mark.parametrize("level", WITH_MASTERS)
+def test_what_is_written_into_masters_reaches_compiled_code(level, of):
+    for _ in range(2):  # the second model runs code that was traced for the first
+        model, optimizer = prepared(level)
+        run = model
+        if of == "model.compile":
+            model.compile(backend="aot_eager", fullgraph=True)
+        else:
+            run, _ = compiled(model if of == "torch.compile" else summed_by(model))
+        x = torch.randn(3, 4)
+        before = run(x)
+        for param in amp.master_params(optimizer):
+            param.data.mul_(0.5)
+        assert not torch.equal(run(x), before)
+        pairs = zip(model.parameters(), amp.master_params(optimizer), strict=True)
+        assert all(torch.equal(weight, own.to(weight.dtype)) for weight, own in pairs)
 
 
 class Nested(nn.Module):

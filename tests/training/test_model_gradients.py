@@ -153,7 +153,18 @@ def gradient_edits():
     def zero(param):
         param.grad.zero_()
 
-    return [add_noise, halve_by_assignment, scale_beyond_one, flip, weight_decay, zero]
+    def clamp_through_data(param):
+        param.grad.data.clamp_(-1e-3, 1e-3)
+
+    def halve_through_data(param):
+        torch._foreach_mul_([param.grad.data], 0.5)
+
+    def halve_by_assignment_to_data(param):
+        param.grad.data = param.grad.data * 0.5
+
+    in_place = [add_noise, scale_beyond_one, flip, weight_decay, zero]
+    through_data = [clamp_through_data, halve_through_data, halve_by_assignment_to_data]
+    return [*in_place, *through_data, halve_by_assignment]
 
 
 @levels

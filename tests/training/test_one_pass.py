@@ -324,6 +324,27 @@ def test_every_way_to_write_a_models_gradient(level, scale, way):
     assert_same_in_two_passes(train)
 
 
+OLD_WRITES = {
+    "data": lambda p: p.grad.data.clamp_(-1e-3, 1e-3),
+    "assigned data": lambda p: setattr(p.grad, "data", p.grad.data * 0.5),
+    "detach_": lambda p: p.grad.detach_().zero_(),
+}
+
+
+@pytest.mark.xfail(reason="LazyTensor: data is not counted, and detach_ refuses a view")
+@levels
+@pytest.mark.parametrize("way", OLD_WRITES)
+def test_every_old_way_to_write_a_models_gradient(level, way):
+    def train():
+        model, optimizer = after_backward(level)
+        for param in model.parameters():
+            OLD_WRITES[way](param)
+        optimizer.step()
+        return model, optimizer
+
+    assert_same_in_two_passes(train)
+
+
 MASTER_WRITES = {
     "mul_": lambda p: p.grad.mul_(0.5),
     "assigned": lambda p: setattr(p, "grad", torch.ones_like(p)),

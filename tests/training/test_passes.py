@@ -217,15 +217,24 @@ CLEARS = {
     "masters by hand, to zero": lambda model, optimizer: [
         p.grad.zero_() for p in amp.master_params(optimizer)
     ],
+    "through data": lambda model, optimizer: [p.grad.data.zero_() for p in model.parameters()],
+    "masters through data": lambda model, optimizer: [
+        p.grad.data.zero_() for p in amp.master_params(optimizer)
+    ],
 }
 
 
+@pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize("clear", CLEARS)
 @pytest.mark.parametrize("optimizer", ["SGD", "fused AdamW"])
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
-def test_clearing_after_an_overflow_lets_the_next_clean_step_through(level, optimizer, clear):
+def test_clearing_after_an_overflow_lets_the_next_clean_step_through(
+    level, optimizer, clear, stepped
+):
     model, optimizer = cases.prepared(level, cases.OPTIMIZERS[optimizer], loss_scale="dynamic")
     cases.backward(model, optimizer, *cases.overflowing())
+    if stepped:
+        optimizer.step()
     CLEARS[clear](model, optimizer)
     before = cases.masters(optimizer)
     cases.backward(model, optimizer, *(0.01 * value for value in cases.batch()))

@@ -14,6 +14,9 @@ Note [Which side is newer]
     and an interrupted step leaves nothing to repair. A hook on all optimizers rounds the masters
     that those not prepared by amp have stepped.
 
+    Compiled code does not run a model's forward in Python. A guard, which dynamo evaluates before
+    it runs the code, rounds the masters instead.
+
     The upper half of a packed master (Note [Upper halves]) is the model's weight itself, so there
     is nothing to copy: a write to either side is one to both, and one to the weight leaves the
     lower half. If the weight is given other storage, the master keeps the old one until the two are
@@ -322,6 +325,7 @@ class Masters:
             handle = register_optimizer_step_post_hook(hook)
             weakref.finalize(self, handle.remove).atexit = False
             self._has_step_hook = True
+            _live.add(self)
         held = self._by_holder.setdefault(holder, [])
         for pair in pairs:
             self._by_param[id(pair.model)] = pair
@@ -400,6 +404,17 @@ class Masters:
             if id(pair.model) in params:
                 clear_grad(pair.master, set_to_none=set_to_none)
                 pair.mirrors_grad = pair.mirrors_grad and not set_to_none
+
+
+_live: weakref.WeakSet[Masters] = weakref.WeakSet()
+"""Those of every session. Compiled code may run for models of other sessions than it traced."""
+
+
+@untraced
+def write_back_all() -> None:
+    """Rounds every written master of every session into its model parameter."""
+    for masters in list(_live):
+        masters.write_back()
 
 
 def _round_after_step(

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from apex._core import dtypes, packing
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
+from apex._engine import masters
 from apex._engine import model as conversion
 from apex._engine import restore as restoring
 from apex._engine.autocast.mixed import resolve_mixed
@@ -31,6 +32,7 @@ from apex._engine.optimizer.optimizer_class import AmpOptimizer
 from apex._engine.scaler import Scaler, scaler_for
 from apex._engine.undo import Undo, all_or_nothing
 from apex._torch import fsdp
+from apex._torch.dynamo import before_each_run
 from apex._torch.modules import named_modules, named_tensors
 
 Listener = Callable[["Session", ScaleUpdate], None]
@@ -334,6 +336,10 @@ class Session:
     def write_back(self) -> None:
         if self.policy.master_weights:
             self.masters.write_back()
+
+    def write_back_before_each_run(self) -> None:
+        if self.policy.master_weights:
+            before_each_run(masters.write_back_all)
 
     def runs_under(self, wrapper: Wrapper, *, traced: bool = False) -> None:
         self._communicator.note(wrapper, traced=traced)

@@ -1,4 +1,4 @@
-"""Gradients whose version counter also counts the writes of foreach kernels."""
+"""Gradients whose version counter also counts writes of foreach kernels and through ``data``."""
 
 from __future__ import annotations
 
@@ -10,19 +10,33 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from apex._torch.overrides import without_overrides
-from apex._torch.parameters import allow_foreach
+from apex._torch.parameters import allow_foreach, set_data
 
 without_counting = without_overrides
 """Context in which these gradients are plain: as fast, and their foreach writes uncounted."""
 
 
 class CountedGradient(Tensor):
-    """A plain gradient, of which ``_foreach_*_`` functions count as writes.
+    """A plain gradient that counts writes of ``_foreach_*_`` functions and through ``data``.
 
-    torch's foreach kernels, which ``clip_grad_norm_`` uses on accelerators, do not increment the
-    version counter; on a CPU, their parts do, but not below a dispatch mode (torch 2.13). To
-    kernels, copies and files it is a plain tensor.
+    Old scripts clip by ``param.grad.data.clamp_(-1, 1)``. torch's foreach kernels, which
+    ``clip_grad_norm_`` uses on accelerators, do not increment the version counter; on a CPU, their
+    parts do, but not below a dispatch mode (torch 2.13). To kernels, copies and files it is a plain
+    tensor.
     """
+
+    @property
+    def data(self) -> Tensor:
+        """The values, sharing memory and version counter."""
+        values = self._plain()
+        count_foreach(values)
+        return values
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        increment_version(self)
+        with without_counting():
+            set_data(self, value)
 
     @classmethod
     def __torch_function__(

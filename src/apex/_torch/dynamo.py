@@ -71,6 +71,32 @@ def at_tracing(fn: Callable[P, R]) -> Callable[P, R]:
     return fn
 
 
+def before_each_run(fn: Callable[[], object]) -> None:
+    """Has the code that dynamo traces call ``fn`` each time before it runs.
+
+    As a guard, the only Python that dynamo runs at that point. If ``fn`` raises an exception,
+    dynamo compiles the code again instead.
+    """
+    context: Any = torch._guards.TracingContext.try_get()
+    sources: Any = sys.modules.get("torch._dynamo.source")
+    if context is not None and sources is not None:  # neither in an export without dynamo
+        guard: Any = torch._guards.Guard(sources.GlobalStateSource(), _guard_of(fn))
+        context.guards_context.dynamo_guards.add(guard)
+
+
+@functools.cache  # one function, one guard, in however many models of the code
+def _guard_of(fn: Callable[[], object]) -> Callable[[Any, object], None]:
+    def called(frame_locals: object) -> bool:
+        fn()
+        return True
+
+    def create(builder: Any, guard: object) -> None:
+        user_stack = (None,) if release >= (2, 13) else ()
+        builder.guard_manager.root.add_lambda_guard(called, [fn.__name__], *user_stack)
+
+    return create
+
+
 @at_tracing
 def allow_subclass_inputs() -> None:
     """Lets the first run of compiled code take tensor subclasses that override functions only.

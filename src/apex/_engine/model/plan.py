@@ -52,6 +52,9 @@ class MasterSource(Protocol):
     def write_back(self) -> None:
         """Rounds written masters into their model parameters."""
 
+    def write_back_before_each_run(self) -> None:
+        """Has the code that is being traced do so each time before it runs."""
+
     def clear_grads(self, params: Iterable[Tensor], *, set_to_none: bool) -> None:
         """Clears the gradients of the masters of ``params``."""
 

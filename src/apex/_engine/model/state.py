@@ -94,8 +94,10 @@ class ModelState:
 
     @at_tracing
     def begin_traced_forward(self) -> None:
-        """Records the wrapper while dynamo traces, because compiled code does not."""
+        """Does while dynamo traces what compiled code cannot: :meth:`begin_forward`."""
         self.begin_forward(traced=True)
+        if self.link.source is not None:
+            self.link.source.write_back_before_each_run()
         model = None if self.model is None else self.model()
         for buffer in () if model is None else self.kept(model):
             kept_buffers.unmark(buffer)

@@ -23,6 +23,7 @@ from apex._engine.optimizer import (
 from apex._engine.optimizer.deferred import Deferred, Factor
 from apex._engine.optimizer.overflow_flag import OverflowFlag
 from apex._engine.optimizer.pass_sums import Grads
+from apex._torch.counted import count_foreach, uncount_foreach
 from apex._torch.dynamo import untraced
 
 if TYPE_CHECKING:
@@ -269,6 +270,7 @@ class Gradients:
             present = (p for group in groups for p in group["params"] if deferred.has_grad(p))
             first = next(present, None)
             self._sentinel = None if first is None else (first, _version(first))
+            self._on_sentinel(count_foreach)
 
     def roll_back(self) -> None:
         """Discards a pass that could not be unscaled, and the delayed passes before it.
@@ -396,6 +398,20 @@ class Gradients:
     def end_iteration(self) -> None:
         """Assigns the passes that follow to the next step."""
         self._steps += 1
+
+    def begin_step(self) -> None:
+        """Ends the iteration, and hands plain gradients to the optimizer."""
+        self.end_iteration()
+        self._on_sentinel(uncount_foreach)
+
+    def end_step(self) -> None:
+        """Notices again what a script writes into gradients; idempotent."""
+        self._on_sentinel(count_foreach)
+
+    def _on_sentinel(self, change: Callable[[Tensor], None]) -> None:
+        param = None if self._sentinel is None else self._sentinel[0]
+        if param is not None and deferred.of(param) is None and param.grad is not None:
+            change(param.grad)
 
     def mark_scaled(self, scaled: bool) -> None:
         """Sets whether the gradients are still scaled, for scripts that set apex's flag."""

@@ -114,6 +114,7 @@ def _end(
         for each in one_pass:
             each.end()
         masters.write_back(binding.pairs)
+        binding.gradients.end_step()
         off.__exit__(None, None, None)
         ended.append(True)
 
@@ -146,7 +147,7 @@ def _inspect(binding: Binding) -> None:
 
 @untraced
 def _mark_masters_written(binding: Binding) -> None:
-    binding.gradients.end_iteration()
+    binding.gradients.begin_step()
     for pair in binding.pairs:
         pair.mark_master_written()
 
