@@ -14,7 +14,17 @@ from torch.distributed.checkpoint.state_dict import (
 
 from apex import amp
 from apex.amp.distributed_checkpoint import with_masters
-from tests.sharded.cases import close, net, outcome, prepared, run, sharded, whole, wholes
+from tests.sharded.cases import (
+    close,
+    net,
+    outcome,
+    prepared,
+    run,
+    sharded,
+    shards_on_cpu,
+    whole,
+    wholes,
+)
 from tests.training.cases import MIXED, batches, same
 
 DATA = list(batches(6, overflow_at={1}))
@@ -65,6 +75,7 @@ def agree(first, second, *, bits):
     return same(first[0], second[0]) and (same if bits else close)(first[1], second[1])
 
 
+@shards_on_cpu
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_a_run_of_two_ranks_resumes_on_two_bit_for_bit_and_on_one(on_two_ranks, tmp_path):
     before = on_two_ranks(at_levels, saved, str(tmp_path), 2)
@@ -76,6 +87,7 @@ def test_a_run_of_two_ranks_resumes_on_two_bit_for_bit_and_on_one(on_two_ranks, 
         assert agree(before[0][level], alone, bits=False), level
 
 
+@shards_on_cpu
 def test_a_run_of_two_ranks_resumes_on_four(on_two_ranks, on_four_ranks, tmp_path):
     before = on_two_ranks(saved, str(tmp_path), "O5", 2)[0]
     for after in on_four_ranks(resumed, str(tmp_path), "O5", 4):
@@ -108,6 +120,7 @@ def by_own_states(rank, folder):
     return before, run(model, optimizer, AFTER)
 
 
+@shards_on_cpu
 def test_the_objects_own_state_dicts_resume_bit_for_bit(on_two_ranks, tmp_path):
     for before, after in on_two_ranks(by_own_states, str(tmp_path)):
         assert same(before, after)
@@ -129,6 +142,7 @@ def full_states(rank):
     return outcome(model, optimizer), outcome(other, other_optimizer)
 
 
+@shards_on_cpu
 def test_full_state_dicts_come_from_all_ranks_and_go_to_all(on_two_ranks):
     for before, after in on_two_ranks(full_states):
         for part in ("weights", "masters", "optimizer"):
@@ -149,6 +163,7 @@ def model_states(rank, level):
     return first, list(saved.values()), masters, loaded, weights
 
 
+@shards_on_cpu
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_the_state_dict_is_exact_in_fp32_and_loading_sets_masters(level, on_two_ranks):
     exact = net().state_dict()

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from apex import amp
 from benchmarks.counting import refused_syncs
 from tests.ranks import Ranks
-from tests.sharded.cases import wholes
+from tests.sharded.cases import shards_on_cpu, wholes
 from tests.training import cases
 
 pytestmark = pytest.mark.distributed
@@ -69,7 +69,7 @@ def train(rank, level, wrapper, device):
     return values, cases.loss_scale(), moved
 
 
-@pytest.mark.parametrize("wrapper", ["DDP", "fully_shard"])
+@pytest.mark.parametrize("wrapper", ["DDP", pytest.param("fully_shard", marks=shards_on_cpu)])
 @pytest.mark.parametrize("level", cases.MIXED)
 def test_an_overflow_of_one_rank_is_skipped_by_all_without_a_wait(on_ranks, level, wrapper):
     first, *others = on_ranks(train, level, wrapper)

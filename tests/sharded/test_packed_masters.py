@@ -6,7 +6,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from apex import amp
 from tests.distributed import cases as replicas
-from tests.sharded.cases import OPTIMIZERS, close, net, prepared, run, sharded, whole, wholes
+from tests.sharded.cases import (
+    OPTIMIZERS,
+    close,
+    net,
+    prepared,
+    run,
+    sharded,
+    shards_on_cpu,
+    whole,
+    wholes,
+)
 from tests.training.cases import batches, same
 
 DATA = list(batches(4, overflow_at={2}))
@@ -22,6 +32,7 @@ def one_by_one(rank, optimizer):
     return results
 
 
+@shards_on_cpu
 @pytest.mark.parametrize("optimizer", ["fused AdamW", "AdamW", "SGD"])
 def test_sharded_halves_train_as_whole_ones(optimizer, on_two_ranks):
     alone = run(*prepared("O5", net(), OPTIMIZERS[optimizer], master_weights="split"), DATA)

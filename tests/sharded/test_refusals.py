@@ -13,7 +13,17 @@ from torch.distributed.fsdp import (
 
 from apex import amp, optimizers
 from apex._torch import fsdp
-from tests.sharded.cases import close, mesh, net, prepared, shard, sharded, whole, wholes
+from tests.sharded.cases import (
+    close,
+    mesh,
+    net,
+    prepared,
+    shard,
+    sharded,
+    shards_on_cpu,
+    whole,
+    wholes,
+)
 from tests.training.cases import MIXED, backward, batch, loss_of, same, sgd
 
 
@@ -73,6 +83,7 @@ def refused(rank):
     }
 
 
+@shards_on_cpu
 def test_refusals_name_the_reason(on_two_ranks):
     for found in on_two_ranks(refused):
         assert "1.weight (float32)" in found["batch norm"].replace("1.bias", "1.weight")
@@ -112,6 +123,7 @@ def sharded_too_late(rank):
     return found
 
 
+@shards_on_cpu
 def test_fully_shard_after_initialize_is_told_with_the_right_order(on_two_ranks):
     for found in on_two_ranks(sharded_too_late):
         for level in found:
@@ -131,6 +143,7 @@ def with_a_parameter_of_no_model(rank):
     return temperature.item() != before
 
 
+@shards_on_cpu
 def test_a_plain_parameter_of_no_model_trains_beside_a_sharded_model(on_two_ranks):
     assert on_two_ranks(with_a_parameter_of_no_model) == [True, True]
 
@@ -146,6 +159,7 @@ def restored(rank):
     return found
 
 
+@shards_on_cpu
 def test_restore_of_16_bit_weights_that_fully_shard_has_gathered_is_refused(on_two_ranks):
     for found in on_two_ranks(restored):
         for level, (text, same_dtypes) in zip(MIXED, found, strict=True):
@@ -174,6 +188,7 @@ def restored_before_it_ran(rank):
     return values, wholes(model.parameters())
 
 
+@shards_on_cpu
 def test_restore_before_the_first_pass_gives_exact_weights_that_train(on_two_ranks):
     model = net()
     exact = {name: value.clone() for name, value in model.state_dict().items()}
@@ -195,6 +210,7 @@ def after_an_evaluation(rank):
     return all(param.grad is not None for param in amp.master_params(optimizer))
 
 
+@shards_on_cpu
 def test_a_model_that_has_evaluated_can_be_prepared_where_parameters_stay(on_two_ranks):
     assert on_two_ranks(after_an_evaluation) == [True, True]
 

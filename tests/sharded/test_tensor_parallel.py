@@ -6,7 +6,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial
 
 from apex import amp
-from tests.sharded.cases import OPTIMIZERS, Parallel, in_parallel, master_of, mesh, prepared, wholes
+from tests.sharded.cases import (
+    OPTIMIZERS,
+    Parallel,
+    in_parallel,
+    master_of,
+    mesh,
+    prepared,
+    shards_on_cpu,
+    wholes,
+)
 from tests.training.cases import backward, batches, train_step
 
 LEVELS = ("O4", "O5")
@@ -59,6 +68,7 @@ def test_tensor_parallel_ranks_train_as_one_process(on_two_ranks):
             assert all(map(agrees, alone(level), results[level])), level
 
 
+@shards_on_cpu
 def test_ranks_of_a_plane_train_as_one_process(on_four_ranks):
     for results in on_four_ranks(split_and_sharded):
         for level in LEVELS:

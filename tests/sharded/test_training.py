@@ -15,9 +15,12 @@ from tests.sharded.cases import (
     run,
     shard,
     sharded,
+    shards_on_cpu,
     wholes,
 )
 from tests.training.cases import MIXED, backward, batches, train_step, train_step_with_closure
+
+pytestmark = shards_on_cpu
 
 DATA = list(batches(5, overflow_at={2}))
 

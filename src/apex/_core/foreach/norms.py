@@ -17,10 +17,12 @@ _PIECE = 2**16
 
 def l2_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Returns the 2-norm of every tensor: 0-d, fp32 (fp64 for fp64 tensors)."""
-    if not any(tensor.dtype is torch.float64 for tensor in tensors):
-        return _norms_of_pieces([pieces(tensor) for tensor in tensors])
-    # One call takes one dtype, and refuses one narrower than a tensor's own.
     wide = torch.float64
+    one_call = not any(tensor.dtype is wide for tensor in tensors)
+    if one_call and not dtensor.any_dtensor(tensors):
+        return _norms_of_pieces([pieces(tensor) for tensor in tensors])
+    # One call takes one dtype, and refuses one narrower than a tensor's own. For DTensors torch
+    # 2.14 takes the dtype for a dimension: https://github.com/pytorch/pytorch/pull/194033.
     return [
         torch.linalg.vector_norm(t, dtype=wide if t.dtype is wide else torch.float32)
         for t in tensors
