@@ -8,8 +8,10 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from apex._torch.counted import count_foreach
 from apex._torch.dispatch_modes import arguments
 from apex._torch.overrides import without_overrides
+from apex._torch.parameters import set_data
 
 
 class Source(Protocol):
@@ -38,6 +40,26 @@ class LazyTensor(Tensor):
     """
 
     source: Source
+
+    @property
+    def data(self) -> Tensor:
+        """The values, sharing memory and version counter; settled, as a script may write them."""
+        values: Tensor = _settled(self).detach()
+        count_foreach(values)
+        return values
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        values: Tensor = _settled(self)
+        increment_version(values)
+        set_data(values, value)
+
+    def detach_(self) -> Tensor:
+        """Does nothing, for loops that zero gradients by ``detach_`` and ``zero_``, as torch did.
+
+        Autograd knows nothing of the tensor, but takes it for a view, which torch refuses.
+        """
+        return self
 
     @classmethod
     def __torch_function__(
