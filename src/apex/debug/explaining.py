@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from apex._core import dtypes, finite
+from apex._core import dtypes, finite, tree
 from apex._core.scale import checked_static
 from apex.debug.attribution import CallTracker, DtypeRules
 from apex.debug.clock import Stopwatch, clock_for
@@ -19,7 +19,7 @@ from apex.debug.explanation import Explanation
 from apex.debug.loops import check_scaler
 from apex.debug.model_call import check_loss, checked_model, floating_outputs
 from apex.debug.module_tracker import ModuleTracker
-from apex.debug.preserve_state import casts_off, preserve_state, tensors_in
+from apex.debug.preserve_state import casts_off, preserve_state
 from apex.debug.recording import Recorder
 from apex.debug.records import GradientRow, OpRow
 
@@ -159,7 +159,7 @@ class _Run:
                 scaled = scaled if self.scale == 1.0 else scaled * self.scale
                 start = torch.ones_like(scaled)
                 params = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-                given = [t for t in tensors_in(arguments) if t.requires_grad]
+                given = [t for t in tree.tensors(arguments) if t.requires_grad]
                 targets = [*params.values(), *given]
                 with recorder:
                     # Unlike backward(), grad() neither writes .grad nor runs its hooks.
@@ -211,7 +211,7 @@ def _gradient(name: str, grad: Tensor) -> GradientRow:
 
 
 def _device(model: nn.Module, inputs: Any, keywords: Any) -> torch.device:
-    tensors = (*model.parameters(), *model.buffers(), *tensors_in((inputs, keywords)))
+    tensors = (*model.parameters(), *model.buffers(), *tree.tensors((inputs, keywords)))
     devices = (tensor.device for tensor in tensors)
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
