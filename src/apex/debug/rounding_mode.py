@@ -15,13 +15,12 @@ from apex._core.param_groups import params_of
 from apex._torch.overrides import without_functions
 from apex.debug import rounding_rules as rules
 from apex.debug import tensors
-from apex.debug.modes import suspend_modes
 from apex.debug.module_tracker import ModuleTracker
 from apex.debug.rounding_records import Kind, RoundingLog, RoundingRow
 from apex.debug.shadow_call import Arguments, ShadowCall, is_touched
 from apex.debug.shadows import Shadows, can_shadow, storage_id
 from apex.debug.tensors import Traits
-from apex.debug.tracing import OperatorMode, is_uninitialized
+from apex.debug.tracing import OperatorMode, is_uninitialized, suspend_modes
 
 _SAVES_FOR_BACKWARD = (
     "native_layer_norm",
