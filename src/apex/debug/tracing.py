@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from apex._engine.masters import Master
 from apex.debug import tensors
 from apex.debug.module_tracker import ModuleTracker
-from apex.debug.tensors import Traits
+from apex.debug.tensors import OperatorCall
 
 SomeTrace = TypeVar("SomeTrace", bound="Trace")
 
@@ -85,12 +85,12 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(func, torch._ops.OpOverload):
             return self._run(func, args, kwargs)
         self.tracker.record_site()
-        return self._operator(func, tensors.traits(func), args, kwargs)
+        return self._operator(OperatorCall(func, tensors.traits(func), args, kwargs))
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
 
-    def _operator(self, func: Any, traits: Traits, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _operator(self, call: OperatorCall) -> Any:
         """Runs and inspects one call of an operator."""
         raise NotImplementedError
 
