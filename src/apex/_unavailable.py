@@ -73,12 +73,7 @@ class UnavailableFinder(MetaPathFinder):
 
 
 def names_instead(module: str, instead: Mapping[str, str]) -> Callable[[str], Any]:
-    """Returns a module ``__getattr__`` whose errors name alternatives to missing names.
-
-    Args:
-        module: The module's name.
-        instead: What to use instead, by the name in apex's module.
-    """
+    """Returns ``__getattr__`` of a module, whose errors say what to use ``instead`` of a name."""
 
     def __getattr__(name: str) -> Any:  # noqa: N807 - becomes a module's __getattr__
         if name in instead:

@@ -200,9 +200,9 @@ def initialize(
         policy,
         rule,
         model_list,
-        inputs.checked_count(num_losses),
+        inputs.checked_integer("num_losses", num_losses, least=1),
         keep_fp32=keep_fp32_values,
-        rounding_seed=inputs.checked_seed(rounding_seed),
+        rounding_seed=inputs.checked_integer("rounding_seed", rounding_seed, least=0),
     )
     report.start_up(defaults, properties)
     report.low_precision_models(model_list, policy, trains=bool(optimizer_list))

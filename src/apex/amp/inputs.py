@@ -187,17 +187,8 @@ def _params(models: Iterable[nn.Module]) -> set[int]:
     return {id(param) for model in models for param in model.parameters()}
 
 
-def checked_seed(seed: object) -> int:
-    """Returns ``rounding_seed``; raises ValueError unless it is an integer of at least 0."""
-    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or seed < 0:
-        raise ValueError(f"rounding_seed is {seed!r}; it must be an integer of at least 0.")
-    return int(seed)
-
-
-def checked_count(num_losses: object) -> int:
-    """Returns ``num_losses``; raises ValueError unless it is an integer of at least 1."""
-    is_bool = isinstance(num_losses, bool)
-    count = int(num_losses) if isinstance(num_losses, numbers.Integral) and not is_bool else 0
-    if count < 1:
-        raise ValueError(f"num_losses is {num_losses!r}; it must be an integer of at least 1.")
-    return count
+def checked_integer(name: str, value: object, *, least: int) -> int:
+    """Returns ``value``; raises ValueError unless it is an integer of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
+        raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}.")
+    return int(value)

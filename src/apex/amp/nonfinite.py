@@ -42,11 +42,7 @@ def nonfinite_gradients(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields the name and gradient of every parameter whose gradient holds inf or NaN.
 
-    Waits for the device, so call it for diagnosis only.
-
-    Args:
-        session: The session whose gradients to check.
-        only: The binding of the only optimizer to check; ``None`` for all.
+    Waits for the device, so call it for diagnosis only. With ``only``, checks one optimizer's.
     """
     names = {id(p): name for model in session.models for name, p in model.named_parameters()}
     for binding in session.bindings if only is None else (only,):

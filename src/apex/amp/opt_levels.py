@@ -49,29 +49,7 @@ class Level:
         return properties
 
 
-class O0(Level):
-    """The level O0."""
-
-
-class O1(Level):
-    """The level O1."""
-
-
-class O2(Level):
-    """The level O2."""
-
-
-class O3(Level):
-    """The level O3."""
-
-
-class O4(Level):
-    """The level O4."""
-
-
-class O5(Level):
-    """The level O5."""
-
+O0, O1, O2, O3, O4, O5 = (type(name, (Level,), {}) for name in LEVELS)
 
 opt_levels: Mapping[str, Level] = {kind.__name__: kind() for kind in (O3, O2, O1, O0, O4, O5)}
 """Levels by name."""

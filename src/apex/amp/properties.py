@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -44,22 +44,6 @@ class Properties:
     cast_model_outputs: torch.dtype | None = None
     grad_accum_dtype: torch.dtype | None = None
 
-    def lines(self) -> Iterator[tuple[str, object]]:
-        """Yields names and values for the start-up report, in its order."""
-        for name in REPORTED:
-            yield name, getattr(self, name)
-
-
-REPORTED = (
-    "enabled",
-    "opt_level",
-    "cast_model_type",
-    "patch_torch_functions",
-    "patch_torch_functions_type",
-    "keep_batchnorm_fp32",
-    "master_weights",
-    "loss_scale",
-)
 
 PACKED = ("split", "stochastic")
 """Values of ``master_weights`` that store masters in fewer bytes than fp32."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import torch
 from torch import nn
@@ -20,6 +21,9 @@ from apex.amp.nonfinite import count_nonfinite, nonfinite_gradients, summary
 from apex.amp.properties import DESCRIPTIONS, Properties
 
 SKIPS_BEFORE_WARNING = 50
+
+_UNREPORTED = ("cast_model_outputs", "grad_accum_dtype")
+"""Options that the start-up report, whose lines are apex's, leaves out."""
 
 
 def _is_on_rank_zero(record: logging.LogRecord) -> bool:
@@ -54,12 +58,7 @@ def start_up(defaults: Properties, properties: Properties) -> None:
 def low_precision_models(models: Sequence[nn.Module], policy: Policy, *, trains: bool) -> None:
     """Reports in one line what becomes of models that arrive in 16 bits, wholly or in part.
 
-    Call it before they are prepared.
-
-    Args:
-        models: The models.
-        policy: What the level asks for.
-        trains: Whether optimizers came with them.
+    Call it before they are prepared; ``trains`` says whether optimizers came with them.
     """
     tensors = [tensor for model in models for tensor in named_tensors(model).values()]
     low = [tensor for tensor in tensors if dtypes.is_low_precision(tensor)]
@@ -98,8 +97,9 @@ def scale_update(session: Session, update: ScaleUpdate) -> None:
 
 
 def _print_lines(properties: Properties) -> None:
-    for name, value in properties.lines():
-        print_rank0(f"{name:26} : {value}")
+    for name, value in asdict(properties).items():
+        if name not in _UNREPORTED:
+            print_rank0(f"{name:26} : {value}")
 
 
 def _persistent_skips(session: Session, update: ScaleUpdate) -> str:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from apex._engine.events import ScaleUpdate
 from apex.debug.gradient_watch import GradientWatch, NonfinitePass
 from apex.debug.loops import Loop, LoopPass, loop_of
-from apex.debug.modes import suspend_modes
 from apex.debug.overflow import OverflowTrace
 from apex.debug.rendering.formatting import listed, percent
 from apex.debug.skips import require_session
+from apex.debug.tracing import suspend_modes
 from apex.debug.update_watch import (
     EVERY,
     FROZEN,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from apex._core import dtypes, finite
+from apex._core import dtypes, finite, tree
 from apex._core.scale import checked_static
 from apex.debug.attribution import CallTracker, DtypeRules
 from apex.debug.clock import Stopwatch, clock_for
@@ -19,7 +18,7 @@ from apex.debug.explanation import Explanation
 from apex.debug.loops import check_scaler
 from apex.debug.model_call import check_loss, checked_model, floating_outputs
 from apex.debug.module_tracker import ModuleTracker
-from apex.debug.preserve_state import casts_off, preserve_state, tensors_in
+from apex.debug.preserve_state import casts_off, preserve_state
 from apex.debug.recording import Recorder
 from apex.debug.records import GradientRow, OpRow
 
@@ -90,14 +89,22 @@ def explain(
     inner = checked_model("explain", model, (inputs, keywords))
     tracker = ModuleTracker(inner)
     rules = DtypeRules(inner, tracker.names)
-    run = _Run(inner, inputs, keywords, loss_fn, backward, _scale(loss_scale, scaler, rules))
+    scale = _scale(loss_scale, scaler, rules)
+
+    def loss() -> Any:
+        output = inner(*inputs, **keywords)
+        if loss_fn is not None:
+            return loss_fn(output)
+        return _sum_of(output) if backward else None
+
+    run = functools.partial(_run, inner, (inputs, keywords), loss, scale if backward else None)
     calls = CallTracker()
     clock = clock_for(_device(inner, inputs, keywords))
     recorder = Recorder(tracker, calls, rules, clock)
     clock.begin()
-    run.once(nullcontext(), nullcontext(), Stopwatch(clock))
+    run(nullcontext(), nullcontext(), Stopwatch(clock))
     clock.begin()
-    gradients = run.once(tracker, calls, recorder)
+    gradients = run(tracker, calls, recorder)
     ops = recorder.records()
     notes = [f"Time is {clock.measures}, the shorter of two passes."]
     if loss_fn is None and backward:
@@ -108,7 +115,7 @@ def explain(
     return Explanation(
         model=type(inner).__name__,
         level=_level(rules, inner, ops),
-        loss_scale=run.scale,
+        loss_scale=scale,
         ops=ops,
         round_trips=recorder.round_trips(),
         weight_casts=recorder.weight_casts(),
@@ -118,63 +125,48 @@ def explain(
     )
 
 
-@dataclass(frozen=True)
-class _Run:
-    """A repeatable run of the model."""
+def _run(
+    model: nn.Module,
+    arguments: tuple[Any, ...],
+    loss: Callable[[], Any],
+    scale: float | None,
+    tracker: AbstractContextManager[Any],
+    calls: AbstractContextManager[Any],
+    recorder: AbstractContextManager[Any],
+) -> tuple[GradientRow, ...]:
+    """Runs the model once and returns one record per parameter's gradient.
 
-    model: nn.Module
-    inputs: tuple[Any, ...]
-    keywords: dict[str, Any]
-    loss_fn: Loss | None
-    backward: bool
-    scale: float
-
-    def once(
-        self,
-        tracker: AbstractContextManager[Any],
-        calls: AbstractContextManager[Any],
-        recorder: AbstractContextManager[Any],
-    ) -> tuple[GradientRow, ...]:
-        """Runs the model once and returns one record per parameter's gradient.
-
-        Args:
-            tracker: Entered around the whole run.
-            calls: Entered around the forward pass.
-            recorder: Entered around the forward pass, and again around the backward pass.
-        """
-        arguments = (self.inputs, self.keywords)
-        with preserve_state(self.model, arguments), torch.set_grad_enabled(self.backward), tracker:
-            with ExitStack() as forward:
-                forward.enter_context(recorder)
-                forward.enter_context(calls)
-                loss = self._loss()
-            if not self.backward:
-                return ()
-            check_loss(
-                "explain", loss, instead=" Pass backward=False to run only the forward pass."
-            )
-            with casts_off():
-                # As amp.scale_loss does, scale the loss in fp32, which can hold the scale.
-                scaled = loss if loss.dtype is torch.float64 else loss.float()
-                scaled = scaled if self.scale == 1.0 else scaled * self.scale
-                start = torch.ones_like(scaled)
-                params = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-                given = [t for t in tensors_in(arguments) if t.requires_grad]
-                targets = [*params.values(), *given]
-                with recorder:
-                    # Unlike backward(), grad() neither writes .grad nor runs its hooks.
-                    grads: tuple[Tensor | None, ...] = torch.autograd.grad(
-                        scaled, targets, start, allow_unused=True
-                    )
-            # strict=False: the gradients of inputs follow those of parameters
-            pairs = zip(params, grads, strict=False)
-            return tuple(_gradient(name, grad) for name, grad in pairs if grad is not None)
-
-    def _loss(self) -> Any:
-        output = self.model(*self.inputs, **self.keywords)
-        if self.loss_fn is not None:
-            return self.loss_fn(output)
-        return _sum_of(output) if self.backward else None
+    Args:
+        model: The model.
+        arguments: What ``loss`` reads; preserved.
+        loss: Runs the forward pass and returns the loss.
+        scale: Multiplier on the loss; None for no backward pass.
+        tracker: Entered around the whole run.
+        calls: Entered around the forward pass.
+        recorder: Entered around the forward pass, and again around the backward pass.
+    """
+    with preserve_state(model, arguments), torch.set_grad_enabled(scale is not None), tracker:
+        with recorder, calls:
+            value = loss()
+        if scale is None:
+            return ()
+        check_loss("explain", value, instead=" Pass backward=False to run only the forward pass.")
+        with casts_off():
+            # As amp.scale_loss does, scale the loss in fp32, which can hold the scale.
+            scaled = value if value.dtype is torch.float64 else value.float()
+            scaled = scaled if scale == 1.0 else scaled * scale
+            start = torch.ones_like(scaled)
+            params = {n: p for n, p in model.named_parameters() if p.requires_grad}
+            given = [t for t in tree.tensors(arguments) if t.requires_grad]
+            targets = [*params.values(), *given]
+            with recorder:
+                # Unlike backward(), grad() neither writes .grad nor runs its hooks.
+                grads: tuple[Tensor | None, ...] = torch.autograd.grad(
+                    scaled, targets, start, allow_unused=True
+                )
+        # strict=False: the gradients of inputs follow those of parameters
+        pairs = zip(params, grads, strict=False)
+        return tuple(_gradient(name, grad) for name, grad in pairs if grad is not None)
 
 
 def _level(rules: DtypeRules, model: nn.Module, ops: tuple[OpRow, ...]) -> str:
@@ -211,7 +203,7 @@ def _gradient(name: str, grad: Tensor) -> GradientRow:
 
 
 def _device(model: nn.Module, inputs: Any, keywords: Any) -> torch.device:
-    tensors = (*model.parameters(), *model.buffers(), *tensors_in((inputs, keywords)))
+    tensors = (*model.parameters(), *model.buffers(), *tree.tensors((inputs, keywords)))
     devices = (tensor.device for tensor in tensors)
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 

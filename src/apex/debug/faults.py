@@ -175,9 +175,7 @@ def _amount(true: float | None) -> str:
 def cause_of(fault: Fault, loss_scale: float) -> Cause:
     """Returns why an operator returned inf or NaN for finite inputs, whatever ``fault.cause`` is.
 
-    Args:
-        fault: The operator.
-        loss_scale: Multiplier on the loss.
+    ``loss_scale`` is the multiplier on the loss.
     """
     name, in_backward = operator_name(fault.op), fault.direction == "backward"
     # A kernel that does not run in float64 (attention on CUDA) leaves the true result unknown.

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from apex._core import tree
 from apex.debug.module_tracker import unwrapped
-from apex.debug.preserve_state import tensors_in
 
 
 def checked_model(caller: str, model: Any, arguments: object) -> nn.Module:
@@ -27,7 +27,7 @@ def checked_model(caller: str, model: Any, arguments: object) -> nn.Module:
                 f"{caller} got a model whose parameter {name!r} has no values yet (lazy, or on the "
                 "meta device). Run the model once or initialize it first."
             )
-    if not tensors_in(arguments):
+    if not tree.tensors(arguments):
         raise ValueError(
             f"{caller} got no tensor among the inputs of {type(inner).__name__}. Pass the model's "
             f"arguments: {caller}(model, x) or {caller}(model, input_ids=...)."
@@ -37,7 +37,7 @@ def checked_model(caller: str, model: Any, arguments: object) -> nn.Module:
 
 def floating_outputs(caller: str, output: object, *, instead: str = "") -> list[Tensor]:
     """Returns the tensors to derive a loss from; raises, with a second remedy, if there is none."""
-    floating = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
+    floating = [tensor for tensor in tree.tensors(output) if tensor.is_floating_point()]
     if not floating:
         raise ValueError(
             f"{caller} got a model whose output ({type(output).__name__}) holds no floating-point "

@@ -23,7 +23,7 @@ from apex.debug.faults import Cause, Fault, cause_of
 from apex.debug.module_tracker import ModuleTracker
 from apex.debug.patterns import nodes_behind, operator_name
 from apex.debug.provenance import Origin, Provenance
-from apex.debug.tensors import Kind, Traits
+from apex.debug.tensors import Kind, OperatorCall
 from apex.debug.tracing import OperatorMode, is_uninitialized
 
 _MASKS = {f"aten.{name}" for name in ("nan_to_num", "nan_to_num_", "masked_fill", "masked_fill_")}
@@ -40,28 +40,28 @@ _SNAPSHOT_LIMIT = 2**24  # elements; larger inputs of in-place operators are not
 class _Call:
     """One operator call, with its inputs as they were before the call."""
 
-    def __init__(self, func: Any, traits: Traits, args: Any, kwargs: dict[str, Any]) -> None:
-        self.traits = traits
-        self.args, self.kwargs = args, kwargs
-        self._func = func
-        self._before: tuple[Any, dict[str, Any]] | None = (args, kwargs)
+    def __init__(self, call: OperatorCall) -> None:
+        self.name, self.args, self.kwargs = call.traits.name, call.args, call.kwargs
+        self.written = call.written()
+        self._call = call
+        self._before: OperatorCall | None = call
         self._originals: dict[int, Tensor] = {}
-        self._saves = traits.name.rpartition(".")[2].startswith(_SAVES_FOR_BACKWARD)
-        if traits.writes and traits.reads_written:
-            written = traits.written(args, kwargs)
-            copies = {id(t): t.detach().clone() for t in written if t.numel() <= _SNAPSHOT_LIMIT}
-            large = len(copies) < len({id(t) for t in written})
+        self._saves = self.name.rpartition(".")[2].startswith(_SAVES_FOR_BACKWARD)
+        if self.written and call.traits.reads_written:
+            written = {id(t): t for t in self.written}
+            small = {key: t for key, t in written.items() if t.numel() <= _SNAPSHOT_LIMIT}
+            copies = {key: t.detach().clone() for key, t in small.items()}
             self._before = None
-            if not large:
-                self._before = tree.map_arguments(lambda t: copies.get(id(t), t), args, kwargs)
-            self._originals = {id(copies[id(t)]): t for t in written if id(t) in copies}
+            if len(copies) == len(written):
+                args = tree.map_arguments(lambda t: copies.get(id(t), t), call.args, call.kwargs)
+                self._before = OperatorCall(call.func, call.traits, *args)
+            self._originals = {id(copies[key]): t for key, t in small.items()}
 
     def outputs(self, result: Any) -> list[Tensor]:
         """Returns the floating-point tensors that the call returned or wrote."""
         returned = list(tensors.floating(result[:1] if self._saves else result))
         known = {id(tensor) for tensor in returned}
-        written = self.traits.written(self.args, self.kwargs)
-        return returned + [tensor for tensor in written if id(tensor) not in known]
+        return returned + [tensor for tensor in self.written if id(tensor) not in known]
 
     def saved_outputs(self, result: Any) -> list[Tensor]:
         """Returns the outputs saved only for backward."""
@@ -73,18 +73,16 @@ class _Call:
 
     def inputs(self) -> list[Tensor]:
         """Returns the floating-point tensors that the call read, as they were before it."""
-        args, kwargs = self._before or (self.args, self.kwargs)
-        read = list(tensors.floating([args, kwargs]))
-        if self.traits.writes and not self.traits.reads_written:
-            written = {id(tensor) for tensor in self.traits.written(self.args, self.kwargs)}
+        call = self._before or self._call
+        read = list(tensors.floating([call.args, call.kwargs]))
+        if not call.traits.reads_written:
+            written = {id(tensor) for tensor in self.written}
             read = [tensor for tensor in read if id(tensor) not in written]
         return read
 
     def largest_in_double(self) -> float | None:
         """Returns the largest absolute result in float64, or None if unknown."""
-        if self._before is None:
-            return None
-        return tensors.largest_in_double(self._func, *self._before)
+        return None if self._before is None else tensors.largest_in_double(self._before)
 
 
 class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
@@ -122,14 +120,14 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         all_grads = tensors.floating([*grads, *of_sessions])
         return {tensors.storage_key(grad) for grad in all_grads if tensors.kind_of(grad)}
 
-    def _operator(self, func: Any, traits: Traits, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _operator(self, call: OperatorCall) -> Any:
         self._provenance.time += 1
         accumulating = self.tracker.is_accumulating
-        if traits.view and not accumulating and traits.name != "aten.lift_fresh":
-            return self._run(func, args, kwargs)
-        call = _Call(func, traits, args, kwargs)
-        result = self._run(func, args, kwargs)
-        self._check(call, result)
+        if call.traits.view and not accumulating and call.traits.name != "aten.lift_fresh":
+            return self._run(call.func, call.args, call.kwargs)
+        before = _Call(call)
+        result = self._run(call.func, call.args, call.kwargs)
+        self._check(before, result)
         if accumulating:
             self._check_gradient(result)
         return result
@@ -150,11 +148,11 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
                 self._provenance.mark(tensor, origin)
             if not origin.deliberate and self._writes_weights(call):
                 self._provenance.mark_reached(origin)
-        elif call.traits.name in _MASKS:
+        elif call.name in _MASKS:
             self._mark_inputs(call, self._provenance.mark_masked)
-        elif operator_name(call.traits.name) in _MAP_TO_ZERO:
+        elif operator_name(call.name) in _MAP_TO_ZERO:
             self._mark_inputs(call, self._provenance.mark_absorbed)
-        if call.traits.name == "aten.ones_like" and call.args[0].numel() == 1:
+        if call.name == "aten.ones_like" and call.args[0].numel() == 1:
             self._check_loss(call.args[0])  # autograd starts a backward pass this way
 
     def _mark_read(self, call: _Call) -> None:
@@ -163,7 +161,7 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         for tensor in call.inputs():
             origin = self._provenance.of(call.original(tensor))
             if origin is not None:
-                self._provenance.mark_read(origin, call.traits.name)
+                self._provenance.mark_read(origin, call.name)
 
     def _mark_saved(self, call: _Call, result: Any) -> None:
         for tensor in call.saved_outputs(result):
@@ -184,7 +182,7 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
                 mark(origin)
 
     def _writes_weights(self, call: _Call) -> bool:
-        written = _keys(call.traits.written(call.args, call.kwargs))
+        written = _keys(call.written)
         return bool(written) and not self._weights().isdisjoint(written)
 
     def _weights(self) -> set[int]:
@@ -233,7 +231,7 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
             if forward is not None:
                 return forward
         cause: Cause | None = None
-        if is_uninitialized(call.traits.name):
+        if is_uninitialized(call.name):
             cause = "uninitialized"
         elif tensors.has_infinite_number((call.args, call.kwargs)):
             cause = "constant"
@@ -249,7 +247,7 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         origin = self._provenance.of(argument)
         if origin is None:
             cause = self._source(argument)
-            constant = call.traits.name == "aten.lift_fresh" and tensor.dim() == 0
+            constant = call.name == "aten.lift_fresh" and tensor.dim() == 0
             deliberate = cause == "data" and (constant or tensors.is_mask(tensor))
             cause = "constant" if deliberate else cause
             origin = self._new_origin(call, kind, tensor.dtype, cause, deliberate=deliberate)
@@ -284,7 +282,7 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         module, inside, location = self.tracker.site()
         fault = Fault(
             module,
-            call.traits.name,
+            call.name,
             direction,
             kind,
             dtype,
@@ -315,7 +313,7 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         if direction == "backward":
             return self.tracker.nodes_behind()
         given = [tensor for tensor in call.args if isinstance(tensor, Tensor)]
-        at = 1 if operator_name(call.traits.name) in _TO_DIVISOR and len(given) > 1 else 0
+        at = 1 if operator_name(call.name) in _TO_DIVISOR and len(given) > 1 else 0
         return nodes_behind(given[at].grad_fn) if given else ()
 
     # -- level and loss scale --------------------------------------------------------------------

@@ -32,13 +32,7 @@ _BOUNDED = {"acos", "asin", "atanh", "erfinv"}
 
 
 class Pattern(NamedTuple):
-    """A formula to avoid.
-
-    Attributes:
-        name: What it is, in a few words.
-        matches: Whether a fault has this pattern.
-        remedy: What to write instead.
-    """
+    """A formula to avoid, whether a fault has it, and what to write instead."""
 
     name: str
     matches: Callable[[Fault], bool]

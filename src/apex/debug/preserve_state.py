@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from apex._core import tree
 from apex._engine.autocast.region import no_casts
 from apex._engine.autocast.thread_casts import DEVICE_TYPES
 from apex._torch.devices import accelerator
@@ -31,7 +31,7 @@ def preserve_state(model: nn.Module, arguments: object) -> Iterator[None]:
         stack.callback(torch.clear_autocast_cache)
         torch.clear_autocast_cache()
         stack.enter_context(_random_numbers(model))
-        inputs = [(tensor, tensor.detach().clone()) for tensor in tensors_in(arguments)]
+        inputs = [(tensor, tensor.detach().clone()) for tensor in tree.tensors(arguments)]
         stack.callback(_restore_values, inputs)
         for module in model.modules():
             stack.callback(_restore_buffers, module, dict(module._buffers))
@@ -53,21 +53,6 @@ def casts_off() -> Iterator[None]:
         finally:
             for device in on:
                 torch.set_autocast_enabled(device, True)
-
-
-def tensors_in(value: object) -> list[Tensor]:
-    """Returns the tensors in any nesting of sequences, mappings and dataclasses."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        inner = list(value.values())
-    elif isinstance(value, (list, tuple)):
-        inner = list(value)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        inner = list(vars(value).values())
-    else:
-        return []
-    return [tensor for item in inner for tensor in tensors_in(item)]
 
 
 def _restore_values(saved: list[tuple[Tensor, Tensor]]) -> None:

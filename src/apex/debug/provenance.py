@@ -190,8 +190,7 @@ class Provenance:
     def first_origin(self, *, healing: bool = True) -> Origin | None:
         """Returns the first origin that is a fault; see Note [When an origin is a fault].
 
-        Args:
-            healing: Whether an overflow from which a dynamic loss scale backs off counts as one.
+        With ``healing``, an overflow from which a dynamic loss scale backs off counts as one.
         """
         reached = self._reached if healing else self._unhealed
         lost = [origin for origin in self._lost.values() if origin.time not in self._absorbed]

@@ -20,7 +20,7 @@ class Ranges:
         """Adds the values of a floating-point tensor."""
         if result.numel() == 0:
             return
-        result = _dense(result)
+        result = result.detach().to_dense()
         largest, nonfinite = _largest(result), None
         if largest.device.type != "cpu" or not math.isfinite(float(largest)):  # CPU only: no sync
             finite = torch.isfinite(result)
@@ -63,8 +63,3 @@ def _largest(values: Tensor) -> Tensor:
     """
     low, high = torch.aminmax(values)
     return torch.maximum(-low, high)
-
-
-def _dense(result: Tensor) -> Tensor:
-    result = result.detach()
-    return result if result.layout is torch.strided else result.to_dense()

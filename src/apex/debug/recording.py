@@ -55,13 +55,9 @@ class Key(NamedTuple):
 
 @dataclass(eq=False)
 class Cast:
-    """One cast, until an operator consumes its result.
+    """One cast, until an operator consumes its result; see also :class:`CastCount`.
 
     Attributes:
-        source: Dtype before the cast.
-        target: Dtype after the cast.
-        bytes: Bytes read and written.
-        values: Number of elements cast.
         losses: See :func:`apex.debug.ranges.cast_losses`.
         span: Its time.
         own: The record that lists it if no operator consumes it.

@@ -15,13 +15,12 @@ from apex._core.param_groups import params_of
 from apex._torch.overrides import without_functions
 from apex.debug import rounding_rules as rules
 from apex.debug import tensors
-from apex.debug.modes import suspend_modes
 from apex.debug.module_tracker import ModuleTracker
 from apex.debug.rounding_records import Kind, RoundingLog, RoundingRow
 from apex.debug.shadow_call import Arguments, ShadowCall, is_touched
 from apex.debug.shadows import Shadows, can_shadow, storage_id
-from apex.debug.tensors import Traits
-from apex.debug.tracing import OperatorMode, is_uninitialized
+from apex.debug.tensors import OperatorCall
+from apex.debug.tracing import OperatorMode, is_uninitialized, suspend_modes
 
 _SAVES_FOR_BACKWARD = (
     "native_layer_norm",
@@ -58,14 +57,12 @@ class RoundingMode(OperatorMode):  # type: ignore[no-untyped-call]
     def enter_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Stops tracing, except in the closure."""
         self._stepping = True
-        closures = [callable(each) and not isinstance(each, Optimizer) for each in args]
-        return (
-            tuple(
-                self._traced_closure(each) if is_closure else each
-                for each, is_closure in zip(args, closures, strict=True)
-            ),
-            {k: self._traced_closure(v) if callable(v) else v for k, v in kwargs.items()},
-        )
+
+        def traced(given: Any) -> Any:
+            is_closure = callable(given) and not isinstance(given, Optimizer)
+            return self._traced_closure(given) if is_closure else given
+
+        return tuple(map(traced, args)), {name: traced(given) for name, given in kwargs.items()}
 
     def leave_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Makes the new weights and the optimizer's state exact: an iteration has ended."""
@@ -87,59 +84,52 @@ class RoundingMode(OperatorMode):  # type: ignore[no-untyped-call]
 
     # -- operators --------------------------------------------------------------------------------
 
-    def _operator(self, func: Any, traits: Traits, args: Any, kwargs: dict[str, Any]) -> Any:
-        if traits.view:
-            return func(*args, **kwargs)
+    def _operator(self, call: OperatorCall) -> Any:
+        if call.traits.view:
+            return call.run()
         before: ShadowCall | str | None = None
         with _apart():
             # What the call overwrites has to be read before it runs.
-            if traits.writes and not self._stepping and is_touched([args, kwargs], self._shadows):
-                before = self._call(func, traits, args, kwargs)
-        result = func(*args, **kwargs)
+            given = [call.args, call.kwargs]
+            if call.traits.writes and not self._stepping and is_touched(given, self._shadows):
+                before = self._shadow_call(call)
+        result = call.run()
         with _apart():
-            outputs = _outputs(traits, args, kwargs, result)
-            reason = self._follow(before, func, traits, args, kwargs, result) if outputs else None
+            outputs = _outputs(call, result)
+            reason = self._follow(before, call, result) if outputs else None
             if reason is not None:
                 for tensor in outputs:
                     self._shadows.discard(tensor)
                 if reason:
-                    self._log.skip(self.tracker.module, traits.name, reason)
+                    self._log.skip(self.tracker.module, call.traits.name, reason)
         return result
 
     def _follow(
-        self,
-        before: ShadowCall | str | None,
-        func: Any,
-        traits: Traits,
-        args: Any,
-        kwargs: dict[str, Any],
-        result: Any,
+        self, before: ShadowCall | str | None, call: OperatorCall, result: Any
     ) -> str | None:
         """Computes the shadows of a call's results.
 
         Returns:
             Why its results are without: ``""`` if they are exact, None if they have shadows.
         """
-        if self._stepping or not is_touched([args, kwargs, result], self._shadows):
+        if self._stepping or not is_touched([call.args, call.kwargs, result], self._shadows):
             return ""
-        reason = _without_verdict(func, traits, args, kwargs, result)
+        reason = _without_verdict(call, result)
         if reason is not None:
             return reason
-        call = before or self._call(func, traits, args, kwargs)
-        if isinstance(call, str):
-            return call
+        shadow_call = before or self._shadow_call(call)
+        if isinstance(shadow_call, str):
+            return shadow_call
         self._log.operators += 1
         try:
-            return self._compare(call, result)
-        except Exception as error:  # noqa: BLE001 - as in _call
+            return self._compare(shadow_call, result)
+        except Exception as error:  # noqa: BLE001 - as in _shadow_call
             return f"its result cannot be compared with fp32: {_first_line(error)}"
 
-    def _call(
-        self, func: Any, traits: Traits, args: Any, kwargs: dict[str, Any]
-    ) -> ShadowCall | str:
+    def _shadow_call(self, call: OperatorCall) -> ShadowCall | str:
         """Returns the call with its arguments in fp32, or why it has none."""
         try:
-            return ShadowCall(func, traits, args, kwargs, self._shadows)
+            return ShadowCall(call, self._shadows)
         except Exception as error:  # noqa: BLE001 - such as memory: the run goes on
             return f"its arguments cannot be read in fp32: {_first_line(error)}"
 
@@ -276,27 +266,26 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).partition("\n")[0]
 
 
-def _outputs(traits: Traits, args: Any, kwargs: dict[str, Any], result: Any) -> list[Tensor]:
+def _outputs(call: OperatorCall, result: Any) -> list[Tensor]:
     """Returns the tensors that a call wrote or created; not views of its arguments."""
-    written = traits.written(args, kwargs)
-    given = {storage_id(t) for t in tensors.floating([args, kwargs]) if can_shadow(t)}
+    given = {storage_id(t) for t in tensors.floating([call.args, call.kwargs]) if can_shadow(t)}
     returned = [t for t in tensors.floating(result) if can_shadow(t)]
-    return [*written, *(tensor for tensor in returned if storage_id(tensor) not in given)]
+    return [*call.written(), *(tensor for tensor in returned if storage_id(tensor) not in given)]
 
 
-def _without_verdict(
-    func: Any, traits: Traits, args: Any, kwargs: dict[str, Any], result: Any
-) -> str | None:
+def _without_verdict(call: OperatorCall, result: Any) -> str | None:
     """Returns why the results of a call count as exact; "" if they are, None if they do not."""
-    namespace, _, name = traits.name.partition(".")
+    func, full_name = call.func, call.traits.name
+    namespace, _, name = full_name.partition(".")
     if namespace.startswith(_FOREIGN):
         return "its effects on other processes forbid running it twice"
-    if is_uninitialized(traits.name) or traits.name in rules.DECISIONS:
+    if is_uninitialized(full_name) or full_name in rules.DECISIONS:
         return ""
     if any(not can_shadow(tensor) for tensor in tensors.floating(result)):
         return "its result is not a dense tensor"
     if torch.Tag.nondeterministic_seeded in func.tags and name != "native_dropout":
-        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        names = (argument.name for argument in func._schema.arguments)
+        given = dict(zip(names, call.args, strict=False)) | call.kwargs
         dropout = [a for a in func._schema.arguments if a.name in ("dropout_p", "dropout")]
         if dropout:
             share = given.get(dropout[0].name, dropout[0].default_value)

@@ -112,12 +112,7 @@ SOFTMAXES = {"aten._softmax", "aten._log_softmax", "aten._safe_softmax"}
 
 
 class Distance(NamedTuple):
-    """Two norms.
-
-    Attributes:
-        difference: Norm of the difference from the shadow.
-        size: Norm of the shadow.
-    """
+    """The norms of a difference from a shadow, and of the shadow."""
 
     difference: float
     size: float

@@ -13,7 +13,7 @@ from apex._core import dtypes
 from apex.debug import rounding_rules as rules
 from apex.debug import tensors
 from apex.debug.shadows import Shadows, can_shadow
-from apex.debug.tensors import Traits
+from apex.debug.tensors import OperatorCall
 
 _WORKSPACES = {"workspace", "reserve", "reserveSpace"}
 """Names of arguments that a kernel fills for its backward in a layout of its own."""
@@ -37,12 +37,11 @@ class ShadowCall:
         lacks_workspace: Whether it reads a workspace that no kernel in fp32 has filled.
     """
 
-    def __init__(
-        self, func: Any, traits: Traits, args: Any, kwargs: dict[str, Any], shadows: Shadows
-    ) -> None:
+    def __init__(self, call: OperatorCall, shadows: Shadows) -> None:
+        func, traits, args, kwargs = call
         self.func, self.name = func, rules.base_name(traits.name)
         self._arguments = [*args, *kwargs.values()]
-        self._written = {id(tensor) for tensor in traits.written(args, kwargs)}
+        self._written = {id(tensor) for tensor in call.written()}
         own = [self._wide(shadows.own_values_of, value) for value in self._arguments]
         wide = [self._wide(shadows.values_of, value) for value in self._arguments]
         if traits.name in rules.DECIDED_BY_SECOND:

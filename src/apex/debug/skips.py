@@ -58,15 +58,11 @@ def why_skipped(
 
 
 def require_session(optimizer: Any, caller: str, *, plain: str = "") -> Session:
-    """Returns an optimizer's session.
-
-    Args:
-        optimizer: An optimizer, or a wrapper of one.
-        caller: Name of the calling public function, for the error message.
-        plain: What to do with an optimizer of a plain loop, for the message.
+    """Returns the session of an optimizer, or of a wrapped one.
 
     Raises:
-        RuntimeError: If amp has not prepared the optimizer.
+        RuntimeError: If amp has not prepared it; the message names ``caller``, and with ``plain``
+            says what to do in a plain loop.
     """
     binding = binding_of(inner(optimizer))
     if binding is None or binding.owner is None:

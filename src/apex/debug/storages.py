@@ -19,11 +19,7 @@ class Storages:
     """
 
     def __init__(self, ignored: Iterable[Tensor] = ()) -> None:
-        """Starts at zero.
-
-        Args:
-            ignored: Tensors whose storages do not count, such as a model's parameters.
-        """
+        """Starts at zero; the storages of ``ignored``, such as a model's weights, do not count."""
         self.total = 0
         self._seen: set[int] = set()
         self.add(ignored)

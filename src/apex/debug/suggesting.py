@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from apex._core import dtypes
 from apex._engine.model.state import state_of
+from apex.debug.explanation import within
 from apex.debug.model_call import check_loss, checked_model, floating_outputs
 from apex.debug.rounding import RoundingTrace
 from apex.debug.suggestion import Suggestion
@@ -165,7 +166,7 @@ def _faulty(
 
 
 def _is_within(name: str, names: Sequence[str]) -> bool:
-    return any(name == each or name.startswith(f"{each}.") for each in names)
+    return any(within(name, each) for each in names)
 
 
 def _without(names: Sequence[str], name: str) -> list[str]:

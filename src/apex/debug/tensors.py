@@ -68,12 +68,25 @@ class Traits(NamedTuple):
     writes: tuple[int | str, ...]
     reads_written: bool
 
-    def written(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-        """Returns the floating-point tensors that a call of the operator writes."""
+
+class OperatorCall(NamedTuple):
+    """One call of an operator: the overload, what its schema says, and the arguments."""
+
+    func: Any
+    traits: Traits
+    args: Any
+    kwargs: dict[str, Any]
+
+    def run(self) -> Any:
+        """Runs the operator."""
+        return self.func(*self.args, **self.kwargs)
+
+    def written(self) -> list[Tensor]:
+        """Returns the floating-point tensors that the call writes."""
         values = [
-            kwargs.get(place) if isinstance(place, str) else args[place]
-            for place in self.writes
-            if isinstance(place, str) or place < len(args)
+            self.kwargs.get(place) if isinstance(place, str) else self.args[place]
+            for place in self.traits.writes
+            if isinstance(place, str) or place < len(self.args)
         ]
         return list(floating(values))
 
@@ -200,22 +213,22 @@ def has_infinite_number(value: Any) -> bool:
     return isinstance(value, dict) and any(map(has_infinite_number, value.values()))
 
 
-def largest_in_double(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> float | None:
+def largest_in_double(call: OperatorCall) -> float | None:
     """Returns the largest absolute result of an operator recomputed in float64.
 
     ``inf`` if the result is infinite or NaN in float64 too; None if the operator cannot be rerun.
     The arguments are as they were before the call.
     """
-    if torch.Tag.nondeterministic_seeded in func.tags:
+    if torch.Tag.nondeterministic_seeded in call.func.tags:
         return None
-    devices = {tensor.device.type for tensor in floating([args, kwargs])} or {"cpu"}
+    devices = {tensor.device.type for tensor in floating([call.args, call.kwargs])} or {"cpu"}
     try:
-        wide_args, wide_kwargs = _doubled(list(args)), _doubled(kwargs)
+        wide = call._replace(args=_doubled(call.args), kwargs=_doubled(call.kwargs))
         with torch.autocast(devices.pop(), enabled=False), torch.no_grad():
-            result = func(*wide_args, **wide_kwargs)
+            result = wide.run()
     except (RuntimeError, NotImplementedError, TypeError):  # some kernels and devices lack float64
         return None
-    results = [*floating(result), *traits(func).written(wide_args, wide_kwargs)]
+    results = [*floating(result), *wide.written()]
     if any(kind_of(tensor) for tensor in results):
         return math.inf
     return largest(results)

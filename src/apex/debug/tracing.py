@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -13,12 +14,12 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from apex._engine.masters import Master
 from apex.debug import tensors
 from apex.debug.module_tracker import ModuleTracker
-from apex.debug.tensors import Traits
+from apex.debug.tensors import OperatorCall
 
 SomeTrace = TypeVar("SomeTrace", bound="Trace")
 
@@ -31,6 +32,28 @@ _PLAIN = {Tensor, nn.Parameter, Master}
 def is_uninitialized(name: str) -> bool:
     """Returns whether the operator of this name, such as ``"aten.empty_like"``, sets no values."""
     return name.rpartition(".")[2].lstrip("_").startswith(_EMPTY)
+
+
+@contextmanager
+def suspend_modes(until: TorchDispatchMode | None = None) -> Iterator[None]:
+    """Suspends this thread's dispatch modes inside the block.
+
+    A mode entered inside the block ends up below them. Exiting a mode pops the top of torch's
+    stack, whichever mode that is, so the code that entered the suspended modes still pops its own.
+    Only the base class's methods run: a mode's own ``__exit__`` may print a table, for example.
+
+    Args:
+        until: Suspends only the modes above this one; None suspends all.
+    """
+    above = []
+    while (top := _get_current_dispatch_mode()) is not None and top is not until:
+        above.append(top)
+        TorchDispatchMode.__exit__(top, None, None, None)  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for mode in reversed(above):
+            TorchDispatchMode.__enter__(mode)  # type: ignore[no-untyped-call]
 
 
 class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -62,12 +85,12 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(func, torch._ops.OpOverload):
             return self._run(func, args, kwargs)
         self.tracker.record_site()
-        return self._operator(func, tensors.traits(func), args, kwargs)
+        return self._operator(OperatorCall(func, tensors.traits(func), args, kwargs))
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
 
-    def _operator(self, func: Any, traits: Traits, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _operator(self, call: OperatorCall) -> Any:
         """Runs and inspects one call of an operator."""
         raise NotImplementedError
 

@@ -120,7 +120,7 @@ class Trials:
                 )
         # torch declares the gradients of unused parameters, None, as tensors.
         found: list[tuple[str, Tensor | None]] = list(zip(params, grads, strict=True))
-        held = {name: _dense(grad) / scale for name, grad in found if grad is not None}
+        held = {name: grad.to_dense().float() / scale for name, grad in found if grad is not None}
         return held, saved.total
 
     def _error(self, grads: Gradients) -> float:
@@ -172,10 +172,6 @@ class Trials:
                 for name in fp32:
                     _run_without_casts(model.get_submodule(name))
             yield session
-
-
-def _dense(grad: Tensor) -> Tensor:
-    return (grad if grad.layout is torch.strided else grad.to_dense()).detach().float()
 
 
 def _run_without_casts(module: nn.Module) -> None:

@@ -16,6 +16,7 @@ from torch.optim import LBFGS, Optimizer
 
 from apex import amp
 from apex._core import dtypes
+from apex._core.param_groups import params_of
 from apex._engine.model import mixes_dtypes, state_of
 from apex._engine.optimizer.optimizer_class import binding_of, own_class
 from apex._torch import ddp, dtensor
@@ -129,7 +130,7 @@ class ApexPrecision(_Precision):
             and isinstance(module, importlib.import_module(name).LightningModule)
         )
         # Without configure_optimizers, the Trainer has an optimizer over a tensor of its own.
-        trains = [o for o in optimizers if any(param.requires_grad for param in _params(o))]
+        trains = [o for o in optimizers if any(param.requires_grad for param in params_of(o))]
         self._prepare([model], trains)
         return model, optimizers, lr_schedulers
 
@@ -293,11 +294,6 @@ def _is_fixed(model: nn.Module) -> bool:
     return any(dtensor.is_dtensor(param) and dtypes.is_low_precision(param) for param in params)
 
 
-def _params(optimizer: Optimizer) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
 def _evaluates(optimizer: Optimizer) -> bool:
     """Returns whether the optimizer's step may evaluate a closure more than once."""
     binding = binding_of(optimizer)
@@ -322,5 +318,5 @@ def _optimizers_of(models: Iterable[nn.Module]) -> list[Optimizer]:
         # Not Fabric's wrappers, which have the optimizer's class and not its attributes.
         if issubclass(type(each), Optimizer)
         and "param_groups" in vars(each)
-        and any(id(param) in held for param in _params(each))
+        and any(id(param) in held for param in params_of(each))
     ]

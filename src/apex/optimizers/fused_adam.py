@@ -11,15 +11,10 @@ from torch.optim.optimizer import ParamsT
 
 import amp_C
 from apex._core.dtypes import LOW_PRECISION
-from apex._core.foreach.adam import AdamRule, adam_
+from apex._core.foreach.adam import adam_
 from apex._core.foreach.gate import Gate, Scalar
 from apex._core.foreach.working import store
-from apex.optimizers.fused_optimizer import (
-    Batch,
-    FusedOptimizer,
-    check_adam_options,
-    refuse_amsgrad,
-)
+from apex.optimizers.fused_optimizer import Batch, FusedOptimizer, check_adam_options
 
 _CLIPPING = (
     "Clip before the step: torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), "
@@ -91,13 +86,12 @@ class FusedAdam(FusedOptimizer):
             ValueError: If a value is out of range.
         """
         _refuse_legacy(legacy)
-        refuse_amsgrad("FusedAdam", amsgrad)
         if master_weights and not capturable:
             raise RuntimeError(
                 "FusedAdam supports master_weights=True only with capturable=True. Pass both, or "
                 'use the masters of amp.initialize(..., opt_level="O2").'
             )
-        check_adam_options(lr, betas, eps, weight_decay)
+        check_adam_options("FusedAdam", lr, betas, eps, weight_decay, amsgrad=amsgrad)
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -157,16 +151,7 @@ class FusedAdam(FusedOptimizer):
 
     def update(self, batch: Batch, step: Scalar, gate: Gate) -> None:
         """Takes one step for a batch of parameters."""
-        beta1, beta2 = batch.group["betas"]
-        rule = AdamRule(
-            lr=batch.option("lr"),
-            beta1=beta1,
-            beta2=beta2,
-            eps=batch.group["eps"],
-            weight_decay=batch.group["weight_decay"],
-            decoupled=bool(self.adam_w_mode),
-            bias_correction=bool(batch.group["bias_correction"]),
-        )
+        rule = batch.adam_rule(decoupled=self.adam_w_mode)
         targets = self.masters(batch, LOW_PRECISION if self.master_weights else ())
         averages = self.buffers(batch, "exp_avg"), self.buffers(batch, "exp_avg_sq")
         adam_(targets, batch.grads, *averages, rule=rule, step=step, gate=gate)

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 import amp_C
-from apex._core.foreach.adam import AdamRule
 from apex._core.foreach.gate import Gate, Scalar
 from apex._core.foreach.lamb import clip_divisor, lamb_
 from apex._core.foreach.norms import l2_norms, stacked, total
@@ -20,7 +19,6 @@ from apex.optimizers.fused_optimizer import (
     FusedOptimizer,
     check_adam_options,
     check_range,
-    refuse_amsgrad,
 )
 
 
@@ -73,8 +71,8 @@ class FusedLAMB(FusedOptimizer):
             RuntimeError: For ``amsgrad``.
             ValueError: For a value outside its range.
         """
-        refuse_amsgrad(type(self).__name__, amsgrad)
-        check_adam_options(lr, betas, eps, weight_decay)
+        name = type(self).__name__
+        check_adam_options(name, lr, betas, eps, weight_decay, amsgrad=amsgrad)
         check_range("max_grad_norm", max_grad_norm)
         defaults = {
             "lr": lr,
@@ -101,31 +99,19 @@ class FusedLAMB(FusedOptimizer):
 
     def update(self, batch: Batch, step: Scalar, gate: Gate) -> None:
         """Takes one step for a batch."""
-        group = batch.group
         divisor = torch.ones((), device=batch.device)
         if self._divisor is not None:
             divisor = moved(self._divisor, batch.device)
-        beta1, beta2 = group["betas"]
-        rule = AdamRule(
-            lr=batch.option("lr"),
-            beta1=beta1,
-            beta2=beta2,
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            decoupled=bool(self.adam_w_mode),
-            bias_correction=bool(group["bias_correction"]),
-            averaged=bool(group["grad_averaging"]),
-        )
         targets = self.masters(batch, self._reduced())
         averages = self.buffers(batch, "exp_avg"), self.buffers(batch, "exp_avg_sq")
         lamb_(
             targets,
             batch.grads,
             *averages,
-            rule=rule,
+            rule=batch.adam_rule(decoupled=self.adam_w_mode),
             step=step,
             divisor=divisor,
-            adaptive=self.use_nvlamb or group["weight_decay"] != 0.0,
+            adaptive=self.use_nvlamb or batch.group["weight_decay"] != 0.0,
             gate=gate,
         )
         store(batch.params, targets)

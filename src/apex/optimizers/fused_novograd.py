@@ -19,12 +19,7 @@ from apex._core.foreach.novograd import (
     norms_of,
     novograd_,
 )
-from apex.optimizers.fused_optimizer import (
-    Batch,
-    FusedOptimizer,
-    check_adam_options,
-    refuse_amsgrad,
-)
+from apex.optimizers.fused_optimizer import Batch, FusedOptimizer, check_adam_options
 
 NORM = "exp_avg_sq"
 """The state key of a running norm, 0-d. The name is apex's, although it is not a square."""
@@ -80,8 +75,7 @@ class FusedNovoGrad(FusedOptimizer):
             RuntimeError: If ``amsgrad`` is set or ``norm_type`` is invalid.
             ValueError: If a value is out of range.
         """
-        refuse_amsgrad("FusedNovoGrad", amsgrad)
-        check_adam_options(lr, betas, eps, weight_decay)
+        check_adam_options("FusedNovoGrad", lr, betas, eps, weight_decay, amsgrad=amsgrad)
         if norm_type not in (MAX_NORM, L2_NORM):
             raise RuntimeError(
                 f"FusedNovoGrad got norm_type={norm_type!r}; it must be 2 (2-norm) or 0 "

@@ -13,8 +13,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from apex._core.dtypes import is_low_precision
+from apex._core.foreach.adam import AdamRule
 from apex._core.foreach.gate import Gate, Scalar, as_scalar
 from apex._core.foreach.working import math_dtype, store, working
+from apex._core.param_groups import params_of
 from apex._torch.copies import moved
 from apex._torch.grad_scaler import StepOfInstances, signals
 
@@ -24,14 +26,7 @@ MASTER = "master_param"
 
 @dataclass
 class Batch:
-    """Those parameters of one group that are on one device and have gradients.
-
-    Attributes:
-        group: Their group.
-        device: Their device.
-        params: The parameters.
-        grads: Their gradients.
-    """
+    """Those parameters of one group that are on one device and have gradients."""
 
     group: dict[str, Any]
     device: torch.device
@@ -42,6 +37,20 @@ class Batch:
         """Returns a hyperparameter of the group; a tensor comes as 0-d on the batch's device."""
         value = self.group[name]
         return as_scalar(value, self.device) if isinstance(value, Tensor) else value
+
+    def adam_rule(self, *, decoupled: int) -> AdamRule:
+        """Returns the group's hyperparameters of Adam or LAMB."""
+        beta1, beta2 = self.group["betas"]
+        return AdamRule(
+            lr=self.option("lr"),
+            beta1=beta1,
+            beta2=beta2,
+            eps=self.group["eps"],
+            weight_decay=self.group["weight_decay"],
+            decoupled=bool(decoupled),
+            bias_correction=bool(self.group["bias_correction"]),
+            averaged=bool(self.group.get("grad_averaging", True)),
+        )
 
 
 class FusedOptimizer(Optimizer):
@@ -234,8 +243,7 @@ class FusedOptimizer(Optimizer):
         """
         super().load_state_dict(state_dict)
         saved_ids = [key for group in state_dict["param_groups"] for key in group["params"]]
-        params = [param for group in self.param_groups for param in group["params"]]
-        for key, param in zip(saved_ids, params, strict=True):
+        for key, param in zip(saved_ids, params_of(self), strict=True):
             for name, saved in state_dict["state"].get(key, {}).items():
                 wide = isinstance(saved, Tensor) and saved.dtype in (torch.float32, torch.float64)
                 if wide and is_low_precision(param):
@@ -254,22 +262,20 @@ def check_range(name: str, value: float | Tensor, *, below: float | None = None)
         raise ValueError(f"{name} is {value!r}; it must be {accepted}.")
 
 
-def check_adam_options(lr: Any, betas: tuple[float, float], eps: float, decay: float) -> None:
-    """Raises ValueError for a hyperparameter out of range."""
-    check_range("lr", lr)
-    check_range("betas[0]", betas[0], below=1.0)
-    check_range("betas[1]", betas[1], below=1.0)
-    check_range("eps", eps)
-    check_range("weight_decay", decay)
-
-
-def refuse_amsgrad(name: str, amsgrad: bool) -> None:
-    """Raises RuntimeError for ``amsgrad=True``, as apex does."""
+def check_adam_options(
+    name: str, lr: Any, betas: tuple[float, float], eps: float, decay: float, *, amsgrad: bool
+) -> None:
+    """Raises ValueError for a hyperparameter out of range, RuntimeError for AMSGrad, as apex."""
     if amsgrad:
         raise RuntimeError(
             f"{name} does not support the AMSGrad variant. "
             "Use torch.optim.AdamW(params, amsgrad=True, fused=True)."
         )
+    check_range("lr", lr)
+    check_range("betas[0]", betas[0], below=1.0)
+    check_range("betas[1]", betas[1], below=1.0)
+    check_range("eps", eps)
+    check_range("weight_decay", decay)
 
 
 def _unscaled(batch: Batch, gate: Gate) -> Gate:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -29,17 +30,12 @@ class DelayedReduction:
         self._on = False
         self._queued = False
         for index, param in enumerate(self.params):
-            hook = _Hook(self, index)
+            hook = functools.partial(_received, weakref.ref(self), index)
             handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             weakref.finalize(self, handle.remove)
 
     def enable(self, output: Any, *, on: bool) -> None:
-        """Sets whether backward passes from ``output`` end with a reduction.
-
-        Args:
-            output: The module's output, in any nesting.
-            on: False while gradients accumulate without communication.
-        """
+        """Sets whether backward passes from ``output``, in any nesting, end with a reduction."""
         self._on = on
         # A backward pass that raised may have left these set.
         self._queued = False
@@ -73,17 +69,11 @@ class DelayedReduction:
         received = set(self._received)
         self._queued = False
         self._received.clear()
-        reduce_gradients(self.params, received, self.reduction)
+        reduce_gradients(self.params, self.reduction, received)
 
 
-class _Hook:
-    """A parameter's hook that does not keep its owner alive."""
-
-    def __init__(self, owner: DelayedReduction, index: int) -> None:
-        self._owner = weakref.ref(owner)
-        self._index = index
-
-    def __call__(self, param: Tensor) -> None:
-        owner = self._owner()
-        if owner is not None:
-            owner.receive(self._index)
+def _received(reference: weakref.ref[DelayedReduction], index: int, param: Tensor) -> None:
+    """A parameter's hook, which does not keep its owner alive."""
+    owner = reference()
+    if owner is not None:
+        owner.receive(index)

@@ -168,9 +168,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
         A gradient missing in some processes counts as zero there.
         """
-        params = self._reduced_params()
-        received = {index for index, param in enumerate(params) if param.grad is not None}
-        reduce_gradients(params, received, self._reduction())
+        reduce_gradients(self._reduced_params(), self._reduction())
 
     @torch.no_grad()
     def allreduce_bucket(

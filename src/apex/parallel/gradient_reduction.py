@@ -87,7 +87,9 @@ def _finished(reduced: Tensor, buffer: Tensor, factor: float) -> Tensor:
 
 @torch.no_grad()
 def reduce_gradients(
-    params: Sequence[nn.Parameter], received: Collection[int], reduction: GradientReduction
+    params: Sequence[nn.Parameter],
+    reduction: GradientReduction,
+    received: Collection[int] | None = None,
 ) -> None:
     """Reduces the gradients of ``params`` over processes in one call per dtype and device.
 
@@ -96,12 +98,15 @@ def reduce_gradients(
 
     Args:
         params: The same parameters, in the same order, in every process.
-        received: Indices of the parameters that received a gradient in this process.
         reduction: Options of the sum.
+        received: Indices of the parameters that received a gradient in this process; by default,
+            of those that have one.
 
     Raises:
         RuntimeError: If a gradient is sparse.
     """
+    if received is None:
+        received = {index for index, param in enumerate(params) if param.grad is not None}
     parts: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, param in enumerate(params):
         if param.grad is not None and param.grad.is_sparse:

@@ -16,14 +16,7 @@ if TYPE_CHECKING:
 
 
 def require_running(name: str) -> None:
-    """Raises if there is no default process group.
-
-    Args:
-        name: Name of the caller, for the error message.
-
-    Raises:
-        RuntimeError: If torch.distributed is not initialized.
-    """
+    """Raises RuntimeError, naming the caller, if torch.distributed is not initialized."""
     if not ranks.is_running():
         raise RuntimeError(
             f"{name} needs a process group, but torch.distributed is not initialized. Start the "
@@ -76,13 +69,8 @@ def require_same_parameters(
 
     Otherwise, later communication would hang or mix up parameters.
 
-    Args:
-        name: Name of the caller, for the error message.
-        params: The parameters of this process.
-        group: The processes; ``None`` for all.
-
     Raises:
-        RuntimeError: If number, order, shapes or dtypes differ.
+        RuntimeError: If number, order, shapes or dtypes differ; the message begins with ``name``.
     """
     layout = repr([(tuple(param.shape), param.dtype) for param in params]).encode()
     device = params[0].device if params else None

@@ -53,5 +53,4 @@ class Reducer:
             flat_dist_call(self.grads, torch.distributed.all_reduce)
             return
         params = [param for param in self.module.parameters() if param.requires_grad]
-        received = {index for index, param in enumerate(params) if param.grad is not None}
-        reduce_gradients(params, received, GradientReduction())
+        reduce_gradients(params, GradientReduction())

@@ -21,8 +21,7 @@ from apex.tools.load import current_load
 from apex.tools.progress import Progress
 from apex.tools.recommend import recommendation
 from apex.tools.results import Comparison, Result
-from apex.tools.seeds import seed_all
-from apex.tools.targets import Build, Experiment, open_target
+from apex.tools.targets import Build, Experiment, open_target, seed_all
 from apex.tools.timing import time_interleaved
 from apex.tools.trainers import INITIAL_SCALE, Trainer, prepare
 from apex.tools.training import State, States

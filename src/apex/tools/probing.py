@@ -15,7 +15,7 @@ from apex._core import dtypes, tree
 from apex._core.param_groups import params_of
 from apex.debug.storages import Storages
 from apex.tools.results import ModuleError, Probe
-from apex.tools.seeds import seed_all
+from apex.tools.targets import seed_all
 from apex.tools.trainers import Trainer
 from apex.tools.variants import Variant
 

@@ -20,14 +20,7 @@ Sample = tuple[int, float]
 
 @dataclass(frozen=True)
 class Stored:
-    """Bytes stored between steps.
-
-    Attributes:
-        params: Number of the model's parameters.
-        model: Bytes of the model's parameters.
-        masters: Bytes of fp32 masters.
-        optimizer: Bytes of the optimizer's state.
-    """
+    """Bytes stored between steps, by use, and the number of the model's parameters."""
 
     params: int
     model: int

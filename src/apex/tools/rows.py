@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from apex._core import dtypes
-from apex.debug.rendering.formatting import short
+from apex.debug.rendering.formatting import place, short
 from apex.tools.results import Comparison, Probe, Result, Training
 from apex.tools.training import end_loss
 from apex.tools.variants import BASELINE
@@ -144,13 +144,8 @@ def _probe_cells(probe: Probe | None, *, baseline: bool) -> Row:
     return {
         "kept": megabytes(probe.activation_bytes),
         "underflow": NOTHING if baseline else _percent(probe.underflow),
-        "first": NOTHING if baseline else "none" if first is None else module_name(first.name),
+        "first": NOTHING if baseline else "none" if first is None else place(first.name),
     }
-
-
-def module_name(name: str) -> str:
-    """Returns a module's qualified name; that of the model itself is empty."""
-    return name or "(model)"
 
 
 def three_digits(value: float) -> str:

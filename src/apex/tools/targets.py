@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import importlib
 import importlib.util
+import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -29,7 +31,6 @@ from apex.tools.errors import TargetError, format_error, place_of
 from apex.tools.migrate.script import Script
 from apex.tools.migrate.sources import UnreadableError, read
 from apex.tools.migrate.uses import uses
-from apex.tools.seeds import seed_all
 
 FUNCTION = "setup"
 """Default function in a file or module."""
@@ -127,6 +128,15 @@ def open_target(target: str, *, seed: int = 0) -> Iterator[Build]:
     finally:
         sys.path[:] = path
         sys.modules.pop(_MODULE, None)
+
+
+def seed_all(seed: int) -> None:
+    """Seeds torch, Python and, if it is loaded, NumPy: each level draws the same numbers."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
 
 
 def _split(target: str) -> tuple[str, str]:

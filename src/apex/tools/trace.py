@@ -15,14 +15,7 @@ from apex.tools.script import Ending, Script
 
 @dataclass(frozen=True)
 class Tracing:
-    """What the trace of a script found.
-
-    Attributes:
-        script: Name of the script or module.
-        ending: How the script ended.
-        seen: What the trace saw.
-        rank: Rank among several processes; None for a single one.
-    """
+    """What the trace of a script found; ``rank`` is None in a run of one process."""
 
     script: str
     ending: Ending

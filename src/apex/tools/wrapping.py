@@ -8,13 +8,9 @@ WIDTH = 100
 
 
 def wrapped(text: str, indent: str = "", *, first: str | None = None, width: int = WIDTH) -> str:
-    """Returns ``text`` in lines of at most ``width`` characters.
+    """Returns a paragraph in lines of at most ``width`` characters, prefixes included.
 
-    Args:
-        text: One paragraph.
-        indent: Prefix of every line.
-        first: Prefix of the first line, if another.
-        width: Length of a line, indent included.
+    Every line begins with ``indent``, the first with ``first`` if that is given.
     """
     return textwrap.fill(
         text,

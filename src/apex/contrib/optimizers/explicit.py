@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from apex._core.foreach.working import store
+from apex._core.param_groups import params_of
 from apex.optimizers.fused_optimizer import FusedOptimizer
 
 GivenTensors = Iterable[Tensor] | list[list[Tensor]]
@@ -50,7 +51,7 @@ class ExplicitOptimizer(FusedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        params = [param for group in groups for param in group["params"]]
+        params = params_of(self)
         self._norms = None if grad_norms is None else [norm / scale for norm in grad_norms]
         if given is not None or scale != 1.0:
             self._grads = _divided(params, given, scale)
@@ -72,7 +73,7 @@ class ExplicitOptimizer(FusedOptimizer):
 
 
 def _divided(
-    params: list[Tensor], given: list[Tensor | None] | None, scale: float
+    params: Sequence[Tensor], given: list[Tensor | None] | None, scale: float
 ) -> dict[Tensor, Tensor]:
     """Returns the gradients divided, in fp32 or wider; a parameter's own where none is given."""
     result = {}

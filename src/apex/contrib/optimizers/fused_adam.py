@@ -14,12 +14,7 @@ from apex._core.foreach.norms import l2_norms, stacked, total
 from apex._core.foreach.working import working
 from apex._torch.copies import moved
 from apex.contrib.optimizers.explicit import ExplicitOptimizer
-from apex.optimizers.fused_optimizer import (
-    Batch,
-    check_adam_options,
-    check_range,
-    refuse_amsgrad,
-)
+from apex.optimizers.fused_optimizer import Batch, check_adam_options, check_range
 
 
 class FusedAdam(ExplicitOptimizer):
@@ -68,8 +63,7 @@ class FusedAdam(ExplicitOptimizer):
             ValueError: For a value out of range.
         """
         del use_mt
-        refuse_amsgrad("FusedAdam", amsgrad)
-        check_adam_options(lr, betas, eps, weight_decay)
+        check_adam_options("FusedAdam", lr, betas, eps, weight_decay, amsgrad=amsgrad)
         check_range("max_grad_norm", max_grad_norm)
         if amp_scale_adjustment != 1.0:
             raise ValueError(

@@ -12,13 +12,7 @@ from apex.tools.variants import BASELINE
 
 @dataclass(frozen=True)
 class Piece:
-    """One piece of a bar.
-
-    Attributes:
-        kind: CSS classes.
-        style: CSS that places it.
-        title: Shown on hover.
-    """
+    """One piece of a bar: CSS classes, the CSS that places it, and a title shown on hover."""
 
     kind: str
     style: str

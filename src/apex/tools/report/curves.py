@@ -7,10 +7,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from apex.debug.rendering.formatting import place
 from apex.tools.report.lines import Chart, Line, Picture, picture, smooth
 from apex.tools.report.scales import AROUND_ZERO
 from apex.tools.results import Comparison, Result, Training
-from apex.tools.rows import module_name
 from apex.tools.variants import BASELINE
 
 SIZES = {"wide": (960, 320), "narrow": (360, 260)}
@@ -127,7 +127,7 @@ def _modules(comparison: Comparison) -> CurveFigure | None:
     if not probed:
         return None
     names = tuple(
-        f"{module.name} {module.kind}" if module.name else module_name(module.name)
+        f"{module.name} {module.kind}" if module.name else place(module.name)
         for module in probed[0][1].modules
     )
     low = min(

@@ -88,14 +88,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Element:
-    """One SVG element.
-
-    Attributes:
-        tag: Tag name.
-        attributes: Attributes by their SVG names.
-        text: Text content.
-        power: An exponent after the text.
-    """
+    """One SVG element; ``power`` is an exponent after the text."""
 
     tag: str
     attributes: Mapping[str, str | int]
@@ -105,14 +98,7 @@ class Element:
 
 @dataclass(frozen=True)
 class Picture:
-    """A chart drawn at one size.
-
-    Attributes:
-        kind: CSS class.
-        title: Read aloud by screen readers.
-        frame: Size and edges, in units of the view box.
-        elements: Elements in drawing order.
-    """
+    """A chart drawn at one size, by elements in drawing order; ``kind`` is its CSS class."""
 
     kind: str
     title: str
