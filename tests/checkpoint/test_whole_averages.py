@@ -213,3 +213,22 @@ def test_training_is_resumed_from_the_whole_average(detector, tmp_path, level):
         scaled_loss.backward()
     resumed.step()
     assert not same(dict(model.state_dict()), dict(values))
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_an_average_made_from_an_fp32_copy_follows_the_masters(detector, level):
+    torch.manual_seed(0)
+    model = detector.Model()
+    ema = detector.ModelEMA(model)
+    by_hand = Averaged(ema)
+    before = copy.deepcopy(dict(ema.ema.state_dict()))
+    optimizer = detector.grouped_optimizer(model)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    for images, targets in batches(2):
+        with amp.scale_loss(F.mse_loss(model(images).float(), targets), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        ema.update(model)
+        by_hand.update(model)
+    assert same(dict(ema.ema.state_dict()), dict(by_hand.values))
+    assert not same(dict(ema.ema.state_dict()), before)
