@@ -1,6 +1,7 @@
 import dataclasses
 from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy
@@ -153,6 +154,18 @@ def test_the_container_given_is_not_changed(make):
 def test_the_same_object_comes_back_where_nothing_is_to_be_cast(make):
     obj = make(tensor().to(LOW))
     assert cast(obj) is obj
+
+
+def test_a_read_only_mapping_becomes_a_dict():
+    given = {"x": tensor()}
+    result = cast([MappingProxyType(given)])
+    assert type(result[0]) is dict
+    assert result[0]["x"].dtype is LOW
+    assert given["x"].dtype is torch.float32
+    given["self"] = view = MappingProxyType(given)
+    result = cast(view)
+    assert type(result) is dict
+    assert result["self"] is result
 
 
 def test_unchanged_branches_keep_their_identity():

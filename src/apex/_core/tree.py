@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, TypeVar
 
 import torch
@@ -38,8 +38,9 @@ def map_tensors(fn: TensorFunction, obj: T, convert: ObjectFunction | None = Non
 
     Containers keep their types (namedtuples, dataclasses, subclasses of dict, list and tuple) and
     are not modified; one in which nothing changes is returned itself. An object that occurs in
-    several places stays a single object, also in cyclic containers. Everything else (strings,
-    arrays, modules, sets, iterators) is returned unchanged.
+    several places stays a single object, also in cyclic containers. A read-only mapping becomes a
+    dict, as in apex. Everything else (strings, arrays, modules, sets, iterators) is returned
+    unchanged.
 
     Args:
         fn: Called once per tensor; returns the replacement, or the same tensor for no change.
@@ -189,6 +190,9 @@ class _Walk:
         result = obj
         if isinstance(obj, MutableMapping):
             result = _with_items(result, self._changes(obj.items()))
+        elif isinstance(obj, Mapping):
+            changes = self._changes(obj.items())
+            result = {**obj, **changes} if changes else obj
         elif isinstance(obj, (list, deque)):
             result = _with_items(result, self._changes(enumerate(obj)))
         if dataclasses.is_dataclass(obj):
@@ -231,8 +235,10 @@ class _CyclicWalk(_Walk):
         result = obj
         if isinstance(obj, (MutableMapping, list, deque)) or dataclasses.is_dataclass(obj):
             result = _copied(obj)
+        elif isinstance(obj, Mapping):
+            result = dict(obj)
         self.done[id(obj)] = obj, result
-        if isinstance(obj, MutableMapping):
+        if isinstance(obj, Mapping):
             _set_items(result, {key: self.visit(value) for key, value in obj.items()})
         elif isinstance(obj, (list, deque)):
             _set_items(result, {key: self.visit(value) for key, value in enumerate(obj)})

@@ -91,8 +91,11 @@ def _guard_of(fn: Callable[[], object]) -> Callable[[Any, object], None]:
         return True
 
     def create(builder: Any, guard: object) -> None:
-        user_stack = (None,) if release >= (2, 13) else ()
-        builder.guard_manager.root.add_lambda_guard(called, [fn.__name__], *user_stack)
+        root = builder.guard_manager.root
+        try:
+            root.add_lambda_guard(called, [fn.__name__], None)
+        except TypeError:  # older releases (2.6) take no stack of the user's code
+            root.add_lambda_guard(called, [fn.__name__])
 
     return create
 
