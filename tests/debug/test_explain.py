@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from apex import amp
+from apex._torch.dispatcher import weight_cache_is_safe
 from apex.debug import explain
 from apex.debug.clock import Clock
 from apex.debug.records import RoundTrip
@@ -75,6 +76,9 @@ def test_casts_of_a_backward_pass_are_charged_like_those_of_a_forward():
     assert found.totals.casts == (3 + 2 + 1) + (1 + 2 + 2)
 
 
+@pytest.mark.skipif(
+    not weight_cache_is_safe, reason="this torch's weight cache loses gradients: it stays off"
+)
 def test_a_weight_that_the_cache_serves_twice_is_cast_once():
     twice = Body(lambda self, x: self.layer(self.layer(x)), layer=nn.Linear(4, 4, bias=False))
     found = explain(prepared(twice, "O4"), torch.randn(3, 4), backward=False)

@@ -11,6 +11,7 @@ from apex import amp
 from apex.debug.overflow import trace_overflow
 from apex.debug.skips import why_skipped
 from tests.amp.cases import backward
+from tests.sharded.cases import shards_on_cpu
 
 pytestmark = pytest.mark.distributed
 
@@ -56,5 +57,6 @@ def first_when_sharded(rank):
     return trace.first.op, trace.first.module, trace.first.direction
 
 
+@shards_on_cpu
 def test_a_sharded_model_is_traced_on_every_rank(on_two_ranks):
     assert on_two_ranks(first_when_sharded) == [("aten.exp", "1", "forward")] * 2

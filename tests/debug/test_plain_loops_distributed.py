@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from apex import amp
 from tests.debug.test_plain_loops import bf16_model, fp16_autocast, sgd
+from tests.sharded.cases import shards_on_cpu
 from tests.training.cases import batch, batches, net
 
 pytestmark = pytest.mark.distributed
@@ -56,6 +57,7 @@ def sharded_model(rank):
     return history.passes[0].grad_norm, [m.gradients > 0 for m in history.modules]
 
 
+@shards_on_cpu
 def test_the_norm_of_a_sharded_model_covers_all_shards(on_two_ranks):
     model = net()
     x, y = batch()

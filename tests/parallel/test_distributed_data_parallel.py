@@ -1,6 +1,7 @@
 """Two processes under DistributedDataParallel train like one on the joined batch."""
 
 import copy
+import inspect
 import pickle
 
 import pytest
@@ -377,7 +378,10 @@ def test_buffers_stay_each_ranks_own(on_two_ranks, delay):
 @two_ranks
 @BOTH
 def test_broadcast_buffers_of_torch_sends_those_of_rank_0(on_two_ranks, delay):
-    options = {"delay_allreduce": delay, "forward_sync_buffers": True}
+    # torch 2.6 has the older name only.
+    parameters = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
+    name = next(n for n in ("forward_sync_buffers", "broadcast_buffers") if n in parameters)
+    options = {"delay_allreduce": delay, name: True}
     first, second = on_two_ranks(run_with_buffers, options)
     # Each rank's last batch moved the same start by a tenth of its mean: 0.5 and 1.5.
     torch.testing.assert_close(second - first, torch.full((2,), 0.1))
