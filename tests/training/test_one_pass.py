@@ -100,6 +100,24 @@ def test_training_equals_the_plain_loop(level, scale, name):
     assert cases.same(optimizer.state_dict()["state"], loop.optimizer.state_dict()["state"])
 
 
+@levels
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_clipping_has_the_same_bits_also_in_the_longer_blocks_of_a_large_model(level, norm_type):
+    def train():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(37, 53), nn.BatchNorm1d(53), nn.Linear(53, 41))
+        model.unused = nn.Parameter(torch.empty(0))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        model.unused.grad = torch.empty_like(model.unused)
+        cases.backward(model, optimizer, torch.randn(4, 37), torch.zeros(4, 41))
+        amp.clip_grad_norm_(optimizer, 0.1, norm_type)
+        optimizer.step()
+        return model, optimizer
+
+    assert_same_in_two_passes(train)
+
+
 @optimizers
 def test_a_loop_without_scale_loss_steps_in_one_pass_with_the_same_bits(name):
     def train(passes=2):

@@ -205,6 +205,16 @@ def test_a_write_to_a_master_is_in_the_model_at_once(kind):
     assert cases.same(model.state_dict()["0.weight"], master.detach().clone())
 
 
+@pytest.mark.parametrize("kind", PACKED)
+def test_an_array_of_a_master_is_a_copy_that_refuses_writes(kind):
+    _, optimizer = prepared(kind, "SGD")
+    master = next(amp.master_params(optimizer))
+    for array in (master.data.numpy(), master.detach().cpu().numpy()):
+        assert array.tolist() == master.tolist()
+        with pytest.raises(ValueError, match="read-only"):
+            array[:] = 2
+
+
 @pytest.mark.parametrize("kernel", ["foreach", "fused"])
 def test_list_kernels_called_by_a_script_leave_exact_masters(kernel):
     model, optimizer = prepared("split", "SGD")

@@ -19,7 +19,10 @@ from apex._torch.dispatch_modes import OPERANDS, function_of
 T = TypeVar("T")
 
 _LEAST, _GREATEST = 2**19, 2**24
-"""Bounds of the elements in a block's buffers: caches hold the least, spare memory the most."""
+"""Bounds of the elements in a block's buffers: caches hold the least, spare memory the most.
+
+The others are multiples of the least, so :func:`parts` are the same in blocks of any length.
+"""
 
 _SHARE, _SHARE_ON_CPU = 32, 64
 """A block holds this fraction of all elements, within the bounds: each kernel ends in a barrier.
@@ -36,8 +39,14 @@ _ALIGNMENT = 16
 
 def elements(total: int, device: torch.device, buffers: int = 1) -> int:
     """Returns the elements of a block, given those of all tensors and its number of buffers."""
-    share = _SHARE_ON_CPU if device.type == "cpu" else _SHARE
-    return max(_aligned(_LEAST // buffers), min(_GREATEST, _aligned(total // share)))
+    share = total / (_SHARE_ON_CPU if device.type == "cpu" else _SHARE)
+    least = _aligned(_LEAST // buffers)
+    return max(least, min(_GREATEST, round(share / least) * least))
+
+
+def parts(tensor: Tensor) -> Sequence[Tensor]:
+    """Returns a dense tensor, or a piece of it, in 1-d parts of the least length."""
+    return flat(tensor).split(_LEAST) if tensor.numel() else ()  # type: ignore[no-untyped-call]
 
 
 class Piece(NamedTuple):

@@ -153,8 +153,10 @@ class Packed(Tensor):
         self.detach().copy_(value)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Returns a copy of the values."""
-        return self.clone().numpy(force=force)
+        """Returns a copy of the values; read-only, for a write would not reach them."""
+        values = self.clone().numpy(force=force)
+        values.flags.writeable = False
+        return values
 
     def tolist(self) -> Any:
         return self.detach().clone().tolist()

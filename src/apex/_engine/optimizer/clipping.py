@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -74,28 +75,41 @@ def _norm(params: Sequence[nn.Parameter], norm_type: float) -> Tensor:
 
 
 def _norm_of_layout(params: Sequence[nn.Parameter], norm_type: float) -> Tensor:
-    parts: list[Tensor] = []
+    """Returns the norm of gradients with one layout; the same bits whichever are deferred."""
+    found: list[Tensor] = []
     waiting = [each for param in params if (each := deferred.of(param)) is not None]
-    deferred.in_fp32(waiting, lambda values: parts.extend(_part_norms(values, norm_type)))
+    deferred.in_fp32(waiting, lambda values: found.extend(_norms(values, norm_type)))
+    in_order = iter(found)
+    norms_of = {
+        id(each): list(islice(in_order, len(_parts(each.values))))
+        for same in deferred.by_device(waiting)
+        for each in same
+    }
+    parts: list[Tensor] = []
     for param in params:
-        if deferred.of(param) is None and param.grad is not None:
-            parts += _norms(dtensor.local(param.grad), norm_type)
+        each = deferred.of(param)
+        parts += _norms_of_grad(param, norm_type) if each is None else norms_of[id(each)]
     total = _total(parts, norm_type, parts[0].device if parts else params[0].device)
     return _reduced(total, params[0], norm_type)
 
 
-def _norms(grad: Tensor, norm_type: float) -> list[Tensor]:
-    """Returns norms of the parts of one gradient, cut as a deferred one is."""
+def _norms_of_grad(param: nn.Parameter, norm_type: float) -> list[Tensor]:
+    if param.grad is None:
+        return []
+    grad = dtensor.local(param.grad)
     if grad.is_complex() or grad.dtype is torch.float64 or not blocks.is_dense(grad):
         return [torch.linalg.vector_norm(grad, norm_type)] if grad.numel() else []
-    return [
-        norm for piece in blocks.cuts([grad]).of(grad) for norm in _part_norms([piece], norm_type)
-    ]
+    return _norms([grad], norm_type)
 
 
-def _part_norms(values: Sequence[Tensor], norm_type: float) -> list[Tensor]:
-    pieces = [piece for value in values for piece in norms.pieces(blocks.flat(value))]
-    return list(torch._foreach_norm(pieces, norm_type, dtype=torch.float32))
+def _norms(values: Iterable[Tensor], norm_type: float) -> list[Tensor]:
+    parts = [part for value in values for part in _parts(value)]
+    return list(torch._foreach_norm(parts, norm_type, dtype=torch.float32)) if parts else []
+
+
+def _parts(values: Tensor) -> list[Tensor]:
+    """Returns the parts of a tensor whose norms are taken; the same if it comes in pieces."""
+    return [piece for part in blocks.parts(values) for piece in norms.pieces(part)]
 
 
 def _total(parts: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
