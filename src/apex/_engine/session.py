@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as Wrapper
 from torch.optim import Optimizer
 
 from apex._core import dtypes, packing
+from apex._core.garbage import uncollected
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine import masters
@@ -105,6 +106,7 @@ class Session:
 
     # -- setting up --------------------------------------------------------------------------
 
+    @uncollected
     def prepare(
         self,
         models: Sequence[nn.Module],
