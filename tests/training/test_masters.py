@@ -2,6 +2,7 @@
 
 import copy
 import io
+import threading
 
 import pytest
 import torch
@@ -244,6 +245,31 @@ def test_parameters_follow_a_step_of_an_optimizer_inside_the_prepared_one(level)
     cases.backward(model, optimizer, *cases.batch())
     optimizer.second_step()
     assert agree(model, optimizer)  # as an average of model.parameters() reads them
+
+
+def here(fn):
+    fn()
+
+
+def in_a_thread(fn):
+    thread = threading.Thread(target=fn)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("run", [here, in_a_thread])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("level", MASTERS)
+def test_a_model_that_runs_during_a_step_gets_what_the_step_writes_after_it(level, name, run):
+    """Fused kernels write without counting."""
+    model, optimizer = cases.prepared(level, cases.OPTIMIZERS[name])
+    plain, expected = cases.prepared(level, cases.OPTIMIZERS[name])
+    optimizer.register_step_pre_hook(lambda *_: run(lambda: forward(model)))
+    for x, y in cases.batches(2):
+        cases.train_step(model, optimizer, x, y)
+        cases.train_step(plain, expected, x, y)
+        assert agree(model, optimizer)
+    assert cases.same(cases.masters(optimizer), cases.masters(expected))
 
 
 def test_an_assignment_to_data_that_is_interrupted_leaves_model_and_master_in_agreement():

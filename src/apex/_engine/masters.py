@@ -10,9 +10,9 @@ Note [Which side is newer]
     and back out leaves the master bit-identical. If both were written, the master wins.
 
     Torch's fused kernels, and those of other libraries, do not increment the counters. So masters
-    count as written from the start of their optimizer's step until they are rounded into the model,
-    and an interrupted step leaves nothing to repair. A hook on all optimizers rounds the masters
-    that those not prepared by amp have stepped.
+    count as written from the start of their optimizer's step until they are rounded at its end, and
+    an interrupted step leaves nothing to repair. A hook on all optimizers rounds the masters that
+    those not prepared by amp have stepped.
 
     Compiled code does not run a model's forward in Python. A guard, which dynamo evaluates before
     it runs the code, rounds the masters instead.
@@ -47,8 +47,12 @@ from apex._torch.packed import Packed, Packing
 PREPARED = "_apex_binding"
 """Attribute that marks the optimizers prepared by amp."""
 
-_WRITTEN = -1
-"""A version that no tensor has, so the master counts as written."""
+_WRITTEN, _STEPPED = -1, -2
+"""Versions that no tensor has, so the master counts as written.
+
+A stepped one does until the step ends: code in the step (a hook that runs the model) may have it
+rounded before the kernel writes it.
+"""
 
 
 class Master(nn.Parameter):
@@ -135,6 +139,10 @@ class TrackedPair:
         """Marks the master as written, whether or not its version changes."""
         self._master_version = _WRITTEN
 
+    def mark_stepped(self) -> None:
+        """Marks the master as written until its optimizer's step ends; see :func:`write_back`."""
+        self._master_version = _STEPPED
+
     @property
     def is_shared(self) -> bool:
         """Whether the model's weight is the upper half of the packed master."""
@@ -215,21 +223,29 @@ def rebuild_pair(
 
 
 @untraced
-def write_back(pairs: Iterable[TrackedPair]) -> None:
-    """Rounds every written master into its model parameter."""
+def write_back(pairs: Iterable[TrackedPair], *, ends_step: bool = False) -> None:
+    """Rounds every written master into its model parameter.
+
+    Args:
+        pairs: The pairs.
+        ends_step: Whether their optimizer's step has ended, or waits for a closure.
+    """
     # Inlines ``master_written``: this runs in every forward pass.
     with without_overrides():
         written = [pair for pair in pairs if pair.master._version != pair._master_version]
         if written:
-            round_into_model(written)
+            round_into_model(written, ends_step=ends_step)
 
 
 @untraced
-def round_into_model(pairs: Sequence[TrackedPair]) -> None:
-    """Rounds masters into their model parameters, written or not."""
+def round_into_model(pairs: Sequence[TrackedPair], *, ends_step: bool = False) -> None:
+    """Rounds masters into their model parameters, written or not; see :func:`write_back`."""
     apart = [pair for pair in pairs if pair.packing is None or not pair.share(write=True)]
     master.copy_to_model(apart)
+    stepped = [] if ends_step else [p for p in pairs if p._master_version == _STEPPED]
     mark_rounded(pairs)
+    for pair in stepped:
+        pair.mark_stepped()
 
 
 def mark_rounded(pairs: Iterable[TrackedPair]) -> None:

@@ -139,7 +139,7 @@ class OnePassStep(TorchDispatchMode):
         for written in dispatch_modes.listed_writes(func, args) if self._rounded else ():
             pair = self._rounded.get(dtensor.local(written).data_ptr())
             if pair is not None:
-                pair.mark_master_written()
+                pair.mark_stepped()
         if func not in _METADATA and self._takes_stand_ins(args, kwargs):
             args, kwargs = tree.map_arguments(self._real, args, kwargs)
         return func(*args, **kwargs)

@@ -113,7 +113,7 @@ def _end(
     if not ended:
         for each in one_pass:
             each.end()
-        masters.write_back(binding.pairs)
+        masters.write_back(binding.pairs, ends_step=True)
         binding.gradients.end_step()
         off.__exit__(None, None, None)
         ended.append(True)
@@ -149,7 +149,7 @@ def _inspect(binding: Binding) -> None:
 def _mark_masters_written(binding: Binding) -> None:
     binding.gradients.begin_step()
     for pair in binding.pairs:
-        pair.mark_master_written()
+        pair.mark_stepped()
 
 
 def skips_in_kernel(optimizer: Optimizer) -> bool:
@@ -275,7 +275,7 @@ def _evaluation(
     def evaluate() -> Any:
         for each in one_pass:
             each.end()
-        masters.write_back(binding.pairs)
+        masters.write_back(binding.pairs, ends_step=True)
         with _suspended(off):
             loss = closure()
         binding.settle()
