@@ -11,7 +11,7 @@ from apex import amp
 from apex.debug.overflow import trace_overflow
 from apex.debug.skips import why_skipped
 from tests.amp.cases import backward
-from tests.sharded.cases import shards_on_cpu
+from tests.features import shards_on_cpu
 
 pytestmark = pytest.mark.distributed
 

@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.features import shards_on_cpu
+
 MAIN = Path(__file__).parents[2] / "examples" / "fsdp2" / "main.py"
 
 pytestmark = [
     pytest.mark.distributed,
     pytest.mark.slow,
-    pytest.mark.skipif(
-        not hasattr(torch.cpu.Stream, "record_event"),
-        reason="fully_shard of this torch (2.6) does not run on CPUs",
-    ),
+    shards_on_cpu,
     pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed"),
 ]
 

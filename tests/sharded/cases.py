@@ -1,6 +1,5 @@
 """What the tests of sharded models share: nets on a mesh, whole values, the same run unsharded."""
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -31,13 +30,6 @@ OPTIMIZERS = {
     "FusedAdam": lambda params: FusedAdam(params, lr=1e-2),
     "FusedLAMB": lambda params: FusedLAMB(params, lr=1e-2, max_grad_norm=0.1),
 }
-
-
-shards_on_cpu = pytest.mark.skipif(
-    not hasattr(torch.cpu.Stream, "record_event"),
-    reason="fully_shard of this torch (2.6) calls for events, which its streams on CPUs lack",
-)
-"""Marks tests in which a model that ``fully_shard`` splits computes, on a CPU."""
 
 
 def net(seed=0):

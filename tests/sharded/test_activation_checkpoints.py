@@ -10,7 +10,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from tests.sharded.cases import mesh, prepared, shards_on_cpu, wholes
+from tests.features import shards_on_cpu
+from tests.sharded.cases import mesh, prepared, wholes
 from tests.training.cases import MIXED, backward, batch
 
 pytestmark = shards_on_cpu

@@ -14,17 +14,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 from apex import amp
 from apex.amp.distributed_checkpoint import with_masters
-from tests.sharded.cases import (
-    close,
-    net,
-    outcome,
-    prepared,
-    run,
-    sharded,
-    shards_on_cpu,
-    whole,
-    wholes,
-)
+from tests.features import shards_on_cpu
+from tests.sharded.cases import close, net, outcome, prepared, run, sharded, whole, wholes
 from tests.training.cases import MIXED, batches, same
 
 DATA = list(batches(6, overflow_at={1}))

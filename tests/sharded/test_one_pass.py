@@ -7,7 +7,8 @@ from torch.distributed.tensor import DTensor
 from apex import amp
 from apex._engine.optimizer import deferred, one_pass
 from apex._torch import blocks
-from tests.sharded.cases import mesh, net, prepared, shard, shards_on_cpu, wholes
+from tests.features import shards_on_cpu
+from tests.sharded.cases import mesh, net, prepared, shard, wholes
 from tests.training.cases import LEVELS, WITH_MASTERS, backward, batches, same
 
 pytestmark = shards_on_cpu

@@ -8,7 +8,8 @@ from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 from apex import amp
-from tests.sharded.cases import mesh, net, prepared, shard, sharded, shards_on_cpu, whole, wholes
+from tests.features import shards_on_cpu
+from tests.sharded.cases import mesh, net, prepared, shard, sharded, whole, wholes
 from tests.training.cases import MIXED, backward, batch, loss_of, sgd
 
 pytestmark = shards_on_cpu

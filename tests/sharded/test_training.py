@@ -5,6 +5,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from apex import amp
+from tests.features import shards_on_cpu
 from tests.sharded.cases import (
     OPTIMIZERS,
     close,
@@ -15,7 +16,6 @@ from tests.sharded.cases import (
     run,
     shard,
     sharded,
-    shards_on_cpu,
     wholes,
 )
 from tests.training.cases import MIXED, backward, batches, train_step, train_step_with_closure

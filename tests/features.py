@@ -1,0 +1,10 @@
+"""Marks of tests that need what some releases of torch lack."""
+
+import pytest
+import torch
+
+shards_on_cpu = pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "record_event"),
+    reason="fully_shard of this torch (2.6) calls for events, which its streams on CPUs lack",
+)
+"""Marks tests in which a model that ``fully_shard`` splits computes, on a CPU."""
