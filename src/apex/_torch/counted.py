@@ -28,15 +28,11 @@ class CountedGradient(Tensor):
     @property
     def data(self) -> Tensor:
         """The values, sharing memory and version counter."""
-        values = self._plain()
-        count_foreach(values)
-        return values
+        return data_of(self)
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        increment_version(self)
-        with without_counting():
-            set_data(self, value)
+        set_data_of(self, value)
 
     @classmethod
     def __torch_function__(
@@ -73,6 +69,21 @@ class CountedGradient(Tensor):
 
 
 allow_foreach(CountedGradient)
+
+
+def data_of(grad: Tensor) -> Tensor:
+    """Returns an alias of a gradient that counts the same writes."""
+    with without_counting():
+        values = grad.detach()
+    count_foreach(values)
+    return values
+
+
+def set_data_of(grad: Tensor, value: Tensor) -> None:
+    """Sets the values of a gradient to another tensor, which counts as a write."""
+    increment_version(grad)
+    with without_counting():
+        set_data(grad, value)
 
 
 def count_foreach(grad: Tensor) -> None:

@@ -8,10 +8,9 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from apex._torch.counted import count_foreach
+from apex._torch.counted import data_of, set_data_of
 from apex._torch.dispatch_modes import arguments
 from apex._torch.overrides import without_overrides
-from apex._torch.parameters import set_data
 
 
 class Source(Protocol):
@@ -44,15 +43,11 @@ class LazyTensor(Tensor):
     @property
     def data(self) -> Tensor:
         """The values, sharing memory and version counter; settled, as a script may write them."""
-        values: Tensor = _settled(self).detach()
-        count_foreach(values)
-        return values
+        return data_of(_settled(self))
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        values: Tensor = _settled(self)
-        increment_version(values)
-        set_data(values, value)
+        set_data_of(_settled(self), value)
 
     def detach_(self) -> Tensor:
         """Does nothing, for loops that zero gradients by ``detach_`` and ``zero_``, as torch did.
