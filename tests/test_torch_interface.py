@@ -142,7 +142,7 @@ KNOWN = {
         "the common class of batch norms, in torch since 0.2; scripts test for it by this name",
     ),
     "torch.utils._python_dispatch._get_current_dispatch_mode": (
-        f"{DISPATCH_MODES} {DEBUG}",
+        DISPATCH_MODES,
         "a mode is popped only if it is the innermost one, so that an interrupt leaves none",
     ),
     "torch._ops": (DEBUG, TOOL),

@@ -1,8 +1,9 @@
-"""Operators in dispatch modes: how they alias their arguments; torch's fused optimizers."""
+"""Dispatch modes, and operators in them: how they alias arguments; torch's fused optimizers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +15,28 @@ def exit_mode(mode: TorchDispatchMode) -> None:
     """Exits a mode if it is the innermost one; idempotent."""
     if _get_current_dispatch_mode() is mode:
         TorchDispatchMode.__exit__(mode, None, None, None)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def suspend_modes(until: TorchDispatchMode | None = None) -> Iterator[None]:
+    """Suspends this thread's dispatch modes inside the block.
+
+    A mode entered inside the block ends up below them. Exiting a mode pops the top of torch's
+    stack, whichever mode that is, so the code that entered the suspended modes still pops its own.
+    Only the base class's methods run: a mode's own ``__exit__`` may print a table, for example.
+
+    Args:
+        until: Suspends only the modes above this one; None suspends all.
+    """
+    above = []
+    while (top := _get_current_dispatch_mode()) is not None and top is not until:
+        above.append(top)
+        exit_mode(top)
+    try:
+        yield
+    finally:
+        for mode in reversed(above):
+            TorchDispatchMode.__enter__(mode)  # type: ignore[no-untyped-call]
 
 
 # Operands are lists of tensors like the parameters; the last of most is a list of step counts.

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from apex._engine.events import ScaleUpdate
+from apex._torch.dispatch_modes import suspend_modes
 from apex.debug.gradient_watch import GradientWatch, NonfinitePass
 from apex.debug.loops import Loop, LoopPass, loop_of
 from apex.debug.overflow import OverflowTrace
 from apex.debug.rendering.formatting import listed, percent
 from apex.debug.skips import require_session
-from apex.debug.tracing import suspend_modes
 from apex.debug.update_watch import (
     EVERY,
     FROZEN,

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from apex._core import dtypes
 from apex._core.param_groups import params_of
+from apex._torch.dispatch_modes import suspend_modes
 from apex._torch.overrides import without_functions
 from apex.debug import rounding_rules as rules
 from apex.debug import tensors
@@ -20,7 +21,7 @@ from apex.debug.rounding_records import Kind, RoundingLog, RoundingRow
 from apex.debug.shadow_call import Arguments, ShadowCall, is_touched
 from apex.debug.shadows import Shadows, can_shadow, storage_id
 from apex.debug.tensors import OperatorCall
-from apex.debug.tracing import OperatorMode, is_uninitialized, suspend_modes
+from apex.debug.tracing import OperatorMode, is_uninitialized
 
 _SAVES_FOR_BACKWARD = (
     "native_layer_norm",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +13,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex._engine.masters import Master
 from apex.debug import tensors
@@ -32,28 +31,6 @@ _PLAIN = {Tensor, nn.Parameter, Master}
 def is_uninitialized(name: str) -> bool:
     """Returns whether the operator of this name, such as ``"aten.empty_like"``, sets no values."""
     return name.rpartition(".")[2].lstrip("_").startswith(_EMPTY)
-
-
-@contextmanager
-def suspend_modes(until: TorchDispatchMode | None = None) -> Iterator[None]:
-    """Suspends this thread's dispatch modes inside the block.
-
-    A mode entered inside the block ends up below them. Exiting a mode pops the top of torch's
-    stack, whichever mode that is, so the code that entered the suspended modes still pops its own.
-    Only the base class's methods run: a mode's own ``__exit__`` may print a table, for example.
-
-    Args:
-        until: Suspends only the modes above this one; None suspends all.
-    """
-    above = []
-    while (top := _get_current_dispatch_mode()) is not None and top is not until:
-        above.append(top)
-        TorchDispatchMode.__exit__(top, None, None, None)  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        for mode in reversed(above):
-            TorchDispatchMode.__enter__(mode)  # type: ignore[no-untyped-call]
 
 
 class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]

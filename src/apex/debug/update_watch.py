@@ -17,9 +17,9 @@ from apex._core.dtypes import is_low_precision
 from apex._engine.readback import Readback
 from apex._torch import blocks, dtensor
 from apex._torch.copies import capturing, moved
+from apex._torch.dispatch_modes import suspend_modes
 from apex._torch.dynamo import untraced
 from apex.debug.loops import Loop, owner_of
-from apex.debug.tracing import suspend_modes
 
 EVERY = 16
 """Updates from one measurement to the next: its cost is spread over as many steps."""
