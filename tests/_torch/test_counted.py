@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from apex._torch.counted import count_foreach, uncount_foreach
+from apex._torch.counted import count_writes, uncount_writes
 from tests.training.test_cost import HostReads
 
 
 @pytest.fixture
 def grad():
     made = torch.ones(3, dtype=torch.float16)
-    count_foreach(made)
+    count_writes(made)
     return made
 
 
@@ -87,11 +87,11 @@ def test_copies_and_results_are_plain(grad, made):
 
 
 def test_it_becomes_plain_again(grad):
-    uncount_foreach(grad)
+    uncount_writes(grad)
     assert type(grad) is torch.Tensor
 
 
 def test_other_subclasses_stay(grad):
     param = nn.Parameter(torch.ones(3))
-    count_foreach(param)
+    count_writes(param)
     assert type(param) is nn.Parameter

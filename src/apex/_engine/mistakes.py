@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from apex._torch import ranks
-from apex._torch.counted import count_foreach, uncount_foreach
+from apex._torch.counted import count_writes, uncount_writes
 from apex._torch.dynamo import untraced
 
 _INSPECTED_BLOCKS = 32
@@ -117,7 +117,7 @@ class BlockInspection:
     @untraced
     def _note(self, param: Tensor) -> None:
         if param.grad is not None and isinstance(param, nn.Parameter):
-            count_foreach(param.grad)
+            count_writes(param.grad)
             self._written[param] = (param.grad, param.grad._version)
 
     def end_of_gradients(self) -> None:
@@ -139,7 +139,7 @@ class BlockInspection:
         while self._handles:
             self._handles.pop().remove()
         for grad, _ in self._written.values():
-            uncount_foreach(grad)
+            uncount_writes(grad)
         self._written.clear()
         self._from_loss = None
 

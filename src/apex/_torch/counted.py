@@ -75,7 +75,7 @@ def data_of(grad: Tensor) -> Tensor:
     """Returns an alias of a gradient that counts the same writes."""
     with without_counting():
         values = grad.detach()
-    count_foreach(values)
+    count_writes(values)
     return values
 
 
@@ -86,14 +86,14 @@ def set_data_of(grad: Tensor, value: Tensor) -> None:
         set_data(grad, value)
 
 
-def count_foreach(grad: Tensor) -> None:
-    """Makes foreach writes to a plain gradient count."""
+def count_writes(grad: Tensor) -> None:
+    """Makes a plain gradient a :class:`CountedGradient`, in place."""
     if type(grad) is Tensor:
-        # In place: the gradient keeps its identity, and a new object would cost 20 times as much.
+        # The gradient keeps its identity, and a new object would cost 20 times as much.
         grad.__class__ = CountedGradient
 
 
-def uncount_foreach(grad: Tensor) -> None:
-    """Reverts :func:`count_foreach`."""
+def uncount_writes(grad: Tensor) -> None:
+    """Reverts :func:`count_writes`."""
     if type(grad) is CountedGradient:
         grad.__class__ = Tensor  # type: ignore[assignment]

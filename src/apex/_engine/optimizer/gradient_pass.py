@@ -23,7 +23,7 @@ from apex._engine.optimizer import (
 from apex._engine.optimizer.deferred import Deferred, Factor
 from apex._engine.optimizer.overflow_flag import OverflowFlag
 from apex._engine.optimizer.pass_sums import Grads
-from apex._torch.counted import count_foreach, uncount_foreach
+from apex._torch.counted import count_writes, uncount_writes
 from apex._torch.dynamo import untraced
 
 if TYPE_CHECKING:
@@ -270,7 +270,7 @@ class Gradients:
             present = (p for group in groups for p in group["params"] if deferred.has_grad(p))
             first = next(present, None)
             self._sentinel = None if first is None else (first, _version(first))
-            self._on_sentinel(count_foreach)
+            self._on_sentinel(count_writes)
 
     def roll_back(self) -> None:
         """Discards a pass that could not be unscaled, and the delayed passes before it.
@@ -402,11 +402,11 @@ class Gradients:
     def begin_step(self) -> None:
         """Ends the iteration, and hands plain gradients to the optimizer."""
         self.end_iteration()
-        self._on_sentinel(uncount_foreach)
+        self._on_sentinel(uncount_writes)
 
     def end_step(self) -> None:
         """Notices again what a script writes into gradients; idempotent."""
-        self._on_sentinel(count_foreach)
+        self._on_sentinel(count_writes)
 
     def _on_sentinel(self, change: Callable[[Tensor], None]) -> None:
         param = None if self._sentinel is None else self._sentinel[0]

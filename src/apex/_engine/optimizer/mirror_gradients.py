@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from apex._core.foreach import norms
 from apex._engine.masters import TrackedPair
 from apex._torch import dtensor
-from apex._torch.counted import count_foreach
+from apex._torch.counted import count_writes
 
 _MARK = "_apex_mirrored"
 """Attribute of a mirror gradient: its version when it held the rounded master's gradient."""
@@ -45,7 +45,7 @@ def mark(pairs: Iterable[TrackedPair]) -> None:
         pair.mirrors_grad = grad is not None
         if grad is not None:
             setattr(grad, _MARK, grad._version)
-            count_foreach(grad)
+            count_writes(grad)
 
 
 def mark_again(pair: TrackedPair) -> None:
