@@ -97,7 +97,6 @@ class BackwardPass(ExitStack):
                     "one."
                 )
         self.push(self._leave)
-        self.push(self._leave)
         self.push(self._end)
         try:
             with without_overrides():
@@ -164,23 +163,26 @@ class BackwardPass(ExitStack):
         traceback: TracebackType | None,
     ) -> None:
         """Unscales the gradients; after an exception, restores the earlier ones."""
-        self._scaler.open_blocks.discard(self)
-        self._python_casts.__exit__(None, None, None)  # spares what follows the function mode
-        if error is not None:
-            self._abort()
-        elif not self._delay_unscale:
-            self.finish()
-        elif not self._finished:  # else a step inside the block has unscaled them already
+        try:
+            self._scaler.open_blocks.discard(self)
+            self._python_casts.__exit__(None, None, None)  # spares what follows the function mode
+            if error is not None:
+                self._abort()
+            elif not self._delay_unscale:
+                self.finish()
+            elif not self._finished:  # else a step inside the block has unscaled them already
+                if self._inspection is not None:
+                    self._inspection.end_of_gradients()
+                for binding in self._bindings:
+                    binding.gradients.delay()
             if self._inspection is not None:
-                self._inspection.end_of_gradients()
-            for binding in self._bindings:
-                binding.gradients.delay()
-        if self._inspection is not None:
-            self._inspection.warn()
+                self._inspection.warn()
+        finally:
+            self._leave()
 
     @untraced
     def _leave(self, *error: object) -> None:
-        """Closes whatever is still open; idempotent."""
+        """Closes whatever is still open; idempotent. See Note [Interrupted blocks]."""
         self._scaler.open_blocks.discard(self)
         self._python_casts.__exit__(None, None, None)
         if self._inspection is not None:
@@ -227,13 +229,14 @@ class BackwardPass(ExitStack):
     def _unscale(self) -> None:
         """Does everything that can fail; ``Gradients.roll_back`` reverts it."""
         scaler = self._scaler
-        if scaler.open_blocks:
-            scaler.replace_tensors()
-        scaler.begin_pass(continues=any(b.gradients.continues_local for b in self._bindings))
+        if scaler.dynamic:
+            if scaler.open_blocks:
+                scaler.replace_tensors()
+            scaler.begin_pass(continues=any(b.gradients.continues_local for b in self._bindings))
         inverse = None if scaler.is_identity else scaler.inverse(self._scaled_by)
         unscale_ = None if inverse is None else functools.partial(scaler.unscale_, inverse=inverse)
         factors = () if inverse is None else (inverse,)
-        done: set[int] = set()
+        done: set[int] | None = set() if len(self._bindings) > 1 else None
         for binding in self._bindings:
             binding.gradients.accumulate(unscale_, done, factors, checks=scaler.dynamic)
         if scaler.dynamic:
@@ -243,7 +246,7 @@ class BackwardPass(ExitStack):
         if not all(self._sends):
             scaler.hold_update()
         elif self._moves_scale:
-            scaler.update([binding.gradients.iteration for binding in self._bindings])
+            scaler.update(binding.gradients.iteration for binding in self._bindings)
 
     def _abort(self) -> None:
         if not self._finished:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -143,7 +143,7 @@ class Scaler(ABC):
             dtensor.all_reduce_(self.found_inf, over, "MAX")
 
     @abstractmethod
-    def update(self, iterations: Sequence[Iteration]) -> None:
+    def update(self, iterations: Iterable[Iteration]) -> None:
         """Ends the pass: updates a dynamic scale from its flag, or counts a static one's step.
 
         Args:
@@ -237,7 +237,7 @@ class StaticScaler(Scaler):
         if values and factor != 1.0:
             unscale_(values, factor)
 
-    def update(self, iterations: Sequence[Iteration]) -> None:
+    def update(self, iterations: Iterable[Iteration]) -> None:
         """Counts a step."""
         self._clean_steps += 1
 
@@ -329,7 +329,7 @@ class DynamicScaler(Scaler):
             factor = inverse if isinstance(inverse, Tensor) else self.inverse(self.loss_scale)
             unscale_and_check_(values, factor, self.found_inf)
 
-    def update(self, iterations: Sequence[Iteration]) -> None:
+    def update(self, iterations: Iterable[Iteration]) -> None:
         """Updates the scale from the flag, on the device, and sends both to the host."""
         send = self._readback.prepare(self._scale_and_flag)  # first, because memory may run out
         update_scale_(
@@ -341,7 +341,7 @@ class DynamicScaler(Scaler):
         )
         self.pass_state = PassState.UPDATED
         if send():
-            self._passes_sent.append(iterations)
+            self._passes_sent.append(tuple(iterations))
 
     def read_updates(self) -> list[ScaleUpdate]:
         """Returns the updates that have reached the host; with ``block_on_read``, all."""

@@ -50,9 +50,9 @@ class Deferred:
 
     __slots__ = ("__weakref__", "_master", "factors", "stand_in", "values")
 
-    def __init__(self, pair: TrackedPair, grad: Tensor, factors: Sequence[Factor]) -> None:
+    def __init__(self, pair: TrackedPair, values: Tensor, factors: Sequence[Factor]) -> None:
         """Stores the gradient; :meth:`install` gives it to the master."""
-        self.values = dtensor.local(grad)
+        self.values = values
         self.factors = tuple(factors)
         self._master = weakref.ref(pair.master)
         self.stand_in: Tensor | None = None
@@ -104,10 +104,11 @@ class _Deferring:
     @property
     def grad(self) -> Tensor | None:
         """The fp32 gradient, computed now; a stand-in while torch may read one."""
-        deferred = of(self)
-        if deferred is not None and deferred.stand_in is not None:
-            return deferred.stand_in
-        _settled(self)
+        deferred: Deferred | None = self.__dict__.get(_DEFERRED)  # inlined: torch reads it often
+        if deferred is not None:
+            if deferred.stand_in is not None:
+                return deferred.stand_in
+            deferred.settle()
         return parameters.grad_of(cast(Tensor, self))
 
     @grad.setter
@@ -171,8 +172,11 @@ def _own_class(master: Any) -> Any:
     return kind.__bases__[1] if issubclass(kind, _Deferring) else kind
 
 
-def lend(master: Any) -> Tensor | None:
-    """Lets torch read a stand-in as the gradient of ``master``; returns it, if one is deferred."""
+def lend(master: Any) -> Deferred | None:
+    """Lets torch read a stand-in as the gradient of ``master``, if it is deferred; returns it.
+
+    Until its ``stand_in`` is ``None`` again.
+    """
     deferred = of(master)
     if deferred is None:
         return None
@@ -180,31 +184,32 @@ def lend(master: Any) -> Tensor | None:
         deferred.settle()
         return None
     deferred.stand_in = master.detach()
-    return deferred.stand_in
+    return deferred
 
 
-def reclaim(master: Any) -> None:
-    """Reverts :func:`lend`; idempotent."""
-    deferred = of(master)
-    if deferred is not None:
-        deferred.stand_in = None
+def deferrable(received: Sequence[tuple[TrackedPair, Tensor]]) -> list[Tensor | None]:
+    """Returns the values of 16-bit gradients that can be a pair's only one; ``None`` for others.
 
-
-def can_defer(received: Sequence[tuple[TrackedPair, Tensor]]) -> list[bool]:
-    """Returns for each pair and its 16-bit gradient whether that can be its only gradient."""
+    They may be laid out in another way than the master; who takes both by blocks compares them.
+    """
     masters = [pair.master for pair, _ in received]
     grads = [grad for _, grad in received]
-    lows = dtensor.locals_of(grads)
-    alike = blocks.alike(lows, dtensor.locals_of(masters)) if received else []
+    plain = not dtensor.any_dtensor(grads) and not dtensor.any_dtensor(masters)
     return [
-        same
-        and type(low) in (Tensor, CountedGradient)
+        low
+        if type(low) in _DEFERRABLE
+        and low.layout is torch.strided
+        and blocks.is_dense(low)
         and not low.requires_grad
         and of(master) is None
         and master.grad is None
-        and dtensor.same_layout(grad, master)
-        for same, low, grad, master in zip(alike, lows, grads, masters, strict=True)
+        and (plain or dtensor.same_layout(grad, master))
+        else None
+        for low, grad, master in zip(dtensor.locals_of(grads), grads, masters, strict=True)
     ]
+
+
+_DEFERRABLE = frozenset({Tensor, CountedGradient})
 
 
 def fill_fp32(

@@ -200,17 +200,15 @@ class Gradients:
             unscale_: Divides dense gradients by the loss scale in place; ``None`` for a scale of
                 exactly 1.
             done: Ids of parameters that another optimizer of the pass has processed; extended by
-                this one's.
+                this one's. ``None`` if the pass has one optimizer.
             factors: What ``unscale_`` multiplies by, for gradients that stay in 16 bits; ``None``
                 if none may.
             checks: Whether ``unscale_`` checks gradients for inf and NaN.
         """
-        done = set() if done is None else done
         optimized = self._optimized
         if unscale_ is None and not optimized.pairs:
             return  # autograd has accumulated in place
         received = pass_sums.received(optimized.pairs, done)
-        done.update(id(pair.model) for pair, _ in received)
         in_model = not self._returned or optimized.sums_low
         if factors is not None and in_model and optimized.defers():
             self._deferred, self._mirrors, received = pass_sums.left_low(

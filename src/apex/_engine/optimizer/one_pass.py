@@ -12,8 +12,8 @@ Note [The step in one pass]
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,9 +56,8 @@ def one_pass_step(binding: Binding, *, compiled: bool) -> OnePassStep | None:
     if compiled:
         binding.gradients.settle()  # dynamo cannot trace a parameter whose gradient is a property
         return None
-    if not takes(binding) or not any(deferred.of(pair.master) for pair in binding.pairs):
-        return None
-    return OnePassStep(binding)
+    pairs = [pair for pair in binding.pairs if deferred.of(pair.master) is not None]
+    return OnePassStep(binding.optimizer, pairs) if pairs and takes(binding) else None
 
 
 def fused_kind(optimizer: Optimizer) -> type[Optimizer] | None:
@@ -83,22 +82,20 @@ def _inherits(kind: type, base: type, name: str) -> bool:
     own = (
         method for method in found if method and not method.__module__.startswith("apex._engine.")
     )
-    return inspect.unwrap(next(own)) is inspect.unwrap(getattr(base, name))
+    method, wanted = next(own), getattr(base, name)
+    return method is wanted or inspect.unwrap(method) is inspect.unwrap(wanted)
 
 
 class OnePassStep(TorchDispatchMode):
     """One step that takes deferred gradients as they are."""
 
-    def __init__(self, binding: Binding) -> None:
-        """Collects the gradients; :meth:`begin` starts the step."""
+    def __init__(self, optimizer: Optimizer, pairs: Sequence[TrackedPair]) -> None:
+        """Takes the pairs with deferred gradients; :meth:`begin` starts the step."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._pairs = {
-            id(pair.master): pair for pair in binding.pairs if deferred.of(pair.master) is not None
-        }
-        self._stand_ins: dict[int, TrackedPair] = {}
-        self._held: list[Tensor] = []  # while it is, no other tensor has the same id
-        self._rounded: dict[int, TrackedPair] = {}
-        self._optimizer = binding.optimizer
+        self._optimizer = optimizer
+        self._pairs = pairs
+        self._lent: dict[int, _Lent] = {}
+        self._rounded: list[tuple[Tensor, TrackedPair]] = []
         self._hook: RemovableHandle | None = None
         self._open = True
 
@@ -111,11 +108,10 @@ class OnePassStep(TorchDispatchMode):
         """Gives torch stand-ins for the gradients, until its operator takes them."""
         if not self._open:
             return
-        for pair in self._pairs.values():
-            stand_in = deferred.lend(pair.master)
-            if stand_in is not None:
-                self._stand_ins[id(stand_in)] = pair
-                self._held.append(stand_in)
+        for pair in self._pairs:
+            lent = deferred.lend(pair.master)
+            if lent is not None:
+                self._lent[id(lent.stand_in)] = _Lent(lent.stand_in, pair, lent)
         self.__enter__()  # type: ignore[no-untyped-call]
 
     @untraced
@@ -125,8 +121,8 @@ class OnePassStep(TorchDispatchMode):
         if self._hook is not None:
             self._hook.remove()
         dispatch_modes.exit_mode(self)
-        for pair in self._pairs.values():
-            deferred.reclaim(pair.master)
+        for lent in self._lent.values():
+            lent.gradient.stand_in = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -136,10 +132,8 @@ class OnePassStep(TorchDispatchMode):
         if func in dispatch_modes.OPERANDS:
             with without_counting():
                 return self._run(func, args, kwargs)
-        for written in dispatch_modes.listed_writes(func, args) if self._rounded else ():
-            pair = self._rounded.get(dtensor.local(written).data_ptr())
-            if pair is not None:
-                pair.mark_stepped()
+        if self._rounded:
+            self._mark_written(dispatch_modes.listed_writes(func, args))
         if func not in _METADATA and self._takes_stand_ins(args, kwargs):
             args, kwargs = tree.map_arguments(self._real, args, kwargs)
         return func(*args, **kwargs)
@@ -148,82 +142,99 @@ class OnePassStep(TorchDispatchMode):
         """Returns whether an operator gets stand-ins, alone or in lists."""
         for value in (*args, *kwargs.values()):
             for each in value if isinstance(value, list | tuple) else (value,):
-                if id(each) in self._stand_ins:
+                if id(each) in self._lent:
                     return True
         return False
 
+    def _mark_written(self, tensors: Iterable[Tensor]) -> None:
+        """Marks masters that are written after they were rounded: by a hook, in a list."""
+        written = {dtensor.local(tensor).data_ptr() for tensor in tensors}
+        for param, pair in self._rounded if written else ():
+            if param.data_ptr() in written:
+                pair.mark_stepped()
+
     def _real(self, tensor: Tensor) -> Any:
-        pair = self._stand_ins.get(id(tensor))
-        if pair is None:
+        lent = self._lent.get(id(tensor))
+        if lent is None:
             return tensor
-        deferred.reclaim(pair.master)
-        return pair.master.grad
+        lent.gradient.stand_in = None
+        return lent.pair.master.grad
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Runs a fused operator: by blocks where gradients are deferred, as it is on the others."""
-        taken, rest = blocks.divide(args, self._can_cut(func, args, kwargs))
+        lent = [self._lent.get(id(grad)) for grad in args[1]]
+        taken, rest = blocks.divide(args, self._can_cut(func, args, kwargs, lent))
         if rest[0]:
             func(rest[0], [self._real(grad) for grad in rest[1]], *rest[2:], **kwargs)
         if taken[0]:
-            pairs = [self._stand_ins[id(grad)] for grad in taken[1]]
-            self._run_blocks(func, [dtensor.locals_of(each) for each in taken], pairs, kwargs)
+            lists = [dtensor.locals_of(each) for each in taken]
+            self._run_blocks(func, lists, [self._lent[id(grad)] for grad in taken[1]], kwargs)
 
-    def _can_cut(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[bool]:
+    def _can_cut(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        lent: Sequence[_Lent | None],
+    ) -> list[bool]:
         """Returns which parameters and gradients the operator can take by blocks."""
         if kwargs.get("grad_scale") is not None:  # the kernel writes unscaled gradients back
             return [False for _ in args[0]]
-        pairs = [self._stand_ins.get(id(grad)) for grad in args[1]]
-        waiting = [None if pair is None else deferred.of(pair.master) for pair in pairs]
-        values = [each.values if each else own for each, own in zip(waiting, args[1], strict=True)]
-        operands = args[0], values, *filter(None, args[2 : dispatch_modes.OPERANDS[func]])
-        alike = blocks.alike(*map(dtensor.locals_of, operands))
-        return [same and each is not None for same, each in zip(alike, waiting, strict=True)]
+        both = list(zip(lent, args[1], strict=True))
+        values = [own if each is None else each.gradient.values for each, own in both]
+        models = [own if each is None else each.pair.model for each, own in both]
+        states = filter(None, args[2 : dispatch_modes.OPERANDS[func]])
+        alike = blocks.alike(*map(dtensor.locals_of, (args[0], values, models, *states)))
+        return [
+            same and each is not None and each.gradient.stand_in is not None
+            for same, each in zip(alike, lent, strict=True)
+        ]
 
     def _run_blocks(
-        self, func: Any, lists: blocks.Lists, pairs: Sequence[TrackedPair], kwargs: dict[str, Any]
+        self, func: Any, lists: blocks.Lists, lent: Sequence[_Lent], kwargs: dict[str, Any]
     ) -> None:
         params = lists[0]
-        waiting = [each for pair in pairs if (each := deferred.of(pair.master)) is not None]
         packed = [param for param in params if isinstance(param, Packed)]
         cuts = blocks.cuts(params, BUFFERS if packed else 1)
-        grads = deferred.gradients(cuts, waiting, params)
-        models = dtensor.locals_of([pair.model for pair in pairs])
-        rounds = blocks.alike(models, params) if not packed else [False for _ in models]
+        grads = deferred.gradients(cuts, [each.gradient for each in lent], params)
+        models = dtensor.locals_of([each.pair.model for each in lent])
         # A session packs all its masters, or none.
-        masters = unpacked(cuts, packed) if packed else _Rounding(cuts, params, models, rounds)
+        masters = unpacked(cuts, packed) if packed else _Rounding(cuts, params, models)
         blocks.run(func, lists, kwargs, cuts, masters, grads)
-        for pair in pairs:
-            deferred.reclaim(pair.master)
-        done = [i for i, each in enumerate(rounds) if each]
-        if done:
-            increment_version([pairs[i].model for i in done])
-            mark_rounded([pairs[i] for i in done])
-            self._rounded.update((params[i].data_ptr(), pairs[i]) for i in done)
+        for each in lent:
+            each.gradient.stand_in = None
+        if not packed:
+            pairs = [each.pair for each in lent]
+            increment_version([pair.model for pair in pairs])
+            mark_rounded(pairs)
+            self._rounded += zip(params, pairs, strict=True)
+
+
+class _Lent(NamedTuple):
+    """A deferred gradient whose stand-in torch reads.
+
+    Attributes:
+        stand_in: Held, so that no other tensor has the same id.
+        pair: Model and master.
+        gradient: The gradient.
+    """
+
+    stand_in: Tensor | None
+    pair: TrackedPair
+    gradient: deferred.Deferred
 
 
 class _Rounding(blocks.InPlace):
-    """Masters that are rounded into the model after the kernel, where ``rounds`` says so."""
+    """Masters that are rounded into the model after the kernel."""
 
     def __init__(
-        self,
-        cuts: blocks.Cuts,
-        masters: Sequence[Tensor],
-        models: Sequence[Tensor],
-        rounds: Sequence[bool],
+        self, cuts: blocks.Cuts, masters: Sequence[Tensor], models: Sequence[Tensor]
     ) -> None:
         super().__init__(cuts.of_all(masters))
-        both = zip(models, masters, rounds, strict=True)
-        pieces = cuts.of_all(model if rounded else master for model, master, rounded in both)
-        self._models = [
-            piece if rounded else None
-            for piece, rounded in zip(pieces, cuts.each(rounds), strict=True)
-        ]
+        self._models = cuts.of_all(models)
 
     def store(self, block: slice, values: list[Tensor]) -> None:
-        models = self._models[block]
-        both = [(m, v) for m, v in zip(models, values, strict=True) if m is not None]
-        if both:
-            torch._foreach_copy_([model for model, _ in both], [value for _, value in both])
+        torch._foreach_copy_(self._models[block], values)
 
 
 _METADATA = frozenset({torch.ops.aten.empty_like.default, torch.ops.aten.detach.default})

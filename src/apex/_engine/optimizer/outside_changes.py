@@ -14,7 +14,6 @@ from apex._core import master
 from apex._engine.masters import TrackedPair
 from apex._engine.optimizer import deferred, mirror_gradients
 from apex._engine.optimizer.deferred import Deferred
-from apex._torch import dtensor
 from apex._torch.counted import without_counting
 
 
@@ -52,20 +51,19 @@ def _left_low(raw: Sequence[TrackedPair]) -> list[TrackedPair]:
     """
     rest: list[TrackedPair] = []
     received = [(pair, grad) for pair in raw if (grad := pair.model.grad) is not None]
-    for (pair, grad), can_defer in zip(received, deferred.can_defer(received), strict=True):
-        if not (can_defer and _owns_storage(grad)):
+    for (pair, _), values in zip(received, deferred.deferrable(received), strict=True):
+        if values is None or not _owns_storage(values):
             rest.append(pair)
             continue
-        each = Deferred(pair, grad, ())
+        each = Deferred(pair, values, ())
         pair.model.grad = each.mirror(pair.model)
         each.install()
         mirror_gradients.mark([pair])
     return rest
 
 
-def _owns_storage(grad: Tensor) -> bool:
-    own = dtensor.local(grad)
-    return own.untyped_storage().nbytes() == own.nbytes
+def _owns_storage(values: Tensor) -> bool:
+    return values.untyped_storage().nbytes() == values.nbytes
 
 
 def add(raw: Sequence[TrackedPair]) -> None:

@@ -10,7 +10,6 @@ from apex._core import finite, master
 from apex._engine.masters import TrackedPair
 from apex._engine.optimizer import deferred, mirror_gradients
 from apex._engine.optimizer.deferred import Deferred, Factor
-from apex._torch import dtensor
 
 Grads = list[tuple[nn.Parameter, Tensor]]
 """Parameters and their gradients."""
@@ -47,18 +46,21 @@ def unreduced(
     return aside, back
 
 
-def received(pairs: Iterable[TrackedPair], done: set[int]) -> Received:
+def received(pairs: Iterable[TrackedPair], done: set[int] | None) -> Received:
     """Returns the pairs whose model parameter received a gradient, and that gradient.
 
-    Leaves out those whose model parameter is in ``done``, by id.
+    Leaves out those whose model parameter is in ``done``, by id; adds the others to it.
     """
-    return [
+    found = [
         (pair, grad)
         for pair in pairs
         if (grad := pair.model.grad) is not None
         and not (pair.mirrors_grad and mirror_gradients.is_included(grad))
         and not (done and id(pair.model) in done)
     ]
+    if done is not None:
+        done.update(id(pair.model) for pair, _ in found)
+    return found
 
 
 def left_low(
@@ -79,29 +81,30 @@ def left_low(
     low: list[Deferred] = []
     mirrors: Grads = []
     rest: Received = []
-    for (pair, grad), can_defer in zip(received, deferred.can_defer(received), strict=True):
-        if id(pair.master) in added or not can_defer:
+    for (pair, grad), values in zip(received, deferred.deferrable(received), strict=True):
+        if values is None or id(pair.master) in added:
             rest.append((pair, grad))
             continue
         earlier = sums.get(id(pair.master))
-        if earlier is not None and earlier.values is dtensor.local(grad):
+        if earlier is not None and earlier.values is values:
             each, each.factors = earlier, tuple(factors)
         else:
-            each = Deferred(pair, grad, factors)
+            each = Deferred(pair, values, factors)
         low.append(each)
         mirrors.append((pair.model, each.mirror(pair.model)))
     return low, mirrors, rest
 
 
-def direct_values(params: list[nn.Parameter], done: set[int]) -> list[Tensor]:
-    """Returns the gradients of parameters that are not in ``done``, by id; adds them to it.
+def direct_values(params: list[nn.Parameter], done: set[int] | None) -> list[Tensor]:
+    """Returns the gradients of parameters that are not in ``done``, by id; adds these to it.
 
     They are dense; see :func:`apex._core.finite.values_of`.
     """
     ids = {*map(id, params)}
     if done or len(ids) < len(params):
-        params = list({id(p): p for p in params if id(p) not in done}.values())
-    done |= ids
+        params = list({id(p): p for p in params if not done or id(p) not in done}.values())
+    if done is not None:
+        done |= ids
     return finite.values_of(params)
 
 
