@@ -256,6 +256,23 @@ def test_a_model_in_channels_last(level, late):
     assert_same_in_two_passes(train)
 
 
+def test_gradients_that_wait_follow_a_model_that_is_moved_there_and_back():
+    def train():
+        torch.manual_seed(0)
+        model, optimizer = cases.prepared("O5", FUSED["SGD"], nn.Conv2d(6, 4, 1))
+        with amp.scale_loss(
+            model(torch.randn(2, 6, 3, 3)).float().pow(2).mean(), optimizer
+        ) as loss:
+            loss.backward()
+        model.to(memory_format=torch.channels_last)  # the gradient of the weight has new memory
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        model.to(memory_format=torch.contiguous_format)
+        optimizer.step()
+        return model, optimizer
+
+    assert_same_in_two_passes(train)
+
+
 def test_the_norm_of_a_model_moved_to_channels_last_has_the_same_bits():
     def norm(seed):
         torch.manual_seed(seed)

@@ -11,6 +11,7 @@ from torch.autograd.graph import increment_version
 from apex._torch.counted import data_of, set_data_of
 from apex._torch.dispatch_modes import arguments
 from apex._torch.overrides import without_overrides
+from apex._torch.parameters import set_data
 
 
 class Source(Protocol):
@@ -47,7 +48,10 @@ class LazyTensor(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        set_data_of(_settled(self), value)
+        values = _settled(self)
+        set_data_of(values, _settled(value))  # a model that is moved may set it to itself
+        with without_overrides():
+            set_data(self, values)
 
     def detach_(self) -> Tensor:
         """Does nothing, for loops that zero gradients by ``detach_`` and ``zero_``, as torch did.
