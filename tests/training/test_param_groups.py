@@ -146,6 +146,25 @@ def test_a_frozen_parameter_gets_its_master_when_it_is_unfrozen(level):
     assert optimizer.param_groups[0]["params"][0].dtype is torch.float32
 
 
+@pytest.mark.filterwarnings("ignore:optimizer.step")  # gradients of a plain backward at O2
+@pytest.mark.parametrize("level", cases.WITH_MASTERS)
+def test_a_frozen_parameter_with_a_gradient_is_stepped_as_torch_does(level):
+    def trained(start):
+        model = cases.net()
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        for x, y in cases.batches(1):
+            cases.loss_of(model, x, y).backward()
+        optimizer.step()
+        model[0].requires_grad_(False)
+        start(model, optimizer)
+        optimizer.step()
+        return [param.float() for param in optimizer.param_groups[0]["params"]]
+
+    plain = trained(lambda model, optimizer: None)
+    for own, wanted in zip(trained(lambda *both: initialized(level, *both)), plain, strict=True):
+        torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("level", cases.LEVELS)
 def test_an_unfrozen_parameter_trains(level):
     model = cases.net()

@@ -8,6 +8,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 
+def is_trained(param: nn.Parameter) -> bool:
+    """Returns whether optimizers step ``param``: torch's step a frozen one that has a gradient."""
+    return param.requires_grad or param.grad is not None
+
+
 def params_of(optimizer: Optimizer) -> list[nn.Parameter]:
     """Returns the parameters of all groups, in order."""
     return [*chain.from_iterable([group["params"] for group in optimizer.param_groups])]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 
 from apex._core import dtypes, packing
 from apex._core.garbage import uncollected
+from apex._core.param_groups import is_trained
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine import masters
@@ -27,7 +29,7 @@ from apex._engine.events import PassEnd, ScaleUpdate
 from apex._engine.masters import Masters
 from apex._engine.mistakes import Mistakes
 from apex._engine.model import ModelPlan, sharding
-from apex._engine.optimizer import optimizer_class
+from apex._engine.optimizer import mirror_gradients, optimizer_class
 from apex._engine.optimizer.binding import Binding
 from apex._engine.optimizer.optimizer_class import AmpOptimizer
 from apex._engine.scaler import Scaler, scaler_for
@@ -168,7 +170,7 @@ class Session:
                 continue
             if not isinstance(tensor, nn.Parameter):
                 wanted = True
-            elif has_masters and tensor.requires_grad:
+            elif has_masters and is_trained(tensor):
                 mastered.append((tensor, exact))
                 continue
             else:
@@ -342,6 +344,19 @@ class Session:
     def write_back_before_each_run(self) -> None:
         if self.policy.master_weights:
             before_each_run(masters.write_back_all)
+
+    @contextmanager
+    def cast_gradients(self) -> Iterator[None]:
+        """A context in which parameters change their dtype, and their gradients follow.
+
+        Inside, gradients are on the masters alone. Afterwards the models mirror them again: the
+        rounded values that they had would look like a change of the exact ones.
+        """
+        mirrored = [pair for each in self.bindings for pair in each.gradients.take_mirrors()]
+        try:
+            yield
+        finally:
+            mirror_gradients.write_again(mirrored)
 
     def runs_under(self, wrapper: Wrapper, *, traced: bool = False) -> None:
         self._communicator.note(wrapper, traced=traced)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, Protocol
@@ -57,6 +58,9 @@ class MasterSource(Protocol):
 
     def clear_grads(self, params: Iterable[Tensor], *, set_to_none: bool) -> None:
         """Clears the gradients of the masters of ``params``."""
+
+    def cast_gradients(self) -> AbstractContextManager[None]:
+        """Returns a context in which parameters change their dtype, and their gradients follow."""
 
     def runs_under(self, wrapper: DistributedDataParallel, *, traced: bool = False) -> None:
         """Records that the model's forward pass begins, or is traced, under ``wrapper``."""

@@ -6,6 +6,7 @@ import copy
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -153,7 +154,8 @@ class ModelState:
         source, before = self.link.source, self.plan
         if source is not None:
             source.write_back()
-        with all_or_nothing() as undo:
+        casting = nullcontext() if source is None else source.cast_gradients()
+        with casting, all_or_nothing() as undo:
             undo.push(setattr, self, "plan", before)
             self.plan = _in_dtype(self.given, dtype)
             for tensor in [*model.parameters(), *model.buffers()]:
@@ -354,8 +356,6 @@ def set_in_place(tensor: Tensor, value: Tensor, undo: Undo) -> None:
     """Gives ``tensor`` the storage and dtype of ``value``, its gradient the same dtype."""
     grad = tensor.grad if tensor.is_leaf else None
     new_grad = None if grad is None else dtypes.cast(grad.detach(), value.dtype)
-    if grad is not None and new_grad is not None:
-        vars(new_grad).update(vars(grad))  # marks that a pass set on it
     undo.push(assign, tensor, tensor.data, grad)
     assign(tensor, value, new_grad)
 

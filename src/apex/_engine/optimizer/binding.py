@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core import dtypes
-from apex._core.param_groups import params_of
+from apex._core.param_groups import is_trained, params_of
 from apex._engine import masters
 from apex._engine.masters import Masters, TrackedPair
 from apex._engine.mistakes import Mistakes
@@ -169,7 +169,7 @@ class Binding:
             for index, param in enumerate(params):
                 if not dtypes.is_low_precision(param) or id(param) in waiting:
                     continue
-                if not (param.requires_grad or self.owns(param)):
+                if not (is_trained(param) or self.owns(param)):
                     self._frozen.append(param)
                     waiting.add(id(param))
                     continue
@@ -197,12 +197,12 @@ class Binding:
 
     def adopt_unfrozen(self) -> None:
         """Gives a master to every frozen parameter that was unfrozen; all or none."""
-        if not any(param.requires_grad for param in self._frozen):
+        if not any(map(is_trained, self._frozen)):
             return
         with all_or_nothing() as undo:
             before = self._frozen
             undo.push(setattr, self, "_frozen", before)
-            self._frozen = [param for param in before if not param.requires_grad]
+            self._frozen = [param for param in before if not is_trained(param)]
             self.adopt(self.optimizer.param_groups, undo)
 
     def close(self) -> None:

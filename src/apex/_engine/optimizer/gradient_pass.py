@@ -349,6 +349,17 @@ class Gradients:
             self.overflow.recheck([grad for param in params if (grad := param.grad) is not None])
         self._modified = False
 
+    def take_mirrors(self) -> list[TrackedPair]:
+        """Leaves gradients on the masters alone; returns the pairs whose models mirrored them."""
+        if self.state in (GradState.OPEN, GradState.DELAYED):
+            return []
+        self.absorb_changes()
+        self.settle()
+        mirrored = [pair for pair in self._optimized.pairs if pair.mirrors_grad]
+        for pair in mirrored:
+            pair.model.grad, pair.mirrors_grad = None, False
+        return mirrored
+
     def absorb_partial(self) -> None:
         """Moves the gradients so far of an open pass at scale 1, for a step during the pass."""
         received = pass_sums.received(self._optimized.pairs, set())
