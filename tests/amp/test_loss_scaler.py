@@ -114,12 +114,21 @@ def test_bounds_and_window_read_and_write():
     assert scale() == 2.0**17
 
 
-def test_a_window_set_below_the_count_grows_at_the_next_clean_step():
+@pytest.mark.parametrize("window", [2, 2.0])  # NVIDIA's GNMT parses it as a float
+def test_a_window_set_below_the_count_grows_at_the_next_clean_step(window):
     model, optimizer = prepared("O2")
     train(model, optimizer, steps=3)
-    scaler()._scale_seq_len = 2
+    scaler()._scale_seq_len = window
     train(model, optimizer, steps=1)
     assert (scale(), unskipped()) == (2.0**17, 0)
+
+
+def test_a_window_that_is_no_whole_number_is_refused():
+    made = LossScaler("dynamic", scale_window=3.0)
+    assert made._scale_seq_len == 3
+    with pytest.raises(TypeError, match=r"is 2\.5; it must be an integer"):
+        made._scale_seq_len = 2.5
+    assert made._scale_seq_len == 3
 
 
 def test_a_scale_set_above_its_maximum_halves_from_where_it_is():

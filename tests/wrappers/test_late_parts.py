@@ -170,6 +170,28 @@ def test_what_is_late_and_uncast_is_named_with_the_remedy(level, change):
     assert model(cases.batch()[0]).dtype is torch.float32
 
 
+class Time(nn.Module):
+    """A diffusion model's embedding of its step, which is an integer."""
+
+    def forward(self, step):
+        angles = step[:, None] * torch.tensor([1.0, 0.1])
+        return torch.cat((angles.sin(), angles.cos()), dim=-1)
+
+
+@casting_levels
+def test_a_tensor_that_the_forward_makes_is_named_with_the_remedies(level):
+    def embedding():
+        return nn.Sequential(Time(), nn.Linear(4, 2))
+
+    model, _ = prepared(level, embedding())
+    with pytest.raises(
+        RuntimeError, match=r"same dtype(.|\n)*the forward makes(.|\n)*fp32_modules"
+    ):
+        model(torch.arange(3))
+    model, _ = prepared(level, embedding(), fp32_modules=["1"])
+    assert model(torch.arange(3)).dtype is torch.float32
+
+
 @casting_levels
 def test_errors_of_the_users_own_pass_as_they_are(level):
     class Failing(nn.Linear):

@@ -40,10 +40,10 @@ def explain(model: nn.Module, plan: ModelPlan, error: RuntimeError) -> None:
     if _ABOUT_DTYPES.search(str(error)):
         if mismatches := _mismatches(model, plan):
             raise kind(f"{error}\n{_mixed(model, plan, mismatches)}") from error
-        if mixes_dtypes(error) and (
-            kept := [each.name for each in planned_dtypes(model, plan) if each.yields]
-        ):
-            raise kind(f"{error}\n{_read(model, kept)}") from error
+        if mixes_dtypes(error):
+            kept = [each.name for each in planned_dtypes(model, plan) if each.yields]
+            cause = _read(model, kept) if kept else _made(model, plan)
+            raise kind(f"{error}\n{cause}") from error
 
 
 def _mismatches(model: nn.Module, plan: ModelPlan) -> list[str]:
@@ -73,6 +73,16 @@ def _read(model: nn.Module, kept: list[str]) -> str:
         f"state_dict leaves them out: {_shown(kept)}. They take the dtype of 16-bit tensors that "
         "they meet, but code that reads their dtype (x.to(buffer.dtype)) or casts them "
         "(buffer.float()) computes in fp32 and must cast what it returns: result.to(x.dtype)."
+    )
+
+
+def _made(model: nn.Module, plan: ModelPlan) -> str:
+    return (
+        f"amp prepared the model {type(model).__name__} to compute in {plan.param_dtype}: its "
+        "parameters and the inputs of its forward are cast, but a tensor that the forward makes "
+        "itself or finds elsewhere is not. Cast it, as in x.to(self.linear.weight.dtype), or keep "
+        "the module that takes it in fp32 with amp.initialize(..., fp32_modules=[...]). Levels O1 "
+        "and O4 cast around operators and need neither."
     )
 
 
