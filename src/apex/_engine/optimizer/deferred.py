@@ -173,9 +173,9 @@ def _own_class(master: Any) -> Any:
 
 
 def lend(master: Any) -> Deferred | None:
-    """Lets torch read a stand-in as the gradient of ``master``, if it is deferred; returns it.
+    """Lets torch read a stand-in as the gradient of ``master``; returns the gradient if deferred.
 
-    Until its ``stand_in`` is ``None`` again.
+    Setting its ``stand_in`` to ``None`` reverts it.
     """
     deferred = of(master)
     if deferred is None:
