@@ -97,6 +97,7 @@ class BackwardPass(ExitStack):
                     "one."
                 )
         self.push(self._leave)
+        self.push(self._leave)
         self.push(self._end)
         try:
             with without_overrides():
@@ -163,26 +164,23 @@ class BackwardPass(ExitStack):
         traceback: TracebackType | None,
     ) -> None:
         """Unscales the gradients; after an exception, restores the earlier ones."""
-        try:
-            self._scaler.open_blocks.discard(self)
-            self._python_casts.__exit__(None, None, None)  # spares what follows the function mode
-            if error is not None:
-                self._abort()
-            elif not self._delay_unscale:
-                self.finish()
-            elif not self._finished:  # else a step inside the block has unscaled them already
-                if self._inspection is not None:
-                    self._inspection.end_of_gradients()
-                for binding in self._bindings:
-                    binding.gradients.delay()
+        self._scaler.open_blocks.discard(self)
+        self._python_casts.__exit__(None, None, None)  # spares what follows the function mode
+        if error is not None:
+            self._abort()
+        elif not self._delay_unscale:
+            self.finish()
+        elif not self._finished:  # else a step inside the block has unscaled them already
             if self._inspection is not None:
-                self._inspection.warn()
-        finally:
-            self._leave()
+                self._inspection.end_of_gradients()
+            for binding in self._bindings:
+                binding.gradients.delay()
+        if self._inspection is not None:
+            self._inspection.warn()
 
     @untraced
     def _leave(self, *error: object) -> None:
-        """Closes whatever is still open; idempotent. See Note [Interrupted blocks]."""
+        """Closes whatever is still open; idempotent."""
         self._scaler.open_blocks.discard(self)
         self._python_casts.__exit__(None, None, None)
         if self._inspection is not None:
@@ -229,10 +227,9 @@ class BackwardPass(ExitStack):
     def _unscale(self) -> None:
         """Does everything that can fail; ``Gradients.roll_back`` reverts it."""
         scaler = self._scaler
-        if scaler.dynamic:
-            if scaler.open_blocks:
-                scaler.replace_tensors()
-            scaler.begin_pass(continues=any(b.gradients.continues_local for b in self._bindings))
+        if scaler.open_blocks:
+            scaler.replace_tensors()
+        scaler.begin_pass(continues=any(b.gradients.continues_local for b in self._bindings))
         inverse = None if scaler.is_identity else scaler.inverse(self._scaled_by)
         unscale_ = None if inverse is None else functools.partial(scaler.unscale_, inverse=inverse)
         factors = () if inverse is None else (inverse,)

@@ -8,7 +8,6 @@ strides of its parameters.
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -97,7 +96,6 @@ class Cuts:
                 self.greatest = max(self.greatest, filled)
         if self.pieces:
             self.blocks.append(slice(start, len(self.pieces)))
-        self._positions = [piece.position for piece in self.pieces]
 
     def of(self, tensor: Tensor) -> list[Tensor]:
         """Returns the pieces of one tensor: itself, or 1-d views."""
@@ -114,7 +112,7 @@ class Cuts:
 
     def each(self, values: Sequence[T]) -> list[T]:
         """Returns for each piece the value of its tensor."""
-        return [values[position] for position in self._positions]
+        return [values[piece.position] for piece in self.pieces]
 
 
 def cuts(tensors: Sequence[Tensor], buffers: int = 1) -> Cuts:
@@ -223,33 +221,22 @@ def run(
 
 
 def alike(*lists: Sequence[Tensor]) -> list[bool]:
-    """Returns for each position in lists of strided tensors whether those there can be cut alike.
+    """Returns for each position in lists of tensors whether those there can be cut alike.
 
     They have equal sizes, orders in memory and devices, without gaps.
     """
-    dense = list(map(is_dense, lists[0]))
-    if _same_layouts(lists):
-        return dense
     layouts = zip(*map(_layouts, lists), strict=True)
-    both = zip(dense, layouts, strict=True)
-    return [own and each.count(each[0]) == len(each) for own, each in both]
-
-
-def _same_layouts(lists: Sequence[Sequence[Tensor]]) -> bool:
-    """Returns whether tensors at each position have the same strides; quick, as most have."""
-    first, *others = lists
-    for of in _LAYOUT:
-        own = list(map(of, first))
-        if any(list(map(of, each)) != own for each in others):
-            return False
-    return True
-
-
-_LAYOUT = operator.attrgetter("device"), Tensor.size, Tensor.stride
+    return [
+        each.count(each[0]) == len(each) and is_dense(tensor)
+        for each, tensor in zip(layouts, lists[0], strict=True)
+    ]
 
 
 def _layouts(tensors: Iterable[Tensor]) -> list[object]:
-    return [(t.size(), t.device, t.is_contiguous() or t.stride()) for t in tensors]
+    return [
+        (t.size(), t.device, t.layout is torch.strided and (t.is_contiguous() or t.stride()))
+        for t in tensors
+    ]
 
 
 def is_dense(tensor: Tensor) -> bool:

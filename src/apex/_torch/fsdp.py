@@ -64,11 +64,10 @@ def has_run(group: Any) -> bool:
 
 
 def compute_dtype(group: Any) -> torch.dtype | None:
-    """Returns the ``param_dtype`` of the group's ``MixedPrecisionPolicy``; if several, one."""
+    """Returns the ``param_dtype`` of the group's ``MixedPrecisionPolicy``, or the first one."""
     # From torch 2.15 on, each parameter of the group has its own policy.
     policies = (getattr(each, "mp_policy", None) for each in (group, *group.fsdp_params))
-    found: set[Any] = {getattr(policy, "param_dtype", None) for policy in policies} - {None}
-    return next(iter(found), None)
+    return next(filter(None, (getattr(policy, "param_dtype", None) for policy in policies)), None)
 
 
 def defers_reduction(groups: Iterable[Any]) -> bool:

@@ -39,7 +39,8 @@ def clip_grad_norm_(
         )
     binding.settle()
     params = list({id(param): param for param in binding.params()}.values())
-    waiting = _waiting(params)
+    _settle_unlike(params)
+    waiting = [each for param in params if (each := deferred.of(param)) is not None]
     own = [param for param in params if deferred.of(param) is None and param.grad is not None]
     if any(param.grad.layout is not torch.strided for param in own):  # type: ignore[union-attr]
         raise TypeError(
@@ -65,11 +66,10 @@ def clip_grad_norm_(
     return norm
 
 
-def _waiting(params: Iterable[nn.Parameter]) -> list[deferred.Deferred]:
-    """Returns the deferred gradients.
+def _settle_unlike(params: Iterable[nn.Parameter]) -> None:
+    """Computes deferred gradients that are laid out in another way than their master.
 
-    Computes those that are laid out in another way than their master: in the order of their memory,
-    the squares add up to another sum than those of the fp32 gradient.
+    In the order of their memory, the squares add up to another sum than those of the fp32 gradient.
     """
     found = [(param, each) for param in params if (each := deferred.of(param)) is not None]
     masters = dtensor.locals_of([param for param, _ in found])
@@ -77,7 +77,6 @@ def _waiting(params: Iterable[nn.Parameter]) -> list[deferred.Deferred]:
     for (_, each), same in zip(found, alike, strict=True):
         if not same:
             each.settle()
-    return [each for (_, each), same in zip(found, alike, strict=True) if same]
 
 
 def _norm(params: Sequence[nn.Parameter], norm_type: float) -> Tensor:

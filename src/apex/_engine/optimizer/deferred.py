@@ -197,7 +197,7 @@ def deferrable(received: Sequence[tuple[TrackedPair, Tensor]]) -> list[Tensor | 
     plain = not dtensor.any_dtensor(grads) and not dtensor.any_dtensor(masters)
     return [
         low
-        if type(low) in _DEFERRABLE
+        if type(low) in (Tensor, CountedGradient)
         and low.layout is torch.strided
         and blocks.is_dense(low)
         and not low.requires_grad
@@ -207,9 +207,6 @@ def deferrable(received: Sequence[tuple[TrackedPair, Tensor]]) -> list[Tensor | 
         else None
         for low, grad, master in zip(dtensor.locals_of(grads), grads, masters, strict=True)
     ]
-
-
-_DEFERRABLE = frozenset({Tensor, CountedGradient})
 
 
 def fill_fp32(

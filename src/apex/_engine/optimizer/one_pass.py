@@ -162,31 +162,28 @@ class OnePassStep(TorchDispatchMode):
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Runs a fused operator: by blocks where gradients are deferred, as it is on the others."""
-        lent = [self._lent.get(id(grad)) for grad in args[1]]
-        taken, rest = blocks.divide(args, self._can_cut(func, args, kwargs, lent))
+        lent = self._lent_for_blocks(func, args, kwargs)
+        taken, rest = blocks.divide(args, [each is not None for each in lent])
         if rest[0]:
             func(rest[0], [self._real(grad) for grad in rest[1]], *rest[2:], **kwargs)
         if taken[0]:
             lists = [dtensor.locals_of(each) for each in taken]
-            self._run_blocks(func, lists, [self._lent[id(grad)] for grad in taken[1]], kwargs)
+            self._run_blocks(func, lists, [each for each in lent if each is not None], kwargs)
 
-    def _can_cut(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        lent: Sequence[_Lent | None],
-    ) -> list[bool]:
-        """Returns which parameters and gradients the operator can take by blocks."""
+    def _lent_for_blocks(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[_Lent | None]:
+        """Returns for each parameter the gradient that the operator can take by blocks, if any."""
         if kwargs.get("grad_scale") is not None:  # the kernel writes unscaled gradients back
-            return [False for _ in args[0]]
+            return [None for _ in args[0]]
+        lent = [self._lent.get(id(grad)) for grad in args[1]]
         both = list(zip(lent, args[1], strict=True))
         values = [own if each is None else each.gradient.values for each, own in both]
         models = [own if each is None else each.pair.model for each, own in both]
         states = filter(None, args[2 : dispatch_modes.OPERANDS[func]])
         alike = blocks.alike(*map(dtensor.locals_of, (args[0], values, models, *states)))
         return [
-            same and each is not None and each.gradient.stand_in is not None
+            each if same and each is not None and each.gradient.stand_in is not None else None
             for same, each in zip(alike, lent, strict=True)
         ]
 
@@ -197,15 +194,15 @@ class OnePassStep(TorchDispatchMode):
         packed = [param for param in params if isinstance(param, Packed)]
         cuts = blocks.cuts(params, BUFFERS if packed else 1)
         grads = deferred.gradients(cuts, [each.gradient for each in lent], params)
-        models = dtensor.locals_of([each.pair.model for each in lent])
+        pairs = [each.pair for each in lent]
+        models = [pair.model for pair in pairs]
         # A session packs all its masters, or none.
         masters = unpacked(cuts, packed) if packed else _Rounding(cuts, params, models)
         blocks.run(func, lists, kwargs, cuts, masters, grads)
         for each in lent:
             each.gradient.stand_in = None
         if not packed:
-            pairs = [each.pair for each in lent]
-            increment_version([pair.model for pair in pairs])
+            increment_version(models)
             mark_rounded(pairs)
             self._rounded += zip(params, pairs, strict=True)
 
@@ -231,7 +228,7 @@ class _Rounding(blocks.InPlace):
         self, cuts: blocks.Cuts, masters: Sequence[Tensor], models: Sequence[Tensor]
     ) -> None:
         super().__init__(cuts.of_all(masters))
-        self._models = cuts.of_all(models)
+        self._models = cuts.of_all(dtensor.locals_of(models))
 
     def store(self, block: slice, values: list[Tensor]) -> None:
         torch._foreach_copy_(self._models[block], values)
