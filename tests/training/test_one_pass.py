@@ -1,7 +1,9 @@
 """The step in one pass: gradients stay in 16 bits, and everybody sees what they saw before."""
 
 import copy
+import functools
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from apex import amp
 from apex._engine.optimizer import deferred, one_pass
 from apex._engine.optimizer.optimizer_class import binding_of
 from apex._torch import blocks
+from apex.optimizers import FusedAdagrad, FusedAdam, FusedSGD
 from benchmarks.loops import fused_adamw, with_amp
 from benchmarks.memory import peak_bytes
 from tests.reference.loops import Loop
@@ -30,6 +33,10 @@ FUSED = {
     ),
     "SGD nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, fused=True),
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.1, weight_decay=0.1, fused=True),
+    "FusedAdam": lambda p: FusedAdam(p, lr=1e-2, weight_decay=0.1),
+    "FusedAdam capturable": lambda p: FusedAdam(p, lr=1e-2, adam_w_mode=False, capturable=True),
+    "FusedSGD": lambda p: FusedSGD(p, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True),
+    "FusedAdagrad": lambda p: FusedAdagrad(p, lr=0.1, weight_decay=0.1, adagrad_w_mode=True),
 }
 SCALES = {"O2": [128.0, 1000.0, "dynamic"], "O5": [1.0, 128.0, "dynamic"]}
 LEVEL_SCALES = [(level, scale) for level, scales in SCALES.items() for scale in scales]
@@ -477,7 +484,7 @@ def test_a_post_hook_that_writes_masters_by_foreach_reaches_the_model(level):
     assert cases.same(list(model.parameters()), rounded)
 
 
-class ReadsGradients(torch.optim.AdamW):
+class SignOfTorch(torch.optim.AdamW):
     """An optimizer of a user's own, in Python, over torch's fused step."""
 
     def step(self, closure=None):
@@ -488,10 +495,22 @@ class ReadsGradients(torch.optim.AdamW):
         return super().step(closure)
 
 
+class SignOfApex(FusedAdam):
+    """The same over a method of apex's."""
+
+    def update(self, batch, step, gate):
+        """Sign of the gradients first."""
+        batch.grads = [torch.tensor(grad.tolist()).sign() for grad in batch.grads]
+        super().update(batch, step, gate)
+
+
 @levels
-def test_an_optimizer_with_a_step_of_its_own_gets_fp32_gradients(level):
+@pytest.mark.parametrize(
+    "make", [functools.partial(SignOfTorch, fused=True), SignOfApex], ids=["torch", "apex"]
+)
+def test_an_optimizer_with_a_step_of_its_own_gets_fp32_gradients(level, make):
     def train():
-        model, optimizer = cases.prepared(level, lambda p: ReadsGradients(p, fused=True))
+        model, optimizer = cases.prepared(level, make)
         for x, y in cases.batches(3):
             cases.train_step(model, optimizer, x, y)
         return model, optimizer
@@ -608,15 +627,19 @@ def test_the_debug_switch_turns_it_off_and_on_again():
 
 @levels
 @pytest.mark.parametrize("max_norm", [None, 0.1])
-def test_an_iteration_peaks_at_what_is_stored_and_16_bit_gradients(level, max_norm, monkeypatch):
+@pytest.mark.parametrize("make", [fused_adamw, FusedAdam], ids=["AdamW", "FusedAdam"])
+def test_an_iteration_peaks_at_what_is_stored_and_16_bit_gradients(
+    level, max_norm, make, monkeypatch
+):
     """By itself, at the sizes for which it is meant: 3 M parameters."""
     monkeypatch.undo()
     params = 3 * 1024**2
-    peak = peak_bytes(with_amp(cases.large_task(), level, max_norm=max_norm), 14 * params) / params
+    task = replace(cases.large_task(), optimizer=make)
+    peak = peak_bytes(with_amp(task, level, max_norm=max_norm), 14 * params) / params
     # One block of 2**19 elements is 0.67 bytes per parameter.
     assert 16.0 <= peak <= 16.7
     with amp.debug.two_pass_steps():
-        work = with_amp(cases.large_task(), level, max_norm=max_norm)
+        work = with_amp(task, level, max_norm=max_norm)
         assert peak_bytes(work, 14 * params) / params >= 19.9
 
 

@@ -12,7 +12,7 @@ from apex._engine.optimizer import one_pass
 def two_pass_steps() -> Iterator[None]:
     """Turns the step in one pass off inside the block, in every thread.
 
-    Large models at O2 and O5 otherwise hand their 16-bit gradients to torch's fused optimizers
+    Large models at O2 and O5 otherwise hand their 16-bit gradients to torch's fused kernels
     block by block. Both ways give the same bits; this one takes 4 more bytes per parameter. Use it
     to find out whether the step in one pass is at fault.
 

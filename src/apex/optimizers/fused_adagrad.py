@@ -10,7 +10,7 @@ from torch.optim.optimizer import ParamsT
 import amp_C
 from apex._core.foreach.adagrad import AdagradRule, adagrad_
 from apex._core.foreach.gate import Gate, Scalar
-from apex.optimizers.fused_optimizer import Batch, FusedOptimizer, check_range
+from apex.optimizers.fused_optimizer import IN_KERNELS, Batch, FusedOptimizer, check_range
 
 
 class FusedAdagrad(FusedOptimizer):
@@ -20,7 +20,7 @@ class FusedAdagrad(FusedOptimizer):
         adagrad_w_mode: 1 for decoupled weight decay, else 0.
     """
 
-    kernel_unscales: ClassVar[bool] = True
+    gradient_methods: ClassVar[tuple[str, ...]] = IN_KERNELS
     settings: ClassVar[tuple[str, ...]] = ("adagrad_w_mode",)
 
     multi_tensor_adagrad = staticmethod(amp_C.multi_tensor_adagrad)

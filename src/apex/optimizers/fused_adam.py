@@ -14,7 +14,7 @@ from apex._core.dtypes import LOW_PRECISION
 from apex._core.foreach.adam import adam_
 from apex._core.foreach.gate import Gate, Scalar
 from apex._core.foreach.working import store
-from apex.optimizers.fused_optimizer import Batch, FusedOptimizer, check_adam_options
+from apex.optimizers.fused_optimizer import IN_KERNELS, Batch, FusedOptimizer, check_adam_options
 
 _CLIPPING = (
     "Clip before the step: torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), "
@@ -41,7 +41,7 @@ class FusedAdam(FusedOptimizer):
 
     capturable = False
     steps_dtensors = True
-    kernel_unscales: ClassVar[bool] = True
+    gradient_methods: ClassVar[tuple[str, ...]] = IN_KERNELS
     settings: ClassVar[tuple[str, ...]] = ("adam_w_mode", "capturable", "master_weights")
 
     multi_tensor_adam = staticmethod(amp_C.multi_tensor_adam)

@@ -23,6 +23,9 @@ from apex._torch.grad_scaler import StepOfInstances, signals
 MASTER = "master_param"
 """The state key of an fp32 master that the optimizer keeps of a 16-bit parameter."""
 
+IN_KERNELS = "step", "_batches", "_gradient", "prepare", "update"
+"""``gradient_methods`` of an optimizer whose ``update`` calls a fused kernel of torch."""
+
 
 @dataclass
 class Batch:
@@ -76,8 +79,11 @@ class FusedOptimizer(Optimizer):
     steps_dtensors: ClassVar[bool] = False
     """Whether the rule supports DTensors: takes norms over all ranks, mixes in no plain tensors."""
 
-    kernel_unscales: ClassVar[bool] = False
-    """Whether ``update`` divides the gradients by the gate's scale; else ``step`` does so first."""
+    gradient_methods: ClassVar[tuple[str, ...]] = ()
+    """The methods that handle gradients, if they leave their values to torch's fused kernels.
+
+    Read by amp. The kernels divide by the gate's scale; without them, ``step`` does so first.
+    """
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
@@ -90,7 +96,7 @@ class FusedOptimizer(Optimizer):
         Args:
             batch: Parameters and gradients.
             step: Count of this step, from 1.
-            gate: Whether to skip the step; with a scale only if ``kernel_unscales``.
+            gate: Whether to skip the step; with a scale only if a fused kernel divides by it.
         """
 
     def prepare(self, batches: list[Batch]) -> None:
@@ -106,7 +112,11 @@ class FusedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients; drops them only if ``set_grad_none`` is set, too."""
-        super().zero_grad(set_to_none=set_to_none and self.set_grad_none)
+        if not (set_to_none and self.set_grad_none):
+            super().zero_grad(set_to_none=False)
+            return
+        for param in params_of(self):  # unread: torch's own would compute what amp left in 16 bits
+            param.grad = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:
@@ -127,7 +137,7 @@ class FusedOptimizer(Optimizer):
         grad_scale, found_inf = self._signals(grad_scaler)
         batches = [batch for group in self.param_groups for batch in self._batches(group)]
         gates = [Gate.of(found_inf, batch.device, grad_scale) for batch in batches]
-        if not self.kernel_unscales:
+        if not self.gradient_methods:
             gates = [_unscaled(*each) for each in zip(batches, gates, strict=True)]
         self.prepare(batches)
         steps: dict[int, Scalar] = {}

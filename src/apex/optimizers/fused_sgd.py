@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT, required
 import amp_C
 from apex._core.foreach.gate import Gate, Scalar
 from apex._core.foreach.sgd import SGDRule, sgd_
-from apex.optimizers.fused_optimizer import Batch, FusedOptimizer, check_range
+from apex.optimizers.fused_optimizer import IN_KERNELS, Batch, FusedOptimizer, check_range
 
 BUFFER = "momentum_buffer"
 
@@ -28,7 +28,7 @@ class FusedSGD(FusedOptimizer):
         materialize_master_grads: Has no effect; kept for compatibility.
     """
 
-    kernel_unscales: ClassVar[bool] = True
+    gradient_methods: ClassVar[tuple[str, ...]] = IN_KERNELS
     settings: ClassVar[tuple[str, ...]] = ("wd_after_momentum", "materialize_master_grads")
 
     multi_tensor_sgd = staticmethod(amp_C.multi_tensor_sgd)

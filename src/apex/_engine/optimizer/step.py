@@ -92,9 +92,10 @@ def _run_eagerly(run: Run, *closure: Closure) -> Any:
 
 
 def _sees_only_parameters(binding: Binding) -> bool:
-    """Returns whether torch's own optimizer steps masters and plain parameters only."""
-    own = type(binding.optimizer).__module__.startswith("torch.optim.")
-    return own and _OVERRIDE_NOTHING.issuperset(map(type, binding.params()))
+    """Returns whether an optimizer of torch or apex steps masters and plain parameters only."""
+    module = type(binding.optimizer).__module__
+    known = module.startswith(("torch.optim.", "apex.optimizers."))
+    return known and _OVERRIDE_NOTHING.issuperset(map(type, binding.params()))
 
 
 def _run_without_overrides(run: Run) -> Any:
