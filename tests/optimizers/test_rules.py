@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from apex import optimizers
+from apex.optimizers import fused_optimizer
+from apex.tools.memory import growth
 from tests.optimizers import cases, plain
 
 # Sums in another order, over four steps.
@@ -235,3 +237,22 @@ def test_empty_parameters_step(name):
     optimizer = cases.MAKERS[name](params)
     cases.run(optimizer, params, 2)
     assert torch.isfinite(params[1]).all()
+
+
+@pytest.mark.parametrize("name", cases.MAKERS)
+def test_a_step_in_parts_has_the_same_bits(name, monkeypatch):
+    params, twins = cases.parameters(), cases.parameters()
+    cases.run(cases.MAKERS[name](params), params, 3)
+    monkeypatch.setattr(fused_optimizer, "_LARGE", 1)
+    cases.run(cases.MAKERS[name](twins), twins, 3)
+    cases.assert_same(params, twins, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["FusedLAMB", "FusedNovoGrad"])
+def test_a_step_allocates_for_a_part_of_the_parameters(name, monkeypatch):
+    params = cases.parameters(shapes=[(64, 64)] * 16)
+    optimizer = cases.MAKERS[name](params)
+    cases.run(optimizer, params, 1)
+    whole = growth(optimizer.step, torch.device("cpu"))
+    monkeypatch.setattr(fused_optimizer, "_LARGE", 64 * 64)
+    assert growth(optimizer.step, torch.device("cpu")) < whole / 4

@@ -23,18 +23,25 @@ from apex._torch.grad_scaler import StepOfInstances, signals
 MASTER = "master_param"
 """The state key of an fp32 master that the optimizer keeps of a 16-bit parameter."""
 
+_LARGE = 2**23
+"""Elements from which on a batch of a rule in several kernels is full.
+
+Such a rule holds lists of intermediate values of the whole batch, FusedLAMB three.
+"""
+
 IN_KERNELS = "step", "_batches", "_gradient", "prepare", "update"
 """``gradient_methods`` of an optimizer whose ``update`` calls a fused kernel of torch."""
 
 
 @dataclass
 class Batch:
-    """Those parameters of one group that are on one device and have gradients."""
+    """Parameters of one group that are on one device and have gradients."""
 
     group: dict[str, Any]
     device: torch.device
     params: list[Tensor]
     grads: list[Tensor]
+    elements: int = 0
 
     def option(self, name: str) -> Any:
         """Returns a hyperparameter of the group; a tensor comes as 0-d on the batch's device."""
@@ -156,19 +163,22 @@ class FusedOptimizer(Optimizer):
         return signals(grad_scaler, self)
 
     def _batches(self, group: dict[str, Any]) -> Iterator[Batch]:
-        batches: dict[torch.device, Batch] = {}
+        last: dict[torch.device, Batch] = {}
         for param in group["params"]:
             grad = self._gradient(param)
             if grad is None:
                 continue
             if grad.layout is not torch.strided or not param.is_floating_point():
                 self._refuse(param)
-            batch = batches.get(param.device)
-            if batch is None:
-                batch = batches[param.device] = Batch(group, param.device, [], [])
+            batch = last.get(param.device)
+            if batch is None or (batch.elements >= _LARGE and not self.gradient_methods):
+                if batch is not None:
+                    yield batch
+                batch = last[param.device] = Batch(group, param.device, [], [])
             batch.params.append(param)
             batch.grads.append(grad)
-        yield from batches.values()
+            batch.elements += param.numel()
+        yield from last.values()
 
     def _gradient(self, param: Tensor) -> Tensor | None:
         return param.grad
