@@ -1,9 +1,11 @@
 """Clearing gradients: of the optimizer or the model, to None or to zero."""
 
 import pytest
+import torch
 from torch import nn
 
 from apex import amp
+from apex.optimizers import FusedSGD
 from tests.training import cases
 
 
@@ -54,6 +56,55 @@ def test_zero_grad_of_a_module_around_the_model_clears_masters_too(level):
     only, stepped = cases.prepared(level)
     cases.train_step(only, stepped, x, y)
     assert cases.same(cases.masters(optimizer), cases.masters(stepped))
+
+
+@pytest.mark.parametrize("level", cases.LEVELS)
+def test_an_optimizer_that_keeps_zeros_steps_by_them(level):
+    """As FusedSGD does by default: weights that the loss does not reach keep their momentum."""
+    model, optimizer = cases.prepared(level, lambda p: FusedSGD(p, lr=0.1, momentum=0.9))
+    cases.train_step(model, optimizer, *cases.batch())
+    optimizer.zero_grad()
+    assert all(grad is not None and not grad.any() for grad in all_grads(model, optimizer))
+    before = cases.masters(optimizer)
+    momenta = [optimizer.state[p]["momentum_buffer"].clone() for p in amp.master_params(optimizer)]
+    optimizer.step()
+    expected = [p - 0.1 * 0.9 * momentum for p, momentum in zip(before, momenta, strict=True)]
+    for param, value in zip(cases.masters(optimizer), expected, strict=True):
+        torch.testing.assert_close(param, value.to(param.dtype))
+
+
+class EverySecond(torch.optim.SGD):
+    """Clears the gradients at every second call, to accumulate."""
+
+    calls = 0
+
+    def zero_grad(self, set_to_none=True):
+        """Reads all gradients."""
+        assert all(p.grad is not None for group in self.param_groups for p in group["params"])
+        self.calls += 1
+        if self.calls % 2 == 0:
+            super().zero_grad(set_to_none)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("level", cases.LEVELS)
+def test_an_optimizers_own_zero_grad_decides(level, plain, set_to_none):
+    own, usual = (
+        cases.prepared(level, lambda p, c=c: c(p, lr=0.1)) for c in (EverySecond, torch.optim.SGD)
+    )
+    for index, (x, y) in enumerate(cases.batches(4)):
+        for model, optimizer in (own, usual):
+            if plain and level in ("O0", "O4", "O5"):
+                cases.loss_of(model, x, y).backward()
+            else:
+                cases.backward(model, optimizer, x, y)
+            optimizer.step()
+        own[1].zero_grad(set_to_none)
+        if index % 2:
+            usual[1].zero_grad(set_to_none)
+        assert cases.same(all_grads(*own), all_grads(*usual))
+    assert cases.same(cases.masters(own[1]), cases.masters(usual[1]))
 
 
 @pytest.mark.parametrize("level", cases.WITH_MASTERS)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -25,6 +26,7 @@ from apex._engine.optimizer.overflow_flag import OverflowFlag
 from apex._engine.optimizer.pass_sums import Grads
 from apex._torch.counted import count_writes, uncount_writes
 from apex._torch.dynamo import untraced
+from apex._torch.overrides import without_overrides
 
 if TYPE_CHECKING:
     from apex._engine.optimizer.binding import Binding
@@ -382,6 +384,33 @@ class Gradients:
                 mirror_gradients.mark_again(pair)
         self.reset()
 
+    @contextmanager
+    def cleared(self) -> Iterator[None]:
+        """A context in which the optimizer's own ``zero_grad`` clears what it steps, or some of it.
+
+        Afterwards the models' gradients follow.
+        """
+        self.absorb_raw()
+        with without_overrides():
+            before = [(p, deferred.computed(p)) for p in self._optimized.params()]
+            known = [(p, grad, None if grad is None else grad._version) for p, grad in before]
+        yield
+        with without_overrides():
+            kept = {id(p) for p, grad, version in known if _is_kept(p, grad, version)}
+            pairs = [pair for pair in self._optimized.pairs if id(pair.master) not in kept]
+            grads = [pair.master.grad for pair in pairs]
+            zeroed: list[tuple[TrackedPair, Tensor]] = []
+            for pair, grad in zip(pairs, grads, strict=True):
+                if grad is not None:
+                    zeroed.append((pair, grad))
+                elif pair.model.grad is not None:
+                    pair.model.grad, pair.mirrors_grad = None, False
+            if zeroed:
+                mirror_gradients.write(*zip(*zeroed, strict=True))
+                mirror_gradients.mark(pair for pair, _ in zeroed)
+            if not kept:
+                self.reset()
+
     def on_cleared(self, models: Container[int]) -> None:
         """Drops a pending overflow and open passes if no other parameter has a gradient.
 
@@ -429,6 +458,18 @@ class Gradients:
     def has_grads(self) -> bool:
         """Returns whether a stepped parameter has a gradient, without computing a deferred one."""
         return any(map(deferred.has_grad, self._optimized.params()))
+
+
+def _is_kept(param: nn.Parameter, before: Tensor | None, version: int | None) -> bool:
+    """Returns whether a gradient is the one from before, of this version; ``None`` if deferred."""
+    if deferred.of(param) is not None:
+        return True
+    grad = param.grad
+    if grad is None:
+        return False
+    if before is None:
+        return deferred.is_as_computed(grad)
+    return grad is before and grad._version == version
 
 
 def _version(param: nn.Parameter) -> int | None:
