@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex._core.foreach.early_adam import EarlyAdamRule, early_adam_
+from apex._core.foreach.adam import AdamRule, adam_, corrected_rate
 from apex._core.foreach.gate import Gate
 
 __all__ = ["adam"]
@@ -56,18 +56,19 @@ def adam(
         ValueError: If the tensors differ in their number of elements, or for another ``mode``.
     """
     _check(p, {"m": m, "v": v, "g": g, "out_p": out_p}, mode)
-    rule = EarlyAdamRule(
-        lr=lr,
+    rule = AdamRule(
+        lr=corrected_rate(lr, (beta1, beta2), step) if bias_correction else lr,
         beta1=beta1,
         beta2=beta2,
         eps=eps,
-        eps_inside_sqrt=mode == 0,
         weight_decay=weight_decay,
-        bias_correction=bool(bias_correction),
+        decoupled=True,
+        bias_correction=False,
+        eps_inside_sqrt=mode == 0,
     )
     grad = g.to(torch.promote_types(g.dtype, torch.float32)) / scale
     own = [[each.view_as(p)] for each in (grad, m, v)]
-    early_adam_([p], *own, rule=rule, step=step, gate=Gate())
+    adam_([p], *own, rule=rule, step=step, gate=Gate())
     if out_p.numel():
         out_p.copy_(p.view_as(out_p))
 

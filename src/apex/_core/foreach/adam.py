@@ -1,6 +1,7 @@
 """Adam and AdamW over lists of tensors.
 
-Sources: Kingma and Ba, ICLR 2015; Loshchilov and Hutter, ICLR 2019 (decoupled weight decay).
+Sources: Kingma and Ba, ICLR 2015 (the rate of apex's first FusedAdam: the end of section 2);
+Loshchilov and Hutter, ICLR 2019 (decoupled weight decay).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class AdamRule:
         decoupled: Whether weight decay acts on the parameter (AdamW) or the gradient (Adam).
         bias_correction: Whether averages are divided by ``1 - beta ** step``.
         averaged: Whether the gradient's weight in its average is ``1 - beta1``; 1 if False.
+        eps_inside_sqrt: Whether ``eps`` is added before the square root, as no fused kernel does.
     """
 
     lr: Scalar
@@ -42,6 +44,7 @@ class AdamRule:
     decoupled: bool
     bias_correction: bool = True
     averaged: bool = True
+    eps_inside_sqrt: bool = False
 
     def corrections(self, step: Scalar, gate: Gate) -> tuple[Scalar, Scalar]:
         """Returns the divisors of both averages after ``step`` steps."""
@@ -49,6 +52,16 @@ class AdamRule:
             return 1.0, 1.0
         first, second = (bias_correction(beta, step) for beta in (self.beta1, self.beta2))
         return gate.coefficient(first, 1.0), gate.coefficient(second, 1.0)
+
+
+def corrected_rate(lr: Scalar, betas: Sequence[float], step: Scalar) -> Scalar:
+    """Returns the rate of apex's first FusedAdam: ``lr * sqrt(1 - beta2**t) / (1 - beta1**t)``.
+
+    It corrects the bias in the step size, for a rule without ``bias_correction``, and so multiplies
+    weight decay, too.
+    """
+    first, second = (bias_correction(beta, step) for beta in betas)
+    return lr * second**0.5 / first
 
 
 def adam_(
@@ -75,7 +88,7 @@ def adam_(
     if not params:
         return
     lists = working(params, grads, exp_avgs, exp_avg_sqs)
-    if foreach.has_fused("fused_adam_", params[0].device):
+    if foreach.has_fused("fused_adam_", params[0].device) and not rule.eps_inside_sqrt:
         _fused(lists, rule, step, gate)
     else:
         foreach_adam_(*lists, rule=rule, step=step, gate=gate)
@@ -124,7 +137,7 @@ def foreach_adam_(
     step: Scalar,
     gate: Gate,
 ) -> None:
-    """The same step on foreach kernels, for devices without a fused one."""
+    """The same step on foreach kernels, where there is no fused one."""
     gate.unscale_(grads)
     updates = directions_(params, grads, exp_avgs, exp_avg_sqs, rule=rule, step=step, gate=gate)
     torch._foreach_mul_(updates, gate.coefficient(rule.lr, 0.0))
@@ -154,8 +167,12 @@ def directions_(
     torch._foreach_addcmul_(exp_avg_sqs, grads, grads, value=1.0 - rule.beta2)
     first, second = rule.corrections(step, gate)
     denominators = list(torch._foreach_div(exp_avg_sqs, second))
+    eps = gate.coefficient(rule.eps, 1.0)
+    if rule.eps_inside_sqrt:
+        add_(denominators, eps)
     torch._foreach_sqrt_(denominators)
-    add_(denominators, gate.coefficient(rule.eps, 1.0))
+    if not rule.eps_inside_sqrt:
+        add_(denominators, eps)
     updates = list(torch._foreach_div(exp_avgs, first))
     torch._foreach_div_(updates, denominators)
     if rule.weight_decay and rule.decoupled:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from apex._core.foreach.early_adam import EarlyAdamRule, early_adam_
+from apex._core.foreach.adam import adam_, corrected_rate
 from apex._core.foreach.gate import Gate, Scalar, as_tensor
 from apex._core.foreach.norms import l2_norms, stacked, total
 from apex._core.foreach.working import working
@@ -91,19 +92,15 @@ class FusedAdam(ExplicitOptimizer):
 
     def update(self, batch: Batch, step: Scalar, gate: Gate) -> None:
         """Takes one step for a batch."""
-        group = batch.group
-        beta1, beta2 = group["betas"]
-        rule = EarlyAdamRule(
-            lr=batch.option("lr"),
-            beta1=beta1,
-            beta2=beta2,
-            eps=group["eps"],
+        group, lr = batch.group, batch.option("lr")
+        rule = replace(
+            batch.adam_rule(decoupled=1),
+            lr=corrected_rate(lr, group["betas"], step) if group["bias_correction"] else lr,
+            bias_correction=False,
             eps_inside_sqrt=self.eps_mode == 0,
-            weight_decay=group["weight_decay"],
-            bias_correction=group["bias_correction"],
         )
         averages = self.buffers(batch, "exp_avg"), self.buffers(batch, "exp_avg_sq")
-        early_adam_(batch.params, batch.grads, *averages, rule=rule, step=step, gate=gate)
+        adam_(batch.params, batch.grads, *averages, rule=rule, step=step, gate=gate)
 
 
 def _clip(batches: list[Batch], max_norm: float, known: float | Tensor | None) -> None:
