@@ -124,7 +124,6 @@ KNOWN = {
     "torch.overrides._pop_mode": (FUNCTION_MODES_PLACE, FUNCTION_MODES),
     "torch.autograd.graph._engine_run_backward": (AUTOGRAD, "plain_run_backward"),
     "torch._C._autograd": (DEBUG, TOOL),
-    "torch._utils": (FOREACH, "plain_flatten, plain_unflatten"),
     "torch._dynamo.config": (TRACING, "before torch 2.8 it lists the classes that are traced"),
     "torch._guards": (TRACING, "asked only where dynamo is loaded"),
     "torch._fused_adagrad_": (FOREACH, FUSED),
@@ -229,8 +228,6 @@ PLAIN = {
     (foreach, "_check_and_unscale_kernel_"): foreach.plain_check_and_unscale_,
     (foreach, "update_scale_"): foreach.plain_update_scale_,
     (foreach, "group"): foreach.plain_group,
-    (foreach, "flatten"): foreach.plain_flatten,
-    (foreach, "unflatten"): foreach.plain_unflatten,
     (autograd, "backward_id"): autograd.plain_backward_id,
     (autograd, "run_backward"): autograd.plain_run_backward,
 }
@@ -270,19 +267,13 @@ def test_plain_scale_update_is_torch_s(overflow, start, factors):
     assert cases.same(*results)
 
 
-def test_plain_groups_flattening_and_views_are_torch_s():
+def test_plain_groups_are_torch_s():
     tensors = [torch.randn(2, 3), torch.randn(4).half(), torch.randn(1), torch.randn(()).half()]
     pairs = [tensors, [tensor + 1 for tensor in tensors]]
     groups = [make(pairs) for make in (foreach.group, foreach.plain_group)]
     parts = [{key: value[0] for key, value in group.items()} for group in groups]
     assert parts[0].keys() == parts[1].keys()
     assert all(cases.same(parts[0][key], parts[1][key]) for key in parts[0])
-    same = tensors[::2]
-    flat = foreach.plain_flatten(same)
-    assert cases.same(flat, foreach.flatten(same))
-    views = foreach.plain_unflatten(flat, same)
-    assert cases.same(list(views), list(foreach.unflatten(flat, same)))
-    assert all(view.untyped_storage().data_ptr() == flat.data_ptr() for view in views)
 
 
 @pytest.mark.parametrize("level", cases.LEVELS)

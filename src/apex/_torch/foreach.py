@@ -61,17 +61,6 @@ def plain_group(lists: Sequence[Sequence[Tensor]]) -> dict[Any, tuple[list[list[
     return groups
 
 
-def plain_flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenates dense tensors of one dtype into a 1-d tensor."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def plain_unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Returns views of ``flat`` in the shapes of ``tensors``."""
-    parts = torch.split_with_sizes(flat, [tensor.numel() for tensor in tensors])
-    return tuple(part.view(like.shape) for part, like in zip(parts, tensors, strict=True))
-
-
 def _found(owner: object, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     return getattr(owner, name, plain)
 
@@ -101,8 +90,6 @@ def check_and_unscale_(grads: list[Tensor], found_inf: Tensor, inverse: Tensor) 
 
 update_scale_ = _found(torch, "_amp_update_scale_", plain_update_scale_)
 group = _found(Optimizer, "_group_tensors_by_device_and_dtype", plain_group)
-flatten = _found(torch._utils, "_flatten_dense_tensors", plain_flatten)
-unflatten = _found(torch._utils, "_unflatten_dense_tensors", plain_unflatten)
 
 
 # -- fused optimizer kernels; the fallbacks are in `_core.foreach` --------------------------------

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+import apex_C
 from apex import _unavailable
 from apex._core import dtypes, master, tree
 from apex._core.master import Pair
-from apex._torch import foreach
 
 __getattr__ = _unavailable.names_instead(
     __name__, dict.fromkeys(("TORCH_MAJOR", "TORCH_MINOR"), "torch.__version__")
@@ -123,7 +123,7 @@ def prep_param_lists(
             f"prep_param_lists(flat_master=True) got a model with parameters of {shown}; one flat "
             "master takes parameters of one dtype on one device. Use flat_master=False."
         )
-    flat = nn.Parameter(_flat([param.detach() for param in params]).to(torch.float32, copy=True))
+    flat = nn.Parameter(apex_C.flatten([param.detach() for param in params]).to(torch.float32))
     flat.grad = torch.zeros_like(flat)
     return params, [flat]
 
@@ -143,7 +143,7 @@ def model_grads_to_master_grads(
     _require_fit(model_params, master_params, flat_master)
     if flat_master:
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]
-        master_params[0].grad = _flat(grads).to(torch.float32, copy=True)
+        master_params[0].grad = apex_C.flatten(grads).to(torch.float32)
         return
     received = [i for i, param in enumerate(model_params) if param.grad is not None]
     for param in master_params:
@@ -170,9 +170,9 @@ def master_params_to_model_params(
             [Pair(*pair) for pair in zip(model_params, master_params, strict=True)]
         )
         return
-    values = foreach.unflatten(master_params[0].detach(), tuple(model_params))
+    values = apex_C.unflatten(master_params[0].detach(), model_params)
     with torch.no_grad():
-        torch._foreach_copy_(list(model_params), list(values))
+        torch._foreach_copy_(list(model_params), values)
 
 
 def to_python_float(t: Any) -> Any:
@@ -188,11 +188,6 @@ def _master_of(param: nn.Parameter) -> nn.Parameter:
     if dtypes.is_low_precision(param):
         return master.make_master(param)
     return nn.Parameter(param.detach().to(torch.float32, copy=True))
-
-
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    flat: Tensor = foreach.flatten(tuple(tensors))
-    return flat
 
 
 def _require_fit(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex._torch import foreach
+import apex_C
 from apex.parallel.process_groups import require_running
 
 Call = Callable[..., Any]
@@ -19,14 +19,12 @@ _SPLIT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def flatten(bucket: Sequence[Tensor]) -> Tensor:
     """Returns a 1-d tensor with the elements of dense tensors of one dtype and device."""
-    flat: Tensor = foreach.flatten(tuple(bucket))
-    return flat
+    return apex_C.flatten(bucket)
 
 
-def unflatten(coalesced: Tensor, bucket: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def unflatten(coalesced: Tensor, bucket: Sequence[Tensor]) -> list[Tensor]:
     """Returns views of ``coalesced`` in the shapes of ``bucket``, from which it was flattened."""
-    views: tuple[Tensor, ...] = foreach.unflatten(coalesced, tuple(bucket))
-    return views
+    return apex_C.unflatten(coalesced, bucket)
 
 
 def split_half_float_double(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
