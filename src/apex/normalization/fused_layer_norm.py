@@ -8,10 +8,17 @@ both have autocast's dtype, unlike torch's layer norm, whose result is fp32.
 
 from __future__ import annotations
 
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.jit import is_scripting  # type: ignore[attr-defined]
 
 from apex import _unavailable
+from apex._core.dtypes import LOW_PRECISION
 from apex.normalization._compute import Shape, layer_norm, rms_norm
 from apex.normalization._functions import (
     FusedLayerNormAffineFunction,
@@ -20,12 +27,6 @@ from apex.normalization._functions import (
     FusedRMSNormAffineFunction,
     FusedRMSNormAffineMixedDtypesFunction,
     FusedRMSNormFunction,
-)
-from apex.normalization._modules import (
-    FusedLayerNorm,
-    FusedRMSNorm,
-    MixedFusedLayerNorm,
-    MixedFusedRMSNorm,
 )
 
 __all__ = [
@@ -61,6 +62,155 @@ __getattr__ = _unavailable.names_instead(
         "supports_custom_op": "torch.library.custom_op, which every supported torch has",
     },
 )
+
+
+class _FusedNorm(nn.Module):
+    """Shape, eps and parameters, common to all fused norms."""
+
+    # For torch.jit.script, which does not support annotations in new syntax in the class body.
+    __constants__ = ("eps", "normalized_shape")
+    _has_bias = False
+
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
+        super().__init__()
+        self.normalized_shape = _size(type(self).__name__, normalized_shape)
+        self.eps = eps
+        self.elementwise_affine = elementwise_affine
+        self.memory_efficient = memory_efficient
+        self.weight: nn.Parameter | None
+        self.bias: nn.Parameter | None
+        self.register_parameter("weight", self._new_parameter())
+        if self._has_bias:
+            self.register_parameter("bias", self._new_parameter())
+        self.reset_parameters()
+
+    def _new_parameter(self) -> nn.Parameter | None:
+        return nn.Parameter(torch.empty(self.normalized_shape)) if self.elementwise_affine else None
+
+    def reset_parameters(self) -> None:
+        """Sets the weight to ones and the bias, where there is one, to zeros."""
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+        if self._has_bias and self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def _out_dtype(self, input: Tensor) -> torch.dtype:
+        """Returns the result's dtype without autocast."""
+        return input.dtype
+
+    def extra_repr(self) -> str:
+        """Returns shape, eps and whether the norm has parameters."""
+        return (
+            f"{tuple(self.normalized_shape)}, eps={self.eps}, "
+            f"elementwise_affine={self.elementwise_affine}"
+        )
+
+
+class FusedLayerNorm(_FusedNorm):
+    """Layer norm whose result has the input's dtype, or autocast's under autocast.
+
+    Args:
+        normalized_shape: Trailing dimensions to normalize over; an integer means the last one.
+        eps: Term added to the variance.
+        elementwise_affine: Whether the norm has a trainable weight (initially ones) and bias
+            (initially zeros).
+        memory_efficient: Has no effect: torch keeps the input for the backward.
+
+    Raises:
+        TypeError: If ``normalized_shape`` is neither an integer nor a sequence of integers.
+        ValueError: If it is empty.
+    """
+
+    _has_bias = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns the normalized input, ``[*, normalized_shape]``."""
+        shape, weight, eps = self.normalized_shape, self.weight, self.eps
+        if is_scripting():
+            return F.layer_norm(input, shape, weight, self.bias, eps)
+        out = self._out_dtype(input)
+        return layer_norm(input, shape, weight, self.bias, eps, out=out, autocasts=True)
+
+
+class FusedRMSNorm(_FusedNorm):
+    """RMS norm whose result has the input's dtype, or autocast's under autocast.
+
+    Note [Low-precision weight]
+        With a low-precision weight, the result has the weight's dtype even for fp32 input: T5 in
+        fp16 keeps an fp32 residual, but its next layer accepts only fp16. apex's kernel rejected
+        this combination; its CPU path behaved as here.
+
+    Args:
+        normalized_shape: Trailing dimensions to normalize over; an integer means the last one.
+        eps: Term added to the mean square.
+        elementwise_affine: Whether the norm has a trainable weight (initially ones).
+        memory_efficient: Has no effect: torch keeps the input for the backward.
+
+    Raises:
+        TypeError: If ``normalized_shape`` is neither an integer nor a sequence of integers.
+        ValueError: If it is empty.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns the normalized input, ``[*, normalized_shape]``."""
+        shape, weight, eps = self.normalized_shape, self.weight, self.eps
+        if is_scripting():
+            return F.rms_norm(input, shape, weight, eps)
+        out = self._out_dtype(input)
+        return rms_norm(input, shape, weight, eps, out=out, autocasts=True)
+
+    def _out_dtype(self, input: Tensor) -> torch.dtype:
+        weight = self.weight
+        if weight is not None and weight.dtype in LOW_PRECISION:
+            return weight.dtype
+        return input.dtype
+
+
+class _Mixed(_FusedNorm):
+    """Norms whose result has the weight's dtype."""
+
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        *,
+        memory_efficient: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        other = "FusedRMSNorm" if isinstance(self, FusedRMSNorm) else "FusedLayerNorm"
+        _check_affine(f"Mixed{other}", other, **kwargs)
+        super().__init__(normalized_shape, eps, True, memory_efficient)
+
+    def _out_dtype(self, input: Tensor) -> torch.dtype:
+        return input.dtype if self.weight is None else self.weight.dtype
+
+
+class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
+    """Layer norm whose result has the weight's dtype, or autocast's under autocast.
+
+    Args:
+        normalized_shape: Trailing dimensions to normalize over; an integer means the last one.
+        eps: Term added to the variance.
+        memory_efficient: Has no effect.
+        **kwargs: ``elementwise_affine``, which must be True.
+
+    Raises:
+        RuntimeError: If ``elementwise_affine`` is False.
+        TypeError: If another keyword is given.
+    """
+
+
+class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
+    """RMS norm whose result has the weight's dtype, or autocast's under autocast.
+
+    Arguments and errors are those of `MixedFusedLayerNorm`.
+    """
 
 
 def fused_layer_norm_affine(
@@ -141,6 +291,36 @@ def manual_rms_norm(
     """
     out = torch.promote_types(input.dtype, torch.float32)
     if weight is not None:
-        low = weight.dtype in (torch.float16, torch.bfloat16)
+        low = weight.dtype in LOW_PRECISION
         out = weight.dtype if low else torch.promote_types(out, weight.dtype)
     return rms_norm(input, normalized_shape, weight, eps, out=out)
+
+
+def _size(module: str, shape: Shape) -> torch.Size:
+    if isinstance(shape, numbers.Integral):
+        return torch.Size((int(shape),))
+    if not isinstance(shape, Sequence) or not all(isinstance(n, numbers.Integral) for n in shape):
+        raise TypeError(
+            f"{module} got normalized_shape={shape!r}; it takes an integer or a sequence of "
+            "integers: the sizes of the last dimensions of the input."
+        )
+    if not shape:
+        raise ValueError(
+            f"{module} got an empty normalized_shape; pass at least the input's last dimension."
+        )
+    return torch.Size(shape)
+
+
+def _check_affine(
+    module: str, other: str, *, elementwise_affine: bool = True, **unknown: object
+) -> None:
+    if unknown:
+        raise TypeError(
+            f"{module} got the keyword {next(iter(unknown))!r}; it takes normalized_shape, eps, "
+            "memory_efficient and elementwise_affine. Remove it."
+        )
+    if not elementwise_affine:
+        raise RuntimeError(
+            f"{module} got elementwise_affine=False; its result has the weight's dtype, so it "
+            f"needs a weight. Use {other}(..., elementwise_affine=False)."
+        )
