@@ -4,16 +4,279 @@ States persist between calls, with their graph: ``detach_hidden`` detaches them,
 sets them to zeros. A different batch size starts from zeros.
 """
 
-from collections.abc import Sequence
+# ruff: noqa: A001, A002, N801, N803 - apex's names
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
-
-from apex.RNN._bidirectional import bidirectionalRNN
-from apex.RNN._cell import RNNCell
-from apex.RNN._stacked import stackedRNN
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 __all__ = ["RNNCell", "bidirectionalRNN", "flatten_list", "is_iterable", "stackedRNN"]
+
+Hiddens = Sequence[Any]
+"""Tensors ``[layers, batch, features]`` per hidden state; lists of them with ``collect_hidden``."""
+
+
+class RNNCell(nn.Module):
+    """One recurrent layer: weights, hidden states and a cell function.
+
+    Args:
+        gate_multiplier: Rows of the weights per hidden feature: 4 for LSTM, 3 for GRU, otherwise 1.
+        input_size: Number of input features.
+        hidden_size: Number of hidden features.
+        cell: Function of one step, such as those in `apex.RNN.cells`.
+        n_hidden_states: Number of hidden states; the first is the output.
+        bias: Whether the layer has biases.
+        output_size: Number of output features after a projection; None means ``hidden_size``,
+            without a projection.
+    """
+
+    def __init__(
+        self,
+        gate_multiplier: int,
+        input_size: int,
+        hidden_size: int,
+        cell: Callable[..., Any],
+        n_hidden_states: int = 2,
+        bias: bool = False,
+        output_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.gate_multiplier = gate_multiplier
+        self.input_size = input_size
+        self.hidden_size = hidden_size
+        self.cell = cell
+        self.bias = bias
+        self.output_size = hidden_size if output_size is None else output_size
+        self.gate_size = gate_multiplier * hidden_size
+        self.n_hidden_states = n_hidden_states
+        self.w_ih = nn.Parameter(torch.empty(self.gate_size, input_size))
+        self.w_hh = nn.Parameter(torch.empty(self.gate_size, self.output_size))
+        self._projects = self.output_size != hidden_size
+        if self._projects:
+            self.w_ho = nn.Parameter(torch.empty(self.output_size, hidden_size))
+        self.b_ih = nn.Parameter(torch.empty(self.gate_size)) if bias else None
+        self.b_hh = nn.Parameter(torch.empty(self.gate_size)) if bias else None
+        self.hidden: list[Tensor | None] = [None] * n_hidden_states
+        self.reset_parameters()
+
+    def new_like(self, new_input_size: int | None = None) -> RNNCell:
+        """Returns a cell with the same options and new parameters."""
+        return type(self)(
+            self.gate_multiplier,
+            new_input_size or self.input_size,
+            self.hidden_size,
+            self.cell,
+            self.n_hidden_states,
+            self.bias,
+            self.output_size,
+        )
+
+    def reset_parameters(self, gain: float = 1) -> None:
+        """Reinitializes all parameters uniformly within +-1/sqrt(hidden_size); ignores ``gain``."""
+        del gain
+        bound = 1.0 / math.sqrt(self.hidden_size)
+        for param in self.parameters():
+            nn.init.uniform_(param, -bound, bound)
+
+    def init_hidden(self, bsz: int) -> None:
+        """Creates zero states for a batch of ``bsz``; keeps states of that size.
+
+        Moves kept states to the parameters' device and dtype.
+        """
+        for index, state in enumerate(self.hidden):
+            if state is None or state.shape[0] != bsz:
+                size = self.hidden_size if index else self.output_size
+                self.hidden[index] = self.w_ih.new_zeros(bsz, size)
+            else:
+                self.hidden[index] = state.to(self.w_ih)
+
+    def reset_hidden(self, bsz: int) -> None:
+        """Resets the states to zeros for a batch of ``bsz``."""
+        self.hidden = [None] * self.n_hidden_states
+        self.init_hidden(bsz)
+
+    def detach_hidden(self) -> None:
+        """Detaches the states from their graph.
+
+        Raises:
+            RuntimeError: If there are no states yet.
+        """
+        if any(state is None for state in self.hidden):
+            raise RuntimeError(
+                "detach_hidden was called before the hidden states exist. Call the network or "
+                "init_hidden(batch_size) first."
+            )
+        self.hidden = [state if state is None else state.detach() for state in self.hidden]
+
+    def forward(self, input: Tensor) -> tuple[Tensor, ...]:
+        """Returns the new states, output first, for one step's input ``[batch, features]``."""
+        self.init_hidden(input.shape[0])
+        before = self.hidden[0] if self.n_hidden_states == 1 else self.hidden
+        new = self.cell(input, before, *self._weights(), b_ih=self.b_ih, b_hh=self.b_hh)
+        states = [new] if self.n_hidden_states == 1 else list(new)
+        if self._projects:
+            states[0] = F.linear(states[0], self.w_ho)
+        self.hidden = list(states)
+        return tuple(states)
+
+    def _weights(self) -> tuple[Tensor, ...]:
+        return self.w_ih, self.w_hh
+
+    def extra_repr(self) -> str:
+        """Returns sizes, cell and bias."""
+        return f"{self.input_size}, {self.hidden_size}, cell={self.cell.__name__}, bias={self.bias}"
+
+
+class Stateful(nn.Module):
+    """A module whose ``rnns`` keep hidden states."""
+
+    rnns: nn.ModuleList
+
+    def reset_parameters(self) -> None:
+        """Reinitializes all parameters."""
+        for each in self._stateful():
+            each.reset_parameters()
+
+    def init_hidden(self, bsz: int) -> None:
+        """Creates zero states for a batch of ``bsz``; keeps states of that size."""
+        for each in self._stateful():
+            each.init_hidden(bsz)
+
+    def init_inference(self, bsz: int) -> None:
+        """Does as :meth:`init_hidden`."""
+        self.init_hidden(bsz)
+
+    def reset_hidden(self, bsz: int) -> None:
+        """Resets all states to zeros for a batch of ``bsz``."""
+        for each in self._stateful():
+            each.reset_hidden(bsz)
+
+    def detach_hidden(self) -> None:
+        """Detaches all states from their graph."""
+        for each in self._stateful():
+            each.detach_hidden()
+
+    def _stateful(self) -> list[RNNCell | Stateful]:
+        return [each for each in self.rnns if isinstance(each, RNNCell | Stateful)]
+
+
+class stackedRNN(Stateful):
+    """A stack of cells, run step by step.
+
+    Args:
+        inputRNN: The first cell, on which the others are modelled, or a list of all cells.
+        num_layers: Number of cells.
+        dropout: Dropout probability between layers, in training.
+        batch_first: Whether inputs and outputs are ``[batch, steps, features]``.
+
+    Raises:
+        TypeError: If ``inputRNN`` is neither a cell nor a list of cells.
+        ValueError: If the list has a different length, or ``dropout`` is not a probability.
+    """
+
+    def __init__(
+        self,
+        inputRNN: RNNCell | list[RNNCell],
+        num_layers: int = 1,
+        dropout: float = 0,
+        *,
+        batch_first: bool = False,
+    ) -> None:
+        super().__init__()
+        if not 0 <= dropout <= 1:
+            raise ValueError(f"RNN got dropout={dropout!r}; it takes a probability from 0 to 1.")
+        self.dropout = dropout
+        self.batch_first = batch_first
+        self.rnns = nn.ModuleList(_layers(inputRNN, num_layers))
+        self.nLayers = len(self.rnns)
+
+    def forward(
+        self, input: Tensor, collect_hidden: bool = False, reverse: bool = False
+    ) -> tuple[Tensor, Hiddens]:
+        """Runs the cells over all steps.
+
+        Args:
+            input: ``[steps, batch, features]``.
+            collect_hidden: Whether to return the states of every step instead of only the last.
+            reverse: Whether to process the steps from last to first.
+
+        Returns:
+            Outputs ``[steps, batch, output_size]`` in the input's order, and the states.
+
+        Raises:
+            ValueError: If the input has a wrong shape or no steps.
+        """
+        self._check(input)
+        steps = list(input.unbind(1 if self.batch_first else 0))
+        if reverse:
+            steps.reverse()
+        by_step = [self._step(step) for step in steps]
+        outputs = [layers[-1][0] for layers in by_step]
+        if reverse:
+            outputs.reverse()
+        output = torch.stack(outputs, dim=1 if self.batch_first else 0)
+        if not collect_hidden:
+            return output, _by_state(by_step[-1])
+        if reverse:
+            by_step.reverse()
+        return output, [list(states) for states in zip(*map(_by_state, by_step), strict=True)]
+
+    def _step(self, input: Tensor) -> list[tuple[Tensor, ...]]:
+        """Returns the states of every layer after one step."""
+        states: list[tuple[Tensor, ...]] = []
+        for layer, cell in enumerate(self.rnns):
+            if layer and self.dropout:
+                input = F.dropout(input, self.dropout, self.training)
+            states.append(cell(input))
+            input = states[-1][0]
+        return states
+
+    def _check(self, input: Tensor) -> None:
+        features: Any = self.rnns[0].input_size
+        steps_dim = 1 if self.batch_first else 0
+        if input.dim() != 3 or input.shape[-1] != features or not input.shape[steps_dim]:
+            order = "batch, steps" if self.batch_first else "steps, batch"
+            raise ValueError(
+                f"RNN got an input of shape {list(input.shape)}; it takes [{order}, {features}] "
+                "with at least one step."
+            )
+
+
+class bidirectionalRNN(Stateful):
+    """Two stacks, one forward and one backward in time; their outputs are concatenated.
+
+    Arguments are those of `stackedRNN`, except that ``inputRNN`` is a single cell. As in apex, the
+    state dict contains every parameter twice: under ``fwd`` or ``bckwrd``, and under ``rnns``.
+    """
+
+    def __init__(
+        self,
+        inputRNN: RNNCell,
+        num_layers: int = 1,
+        dropout: float = 0,
+        *,
+        batch_first: bool = False,
+    ) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.fwd = stackedRNN(inputRNN, num_layers, dropout, batch_first=batch_first)
+        back = inputRNN.new_like()
+        self.bckwrd = stackedRNN(back, num_layers, dropout, batch_first=batch_first)
+        self.rnns = nn.ModuleList([self.fwd, self.bckwrd])
+
+    def forward(self, input: Tensor, collect_hidden: bool = False) -> tuple[Tensor, Hiddens]:
+        """Runs both stacks and concatenates their features; arguments are those of `stackedRNN`."""
+        ahead, ahead_states = self.fwd(input, collect_hidden=collect_hidden)
+        back, back_states = self.bckwrd(input, collect_hidden=collect_hidden, reverse=True)
+        pairs = zip(ahead_states, back_states, strict=True)
+        return torch.cat([ahead, back], -1), tuple(itertools.starmap(_side_by_side, pairs))
 
 
 def is_iterable(maybe_iterable: object) -> bool:
@@ -24,3 +287,26 @@ def is_iterable(maybe_iterable: object) -> bool:
 def flatten_list(tens_list: Tensor | Sequence[Tensor]) -> Tensor:
     """Returns tensors of one shape stacked along a new first dimension; a tensor as it is."""
     return tens_list if isinstance(tens_list, Tensor) else torch.stack(list(tens_list))
+
+
+def _layers(first: RNNCell | list[RNNCell], num_layers: int) -> list[RNNCell]:
+    if isinstance(first, RNNCell):
+        return [first, *(first.new_like(first.output_size) for _ in range(num_layers - 1))]
+    if not isinstance(first, list):
+        raise TypeError(
+            f"stackedRNN got {type(first).__name__}; it takes an RNNCell or a list of RNNCells."
+        )
+    if len(first) != num_layers:
+        raise ValueError(f"stackedRNN got {len(first)} cells for num_layers={num_layers}.")
+    return first
+
+
+def _by_state(layers: Iterable[tuple[Tensor, ...]]) -> list[Tensor]:
+    """Stacks the states of all layers: one ``[layers, batch, features]`` per hidden state."""
+    return [torch.stack(states) for states in zip(*layers, strict=True)]
+
+
+def _side_by_side(ahead: Any, back: Any) -> Any:
+    if isinstance(ahead, Tensor):
+        return torch.cat([ahead, back], -1)
+    return [torch.cat(pair, -1) for pair in zip(ahead, back, strict=True)]
