@@ -31,6 +31,7 @@ class FusedLAMB(FusedOptimizer):
     """
 
     steps_dtensors = True
+    reduced_precision_dtype: torch.dtype | None = None
     settings: ClassVar[tuple[str, ...]] = ("adam_w_mode", "use_nvlamb")
 
     multi_tensor_l2norm = staticmethod(amp_C.multi_tensor_l2norm)
@@ -102,7 +103,7 @@ class FusedLAMB(FusedOptimizer):
         divisor = torch.ones((), device=batch.device)
         if self._divisor is not None:
             divisor = moved(self._divisor, batch.device)
-        targets = self.masters(batch, self._reduced())
+        targets = self.masters(batch, (self.reduced_precision_dtype,))
         averages = self.buffers(batch, "exp_avg"), self.buffers(batch, "exp_avg_sq")
         lamb_(
             targets,
@@ -115,9 +116,5 @@ class FusedLAMB(FusedOptimizer):
             gate=gate,
         )
         store(batch.params, targets)
-
-    def _reduced(self) -> tuple[torch.dtype, ...]:
-        """Returns the dtypes of parameters that get fp32 masters."""
-        return ()
 
     _divisor: Tensor | None = None

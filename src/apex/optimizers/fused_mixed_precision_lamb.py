@@ -70,6 +70,3 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         """Adds a parameter group."""
         super().add_param_group(param_group)
         put_on_device(self.param_groups[-1])
-
-    def _reduced(self) -> tuple[torch.dtype, ...]:
-        return () if self.reduced_precision_dtype is None else (self.reduced_precision_dtype,)

@@ -45,8 +45,7 @@ class Batch:
 
     def option(self, name: str) -> Any:
         """Returns a hyperparameter of the group; a tensor comes as 0-d on the batch's device."""
-        value = self.group[name]
-        return as_scalar(value, self.device) if isinstance(value, Tensor) else value
+        return as_scalar(self.group[name], self.device)
 
     def adam_rule(self, *, decoupled: int) -> AdamRule:
         """Returns the group's hyperparameters of Adam or LAMB."""
@@ -230,7 +229,7 @@ class FusedOptimizer(Optimizer):
         """Returns the dtype of a parameter's state: fp32, fp64 for fp64 parameters."""
         return math_dtype(param)
 
-    def masters(self, batch: Batch, dtypes: tuple[torch.dtype, ...]) -> list[Tensor]:
+    def masters(self, batch: Batch, dtypes: tuple[torch.dtype | None, ...]) -> list[Tensor]:
         """Returns fp32 masters of the parameters of these dtypes, and other parameters themselves.
 
         Masters are made at the first step: before that the model's values may still change (by a

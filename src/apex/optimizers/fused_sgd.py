@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import compress
 from typing import Any, ClassVar
 
 import torch
@@ -114,22 +115,13 @@ class FusedSGD(FusedOptimizer):
         new = [BUFFER not in self.state[param] for param in batch.params]
         if any(new) and rule.dampening and _skips(gate):
             return
-        buffers = self.buffers(batch, BUFFER)
-        if not any(new):
-            sgd_(batch.params, batch.grads, buffers, rule=rule, first_run=False, gate=gate)
-            return
+        lists = batch.params, batch.grads, self.buffers(batch, BUFFER)
         for first_run in (True, False):
             # A gated start leaves the buffer at 0, from which the usual rule gives the same result.
             # Only dampening makes a difference, and then no start is gated.
-            chosen = [index for index, is_new in enumerate(new) if is_new is first_run]
-            sgd_(
-                [batch.params[index] for index in chosen],
-                [batch.grads[index] for index in chosen],
-                [buffers[index] for index in chosen],
-                rule=rule,
-                first_run=first_run,
-                gate=gate,
-            )
+            chosen = [is_new is first_run for is_new in new]
+            parts = (list(compress(tensors, chosen)) for tensors in lists)
+            sgd_(*parts, rule=rule, first_run=first_run, gate=gate)
 
 
 def _skips(gate: Gate) -> bool:
