@@ -9,7 +9,7 @@ from amp_C.lists import TensorLists, checked, set_noop_
 from apex._core.finite import group
 from apex._core.foreach.gate import Scalar, as_scalar, as_tensor
 from apex._core.foreach.norms import any_non_finite
-from apex._core.foreach.working import fresh, math_dtype, store, working
+from apex._core.foreach.working import math_dtype, store, working
 from apex._torch import foreach
 from apex._torch.copies import moved
 
@@ -64,8 +64,7 @@ def multi_tensor_axpby(
     a, b = (as_scalar(factor, noop_flag.device) for factor in (a, b))
     found_inf = any_non_finite(inputs, xs[0].device)
     left, right = working(xs, ys)
-    total = fresh(left, xs)
-    torch._foreach_mul_(total, a)
+    total = list(torch._foreach_mul(left, a))
     if isinstance(b, Tensor):
         torch._foreach_add_(total, torch._foreach_mul(right, b))
     else:

@@ -59,11 +59,6 @@ def store(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         torch._foreach_copy_([target for target, _ in pairs], [value for _, value in pairs])
 
 
-def fresh(tensors: Sequence[Tensor], originals: Sequence[Tensor]) -> list[Tensor]:
-    """Returns ``tensors``, cloned where they are the originals, for changes in place."""
-    return [t.clone() if t is o else t for t, o in zip(tensors, originals, strict=True)]
-
-
 def same_dtype(*lists: list[Tensor]) -> Iterator[list[list[Tensor]]]:
     """Yields the lists in parts of one dtype, as fused kernels require.
 
