@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from apex._core import master
-from apex._core.master import Pair
 
 LOW = [torch.float16, torch.bfloat16]
 
@@ -39,9 +38,10 @@ def test_a_master_takes_the_exact_value_without_a_copy(dtype):
 
 @pytest.mark.parametrize("dtype", LOW)
 def test_copying_rounds_every_master_into_its_parameter(dtype):
-    pairs = [Pair(param([0.0, 0.0], dtype), param([1 / 3, 2.0])), Pair(param([0.0]), param([3.0]))]
-    master.copy_to_model(pairs)
-    assert all(torch.equal(pair.model, pair.master.to(pair.model.dtype)) for pair in pairs)
+    models = [param([0.0, 0.0], dtype), param([0.0])]
+    masters = [param([1 / 3, 2.0]), param([3.0])]
+    master.copy_to_model(masters, models)
+    assert all(torch.equal(m, own.to(m.dtype)) for m, own in zip(models, masters, strict=True))
 
 
 @pytest.mark.parametrize("dtype", LOW)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,25 +12,6 @@ from apex._core.packing import Kind
 from apex._torch import dtensor
 from apex._torch.dynamo import untraced
 from apex._torch.packed import Packed
-
-
-class Pair(NamedTuple):
-    """A model parameter and the fp32 parameter that the optimizer steps in its place."""
-
-    model: nn.Parameter
-    master: nn.Parameter
-
-
-class Linked(Protocol):
-    """An object with the two parameters of a :class:`Pair`."""
-
-    @property
-    def model(self) -> nn.Parameter:
-        """The model's parameter."""
-
-    @property
-    def master(self) -> nn.Parameter:
-        """Its fp32 master."""
 
 
 def make_master(
@@ -78,11 +58,10 @@ def make_packed(param: nn.Parameter, exact: Tensor | None, kind: Kind) -> nn.Par
 
 @untraced
 @torch.no_grad()
-def copy_to_model(pairs: Sequence[Linked]) -> None:
+def copy_to_model(masters: Sequence[Tensor], models: Sequence[Tensor]) -> None:
     """Writes each master's rounded value into its model parameter."""
-    if pairs:
-        models = dtensor.locals_of([pair.model for pair in pairs])
-        torch._foreach_copy_(models, dtensor.locals_of([pair.master for pair in pairs]))
+    if masters:
+        torch._foreach_copy_(dtensor.locals_of(models), dtensor.locals_of(masters))
 
 
 def fp32_grads(params: Sequence[nn.Parameter]) -> list[Tensor]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from apex._core import dtypes, finite, master
-from apex._core.master import Pair
 from apex._core.scale import checked_static
 from apex._engine.host_scale import HostScale
 
@@ -24,6 +23,13 @@ def forwarded(part: str, name: str, doc: str) -> Any:
         setattr(getattr(self, part), name, value)
 
     return property(read, write, doc=doc)
+
+
+class Pair(NamedTuple):
+    """A model parameter and the fp32 parameter that the optimizer steps in its place."""
+
+    model: nn.Parameter
+    master: nn.Parameter
 
 
 class MasterWrapper:
@@ -107,7 +113,8 @@ class MasterWrapper:
             yield from group["params"]
 
     def _master_params_to_model_params(self) -> None:
-        master.copy_to_model(self._all_pairs())
+        pairs = self._all_pairs()
+        master.copy_to_model([pair.master for pair in pairs], [pair.model for pair in pairs])
 
     def _load_masters(self, masters: list[nn.Parameter], saved: list[Tensor]) -> None:
         """Writes saved values into masters and, rounded, into the model."""

@@ -241,7 +241,7 @@ def write_back(pairs: Iterable[TrackedPair], *, ends_step: bool = False) -> None
 def round_into_model(pairs: Sequence[TrackedPair], *, ends_step: bool = False) -> None:
     """Rounds masters into their model parameters, written or not; see :func:`write_back`."""
     apart = [pair for pair in pairs if pair.packing is None or not pair.share(write=True)]
-    master.copy_to_model(apart)
+    master.copy_to_model([pair.master for pair in apart], [pair.model for pair in apart])
     stepped = [] if ends_step else [p for p in pairs if p._master_version == _STEPPED]
     mark_rounded(pairs)
     for pair in stepped:

@@ -12,7 +12,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 import apex_C
 from apex import _unavailable
 from apex._core import dtypes, master, tree
-from apex._core.master import Pair
 
 __getattr__ = _unavailable.names_instead(
     __name__, dict.fromkeys(("TORCH_MAJOR", "TORCH_MINOR"), "torch.__version__")
@@ -165,14 +164,10 @@ def master_params_to_model_params(
         ValueError: If the lists do not match.
     """
     _require_fit(model_params, master_params, flat_master)
-    if not flat_master:
-        master.copy_to_model(
-            [Pair(*pair) for pair in zip(model_params, master_params, strict=True)]
-        )
-        return
-    values = apex_C.unflatten(master_params[0].detach(), model_params)
-    with torch.no_grad():
-        torch._foreach_copy_(list(model_params), values)
+    values: Sequence[Tensor] = master_params
+    if flat_master:
+        values = apex_C.unflatten(master_params[0].detach(), model_params)
+    master.copy_to_model(values, model_params)
 
 
 def to_python_float(t: Any) -> Any:
