@@ -154,7 +154,7 @@ def test_invalid_escapes_and_line_ends_of_any_kind_are_read():
 
 def test_all_examples_work_with_this_package():
     migration = migration_of(EXAMPLES)
-    verdicts = [verdict for script in migration.scripts for _, verdict in script.uses]
+    verdicts = [verdict for _, _, verdict in migration.uses]
     assert len(verdicts) > 30
     assert not [verdict for verdict in verdicts if verdict.kind is Kind.NOT_SUPPORTED]
     assert not migration.unread
@@ -178,8 +178,8 @@ def test_strings_count_where_they_name_something_of_apex(tmp_path):
     path.write_text(
         'imports = ["apex.optimizers.FusedAdam", "apex.pyprof", "apex.of.a.mountain", "apex"]\n'
     )
-    (script,) = migration_of(path).scripts
-    assert [use.name for use, _ in script.uses] == ["apex.optimizers.FusedAdam", "apex.pyprof"]
+    names = [use.name for _, use, _ in migration_of(path).uses]
+    assert names == ["apex.optimizers.FusedAdam", "apex.pyprof"]
 
 
 def test_a_star_import_is_the_module():
@@ -365,7 +365,8 @@ def folder(tmp_path):
 
 def test_a_folder_is_read_but_for_what_is_not_its_own(folder):
     migration = migration_of(folder)
-    assert [script.path.name for script in migration.scripts] == ["train.py", "net.py"]
+    names = dict.fromkeys(path.name for path, _, _ in migration.uses)
+    assert [*names] == ["train.py", "net.py"]
     assert migration.files == 5
 
 
@@ -451,7 +452,7 @@ def test_a_file_that_no_parser_takes_is_one_line_and_the_rest_goes_on(tmp_path, 
     assert path.name == name
     assert why.startswith(reason)
     assert "\n" not in why
-    assert [script.path.name for script in migration.scripts] == ["train.py"]
+    assert {path.name for path, _, _ in migration.uses} == {"train.py"}
     assert migration.failed
 
 
@@ -463,7 +464,7 @@ def test_a_pipe_is_not_waited_for(tmp_path):
     migration = migration_of(tmp_path)
     assert [path.name for path, _ in migration.unread] == ["gone.py", "pipe.py"]
     assert "pipe, socket or device" in migration.unread[1][1]
-    assert len(migration.scripts) == 1
+    assert len({path for path, _, _ in migration.uses}) == 1
     with pytest.raises(UnreadableError, match=r"pipe\.py cannot be read: it is neither"):
         migration_of(tmp_path / "pipe.py")
 
@@ -482,7 +483,7 @@ def test_a_folder_that_cannot_be_read_is_one_line_and_the_rest_goes_on(tmp_path,
     monkeypatch.setattr(os, "scandir", scandir)
     migration = migration_of(tmp_path)
     assert migration.unread == ((locked, "cannot be read: Permission denied."),)
-    assert len(migration.scripts) == 1
+    assert len({path for path, _, _ in migration.uses}) == 1
     with pytest.raises(UnreadableError, match="locked cannot be read: Permission denied"):
         migration_of(locked)
 

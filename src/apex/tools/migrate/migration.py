@@ -12,32 +12,23 @@ from apex.tools.migrate.verdicts import Kind, Verdict, is_known, verdict_of_use
 
 
 @dataclass(frozen=True)
-class ScriptUses:
-    """The uses in one file, in order."""
-
-    path: Path
-    uses: tuple[tuple[Use, Verdict], ...]
-
-
-@dataclass(frozen=True)
 class Migration:
     """The uses of apex found at a path.
 
     Attributes:
-        scripts: The scripts that mention apex.
+        uses: Each use, its file before and its verdict after it; in order, file by file.
         unread: Files and folders that could not be read or parsed, with the reason.
         files: Number of files searched.
     """
 
-    scripts: tuple[ScriptUses, ...]
+    uses: tuple[tuple[Path, Use, Verdict], ...]
     unread: tuple[tuple[Path, str], ...]
     files: int
 
     @property
     def failed(self) -> bool:
         """Whether any use is unsupported or any file could not be read."""
-        verdicts = (verdict for script in self.scripts for _, verdict in script.uses)
-        return bool(self.unread) or any(v.kind is Kind.NOT_SUPPORTED for v in verdicts)
+        return bool(self.unread) or any(v.kind is Kind.NOT_SUPPORTED for _, _, v in self.uses)
 
 
 def migration_of(path: Path) -> Migration:
@@ -47,11 +38,11 @@ def migration_of(path: Path) -> Migration:
         UnreadableError: If the path itself cannot be read.
     """
     files, folders = python_files(path)
-    scripts: list[ScriptUses] = []
+    found: list[tuple[Path, Use, Verdict]] = []
     unread = [(error.path, error.reason) for error in folders]
     for file in files:
         try:
-            found = _uses_in(file)
+            found += [(file, use, verdict_of_use(use)) for use in _uses_in(file)]
         except UnreadableError as error:  # noqa: PERF203 - one bad file must not end the search
             if file == path:
                 raise
@@ -61,16 +52,11 @@ def migration_of(path: Path) -> Migration:
         except (SyntaxError, ValueError) as error:  # ValueError: null bytes, before Python 3.12
             line = error.lineno if isinstance(error, SyntaxError) else None
             unread.append((file, f"line {line or 1}: not valid Python 3 syntax."))
-        else:
-            scripts += [ScriptUses(file, found)] if found is not None else []
-    return Migration(tuple(scripts), tuple(unread), len(files))
+    return Migration(tuple(found), tuple(unread), len(files))
 
 
-def _uses_in(file: Path) -> tuple[tuple[Use, Verdict], ...] | None:
-    """Returns each use with its verdict; ``None`` if the file never mentions apex."""
+def _uses_in(file: Path) -> list[Use]:
     text = read(file)
-    if not may_use_apex(text):
-        return None
+    found = uses(Script(text)) if may_use_apex(text) else []
     # Any string may look like a full name; only those that apex has, or had, count.
-    known = (use for use in uses(Script(text)) if not use.quoted or is_known(use.name))
-    return tuple((use, verdict_of_use(use)) for use in known)
+    return [use for use in found if not use.quoted or is_known(use.name)]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
-from apex.tools.migrate.migration import Migration, ScriptUses
+from apex.tools.migrate.migration import Migration
 from apex.tools.migrate.uses import Use
 from apex.tools.migrate.verdicts import Kind, Verdict
 from apex.tools.wrapping import wrapped
@@ -19,9 +21,9 @@ MOST_LINES = 10
 
 def migration_text(migration: Migration) -> str:
     """Returns a paragraph per file, remarks that several share, the unread files, the counts."""
-    scripts = [script for script in migration.scripts if script.uses]
-    shared = _shared_remarks(scripts)
-    parts = ["\n".join([str(s.path), *_rows(s.uses, shared)]) for s in scripts]
+    shared = _shared_remarks(migration)
+    files = groupby(migration.uses, itemgetter(0))
+    parts = ["\n".join([str(path), *_rows((u[1:] for u in own), shared)]) for path, own in files]
     parts += [
         "\n".join(wrapped(text, "    ", first=f"[{at}] ") for at, text in enumerate(shared, 1)),
         "\n".join(f"{path}: {reason}" for path, reason in migration.unread),
@@ -35,15 +37,14 @@ def to_json(migration: Migration) -> dict[str, Any]:
     return {
         "uses": [
             {
-                "file": str(script.path),
+                "file": str(path),
                 "line": use.line,
                 "column": use.column,
                 "name": use.name,
                 "verdict": verdict.kind.value,
                 "remedy": verdict.text,
             }
-            for script in migration.scripts
-            for use, verdict in script.uses
+            for path, use, verdict in migration.uses
         ],
         "not_read": [{"file": str(path), "reason": reason} for path, reason in migration.unread],
         "files": migration.files,
@@ -51,18 +52,14 @@ def to_json(migration: Migration) -> dict[str, Any]:
     }
 
 
-def _shared_remarks(scripts: Sequence[ScriptUses]) -> list[str]:
+def _shared_remarks(migration: Migration) -> list[str]:
     """Returns the remarks that concern several files, in order."""
-    found = Counter(
-        text
-        for script in scripts
-        for text in dict.fromkeys(verdict.text for _, verdict in script.uses)
-        if text
-    )
-    return [text for text, files in found.items() if files > 1]
+    found = dict.fromkeys((path, verdict.text) for path, _, verdict in migration.uses)
+    files = Counter(text for _, text in found if text)
+    return [text for text, count in files.items() if count > 1]
 
 
-def _rows(uses: Sequence[tuple[Use, Verdict]], shared: Sequence[str]) -> Iterable[str]:
+def _rows(uses: Iterable[tuple[Use, Verdict]], shared: Sequence[str]) -> Iterable[str]:
     """Yields the names with the lines of their uses; those with the same remark stand together."""
     groups: dict[tuple[str, str], dict[str, list[int]]] = {}
     for use, verdict in uses:
@@ -98,5 +95,5 @@ def _summary(migration: Migration) -> str:
 
 
 def _counts(migration: Migration) -> dict[Kind, int]:
-    found = Counter(verdict.kind for script in migration.scripts for _, verdict in script.uses)
+    found = Counter(verdict.kind for _, _, verdict in migration.uses)
     return {kind: found[kind] for kind in Kind}
