@@ -108,7 +108,7 @@ def init(
     handle: AmpHandle | NoOpHandle = NoOpHandle()
     if enabled:
         session = start_o1_session(loss_scale, allow_banned=allow_banned)
-        handle = AmpHandle.over(session, enable_caching=enable_caching, verbose=verbose)
+        handle = AmpHandle(loss_scale, enable_caching, verbose, session=session)
     _amp_state.opt_properties = OptProperties({"enabled": enabled})
     _amp_state.hold_handle(handle)
     return handle

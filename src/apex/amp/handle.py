@@ -109,6 +109,8 @@ class AmpHandle:
         loss_scale: float | str = "dynamic",
         enable_caching: bool = True,
         verbose: bool = False,
+        *,
+        session: Session | None = None,
     ) -> None:
         """Turns on O1's casts in this thread, for the lifetime of the handle.
 
@@ -116,22 +118,11 @@ class AmpHandle:
             loss_scale: A number, or ``"dynamic"``.
             enable_caching: Value of ``has_cache``; casts are not cached in any case.
             verbose: Value of ``verbose``.
+            session: A session with casts, which the handle keeps alive instead of starting one.
         """
         from apex.amp.amp import start_o1_session
 
-        self._set(start_o1_session(loss_scale), enable_caching=enable_caching, verbose=verbose)
-
-    @classmethod
-    def over(
-        cls, session: Session, *, enable_caching: bool = True, verbose: bool = False
-    ) -> AmpHandle:
-        """Returns a handle that keeps ``session`` alive."""
-        handle = cls.__new__(cls)
-        handle._set(session, enable_caching=enable_caching, verbose=verbose)
-        return handle
-
-    def _set(self, session: Session, *, enable_caching: bool, verbose: bool) -> None:
-        self._session = session
+        self._session = start_o1_session(loss_scale) if session is None else session
         self._enable_caching = enable_caching
         self._verbose = verbose
 
@@ -243,7 +234,7 @@ def handle_of(session: Session | None) -> AmpHandle | NoOpHandle:
     """Returns a handle of ``session``, a no-op one if it has no op casts."""
     if session is None or session.policy.compute_dtype is None:
         return NoOpHandle()
-    return AmpHandle.over(session)
+    return AmpHandle(session=session)
 
 
 def _unwrapped(optimizers: Optimizers) -> list[Optimizer]:
