@@ -96,13 +96,6 @@ def _grads(grad: Tensor, input: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]
 class FusedDense(nn.Linear):
     """A linear layer, initialized as ``torch.nn.Linear`` (apex left the memory as it was)."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
-        super().__init__(in_features, out_features, bias)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Returns ``[*, out_features]``."""
-        return super().forward(input)
-
 
 class DenseNoBias(FusedDense):
     """A linear layer without bias, whatever ``bias`` says."""
