@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from apex import _unavailable
-from apex._core import dtypes
+from apex._core import dtypes, tree
 
 _RNN = "torch's RNNs, whose weights amp casts directly"
 
@@ -58,7 +58,7 @@ def should_cache(x: Any) -> bool:
 def collect_fp_tensor_types(args: Iterable[Any], kwargs: Mapping[str, Any]) -> set[str]:
     """Returns the :func:`type_string` of each floating-point tensor, lists included."""
     floating = [x for x in (*args, *kwargs.values()) if is_fp_tensor(x)]
-    return {type_string(tensor) for x in floating for tensor in _flat(x)}
+    return set(map(type_string, tree.tensors(floating)))
 
 
 def type_string(x: Tensor) -> str:
@@ -120,11 +120,6 @@ def casted_args(cast_fn: Cast, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     """Returns ``args`` with ``cast_fn`` applied to the floating-point ones; ignores ``kwargs``."""
     del kwargs
     return [cast_fn(arg) if is_fp_tensor(arg) else arg for arg in args]
-
-
-def _flat(x: Any) -> Iterator[Tensor]:
-    for item in x if isinstance(x, list | tuple) else [x]:
-        yield from _flat(item) if isinstance(item, list | tuple) else [item]
 
 
 def _mapped(value: Any, dtype: torch.dtype) -> Any:
