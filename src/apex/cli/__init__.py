@@ -13,7 +13,7 @@ from importlib import metadata
 import apex
 from apex.cli import exit_codes
 from apex.cli.arguments import Parser
-from apex.cli.exit_codes import CommandError
+from apex.cli.output import NotWrittenError
 
 SUBCOMMANDS = ("compare", "doctor", "migrate", "trace")
 """Modules of this package, in help order: each has texts, ``add_arguments`` and ``run``."""
@@ -59,15 +59,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         print(f"\napex: name a COMMAND: {', '.join(SUBCOMMANDS)}", file=sys.stderr)
         return exit_codes.BAD_INPUT
+    from apex.tools.errors import InputError  # not for --help, which loads no tool
+
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # file names may not be text, a terminal ASCII
             stream.reconfigure(errors="backslashreplace")
     try:
         try:
             code = int(args.run(args))
-        except CommandError as error:
+        except (InputError, NotWrittenError) as error:
             print(f"apex {args.command}: {error}", file=sys.stderr)
-            code = error.code
+            bad_input = isinstance(error, InputError)
+            code = exit_codes.BAD_INPUT if bad_input else exit_codes.NOT_WRITTEN
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # as in `apex compare x.py | head`

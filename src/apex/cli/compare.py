@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from apex.cli import exit_codes
 from apex.cli.arguments import count, seed
-from apex.cli.exit_codes import CommandError, bad_input
-from apex.cli.output import columns_of, json_text, why_not_writable, write
+from apex.cli.output import NotWrittenError, columns_of, json_text, why_not_writable, write
 
 if TYPE_CHECKING:
     from apex.tools.compare import Options
@@ -118,19 +117,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compares, prints the table, writes the files; returns the exit code."""
     from apex.tools.compare import compare
-    from apex.tools.errors import TargetError
+    from apex.tools.errors import InputError
     from apex.tools.progress import progress_on
 
     files = _files(args)
-    with bad_input(ValueError):
-        options = _options(args)
-        if len({path.resolve() for path in files.values()}) < len(files):
-            raise ValueError(f"--output and --json name the same file, {args.json}")
+    options = _options(args)
+    if len({path.resolve() for path in files.values()}) < len(files):
+        raise InputError(f"--output and --json name the same file, {args.json}")
     for path in files.values():
         if why := why_not_writable(path):
-            message = f"{path} cannot be written: {why}. Nothing was trained."
-            raise CommandError(exit_codes.NOT_WRITTEN, message)
-    with closing(progress_on(sys.stderr)) as progress, bad_input(TargetError):
+            raise NotWrittenError(f"{path} cannot be written: {why}. Nothing was trained.")
+    with closing(progress_on(sys.stderr)) as progress:
         comparison = compare(args.target, options, progress)
     if not _show(comparison, files, args):
         return exit_codes.NOT_WRITTEN

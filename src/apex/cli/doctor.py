@@ -6,7 +6,6 @@ import argparse
 import math
 
 from apex.cli import exit_codes
-from apex.cli.exit_codes import bad_input
 from apex.cli.output import check_json, write_json
 
 HELP = "measure this machine, find conflicting packages, suggest a level"
@@ -46,8 +45,7 @@ def run(args: argparse.Namespace) -> int:
     from apex.tools.doctor import examine
     from apex.tools.doctor.text import health_text
 
-    with bad_input(ValueError):
-        device = parse_device(args.device)
+    device = parse_device(args.device)
     check_json(args.json)
     health = examine(device, budget=args.seconds)
     if args.json != "-":

@@ -1,9 +1,6 @@
-"""The exit codes of the command, and errors that end it with one."""
+"""The exit codes of the command."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 OK, FAILED, BAD_INPUT, NOT_WRITTEN, NOT_FINITE, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
@@ -15,27 +12,6 @@ MEANINGS = {
     NOT_FINITE: "the script that `apex trace` ran made inf or NaN",
     INTERRUPTED: "interrupted",
 }
-
-
-class CommandError(Exception):
-    """Ends the command with a message on standard error.
-
-    Attributes:
-        code: The exit code.
-    """
-
-    def __init__(self, code: int, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-
-
-@contextmanager
-def bad_input(kind: type[Exception]) -> Iterator[None]:
-    """Ends the command if the block raises ``kind``, with its message."""
-    try:
-        yield
-    except kind as error:
-        raise CommandError(BAD_INPUT, str(error)) from error
 
 
 def epilog() -> str:

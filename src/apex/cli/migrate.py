@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 
 from apex.cli import exit_codes
-from apex.cli.exit_codes import bad_input
 from apex.cli.output import check_json, write_json
 
 HELP = "report which uses of apex in a script work here"
@@ -49,11 +48,9 @@ def run(args: argparse.Namespace) -> int:
     """Reads the files, prints the report, writes the JSON; returns the exit code."""
     from apex.tools.migrate.migration import migration_of
     from apex.tools.migrate.report import migration_text, to_json
-    from apex.tools.migrate.sources import UnreadableError
 
     check_json(args.json)
-    with bad_input(UnreadableError):
-        migration = migration_of(args.path)
+    migration = migration_of(args.path)
     if args.json != "-":
         print(migration_text(migration))
     write_json(args.json, to_json(migration))

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO
 
-from apex.cli import exit_codes
-from apex.cli.exit_codes import CommandError
+
+class NotWrittenError(Exception):
+    """A file that cannot be written; the command ends with this message."""
 
 
 def why_not_writable(path: Path) -> str | None:
@@ -49,7 +50,7 @@ def json_text(data: dict[str, Any]) -> str:
 def check_json(file: str | None) -> None:
     """Raises if the target of ``--json``, see :func:`write_json`, cannot be written."""
     if file not in (None, "-") and (why := why_not_writable(Path(str(file)))) is not None:
-        raise CommandError(exit_codes.NOT_WRITTEN, f"{file} cannot be written: {why}.")
+        raise NotWrittenError(f"{file} cannot be written: {why}.")
 
 
 def write_json(file: str | None, data: dict[str, Any]) -> None:
@@ -57,7 +58,7 @@ def write_json(file: str | None, data: dict[str, Any]) -> None:
     if file == "-":
         sys.stdout.write(json_text(data))
     elif file is not None and (why := write(Path(file), json_text(data))) is not None:
-        raise CommandError(exit_codes.NOT_WRITTEN, f"{file} could not be written: {why}")
+        raise NotWrittenError(f"{file} could not be written: {why}")
 
 
 def columns_of(stream: TextIO) -> int | None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from apex.cli import exit_codes
-from apex.cli.exit_codes import bad_input
 from apex.cli.output import check_json, write_json
 
 if TYPE_CHECKING:
@@ -73,14 +72,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the script, prints the report, writes the JSON; returns the exit code."""
-    from apex.tools.script import Script, ScriptError
+    from apex.tools.script import Script
     from apex.tools.trace import trace, tracing_text
 
     script = Script(args.script, args.arguments, args.is_module)
     json = _json_file(args.json)
     check_json(json)
-    with bad_input(ScriptError):
-        script.check()
+    script.check()
     # The script may replace these.
     out, err = sys.stdout, sys.stderr
     stream = err if json == "-" else out

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 
 from apex._torch.devices import accelerator
+from apex.tools.errors import InputError
 
 
 def parse_device(name: str | None) -> torch.device:
     """Returns the device called ``name``; for ``None`` the accelerator, or the CPU without one.
 
     Raises:
-        ValueError: If this machine has no such device.
+        InputError: If this machine has no such device.
     """
     found = accelerator()
     if name is None:
@@ -20,10 +21,10 @@ def parse_device(name: str | None) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ValueError(_missing(name, here)) from None
+        raise InputError(_missing(name, here)) from None
     count = 1 if device.type == "cpu" else torch.accelerator.device_count()
     if device.type not in here or (device.index or 0) >= count:
-        raise ValueError(_missing(name, here))
+        raise InputError(_missing(name, here))
     return device
 
 

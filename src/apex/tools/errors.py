@@ -1,4 +1,4 @@
-"""An error in the user's code, as one line."""
+"""Errors in what the user gave: the command's own, and those of the user's code as one line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from typing import Any
 from apex.debug.frames import is_user_file
 
 
-class TargetError(Exception):
+class InputError(ValueError):
+    """Something that the user named cannot be used; the command ends with this message."""
+
+
+class TargetError(InputError):
     """A target that cannot be used; the message gives the reason and the remedy."""
 
 

@@ -15,11 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType, TracebackType
 
-from apex.tools.errors import format_error
-
-
-class ScriptError(Exception):
-    """There is no such script; the message says so."""
+from apex.tools.errors import InputError, format_error
 
 
 @dataclass(frozen=True)
@@ -54,11 +50,11 @@ class Script:
     is_module: bool = False
 
     def check(self) -> None:
-        """Raises ``ScriptError`` if there is nothing to run; imports parent packages."""
+        """Raises ``InputError`` if there is nothing to run; imports parent packages."""
         with self._as_arguments():
             why = _why_no_module(self.name) if self.is_module else _why_no_file(self.name)
         if why:
-            raise ScriptError(why)
+            raise InputError(why)
 
     def run(self, *, stop: type[BaseException]) -> Ending:
         """Runs the script as ``__main__``; an uncaught error is printed as Python prints it.

@@ -10,6 +10,7 @@ import torch
 
 from apex._core import dtypes
 from apex.debug.rendering.formatting import short
+from apex.tools.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -72,12 +73,12 @@ def parse_variants(names: str) -> tuple[Variant, ...]:
     The baseline is always included.
 
     Raises:
-        ValueError: For an unknown name.
+        InputError: For an unknown name.
     """
     wanted = {name.strip() for name in names.split(",") if name.strip()}
     unknown = sorted(wanted - VARIANTS.keys())
     if unknown or not wanted:
-        raise ValueError(
+        raise InputError(
             f"no level {', '.join(map(repr, unknown)) or repr(names)}; choose from "
             f"{', '.join(VARIANTS)}, separated by commas"
         )

@@ -8,11 +8,13 @@ import stat
 import tokenize
 from pathlib import Path
 
+from apex.tools.errors import InputError
+
 SKIPPED = frozenset({"site-packages", "dist-packages", "build", "__pycache__"})
 """Folders skipped as copies or third-party code; hidden folders are skipped too."""
 
 
-class UnreadableError(Exception):
+class UnreadableError(InputError):
     """A path that cannot be read.
 
     Attributes:
