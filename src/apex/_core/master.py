@@ -64,16 +64,16 @@ def copy_to_model(masters: Sequence[Tensor], models: Sequence[Tensor]) -> None:
         torch._foreach_copy_(dtensor.locals_of(models), dtensor.locals_of(masters))
 
 
-def fp32_grads(params: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Returns fp32 copies of the parameters' gradients; see :func:`fp32_copies`.
-
-    Raises:
-        ValueError: If a parameter has no gradient.
-    """
-    grads = [grad for param in params if (grad := param.grad) is not None]
-    if len(grads) < len(params):
-        raise ValueError("fp32_grads got a parameter without a gradient.")
-    return fp32_copies(grads, params, params)
+def copy_grads(models: Sequence[nn.Parameter], masters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Gives each master an fp32 copy of its parameter's gradient, or none; returns the copies."""
+    sides = zip(models, masters, strict=True)
+    received = [(grad, *both) for both in sides if (grad := both[0].grad) is not None]
+    copies = fp32_copies(*zip(*received, strict=True)) if received else []
+    for master in masters:
+        master.grad = None
+    for (_, _, master), copy in zip(received, copies, strict=True):
+        master.grad = copy
+    return copies
 
 
 def fp32_copies(

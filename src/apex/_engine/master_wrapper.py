@@ -149,12 +149,7 @@ class MasterWrapper:
         The model keeps its scaled 16-bit gradients. A check is one host sync.
         """
         pairs = self._all_pairs()
-        received = [pair for pair in pairs if pair.model.grad is not None]
-        fresh = master.fp32_grads([pair.model for pair in received])
-        for pair in pairs:
-            pair.master.grad = None
-        for pair, grad in zip(received, fresh, strict=True):
-            pair.master.grad = grad
+        fresh = master.copy_grads([pair.model for pair in pairs], [pair.master for pair in pairs])
         direct = finite.values_of(self._all_direct())
         scaled = [(fresh, self._scale_of_low), (direct, self._scale_of_direct)]
         self.overflow = _unscale_(scaled, check=check)

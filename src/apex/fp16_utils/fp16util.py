@@ -143,14 +143,8 @@ def model_grads_to_master_grads(
     if flat_master:
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]
         master_params[0].grad = apex_C.flatten(grads).to(torch.float32)
-        return
-    received = [i for i, param in enumerate(model_params) if param.grad is not None]
-    for param in master_params:
-        param.grad = None
-    for i, grad in zip(
-        received, master.fp32_grads([model_params[i] for i in received]), strict=True
-    ):
-        master_params[i].grad = grad
+    else:
+        master.copy_grads(model_params, master_params)
 
 
 def master_params_to_model_params(
