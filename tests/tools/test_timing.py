@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from apex.tools.emulation import slowdown
 from apex.tools.results import Timing
-from apex.tools.timing import time_interleaved
+from apex.tools.timing import slowdown, time_interleaved
 
 CPU = torch.device("cpu")
 

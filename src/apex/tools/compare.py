@@ -15,14 +15,13 @@ import torch
 from apex.debug.suggesting import suggestion
 from apex.debug.suggestion import Suggestion
 from apex.tools import probing, training
-from apex.tools.emulation import EMULATION_RATIO, slowdown
 from apex.tools.errors import TargetError, format_error
 from apex.tools.load import current_load
 from apex.tools.progress import Progress
 from apex.tools.recommend import recommendation
 from apex.tools.results import Comparison, Result
 from apex.tools.targets import Build, Experiment, open_target, seed_all
-from apex.tools.timing import time_interleaved
+from apex.tools.timing import EMULATION_RATIO, slowdown, time_interleaved
 from apex.tools.trainers import INITIAL_SCALE, Trainer, prepare
 from apex.tools.training import State, States
 from apex.tools.variants import BASELINE, Variant

@@ -155,7 +155,7 @@ class Result:
 
     Attributes:
         variant: The variant.
-        slowdown: Time in its dtype relative to fp32, see :func:`apex.tools.emulation.slowdown`;
+        slowdown: Time in its dtype relative to fp32, see :func:`apex.tools.timing.slowdown`;
             ``None`` if this machine does not support the dtype.
         emulated: Whether the machine emulates the dtype.
         training: Record of the training.

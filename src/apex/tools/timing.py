@@ -1,4 +1,4 @@
-"""Wall time of work on a device, and of the interleaved steps of variants."""
+"""Wall time of work on a device, of the interleaved steps of variants, of dtypes against fp32."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import torch
 
 from apex.tools.results import Timing
 from apex.tools.trainers import Trainer
+
+EMULATION_RATIO = 4.0
+"""A dtype counts as emulated if its matrix product takes this many times as long as fp32's."""
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
@@ -52,6 +55,28 @@ def time_interleaved(
     return {name: Timing(tuple(values)) for name, values in times.items() if values}
 
 
+def slowdown(dtype: torch.dtype, device: torch.device) -> float:
+    """Returns the time of the slower of two operators in ``dtype`` relative to fp32 on ``device``.
+
+    These are a matrix product and the gradients of a convolution; some CPUs have fp16 kernels for
+    the first only.
+
+    Raises:
+        RuntimeError: If the device does not support one of them.
+    """
+    if dtype is torch.float32:
+        return 1.0
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on a busy machine, waiting for a second thread hides the difference
+    try:
+        return max(
+            measured(dtype, device) / measured(torch.float32, device)
+            for measured in (_product_seconds, _convolution_seconds)
+        )
+    finally:
+        torch.set_num_threads(threads)
+
+
 def _step(trainer: Trainer, batch: Any) -> None:
     trainer.backward(batch)
     trainer.step()
@@ -60,3 +85,18 @@ def _step(trainer: Trainer, batch: Any) -> None:
 def _wait(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def _product_seconds(dtype: torch.dtype, device: torch.device) -> float:
+    matrix = torch.ones(256, 256, device=device).to(dtype)
+    return min(seconds(lambda: matrix @ matrix, device) for _ in range(10))
+
+
+def _convolution_seconds(dtype: torch.dtype, device: torch.device) -> float:
+    image = torch.ones(8, 16, 16, 16, device=device).to(dtype).requires_grad_()
+    weight = torch.ones(16, 16, 3, 3, device=device).to(dtype).requires_grad_()
+
+    def forward_and_backward() -> None:
+        torch.autograd.grad(torch.conv2d(image, weight).sum(), (image, weight))
+
+    return min(seconds(forward_and_backward, device) for _ in range(3))
