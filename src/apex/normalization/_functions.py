@@ -35,6 +35,11 @@ class _NormFunction(torch.autograd.Function):
             return super().apply(*args)  # type: ignore[no-untyped-call]
         return cls.forward(_Unused(), *args)
 
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        """Returns the gradients of the tensors, then None for each other argument."""
+        return *_gradients(ctx, grad_output), None, None, None
+
 
 class _Unused:
     """The ``ctx`` of a norm whose ``backward`` is never called."""
@@ -43,21 +48,7 @@ class _Unused:
         """Keeps nothing."""
 
 
-class _LayerNormFunction(_NormFunction):
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> Any:
-        """Returns the gradients of input, weight and bias, then None for what is no tensor."""
-        return *_gradients(ctx, grad_output, centered=True), None, None, None
-
-
-class _RMSNormFunction(_NormFunction):
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> Any:
-        """Returns the gradients of input and weight, then None for what is no tensor."""
-        return *_gradients(ctx, grad_output, centered=False), None, None, None
-
-
-class FusedLayerNormAffineFunction(_LayerNormFunction):
+class FusedLayerNormAffineFunction(_NormFunction):
     """Layer norm with weight and bias; the result has the input's dtype."""
 
     @staticmethod
@@ -71,7 +62,7 @@ class FusedLayerNormAffineFunction(_LayerNormFunction):
         memory_efficient: bool = False,
     ) -> Tensor:
         """Returns the normalized input."""
-        _save(ctx, normalized_shape, eps, input, weight, bias)
+        _save(ctx, normalized_shape, eps, input, weight, bias, centered=True)
         return layer_norm(input, normalized_shape, weight, bias, eps, out=input.dtype)
 
 
@@ -89,11 +80,11 @@ class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
         memory_efficient: bool = False,
     ) -> Tensor:
         """Returns the normalized input."""
-        _save(ctx, normalized_shape, eps, input, weight, bias)
+        _save(ctx, normalized_shape, eps, input, weight, bias, centered=True)
         return layer_norm(input, normalized_shape, weight, bias, eps, out=weight.dtype)
 
 
-class FusedLayerNormFunction(_LayerNormFunction):
+class FusedLayerNormFunction(_NormFunction):
     """Layer norm without parameters; the result has the input's dtype."""
 
     @staticmethod
@@ -105,11 +96,11 @@ class FusedLayerNormFunction(_LayerNormFunction):
         memory_efficient: bool = False,
     ) -> Tensor:
         """Returns the normalized input."""
-        _save(ctx, normalized_shape, eps, input)
+        _save(ctx, normalized_shape, eps, input, centered=True)
         return layer_norm(input, normalized_shape, None, None, eps, out=input.dtype)
 
 
-class FusedRMSNormAffineFunction(_RMSNormFunction):
+class FusedRMSNormAffineFunction(_NormFunction):
     """RMS norm with a weight; the result has the input's dtype."""
 
     @staticmethod
@@ -122,7 +113,7 @@ class FusedRMSNormAffineFunction(_RMSNormFunction):
         memory_efficient: bool = False,
     ) -> Tensor:
         """Returns the normalized input."""
-        _save(ctx, normalized_shape, eps, input, weight)
+        _save(ctx, normalized_shape, eps, input, weight, centered=False)
         return rms_norm(input, normalized_shape, weight, eps, out=input.dtype)
 
 
@@ -139,11 +130,11 @@ class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
         memory_efficient: bool = False,
     ) -> Tensor:
         """Returns the normalized input."""
-        _save(ctx, normalized_shape, eps, input, weight)
+        _save(ctx, normalized_shape, eps, input, weight, centered=False)
         return rms_norm(input, normalized_shape, weight, eps, out=weight.dtype)
 
 
-class FusedRMSNormFunction(_RMSNormFunction):
+class FusedRMSNormFunction(_NormFunction):
     """RMS norm without a weight; the result has the input's dtype."""
 
     @staticmethod
@@ -155,16 +146,16 @@ class FusedRMSNormFunction(_RMSNormFunction):
         memory_efficient: bool = False,
     ) -> Tensor:
         """Returns the normalized input."""
-        _save(ctx, normalized_shape, eps, input)
+        _save(ctx, normalized_shape, eps, input, centered=False)
         return rms_norm(input, normalized_shape, None, eps, out=input.dtype)
 
 
-def _save(ctx: Any, shape: Shape, eps: float, *tensors: Tensor) -> None:
+def _save(ctx: Any, shape: Shape, eps: float, *tensors: Tensor, centered: bool) -> None:
     ctx.save_for_backward(*tensors)
-    ctx.normalized_shape, ctx.eps = shape, eps
+    ctx.normalized_shape, ctx.eps, ctx.centered = shape, eps, centered
 
 
-def _gradients(ctx: Any, grad_output: Tensor, *, centered: bool) -> list[Tensor]:
+def _gradients(ctx: Any, grad_output: Tensor) -> list[Tensor]:
     """Returns the gradients of the saved tensors: the input, and where there are, weight and bias.
 
     With ``y`` the input over its deviation, and ``g`` the gradient that reaches ``y``, that of the
@@ -177,13 +168,13 @@ def _gradients(ctx: Any, grad_output: Tensor, *, centered: bool) -> list[Tensor]
         torch.promote_types, (t.dtype for t in (grad_output, *saved)), torch.float32
     )
     x, grad = saved[0].to(wide), grad_output.to(wide)
-    if centered:
+    if ctx.centered:
         x = x - x.mean(dims, keepdim=True)
     factor = torch.rsqrt(x.square().mean(dims, keepdim=True) + ctx.eps)
     y = x * factor
     inner = grad * saved[1].to(wide) if len(saved) > 1 else grad
     of_x = inner - y * (inner * y).mean(dims, keepdim=True)
-    if centered:
+    if ctx.centered:
         of_x = of_x - inner.mean(dims, keepdim=True)
     found = [of_x * factor, grad * y, grad]
     return [f.sum_to_size(t.shape).to(t.dtype) for f, t in zip(found, saved, strict=False)]
