@@ -276,9 +276,28 @@ class OpTable:
         return hash(frozenset(self.rows.items()))
 
     @classmethod
+    @functools.cache
     def default(cls) -> OpTable:
         """Returns the one table of apex's lists and newer operators."""
-        return _default_table()
+        functional = NAMES["torch.nn.functional"]
+        low = _ops(
+            _CONVOLUTIONS,
+            _PRODUCTS,
+            _CELLS,
+            ("linear", "einsum", "tensordot", "scaled_dot_product_attention"),
+        )
+        fp32 = _ops(_same(_UNARY), _POW, _REDUCTIONS, _FUNCTIONAL_FP32)
+        groups: dict[Category, Iterable[str]] = {
+            "low_precision": low,
+            "fp32": fp32,
+            "promote": _ops(_PROMOTE),
+            "banned": functional["binary_cross_entropy"],
+            "low_precision_inplace": _INPLACE_LOW,
+            "fp32_inplace": _INPLACE_FP32,
+            "recurrent": _ops(_RECURRENT),
+            "to_cpu": _METHODS["cpu"],
+        }
+        return cls({op: category for category, ops in groups.items() for op in ops})
 
     def for_dtype(self, dtype: torch.dtype) -> OpTable:
         """Returns the table without the rows that the region's dtype does not need."""
@@ -343,29 +362,6 @@ def _register_instead(namespace: str, name: str) -> str:
         "Before amp.initialize, register it instead: amp.register_half_function"
         f"({namespace}, {name!r}), amp.register_float_function or amp.register_promote_function."
     )
-
-
-@functools.cache
-def _default_table() -> OpTable:
-    functional = NAMES["torch.nn.functional"]
-    low = _ops(
-        _CONVOLUTIONS,
-        _PRODUCTS,
-        _CELLS,
-        ("linear", "einsum", "tensordot", "scaled_dot_product_attention"),
-    )
-    fp32 = _ops(_same(_UNARY), _POW, _REDUCTIONS, _FUNCTIONAL_FP32)
-    groups: dict[Category, Iterable[str]] = {
-        "low_precision": low,
-        "fp32": fp32,
-        "promote": _ops(_PROMOTE),
-        "banned": functional["binary_cross_entropy"],
-        "low_precision_inplace": _INPLACE_LOW,
-        "fp32_inplace": _INPLACE_FP32,
-        "recurrent": _ops(_RECURRENT),
-        "to_cpu": _METHODS["cpu"],
-    }
-    return OpTable({op: category for category, ops in groups.items() for op in ops})
 
 
 @dataclass(frozen=True)
