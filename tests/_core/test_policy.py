@@ -19,12 +19,6 @@ def test_low_precision_is_the_16_bit_type_of_ops_or_parameters(policy, expected)
     assert policy.low_precision is expected
 
 
-def test_another_loss_scale_makes_another_policy():
-    changed = O1.with_loss_scale(8.0)
-    assert (O1.loss_scale, changed.loss_scale) == ("dynamic", 8.0)
-    assert changed == dataclasses.replace(O1, loss_scale=8.0)
-
-
 def test_a_policy_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         O1.loss_scale = 8.0

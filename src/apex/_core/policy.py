@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -52,7 +52,3 @@ class Policy:
             if dtype in (torch.float16, torch.bfloat16):
                 return dtype
         return None
-
-    def with_loss_scale(self, loss_scale: LossScale) -> Policy:
-        """Returns the policy with another loss scale."""
-        return replace(self, loss_scale=loss_scale)

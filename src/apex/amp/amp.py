@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -116,13 +117,13 @@ def init(
 
 def start_o1_session(loss_scale: float | str, *, allow_banned: bool = False) -> Session:
     """Starts a session without models that applies O1's casts in this thread."""
-    policy = to_policy(LEVELS["O1"])
+    scale = as_loss_scale("loss_scale", loss_scale)
+    policy = to_policy(replace(LEVELS["O1"], loss_scale=scale))
     types = all_device_types()
     spec = CastSpec(torch.float16, types, lists.op_table(torch.float16), allow_banned)
-    scale = as_loss_scale("loss_scale", loss_scale)
     warn_if_emulated(policy.low_precision, types)
     session = Session(
-        policy.with_loss_scale(scale),
+        policy,
         rule=ScaleRule(ceiling=2.0**24),
         spec=spec,
         functions=_amp_state.functions,
