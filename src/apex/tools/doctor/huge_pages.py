@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from apex.tools.paired import Interval, median_interval
+from apex.tools.paired import Interval, paired_ratio
 
 SETTINGS = {
     "THP_MEM_ALLOC_ENABLE": "1",  # of torch
@@ -82,7 +82,7 @@ def measure(*, rounds: int = ROUNDS, width: int = WIDTH) -> HugePages | None:
         return None
     found = []
     for (name, value), times in zip(SETTINGS.items(), others, strict=True):
-        gain = median_interval([a / b for a, b in zip(plain, times, strict=True)])
+        gain = paired_ratio(plain, times)
         found.append(HugePages(f"{name}={value}", gain, gain.low >= LEAST_GAIN))
     return max(found, key=lambda each: each.gain.median)
 
