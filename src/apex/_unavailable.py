@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any
 
 _SDPA = "torch.nn.functional.scaled_dot_product_attention"
@@ -21,36 +21,34 @@ _SHARDED = (
 )
 _BATCH_NORM = "apex.parallel.SyncBatchNorm on channels_last tensors"
 
-INSTEAD: Mapping[str, str] = MappingProxyType(
-    {
-        "apex.transformer": "Megatron-LM's megatron.core, to which these modules have moved",
-        "apex.pyprof": "torch.profiler, or torch.autograd.profiler.emit_nvtx with Nsight",
-        "apex.amp._process_optimizer": "amp.initialize, which gives optimizers a subclass",
-        "apex.contrib.bottleneck": "torchvision's resnet.Bottleneck in channels_last",
-        "apex.contrib.conv_bias_relu": "torch.nn.Conv2d and ReLU, which torch.compile fuses",
-        "apex.contrib.cudnn_gbn": _BATCH_NORM,
-        "apex.contrib.fmha": f"{_SDPA}, or torch.nn.attention.varlen for packed sequences",
-        "apex.contrib.focal_loss": "torchvision.ops.sigmoid_focal_loss",
-        "apex.contrib.gpu_direct_storage": "torch.cuda.gds.GdsFile",
-        "apex.contrib.group_norm": "torch.nn.GroupNorm",
-        "apex.contrib.groupbn": _BATCH_NORM,
-        "apex.contrib.index_mul_2d": "a[index] * b, which torch.compile fuses",
-        "apex.contrib.multihead_attn": f"torch.nn.MultiheadAttention, or {_SDPA}",
-        "apex.contrib.nccl_allocator": "torch.cuda.MemPool with the NCCL backend's mem_allocator",
-        "apex.contrib.nccl_p2p": "torch.distributed.batch_isend_irecv",
-        "apex.contrib.openfold_triton": f"torch.nn.LayerNorm and {_SDPA}",
-        "apex.contrib.optimizers.distributed_fused_adam": _SHARDED,
-        "apex.contrib.optimizers.distributed_fused_adam_v2": _SHARDED,
-        "apex.contrib.optimizers.distributed_fused_adam_v3": _SHARDED,
-        "apex.contrib.optimizers.distributed_fused_lamb": _SHARDED,
-        "apex.contrib.peer_memory": "torch.distributed.batch_isend_irecv",
-        "apex.contrib.sparsity": "torch.sparse.to_sparse_semi_structured, or torchao's sparsity",
-        "apex.contrib.torchsched": "torch.compile",
-        "apex.contrib.transducer": "torchaudio.functional.rnnt_loss",
-        "apex.parallel.optimized_sync_batchnorm_kernel": "apex.parallel.SyncBatchNorm",
-        "apex.parallel.sync_batchnorm_kernel": "apex.parallel.SyncBatchNorm",
-    }
-)
+INSTEAD: Mapping[str, str] = {
+    "apex.transformer": "Megatron-LM's megatron.core, to which these modules have moved",
+    "apex.pyprof": "torch.profiler, or torch.autograd.profiler.emit_nvtx with Nsight",
+    "apex.amp._process_optimizer": "amp.initialize, which gives optimizers a subclass",
+    "apex.contrib.bottleneck": "torchvision's resnet.Bottleneck in channels_last",
+    "apex.contrib.conv_bias_relu": "torch.nn.Conv2d and ReLU, which torch.compile fuses",
+    "apex.contrib.cudnn_gbn": _BATCH_NORM,
+    "apex.contrib.fmha": f"{_SDPA}, or torch.nn.attention.varlen for packed sequences",
+    "apex.contrib.focal_loss": "torchvision.ops.sigmoid_focal_loss",
+    "apex.contrib.gpu_direct_storage": "torch.cuda.gds.GdsFile",
+    "apex.contrib.group_norm": "torch.nn.GroupNorm",
+    "apex.contrib.groupbn": _BATCH_NORM,
+    "apex.contrib.index_mul_2d": "a[index] * b, which torch.compile fuses",
+    "apex.contrib.multihead_attn": f"torch.nn.MultiheadAttention, or {_SDPA}",
+    "apex.contrib.nccl_allocator": "torch.cuda.MemPool with the NCCL backend's mem_allocator",
+    "apex.contrib.nccl_p2p": "torch.distributed.batch_isend_irecv",
+    "apex.contrib.openfold_triton": f"torch.nn.LayerNorm and {_SDPA}",
+    "apex.contrib.optimizers.distributed_fused_adam": _SHARDED,
+    "apex.contrib.optimizers.distributed_fused_adam_v2": _SHARDED,
+    "apex.contrib.optimizers.distributed_fused_adam_v3": _SHARDED,
+    "apex.contrib.optimizers.distributed_fused_lamb": _SHARDED,
+    "apex.contrib.peer_memory": "torch.distributed.batch_isend_irecv",
+    "apex.contrib.sparsity": "torch.sparse.to_sparse_semi_structured, or torchao's sparsity",
+    "apex.contrib.torchsched": "torch.compile",
+    "apex.contrib.transducer": "torchaudio.functional.rnnt_loss",
+    "apex.parallel.optimized_sync_batchnorm_kernel": "apex.parallel.SyncBatchNorm",
+    "apex.parallel.sync_batchnorm_kernel": "apex.parallel.SyncBatchNorm",
+}
 """What to use instead, by module name."""
 
 
