@@ -206,6 +206,22 @@ def test_a_write_to_a_master_is_in_the_model_at_once(kind):
 
 
 @pytest.mark.parametrize("kind", PACKED)
+def test_inference_mode_reads_copies_and_saves_trained_masters(kind):
+    model, optimizer = prepared(kind, "SGD")
+    train(model, optimizer, cases.batches(2))
+    expected, file = model.state_dict(), io.BytesIO()
+    with torch.inference_mode():
+        saved = model.state_dict()
+        masters = [master.data.view(-1) for master in amp.master_params(optimizer)]
+        torch.save(list(amp.master_params(optimizer)), file)
+    for value, master in zip(expected.values(), masters, strict=True):
+        assert cases.same(value.view(-1), master.clone())
+        assert not master.is_inference()
+    assert all(cases.same(saved[name], value) for name, value in expected.items())
+    train(model, optimizer, cases.batches(1))
+
+
+@pytest.mark.parametrize("kind", PACKED)
 def test_an_array_of_a_master_is_a_copy_that_refuses_writes(kind):
     _, optimizer = prepared(kind, "SGD")
     master = next(amp.master_params(optimizer))

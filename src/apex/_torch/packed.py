@@ -282,14 +282,15 @@ def _views(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return result if several else [result]
 
     base = args[0]
-    made = [Packed(part) for part in base.viewed(of)]
-    if several:
-        return made
-    same = made[0].packing.high.data_ptr() == base.packing.high.data_ptr()
-    if same and made[0].size() == base.size() and made[0].stride() == base.stride():
-        # An alias has the same packing, as the upper half may get other memory later.
-        return Packed(base.packing, base.stride())
-    return made[0]
+    with torch.inference_mode(mode=base.is_inference()):  # like views of plain tensors
+        made = [Packed(part) for part in base.viewed(of)]
+        if several:
+            return made
+        same = made[0].packing.high.data_ptr() == base.packing.high.data_ptr()
+        if same and made[0].size() == base.size() and made[0].stride() == base.stride():
+            # An alias has the same packing, as the upper half may get other memory later.
+            return Packed(base.packing, base.stride())
+        return made[0]
 
 
 def _call(
