@@ -76,6 +76,19 @@ def test_training_a_deep_copy_leaves_the_original(level, name):
     assert not cases.same(before, everything(*copied))
 
 
+@pytest.mark.parametrize("level", cases.LEVELS)
+def test_a_deep_copy_made_in_inference_mode_loads_a_state_dict(level):
+    model, optimizer = cases.prepared(level, cases.OPTIMIZERS["SGD"])
+    saved = model.state_dict()
+    train(model, optimizer, cases.batches(1))
+    with torch.inference_mode():
+        copied = copy.deepcopy(model)
+        copied.load_state_dict(saved)
+        found = copied.state_dict()
+    for name, param in copied.named_parameters():
+        assert cases.same(found[name], saved[name].to(param.dtype).float())
+
+
 @pytest.mark.parametrize("level", ["O0", *cases.MIXED])
 def test_a_deep_copy_skips_on_overflow(level):
     copied = copy.deepcopy(

@@ -331,7 +331,7 @@ class Fp32Hooks:
         local_metadata: Any,
         *rest: Any,
     ) -> None:
-        """Records the entries for the module's own low-precision tensors.
+        """Records the entries for the module's own low-precision tensors that may have a master.
 
         Raises:
             RuntimeError: For ``load_state_dict(assign=True)``, before anything has changed.
@@ -340,7 +340,7 @@ class Fp32Hooks:
         self._loading = [
             _Loading(weakref.ref(tensor), tensor._version, _reference(loaded.get(prefix + name)))
             for name, tensor in own_tensors(module)
-            if dtypes.is_low_precision(tensor)
+            if dtypes.is_low_precision(tensor) and not tensor.is_inference()
         ]
 
     def after_loading(self, module: nn.Module, incompatible_keys: Any) -> None:
