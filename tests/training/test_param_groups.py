@@ -123,6 +123,25 @@ def test_a_named_parameter_that_is_already_stepped_is_refused(level):
 
 
 @pytest.mark.parametrize("level", cases.LEVELS)
+def test_groups_that_are_built_anew_step_the_same_masters(level):
+    model, optimizer = cases.prepared(level, cases.OPTIMIZERS["Adam"])
+    other, expected = cases.prepared(level, cases.OPTIMIZERS["Adam"])
+    for each in (model, optimizer), (other, expected):
+        train(*each)
+    optimizer.param_groups.clear()
+    optimizer.add_param_group({"params": model.parameters()})
+    for each in (model, optimizer), (other, expected):
+        train(*each)
+    assert cases.same(cases.masters(optimizer), cases.masters(expected))
+
+    del optimizer.param_groups[0]["params"][0]
+    with pytest.raises(ValueError, match="parameter"):
+        optimizer.add_param_group({"params": list(model.parameters())})
+    optimizer.add_param_group({"params": [model[0].weight]})
+    assert len(cases.masters(optimizer)) == len(cases.masters(expected))
+
+
+@pytest.mark.parametrize("level", cases.LEVELS)
 def test_a_frozen_parameter_stays_as_it_is(level):
     model = cases.net()
     model[0].requires_grad_(False)

@@ -138,8 +138,16 @@ class Binding:
         return self.sums_low or one_pass.takes(self)
 
     def owns(self, param: Tensor) -> bool:
-        """Returns whether the optimizer steps the master of ``param``, a model's parameter."""
+        """Returns whether the optimizer has a master of ``param``, a model's parameter."""
         return id(param) in self._owned
+
+    def steps_any(self, params: Iterable[Tensor]) -> bool:
+        """Returns whether a group holds the master of one of ``params``, models' parameters."""
+        owned = self._owned.intersection(map(id, params))
+        if not owned:
+            return False
+        masters_of = {id(pair.master) for pair in self.pairs if id(pair.model) in owned}
+        return not masters_of.isdisjoint(map(id, self.params()))
 
     @property
     def packs_masters(self) -> bool:

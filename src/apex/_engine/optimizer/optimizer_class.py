@@ -193,15 +193,15 @@ def _validate_group(binding: Binding, param_group: object) -> None:
         params = param_group["params"] = [params]
     elif not isinstance(params, set | list):
         params = param_group["params"] = list(params)
-    for item in params:
-        param = item[1] if isinstance(item, tuple) else item
+    tensors = [item[1] if isinstance(item, tuple) else item for item in params]
+    for param in tensors:
         if is_lazy(param):
             raise ValueError(
                 "add_param_group got a parameter that is not initialized yet (a lazy module). Run "
                 "one batch through the module first, so that its shapes are known."
             )
-        if isinstance(param, torch.Tensor) and binding.owns(param):
-            raise ValueError(
-                "add_param_group got a parameter that is already in a group of this optimizer, as "
-                "its fp32 master. Each parameter may be in one group only."
-            )
+    if binding.steps_any(param for param in tensors if isinstance(param, torch.Tensor)):
+        raise ValueError(
+            "add_param_group got a parameter that is already in a group of this optimizer, as its "
+            "fp32 master. Each parameter may be in one group only."
+        )
