@@ -232,6 +232,32 @@ def test_the_remedy_for_an_optimizer_that_divides_by_zero_is_an_eps():
     assert trace.first.remedy.startswith("pass the optimizer an eps above 0")
 
 
+@pytest.mark.parametrize("masters", [True, "split", "stochastic"])
+def test_a_step_in_the_trace_may_have_masters_of_any_kind(masters):
+    net = nn.Linear(2, 2)
+    net, optimizer = amp.initialize(
+        *(net, cases.sgd(net.parameters())), opt_level="O5", master_weights=masters, verbosity=0
+    )
+    with trace_overflow(net) as trace:
+        for x in (torch.ones(1, 2), torch.full((1, 2), float("nan"))):
+            backward(net(x).sum(), optimizer)
+            optimizer.step()
+    assert trace.first.cause == "data"
+
+
+@pytest.mark.parametrize("masters", [True, "split", "stochastic"])
+def test_what_a_script_wrote_into_masters_counts_as_weights(masters):
+    net = nn.Linear(2, 2)
+    net, optimizer = amp.initialize(
+        *(net, cases.sgd(net.parameters())), opt_level="O5", master_weights=masters, verbosity=0
+    )
+    with torch.no_grad():
+        next(amp.master_params(optimizer))[0, 0] = float("inf")
+    with trace_overflow(net) as trace:
+        backward(net(torch.ones(1, 2)).sum(), optimizer)
+    assert trace.first.cause == "weights"
+
+
 def test_gradients_from_before_the_trace_are_not_data_and_come_last():
     net = nn.Linear(2, 2)
     net.weight.grad = torch.full((2, 2), torch.nan)

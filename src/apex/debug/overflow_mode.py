@@ -189,8 +189,9 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         """Returns the memory of all parameters, masters and buffers, wherever it is by now."""
         models = self.tracker.models
         own = [tensor for m in models for tensor in (*m.parameters(), *m.buffers())]
+        masters = [pair.master for session in self._sessions() for pair in session.masters.all()]
         stepped = [params_of(optimizer) for optimizer in self._optimizers]
-        return _keys([own, stepped])
+        return _keys([own, masters, stepped])
 
     def _check_loss(self, loss: Tensor) -> None:
         origin = self._provenance.of(loss)

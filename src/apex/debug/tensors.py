@@ -14,6 +14,7 @@ from torch import Tensor
 from apex._core import dtypes
 from apex._torch import dtensor
 from apex._torch.copies import capturing
+from apex._torch.packed import stored_tensors
 from apex._torch.sparse import stored_values
 
 Kind = Literal["inf", "nan"]
@@ -194,8 +195,11 @@ def is_mask(tensor: Tensor) -> bool:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Returns the address of a tensor's storage, shared by its views; 0 if it has none."""
-    return dense(tensor).untyped_storage().data_ptr()
+    """Returns the address of a tensor's storage, shared by its views; 0 if it has none.
+
+    That of a packed master is the storage of its upper half: the model's weight.
+    """
+    return stored_tensors(dense(tensor))[0].untyped_storage().data_ptr()
 
 
 def covers_storage(tensor: Tensor) -> bool:
