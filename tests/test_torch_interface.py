@@ -154,7 +154,6 @@ KNOWN = {
     ),
     "._backward_hooks": ("apex/_engine/model/sharding.py", "hooks that torch keeps nowhere else"),
     "._base": ("apex/_engine/autocast/kernels.py", "an attribute of our own class"),
-    "._cdata": (DEBUG, TOOL),
     "._check_inf_per_device": (GRAD_SCALERS, GRAD_SCALER),
     "._destroy": (
         DISPATCHER,

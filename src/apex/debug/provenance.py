@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import Tensor, UntypedStorage
+from torch.utils.weak import WeakIdKeyDictionary
 
 from apex.debug.faults import Fault
 from apex.debug.module_tracker import Site
-from apex.debug.tensors import covers_storage, dense, storage_key
+from apex.debug.tensors import covers_storage, dense
 
 _FP16 = torch.float16
 _MAX_NODES = 2**14
@@ -65,28 +65,23 @@ class Provenance:
         self._readers: dict[int, list[str]] = {}
         self._masked_out: set[int] = set()
         self._absorbed: set[int] = set()
-        # A weak reference tells whether the memory still belongs to the same tensor.
-        self._by_memory: dict[int, tuple[StorageWeakRef, Origin]] = {}
+        self._by_memory: MutableMapping[UntypedStorage, Origin] = WeakIdKeyDictionary()
         self._by_node: OrderedDict[int, tuple[Site, Origin]] = OrderedDict()
 
     # -- values ----------------------------------------------------------------------------------
 
     def of(self, tensor: Tensor) -> Origin | None:
         """Returns the origin of a tensor's non-finite values; None if they came from outside."""
-        storage, origin = self._by_memory.get(storage_key(tensor), (None, None))
-        if storage is None or storage.expired():  # type: ignore[no-untyped-call]
-            return None
-        return origin
+        return self._by_memory.get(dense(tensor).untyped_storage())
 
     def mark(self, tensor: Tensor, origin: Origin) -> None:
         """Records ``origin`` for the non-finite values of a tensor."""
-        storage = StorageWeakRef(dense(tensor).untyped_storage())  # type: ignore[no-untyped-call]
-        self._by_memory[storage_key(tensor)] = storage, origin
+        self._by_memory[dense(tensor).untyped_storage()] = origin
 
     def clear(self, tensor: Tensor) -> None:
         """Records that a tensor was written and is finite."""
         if self._by_memory and covers_storage(tensor):
-            self._by_memory.pop(storage_key(tensor), None)
+            self._by_memory.pop(dense(tensor).untyped_storage(), None)
 
     def close(self) -> None:
         """Releases everything except the origins, once tracing has ended."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import Tensor, UntypedStorage
+from torch.utils.weak import WeakIdKeyDictionary
 
 from apex._core import dtypes
 from apex._core.dtypes import is_castable
@@ -27,13 +27,15 @@ from apex.debug.records import (
     WeightCasts,
     computed_in,
 )
-from apex.debug.shadows import reference, storage_id
 from apex.debug.tracing import is_uninitialized
 
 aten = torch.ops.aten
 
 _Place = tuple[str, Direction, tuple[str, str, str], str, str]
 """Module, direction, dtypes, operator and what decided its dtype."""
+
+_Holder = Tensor | UntypedStorage
+"""What holds a tensor's values: its storage, shared by its views, or itself without a plain one."""
 
 # Operators that a result passes on its way to the cast back.
 _PASS_ON = {aten.native_dropout, aten.mul, aten.div, aten.clone, aten.masked_fill}
@@ -131,9 +133,9 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
         self._stats: defaultdict[Key, OpStats] = defaultdict(OpStats)
         self._trips: defaultdict[_Place, list[list[Cast]]] = defaultdict(list)
         self._weight_casts: defaultdict[str, list[Cast]] = defaultdict(list)
-        self._detours: dict[int, tuple[StorageWeakRef, Detour]] = {}
-        # A weak reference to a storage keeps its address from being reused.
-        self._casts: dict[int, tuple[StorageWeakRef, Cast]] = {}
+        self._all_casts: list[Cast] = []
+        self._detours: MutableMapping[_Holder, Detour] = WeakIdKeyDictionary()
+        self._casts: MutableMapping[_Holder, Cast] = WeakIdKeyDictionary()
 
     def _observe(
         self, func: Any, args: Any, kwargs: dict[str, Any], result: Any, span: Span
@@ -162,15 +164,17 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
         stats.calls += 1
         stats.spans.append(span)
         self._follow_detour(func, key, inputs, outputs)
-        if func is aten.clone.default:
-            self._pass_to_copy(inputs[0], result)
+        casts = filter(None, map(self._cast_of, inputs))
+        if func is aten.clone.default:  # a copy in another layout counts as the cast's own result
+            for cast in casts:
+                self._casts[_holder(result)] = cast
         else:
-            for cast in filter(None, map(self._cast_of, inputs)):
+            for cast in casts:
                 _charge(stats, cast)
                 cast.used = True
         if func._schema.is_mutable:
             for tensor in inputs:  # may no longer hold the values of the cast
-                self._casts.pop(_address(tensor), None)
+                self._casts.pop(_holder(tensor), None)
         formula = self._flops.get(func._overloadpacket)
         if formula is not None:
             stats.flops += int(formula(*args, **kwargs, out_val=result))
@@ -184,8 +188,7 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
         self, func: Any, key: Key, inputs: list[Tensor], outputs: list[Tensor]
     ) -> None:
         """Remembers a result of inputs that were cast up for it, also behind a dropout."""
-        address = _address(outputs[0]) if outputs else 0
-        if not address:
+        if not outputs:
             return
         before = (self._cast_of(tensor) for tensor in inputs)
         casts = [c for c in before if c and c.source in LOW and c.target == key.dtype_out]
@@ -195,18 +198,12 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
         elif func._overloadpacket not in _PASS_ON:
             detours = []
         if detours:
-            self._detours[address] = reference(outputs[0]), detours[0]
+            self._detours[_holder(outputs[0])] = detours[0]
         else:
-            self._detours.pop(address, None)
+            self._detours.pop(_holder(outputs[0]), None)
 
     def _detour_of(self, tensor: Tensor) -> Detour | None:
-        return self._detours.get(_address(tensor), (None, None))[1]
-
-    def _pass_to_copy(self, source: Tensor, copy: Tensor) -> None:
-        """Treats a copy in another layout as the result of the cast of its source."""
-        cast = self._cast_of(source)
-        if cast is not None and _address(copy):
-            self._casts[_address(copy)] = (reference(copy), cast)
+        return self._detours.get(_holder(tensor))
 
     def _cast(self, source: Tensor, result: Tensor, span: Span) -> None:
         cast = Cast(
@@ -237,14 +234,11 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
             self._weight_casts[cast.target].append(cast)
         if first is not None and not first.charged:
             first.charged, cast.before = True, (*first.before, first)
-        address = _address(result)
-        if address:
-            self._casts[address] = (reference(result), cast)
-        else:
-            _charge(self._stats[cast.own], cast)
+        self._casts[_holder(result)] = cast
+        self._all_casts.append(cast)
 
     def _cast_of(self, tensor: Tensor) -> Cast | None:
-        return self._casts.get(_address(tensor), (None, None))[1]
+        return self._casts.get(_holder(tensor))
 
     def _key(self, func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> Key:
         tracker = self._tracker
@@ -269,11 +263,9 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
     def records(self) -> tuple[OpRow, ...]:
         """Returns one record per operator, in order of first use; waits for the device."""
         self._clock.finish()
-        for _, cast in self._casts.values():
+        for cast in self._all_casts:
             if not cast.charged:
                 _charge(self._stats[cast.own], cast)
-        self._casts.clear()
-        self._detours.clear()
         return tuple(_record(key, stats) for key, stats in self._stats.items())
 
     def round_trips(self) -> tuple[RoundTrip, ...]:
@@ -341,11 +333,9 @@ def _counts(casts: list[Cast]) -> Iterator[CastCount]:
         )
 
 
-def _address(tensor: Tensor) -> int:
-    """Returns the address of a tensor's storage, shared by its views; 0 without a storage."""
-    if tensor.layout is not torch.strided or type(tensor) not in _PLAIN:
-        return 0
-    return storage_id(tensor)
+def _holder(tensor: Tensor) -> _Holder:
+    plain = tensor.layout is torch.strided and type(tensor) in _PLAIN
+    return tensor.untyped_storage() if plain else tensor
 
 
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)

@@ -19,7 +19,7 @@ from apex.debug import tensors
 from apex.debug.module_tracker import ModuleTracker
 from apex.debug.rounding_records import Kind, RoundingLog, RoundingRow
 from apex.debug.shadow_call import Arguments, ShadowCall, is_touched
-from apex.debug.shadows import Shadows, can_shadow, storage_id
+from apex.debug.shadows import Shadows, can_shadow
 from apex.debug.tensors import OperatorCall
 from apex.debug.tracing import OperatorMode, is_uninitialized
 
@@ -269,9 +269,10 @@ def _first_line(error: Exception) -> str:
 
 def _outputs(call: OperatorCall, result: Any) -> list[Tensor]:
     """Returns the tensors that a call wrote or created; not views of its arguments."""
-    given = {storage_id(t) for t in tensors.floating([call.args, call.kwargs]) if can_shadow(t)}
-    returned = [t for t in tensors.floating(result) if can_shadow(t)]
-    return [*call.written(), *(tensor for tensor in returned if storage_id(tensor) not in given)]
+    given = filter(can_shadow, tensors.floating([call.args, call.kwargs]))
+    known = {id(tensor.untyped_storage()) for tensor in given}
+    returned = filter(can_shadow, tensors.floating(result))
+    return [*call.written(), *(t for t in returned if id(t.untyped_storage()) not in known)]
 
 
 def _without_verdict(call: OperatorCall, result: Any) -> str | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import Tensor, UntypedStorage
+from torch.utils.weak import WeakIdKeyDictionary
 
 _REAL = {
     torch.float16: torch.float16,
@@ -18,16 +19,12 @@ _REAL = {
 }
 """The dtypes of values that have a shadow, and of the elements that they consist of."""
 
-_SWEEP = 256
-"""Number of shadows from which those of freed memory are released, and again at each doubling."""
-
 
 @dataclass
 class Shadow:
     """The shadow of one storage.
 
     Attributes:
-        storage: A weak reference, which keeps the storage's address from being reused.
         values: One value for each element of the storage, 1-d, in fp32 (fp64 for fp64).
         real: Dtype of the storage's elements.
         unit: Unit roundoff of the coarsest dtype that the values passed through.
@@ -35,7 +32,6 @@ class Shadow:
             ``rounding_rules``; None outside a chain.
     """
 
-    storage: StorageWeakRef
     values: Tensor
     real: torch.dtype
     unit: float
@@ -53,15 +49,14 @@ class Shadows:
     """The shadows of all live storages; a value without one is exact."""
 
     def __init__(self) -> None:
-        self._by_storage: dict[int, Shadow] = {}
-        self._workspaces: dict[int, tuple[StorageWeakRef, Tensor]] = {}
-        self._sweep_at = _SWEEP
+        self._by_storage: MutableMapping[UntypedStorage, Shadow] = WeakIdKeyDictionary()
+        self._workspaces: MutableMapping[UntypedStorage, Tensor] = WeakIdKeyDictionary()
 
     def of(self, tensor: Tensor) -> Shadow | None:
         """Returns the shadow of a tensor's storage; None if its values are exact."""
         if not can_shadow(tensor):
             return None
-        shadow = self._by_storage.get(storage_id(tensor))
+        shadow = self._by_storage.get(tensor.untyped_storage())
         return shadow if shadow is not None and shadow.real is _REAL[tensor.dtype] else None
 
     def values_of(self, tensor: Tensor) -> Tensor:
@@ -79,19 +74,18 @@ class Shadows:
         """Returns the workspace that the fp32 form of a kernel filled beside ``tensor``."""
         if tensor.dtype is not torch.uint8 or tensor.layout is not torch.strided:
             return None
-        return self._workspaces.get(storage_id(tensor), (None, None))[1]
+        return self._workspaces.get(tensor.untyped_storage())
 
     def keep_workspace(self, tensor: Tensor, in_fp32: Tensor) -> None:
         """Records the workspace that the fp32 form of a kernel filled, for its backward pass."""
-        self._workspaces[storage_id(tensor)] = reference(tensor), in_fp32
+        self._workspaces[tensor.untyped_storage()] = in_fp32
 
     def write(self, tensor: Tensor, values: Tensor, *, unit: float, entry: float | None) -> None:
         """Makes ``values`` the shadow of a tensor that an operator has just written."""
         shadow = self.of(tensor)
         if shadow is None:
-            shadow = Shadow(reference(tensor), _whole(tensor), _REAL[tensor.dtype], unit, entry)
-            self._by_storage[storage_id(tensor)] = shadow
-            self._sweep()
+            shadow = Shadow(_whole(tensor), _REAL[tensor.dtype], unit, entry)
+            self._by_storage[tensor.untyped_storage()] = shadow
         else:
             shadow.unit = max(unit, shadow.unit)
             entries = [each for each in (entry, shadow.entry) if each is not None]
@@ -102,16 +96,7 @@ class Shadows:
     def discard(self, tensor: Tensor) -> None:
         """Makes a tensor's own values exact, with those that share its storage."""
         if can_shadow(tensor):
-            self._by_storage.pop(storage_id(tensor), None)
-
-    def _sweep(self) -> None:
-        if len(self._by_storage) < self._sweep_at:
-            return
-        for key in [key for key, each in self._by_storage.items() if _is_freed(each.storage)]:
-            del self._by_storage[key]
-        for key in [key for key, each in self._workspaces.items() if _is_freed(each[0])]:
-            del self._workspaces[key]
-        self._sweep_at = max(_SWEEP, 2 * len(self._by_storage))
+            self._by_storage.pop(tensor.untyped_storage(), None)
 
 
 def can_shadow(tensor: Tensor) -> bool:
@@ -125,22 +110,8 @@ def widened(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.is_floating_point() and tensor.itemsize < 4 else tensor
 
 
-def storage_id(tensor: Tensor) -> int:
-    """Returns a number that a tensor shares with its views alone, while the storage lives."""
-    return int(tensor.untyped_storage()._cdata)
-
-
 def _whole(tensor: Tensor) -> Tensor:
     """Returns a copy of all values of a tensor's storage, in the dtype of shadows."""
     own = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     count = tensor.untyped_storage().nbytes() // own.itemsize
     return widened(own.as_strided((count,), (1,), 0)).clone()
-
-
-def reference(tensor: Tensor) -> StorageWeakRef:
-    """Returns a weak reference to a tensor's storage, which keeps its id from being reused."""
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-
-
-def _is_freed(storage: StorageWeakRef) -> bool:
-    return bool(storage.expired())  # type: ignore[no-untyped-call]
