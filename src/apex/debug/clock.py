@@ -90,7 +90,7 @@ class Stopwatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._clock = clock
+        self.clock = clock
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -103,7 +103,7 @@ class Stopwatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return result
         if func.is_view or func._overloadpacket in _SHARING:
             return func(*args, **kwargs)
-        result, span = self._clock.time(func, *args, **kwargs)
+        result, span = self.clock.time(func, *args, **kwargs)
         self._observe(func, args, kwargs, result, span)
         return result
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -101,10 +100,9 @@ def explain(
     calls = CallTracker()
     clock = clock_for(_device(inner, inputs, keywords))
     recorder = Recorder(tracker, calls, rules, clock)
-    clock.begin()
-    run(nullcontext(), nullcontext(), Stopwatch(clock))
-    clock.begin()
-    gradients = run(tracker, calls, recorder)
+    with tracker:
+        run(calls, Stopwatch(clock))
+        gradients = run(calls, recorder)
     ops = recorder.records()
     notes = [f"Time is {clock.measures}, the shorter of two passes."]
     if loss_fn is None and backward:
@@ -130,9 +128,8 @@ def _run(
     arguments: tuple[Any, ...],
     loss: Callable[[], Any],
     scale: float | None,
-    tracker: AbstractContextManager[Any],
-    calls: AbstractContextManager[Any],
-    recorder: AbstractContextManager[Any],
+    calls: CallTracker,
+    stopwatch: Stopwatch,
 ) -> tuple[GradientRow, ...]:
     """Runs the model once and returns one record per parameter's gradient.
 
@@ -141,12 +138,12 @@ def _run(
         arguments: What ``loss`` reads; preserved.
         loss: Runs the forward pass and returns the loss.
         scale: Multiplier on the loss; None for no backward pass.
-        tracker: Entered around the whole run.
         calls: Entered around the forward pass.
-        recorder: Entered around the forward pass, and again around the backward pass.
+        stopwatch: Entered around the forward pass, and again around the backward pass.
     """
-    with preserve_state(model, arguments), torch.set_grad_enabled(scale is not None), tracker:
-        with recorder, calls:
+    stopwatch.clock.begin()
+    with preserve_state(model, arguments), torch.set_grad_enabled(scale is not None):
+        with stopwatch, calls:
             value = loss()
         if scale is None:
             return ()
@@ -159,7 +156,7 @@ def _run(
             params = {n: p for n, p in model.named_parameters() if p.requires_grad}
             given = [t for t in tree.tensors(arguments) if t.requires_grad]
             targets = [*params.values(), *given]
-            with recorder:
+            with stopwatch:
                 # Unlike backward(), grad() neither writes .grad nor runs its hooks.
                 grads: tuple[Tensor | None, ...] = torch.autograd.grad(
                     scaled, targets, start, allow_unused=True

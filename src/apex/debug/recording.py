@@ -123,7 +123,7 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
     def __init__(
         self, tracker: ModuleTracker, calls: CallTracker, rules: DtypeRules, clock: Clock
     ) -> None:
-        """Creates a recorder; the caller enters ``tracker`` and ``calls`` around it."""
+        """Creates a recorder; the caller enters ``tracker`` and ``calls``, too."""
         super().__init__(clock)
         self.without_formula: set[str] = set()
         self._tracker = tracker
@@ -136,6 +136,12 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
         self._all_casts: list[Cast] = []
         self._detours: MutableMapping[_Holder, Detour] = WeakIdKeyDictionary()
         self._casts: MutableMapping[_Holder, Cast] = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self._tracker.record_site()
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _observe(
         self, func: Any, args: Any, kwargs: dict[str, Any], result: Any, span: Span
@@ -262,7 +268,7 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
 
     def records(self) -> tuple[OpRow, ...]:
         """Returns one record per operator, in order of first use; waits for the device."""
-        self._clock.finish()
+        self.clock.finish()
         for cast in self._all_casts:
             if not cast.charged:
                 _charge(self._stats[cast.own], cast)

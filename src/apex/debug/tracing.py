@@ -99,10 +99,9 @@ class Trace:
     def __enter__(self: SomeTrace) -> SomeTrace:
         """Starts tracing this thread."""
         self.mode = mode = self._new_mode()
-        tracker = mode.tracker
         with ExitStack() as hooks, ExitStack() as modes:
-            hooks.callback(tracker.detach)
-            tracker.attach()
+            hooks.push(mode.tracker)  # also if an interrupt ends its own entry
+            mode.tracker.__enter__()
             modes.callback(register_optimizer_step_pre_hook(mode.enter_step).remove)
             modes.callback(register_optimizer_step_post_hook(mode.leave_step).remove)
             if self._may_compile():
