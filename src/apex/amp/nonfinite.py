@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from apex._core import finite
-from apex._engine.optimizer.binding import Binding
 from apex._engine.session import Session
 from apex._torch import dtensor
 
@@ -37,15 +36,13 @@ class NonfiniteGradient:
         return f"{self.name} ({', '.join(counts)} of {self.elements})"
 
 
-def nonfinite_gradients(
-    session: Session, only: Binding | None = None
-) -> Iterator[tuple[str, Tensor]]:
+def nonfinite_gradients(session: Session) -> Iterator[tuple[str, Tensor]]:
     """Yields the name and gradient of every parameter whose gradient holds inf or NaN.
 
-    Waits for the device, so call it for diagnosis only. With ``only``, checks one optimizer's.
+    Waits for the device, so call it for diagnosis only.
     """
     names = {id(p): name for model in session.models for name, p in model.named_parameters()}
-    for binding in session.bindings if only is None else (only,):
+    for binding in session.bindings:
         models = {id(pair.master): pair.model for pair in binding.pairs}
         for param, values in nonfinite_of(binding.params()):
             own = models.get(id(param), param)

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from apex._engine.events import ScaleUpdate
+from apex._engine.optimizer.optimizer_class import binding_of
 from apex._torch.dispatch_modes import suspend_modes
 from apex.debug.gradient_watch import GradientWatch, NonfinitePass
-from apex.debug.loops import Loop, LoopPass, loop_of
+from apex.debug.loops import Loop, LoopPass, inner, loop_of
 from apex.debug.overflow import OverflowTrace
 from apex.debug.rendering.formatting import listed, percent
-from apex.debug.skips import require_session
 from apex.debug.update_watch import (
     EVERY,
     FROZEN,
@@ -94,8 +94,12 @@ def arm(
     """
     if after_skips < 1:
         raise ValueError(f"amp.debug.arm got after_skips={after_skips}; it must be at least 1.")
-    if model is None:
-        require_session(optimizer, "arm", plain="pass the model too: arm(optimizer, model=model)")
+    if model is None and binding_of(inner(optimizer)) is None:
+        raise RuntimeError(
+            "amp.debug.arm got an optimizer that amp has not prepared. Pass it to "
+            "amp.initialize(model, optimizer) and use the one returned. In a loop without "
+            "amp.initialize, pass the model too: arm(optimizer, model=model)."
+        )
     loop = loop_of("arm", [optimizer], scaler=scaler, models=model, only=False)
     return AutoTrace(loop, scaler, after_skips)
 

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
-from apex._engine.optimizer.optimizer_class import binding_of
-from apex._engine.session import Session
-from apex.amp.nonfinite import (
-    NonfiniteGradient,
-    count_nonfinite,
-    nonfinite_gradients,
-    nonfinite_of,
-)
-from apex.debug.loops import inner, loop_of
+from apex.amp.nonfinite import NonfiniteGradient, count_nonfinite, nonfinite_of
+from apex.debug.loops import loop_of
 
 
 def why_skipped(
@@ -47,28 +40,7 @@ def why_skipped(
         ...     print(gradient)
         weight (1 inf of 2)
     """
-    binding = binding_of(inner(optimizer))
-    if binding is not None:
-        session = require_session(optimizer, "why_skipped")
-        return count_nonfinite(nonfinite_gradients(session, only=binding))
     loop = loop_of("why_skipped", [optimizer], models=model)
     names = loop.names()
     found = nonfinite_of(loop.params())
     return count_nonfinite((names[id(param)], values) for param, values in found)
-
-
-def require_session(optimizer: Any, caller: str, *, plain: str = "") -> Session:
-    """Returns the session of an optimizer, or of a wrapped one.
-
-    Raises:
-        RuntimeError: If amp has not prepared it; the message names ``caller``, and with ``plain``
-            says what to do in a plain loop.
-    """
-    binding = binding_of(inner(optimizer))
-    if binding is None or binding.owner is None:
-        otherwise = f" In a loop without amp.initialize, {plain}." if plain else ""
-        raise RuntimeError(
-            f"amp.debug.{caller} got an optimizer that amp has not prepared. Pass it to "
-            f"amp.initialize(model, optimizer) and use the one returned.{otherwise}"
-        )
-    return cast(Session, binding.owner)
