@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from apex._core.dtypes import is_low_precision
 from apex._engine.readback import Readback
-from apex._torch import blocks, dtensor
+from apex._torch import dtensor
 from apex._torch.copies import capturing, moved
 from apex._torch.dispatch_modes import suspend_modes
 from apex._torch.dynamo import untraced
@@ -172,14 +172,14 @@ class _Window(NamedTuple):
 
     Attributes:
         layout: Of its samples.
-        weights: The 16-bit parameters, each with whether to sample it in the order of its memory.
+        weights: The 16-bit parameters.
         before: Their samples, [W].
         wanted: Which of these have a gradient, [W].
         counts: By module, [modules, 5].
     """
 
     layout: _Layout
-    weights: list[tuple[weakref.ref[Tensor], bool]]
+    weights: list[weakref.ref[Tensor]]
     before: Tensor
     wanted: Tensor
     counts: Tensor
@@ -261,10 +261,7 @@ class UpdateWatch:
     ) -> _Window:
         layout = self._layout(params)
         device = layout.owner.device
-        own = dtensor.locals_of(params)
-        grads = dtensor.locals_of([p.grad for p in params if p.grad is not None])
-        dense = [_alike(weight, grad) for weight, grad in zip(own, grads, strict=True)]
-        values = _sampled(grads, dense, device)
+        values = _sampled([p.grad for p in params if p.grad is not None], device)
         wanted = (values != 0.0) & torch.isfinite(values)
         if scale is not None:
             values = torch.where(layout.stored, values, values * moved(scale, device))
@@ -279,10 +276,8 @@ class UpdateWatch:
         if found_inf is not None:
             runs = moved(found_inf, device) == 0.0
             counts, wanted = counts * runs, wanted & runs
-        kept = [index for index, param in enumerate(params) if is_low_precision(param)]
-        weights = [(weakref.ref(params[index]), dense[index]) for index in kept]
-        before = _sampled([own[index] for index in kept], [dense[i] for i in kept], device)
-        return _Window(layout, weights, before, wanted, counts)
+        low = [param for param in params if is_low_precision(param)]
+        return _Window(layout, [*map(weakref.ref, low)], _sampled(low, device), wanted, counts)
 
     def _layout(self, params: list[Tensor]) -> _Layout:
         device = params[0].device
@@ -313,9 +308,8 @@ class UpdateWatch:
 
 def _ended(window: _Window, optimizer: Optimizer) -> Tensor | None:
     """Returns the counts of a measurement; None if a parameter is gone or has another size."""
-    live = [(param, dense) for ref, dense in window.weights if (param := ref()) is not None]
-    params, dense = [param for param, _ in live], [dense for _, dense in live]
-    after = _sampled(dtensor.locals_of(params), dense, window.counts.device)
+    params = [param for ref in window.weights if (param := ref()) is not None]
+    after = _sampled(params, window.counts.device)
     if after.shape != window.before.shape:
         return None
     begin = 0
@@ -382,19 +376,11 @@ def _stride(numel: int) -> int:
     return distance | 1
 
 
-def _alike(weight: Tensor, grad: Tensor) -> bool:
-    """Returns whether parameter and gradient lie in memory alike, without gaps."""
-    return blocks.is_dense(weight) and weight.stride() == grad.stride()
-
-
-def _sampled(tensors: list[Tensor], dense: list[bool], device: torch.device) -> Tensor:
-    """Returns every so many elements in fp32, of ``dense`` ones in the order of their memory."""
+def _sampled(tensors: list[Tensor], device: torch.device) -> Tensor:
+    """Returns every so many elements of the local tensors in fp32, whatever their memory layout."""
     parts = []
-    for values, in_order in zip(tensors, dense, strict=True):
-        stride = _stride(values.numel())
-        if in_order:
-            size = _count(values.numel())
-            parts.append(values.as_strided((size,), (stride,), values.storage_offset()))
-        else:
-            parts.append(values.reshape(-1)[::stride])
+    for values in dtensor.locals_of(tensors):
+        size = values.numel()
+        # take() reads these alone; flattening would copy a channels_last tensor whole
+        parts.append(values.take(torch.arange(0, size, _stride(size), device=device)))
     return torch.cat(parts).float() if parts else torch.zeros(0, device=device)
