@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from apex.debug.explanation import Explanation, Totals
+from apex.debug.explanation import Explanation, ModuleRow, Totals
 from apex.debug.findings import Finding
 from apex.debug.records import SHORT, OpRow
 
@@ -67,6 +67,15 @@ def bits(headroom: float | None) -> str:
 def place(module: str, inside: bool = True) -> str:
     """Returns where something ran: a module, the model itself, or outside the model."""
     return module or ("(model)" if inside else "(outside)")
+
+
+def parts(modules: Iterable[ModuleRow]) -> dict[str, list[ModuleRow]]:
+    """Returns the modules directly inside each, by its name; a shared one has a single name."""
+    found: dict[str, list[ModuleRow]] = {module.name: [] for module in modules}
+    for module in modules:
+        if module.name:
+            found[module.name.rpartition(".")[0]].append(module)
+    return found
 
 
 def listed(names: Sequence[str], most: int, what: str = "") -> str:

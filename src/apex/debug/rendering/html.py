@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from apex.debug.explanation import Explanation, ModuleRow, within
+from apex.debug.explanation import Explanation, within
 from apex.debug.records import CAST, OpRow
 from apex.debug.rendering import formatting
 from apex.debug.rendering.pages import render
@@ -36,24 +36,12 @@ def page(explanation: Explanation) -> str:
         tone=_tone,
         cast_op=CAST,
         legend=[name for name in _DTYPES if name in found],
-        parts=_parts(explanation.modules),
+        parts=formatting.parts(explanation.modules),
         inside=lambda name: [row for row in ops if row.inside and within(row.module, name)],
         outside=outside,
         outside_casts=sum(cast.count for row in outside for cast in row.casts),
         shares=shares,
     )
-
-
-def _parts(modules: Iterable[ModuleRow]) -> dict[str, list[ModuleRow]]:
-    """Returns the modules inside each; a shared one is in the nearest parent of its only name."""
-    parts: dict[str, list[ModuleRow]] = {module.name: [] for module in modules}
-    for module in modules:
-        parent = module.name.rpartition(".")[0]
-        while parent and parent not in parts:
-            parent = parent.rpartition(".")[0]
-        if module.name:
-            parts[parent].append(module)
-    return parts
 
 
 def _tone(dtype: str) -> str:

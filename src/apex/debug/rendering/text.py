@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from apex.debug.explanation import Explanation, ModuleRow
 from apex.debug.records import OpRow
@@ -53,10 +53,10 @@ def _findings(explanation: Explanation) -> Iterator[str]:
 
 
 def _modules(explanation: Explanation) -> Iterator[tuple[str, ...]]:
-    modules = explanation.modules
-    for index, row in enumerate(modules):
+    parts = formatting.parts(explanation.modules)
+    for label, row in [("(model)", explanation.modules[0]), *_tree(parts, "")]:
         yield (
-            _branch(modules, index),
+            label,
             row.kind,
             formatting.short(row.dtype),
             _bar(row.time_share),
@@ -65,20 +65,14 @@ def _modules(explanation: Explanation) -> Iterator[tuple[str, ...]]:
         )
 
 
-def _branch(modules: Sequence[ModuleRow], index: int) -> str:
-    """Returns a module's own name after the tree lines that lead to it."""
-    name = modules[index].name
-    if not name:
-        return "(model)"
-    names = [row.name for row in modules]
-    steps = name.split(".")
-    lines = ""
-    for depth in range(1, len(steps) + 1):
-        above, parent = ".".join(steps[:depth]), ".".join(steps[: depth - 1])
-        later = names[names.index(above) + 1 :] if above in names else []
-        more = any(_parent(other) == parent for other in later)
-        lines += ("├─ " if more else "└─ ") if depth == len(steps) else ("│  " if more else "   ")
-    return lines + steps[-1]
+def _tree(
+    parts: Mapping[str, Sequence[ModuleRow]], parent: str, lines: str = ""
+) -> Iterator[tuple[str, ModuleRow]]:
+    """Yields the modules inside one, each with its own name after the lines that lead to it."""
+    for row in parts[parent]:
+        is_last = row is parts[parent][-1]
+        yield f"{lines}{'└─' if is_last else '├─'} {row.name.rpartition('.')[2]}", row
+        yield from _tree(parts, row.name, f"{lines}{' ' if is_last else '│'}  ")
 
 
 def _operators(explanation: Explanation, shown: Sequence[OpRow]) -> Iterator[tuple[str, ...] | str]:
@@ -148,7 +142,3 @@ def _bar(share: float, width: int = 8) -> str:
 
 def _cut(name: str, width: int) -> str:
     return name if len(name) <= width else f"{name[: width - 1]}…"
-
-
-def _parent(name: str) -> str | None:
-    return name.rpartition(".")[0] if name else None
