@@ -12,7 +12,6 @@ from torch.overrides import TorchFunctionMode
 
 from apex._core import dtypes
 from apex._core.op_table import NAMES, CastSpec, Category
-from apex._core.policy import Policy
 from apex._engine.autocast.region import CastRegion, active_spec
 from apex._engine.autocast.user_functions import Kind
 from apex._engine.model.plan import fp32_modules
@@ -123,9 +122,8 @@ class DtypeRules:
         return "widest input (torch)" if op.strip("_") in _PROMOTING else FOLLOWS
 
     def _level(self, states: list[tuple[nn.Module, ModelState]]) -> str:
-        policy: Policy | None = None if self.session is None else self.session.policy
-        if policy is not None:
-            return policy.opt_level
+        if self.session is not None:
+            return self.session.policy.opt_level
         if states:
             return "a copy of a prepared model"
         return "none" if active_autocast() is None else "torch.autocast"

@@ -24,7 +24,7 @@ from apex._torch import dtensor, grad_scaler
 from apex._torch.copies import moved
 from apex._torch.dynamo import untraced
 from apex.amp.optimizers import unwrap
-from apex.debug.module_tracker import unwrapped
+from apex.debug.module_tracker import owner_of, unwrapped
 
 StepHook = Callable[..., None]
 """Takes the optimizer, and the arguments of its step."""
@@ -432,11 +432,6 @@ def check_scaler(caller: str, scaler: Any) -> None:
             f"amp.debug.{caller} got {type(scaler).__name__} as the scaler; it takes the "
             "torch.amp.GradScaler that scales the losses."
         )
-
-
-def owner_of(param: str) -> str:
-    """Returns the name of the module that owns a named parameter."""
-    return param.rpartition(".")[0]
 
 
 def inner(optimizer: Any) -> Optimizer:

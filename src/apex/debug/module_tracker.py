@@ -250,7 +250,7 @@ class ModuleTracker:
         variable = getattr(node, "variable", None)
         if variable is not None:
             name = self.parameters.get(variable)
-            return None if name is None else Site(_owner(name), True, "")
+            return None if name is None else Site(owner_of(name), True, "")
         number, thread = node._sequence_nr(), threading.get_ident()
         task, site = self._sites.get((thread, number), (-1, None))
         if site is not None and (thread == self._thread or task != _graph_task()):
@@ -306,7 +306,7 @@ def active_autocast() -> tuple[str, torch.dtype] | None:
     return next(((device, torch.get_autocast_dtype(device)) for device in on), None)
 
 
-def _owner(parameter: str) -> str:
+def owner_of(parameter: str) -> str:
     """Returns the name of the module that owns the named parameter."""
     own = parameter.rpartition(":")[2].rpartition(".")[2]
     return parameter.removesuffix(own).removesuffix(".")

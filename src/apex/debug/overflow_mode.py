@@ -320,9 +320,9 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
     # -- level and loss scale --------------------------------------------------------------------
 
     def _level(self) -> str:
-        for session in self._sessions():
-            if session.policy is not None:
-                return session.policy.opt_level
+        sessions = self._sessions()
+        if sessions:
+            return sessions[0].policy.opt_level
         if self.tracker.autocast is not None:
             return "torch.autocast"
         params = (param for model in self.tracker.models for param in model.parameters())

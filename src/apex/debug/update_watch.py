@@ -19,7 +19,8 @@ from apex._torch import dtensor
 from apex._torch.copies import capturing, moved
 from apex._torch.dispatch_modes import suspend_modes
 from apex._torch.dynamo import untraced
-from apex.debug.loops import Loop, owner_of
+from apex.debug.loops import Loop
+from apex.debug.module_tracker import owner_of
 
 EVERY = 16
 """Updates from one measurement to the next: its cost is spread over as many steps."""
