@@ -17,7 +17,6 @@ from apex._core.param_groups import params_of
 from apex._engine.model.state import state_of
 from apex._engine.session import Session
 from apex._torch.grad_scaler import enabled_scalers
-from apex.amp.nonfinite import nonfinite_gradients
 from apex.debug import tensors
 from apex.debug.faults import Cause, Fault, cause_of
 from apex.debug.module_tracker import ModuleTracker
@@ -115,10 +114,10 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
 
     def _stale_gradients(self) -> set[int]:
         """Returns the memory of gradients that were already non-finite when tracing started."""
-        grads = [p.grad for model in self.tracker.models for p in model.parameters()]
-        of_sessions = [grad for s in self._sessions() for _, grad in nonfinite_gradients(s)]
-        all_grads = tensors.floating([*grads, *of_sessions])
-        return {tensors.storage_key(grad) for grad in all_grads if tensors.kind_of(grad)}
+        own = [param for model in self.tracker.models for param in model.parameters()]
+        stepped = [p for s in self._sessions() for b in s.bindings for p in b.params()]
+        grads = tensors.floating([param.grad for param in (*own, *stepped)])
+        return {tensors.storage_key(grad) for grad in grads if tensors.kind_of(grad)}
 
     def _operator(self, call: OperatorCall) -> Any:
         self._provenance.time += 1

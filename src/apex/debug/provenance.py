@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, MutableMapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -19,19 +19,25 @@ _MAX_NODES = 2**14
 _MAX_READERS = 8
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Origin:
-    """The operator that first produced a non-finite value.
+    """The operator that first produced a non-finite value, and what has become of it.
 
     Attributes:
         fault: The operator and its cause.
         time: Number of operators traced before it.
         deliberate: Whether the value is intended, as a constant or a mask.
+        masked_out: Whether values were masked out.
+        absorbed: Whether a softmax or exp mapped -inf to 0, as is right.
+        readers: Operators that read the values, in order, at most eight.
     """
 
     fault: Fault
     time: int
     deliberate: bool
+    masked_out: bool = False
+    absorbed: bool = False
+    readers: list[str] = field(default_factory=list)
 
 
 class Provenance:
@@ -62,9 +68,6 @@ class Provenance:
         self._lost: dict[tuple[str, str, str], Origin] = {}
         self._reached: dict[int, Origin] = {}
         self._unhealed: dict[int, Origin] = {}
-        self._readers: dict[int, list[str]] = {}
-        self._masked_out: set[int] = set()
-        self._absorbed: set[int] = set()
         self._by_memory: MutableMapping[UntypedStorage, Origin] = WeakIdKeyDictionary()
         self._by_node: OrderedDict[int, tuple[Site, Origin]] = OrderedDict()
 
@@ -100,19 +103,16 @@ class Provenance:
 
     def mark_masked(self, origin: Origin) -> None:
         """Records that values of ``origin`` were masked out."""
-        if not origin.deliberate:
-            self._masked_out.add(origin.time)
+        origin.masked_out = not origin.deliberate
 
     def mark_absorbed(self, origin: Origin) -> None:
         """Records that a softmax or exp mapped -inf of ``origin`` to 0, as is right."""
-        if not origin.deliberate:
-            self._absorbed.add(origin.time)
+        origin.absorbed = True
 
     def mark_read(self, origin: Origin, op: str) -> None:
         """Records that an operator read values of ``origin``."""
-        readers = [] if origin.deliberate else self._readers.setdefault(origin.time, [])
-        if len(readers) < _MAX_READERS and op not in readers:
-            readers.append(op)
+        if len(origin.readers) < _MAX_READERS and op not in origin.readers:
+            origin.readers.append(op)
 
     def most_severe(self, origins: Iterable[Origin]) -> Origin | None:
         """Returns the most severe origin; among equals, the first."""
@@ -120,7 +120,7 @@ class Provenance:
 
     def _severity(self, origin: Origin) -> tuple[bool, bool, bool, int]:
         stale = origin.fault.cause == "gradients"  # left by an earlier step
-        return origin.deliberate, stale, origin.time in self._masked_out, origin.time
+        return origin.deliberate, stale, origin.masked_out, origin.time
 
     # -- autograd nodes --------------------------------------------------------------------------
 
@@ -160,10 +160,6 @@ class Provenance:
         self.harmless += len(harmless)
         self.first_harmless = self.first_harmless or next(iter(harmless), None)
         self._pending.clear()
-        kept = self._reached.keys() | {origin.time for origin in self._lost.values()}
-        self._readers = {time: self._readers[time] for time in self._readers.keys() & kept}
-        self._masked_out &= kept
-        self._absorbed &= kept
 
     @property
     def has_pending(self) -> bool:
@@ -180,7 +176,7 @@ class Provenance:
         origin = self.first_origin(healing=healing)
         if origin is None:
             return None
-        return replace(origin.fault, read_by=tuple(self._readers.get(origin.time, ())))
+        return replace(origin.fault, read_by=tuple(origin.readers))
 
     def first_origin(self, *, healing: bool = True) -> Origin | None:
         """Returns the first origin that is a fault; see Note [When an origin is a fault].
@@ -188,7 +184,7 @@ class Provenance:
         With ``healing``, an overflow from which a dynamic loss scale backs off counts as one.
         """
         reached = self._reached if healing else self._unhealed
-        lost = [origin for origin in self._lost.values() if origin.time not in self._absorbed]
+        lost = [origin for origin in self._lost.values() if not origin.absorbed]
         pending = [o for o in self._pending if healing or not o.fault.heals]
         for origins in ([*reached.values(), *lost], pending):
             origin = self.most_severe(origins)
