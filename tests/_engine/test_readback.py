@@ -12,17 +12,17 @@ def test_nothing_sent_means_nothing_arrived():
 
 def test_what_was_sent_arrives_once_in_order():
     readback = Readback()
-    readback.send(torch.tensor([1.0, 0.0]))
-    readback.send(torch.tensor([2.0, 1.0]))
-    assert readback.poll() == [(1.0, 0.0), (2.0, 1.0)]
+    readback.send("a", torch.tensor([1.0, 0.0]))
+    readback.send("b", torch.tensor([2.0, 1.0]))
+    assert readback.poll() == [("a", (1.0, 0.0)), ("b", (2.0, 1.0))]
     assert readback.poll() == []
 
 
 def test_what_arrives_is_the_content_at_sending():
     readback, values = Readback(), torch.tensor([1.0, 0.0])
-    readback.send(values)
+    readback.send("a", values)
     values.fill_(5.0)
-    assert readback.poll() == [(1.0, 0.0)]
+    assert readback.poll() == [("a", (1.0, 0.0))]
 
 
 @pytest.mark.gpu
@@ -30,12 +30,12 @@ def test_sending_from_the_gpu_does_not_wait():
     readback, values = Readback(), torch.tensor([1.0, 0.0], device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
-        readback.send(values)
+        readback.send("a", values)
         arrived = readback.poll()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
-    assert [*arrived, *readback.poll()] == [(1.0, 0.0)]
+    assert [*arrived, *readback.poll()] == [("a", (1.0, 0.0))]
 
 
 @pytest.mark.gpu
@@ -43,6 +43,6 @@ def test_nothing_is_sent_while_a_cuda_graph_is_captured():
     readback, values = Readback(), torch.ones(2, device="cuda")
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         values.mul_(2)
-        readback.send(values)
+        readback.send("a", values)
     torch.cuda.synchronize()
     assert readback.poll() == []

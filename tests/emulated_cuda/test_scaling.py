@@ -136,8 +136,8 @@ def test_readings_of_two_devices_arrive_in_order(current):
     readback = Readback()
     with torch.cuda.device(current):
         for index in range(6):
-            readback.send(torch.tensor([float(index)], device=DEVICES[index % 3]))
-        assert readback.poll() == [(float(index),) for index in range(6)]
+            readback.send(index, torch.tensor([float(index)], device=DEVICES[index % 3]))
+        assert readback.poll() == [(index, (float(index),)) for index in range(6)]
 
 
 def test_numerics_of_a_model_on_two_devices_are_right():

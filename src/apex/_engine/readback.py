@@ -1,19 +1,22 @@
-"""Asynchronous copies of small device tensors to the host."""
+"""Asynchronous copies of small device tensors to the host, each with what it belongs to."""
 
 from __future__ import annotations
 
 import functools
 from collections import deque
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
 from apex._torch.copies import HostCopy, capturing
 
-Reading = tuple[float, ...]
+T = TypeVar("T")
+Reading = tuple[T, tuple[float, ...]]
+"""What the values belong to, and the values."""
 
 
-class Readback:
+class Readback(Generic[T]):
     """A queue of small tensors being copied to the host.
 
     ``send`` starts a copy and returns at once; ``poll`` returns completed ones, oldest first. A
@@ -21,37 +24,36 @@ class Readback:
     """
 
     def __init__(self) -> None:
-        self._ready: list[Reading] = []
-        self._in_flight: deque[HostCopy] = deque()
+        self._ready: list[Reading[T]] = []
+        self._in_flight: deque[tuple[T, HostCopy]] = deque()
 
-    def send(self, values: Tensor) -> bool:
-        """Queues the present values of a 1-d tensor; returns whether it did.
+    def send(self, source: T, values: Tensor) -> None:
+        """Queues the present values of a 1-d tensor, with what they belong to.
 
         Nothing is queued while a CUDA graph is captured: a replay has no host side.
         """
-        return self.prepare(values)()
+        self.prepare(source, values)()
 
-    def prepare(self, values: Tensor) -> Callable[[], bool]:
+    def prepare(self, source: T, values: Tensor) -> Callable[[], None]:
         """Returns a function that does what ``send`` does, and allocates its memory now."""
         if values.device.type == "cpu" and not self._in_flight:
-            return functools.partial(self._read, values)
+            return functools.partial(self._read, source, values)
         if capturing(values.device):
-            return lambda: False
-        return functools.partial(self._start, HostCopy(values, start=False))
+            return lambda: None
+        return functools.partial(self._start, source, HostCopy(values, start=False))
 
-    def _read(self, values: Tensor) -> bool:
+    def _read(self, source: T, values: Tensor) -> None:
         # On the host, tolist() reads memory in place: no kernel, no wait.
-        self._ready.append(tuple(values.tolist()))
-        return True
+        self._ready.append((source, tuple(values.tolist())))
 
-    def _start(self, copy: HostCopy) -> bool:
-        self._in_flight.append(copy.start())
-        return True
+    def _start(self, source: T, copy: HostCopy) -> None:
+        self._in_flight.append((source, copy.start()))
 
-    def poll(self, *, wait: bool = False) -> list[Reading]:
+    def poll(self, *, wait: bool = False) -> list[Reading[T]]:
         """Returns readings completed since the last call, oldest first; with ``wait``, all."""
-        while self._in_flight and (wait or self._in_flight[0].arrived):
-            self._ready.append(tuple(self._in_flight.popleft().wait().tolist()))
+        while self._in_flight and (wait or self._in_flight[0][1].arrived):
+            source, copy = self._in_flight.popleft()
+            self._ready.append((source, tuple(copy.wait().tolist())))
         if not self._ready:
             return []
         arrived, self._ready = self._ready, []

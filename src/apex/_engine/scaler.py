@@ -277,8 +277,7 @@ class DynamicScaler(Scaler):
         super().__init__(checked_static(initial), rule, loss_id)
         self.clean_steps = torch.tensor(0, dtype=torch.int32)
         self._in_range = rule.least <= initial <= rule.greatest
-        self._readback = Readback()
-        self._passes_sent: list[Sequence[Iteration]] = []
+        self._readback: Readback[Sequence[Iteration]] = Readback()
         self._skipping: dict[int, Iteration] = {}
         self._skipped_in_row = 0
 
@@ -331,7 +330,8 @@ class DynamicScaler(Scaler):
 
     def update(self, iterations: Iterable[Iteration]) -> None:
         """Updates the scale from the flag, on the device, and sends both to the host."""
-        send = self._readback.prepare(self._scale_and_flag)  # first, because memory may run out
+        # First, because memory may run out.
+        send = self._readback.prepare(tuple(iterations), self._scale_and_flag)
         update_scale_(
             self.loss_scale,
             self.clean_steps,
@@ -340,17 +340,14 @@ class DynamicScaler(Scaler):
             in_range=self._in_range,
         )
         self.pass_state = PassState.UPDATED
-        if send():
-            self._passes_sent.append(tuple(iterations))
+        send()
 
     def read_updates(self) -> list[ScaleUpdate]:
         """Returns the updates that have reached the host; with ``block_on_read``, all."""
         updates = []
-        for loss_scale, found_inf in self._readback.poll(wait=self.block_on_read):
+        for sent, (loss_scale, found_inf) in self._readback.poll(wait=self.block_on_read):
             overflow = found_inf != 0.0
             self._skipped_in_row = self._skipped_in_row + 1 if overflow else 0
-            # Empty if a Ctrl-C interrupted update() after it sent the values.
-            sent = self._passes_sent.pop(0) if self._passes_sent else ()
             optimizers = self._newly(sent, overflow=overflow)
             updates.append(
                 ScaleUpdate(self.loss_id, loss_scale, overflow, optimizers, self._skipped_in_row)

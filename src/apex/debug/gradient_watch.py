@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -36,8 +35,7 @@ class GradientWatch:
     """Sends the largest gradient of every parameter to the host after each pass."""
 
     def __init__(self) -> None:
-        self._readback = Readback()
-        self._sent: deque[tuple[int, int, list[int]]] = deque()
+        self._readback: Readback[tuple[int, int, list[int]]] = Readback()
         self._passes = 0
 
     @torch.no_grad()
@@ -49,14 +47,13 @@ class GradientWatch:
         if not grads:
             return
         largest = [_in_range(norm) for norm in norms.max_norms(grads)]
-        if self._readback.send(norms.stacked(largest, largest[0].device)):
-            self._sent.append((self._passes, loss_id, list(own)))
+        source = self._passes, loss_id, list(own)
+        self._readback.send(source, norms.stacked(largest, largest[0].device))
 
     def poll(self) -> list[NonfinitePass]:
         """Returns the passes that were not finite, of those that have arrived since."""
         found = []
-        for largest in self._readback.poll():
-            index, loss_id, params = self._sent.popleft()
+        for (index, loss_id, params), largest in self._readback.poll():
             bad = frozenset(
                 param
                 for param, value in zip(params, largest, strict=True)

@@ -118,8 +118,7 @@ class History:
             )
         self._loop = loop_of("History", optimizers, scaler=scaler, models=model)
         self._grad_norms = grad_norms
-        self._readback = Readback()
-        self._losses: deque[int] = deque()
+        self._readback: Readback[int] = Readback()
         self._passes: deque[Pass] = deque(maxlen=limit)
         self._seen = 0
         self._modules = self._loop.modules()
@@ -215,16 +214,15 @@ class History:
         numbers = [end.loss_scale, end.found_inf]
         if end.measured is not None:
             numbers.append(end.measured.to(end.loss_scale.device, torch.float32))
-        if self._readback.send(torch.stack(numbers)):
-            self._losses.append(end.loss_id)
+        self._readback.send(end.loss_id, torch.stack(numbers))
         self._read(wait=False)
 
     def _read(self, *, wait: bool) -> None:
-        for loss_scale, found_inf, *norm in self._readback.poll(wait=wait):
+        for loss_id, (loss_scale, found_inf, *norm) in self._readback.poll(wait=wait):
             self._passes.append(
                 Pass(
                     index=self._seen,
-                    loss_id=self._losses.popleft(),
+                    loss_id=loss_id,
                     loss_scale=loss_scale,
                     overflow=found_inf != 0.0,
                     grad_norm=norm[0] if norm else None,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -271,8 +270,7 @@ class PlainLoop(Loop):
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self._scaler = None if not self.dynamic else weakref.ref(scaler)
         self._measured: dict[int, Tensor | None] = {}
-        self._readback = Readback()
-        self._sent: deque[int] = deque()
+        self._readback: Readback[int] = Readback()
         self._skipped_in_row: dict[int, int] = {}
 
     def listen(self, listener: Listener) -> None:
@@ -322,16 +320,15 @@ class PlainLoop(Loop):
             index = self._index(optimizer)
             if index is None or self._listener is None:
                 continue
-            if self._readback.send(torch.stack([scale, found_inf])):
-                self._sent.append(index)
-            updates = [self._update(*reading) for reading in self._readback.poll()]
+            self._readback.send(index, torch.stack([scale, found_inf]))
+            updates = [self._update(i, *values) for i, values in self._readback.poll()]
             measured = self._measured.pop(index, None)
             self._listener.end_of_pass(
                 LoopPass(index, updates, measured, scale, found_inf, failed=False)
             )
 
-    def _update(self, loss_scale: float, found_inf: float) -> ScaleUpdate:
-        index, overflow = self._sent.popleft(), found_inf != 0.0
+    def _update(self, index: int, loss_scale: float, found_inf: float) -> ScaleUpdate:
+        overflow = found_inf != 0.0
         in_row = self._skipped_in_row.get(index, 0) + 1 if overflow else 0
         self._skipped_in_row[index] = in_row
         return ScaleUpdate(index, loss_scale, overflow, 1, in_row)

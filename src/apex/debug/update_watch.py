@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -207,8 +206,7 @@ class UpdateWatch:
         self._open: weakref.WeakKeyDictionary[Optimizer, list[_Window]]
         self._open = weakref.WeakKeyDictionary()
         self._layouts: dict[torch.device, _Layout] = {}
-        self._readback = Readback()
-        self._sent: deque[list[str]] = deque()
+        self._readback: Readback[list[str]] = Readback()
         loop.add_step_hooks(self._before_step, self._after_step)
 
     def stop(self) -> None:
@@ -220,8 +218,7 @@ class UpdateWatch:
 
     def poll(self, *, wait: bool = False) -> None:
         """Passes on the measurements that have arrived; with ``wait``, all."""
-        for reading in self._readback.poll(wait=wait):
-            names = self._sent.popleft()
+        for names, reading in self._readback.poll(wait=wait):
             rows = zip(*[iter(map(int, reading))] * len(Counts._fields), strict=True)
             if self._arrived is not None:
                 self._arrived({n: Counts(*row) for n, row in zip(names, rows, strict=True)})
@@ -253,8 +250,8 @@ class UpdateWatch:
             for window in self._open.pop(optimizer, ()):
                 device = window.counts.device
                 counts = None if capturing(device) else _ended(window, optimizer)
-                if counts is not None and self._readback.send(counts):
-                    self._sent.append(window.layout.modules)
+                if counts is not None:
+                    self._readback.send(window.layout.modules, counts)
         self.poll()
 
     def _begin(
