@@ -101,7 +101,7 @@ def explain(
     clock = clock_for(_device(inner, inputs, keywords))
     recorder = Recorder(tracker, calls, rules, clock)
     with tracker:
-        run(calls, Stopwatch(clock))
+        run(calls, Stopwatch(tracker, clock))
         gradients = run(calls, recorder)
     ops = recorder.records()
     notes = [f"Time is {clock.measures}, the shorter of two passes."]

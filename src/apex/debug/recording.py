@@ -27,6 +27,7 @@ from apex.debug.records import (
     WeightCasts,
     computed_in,
 )
+from apex.debug.tensors import OperatorCall
 from apex.debug.tracing import is_uninitialized
 
 aten = torch.ops.aten
@@ -124,9 +125,8 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
         self, tracker: ModuleTracker, calls: CallTracker, rules: DtypeRules, clock: Clock
     ) -> None:
         """Creates a recorder; the caller enters ``tracker`` and ``calls``, too."""
-        super().__init__(clock)
+        super().__init__(tracker, clock)
         self.without_formula: set[str] = set()
-        self._tracker = tracker
         self._calls = calls
         self._rules = rules
         self._flops = _flop_formulas()
@@ -137,35 +137,26 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
         self._detours: MutableMapping[_Holder, Detour] = WeakIdKeyDictionary()
         self._casts: MutableMapping[_Holder, Cast] = WeakIdKeyDictionary()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self._tracker.record_site()
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def _observe(
-        self, func: Any, args: Any, kwargs: dict[str, Any], result: Any, span: Span
-    ) -> None:
-        inputs = list(filter(is_castable, tensors.floating([args, kwargs])))
+    def _observe(self, call: OperatorCall, result: Any, span: Span) -> None:
+        inputs = list(filter(is_castable, tensors.floating([call.args, call.kwargs])))
         outputs = list(filter(is_castable, tensors.floating(result)))
-        if func in _CASTS and inputs and outputs and inputs[0].dtype is not outputs[0].dtype:
+        if call.func in _CASTS and inputs and outputs and inputs[0].dtype is not outputs[0].dtype:
             self._cast(inputs[0], outputs[0], span)
         elif inputs or outputs:
-            self._operator(func, args, kwargs, result, inputs, outputs, span)
+            self._record(call, result, inputs, outputs, span)
 
     # -- one operator ----------------------------------------------------------------------------
 
-    def _operator(
+    def _record(
         self,
-        func: Any,
-        args: Any,
-        kwargs: dict[str, Any],
+        call: OperatorCall,
         result: Any,
         inputs: list[Tensor],
         outputs: list[Tensor],
         span: Span,
     ) -> None:
-        key = self._key(func, inputs, outputs)
+        func = call.func
+        key = self._key(call.traits.name, inputs, outputs)
         stats = self._stats[key]
         stats.calls += 1
         stats.spans.append(span)
@@ -183,7 +174,7 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
                 self._casts.pop(_holder(tensor), None)
         formula = self._flops.get(func._overloadpacket)
         if formula is not None:
-            stats.flops += int(formula(*args, **kwargs, out_val=result))
+            stats.flops += int(formula(*call.args, **call.kwargs, out_val=result))
         elif "low precision" in key.decided_by:
             self.without_formula.add(key.op)
         if not is_uninitialized(key.op):
@@ -219,7 +210,7 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
             values=source.numel(),
             losses=cast_losses(source, result),
             span=span,
-            own=self._key(aten._to_copy.default, [source], [result]),
+            own=self._key(CAST, [source], [result]),
         )
         first = self._cast_of(source)
         cast.origin = cast
@@ -236,7 +227,7 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
             key = detour.key
             place = key.module, key.direction, path, key.op, key.decided_by
             self._trips[place].append([*detour.casts, cast])
-        if cast.target in LOW and source in self._tracker.parameters:
+        if cast.target in LOW and source in self.tracker.parameters:
             self._weight_casts[cast.target].append(cast)
         if first is not None and not first.charged:
             first.charged, cast.before = True, (*first.before, first)
@@ -246,12 +237,10 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
     def _cast_of(self, tensor: Tensor) -> Cast | None:
         return self._casts.get(_holder(tensor))
 
-    def _key(self, func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> Key:
-        tracker = self._tracker
+    def _key(self, op: str, inputs: list[Tensor], outputs: list[Tensor]) -> Key:
+        tracker = self.tracker
         ins = tuple(dict.fromkeys(dtypes.name(tensor.dtype) for tensor in inputs))
         out = dtypes.name(outputs[0].dtype) if outputs else ""
-        name = func._overloadpacket.__name__
-        op = f"{func.namespace}.{name}"
         module, inside, direction = tracker.module, tracker.inside, tracker.direction
         call = self._calls.current
         if op == CAST and direction == "backward":
@@ -259,6 +248,7 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
         elif op == CAST:
             why = f"cast by {call.name}()" if call and call.name else "cast"
         else:
+            name = op.partition(".")[2]
             why = self._rules.decided_by(
                 name, computed_in(ins, out), module, inside, direction, call
             )
