@@ -37,7 +37,7 @@ def preserve_state(model: nn.Module, arguments: object) -> Iterator[None]:
             stack.callback(_restore_buffers, module, dict(module._buffers))
         buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
         stack.callback(_restore_values, buffers)
-        stack.enter_context(_eager())
+        stack.enter_context(eager())
         yield
 
 
@@ -90,7 +90,7 @@ def _random_numbers(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _eager() -> Iterator[None]:
+def eager() -> Iterator[None]:
     """Runs compiled parts eagerly; skipped if dynamo, whose import is slow, is not loaded."""
     if "torch._dynamo" not in sys.modules:
         yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import importlib
 import sys
 import threading
 import time
@@ -90,6 +91,7 @@ class ScriptTrace(OverflowTrace):
 
     def __enter__(self) -> ScriptTrace:
         """Starts tracing this thread, and those that the program starts with ``threading``."""
+        importlib.import_module("torch._dynamo")  # now: what is compiled later runs eagerly, too
         super().__enter__()
         self._hooks.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message=_ABOUT_GLOBAL_HOOKS)
@@ -131,9 +133,6 @@ class ScriptTrace(OverflowTrace):
 
     def _new_mode(self) -> OverflowMode:
         return self._script_mode
-
-    def _may_compile(self) -> bool:
-        return True
 
     def _count_step(self, *_: Any) -> None:
         self._steps.append(self._provenance.time)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -18,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from apex._engine.masters import Master
 from apex.debug import tensors
 from apex.debug.module_tracker import ModuleTracker
+from apex.debug.preserve_state import eager
 from apex.debug.tensors import OperatorCall
 
 SomeTrace = TypeVar("SomeTrace", bound="Trace")
@@ -104,8 +104,7 @@ class Trace:
             mode.tracker.__enter__()
             modes.callback(register_optimizer_step_pre_hook(mode.enter_step).remove)
             modes.callback(register_optimizer_step_post_hook(mode.leave_step).remove)
-            if self._may_compile():
-                modes.enter_context(torch.compiler.set_stance("force_eager"))
+            modes.enter_context(eager())
             modes.enter_context(mode)
             self._hooks, self._modes = hooks.pop_all(), modes.pop_all()
         return self
@@ -125,9 +124,6 @@ class Trace:
     def _new_mode(self) -> Any:
         """Returns a dispatch mode with a ``tracker`` and hooks for the steps of optimizers."""
         raise NotImplementedError
-
-    def _may_compile(self) -> bool:
-        return "torch._dynamo" in sys.modules  # otherwise, nothing is compiled
 
     def _release(self) -> None:
         """Releases what the trace held beside the modes."""
