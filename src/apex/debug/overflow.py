@@ -79,7 +79,9 @@ class OverflowTrace(Trace):
         tracker = ModuleTracker(*self._models)
         return OverflowMode(tracker, self._provenance, self.gradients, self._scaler)
 
-    def _release(self) -> None:
+    def __exit__(self, *exc_info: object) -> None:
+        """Stops tracing, removes all hooks and releases the models, the scaler and all values."""
+        super().__exit__(*exc_info)
         self._scaler = None
         self._provenance.close()
 

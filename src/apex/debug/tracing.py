@@ -114,7 +114,6 @@ class Trace:
         self.stop_mode()
         self._hooks.close()
         self._models = ()
-        self._release()
 
     def stop_mode(self) -> None:
         """Exits the modes but keeps the modules' hooks, over which torch may be iterating."""
@@ -124,6 +123,3 @@ class Trace:
     def _new_mode(self) -> Any:
         """Returns a dispatch mode with a ``tracker`` and hooks for the steps of optimizers."""
         raise NotImplementedError
-
-    def _release(self) -> None:
-        """Releases what the trace held beside the modes."""
