@@ -166,9 +166,9 @@ class AutoTrace:
             self._start(due.loss_id)
         elif self._watch is not None and not end.failed:
             found = self._watch.poll()
-            if found:
-                self._nonfinite = found[0]
-                self._start(found[0].loss_id)
+            if found is not None:
+                self._nonfinite = found
+                self._start(found.loss_id)
 
     def _measured(self, measured: Measured) -> None:
         """Reports weights that do not move and gradients that underflow, each once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -50,18 +51,14 @@ class GradientWatch:
         source = self._passes, loss_id, list(own)
         self._readback.send(source, norms.stacked(largest, largest[0].device))
 
-    def poll(self) -> list[NonfinitePass]:
-        """Returns the passes that were not finite, of those that have arrived since."""
-        found = []
+    def poll(self) -> NonfinitePass | None:
+        """Returns the first pass that was not finite, of those that have arrived since."""
         for (index, loss_id, params), largest in self._readback.poll():
-            bad = frozenset(
-                param
-                for param, value in zip(params, largest, strict=True)
-                if not abs(value) < float("inf")
-            )
+            found = zip(params, largest, strict=True)
+            bad = frozenset(param for param, value in found if not math.isfinite(value))
             if bad:
-                found.append(NonfinitePass(index, loss_id, bad, len(params)))
-        return found
+                return NonfinitePass(index, loss_id, bad, len(params))
+        return None
 
 
 def _in_range(norm: Tensor) -> Tensor:

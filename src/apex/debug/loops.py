@@ -308,8 +308,8 @@ class PlainLoop(Loop):
     def gradients_complete(self, optimizer: Optimizer, scale: Tensor | None) -> None:
         """Measures gradients before the step; see :class:`grad_scaler.ScalerListener`."""
         index = self._index(optimizer)
-        if index is not None:
-            measured = self._measure(index)
+        if index is not None and self._listener is not None:
+            measured = self._listener.measure(index, params_of(inner(optimizer)))
             if measured is not None and scale is not None:
                 measured = measured / moved(scale, measured.device)
             self._measured[index] = measured
@@ -348,7 +348,7 @@ class PlainLoop(Loop):
                 stacklevel=4,
             )
             return
-        measured = self._measure(index)
+        measured = self._listener.measure(index, params_of(optimizer))
         device = torch.device("cpu") if measured is None else measured.device
         one, zero = torch.ones((), device=device), torch.zeros((), device=device)
         self._in_hook = True
@@ -366,12 +366,6 @@ class PlainLoop(Loop):
             return None
         found = (i for i, reference in enumerate(self._optimizers) if reference() is own)
         return next(found, None)
-
-    def _measure(self, index: int) -> Tensor | None:
-        optimizer = self._optimizers[index]()
-        if optimizer is None or self._listener is None:
-            return None
-        return self._listener.measure(index, params_of(optimizer))
 
 
 def loop_of(
