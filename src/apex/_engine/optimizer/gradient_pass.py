@@ -391,20 +391,27 @@ class Gradients:
         Afterwards the models' gradients follow.
         """
         self.absorb_raw()
+        params = self._optimized.params()
         with without_overrides():
-            before = [(p, deferred.computed(p)) for p in self._optimized.params()]
-            known = [(p, grad, None if grad is None else grad._version) for p, grad in before]
+            before = [(param, deferred.computed(param), _version(param)) for param in params]
         yield
         with without_overrides():
-            kept = {id(p) for p, grad, version in known if _is_kept(p, grad, version)}
-            pairs = [pair for pair in self._optimized.pairs if id(pair.master) not in kept]
-            grads = [pair.master.grad for pair in pairs]
+            kept = {
+                id(param)
+                for param, grad, version in before
+                if version is not None
+                and _version(param) == version
+                and (version == -1 or param.grad is grad)
+            }
             zeroed: list[tuple[TrackedPair, Tensor]] = []
-            for pair, grad in zip(pairs, grads, strict=True):
-                if grad is not None:
-                    zeroed.append((pair, grad))
-                elif pair.model.grad is not None:
+            for pair in self._optimized.pairs:
+                if id(pair.master) in kept:
+                    continue
+                grad = pair.master.grad
+                if grad is None:
                     pair.model.grad, pair.mirrors_grad = None, False
+                else:
+                    zeroed.append((pair, grad))
             if zeroed:
                 mirror_gradients.write(*zip(*zeroed, strict=True))
                 mirror_gradients.mark(pair for pair, _ in zeroed)
@@ -458,18 +465,6 @@ class Gradients:
     def has_grads(self) -> bool:
         """Returns whether a stepped parameter has a gradient, without computing a deferred one."""
         return any(map(deferred.has_grad, self._optimized.params()))
-
-
-def _is_kept(param: nn.Parameter, before: Tensor | None, version: int | None) -> bool:
-    """Returns whether a gradient is the one from before, of this version; ``None`` if deferred."""
-    if deferred.of(param) is not None:
-        return True
-    grad = param.grad
-    if grad is None:
-        return False
-    if before is None:
-        return deferred.is_as_computed(grad)
-    return grad is before and grad._version == version
 
 
 def _version(param: nn.Parameter) -> int | None:
