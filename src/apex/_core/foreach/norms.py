@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from apex._core.dtypes import LOW_PRECISION
 from apex._torch import dtensor
 from apex._torch.copies import moved
 
@@ -14,17 +15,18 @@ from apex._torch.copies import moved
 # (torch 2.13), in pieces of this size 1e-6, in the same time.
 _PIECE = 2**16
 
+_ONE_CALL = (torch.float32, *LOW_PRECISION)
+
 
 def l2_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the 2-norm of every tensor: 0-d, fp32 (fp64 for fp64 tensors)."""
-    wide = torch.float64
-    one_call = not any(tensor.dtype is wide for tensor in tensors)
+    """Returns the 2-norm of every tensor: 0-d, fp32 (fp64 for fp64 and complex128 tensors)."""
+    one_call = all(tensor.dtype in _ONE_CALL for tensor in tensors)
     if one_call and not dtensor.any_dtensor(tensors):
         return _norms_of_pieces([pieces(tensor) for tensor in tensors])
     # One call takes one dtype, and refuses one narrower than a tensor's own. For DTensors torch
     # 2.14 takes the dtype for a dimension: https://github.com/pytorch/pytorch/pull/194033.
     return [
-        torch.linalg.vector_norm(t, dtype=wide if t.dtype is wide else torch.float32)
+        torch.linalg.vector_norm(t, dtype=torch.float32 if t.dtype in _ONE_CALL else None)
         for t in tensors
     ]
 

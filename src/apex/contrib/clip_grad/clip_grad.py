@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from apex._core.dtypes import is_low_precision
 from apex._core.finite import group
 from apex._core.foreach.norms import l2_norms, max_norms, stacked, total
 from apex._torch.copies import moved
@@ -65,6 +66,7 @@ def _global_norm(grads: list[Tensor], norm_type: float) -> Tensor:
         return stacked(max_norms(grads), device).max()
     if norm_type == 2.0:
         return total(stacked(l2_norms(grads), device))
-    norms = [torch.linalg.vector_norm(grad.float(), norm_type) for grad in grads]
+    wide = [grad.float() if is_low_precision(grad) else grad for grad in grads]
+    norms = [torch.linalg.vector_norm(grad, norm_type) for grad in wide]
     norm: Tensor = torch.linalg.vector_norm(stacked(norms, device), norm_type)
     return norm
