@@ -238,8 +238,9 @@ def test_a_step_in_the_trace_may_have_masters_of_any_kind(masters):
     net, optimizer = amp.initialize(
         *(net, cases.sgd(net.parameters())), opt_level="O5", master_weights=masters, verbosity=0
     )
+    batches = torch.ones(1, 2), torch.full((1, 2), float("nan"))
     with trace_overflow(net) as trace:
-        for x in (torch.ones(1, 2), torch.full((1, 2), float("nan"))):
+        for x in batches:
             backward(net(x).sum(), optimizer)
             optimizer.step()
     assert trace.first.cause == "data"
