@@ -79,6 +79,24 @@ def test_a_gradient_penalty_trains_through_double_backward(level):
     torch.testing.assert_close(weight.grad.float(), expected, rtol=16 * eps, atol=16 * eps)
 
 
+@pytest.mark.parametrize("level", cases.LEVELS)
+def test_a_gradient_taken_in_one_block_trains_in_the_next_through_double_backward(level):
+    model, optimizer = cases.prepared(level, loss_scale="dynamic", max_loss_scale=128.0)
+    x, _ = cases.batch()
+    x.requires_grad_()
+    loss = model(x).float().sum()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        (slope,) = torch.autograd.grad(scaled_loss, x, create_graph=True)
+        slope = slope / (scaled_loss / loss)
+    with amp.scale_loss((slope.norm() - 1).square(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    weight = next(iter(amp.master_params(optimizer)))
+    eps = torch.finfo(cases.LEVELS[level].compute).eps
+    torch.testing.assert_close(
+        weight.grad.float(), _penalty_gradient(x), rtol=16 * eps, atol=16 * eps
+    )
+
+
 def _penalty_gradient(x):
     model = cases.net()
     (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)

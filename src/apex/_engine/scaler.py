@@ -45,7 +45,7 @@ class Scaler(ABC):
         found_inf: Whether the present pass overflowed, 0-d fp32.
         rule: The rule of a dynamic scale.
         loss_id: Index of the loss in its session.
-        open_blocks: The open ``scale_loss`` blocks, whose scaled losses may still be used.
+        open_blocks: The open ``scale_loss`` blocks, which have yet to divide by the present scale.
         rounding: The session's stochastic rounding, which is saved with its first scale.
         block_on_read: Whether to block on the readback, so that a report can still inspect the
             gradients it names.
@@ -115,8 +115,7 @@ class Scaler(ABC):
     def replace_tensors(self) -> None:
         """Continues with copies of scale and flag, leaving the present tensors unchanged.
 
-        Autograd graphs that have yet to run saved the present scale if it is dynamic, and autograd
-        raises for a saved tensor that was changed in place.
+        Blocks that have yet to end divide their gradients by the present scale.
         """
 
     @abstractmethod
@@ -226,7 +225,7 @@ class StaticScaler(Scaler):
         """Does nothing: no update follows."""
 
     def replace_tensors(self) -> None:
-        """Does nothing: no graph holds the scale."""
+        """Does nothing: the scale is a number."""
 
     def inverse(self, scale: Tensor | float) -> float:
         return 1.0 / float(scale)  # sync: none, it is a number
@@ -298,7 +297,8 @@ class DynamicScaler(Scaler):
         self.clean_steps.clamp_(max=rule.window - 1)
 
     def _scaled(self, loss: Tensor) -> Tensor:
-        return loss * self.loss_scale
+        # A copy, which updates do not change: a graph that outlives its block saves it.
+        return loss * self.loss_scale.clone()
 
     def factor(self) -> Tensor:
         return self.loss_scale
