@@ -89,6 +89,14 @@ def test_a_deep_copy_made_in_inference_mode_loads_a_state_dict(level):
         assert cases.same(found[name], saved[name].to(param.dtype).float())
 
 
+@pytest.mark.parametrize("level", cases.WITH_MASTERS)
+def test_a_copy_with_its_masters_in_inference_mode_is_refused(level):
+    model, optimizer = cases.prepared(level)
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"torch\.no_grad"):
+        copy.deepcopy((model, optimizer))
+    train(model, optimizer, cases.batches(1))
+
+
 @pytest.mark.parametrize("level", ["O0", *cases.MIXED])
 def test_a_deep_copy_skips_on_overflow(level):
     copied = copy.deepcopy(

@@ -141,6 +141,22 @@ def test_groups_that_are_built_anew_step_the_same_masters(level):
     assert len(cases.masters(optimizer)) == len(cases.masters(expected))
 
 
+@pytest.mark.parametrize("train_one", [cases.train_step, cases.train_step_with_closure])
+@pytest.mark.parametrize("level", cases.LEVELS)
+def test_a_group_that_a_script_fills_with_the_models_parameters_steps_masters(level, train_one):
+    (model, optimizer), expected = (
+        cases.prepared(level, cases.OPTIMIZERS["Adam"]) for _ in range(2)
+    )
+    for x, y in cases.batches(3):
+        train_one(model, optimizer, x, y)
+        train_one(*expected, x, y)
+        optimizer.param_groups[0]["params"] = list(model.parameters())
+    train_one(model, optimizer, x, y)
+    train_one(*expected, x, y)
+    assert cases.same(cases.masters(optimizer), cases.masters(expected[1]))
+    assert cases.same(list(model.parameters()), list(expected[0].parameters()))
+
+
 @pytest.mark.parametrize("level", cases.LEVELS)
 def test_a_frozen_parameter_stays_as_it_is(level):
     model = cases.net()

@@ -212,6 +212,12 @@ def rebuild_pair(
     kind: Kind | None = None,
 ) -> TrackedPair:
     """Rebuilds a pair from a copy or a file."""
+    if model.is_inference() or made.is_inference():
+        raise RuntimeError(
+            "A model and its optimizer with fp32 masters were copied or loaded under "
+            "torch.inference_mode, where torch counts no writes. Do so outside it, or under "
+            "torch.no_grad."
+        )
     if kind is not None and _packing_of(made) is None:  # files hold plain masters
         parameters.swap(made, master.make_packed(model, made.detach(), kind))
     pair = TrackedPair.__new__(TrackedPair)

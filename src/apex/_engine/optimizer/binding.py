@@ -237,8 +237,16 @@ class Binding:
             self.adopt_unfrozen()
 
     @untraced
+    def regroup(self) -> None:
+        """Puts the masters of models' parameters into groups that a script has built anew."""
+        if not self._owned.isdisjoint(map(id, self.params())):
+            with all_or_nothing() as undo:
+                self.adopt(self.optimizer.param_groups, undo)
+
+    @untraced
     def settle(self) -> None:
         """Finishes an open pass, so that the masters hold every gradient unscaled."""
+        self.regroup()
         gradients = self.gradients
         if gradients.open_pass is not None:
             if backward_id() == -1:

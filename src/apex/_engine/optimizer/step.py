@@ -214,6 +214,7 @@ def _overflowed(binding: Binding) -> bool:
 
 @untraced_frame
 def _step_with_closure(binding: Binding, run: Run, closure: Closure) -> Any:
+    binding.regroup()
     binding.read_model()
     off = UncastBlock()
     one_pass: list[OnePassStep] = []
