@@ -165,12 +165,10 @@ def test_amsgrad_is_refused(name):
         getattr(optimizers, name)(cases.parameters(), amsgrad=True)
 
 
-@pytest.mark.parametrize(
-    "name", ["max_grad_norm", "eps_inside_sqrt", "use_mt", "amp_scale_adjustment"]
-)
-def test_retired_argument_of_adam_is_explained(name):
-    with pytest.raises(TypeError, match=rf"FusedAdam no longer takes {name}\. "):
-        optimizers.FusedAdam(cases.parameters(), **{name: 1.0})
+def test_an_adjusted_scale_is_refused():
+    optimizers.FusedAdam(cases.parameters(), amp_scale_adjustment=1.0, use_mt=True)
+    with pytest.raises(ValueError, match="amp_scale_adjustment is 2"):
+        optimizers.FusedAdam(cases.parameters(), amp_scale_adjustment=2.0)
 
 
 def test_unknown_argument_is_refused():
@@ -196,6 +194,7 @@ def test_masters_need_capturable():
         ("FusedAdam", {"lr": -1.0}),
         ("FusedAdam", {"betas": (1.0, 0.9)}),
         ("FusedLAMB", {"eps": -1.0}),
+        ("FusedAdam", {"max_grad_norm": -1.0}),
         ("FusedLAMB", {"max_grad_norm": -1.0}),
         ("FusedSGD", {"lr": 0.1, "momentum": -1.0}),
         ("FusedSGD", {"lr": 0.1, "nesterov": True}),
@@ -263,7 +262,8 @@ def test_optimizer_holds_its_multi_tensor_functions(name):
 
 SIGNATURES = {
     "fused_adam.FusedAdam": "lr bias_correction betas eps adam_w_mode weight_decay amsgrad "
-    "set_grad_none capturable master_weights legacy",
+    "set_grad_none capturable master_weights max_grad_norm eps_inside_sqrt use_mt "
+    "amp_scale_adjustment",
     "fused_lamb.FusedLAMB": "lr bias_correction betas eps weight_decay amsgrad adam_w_mode "
     "grad_averaging set_grad_none max_grad_norm use_nvlamb",
     "fused_sgd.FusedSGD": "lr momentum dampening weight_decay nesterov wd_after_momentum "

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from apex import optimizers
+from apex.contrib import optimizers as contrib
 from apex.optimizers import fused_optimizer
 from apex.tools.memory import growth
 from tests.optimizers import cases, plain
@@ -237,6 +238,32 @@ def test_empty_parameters_step(name):
     optimizer = cases.MAKERS[name](params)
     cases.run(optimizer, params, 2)
     assert torch.isfinite(params[1]).all()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_arguments_of_the_first_fused_adam_give_its_bits(inside):
+    """As scripts of 2019 call it, before ``bias_correction`` left the rate."""
+    old = {"bias_correction": False, "max_grad_norm": 0.5, "eps_inside_sqrt": inside}
+    ours, theirs = cases.parameters(), cases.parameters()
+    cases.run(optimizers.FusedAdam(ours, lr=0.05, weight_decay=0.1, **old), ours, 3)
+    cases.run(contrib.FusedAdam(theirs, lr=0.05, weight_decay=0.1, **old), theirs, 3)
+    cases.assert_same(ours, theirs, rtol=0, atol=0)
+
+
+def test_adam_clips_by_the_norm_of_unscaled_gradients():
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+    ours, theirs = cases.parameters(), cases.parameters()
+    clips, steps = (optimizers.FusedAdam(p, max_grad_norm=n) for p, n in ((ours, 0.5), (theirs, 0)))
+    for step in range(3):
+        grads = cases.gradients(ours, step)
+        scaler.scale(torch.ones(()))
+        cases.give(ours, [128.0 * grad for grad in grads])
+        scaler.step(clips)
+        scaler.update()
+        cases.give(theirs, grads)
+        torch.nn.utils.clip_grad_norm_(theirs, 0.5)
+        steps.step()
+    cases.assert_same(ours, theirs, **CLOSE)
 
 
 @pytest.mark.parametrize("name", cases.MAKERS)

@@ -35,7 +35,9 @@ FUSED = {
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.1, weight_decay=0.1, fused=True),
     "FusedAdam": lambda p: FusedAdam(p, lr=1e-2, weight_decay=0.1),
     "FusedAdam capturable": lambda p: FusedAdam(p, lr=1e-2, adam_w_mode=False, capturable=True),
-    "FusedSGD": lambda p: FusedSGD(p, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True),
+    "FusedSGD": lambda p: FusedSGD(
+        p, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True, set_grad_none=True
+    ),
     "FusedAdagrad": lambda p: FusedAdagrad(p, lr=0.1, weight_decay=0.1, adagrad_w_mode=True),
 }
 SCALES = {"O2": [128.0, 1000.0, "dynamic"], "O5": [1.0, 128.0, "dynamic"]}
@@ -482,6 +484,18 @@ def test_a_post_hook_that_writes_masters_by_foreach_reaches_the_model(level):
     optimizer.step()
     rounded = [p.detach().to(next(model.parameters()).dtype) for p in amp.master_params(optimizer)]
     assert cases.same(list(model.parameters()), rounded)
+
+
+@levels
+def test_an_optimizer_that_clips_reads_the_true_gradients(level):
+    def train():
+        make = functools.partial(FusedAdam, max_grad_norm=0.1)
+        model, optimizer = cases.prepared(level, make)
+        for x, y in cases.batches(3):
+            cases.train_step(model, optimizer, x, y)
+        return model, optimizer
+
+    assert_same_in_two_passes(train)
 
 
 class SignOfTorch(torch.optim.AdamW):

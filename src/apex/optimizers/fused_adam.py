@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -11,21 +12,18 @@ from torch.optim.optimizer import ParamsT
 
 import amp_C
 from apex._core.dtypes import LOW_PRECISION
-from apex._core.foreach.adam import adam_
-from apex._core.foreach.gate import Gate, Scalar
-from apex._core.foreach.working import store
-from apex.optimizers.fused_optimizer import IN_KERNELS, Batch, FusedOptimizer, check_adam_options
-
-_CLIPPING = (
-    "Clip before the step: torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), "
-    "max_norm). apex.contrib.optimizers.FusedAdam still accepts it."
+from apex._core.foreach.adam import AdamRule, adam_
+from apex._core.foreach.gate import Gate, Scalar, as_tensor
+from apex._core.foreach.norms import l2_norms, stacked, total
+from apex._core.foreach.working import store, working
+from apex._torch.copies import moved
+from apex.optimizers.fused_optimizer import (
+    IN_KERNELS,
+    Batch,
+    FusedOptimizer,
+    check_adam_options,
+    check_range,
 )
-_LEGACY = {
-    "max_grad_norm": _CLIPPING,
-    "eps_inside_sqrt": "apex.contrib.optimizers.FusedAdam still accepts it.",
-    "use_mt": "Omit it: all parameters are always stepped together.",
-    "amp_scale_adjustment": "Omit it: amp unscales gradients before the step.",
-}
 
 
 class FusedAdam(FusedOptimizer):
@@ -35,6 +33,7 @@ class FusedAdam(FusedOptimizer):
 
     Attributes:
         adam_w_mode: 1 for decoupled weight decay, else 0.
+        eps_mode: 0 if ``eps`` is added inside the square root, 1 if outside.
         capturable: Whether learning rate and step count are on the device.
         master_weights: Whether 16-bit parameters have fp32 masters in the state.
     """
@@ -42,7 +41,12 @@ class FusedAdam(FusedOptimizer):
     capturable = False
     steps_dtensors = True
     gradient_methods: ClassVar[tuple[str, ...]] = IN_KERNELS
-    settings: ClassVar[tuple[str, ...]] = ("adam_w_mode", "capturable", "master_weights")
+    settings: ClassVar[tuple[str, ...]] = (
+        "adam_w_mode",
+        "capturable",
+        "eps_mode",
+        "master_weights",
+    )
 
     multi_tensor_adam = staticmethod(amp_C.multi_tensor_adam)
     multi_tensor_adam_capturable = staticmethod(amp_C.multi_tensor_adam_capturable)
@@ -61,7 +65,11 @@ class FusedAdam(FusedOptimizer):
         set_grad_none: bool = True,
         capturable: bool = False,
         master_weights: bool = False,
-        **legacy: Any,
+        *,
+        max_grad_norm: float = 0.0,
+        eps_inside_sqrt: bool = False,
+        use_mt: bool = False,
+        amp_scale_adjustment: float = 1.0,
     ) -> None:
         """Creates the optimizer.
 
@@ -78,30 +86,41 @@ class FusedAdam(FusedOptimizer):
             capturable: Whether learning rate and step count are device tensors, so that a step
                 can be captured in a CUDA graph.
             master_weights: Whether 16-bit parameters get fp32 masters; needs ``capturable``.
-            legacy: Arguments of apex's first FusedAdam; each raises an error that names the remedy.
+            max_grad_norm: Greatest norm of a group's gradients; 0 for no clipping. An argument of
+                apex's first FusedAdam, as are the next three.
+            eps_inside_sqrt: Whether to add ``eps`` inside the square root.
+            use_mt: Ignored: all parameters are always stepped together.
+            amp_scale_adjustment: Must be 1: amp unscales gradients before the step.
 
         Raises:
             RuntimeError: If ``amsgrad`` is set, or ``master_weights`` without ``capturable``.
-            TypeError: If an argument is unknown or retired.
             ValueError: If a value is out of range.
         """
-        _refuse_legacy(legacy)
+        del use_mt
         if master_weights and not capturable:
             raise RuntimeError(
                 "FusedAdam supports master_weights=True only with capturable=True. Pass both, or "
                 'use the masters of amp.initialize(..., opt_level="O2").'
             )
         check_adam_options("FusedAdam", lr, betas, eps, weight_decay, amsgrad=amsgrad)
+        check_range("max_grad_norm", max_grad_norm)
+        if amp_scale_adjustment != 1.0:
+            raise ValueError(
+                f"amp_scale_adjustment is {amp_scale_adjustment!r}; it must be 1, because amp "
+                "unscales gradients before the step."
+            )
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
+            "max_grad_norm": max_grad_norm,
         }
         self.capturable = capturable  # the base's constructor calls add_param_group
         super().__init__(params, defaults)
         self.adam_w_mode = 1 if adam_w_mode else 0
+        self.eps_mode = 0 if eps_inside_sqrt else 1
         self.set_grad_none = set_grad_none
         self.master_weights = master_weights
 
@@ -149,13 +168,49 @@ class FusedAdam(FusedOptimizer):
             )
         return super().step(closure, grad_scaler)
 
+    @property
+    def kernel_unscales(self) -> bool:
+        """Whether ``update`` divides gradients by the gate's scale: not if clipping comes first."""
+        return not any(map(_max_norm, self.param_groups))
+
+    def prepare(self, batches: list[Batch]) -> None:
+        """Clips the gradients of each group that has a greatest norm."""
+        for index, group in enumerate(self.param_groups):
+            own = [batch for batch in batches if batch.group is group]
+            if own and (max_norm := _max_norm(group)):
+                _clip(own, max_norm, None if self._norms is None else self._norms[index])
+
     def update(self, batch: Batch, step: Scalar, gate: Gate) -> None:
         """Takes one step for a batch of parameters."""
-        rule = batch.adam_rule(decoupled=self.adam_w_mode)
         targets = self.masters(batch, LOW_PRECISION if self.master_weights else ())
         averages = self.buffers(batch, "exp_avg"), self.buffers(batch, "exp_avg_sq")
-        adam_(targets, batch.grads, *averages, rule=rule, step=step, gate=gate)
+        adam_(targets, batch.grads, *averages, rule=self.rule(batch, step), step=step, gate=gate)
         store(batch.params, targets)
+
+    def rule(self, batch: Batch, step: Scalar) -> AdamRule:
+        """Returns the hyperparameters of a batch's step."""
+        del step
+        rule = batch.adam_rule(decoupled=self.adam_w_mode)
+        return replace(rule, eps_inside_sqrt=self.eps_mode == 0)
+
+    _norms: list[Any] | None = None
+    """The norm of each group's gradients, if the caller of ``step`` knows them."""
+
+
+def _max_norm(group: dict[str, Any]) -> float:
+    return float(group.get("max_grad_norm", 0.0))  # states of later releases of apex have none
+
+
+def _clip(batches: list[Batch], max_norm: float, known: float | Tensor | None) -> None:
+    device = batches[0].device
+    if known is None:
+        norm = total(torch.cat([stacked(l2_norms(batch.grads), device) for batch in batches]))
+    else:
+        norm = as_tensor(known, device)
+    divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0)
+    for batch in batches:
+        (wide,) = working(batch.grads)
+        batch.grads = list(torch._foreach_div(wide, moved(divisor, batch.device)))
 
 
 def put_on_device(group: dict[str, Any]) -> None:
@@ -166,10 +221,3 @@ def put_on_device(group: dict[str, Any]) -> None:
     group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(device, copy=True)
     step = torch.as_tensor(group.get("step", 0), dtype=torch.int32)
     group["step"] = step.to(device, copy=True)
-
-
-def _refuse_legacy(legacy: dict[str, Any]) -> None:
-    for name in legacy:
-        if name not in _LEGACY:
-            raise TypeError(f"FusedAdam got an unexpected keyword argument {name!r}.")
-        raise TypeError(f"FusedAdam no longer takes {name}. {_LEGACY[name]}")

@@ -88,7 +88,7 @@ class FusedOptimizer(Optimizer):
     gradient_methods: ClassVar[tuple[str, ...]] = ()
     """The methods that handle gradients, if they leave their values to torch's fused kernels.
 
-    Read by amp. The kernels divide by the gate's scale; without them, ``step`` does so first.
+    Read by amp.
     """
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
@@ -102,8 +102,13 @@ class FusedOptimizer(Optimizer):
         Args:
             batch: Parameters and gradients.
             step: Count of this step, from 1.
-            gate: Whether to skip the step; with a scale only if a fused kernel divides by it.
+            gate: Whether to skip the step; with a scale only if ``kernel_unscales``.
         """
+
+    @property
+    def kernel_unscales(self) -> bool:
+        """Whether ``update`` divides gradients by the gate's scale; else ``step`` does so first."""
+        return bool(self.gradient_methods)
 
     def prepare(self, batches: list[Batch]) -> None:
         """Called with all unscaled gradients before the first update."""
@@ -143,7 +148,7 @@ class FusedOptimizer(Optimizer):
         grad_scale, found_inf = self._signals(grad_scaler)
         batches = [batch for group in self.param_groups for batch in self._batches(group)]
         gates = [Gate.of(found_inf, batch.device, grad_scale) for batch in batches]
-        if not self.gradient_methods:
+        if not self.kernel_unscales:
             gates = [_unscaled(*each) for each in zip(batches, gates, strict=True)]
         self.prepare(batches)
         steps: dict[int, Scalar] = {}

@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from apex._core.foreach.adam import adam_, corrected_rate
-from apex._core.foreach.gate import Gate, Scalar, as_tensor
-from apex._core.foreach.norms import l2_norms, stacked, total
-from apex._core.foreach.working import working
-from apex._torch.copies import moved
+from apex import optimizers
+from apex._core.foreach.adam import AdamRule, corrected_rate
+from apex._core.foreach.gate import Scalar
 from apex.contrib.optimizers.explicit import ExplicitOptimizer
-from apex.optimizers.fused_optimizer import Batch, check_adam_options, check_range
+from apex.optimizers.fused_optimizer import Batch
 
 
-class FusedAdam(ExplicitOptimizer):
+class FusedAdam(ExplicitOptimizer, optimizers.FusedAdam):
     """Adam with decoupled weight decay, as in apex's first version.
 
     Bias correction applies to the step size, ``lr * sqrt(1 - beta2**t) / (1 - beta1**t)``, and thus
     to weight decay, too.
-
-    Attributes:
-        eps_mode: 0 if ``eps`` is added inside the square root, 1 if outside.
     """
-
-    settings: ClassVar[tuple[str, ...]] = ("eps_mode",)
 
     def __init__(
         self,
@@ -63,53 +54,22 @@ class FusedAdam(ExplicitOptimizer):
             RuntimeError: For ``amsgrad``.
             ValueError: For a value out of range.
         """
-        del use_mt
-        check_adam_options("FusedAdam", lr, betas, eps, weight_decay, amsgrad=amsgrad)
-        check_range("max_grad_norm", max_grad_norm)
-        if amp_scale_adjustment != 1.0:
-            raise ValueError(
-                f"amp_scale_adjustment is {amp_scale_adjustment!r}; it must be 1, because amp "
-                "unscales gradients before the step."
-            )
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "max_grad_norm": max_grad_norm,
-        }
-        super().__init__(params, defaults)
-        self.eps_mode = 0 if eps_inside_sqrt else 1
-
-    def prepare(self, batches: list[Batch]) -> None:
-        """Clips each group's gradients by their norm."""
-        for index, group in enumerate(self.param_groups):
-            own = [batch for batch in batches if batch.group is group]
-            if own and group["max_grad_norm"] > 0:
-                known = None if self._norms is None else self._norms[index]
-                _clip(own, group["max_grad_norm"], known)
-
-    def update(self, batch: Batch, step: Scalar, gate: Gate) -> None:
-        """Takes one step for a batch."""
-        group, lr = batch.group, batch.option("lr")
-        rule = replace(
-            batch.adam_rule(decoupled=1),
-            lr=corrected_rate(lr, group["betas"], step) if group["bias_correction"] else lr,
-            bias_correction=False,
-            eps_inside_sqrt=self.eps_mode == 0,
+        super().__init__(
+            params,
+            lr,
+            bias_correction,
+            betas,
+            eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            max_grad_norm=max_grad_norm,
+            eps_inside_sqrt=eps_inside_sqrt,
+            use_mt=use_mt,
+            amp_scale_adjustment=amp_scale_adjustment,
         )
-        averages = self.buffers(batch, "exp_avg"), self.buffers(batch, "exp_avg_sq")
-        adam_(batch.params, batch.grads, *averages, rule=rule, step=step, gate=gate)
 
-
-def _clip(batches: list[Batch], max_norm: float, known: float | Tensor | None) -> None:
-    device = batches[0].device
-    if known is None:
-        norm = total(torch.cat([stacked(l2_norms(batch.grads), device) for batch in batches]))
-    else:
-        norm = as_tensor(known, device)
-    divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0)
-    for batch in batches:
-        (wide,) = working(batch.grads)
-        batch.grads = list(torch._foreach_div(wide, moved(divisor, batch.device)))
+    def rule(self, batch: Batch, step: Scalar) -> AdamRule:
+        """Returns the hyperparameters of a batch's step."""
+        rule = super().rule(batch, step)
+        rate = corrected_rate(rule.lr, batch.group["betas"], step)
+        return replace(rule, lr=rate if rule.bias_correction else rule.lr, bias_correction=False)

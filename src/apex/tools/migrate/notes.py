@@ -103,21 +103,9 @@ NOTES: Mapping[str, str] = {
 }
 """Notes by full name; the note on a module also applies to its contents."""
 
-_TO_CONTRIB = "use apex.contrib.optimizers.FusedAdam, which still accepts it."
-
 REFUSED_KEYWORDS: Mapping[tuple[str, str], str] = {
-    ("apex.optimizers.FusedAdam", "max_grad_norm"): (
-        "max_grad_norm is refused: clip before the step with torch.nn.utils.clip_grad_norm_"
-        f"(amp.master_params(optimizer), max_norm), or {_TO_CONTRIB}"
-    ),
-    ("apex.optimizers.FusedAdam", "eps_inside_sqrt"): (
-        f"eps_inside_sqrt is refused: {_TO_CONTRIB}"
-    ),
-    ("apex.optimizers.FusedAdam", "use_mt"): (
-        "use_mt is refused: remove it; all parameters are always stepped together."
-    ),
     ("apex.optimizers.FusedAdam", "amp_scale_adjustment"): (
-        "amp_scale_adjustment is refused: remove it; amp unscales before the step."
+        "amp_scale_adjustment is refused unless it is 1: remove it; amp unscales before the step."
     ),
     ("apex.parallel.DistributedDataParallel", "shared_param"): (
         "shared_param is refused, as in apex: use delay_allreduce=True."
@@ -132,6 +120,7 @@ NOTED_KEYWORDS: Mapping[tuple[str, str], str] = {
     for name, keywords in {
         "apex.amp.init": ("enable_caching", "verbose"),
         "apex.optimizers.FusedSGD": ("materialize_master_grads",),
+        "apex.optimizers.FusedAdam": ("use_mt",),
         "apex.contrib.optimizers.FusedAdam": ("use_mt",),
         "apex.normalization.FusedLayerNorm": ("memory_efficient",),
         "apex.normalization.FusedRMSNorm": ("memory_efficient",),
