@@ -334,3 +334,17 @@ def test_parameters_may_be_on_several_devices(level):
     optimizer.step()
     changed = zip(before, amp.master_params(optimizer), strict=True)
     assert not any(torch.equal(old, new) for old, new in changed)
+
+
+def test_a_verbosity_that_is_no_integer_is_refused():
+    before = amp._amp_state.verbosity
+    refused(TypeError, "verbosity is 'loud'; it must be an integer", Net(), verbosity="loud")
+    assert amp._amp_state.verbosity == before
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_part_of_a_model_that_is_passed_as_a_model_is_named_where_it_fails(level):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    amp.initialize([model, model[0]], opt_level=level, verbosity=0)
+    with pytest.raises(RuntimeError, match="got 0 of the model Sequential as a model, too"):
+        model(torch.ones(2, 4))

@@ -103,6 +103,17 @@ def test_a_loss_that_is_not_floating_is_a_type_error(dtype):
         amp.scale_loss(torch.ones((), dtype=dtype), optimizer)
 
 
+def test_a_loss_id_that_is_no_integer_is_a_type_error():
+    _, optimizer = prepared("O5")
+    with pytest.raises(TypeError, match="loss_id is 'gan'; it must be an integer"):
+        amp.scale_loss(torch.ones(()), optimizer, loss_id="gan")
+
+
+def test_the_masters_of_a_model_are_asked_of_its_optimizer():
+    with pytest.raises(TypeError, match=r"got the model Linear; it takes an optimizer"):
+        next(amp.master_params(torch.nn.Linear(1, 1)))
+
+
 @pytest.mark.parametrize("loss_id", [2, 7, -3])
 def test_a_loss_id_out_of_range_is_an_index_error(loss_id):
     model, optimizer = prepared("O2", num_losses=2)

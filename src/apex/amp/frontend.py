@@ -163,8 +163,10 @@ def initialize(
         >>> model[1].weight.dtype
         torch.float32
     """
-    _amp_state.verbosity = verbosity
+    if not isinstance(verbosity, int):
+        raise TypeError(f"verbosity is {verbosity!r}; it must be an integer: 0, 1 or 2.")
     if not enabled:
+        _amp_state.verbosity = verbosity
         _amp_state.opt_properties = OptProperties({"enabled": False})
         _amp_state.mark_disabled(inputs.models_and_optimizers(models, optimizers))
         return models if optimizers is None else (models, optimizers)
@@ -204,6 +206,7 @@ def initialize(
         keep_fp32=keep_fp32_values,
         rounding_seed=inputs.checked_integer("rounding_seed", rounding_seed, least=0),
     )
+    _amp_state.verbosity = verbosity
     report.start_up(defaults, properties)
     report.low_precision_models(model_list, policy, trains=bool(optimizer_list))
     own = [unwrap(optimizer) for optimizer in optimizer_list]

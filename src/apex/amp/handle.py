@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
 import torch
 from torch import Tensor
@@ -306,6 +306,8 @@ def _check_loss(loss: object) -> None:
 
 def _scaler(session: Session, loss_id: int) -> Scaler:
     count = len(session.scalers)
+    if type(loss_id) is not int and not isinstance(loss_id, SupportsIndex):
+        raise TypeError(f"loss_id is {loss_id!r}; it must be an integer: the index of a loss.")
     if not -count <= loss_id < count:
         raise IndexError(
             f"loss_id is {loss_id}, but this amp.initialize made {count} loss scaler"

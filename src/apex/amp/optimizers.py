@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._engine import masters
@@ -44,7 +44,14 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
 
     For clipping: ``torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)``. Masters
     also receive the gradients of a plain ``loss.backward()``. Accepts unprepared optimizers, too.
+
+    Raises:
+        TypeError: If it is no optimizer.
     """
+    if isinstance(optimizer, nn.Module):
+        raise TypeError(
+            f"amp.master_params got the model {type(optimizer).__name__}; it takes an optimizer."
+        )
     binding = None if not isinstance(optimizer, Optimizer) else binding_of(optimizer)
     if binding is not None:
         _warn_inside_block(binding)

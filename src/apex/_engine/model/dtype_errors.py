@@ -9,6 +9,7 @@ from torch import nn
 from apex._core import dtypes
 from apex._engine.model.kept_buffers import KeptBuffer
 from apex._engine.model.plan import ModelPlan, planned_dtypes
+from apex._engine.model.state import is_converted
 
 _ABOUT_DTYPES = re.compile("type|Half|BFloat16|Float")
 _MIXED = re.compile("same dtype|scalar type|Half|BFloat16")
@@ -77,6 +78,12 @@ def _read(model: nn.Module, kept: list[str]) -> str:
 
 
 def _made(model: nn.Module, plan: ModelPlan) -> str:
+    parts = [name for name, part in model.named_modules() if name and is_converted(part)]
+    if parts:
+        return (
+            f"amp.initialize got {_shown(parts)} of the model {type(model).__name__} as a model, "
+            "too, whose outputs it casts. Pass only the model around it."
+        )
     return (
         f"amp prepared the model {type(model).__name__} to compute in {plan.param_dtype}: its "
         "parameters and the inputs of its forward are cast, but a tensor that the forward makes "
