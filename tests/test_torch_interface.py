@@ -112,13 +112,19 @@ HOOKS = "where a module keeps its hooks: asked so that none of ours is attached 
 
 KNOWN = {
     "torch._C": (
-        f"{FUNCTION_MODES_PLACE} {AUTOGRAD} {TRACING} {DISPATCHER} {OVERRIDES} {DEBUG}",
+        f"{FUNCTION_MODES_PLACE} {AUTOGRAD} {TRACING} {DISPATCHER} {OVERRIDES} "
+        f"{DISPATCH_MODES} {DEBUG}",
         "the module itself; DisableTorchFunctionSubclass is in torch's notes on extending it",
     ),
     "torch._C._dispatch_has_kernel": (DISPATCHER, NO_PLAIN_FORM),
     "torch._C._dispatch_has_kernel_for_dispatch_key": (DISPATCHER, NO_PLAIN_FORM),
     "torch._C._dispatch_keyset_full_after": (DISPATCHER, NO_PLAIN_FORM),
     "torch._C._dispatch_tls_set_dispatch_key_excluded": (DISPATCHER, NO_PLAIN_FORM),
+    "torch._C._get_dispatch_mode": (
+        DISPATCH_MODES,
+        "traces let operators on fake tensors pass, with which DTensor computes shapes",
+    ),
+    "torch._C._TorchDispatchModeKey": (DISPATCH_MODES, "the argument of _get_dispatch_mode"),
     "torch._C._len_torch_function_stack": (FUNCTION_MODES_PLACE, FUNCTION_MODES),
     "torch.overrides._push_mode": (FUNCTION_MODES_PLACE, FUNCTION_MODES),
     "torch.overrides._pop_mode": (FUNCTION_MODES_PLACE, FUNCTION_MODES),

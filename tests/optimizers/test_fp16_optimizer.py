@@ -240,6 +240,7 @@ def test_closure_is_refused():
     "make",
     [
         lambda p: contrib.FusedAdam(p, lr=0.05, max_grad_norm=1.0),
+        lambda p: optimizers.FusedAdam(p, lr=0.05, bias_correction=False, max_grad_norm=1.0),
         lambda p: contrib.FusedSGD(p, lr=0.05),
         lambda p: optimizers.FusedLAMB(p, lr=0.05),
         lambda p: torch.optim.SGD(p, lr=0.05),

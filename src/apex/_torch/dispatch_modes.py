@@ -39,6 +39,11 @@ def suspend_modes(until: TorchDispatchMode | None = None) -> Iterator[None]:
             TorchDispatchMode.__enter__(mode)  # type: ignore[no-untyped-call]
 
 
+def computes_shapes_only() -> bool:
+    """Returns whether operators run on fake tensors, as where DTensor propagates a sharding."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 # Operands are lists of tensors like the parameters; the last of most is a list of step counts.
 _OPERANDS = {"_fused_adam_": 5, "_fused_adamw_": 5, "_fused_sgd_": 3, "_fused_adagrad_": 3}
 

@@ -15,6 +15,7 @@ from torch.optim.optimizer import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex._engine.masters import Master
+from apex._torch.dispatch_modes import computes_shapes_only
 from apex.debug import tensors
 from apex.debug.module_tracker import ModuleTracker
 from apex.debug.preserve_state import eager
@@ -51,7 +52,8 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if os.getpid() != self._process:  # in a forked data loader worker
+        # In a forked data loader worker, or without values.
+        if os.getpid() != self._process or computes_shapes_only():
             return func(*args, **(kwargs or {}))
         return self._traced(func, types, args, kwargs or {})
 
