@@ -84,3 +84,26 @@ def test_a_loaded_buffer_is_saved_and_restored_to_the_last_bit(level):
     assert torch.equal(model.state_dict()["0.shift"], new["0.shift"])
     amp.restore(model, optimizer)
     assert torch.equal(model[0].shift, new["0.shift"])
+
+
+@pytest.fixture
+def swaps():
+    """Loading exchanges parameters for new ones, the default of a future torch."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.parametrize("level", cases.WITH_MASTERS)
+def test_loading_by_swapping_parameters_sets_the_masters(level, swaps):
+    model, optimizer = cases.prepared(level, loss_scale=1.0)
+    cases.train_step(model, optimizer, *cases.batch())
+    weights = {n: torch.randn_like(value) for n, value in model.state_dict().items()}
+    optimizer.zero_grad()
+    model.load_state_dict(weights)
+    assert cases.same(model.state_dict(), weights)
+    assert cases.same(cases.masters(optimizer), list(weights.values()))
+    cases.train_step(model, optimizer, *cases.batch())
+    rounded = [value.to(cases.LEVELS[level].stored) for value in cases.masters(optimizer)]
+    assert cases.same(list(model.parameters()), rounded)
+    assert not cases.same(cases.masters(optimizer), list(weights.values()))

@@ -3,7 +3,7 @@
 Note [One hook object per module]: ``state_dict`` and ``load_state_dict`` work on any module, so
 every module with a 16-bit tensor in its subtree carries hooks, as in apex. A hook handles only its
 module's own tensors, so it does not matter whether the module, a parent or a wrapper is called.
-Between calls it keeps weak references only, so that a failed call leaves nothing behind.
+It keeps weak references to what belongs to others, so that a failed call leaves nothing behind.
 
 Note [Batches]: converting entries one by one takes six operators each, and models have thousands of
 small ones. So the hook of the outermost module converts those of all modules inside, too, which are
@@ -265,13 +265,14 @@ class _Loading(NamedTuple):
     """One low-precision tensor of a module that is being loaded.
 
     Attributes:
-        tensor: The parameter or buffer.
-        version: Its autograd version before loading.
+        tensor: The parameter or buffer. No weak reference, with which torch refuses to swap it for
+            another (``torch.__future__.set_swap_module_params_on_conversion``).
+        version: Its autograd version and address before loading.
         entry: The state dict's tensor under its name, or ``None``.
     """
 
-    tensor: weakref.ref[Tensor]
-    version: int
+    tensor: Tensor
+    version: tuple[int, int]
     entry: weakref.ref[Tensor] | None
 
 
@@ -338,7 +339,7 @@ class Fp32Hooks:
         """
         _refuse_assign(module, local_metadata)
         self._loading = [
-            _Loading(weakref.ref(tensor), tensor._version, _reference(loaded.get(prefix + name)))
+            _Loading(tensor, _version(tensor), _reference(loaded.get(prefix + name)))
             for name, tensor in own_tensors(module)
             if dtypes.is_low_precision(tensor) and not tensor.is_inference()
         ]
@@ -363,8 +364,8 @@ def _loaded_values(
     loading: Iterable[_Loading], source: MasterSource
 ) -> Iterator[tuple[Tensor, Tensor]]:
     for noted in loading:
-        tensor = noted.tensor()
-        if tensor is None or tensor._version == noted.version:
+        tensor = noted.tensor
+        if _version(tensor) == noted.version:
             continue
         master = source.master_of(tensor)
         if master is not None:
@@ -373,6 +374,10 @@ def _loaded_values(
             is_wider = entry is not None and entry.dtype is not tensor.dtype
             loaded = [_shaped(entry, tensor)] if entry is not None and is_wider else []
             yield tensor, exact_value(tensor, [master, *loaded])
+
+
+def _version(tensor: Tensor) -> tuple[int, int]:
+    return tensor._version, tensor.data_ptr()
 
 
 def _reference(entry: object) -> weakref.ref[Tensor] | None:
