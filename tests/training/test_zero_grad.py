@@ -1,5 +1,7 @@
 """Clearing gradients: of the optimizer or the model, to None or to zero."""
 
+import inspect
+
 import pytest
 import torch
 from torch import nn
@@ -84,6 +86,48 @@ class EverySecond(torch.optim.SGD):
         self.calls += 1
         if self.calls % 2 == 0:
             super().zero_grad(set_to_none)
+
+
+class WithoutArguments(torch.optim.SGD):
+    """As optimizers were written for torch 1.6."""
+
+    def zero_grad(self):
+        """Zeroes all gradients."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad.detach_()
+                    param.grad.zero_()
+
+
+class KeepsByDefault(torch.optim.SGD):
+    """Another default than torch's."""
+
+    def zero_grad(self, set_to_none=False):
+        """Zeroes all gradients, unless told otherwise."""
+        super().zero_grad(set_to_none)
+
+
+@pytest.mark.parametrize("kind", [WithoutArguments, KeepsByDefault])
+@pytest.mark.parametrize("level", cases.LEVELS)
+def test_an_own_zero_grad_gets_the_arguments_of_the_call(level, kind):
+    model, optimizer = cases.prepared(level, lambda p: kind(p, lr=0.1))
+    cases.train_step(model, optimizer, *cases.batch())
+    optimizer.zero_grad()
+    assert all(grad is not None and not grad.any() for grad in all_grads(model, optimizer))
+    usual, expected = cases.prepared(level)
+    for x, y in (cases.batch(), cases.batch(seed=2)):
+        cases.train_step(usual, expected, x, y)
+    cases.train_step(model, optimizer, *cases.batch(seed=2))
+    assert cases.same(cases.masters(optimizer), cases.masters(expected))
+
+
+@pytest.mark.parametrize("level", cases.LEVELS)
+def test_zero_grad_refuses_other_arguments_and_shows_its_own(level):
+    _, optimizer = cases.prepared(level)
+    assert "set_to_none" in inspect.signature(optimizer.zero_grad).parameters
+    with pytest.raises(TypeError, match="set_to_nil"):
+        optimizer.zero_grad(set_to_nil=True)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

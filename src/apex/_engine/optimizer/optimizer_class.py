@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -53,25 +55,28 @@ class AmpOptimizer(Optimizer):
     step.hooked = True  # type: ignore[attr-defined]
 
     @untraced
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of masters and model."""
+    def zero_grad(self, *given: Any, **named: Any) -> None:
+        """Clears the gradients of masters and model, as the optimizer's own method does.
+
+        Takes that method's arguments: ``set_to_none`` in torch's.
+        """
         own, binding = super().zero_grad, binding_of(self)
-        is_plain = getattr(own, "__func__", None) is Optimizer.zero_grad
-        if binding is not None and not is_plain:
-            with binding.gradients.cleared():
-                own(set_to_none)
+        if binding is None or getattr(own, "__func__", None) is not Optimizer.zero_grad:
+            with nullcontext() if binding is None else binding.gradients.cleared():
+                own(*given, **named)
             return
-        if set_to_none and is_plain:
-            # As torch's own, but 30 us faster without its profiler label and dynamo guard.
-            with without_overrides():
+        set_to_none = _set_to_none(*given, **named)
+        with without_overrides():
+            if set_to_none:
+                # As torch's own, but 30 us faster without its profiler label and dynamo guard.
                 for group in self.param_groups:
                     for param in group["params"]:
                         param.grad = None
-        else:
-            own(set_to_none)
-        if binding is not None:
-            with without_overrides():
-                binding.gradients.zero(set_to_none=set_to_none)
+            else:
+                own(set_to_none=False)
+            binding.gradients.zero(set_to_none=set_to_none)
+
+    zero_grad.__signature__ = inspect.signature(Optimizer.zero_grad)  # type: ignore[attr-defined]
 
     @untraced
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -107,6 +112,11 @@ class AmpOptimizer(Optimizer):
         binding = binding_of(self)
         if binding is not None:
             binding.attach(self)
+
+
+def _set_to_none(set_to_none: bool = True) -> bool:
+    """Returns the argument of torch's ``zero_grad``."""
+    return set_to_none
 
 
 def binding_of(optimizer: Optimizer) -> Binding | None:
