@@ -32,6 +32,7 @@ from collections.abc import (
 from itertools import chain
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -377,7 +378,7 @@ def _loaded_values(
 
 
 def _version(tensor: Tensor) -> tuple[int, int]:
-    return tensor._version, tensor.data_ptr()
+    return tensor._version, tensor.data_ptr() if tensor.layout is torch.strided else 0
 
 
 def _reference(entry: object) -> weakref.ref[Tensor] | None:
