@@ -38,7 +38,10 @@ class FusedAdam(FusedOptimizer):
         master_weights: Whether 16-bit parameters have fp32 masters in the state.
     """
 
-    capturable = False
+    # Those of optimizers in files of earlier releases.
+    adam_w_mode = eps_mode = 1
+    capturable = master_weights = False
+
     steps_dtensors = True
     gradient_methods: ClassVar[tuple[str, ...]] = IN_KERNELS
     settings: ClassVar[tuple[str, ...]] = (
