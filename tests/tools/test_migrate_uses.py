@@ -268,8 +268,8 @@ def test_attributes_of_optimizers_exist(attribute):
 def test_a_thing_has_one_note_under_all_its_names():
     name = "apex.optimizers.FusedNovoGrad"
     assert verdict_of("apex.optimizers.fused_novograd.FusedNovoGrad").text == NOTES[name]
-    name = "apex.optimizers.fused_adam.FusedAdam"
-    deep = verdict_of_use(Use(name, 1, 1, keywords=("amp_scale_adjustment",)))
+    name = "apex.parallel.distributed.DistributedDataParallel"
+    deep = verdict_of_use(Use(name, 1, 1, keywords=("shared_param",)))
     assert deep.kind is Kind.NOT_SUPPORTED
 
 

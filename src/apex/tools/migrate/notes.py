@@ -104,9 +104,6 @@ NOTES: Mapping[str, str] = {
 """Notes by full name; the note on a module also applies to its contents."""
 
 REFUSED_KEYWORDS: Mapping[tuple[str, str], str] = {
-    ("apex.optimizers.FusedAdam", "amp_scale_adjustment"): (
-        "amp_scale_adjustment is refused unless it is 1: remove it; amp unscales before the step."
-    ),
     ("apex.parallel.DistributedDataParallel", "shared_param"): (
         "shared_param is refused, as in apex: use delay_allreduce=True."
     ),
@@ -120,7 +117,7 @@ NOTED_KEYWORDS: Mapping[tuple[str, str], str] = {
     for name, keywords in {
         "apex.amp.init": ("enable_caching", "verbose"),
         "apex.optimizers.FusedSGD": ("materialize_master_grads",),
-        "apex.optimizers.FusedAdam": ("use_mt",),
+        "apex.optimizers.FusedAdam": ("use_mt", "amp_scale_adjustment"),
         "apex.contrib.optimizers.FusedAdam": ("use_mt",),
         "apex.normalization.FusedLayerNorm": ("memory_efficient",),
         "apex.normalization.FusedRMSNorm": ("memory_efficient",),
