@@ -12,7 +12,7 @@ from apex.debug.module_tracker import ModuleTracker
 
 
 class Log(TorchDispatchMode):
-    """Lists where each operator ran."""
+    """Records where each operator ran."""
 
     def __init__(self, tracker):
         super().__init__()
@@ -21,7 +21,6 @@ class Log(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         tracker = self.tracker
-        tracker.record_site()
         line = tracker.location().rpartition(":")
         name = str(func).split(".")[1]
         self.seen.append((name, tracker.module, tracker.direction, line[0], int(line[2] or 0)))

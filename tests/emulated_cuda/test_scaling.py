@@ -159,7 +159,7 @@ def test_operators_are_timed_on_their_own_device(current):
     clock = clock_for(torch.device("cuda", 1))
     clock.begin()
     with torch.cuda.device(current):
-        _, span = clock.time(torch.ones(2, device="cuda:1").square)
+        _, span = clock.time(torch.ones(2, device="cuda:1").mul, 2)
     assert device.last_recorded_on() == 1
     clock.finish()
     assert span() == 1e-3

@@ -7,11 +7,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex._torch.copies import record
-from apex.debug.module_tracker import ModuleTracker
-from apex.debug.tensors import OperatorCall
-from apex.debug.tracing import OperatorMode
 
 R = TypeVar("R")
 Span = Callable[[], float]
@@ -41,9 +39,9 @@ class Clock:
         """Begins a pass."""
         self._passes.append([])
 
-    def time(self, call: Callable[[], R]) -> tuple[R, Span]:
+    def time(self, call: Callable[..., R], *args: Any, **kwargs: Any) -> tuple[R, Span]:
         """Returns the call's result and its time."""
-        result, measured = self._measure(call)
+        result, measured = self._measure(call, *args, **kwargs)
         spans = self._passes[-1]
         index = len(spans)
         spans.append(measured)
@@ -52,9 +50,9 @@ class Clock:
     def finish(self) -> None:
         """Makes every time readable."""
 
-    def _measure(self, call: Callable[[], R]) -> tuple[R, Span]:
+    def _measure(self, call: Callable[..., R], *args: Any, **kwargs: Any) -> tuple[R, Span]:
         start = time.perf_counter()
-        result = call()
+        result = call(*args, **kwargs)
         seconds = time.perf_counter() - start
         return result, lambda: seconds
 
@@ -80,33 +78,38 @@ class DeviceClock(Clock):
         """Waits for the device."""
         torch.accelerator.synchronize(self._device)  # sync: a report, after the run
 
-    def _measure(self, call: Callable[[], R]) -> tuple[R, Span]:
+    def _measure(self, call: Callable[..., R], *args: Any, **kwargs: Any) -> tuple[R, Span]:
         start = record(self._device, timing=True)
-        result = call()
+        result = call(*args, **kwargs)
         end = record(self._device, timing=True)
         return result, lambda: float(start.elapsed_time(end)) / 1000.0
 
 
-class Stopwatch(OperatorMode):  # type: ignore[no-untyped-call]
-    """Times every operator that computes, not views."""
+class Stopwatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Times every operator that computes, not views. Enter it once for each pass."""
 
-    def __init__(self, tracker: ModuleTracker, clock: Clock) -> None:
-        super().__init__(tracker)
-        self.clock = clock
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._clock = clock
 
-    def _operator(self, call: OperatorCall) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
         if torch.is_inference_mode_enabled():  # where composites arrive whole
             with self:
-                result = call.func.decompose(*call.args, **call.kwargs)
+                result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        if call.traits.view or call.func._overloadpacket in _SHARING:
-            return call.run()
-        result, span = self.clock.time(call.run)
-        self._observe(call, result, span)
+        if func.is_view or func._overloadpacket in _SHARING:
+            return func(*args, **kwargs)
+        result, span = self._clock.time(func, *args, **kwargs)
+        self._observe(func, args, kwargs, result, span)
         return result
 
-    def _observe(self, call: OperatorCall, result: Any, span: Span) -> None:
+    def _observe(
+        self, func: Any, args: Any, kwargs: dict[str, Any], result: Any, span: Span
+    ) -> None:
         """Called after each timed operator."""
 
 

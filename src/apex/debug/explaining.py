@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -100,9 +101,10 @@ def explain(
     calls = CallTracker()
     clock = clock_for(_device(inner, inputs, keywords))
     recorder = Recorder(tracker, calls, rules, clock)
-    with tracker:
-        run(calls, Stopwatch(tracker, clock))
-        gradients = run(calls, recorder)
+    clock.begin()
+    run(nullcontext(), nullcontext(), Stopwatch(clock))
+    clock.begin()
+    gradients = run(tracker, calls, recorder)
     ops = recorder.records()
     notes = [f"Time is {clock.measures}, the shorter of two passes."]
     if loss_fn is None and backward:
@@ -128,8 +130,9 @@ def _run(
     arguments: tuple[Any, ...],
     loss: Callable[[], Any],
     scale: float | None,
-    calls: CallTracker,
-    stopwatch: Stopwatch,
+    tracker: AbstractContextManager[Any],
+    calls: AbstractContextManager[Any],
+    recorder: AbstractContextManager[Any],
 ) -> tuple[GradientRow, ...]:
     """Runs the model once and returns one record per parameter's gradient.
 
@@ -138,12 +141,12 @@ def _run(
         arguments: What ``loss`` reads; preserved.
         loss: Runs the forward pass and returns the loss.
         scale: Multiplier on the loss; None for no backward pass.
+        tracker: Entered around the whole run.
         calls: Entered around the forward pass.
-        stopwatch: Entered around the forward pass, and again around the backward pass.
+        recorder: Entered around the forward pass, and again around the backward pass.
     """
-    stopwatch.clock.begin()
-    with preserve_state(model, arguments), torch.set_grad_enabled(scale is not None):
-        with stopwatch, calls:
+    with preserve_state(model, arguments), torch.set_grad_enabled(scale is not None), tracker:
+        with recorder, calls:
             value = loss()
         if scale is None:
             return ()
@@ -156,7 +159,7 @@ def _run(
             params = {n: p for n, p in model.named_parameters() if p.requires_grad}
             given = [t for t in tree.tensors(arguments) if t.requires_grad]
             targets = [*params.values(), *given]
-            with stopwatch:
+            with recorder:
                 # Unlike backward(), grad() neither writes .grad nor runs its hooks.
                 grads: tuple[Tensor | None, ...] = torch.autograd.grad(
                     scaled, targets, start, allow_unused=True

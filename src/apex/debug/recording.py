@@ -27,7 +27,6 @@ from apex.debug.records import (
     WeightCasts,
     computed_in,
 )
-from apex.debug.tensors import OperatorCall
 from apex.debug.tracing import is_uninitialized
 
 aten = torch.ops.aten
@@ -124,9 +123,10 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
     def __init__(
         self, tracker: ModuleTracker, calls: CallTracker, rules: DtypeRules, clock: Clock
     ) -> None:
-        """Creates a recorder; the caller enters ``tracker`` and ``calls``, too."""
-        super().__init__(tracker, clock)
+        """Creates a recorder; the caller enters ``tracker`` and ``calls`` around it."""
+        super().__init__(clock)
         self.without_formula: set[str] = set()
+        self._tracker = tracker
         self._calls = calls
         self._rules = rules
         self._flops = _flop_formulas()
@@ -137,26 +137,29 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
         self._detours: MutableMapping[_Holder, Detour] = WeakIdKeyDictionary()
         self._casts: MutableMapping[_Holder, Cast] = WeakIdKeyDictionary()
 
-    def _observe(self, call: OperatorCall, result: Any, span: Span) -> None:
-        inputs = list(filter(is_castable, tensors.floating([call.args, call.kwargs])))
+    def _observe(
+        self, func: Any, args: Any, kwargs: dict[str, Any], result: Any, span: Span
+    ) -> None:
+        inputs = list(filter(is_castable, tensors.floating([args, kwargs])))
         outputs = list(filter(is_castable, tensors.floating(result)))
-        if call.func in _CASTS and inputs and outputs and inputs[0].dtype is not outputs[0].dtype:
+        if func in _CASTS and inputs and outputs and inputs[0].dtype is not outputs[0].dtype:
             self._cast(inputs[0], outputs[0], span)
         elif inputs or outputs:
-            self._record(call, result, inputs, outputs, span)
+            self._operator(func, args, kwargs, result, inputs, outputs, span)
 
     # -- one operator ----------------------------------------------------------------------------
 
-    def _record(
+    def _operator(
         self,
-        call: OperatorCall,
+        func: Any,
+        args: Any,
+        kwargs: dict[str, Any],
         result: Any,
         inputs: list[Tensor],
         outputs: list[Tensor],
         span: Span,
     ) -> None:
-        func = call.func
-        key = self._key(call.traits.name, inputs, outputs)
+        key = self._key(func, inputs, outputs)
         stats = self._stats[key]
         stats.calls += 1
         stats.spans.append(span)
@@ -174,7 +177,7 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
                 self._casts.pop(_holder(tensor), None)
         formula = self._flops.get(func._overloadpacket)
         if formula is not None:
-            stats.flops += int(formula(*call.args, **call.kwargs, out_val=result))
+            stats.flops += int(formula(*args, **kwargs, out_val=result))
         elif "low precision" in key.decided_by:
             self.without_formula.add(key.op)
         if not is_uninitialized(key.op):
@@ -210,7 +213,7 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
             values=source.numel(),
             losses=cast_losses(source, result),
             span=span,
-            own=self._key(CAST, [source], [result]),
+            own=self._key(aten._to_copy.default, [source], [result]),
         )
         first = self._cast_of(source)
         cast.origin = cast
@@ -227,7 +230,7 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
             key = detour.key
             place = key.module, key.direction, path, key.op, key.decided_by
             self._trips[place].append([*detour.casts, cast])
-        if cast.target in LOW and source in self.tracker.parameters:
+        if cast.target in LOW and source in self._tracker.parameters:
             self._weight_casts[cast.target].append(cast)
         if first is not None and not first.charged:
             first.charged, cast.before = True, (*first.before, first)
@@ -237,10 +240,12 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
     def _cast_of(self, tensor: Tensor) -> Cast | None:
         return self._casts.get(_holder(tensor))
 
-    def _key(self, op: str, inputs: list[Tensor], outputs: list[Tensor]) -> Key:
-        tracker = self.tracker
+    def _key(self, func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> Key:
+        tracker = self._tracker
         ins = tuple(dict.fromkeys(dtypes.name(tensor.dtype) for tensor in inputs))
         out = dtypes.name(outputs[0].dtype) if outputs else ""
+        name = func._overloadpacket.__name__
+        op = f"{func.namespace}.{name}"
         module, inside, direction = tracker.module, tracker.inside, tracker.direction
         call = self._calls.current
         if op == CAST and direction == "backward":
@@ -248,7 +253,6 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
         elif op == CAST:
             why = f"cast by {call.name}()" if call and call.name else "cast"
         else:
-            name = op.partition(".")[2]
             why = self._rules.decided_by(
                 name, computed_in(ins, out), module, inside, direction, call
             )
@@ -258,7 +262,7 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
 
     def records(self) -> tuple[OpRow, ...]:
         """Returns one record per operator, in order of first use; waits for the device."""
-        self.clock.finish()
+        self._clock.finish()
         for cast in self._all_casts:
             if not cast.charged:
                 _charge(self._stats[cast.own], cast)

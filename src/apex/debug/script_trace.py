@@ -211,8 +211,9 @@ class _DiscoveringTracker(ModuleTracker):
         self._parameters.clear()
         return parameters
 
-    def _register(self) -> None:
+    def attach(self) -> None:
         """Registers hooks for all modules of the process."""
+        self._start()
         self._handles += [
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(self._leave_module, always_call=True),

@@ -101,9 +101,10 @@ class Trace:
     def __enter__(self: SomeTrace) -> SomeTrace:
         """Starts tracing this thread."""
         self.mode = mode = self._new_mode()
+        tracker = mode.tracker
         with ExitStack() as hooks, ExitStack() as modes:
-            hooks.push(mode.tracker)  # also if an interrupt ends its own entry
-            mode.tracker.__enter__()
+            hooks.callback(tracker.detach)
+            tracker.attach()
             modes.callback(register_optimizer_step_pre_hook(mode.enter_step).remove)
             modes.callback(register_optimizer_step_post_hook(mode.leave_step).remove)
             modes.enter_context(eager())
