@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +13,6 @@ import amp_C
 from apex._core.dtypes import LOW_PRECISION
 from apex._core.foreach.adam import AdamRule, adam_
 from apex._core.foreach.gate import Gate, Scalar, as_tensor
-from apex._core.foreach.norms import l2_norms, stacked, total
 from apex._core.foreach.working import store, working
 from apex._torch.copies import moved
 from apex.optimizers.fused_optimizer import (
@@ -23,6 +21,7 @@ from apex.optimizers.fused_optimizer import (
     FusedOptimizer,
     check_adam_options,
     check_range,
+    global_norm,
 )
 
 
@@ -193,8 +192,7 @@ class FusedAdam(FusedOptimizer):
     def rule(self, batch: Batch, step: Scalar) -> AdamRule:
         """Returns the hyperparameters of a batch's step."""
         del step
-        rule = batch.adam_rule(decoupled=self.adam_w_mode)
-        return replace(rule, eps_inside_sqrt=self.eps_mode == 0)
+        return batch.adam_rule(decoupled=self.adam_w_mode, eps_inside_sqrt=self.eps_mode == 0)
 
     _norms: list[Any] | None = None
     """The norm of each group's gradients, if the caller of ``step`` knows them."""
@@ -205,11 +203,7 @@ def _max_norm(group: dict[str, Any]) -> float:
 
 
 def _clip(batches: list[Batch], max_norm: float, known: float | Tensor | None) -> None:
-    device = batches[0].device
-    if known is None:
-        norm = total(torch.cat([stacked(l2_norms(batch.grads), device) for batch in batches]))
-    else:
-        norm = as_tensor(known, device)
+    norm = global_norm(batches) if known is None else as_tensor(known, batches[0].device)
     divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0)
     for batch in batches:
         (wide,) = working(batch.grads)

@@ -11,7 +11,6 @@ from torch.optim.optimizer import ParamsT
 import amp_C
 from apex._core.foreach.gate import Gate, Scalar
 from apex._core.foreach.lamb import clip_divisor, lamb_
-from apex._core.foreach.norms import l2_norms, stacked, total
 from apex._core.foreach.working import store
 from apex._torch.copies import moved
 from apex.optimizers.fused_optimizer import (
@@ -19,6 +18,7 @@ from apex.optimizers.fused_optimizer import (
     FusedOptimizer,
     check_adam_options,
     check_range,
+    global_norm,
 )
 
 
@@ -94,9 +94,7 @@ class FusedLAMB(FusedOptimizer):
         self._divisor = None
         largest = self.defaults["max_grad_norm"]
         if batches and largest:
-            device = batches[0].device
-            norms = [stacked(l2_norms(batch.grads), device) for batch in batches]
-            self._divisor = clip_divisor(total(torch.cat(norms)), largest)
+            self._divisor = clip_divisor(global_norm(batches), largest)
 
     def update(self, batch: Batch, step: Scalar, gate: Gate) -> None:
         """Takes one step for a batch."""

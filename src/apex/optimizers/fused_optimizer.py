@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,6 +15,7 @@ from torch.optim.optimizer import ParamsT
 from apex._core.dtypes import is_low_precision
 from apex._core.foreach.adam import AdamRule
 from apex._core.foreach.gate import Gate, Scalar, as_scalar
+from apex._core.foreach.norms import l2_norms, stacked, total
 from apex._core.foreach.working import math_dtype, store, working
 from apex._core.param_groups import params_of
 from apex._torch.copies import moved
@@ -47,7 +48,7 @@ class Batch:
         """Returns a hyperparameter of the group; a tensor comes as 0-d on the batch's device."""
         return as_scalar(self.group[name], self.device)
 
-    def adam_rule(self, *, decoupled: int) -> AdamRule:
+    def adam_rule(self, *, decoupled: int, eps_inside_sqrt: bool = False) -> AdamRule:
         """Returns the group's hyperparameters of Adam or LAMB."""
         beta1, beta2 = self.group["betas"]
         return AdamRule(
@@ -59,6 +60,7 @@ class Batch:
             decoupled=bool(decoupled),
             bias_correction=bool(self.group["bias_correction"]),
             averaged=bool(self.group.get("grad_averaging", True)),
+            eps_inside_sqrt=eps_inside_sqrt,
         )
 
 
@@ -272,6 +274,12 @@ class FusedOptimizer(Optimizer):
                 wide = isinstance(saved, Tensor) and saved.dtype in (torch.float32, torch.float64)
                 if wide and is_low_precision(param):
                     self.state[param][name] = saved.detach().to(param.device, copy=True)
+
+
+def global_norm(batches: Sequence[Batch]) -> Tensor:
+    """Returns the 2-norm of all gradients of at least one batch: 0-d, on the first's device."""
+    device = batches[0].device
+    return total(torch.cat([stacked(l2_norms(batch.grads), device) for batch in batches]))
 
 
 def check_range(name: str, value: float | Tensor, *, below: float | None = None) -> None:

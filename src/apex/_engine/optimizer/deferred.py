@@ -156,11 +156,6 @@ def has_grad(param: Tensor) -> bool:
     return of(param) is not None or param.grad is not None
 
 
-def computed(param: Tensor) -> Tensor | None:
-    """Returns the gradient of ``param``, or ``None`` if it is deferred."""
-    return None if of(param) is not None else param.grad
-
-
 def is_as_computed(grad: Tensor) -> bool:
     """Returns whether a gradient was deferred and has not been written since it was computed."""
     return bool(_computed.get(grad) == grad._version)

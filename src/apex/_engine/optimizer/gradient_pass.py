@@ -24,6 +24,7 @@ from apex._engine.optimizer import (
 from apex._engine.optimizer.deferred import Deferred, Factor
 from apex._engine.optimizer.overflow_flag import OverflowFlag
 from apex._engine.optimizer.pass_sums import Grads
+from apex._torch import parameters
 from apex._torch.counted import count_writes, uncount_writes
 from apex._torch.dynamo import untraced
 from apex._torch.overrides import without_overrides
@@ -393,7 +394,7 @@ class Gradients:
         self.absorb_raw()
         params = self._optimized.params()
         with without_overrides():
-            before = [(param, deferred.computed(param), _version(param)) for param in params]
+            before = [(param, parameters.grad_of(param), _version(param)) for param in params]
         yield
         with without_overrides():
             kept = {
