@@ -362,13 +362,17 @@ def test_weights_swapped_for_an_evaluation_leave_masters_as_they_were(level, by)
     assert cases.same(cases.masters(optimizer), before)
 
 
+@pytest.mark.parametrize("first", ["master", "weight"])
 @pytest.mark.parametrize("level", MASTERS)
-def test_written_on_both_sides_the_master_wins(level):
+def test_written_on_both_sides_the_master_wins(level, first):
     model, optimizer = cases.prepared(level)
     cases.train_step(model, optimizer, *cases.batch())
     with torch.no_grad():
-        model[0].weight.fill_(5.0)
+        if first == "weight":
+            model[0].weight.fill_(5.0)
         next(amp.master_params(optimizer)).fill_(1 / 3)
+        if first == "master":
+            next(model.parameters()).fill_(5.0)
     forward(model)
     assert torch.equal(next(amp.master_params(optimizer)), torch.full((8, 4), 1 / 3))
     assert agree(model, optimizer)
