@@ -19,17 +19,15 @@ def test_every_element_is_in_one_block_and_small_tensors_stay_whole(sizes):
     seen = [torch.zeros(size) for size in sizes]
     cuts = blocks.cuts(seen)
     pieces = cuts.of_all(seen)
-    assert [piece.numel() for piece in pieces] == [piece.elements for piece in cuts.pieces]
     for block in cuts.blocks:
         assert 0 < sum(piece.numel() for piece in pieces[block]) <= cuts.greatest <= 32
-        for tensor, piece, whole in zip(
-            cuts.each(seen)[block],
-            pieces[block],
-            [each.whole for each in cuts.pieces[block]],
-            strict=True,
+        ends = [*cuts.offsets[block][1:], cuts.greatest]
+        for tensor, piece, start, end in zip(
+            cuts.each(seen)[block], pieces[block], cuts.offsets[block], ends, strict=True
         ):
             piece.add_(1)
-            assert (piece is tensor) is whole is (tensor.numel() <= 32)
+            assert (piece is tensor) is (tensor.numel() <= 32)
+            assert piece.numel() <= end - start
             assert piece.storage_offset() % 32 == 0
     assert all(tensor.eq(1).all() for tensor in seen)
 
@@ -65,7 +63,7 @@ def test_a_kernel_sees_buffered_and_own_operands_alike(layout, monkeypatch):
 
     monkeypatch.setitem(blocks.OPERANDS, kernel, 3)
     monkeypatch.setattr(blocks, "function_of", lambda func: func)
-    buffered = blocks.Buffered(cuts, sums, load, store)
+    buffered = blocks.Buffered(cuts, pieces, load, store)
     own = blocks.InPlace(cuts.of_all(sums))
     blocks.run(kernel, [sums, stored, []], {}, cuts, own, buffered)
     assert same(sums, expected)

@@ -8,8 +8,10 @@ strides of its parameters.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from itertools import chain
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +19,8 @@ from torch import Tensor
 from apex._torch.dispatch_modes import OPERANDS, function_of
 
 T = TypeVar("T")
+
+_layout, _place = operator.attrgetter("layout"), operator.attrgetter("shape", "device")
 
 _LEAST, _GREATEST = 2**19, 2**24
 """Bounds of the elements in a block's buffers: caches hold the least, spare memory the most.
@@ -49,31 +53,15 @@ def parts(tensor: Tensor) -> Sequence[Tensor]:
     return flat(tensor).split(_LEAST) if tensor.numel() else ()  # type: ignore[no-untyped-call]
 
 
-class Piece(NamedTuple):
-    """A piece of one tensor of a list; a small tensor is one piece.
-
-    Attributes:
-        position: That of the tensor.
-        elements: Its number of elements.
-        whole: Whether it is the tensor itself.
-        offset: Elements before it in the buffers of its block.
-    """
-
-    position: int
-    elements: int
-    whole: bool
-    offset: int
-
-
 class Cuts:
     """Cuts through a list of tensors, and others that are laid out alike.
 
     Large tensors are cut into pieces in the order of memory; a block is a slice of the list of all
-    pieces. A tensor without elements has no piece. Blocks are not filled up with a part of the next
-    tensor: each piece costs the kernels one more barrier.
+    pieces. A small tensor is one piece, and one without elements has none. Blocks are not filled up
+    with a part of the next tensor: each piece costs the kernels one more barrier.
 
     Attributes:
-        pieces: The pieces of all tensors, in order.
+        offsets: For each piece, the elements before it in the buffers of its block.
         blocks: Slices of the list of pieces.
         greatest: Elements of the greatest block, each piece at the start of a vector.
     """
@@ -82,20 +70,22 @@ class Cuts:
         """Cuts tensors with these numbers of elements into blocks; see :func:`cuts`."""
         self._length = length
         self._divided = [i for i, size in enumerate(sizes) if not 0 < size <= length]
-        self.pieces: list[Piece] = []
+        self._positions: list[int] = []
+        self.offsets: list[int] = []
         self.blocks: list[slice] = []
         self.greatest = start = filled = 0
         for position, size in enumerate(sizes):
             for first in range(0, size, length):
                 count = min(length, size - first)
                 if filled + _aligned(count) > length:
-                    self.blocks.append(slice(start, len(self.pieces)))
-                    start, filled = len(self.pieces), 0
-                self.pieces.append(Piece(position, count, size <= length, filled))
+                    self.blocks.append(slice(start, len(self.offsets)))
+                    start, filled = len(self.offsets), 0
+                self._positions.append(position)
+                self.offsets.append(filled)
                 filled += _aligned(count)
                 self.greatest = max(self.greatest, filled)
-        if self.pieces:
-            self.blocks.append(slice(start, len(self.pieces)))
+        if self.offsets:
+            self.blocks.append(slice(start, len(self.offsets)))
 
     def of(self, tensor: Tensor) -> list[Tensor]:
         """Returns the pieces of one tensor: itself, or 1-d views."""
@@ -112,7 +102,7 @@ class Cuts:
 
     def each(self, values: Sequence[T]) -> list[T]:
         """Returns for each piece the value of its tensor."""
-        return [values[piece.position] for piece in self.pieces]
+        return [values[i] for i in self._positions] if self._divided else list(values)
 
 
 def cuts(tensors: Sequence[Tensor], buffers: int = 1) -> Cuts:
@@ -138,10 +128,10 @@ class InPlace:
     """Pieces that the kernel works on where they are."""
 
     def __init__(self, pieces: Sequence[Tensor]) -> None:
-        self._pieces = list(pieces)
+        self.pieces = list(pieces)
 
     def load(self, block: slice) -> list[Tensor]:
-        return self._pieces[block]
+        return self.pieces[block]
 
     def store(self, block: slice, values: list[Tensor]) -> None:
         """Does nothing."""
@@ -161,20 +151,18 @@ class Buffered:
 
         Args:
             cuts: The cuts through the operand.
-            like: Tensors with the device and the strides of the operand.
+            like: Pieces with the device and the strides of the operand's.
             load: Writes the operand's fp32 values into the buffer's pieces.
             store: Takes them back; ``None`` if the kernel only reads them.
         """
         self._buffer = torch.empty(cuts.greatest, dtype=torch.float32, device=like[0].device)
-        self._cuts, self._like = cuts, like
+        self.pieces, self._offsets = like, cuts.offsets
         self._load, self._store = load, store
 
     def load(self, block: slice) -> list[Tensor]:
-        values: list[Tensor] = []
-        for position, count, whole, offset in self._cuts.pieces[block]:
-            like = self._like[position]
-            size, strides = (like.size(), like.stride()) if whole else ((count,), (1,))
-            values.append(self._buffer.as_strided(size, strides, offset))
+        part = self._buffer.as_strided
+        places = zip(self.pieces[block], self._offsets[block], strict=True)
+        values = [part(like.size(), like.stride(), offset) for like, offset in places]
         self._load(block, values)
         return values
 
@@ -225,11 +213,25 @@ def alike(*lists: Sequence[Tensor]) -> list[bool]:
 
     They have equal sizes, orders in memory and devices, without gaps.
     """
+    if _contiguous_alike(lists):
+        return [True] * len(lists[0])
     layouts = zip(*map(_layouts, lists), strict=True)
     return [
         each.count(each[0]) == len(each) and is_dense(tensor)
         for each, tensor in zip(layouts, lists[0], strict=True)
     ]
+
+
+def _contiguous_alike(lists: Sequence[Sequence[Tensor]]) -> bool:
+    """Returns whether all tensors can be cut alike and are contiguous, as most are.
+
+    Takes a third of the time of a comparison tensor by tensor.
+    """
+    tensors = [*chain.from_iterable(lists)]
+    if {*map(_layout, tensors)} != {torch.strided} or not all(map(Tensor.is_contiguous, tensors)):
+        return False
+    first, *others = ([*map(_place, each)] for each in lists)
+    return all(each == first for each in others)
 
 
 def _layouts(tensors: Iterable[Tensor]) -> list[object]:

@@ -403,4 +403,4 @@ def unpacked(cuts: blocks.Cuts, params: Sequence[Packed]) -> blocks.Buffered:
         for packing, value, spare in each(block, values):
             packing.write(value, spare)
 
-    return blocks.Buffered(cuts, params, load, store)
+    return blocks.Buffered(cuts, [packing.high for packing in packings], load, store)

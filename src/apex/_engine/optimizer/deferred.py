@@ -71,7 +71,7 @@ class Deferred:
         master = self._master()
         if master is not None:
             master.__dict__[_DEFERRED] = self
-            master.__class__ = _deferring(_own_class(master))
+            master.__class__ = _deferring(type(master))
 
     @untraced
     def settle(self) -> None:
@@ -132,6 +132,8 @@ class _Deferring:
 @functools.cache  # of two kinds of masters
 def _deferring(own: Any) -> Any:
     """Returns the class of masters of class ``own`` with a deferred gradient."""
+    if issubclass(own, _Deferring):
+        return own
     return type(
         own.__name__, (_Deferring, own), {"__module__": own.__module__, "__doc__": own.__doc__}
     )
@@ -249,7 +251,7 @@ def in_fp32(
     for same in by_device(deferred):
         lows = [each.values for each in same]
         cuts = blocks.cuts(lows)
-        operand = gradients(cuts, same, lows, scaled=scaled)
+        operand = gradients(cuts, same, cuts.of_all(lows), scaled=scaled)
         with torch.no_grad(), without_counting():
             for block in cuts.blocks:
                 use(operand.load(block))
@@ -262,8 +264,11 @@ def gradients(
     *,
     scaled: bool = False,
 ) -> blocks.Buffered:
-    """Returns gradients as an fp32 operand with strides of ``like``; see :func:`in_fp32`."""
-    lows = cuts.of_all(each.values for each in deferred)
+    """Returns gradients as an fp32 operand with strides of the pieces ``like``.
+
+    See :func:`in_fp32`.
+    """
+    lows = cuts.of_all([each.values for each in deferred])
     factors = cuts.each([() if scaled else each.factors for each in deferred])
 
     def load(block: slice, values: list[Tensor]) -> None:

@@ -74,9 +74,9 @@ def _rescale(gradients: Sequence[Deferred], scale: Factor, overflowed: Tensor | 
     )
     for same in deferred.by_device(changing):
         device = same[0].values.device
-        whole = [each.values for each in same]
-        cuts = blocks.cuts(whole)
-        lows = cuts.of_all(whole)
+        lows = [each.values for each in same]
+        cuts = blocks.cuts(lows)
+        lows = cuts.of_all(lows)
         factors = cuts.each([(*each.factors, scale) for each in same])
         flag = None if overflowed is None else moved(overflowed, device).bool()
 
@@ -93,7 +93,7 @@ def _rescale(gradients: Sequence[Deferred], scale: Factor, overflowed: Tensor | 
                     value.masked_fill_(flag, 0.0)
             torch._foreach_copy_(list(lows[block]), values)
 
-        operand = blocks.Buffered(cuts, whole, load)
+        operand = blocks.Buffered(cuts, lows, load)
         inverse = (1.0 / scale,)
         for block in cuts.blocks:
             operand.load(block)

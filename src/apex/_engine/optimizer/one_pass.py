@@ -63,8 +63,9 @@ def one_pass_step(binding: Binding, *, compiled: bool) -> OnePassStep | None:
     if compiled:
         binding.gradients.settle()  # dynamo cannot trace a parameter whose gradient is a property
         return None
-    pairs = [pair for pair in binding.pairs if deferred.of(pair.master) is not None]
-    return OnePassStep(binding.optimizer, pairs) if pairs and takes(binding) else None
+    if not takes(binding) or all(deferred.of(pair.master) is None for pair in binding.pairs):
+        return None
+    return OnePassStep(binding.optimizer, binding.pairs)
 
 
 def fused_kind(optimizer: Optimizer) -> type[Optimizer] | None:
@@ -98,7 +99,7 @@ class OnePassStep(TorchDispatchMode):
     """One step that takes deferred gradients as they are."""
 
     def __init__(self, optimizer: Optimizer, pairs: Sequence[TrackedPair]) -> None:
-        """Takes the pairs with deferred gradients; :meth:`begin` starts the step."""
+        """Takes the optimizer's pairs; :meth:`begin` starts the step."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._optimizer = optimizer
         self._pairs = pairs
@@ -185,9 +186,10 @@ class OnePassStep(TorchDispatchMode):
         if kwargs.get("grad_scale") is not None:  # the kernel writes unscaled gradients back
             return [None for _ in args[0]]
         lent = [self._lent.get(id(grad)) for grad in args[1]]
-        both = list(zip(lent, args[1], strict=True))
-        values = [own if each is None else each.gradient.values for each, own in both]
-        models = [own if each is None else each.pair.model for each, own in both]
+        values, models = list(args[1]), list(args[1])
+        for i, each in enumerate(lent):
+            if each is not None:
+                values[i], models[i] = each.gradient.values, each.pair.model
         states = filter(None, args[2 : dispatch_modes.OPERANDS[func]])
         alike = blocks.alike(*map(dtensor.locals_of, (args[0], values, models, *states)))
         return [
@@ -198,14 +200,13 @@ class OnePassStep(TorchDispatchMode):
     def _run_blocks(
         self, func: Any, lists: blocks.Lists, lent: Sequence[_Lent], kwargs: dict[str, Any]
     ) -> None:
-        params = lists[0]
-        packed = [param for param in params if isinstance(param, Packed)]
+        params: Sequence[Any] = lists[0]
+        packed = isinstance(params[0], Packed)  # a session packs all its masters, or none
         cuts = blocks.cuts(params, BUFFERS if packed else 1)
-        grads = deferred.gradients(cuts, [each.gradient for each in lent], params)
         pairs = [each.pair for each in lent]
         models = [pair.model for pair in pairs]
-        # A session packs all its masters, or none.
-        masters = unpacked(cuts, packed) if packed else _Rounding(cuts, params, models)
+        masters = unpacked(cuts, params) if packed else _Rounding(cuts, params, models)
+        grads = deferred.gradients(cuts, [each.gradient for each in lent], masters.pieces)
         blocks.run(func, lists, kwargs, cuts, masters, grads)
         for each in lent:
             each.gradient.stand_in = None
