@@ -171,19 +171,20 @@ def test_the_window_of_2019_is_lost_where_it_is_another():
     )
 
 
-def test_apex_s_pickled_scalers_of_2018_are_read():
+@pytest.mark.parametrize("window", [2000, 2000.0])  # apex counted with any number
+def test_apex_s_pickled_scalers_of_2018_are_read(window):
     _, optimizer = old_run(fp16_utils.FP16_Optimizer)
     state = optimizer.state_dict()
 
     class DynamicLossScaler:
         def __init__(self):
             self.cur_scale, self.cur_iter, self.last_overflow_iter = 256.0, 12, 4
-            self.scale_factor, self.scale_window = 2.0, 2000
+            self.scale_factor, self.scale_window = 2.0, window
 
     state.update(loss_scaler=DynamicLossScaler(), dynamic_loss_scale=True)
-    assert convert(state, to="amp") == Converted(
-        {"loss_scaler0": {"loss_scale": 256.0, "unskipped": 7}}
-    )
+    converted = convert(state, to="amp")
+    assert converted == Converted({"loss_scaler0": {"loss_scale": 256.0, "unskipped": 7}})
+    assert type(converted.state["loss_scaler0"]["unskipped"]) is int
 
 
 def test_flat_moments_of_apex_in_2019_are_cut_up_by_the_model_s_shapes():

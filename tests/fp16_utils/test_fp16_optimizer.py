@@ -20,6 +20,7 @@ MODES = [
     {"static_loss_scale": 128.0},
     {"static_loss_scale": 1.0},
     {"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": 64.0, "scale_window": 2}},
+    {"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": 64.0, "scale_window": 2.0}},
 ]
 
 

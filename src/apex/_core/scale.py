@@ -45,7 +45,7 @@ class ScaleRule:
     Attributes:
         growth_factor: Multiplier after ``growth_interval`` clean steps; above 1.
         backoff_factor: Multiplier after an overflow; between 0 and 1.
-        growth_interval: Clean steps before growth; at least 1.
+        growth_interval: Clean steps before growth; at least 1. A whole float becomes an int.
         floor: Smallest scale after a backoff; ``None`` means the smallest normal fp32.
         ceiling: Largest scale after growth; ``None`` means the largest finite fp32.
 
@@ -61,6 +61,9 @@ class ScaleRule:
     ceiling: float | None = None
 
     def __post_init__(self) -> None:
+        interval: object = self.growth_interval
+        if isinstance(interval, float) and interval.is_integer():
+            object.__setattr__(self, "growth_interval", int(interval))
         for name, value in vars(self).items():
             optional = value is None and name in ("floor", "ceiling")
             kind: type = numbers.Integral if name == "growth_interval" else numbers.Real

@@ -54,7 +54,7 @@ class HostScale:
     def clean_steps(self) -> int:
         """Steps without overflow since the scale last changed."""
         steps = self.cur_iter - self.last_overflow_iter - 1
-        return steps % self.scale_window if self.dynamic else steps
+        return steps % self.rule().growth_interval if self.dynamic else steps
 
     def update_scale(self, overflow: bool) -> None:
         """Updates the scale after one backward pass."""

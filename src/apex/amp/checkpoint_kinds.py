@@ -196,7 +196,7 @@ def _host_scale(values: Dict, dynamic: bool, place: str) -> Scales:
     )
     scale, steps = scaler_states.checked(place, {"_unskipped": 0, **values}, names)
     if names[1] == "cur_iter":
-        steps = (steps - values.get("last_overflow_iter", -1) - 1) % interval
+        steps = (steps - values.get("last_overflow_iter", -1) - 1) % rule.growth_interval
     state = scaler_states.State("loss_scaler0", scale, steps, static=not dynamic)
     return Scales([state], replace(rule, backoff_factor=1.0 / rule.growth_factor))
 

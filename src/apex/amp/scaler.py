@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import MutableSequence, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, cast, overload
 
@@ -14,19 +14,14 @@ from apex._engine.scaler import INITIAL_SCALE, Scaler, scaler_for
 from apex.amp.properties import as_loss_scale
 
 
-def _whole(value: Any) -> Any:
-    """Returns a whole float as an int: apex compared counts with any number."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _of_rule(name: str, convert: Callable[[Any], Any] = lambda value: value) -> Any:
-    """Returns a property that reads and sets one value of the scaler's rule, converted."""
+def _of_rule(name: str) -> Any:
+    """Returns a property that reads and sets one value of the scaler's rule."""
 
     def read(self: LossScaler) -> Any:
         return getattr(self._scaler.rule, name)
 
     def write(self: LossScaler, value: Any) -> None:
-        self._scaler.rule = replace(self._scaler.rule, **{name: convert(value)})
+        self._scaler.rule = replace(self._scaler.rule, **{name: value})
 
     return property(read, write)
 
@@ -70,7 +65,7 @@ class LossScaler:
         rule = ScaleRule(
             growth_factor=scale_factor,
             backoff_factor=1.0 / scale_factor,
-            growth_interval=_whole(scale_window),
+            growth_interval=scale_window,
             floor=min_loss_scale,
             ceiling=max_loss_scale,
         )
@@ -153,7 +148,7 @@ class LossScaler:
             raise ValueError(f"_overflow_buf has shape {tuple(flag.shape)}; it needs one element.")
         self._assigned_flag = flag
 
-    _scale_seq_len = _of_rule("growth_interval", _whole)
+    _scale_seq_len = _of_rule("growth_interval")
     _min_loss_scale = _of_rule("floor")
     _max_loss_scale = _of_rule("ceiling")
 
