@@ -22,7 +22,7 @@ def need(name):
 
     Warnings that the import itself meets are the library's own business.
     """
-    _declare_torchvision_operators()
+    declare_torchvision_operators()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return pytest.importorskip(name, reason=f"{name} is not installed", exc_type=ImportError)
@@ -35,7 +35,7 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def _declare_torchvision_operators():
+def declare_torchvision_operators():
     # PyPI's torchvision is built for CUDA. On a CPU torch its kernels do not load, and its import
     # fails at the two operators that it describes without asking whether they are there.
     if _kept or torch.version.cuda or not importlib.util.find_spec("torchvision"):

@@ -7,7 +7,11 @@ root, level, how, folder = sys.argv[1:]
 sys.path.insert(0, root)
 warnings.simplefilter("ignore")
 
-import lightning.pytorch as pl  # noqa: E402 - after the path
+from tests.clients.libraries import declare_torchvision_operators  # noqa: E402 - after the path
+
+declare_torchvision_operators()  # lightning's metrics import it
+
+import lightning.pytorch as pl  # noqa: E402
 import torch  # noqa: E402
 from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
 

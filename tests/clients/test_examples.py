@@ -8,17 +8,19 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
 
 pytestmark = [pytest.mark.clients, pytest.mark.slow]
 
 
-# PyPI's torchvision does not import on a CPU torch: there, it counts as not installed.
+# PyPI's torchvision does not import on a CPU torch without help.
 RUN = """
-import os, runpy, sys, torch
-if not torch.version.cuda:
-    sys.modules["torchvision"] = None
+import os, runpy, sys
 del sys.argv[0]
+sys.path[0] = sys.argv.pop(0)
+from tests.clients.libraries import declare_torchvision_operators
+declare_torchvision_operators()
 sys.path[0] = os.path.dirname(sys.argv[0])
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
@@ -26,10 +28,11 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def run(script, folder, *arguments):
     """Returns what the example prints; MMEngine logs to stdout too."""
-    command = [sys.executable, "-c", RUN, str(EXAMPLES / script), *arguments, "--work-dir", "runs"]
+    command = [sys.executable, "-c", RUN, str(ROOT), str(EXAMPLES / script), *arguments]
     done = subprocess.run(
-        command, check=True, stdout=subprocess.PIPE, text=True, cwd=folder, timeout=120
-    )
+        [*command, "--work-dir", "runs"],
+        check=True, stdout=subprocess.PIPE, text=True, cwd=folder, timeout=120,
+    )  # fmt: skip
     return done.stdout
 
 
