@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import memory, syncs
+from benchmarks import instructions, memory, syncs
 from benchmarks.counting import counted_syncs
 from benchmarks.loops import Task, fused_adamw, native, plain, with_amp
 from benchmarks.measurement import Goal, Measurement, sampled, table, verdict
@@ -166,6 +166,24 @@ def test_a_racer_that_cannot_be_built_ends_the_race():
 
 
 # -- verdicts --------------------------------------------------------------------------------
+
+
+def test_instructions_are_those_of_the_iterations_between_two_runs(monkeypatch, capsys):
+    def counted(level, peer, iterations):
+        return 10**9 + iterations * (3_000_000 if peer == "amp" else 2_000_000)
+
+    monkeypatch.setattr(instructions.shutil, "which", lambda name: name)
+    monkeypatch.setattr(instructions, "count", counted)
+    instructions.main()
+    assert capsys.readouterr().out.splitlines() == [
+        f"{level}: 3.00 M, native 2.00 M, 1.5000x" for level in ("O1", "O4")
+    ]
+
+
+@pytest.mark.parametrize("peer", ["amp", "native"])
+def test_the_iterations_that_valgrind_counts_run(peer):
+    command = [sys.executable, "-m", "benchmarks.instructions", "O4", peer, "1"]
+    subprocess.run(command, check=True, cwd=ROOT)
 
 
 @pytest.mark.parametrize(
