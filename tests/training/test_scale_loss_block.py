@@ -53,6 +53,38 @@ def test_a_step_inside_the_block_equals_one_after_it(level, name):
     assert cases.same(cases.masters(inside[1]), cases.masters(after[1]))
 
 
+@pytest.mark.parametrize("clear", ["optimizer", "model"])
+@pytest.mark.parametrize("level", cases.LEVELS)
+def test_zero_grad_and_a_step_inside_the_block_equal_those_around_it(level, clear):
+    inside, around = (cases.prepared(level, loss_scale=128.0) for _ in range(2))
+    for x, y in cases.batches(2):
+        cases.train_step(*around, x, y)
+        model, optimizer = inside
+        with amp.scale_loss(cases.loss_of(model, x, y), optimizer) as scaled_loss:
+            (optimizer if clear == "optimizer" else model).zero_grad()
+            scaled_loss.backward()
+            optimizer.step()
+    assert cases.same(list(inside[0].parameters()), list(around[0].parameters()))
+    assert cases.same(cases.masters(inside[1]), cases.masters(around[1]))
+
+
+@pytest.mark.parametrize("level", cases.LEVELS)
+def test_an_exception_after_zero_grad_inside_the_block_leaves_no_scaled_gradients(level):
+    model, optimizer = cases.prepared(level, loss_scale=128.0)
+    cases.backward(model, optimizer, *cases.batch())
+
+    def fails():
+        with amp.scale_loss(cases.loss_of(model, *cases.batch()), optimizer) as scaled_loss:
+            optimizer.zero_grad()
+            scaled_loss.backward()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    grads = cases.grads([*model.parameters(), *amp.master_params(optimizer)])
+    assert grads == [None] * len(grads)
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_step_inside_the_block_is_skipped_on_overflow(level):
     model, optimizer = cases.prepared(level)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from apex._core.finite import group
 from apex._core.foreach import norms
 from apex._engine.optimizer import deferred, mirror_gradients
-from apex._engine.optimizer.gradient_pass import GradState
 from apex._torch import blocks, dtensor
 from apex._torch.copies import moved
 from apex._torch.counted import without_counting
@@ -32,7 +31,7 @@ def clip_grad_norm_(
 
     Deferred gradients stay deferred: the factor is one more of theirs.
     """
-    if binding.gradients.state in (GradState.OPEN, GradState.DELAYED):
+    if binding.gradients.unfinished:
         raise RuntimeError(
             "amp.clip_grad_norm_ was called while the gradients are still scaled. Call it after "
             "the amp.scale_loss block; with delay_unscale=True, after the last block of the step."

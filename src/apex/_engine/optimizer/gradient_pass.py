@@ -101,6 +101,13 @@ class Gradients:
         return self._before is GradState.LOCAL
 
     @property
+    def unfinished(self) -> bool:
+        """Whether a block is computing the gradients, or ``delay_unscale`` left them scaled."""
+        # A script that clears gradients inside a block makes them READY while its pass goes on.
+        scaled = self.state in (GradState.OPEN, GradState.DELAYED)
+        return scaled or self.open_pass is not None
+
+    @property
     def iteration(self) -> Iteration:
         """Identifies the passes that lead to the next step."""
         return Iteration(id(self), self._steps)
@@ -328,7 +335,7 @@ class Gradients:
     @untraced
     def absorb_raw(self) -> None:
         """Applies gradient changes made outside passes to the masters."""
-        if self.state in (GradState.OPEN, GradState.DELAYED):
+        if self.unfinished:
             return
         optimized = self._optimized
         if optimized.pairs and outside_changes.absorb(
@@ -354,7 +361,7 @@ class Gradients:
 
     def take_mirrors(self) -> list[TrackedPair]:
         """Leaves gradients on the masters alone; returns the pairs whose models mirrored them."""
-        if self.state in (GradState.OPEN, GradState.DELAYED):
+        if self.unfinished:
             return []
         self.absorb_changes()
         self.settle()
@@ -436,9 +443,15 @@ class Gradients:
             self.reset()
 
     def reset(self) -> None:
-        """Drops open passes and a pending overflow."""
+        """Drops delayed passes and a pending overflow.
+
+        The pass of a block that is still open goes on without gradients to add to: what it computes
+        from now on is scaled, and has to be unscaled by a step inside the block, too.
+        """
         self.end_iteration()
+        opened = None if self.state is GradState.DELAYED else self.open_pass
         self._end_pass(GradState.READY)
+        self.open_pass = opened
         self.overflow.checked, self._sentinel = False, None
 
     def end_iteration(self) -> None:
