@@ -190,3 +190,21 @@ def test_a_second_backward_after_a_step_inside_the_block_works(level):
         optimizer.step()
         scaled_loss.backward(inputs=[head])
     assert head.grad == 2.0**16
+
+
+@pytest.mark.parametrize("loss_scale", [128.0, "dynamic"])
+@pytest.mark.parametrize("level", cases.MIXED)
+def test_a_delayed_pass_leaves_out_an_optimizer_that_a_later_pass_has_unscaled(level, loss_scale):
+    models = [cases.net(), cases.net(seed=1)]
+    optimizers = [cases.sgd(model.parameters()) for model in models]
+    models, optimizers = amp.initialize(
+        models, optimizers, opt_level=level, loss_scale=loss_scale, verbosity=0
+    )
+    x, y = cases.batch()
+    loss = sum(cases.loss_of(model, x, y) for model in models)
+    with amp.scale_loss(loss, optimizers, delay_unscale=True) as scaled_loss:
+        scaled_loss.backward()
+    cases.backward(models[0], optimizers[0], x, y)
+    before = cases.grads(amp.master_params(optimizers[0]))
+    optimizers[1].step()
+    assert cases.same(before, cases.grads(amp.master_params(optimizers[0])))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from itertools import chain
+from itertools import chain, compress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +76,7 @@ class BackwardPass(ExitStack):
         self._off: UncastBlock | None = None
         self._python_casts = python_casts or nullcontext()
         self._finished = False
+        self._delayed = False
         self._earlier: list[OpenPass | None] = []
         self._sends: list[bool] = []
         self._mistakes = mistakes
@@ -173,6 +174,7 @@ class BackwardPass(ExitStack):
         elif not self._finished:  # else a step inside the block has unscaled them already
             if self._inspection is not None:
                 self._inspection.end_of_gradients()
+            self._delayed = True
             for binding in self._bindings:
                 binding.gradients.delay()
         if self._inspection is not None:
@@ -195,9 +197,15 @@ class BackwardPass(ExitStack):
                 gradients.abort(self)
 
     def finish(self) -> None:
-        """Unscales the gradients and updates the scale, once; all or nothing."""
+        """Unscales the gradients and updates the scale, once; all or nothing.
+
+        A pass that was delayed leaves out optimizers that a later pass has continued, whose
+        gradients are that pass's, and those whose gradients have been cleared.
+        """
         if self._finished:
             return
+        if self._delayed:
+            self._keep([binding.gradients.open_pass is self for binding in self._bindings])
         if self._inspection is not None:
             self._inspection.end_of_gradients()
         before = self._scaler.pass_state, [b.gradients.overflow.checked for b in self._flagged]
@@ -218,6 +226,15 @@ class BackwardPass(ExitStack):
                 binding.gradients.commit(sent=sends)
         if self._moves_scale:
             self._ended(self._scaler.read_updates(), False)
+
+    def _keep(self, kept: Sequence[bool]) -> None:
+        """Leaves out every optimizer for which ``kept`` is False."""
+        if all(kept):
+            return
+        left = {id(b) for b, keep in zip(self._bindings, kept, strict=True) if not keep}
+        self._bindings = list(compress(self._bindings, kept))
+        self._sends = list(compress(self._sends, kept))
+        self._flagged = [binding for binding in self._flagged if id(binding) not in left]
 
     @property
     def _moves_scale(self) -> bool:
