@@ -208,3 +208,18 @@ def test_a_delayed_pass_leaves_out_an_optimizer_that_a_later_pass_has_unscaled(l
     before = cases.grads(amp.master_params(optimizers[0]))
     optimizers[1].step()
     assert cases.same(before, cases.grads(amp.master_params(optimizers[0])))
+
+
+@pytest.mark.parametrize("delays", [(True, False), (True, True)])
+@pytest.mark.parametrize("level", cases.MIXED)
+def test_a_pass_of_another_loss_unscales_delayed_ones_by_their_own_scale(level, delays):
+    def stepped(delays):
+        model, optimizer = cases.prepared(level, num_losses=2, loss_scale="dynamic")
+        amp._amp_state.loss_scalers[1]._loss_scale = 128.0
+        for loss_id, (x, y) in enumerate(cases.batches(2)):
+            options = {"loss_id": loss_id, "delay_unscale": delays[loss_id]}
+            cases.backward(model, optimizer, x, y, **options)
+        optimizer.step()
+        return cases.masters(optimizer)
+
+    assert cases.same(stepped((False, False)), stepped(delays))

@@ -97,6 +97,7 @@ class BackwardPass(ExitStack):
                     "optimizer. Close the first block before the second, or add up the losses in "
                     "one."
                 )
+        self._finish_other_losses()
         self.push(self._leave)
         self.push(self._leave)
         self.push(self._end)
@@ -116,6 +117,19 @@ class BackwardPass(ExitStack):
         except BaseException as error:
             self.__exit__(type(error), error, error.__traceback__)
             raise
+
+    @property
+    def scaler(self) -> Scaler:
+        """The loss's scale."""
+        return self._scaler
+
+    def _finish_other_losses(self) -> None:
+        """Unscales what passes of other losses have left scaled, before this one adds to it."""
+        for binding in self._bindings:
+            delayed = binding.gradients.open_pass
+            scaled = binding.gradients.state is GradState.DELAYED
+            if scaled and delayed is not None and delayed.scaler is not self._scaler:
+                delayed.finish()
 
     def _inspect(self, mistakes: Mistakes, scaled_loss: Tensor) -> None:
         params = [param for binding in self._bindings for param in binding.trained()]

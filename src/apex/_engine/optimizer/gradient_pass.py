@@ -31,6 +31,7 @@ from apex._torch.overrides import without_overrides
 
 if TYPE_CHECKING:
     from apex._engine.optimizer.binding import Binding
+    from apex._engine.scaler import Scaler
 
 
 class GradState(enum.Enum):
@@ -48,6 +49,10 @@ class GradState(enum.Enum):
 
 class OpenPass(Protocol):
     """A backward pass whose gradients are not unscaled yet."""
+
+    @property
+    def scaler(self) -> Scaler:
+        """The scale of its loss."""
 
     def finish(self) -> None:
         """Unscales them now; idempotent."""
