@@ -311,3 +311,13 @@ def test_a_plain_backward_without_scale_loss_trains_the_same(level):
         optimizer.step()
         cases.train_step(*scaled, x, y)
     assert cases.same(cases.masters(plain[1]), cases.masters(scaled[1]))
+
+
+@pytest.mark.parametrize("level", cases.LEVELS)
+def test_a_group_without_params_is_refused_as_torch_refuses_it(level):
+    _, optimizer = cases.prepared(level)
+    group = {"param": [torch.nn.Parameter(torch.ones(1))], "lr": 0.1}
+    with pytest.raises(KeyError, match="without params; its keys are: param, lr"):
+        optimizer.add_param_group(group)
+    assert len(optimizer.param_groups) == 1
+    assert list(group) == ["param", "lr"]

@@ -198,7 +198,12 @@ def _validate_group(binding: Binding, param_group: object) -> None:
             f"add_param_group got a {type(param_group).__name__}; it takes one dict, such as "
             '{"params": [...]}. Call it once for each group.'
         )
-    params = param_group.get("params", ())
+    if "params" not in param_group:
+        raise KeyError(  # which shows its message as a literal, quotes escaped
+            f"add_param_group got a group without params; its keys are: "
+            f"{', '.join(map(str, param_group))}. Pass the parameters under the key params."
+        )
+    params = param_group["params"]
     if isinstance(params, torch.Tensor):
         params = param_group["params"] = [params]
     elif not isinstance(params, set | list):
