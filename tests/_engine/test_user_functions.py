@@ -327,6 +327,11 @@ def test_only_functions_that_are_there_can_be_registered(module, name):
         UserRegistry().register(module, name, "float")
 
 
+def test_a_function_in_place_of_its_name_is_refused(module):
+    with pytest.raises(TypeError, match=r"a string; got <function"):
+        UserRegistry().register(module, module.fn, "float")
+
+
 def test_unknown_kind_is_refused_at_registration(module):
     with pytest.raises(ValueError, match="'half'"):
         UserRegistry().register(module, "fn", "half")

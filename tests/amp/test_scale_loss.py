@@ -114,6 +114,12 @@ def test_the_masters_of_a_model_are_asked_of_its_optimizer():
         next(amp.master_params(torch.nn.Linear(1, 1)))
 
 
+@pytest.mark.parametrize("given", [None, [], "optimizer"])
+def test_masters_of_what_is_no_optimizer_are_refused(given):
+    with pytest.raises(TypeError, match=f"got {type(given).__name__}; it takes an optimizer"):
+        next(amp.master_params(given))
+
+
 @pytest.mark.parametrize("loss_id", [2, 7, -3])
 def test_a_loss_id_out_of_range_is_an_index_error(loss_id):
     model, optimizer = prepared("O2", num_losses=2)

@@ -224,6 +224,14 @@ def test_no_optimizer_is_refused():
         amp.debug.History()
 
 
+@pytest.mark.parametrize("name", ["limit", "updates_every"])
+@pytest.mark.parametrize("count", [0, -1, 1.5, "2", True])
+def test_a_count_that_is_no_integer_of_at_least_1_is_refused(name, count):
+    _, optimizer = prepared("O4")
+    with pytest.raises(ValueError, match=f"got {name}={count!r}; it must be an integer"):
+        amp.debug.History(optimizer, **{name: count})
+
+
 def test_optimizers_of_two_calls_are_refused():
     (first_model, first), (second_model, second) = prepared("O4"), prepared("O4")
     with pytest.raises(ValueError, match=r"different amp\.initialize calls"):

@@ -207,6 +207,13 @@ def test_value_outside_its_range_is_refused(name, options):
         getattr(optimizers, name)(cases.parameters(), **options)
 
 
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedSGD", "FusedLAMB", "FusedAdagrad"])
+@pytest.mark.parametrize("lr", ["0.1", None])
+def test_rate_that_is_no_number_is_refused(name, lr):
+    with pytest.raises(TypeError, match=f"lr is {lr!r}; it must be a number"):
+        getattr(optimizers, name)(cases.parameters(), lr=lr)
+
+
 def test_novograd_refuses_other_norms():
     with pytest.raises(RuntimeError, match="norm_type=1"):
         optimizers.FusedNovoGrad(cases.parameters(), norm_type=1)

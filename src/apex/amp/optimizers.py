@@ -48,9 +48,10 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
     Raises:
         TypeError: If it is no optimizer.
     """
-    if isinstance(optimizer, nn.Module):
+    if isinstance(optimizer, nn.Module) or not hasattr(optimizer, "param_groups"):
+        kind = "the model " if isinstance(optimizer, nn.Module) else ""
         raise TypeError(
-            f"amp.master_params got the model {type(optimizer).__name__}; it takes an optimizer."
+            f"amp.master_params got {kind}{type(optimizer).__name__}; it takes an optimizer."
         )
     binding = None if not isinstance(optimizer, Optimizer) else binding_of(optimizer)
     if binding is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import numbers
 import statistics
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -81,7 +82,8 @@ class History:
 
     Raises:
         ValueError: If no optimizer is given, or if the optimizers come from different
-            ``initialize`` calls, or if amp has prepared them and a ``scaler`` is given.
+            ``initialize`` calls, or if amp has prepared them and a ``scaler`` is given; if
+            ``updates_every`` or ``limit`` is neither None nor an integer of at least 1.
         TypeError: If ``scaler`` is not a ``GradScaler``.
 
     Example:
@@ -107,11 +109,8 @@ class History:
         updates_every: int | None = EVERY,
         limit: int | None = None,
     ) -> None:
-        if updates_every is not None and updates_every < 1:
-            raise ValueError(
-                f"amp.debug.History got updates_every={updates_every}; it must be at least 1, or "
-                "None for no measurement."
-            )
+        _check_count("updates_every", updates_every, without="for no measurement")
+        _check_count("limit", limit, without="to keep all")
         if not optimizers:
             raise ValueError(
                 "amp.debug.History got no optimizer. Pass one or more: History(optimizer)."
@@ -297,3 +296,14 @@ def _plain(item: Pass) -> dict[str, Any]:
         name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in values
     }
+
+
+def _check_count(name: str, value: object, *, without: str) -> None:
+    """Raises ValueError unless ``value`` is None or an integer of at least 1."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+        raise ValueError(
+            f"amp.debug.History got {name}={value!r}; it must be an integer of at least 1, or None "
+            f"{without}."
+        )

@@ -283,13 +283,21 @@ def global_norm(batches: Sequence[Batch]) -> Tensor:
 
 
 def check_range(name: str, value: float | Tensor, *, below: float | None = None) -> None:
-    """Raises ValueError unless ``value`` is at least 0, and less than ``below``.
+    """Raises an error unless ``value`` is at least 0, and less than ``below``.
 
     Tensors are not checked: reading one may wait for the device.
+
+    Raises:
+        TypeError: If it is no number.
+        ValueError: If it is out of range.
     """
     if isinstance(value, Tensor):
         return
-    if not (value >= 0.0 and (below is None or value < below)):
+    try:
+        within = value >= 0.0 and (below is None or value < below)
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}; it must be a number.") from None
+    if not within:
         accepted = "at least 0" if below is None else f"at least 0 and less than {below:g}"
         raise ValueError(f"{name} is {value!r}; it must be {accepted}.")
 

@@ -60,9 +60,10 @@ class FusedSGD(FusedOptimizer):
             set_grad_none: Whether ``zero_grad`` sets gradients to None.
 
         Raises:
+            TypeError: If a value is no number.
             ValueError: If a value is out of range, or Nesterov momentum has no momentum.
         """
-        if isinstance(lr, int | float):
+        if not isinstance(lr, type(required)):
             check_range("lr", lr)
         check_range("momentum", momentum)
         check_range("weight_decay", weight_decay)
