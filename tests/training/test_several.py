@@ -223,3 +223,21 @@ def test_a_pass_of_another_loss_unscales_delayed_ones_by_their_own_scale(level, 
         return cases.masters(optimizer)
 
     assert cases.same(stepped((False, False)), stepped(delays))
+
+
+@pytest.mark.parametrize("delayed", ["both", "the head's"])
+@pytest.mark.parametrize("level", cases.MIXED)
+def test_delayed_gradients_of_a_shared_parameter_are_unscaled_once(level, delayed):
+    def grads(*, delay):
+        model = cases.net()
+        optimizers = [cases.sgd(model.parameters()), cases.sgd(model[2].parameters(), lr=0.0)]
+        amp.initialize(model, optimizers, opt_level=level, loss_scale=128.0, verbosity=0)
+        whole, head = optimizers
+        first, second = cases.batches(2)
+        given = optimizers if delayed == "both" else head
+        cases.backward(model, given, *first, delay_unscale=delay)
+        cases.backward(model, whole, *second)
+        head.step()
+        return cases.grads(head.param_groups[0]["params"])
+
+    assert cases.same(grads(delay=False), grads(delay=True))

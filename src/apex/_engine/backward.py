@@ -97,7 +97,7 @@ class BackwardPass(ExitStack):
                     "optimizer. Close the first block before the second, or add up the losses in "
                     "one."
                 )
-        self._finish_other_losses()
+        self._finish_others()
         self.push(self._leave)
         self.push(self._leave)
         self.push(self._end)
@@ -123,12 +123,17 @@ class BackwardPass(ExitStack):
         """The loss's scale."""
         return self._scaler
 
-    def _finish_other_losses(self) -> None:
-        """Unscales what passes of other losses have left scaled, before this one adds to it."""
-        for binding in self._bindings:
+    def _finish_others(self) -> None:
+        """Unscales what passes left scaled that this one cannot continue, before it adds to it.
+
+        These are passes of another loss, and of an optimizer that shares parameters with this
+        pass's without being among them: it would unscale those a second time.
+        """
+        for binding in self._flagged:
             delayed = binding.gradients.open_pass
-            scaled = binding.gradients.state is GradState.DELAYED
-            if scaled and delayed is not None and delayed.scaler is not self._scaler:
+            if delayed is None or binding.gradients.state is not GradState.DELAYED:
+                continue
+            if delayed.scaler is not self._scaler or binding not in self._bindings:
                 delayed.finish()
 
     def _inspect(self, mistakes: Mistakes, scaled_loss: Tensor) -> None:
