@@ -188,6 +188,13 @@ def test_larc_refuses_anything_but_an_optimizer():
         LARC(torch.nn.Linear(1, 1))
 
 
+@pytest.mark.parametrize("name", ["trust_coefficient", "eps"])
+@pytest.mark.parametrize("value", [-1.0, float("nan"), "0.02", None])
+def test_larc_refuses_factors_that_would_step_uphill_or_fail_later(name, value):
+    with pytest.raises(ValueError, match=f"LARC got {name}={value!r}; it must be a number"):
+        LARC(sgd(cases.net().parameters()), **{name: value})
+
+
 def test_a_learning_rate_scheduler_takes_the_optimizer_inside():
     optimizer = LARC(sgd(cases.net().parameters()))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer.optim, 1, gamma=0.5)

@@ -5,6 +5,7 @@ Source: You et al., "Large Batch Training of Convolutional Networks", arXiv:1708
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -45,11 +46,18 @@ class LARC:
 
         Raises:
             TypeError: If ``optimizer`` is not a ``torch.optim.Optimizer``.
+            ValueError: If ``trust_coefficient`` or ``eps`` is no number of at least 0.
         """
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
                 f"LARC got {type(optimizer).__name__}; it wraps a torch.optim.Optimizer."
             )
+        factors: dict[str, Any] = {"trust_coefficient": trust_coefficient, "eps": eps}
+        for name, value in factors.items():
+            if isinstance(value, Tensor):
+                continue  # reading it may wait for the device
+            if not (isinstance(value, numbers.Real) and float(value) >= 0.0):
+                raise ValueError(f"LARC got {name}={value!r}; it must be a number of at least 0.")
         self.optim = optimizer
         self.trust_coefficient = trust_coefficient
         self.clip = clip
