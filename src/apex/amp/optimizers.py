@@ -48,7 +48,7 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
     Raises:
         TypeError: If it is no optimizer.
     """
-    if isinstance(optimizer, nn.Module) or not hasattr(optimizer, "param_groups"):
+    if isinstance(optimizer, nn.Module) or getattr(optimizer, "param_groups", None) is None:
         kind = "the model " if isinstance(optimizer, nn.Module) else ""
         raise TypeError(
             f"amp.master_params got {kind}{type(optimizer).__name__}; it takes an optimizer."
