@@ -69,20 +69,20 @@ def test_an_optimizer_that_amp_has_not_prepared_is_refused():
         amp.scale_loss(loss, [optimizer, sgd(Net())])
 
 
-def test_optimizers_of_different_initialize_calls_are_refused():
-    first, second = prepared("O2"), prepared("O2")
-    loss = loss_of(first[0])
-    words = "optimizers of different amp.initialize calls.*use one scale_loss block each"
-    with nothing_changes(*first, *second), pytest.raises(RuntimeError, match=words):
-        amp.scale_loss(loss, [first[1], second[1]])
-
-
 def test_an_optimizer_s_own_session_scales_whichever_came_last():
     first, second = prepared("O2", loss_scale=8.0), prepared("O2", loss_scale=4.0)
     for (model, optimizer), factor in ((first, 8.0), (second, 4.0)):
         loss = loss_of(model)
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             assert scaled_loss == factor * loss
+
+
+def test_the_newest_session_of_the_optimizers_scales():
+    optimizers = [prepared("O2", loss_scale=scale)[1] for scale in (8.0, 4.0, 2.0)]
+    for which, factor in (((0, 1), 4.0), ((1, 0), 4.0), ((0, 2, 1), 2.0)):
+        loss = torch.ones((), requires_grad=True)
+        with amp.scale_loss(loss, [optimizers[i] for i in which]) as scaled_loss:
+            assert scaled_loss == factor
 
 
 @pytest.mark.parametrize(

@@ -241,3 +241,63 @@ def test_delayed_gradients_of_a_shared_parameter_are_unscaled_once(level, delaye
         return cases.grads(head.param_groups[0]["params"])
 
     assert cases.same(grads(delay=False), grads(delay=True))
+
+
+# -- several sessions ------------------------------------------------------------------------
+
+
+def chained(level, calls, **options):
+    """Two nets in a row, prepared by one ``initialize`` call or by one each."""
+    nets = [torch.nn.Linear(4, 4), cases.net(1)]
+    for seed, net in enumerate(nets):
+        torch.manual_seed(seed)
+        for param in net.parameters():
+            torch.nn.init.normal_(param, std=0.5)
+    optimizers = [cases.sgd(net.parameters()) for net in nets]
+    if calls == 1:
+        amp.initialize(nets, optimizers, opt_level=level, verbosity=0, **options)
+    else:
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            amp.initialize(net, optimizer, opt_level=level, verbosity=0, **options)
+    return nets, optimizers
+
+
+def joint_step(nets, optimizers, x, y, **options):
+    loss = cases.loss_of(torch.nn.Sequential(*nets), x, y) / 64
+    with amp.scale_loss(loss, optimizers, **options) as scaled_loss:
+        scaled_loss.backward()
+
+
+@pytest.mark.parametrize("scale", [128.0, "dynamic"])
+@pytest.mark.parametrize("level", ["O0", *cases.MIXED])
+def test_optimizers_of_several_calls_train_as_those_of_one(level, scale):
+    trained = []
+    for calls in (1, 2):
+        nets, optimizers = chained(level, calls, loss_scale=scale)
+        for step in range(4):
+            make = cases.overflowing if step == 1 and scale == "dynamic" else cases.batch
+            joint_step(nets, optimizers, *cases.batch(10 + step), delay_unscale=True)
+            joint_step(nets, optimizers, *make(step))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        trained.append([*map(cases.masters, optimizers), cases.loss_scale()])
+        del nets, optimizers
+    assert cases.same(trained[0][:2], trained[1][:2])
+    assert trained[0][2] == trained[1][2] == (2.0**15 if scale == "dynamic" else 128.0)
+
+
+@pytest.mark.parametrize("level", cases.MIXED)
+def test_blocks_of_one_and_of_several_sessions_mix(level):
+    """The older optimizer's own passes keep their own scale."""
+    nets, optimizers = chained(level, 2, loss_scale="dynamic")
+    plain, _ = chained("O0", 1)
+    first = optimizers[0]
+    joint_step(nets, optimizers, *cases.batch(1))
+    with amp.scale_loss(nets[0](cases.batch(2)[0]).float().square().mean(), first) as scaled_loss:
+        scaled_loss.backward()
+    (cases.loss_of(torch.nn.Sequential(*plain), *cases.batch(1)) / 64).backward()
+    plain[0](cases.batch(2)[0]).square().mean().backward()
+    for optimizer, net in zip(optimizers, plain, strict=True):
+        for param, expected in zip(amp.master_params(optimizer), net.parameters(), strict=True):
+            torch.testing.assert_close(param.grad.float(), expected.grad, rtol=0.1, atol=1e-2)

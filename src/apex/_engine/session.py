@@ -6,6 +6,8 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +37,7 @@ from apex._engine.optimizer.optimizer_class import AmpOptimizer
 from apex._engine.scaler import Scaler, scaler_for
 from apex._engine.undo import Undo, all_or_nothing
 from apex._torch import fsdp
+from apex._torch.ddp import Communication
 from apex._torch.dynamo import before_each_run
 from apex._torch.modules import named_modules, named_tensors
 
@@ -254,54 +257,65 @@ class Session:
     ) -> BackwardPass:
         """Returns the context of one ``scale_loss`` block.
 
+        Args:
+            loss: The unscaled loss.
+            bindings: Its optimizers, which may be of several sessions.
+            scaler: The scale of one of this session's losses.
+            delay_unscale: See :class:`BackwardPass`.
+            delay_overflow_check: See there.
+
         Raises:
             RuntimeError: If ``fully_shard`` has replaced parameters of the optimizers.
         """
-        if self._prepared:
-            trained = [p for b in bindings for p in b.trained() if id(p) in self._prepared]
-            sharding.check_order(self._models, trained)
-            self._prepared = frozenset()
+        owners = dict.fromkeys([self, *(cast(Session, binding.owner) for binding in bindings)])
+        for owner in owners:
+            owner._check_sharding(bindings)
+        region = next((owner.region for owner in owners if owner.casting), self.region)
         return BackwardPass(
             loss,
             bindings,
             scaler,
-            python_casts=resolve_mixed(self.region),
+            python_casts=resolve_mixed(region),
             mistakes=self.mistakes,
-            communication=self._communicator.of_pass,
-            ended=functools.partial(self._end_pass, scaler.loss_id, bindings),
-            flagged=self._with_sharers(bindings),
+            communication=_communication_of_pass,
+            ended=functools.partial(self._end_pass, scaler.loss_id, bindings, owners),
+            flagged=[*bindings, *chain.from_iterable(o._sharers(bindings) for o in owners)],
             # fully_shard keeps unreduced gradients scaled, and a later pass adds scaled ones.
-            delay_unscale=delay_unscale or self._defers_reduction(),
+            delay_unscale=delay_unscale or any(owner._defers_reduction() for owner in owners),
             delay_overflow_check=delay_overflow_check,
         )
+
+    def _check_sharding(self, bindings: Sequence[Binding]) -> None:
+        if self._prepared:
+            trained = [p for b in bindings for p in b.trained() if id(p) in self._prepared]
+            sharding.check_order(self._models, trained)
+            self._prepared = frozenset()
 
     def _defers_reduction(self) -> bool:
         return bool(self._shards) and fsdp.defers_reduction(ref() for ref in self._shards)
 
-    def _with_sharers(self, bindings: Sequence[Binding]) -> Sequence[Binding]:
-        """Returns ``bindings`` and every other optimizer that trains one of their parameters."""
-        if len(self._bindings) == len(bindings):
-            return bindings
+    def _sharers(self, bindings: Sequence[Binding]) -> Sequence[Binding]:
+        """Returns every other optimizer that trains a parameter of ``bindings``."""
+        others = [other for other in self._bindings if other not in bindings]
+        if not others:
+            return others
         trained = {id(param) for binding in bindings for param in binding.trained()}
-        others = [
-            other
-            for other in self._bindings
-            if other not in bindings and any(id(param) in trained for param in other.trained())
-        ]
-        return [*bindings, *others]
+        return [each for each in others if any(id(param) in trained for param in each.trained())]
 
     def _end_pass(
         self,
         loss_id: int,
         bindings: Sequence[Binding],
+        owners: Iterable[Session],
         updates: Sequence[ScaleUpdate],
         failed: bool = False,
     ) -> None:
         for update in updates:
             for listener in self._listeners:
                 listener(self, update)
-        for pass_listener in tuple(self._pass_listeners):
-            pass_listener(self, PassEnd(loss_id, updates, bindings, failed))
+        for owner in owners:
+            for pass_listener in tuple(owner._pass_listeners):
+                pass_listener(self, PassEnd(loss_id, updates, bindings, failed))
 
     def add_listener(self, listener: PassListener) -> None:
         """Calls ``listener`` after every pass that updates a scale or raises an exception.
@@ -374,6 +388,10 @@ class Session:
         self.masters.clear_grads(cleared, set_to_none=set_to_none)
         for binding in self._bindings:
             binding.gradients.on_cleared(cleared)
+
+
+def _communication_of_pass(binding: Binding) -> Communication:
+    return cast(Session, binding.owner)._communicator.of_pass(binding)
 
 
 def _end(region: CastRegion, functions: UserRegistry | None) -> None:

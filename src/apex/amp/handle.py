@@ -49,8 +49,8 @@ def scale_loss(
         loss: A floating-point loss (0-d, or any shape that ``backward`` accepts). Fp16 and bf16
             losses are scaled in fp32.
         optimizers: One optimizer or several that this loss trains; with an empty list, the loss is
-            only scaled.
-        loss_id: Index of the loss scaler, below ``num_losses``.
+            only scaled. The newest ``initialize`` call among theirs scales, as in apex.
+        loss_id: Index of the loss scaler, below ``num_losses`` of that call.
         model: Ignored; accepted for old scripts.
         delay_unscale: Whether to leave the gradients scaled, to accumulate further backward passes
             of the same loss; the last pass must not delay. Passes without delay accumulate
@@ -61,8 +61,7 @@ def scale_loss(
 
     Raises:
         RuntimeError: If called before ``amp.initialize``, with an optimizer that it did not
-            prepare, with optimizers of different ``initialize`` calls, or (on entry) inside
-            another block of the same optimizer.
+            prepare, or (on entry) inside another block of the same optimizer.
         TypeError: If ``loss`` is not a floating-point tensor.
         IndexError: If ``loss_id`` has no scaler.
 
@@ -245,11 +244,10 @@ def _unwrapped(optimizers: Optimizers) -> list[Optimizer]:
 def session_of(
     optimizers: Sequence[Optimizer], bindings: Sequence[Binding | None], *, caller: str
 ) -> Session | None:
-    """Returns the session that prepared the optimizers; None if amp is disabled for them.
+    """Returns the newest session that prepared one of the optimizers; None if amp is disabled.
 
     Raises:
-        RuntimeError: If ``caller``, a public function, got optimizers without a session, or of
-            several.
+        RuntimeError: If ``caller``, a public function, got an optimizer without a session.
     """
     if len(bindings) == 1 and bindings[0] is not None and bindings[0].owner is not None:
         only: Any = bindings[0].owner
@@ -261,13 +259,8 @@ def session_of(
         if not any(bindings) and (not _amp_state.enabled or _disabled(optimizers)):
             return None
         raise RuntimeError(_not_prepared(bindings, caller))
-    if len(owners) > 1:
-        raise RuntimeError(
-            f"{caller} got optimizers of different amp.initialize calls, which have "
-            "different loss scales. Pass them to one amp.initialize call, or use one scale_loss "
-            "block each."
-        )
-    session = cast(Session, owners.pop())
+    newest = [session for session in _amp_state.sessions() if session in owners][-1:]
+    session = newest[0] if newest else cast(Session, owners.pop())
     return session if _amp_state.is_on(session) else None
 
 

@@ -219,11 +219,8 @@ class AmpLoop(Loop):
         return None if session is None else session.scalers[0].loss_scale
 
     def _end_of_pass(self, session: Session, end: PassEnd) -> None:
-        own = [
-            binding
-            for binding in end.bindings
-            if isinstance(binding, Binding) and (self._only is None or binding in self._only)
-        ]
+        known = set(cast(Session, self._session()).bindings) if self._only is None else self._only
+        own = [each for each in end.bindings if isinstance(each, Binding) and each in known]
         if not own or self._listener is None:
             return
         params = (param for binding in own for param in binding.params())
