@@ -119,21 +119,45 @@ class BackwardPass(ExitStack):
             raise
 
     @property
-    def scaler(self) -> Scaler:
-        """The loss's scale."""
-        return self._scaler
+    def delayed(self) -> bool:
+        """Whether the block has ended and left its gradients scaled."""
+        return self._delayed
+
+    @property
+    def waits(self) -> bool:
+        """Whether gradients are still to be divided by the scale."""
+        return any(binding.gradients.open_pass is self for binding in self._bindings)
+
+    @property
+    def bindings(self) -> Sequence[Binding]:
+        """The optimizers whose gradients the pass computes."""
+        return self._bindings
+
+    def continues(self, bindings: Sequence[Binding], scaler: Scaler) -> bool:
+        """Returns whether a pass may add to the gradients that this one left scaled.
+
+        They need one scale, and one answer to which parameters are scaled. The factor is another
+        object once a pass in between has updated the scale.
+        """
+        same_scale = self._scaler is scaler and self._scaled_by is scaler.factor()
+        return (
+            same_scale
+            and len(self._bindings) == len(bindings)
+            and all(binding.gradients.open_pass is self for binding in bindings)
+        )
 
     def _finish_others(self) -> None:
-        """Unscales what passes left scaled that this one cannot continue, before it adds to it.
-
-        These are passes of another loss, and of an optimizer that shares parameters with this
-        pass's without being among them: it would unscale those a second time.
-        """
-        for binding in self._flagged:
-            delayed = binding.gradients.open_pass
-            if delayed is None or binding.gradients.state is not GradState.DELAYED:
-                continue
-            if delayed.scaler is not self._scaler or binding not in self._bindings:
+        """Unscales what earlier passes left scaled, unless this one continues it."""
+        waiting = {
+            id(delayed): delayed
+            for binding in self._flagged
+            if (delayed := binding.gradients.open_pass) is not None and delayed.delayed
+        }
+        for delayed in waiting.values():
+            if len(waiting) == 1 and delayed.continues(self._bindings, self._scaler):
+                # In their order: of those that share a parameter, the first set its gradient aside.
+                self._bindings = delayed.bindings
+            else:
                 delayed.finish()
 
     def _inspect(self, mistakes: Mistakes, scaled_loss: Tensor) -> None:
@@ -184,7 +208,8 @@ class BackwardPass(ExitStack):
         traceback: TracebackType | None,
     ) -> None:
         """Unscales the gradients; after an exception, restores the earlier ones."""
-        self._scaler.open_blocks.discard(self)
+        if error is not None or not self._delay_unscale:
+            self._scaler.open_blocks.discard(self)
         self._python_casts.__exit__(None, None, None)  # spares what follows the function mode
         if error is not None:
             self._abort()
@@ -202,7 +227,8 @@ class BackwardPass(ExitStack):
     @untraced
     def _leave(self, *error: object) -> None:
         """Closes whatever is still open; idempotent."""
-        self._scaler.open_blocks.discard(self)
+        if not self._delayed:
+            self._scaler.open_blocks.discard(self)
         self._python_casts.__exit__(None, None, None)
         if self._inspection is not None:
             self._inspection.close()
@@ -218,12 +244,12 @@ class BackwardPass(ExitStack):
     def finish(self) -> None:
         """Unscales the gradients and updates the scale, once; all or nothing.
 
-        A pass that was delayed leaves out optimizers that a later pass has continued, whose
-        gradients are that pass's, and those whose gradients have been cleared.
+        A pass that was delayed leaves out optimizers whose gradients have been cleared.
         """
         if self._finished:
             return
         if self._delayed:
+            self._scaler.open_blocks.discard(self)
             self._keep([binding.gradients.open_pass is self for binding in self._bindings])
         if self._inspection is not None:
             self._inspection.end_of_gradients()
@@ -263,7 +289,7 @@ class BackwardPass(ExitStack):
     def _unscale(self) -> None:
         """Does everything that can fail; ``Gradients.roll_back`` reverts it."""
         scaler = self._scaler
-        if scaler.open_blocks:
+        if any(block.waits for block in scaler.open_blocks):
             scaler.replace_tensors()
         scaler.begin_pass(continues=any(b.gradients.continues_local for b in self._bindings))
         inverse = None if scaler.is_identity else scaler.inverse(self._scaled_by)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +34,14 @@ class PassState(enum.Enum):
     """As ``PENDING``, for gradients that stay in this process until a later pass sends them."""
 
 
+class Block(Protocol):
+    """One ``scale_loss`` block."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether gradients are still to be divided by the scale."""
+
+
 class Scaler(ABC):
     """The scale of one loss.
 
@@ -45,7 +54,8 @@ class Scaler(ABC):
         found_inf: Whether the present pass overflowed, 0-d fp32.
         rule: The rule of a dynamic scale.
         loss_id: Index of the loss in its session.
-        open_blocks: The open ``scale_loss`` blocks, which have yet to divide by the present scale.
+        open_blocks: The ``scale_loss`` blocks that are open, or have left their gradients scaled.
+            Those that wait divide by the present scale.
         rounding: The session's stochastic rounding, which is saved with its first scale.
         block_on_read: Whether to block on the readback, so that a report can still inspect the
             gradients it names.
@@ -62,7 +72,7 @@ class Scaler(ABC):
         self._bind(torch.tensor([first, 0.0], dtype=torch.float32))
         self._rule = rule
         self.loss_id = loss_id
-        self.open_blocks: set[object] = set()
+        self.open_blocks: weakref.WeakSet[Block] = weakref.WeakSet()
         self.block_on_read = False
         self.rounding: Stochastic | None = None
         self.pass_state = PassState.UPDATED

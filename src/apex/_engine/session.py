@@ -255,33 +255,28 @@ class Session:
         delay_unscale: bool = False,
         delay_overflow_check: bool = False,
     ) -> BackwardPass:
-        """Returns the context of one ``scale_loss`` block.
-
-        Args:
-            loss: The unscaled loss.
-            bindings: Its optimizers, which may be of several sessions.
-            scaler: The scale of one of this session's losses.
-            delay_unscale: See :class:`BackwardPass`.
-            delay_overflow_check: See there.
+        """Returns the context of one ``scale_loss`` block; its optimizers may be of any sessions.
 
         Raises:
             RuntimeError: If ``fully_shard`` has replaced parameters of the optimizers.
         """
         owners = dict.fromkeys([self, *(cast(Session, binding.owner) for binding in bindings)])
+        flagged = [*bindings, *chain.from_iterable(each._sharers(bindings) for each in owners)]
+        # fully_shard keeps unreduced gradients scaled, and a later pass adds scaled ones.
+        delays = delay_unscale or any(owner._defers_reduction() for owner in owners)
         for owner in owners:
             owner._check_sharding(bindings)
         region = next((owner.region for owner in owners if owner.casting), self.region)
         return BackwardPass(
             loss,
-            bindings,
+            flagged if delays else bindings,  # those that share a parameter know it is scaled
             scaler,
             python_casts=resolve_mixed(region),
             mistakes=self.mistakes,
             communication=_communication_of_pass,
             ended=functools.partial(self._end_pass, scaler.loss_id, bindings, owners),
-            flagged=[*bindings, *chain.from_iterable(o._sharers(bindings) for o in owners)],
-            # fully_shard keeps unreduced gradients scaled, and a later pass adds scaled ones.
-            delay_unscale=delay_unscale or any(owner._defers_reduction() for owner in owners),
+            flagged=flagged,
+            delay_unscale=delays,
             delay_overflow_check=delay_overflow_check,
         )
 

@@ -51,8 +51,15 @@ class OpenPass(Protocol):
     """A backward pass whose gradients are not unscaled yet."""
 
     @property
-    def scaler(self) -> Scaler:
-        """The scale of its loss."""
+    def delayed(self) -> bool:
+        """Whether its block has ended, so that a later pass may continue it."""
+
+    @property
+    def bindings(self) -> Sequence[Binding]:
+        """The optimizers whose gradients the pass computes."""
+
+    def continues(self, bindings: Sequence[Binding], scaler: Scaler) -> bool:
+        """Returns whether a pass of these optimizers may add to its gradients."""
 
     def finish(self) -> None:
         """Unscales them now; idempotent."""
@@ -454,7 +461,9 @@ class Gradients:
         from now on is scaled, and has to be unscaled by a step inside the block, too.
         """
         self.end_iteration()
-        opened = None if self.state is GradState.DELAYED else self.open_pass
+        opened = self.open_pass
+        if opened is not None and opened.delayed:
+            opened = None
         self._end_pass(GradState.READY)
         self.open_pass = opened
         self.overflow.checked, self._sentinel = False, None
