@@ -208,8 +208,7 @@ class BackwardPass(ExitStack):
         traceback: TracebackType | None,
     ) -> None:
         """Unscales the gradients; after an exception, restores the earlier ones."""
-        if error is not None or not self._delay_unscale:
-            self._scaler.open_blocks.discard(self)
+        self._scaler.open_blocks.discard(self)
         self._python_casts.__exit__(None, None, None)  # spares what follows the function mode
         if error is not None:
             self._abort()
@@ -219,6 +218,7 @@ class BackwardPass(ExitStack):
             if self._inspection is not None:
                 self._inspection.end_of_gradients()
             self._delayed = True
+            self._scaler.delayed_blocks.add(self)
             for binding in self._bindings:
                 binding.gradients.delay()
         if self._inspection is not None:
@@ -227,8 +227,7 @@ class BackwardPass(ExitStack):
     @untraced
     def _leave(self, *error: object) -> None:
         """Closes whatever is still open; idempotent."""
-        if not self._delayed:
-            self._scaler.open_blocks.discard(self)
+        self._scaler.open_blocks.discard(self)
         self._python_casts.__exit__(None, None, None)
         if self._inspection is not None:
             self._inspection.close()
@@ -249,7 +248,7 @@ class BackwardPass(ExitStack):
         if self._finished:
             return
         if self._delayed:
-            self._scaler.open_blocks.discard(self)
+            self._scaler.delayed_blocks.discard(self)
             self._keep([binding.gradients.open_pass is self for binding in self._bindings])
         if self._inspection is not None:
             self._inspection.end_of_gradients()
@@ -289,7 +288,8 @@ class BackwardPass(ExitStack):
     def _unscale(self) -> None:
         """Does everything that can fail; ``Gradients.roll_back`` reverts it."""
         scaler = self._scaler
-        if any(block.waits for block in scaler.open_blocks):
+        delayed = scaler.delayed_blocks
+        if scaler.open_blocks or (delayed and any(block.waits for block in delayed)):
             scaler.replace_tensors()
         scaler.begin_pass(continues=any(b.gradients.continues_local for b in self._bindings))
         inverse = None if scaler.is_identity else scaler.inverse(self._scaled_by)

@@ -54,8 +54,8 @@ class Scaler(ABC):
         found_inf: Whether the present pass overflowed, 0-d fp32.
         rule: The rule of a dynamic scale.
         loss_id: Index of the loss in its session.
-        open_blocks: The ``scale_loss`` blocks that are open, or have left their gradients scaled.
-            Those that wait divide by the present scale.
+        open_blocks: The open ``scale_loss`` blocks, which have yet to divide by the present scale.
+        delayed_blocks: Those that have left their gradients scaled.
         rounding: The session's stochastic rounding, which is saved with its first scale.
         block_on_read: Whether to block on the readback, so that a report can still inspect the
             gradients it names.
@@ -72,7 +72,8 @@ class Scaler(ABC):
         self._bind(torch.tensor([first, 0.0], dtype=torch.float32))
         self._rule = rule
         self.loss_id = loss_id
-        self.open_blocks: weakref.WeakSet[Block] = weakref.WeakSet()
+        self.open_blocks: set[object] = set()
+        self.delayed_blocks: weakref.WeakSet[Block] = weakref.WeakSet()
         self.block_on_read = False
         self.rounding: Stochastic | None = None
         self.pass_state = PassState.UPDATED

@@ -6,8 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -260,8 +259,8 @@ class Session:
         Raises:
             RuntimeError: If ``fully_shard`` has replaced parameters of the optimizers.
         """
-        owners = dict.fromkeys([self, *(cast(Session, binding.owner) for binding in bindings)])
-        flagged = [*bindings, *chain.from_iterable(each._sharers(bindings) for each in owners)]
+        owners: dict[Any, None] = dict.fromkeys([self, *[binding.owner for binding in bindings]])
+        flagged = [*bindings, *[each for own in owners for each in own._sharers(bindings)]]
         # fully_shard keeps unreduced gradients scaled, and a later pass adds scaled ones.
         delays = delay_unscale or any(owner._defers_reduction() for owner in owners)
         for owner in owners:
@@ -291,9 +290,9 @@ class Session:
 
     def _sharers(self, bindings: Sequence[Binding]) -> Sequence[Binding]:
         """Returns every other optimizer that trains a parameter of ``bindings``."""
+        if len(self._bindings) == [binding.owner for binding in bindings].count(self):
+            return ()
         others = [other for other in self._bindings if other not in bindings]
-        if not others:
-            return others
         trained = {id(param) for binding in bindings for param in binding.trained()}
         return [each for each in others if any(id(param) in trained for param in each.trained())]
 
