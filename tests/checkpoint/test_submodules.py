@@ -86,6 +86,37 @@ def test_a_loaded_buffer_is_saved_and_restored_to_the_last_bit(level):
     assert torch.equal(model[0].shift, new["0.shift"])
 
 
+def load_as_mmcv(module, state, prefix=""):
+    """Loads as mmcv 1.x does: torch's post-hooks do not run."""
+    module._load_from_state_dict(state, prefix, {}, True, [], [], [])
+    for name, child in module.named_children():
+        load_as_mmcv(child, state, f"{prefix}{name}.")
+
+
+@pytest.mark.parametrize("level", cases.WITH_MASTERS)
+def test_a_loader_of_another_library_sets_the_masters_to_the_last_bit(level):
+    model, optimizer = trained(level)
+    new = random_like(model.state_dict())
+    load_as_mmcv(model, new)
+    assert cases.same(dict(model.state_dict()), new)
+    optimizer.zero_grad()
+    cases.backward(model, optimizer, *cases.batch(3))
+    assert cases.same(cases.masters(optimizer), list(new.values()))
+
+
+@pytest.mark.parametrize("level", cases.WITH_MASTERS)
+def test_what_such_a_loader_does_not_load_keeps_its_weight(level):
+    model, optimizer = trained(level)
+    before, weights = cases.masters(optimizer), [p.detach().clone() for p in model.parameters()]
+    model[1].register_load_state_dict_pre_hook(lambda module, state, *rest: state.clear())
+    load_as_mmcv(model[1], random_like(model[1].state_dict()))
+    cases.backward(model, optimizer, *cases.batch(3))
+    assert cases.same(cases.masters(optimizer)[:2], before[:2])
+    assert cases.same(list(model.parameters()), weights)
+    dtype = cases.LEVELS[level].stored
+    assert cases.same([value.to(dtype) for value in cases.masters(optimizer)], weights)
+
+
 @pytest.fixture
 def swaps():
     """Loading exchanges parameters for new ones, the default of a future torch."""

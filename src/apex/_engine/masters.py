@@ -420,6 +420,21 @@ class Masters:
             round_into_model([pair for pair in self.all() if pair.model_written])
             raise
 
+    @torch.no_grad()
+    def expect(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Sets masters to the exact values of parameters that are loaded next.
+
+        The parameters count as written: where one is not loaded after all, its master follows it.
+        Packed masters, whose memory is that of their parameters, are not set.
+        """
+        for param, value in values:
+            pair = self.pair_of(param)
+            if pair is None and (kept := self._kept_value(param)) is not None:
+                kept.copy_(value)
+            elif pair is not None and pair.packing is None:
+                pair.set_exact(value)
+                increment_version(param)
+
     def clear_grads(self, params: Container[int], *, set_to_none: bool) -> None:
         """Clears the master gradients of the parameters with these ids."""
         for pair in self.all():

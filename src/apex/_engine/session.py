@@ -345,6 +345,9 @@ class Session:
     def set_exact(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:
         self.masters.set_exact(values)
 
+    def expect(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:
+        self.masters.expect(values)
+
     def write_back(self) -> None:
         if self.policy.master_weights:
             self.masters.write_back()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Mapping
+from types import FrameType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 _STATE_DICT = nn.Module.state_dict
+_LOAD = nn.Module.load_state_dict.__code__.co_filename, "load"
 _SAVE_OWN = nn.Module._save_to_state_dict
 _EXTRA_STATE = nn.Module.get_extra_state
 _NAMED_MODULES = nn.Module.named_modules
@@ -167,6 +170,21 @@ def is_being_saved(prefix: str, destination: object) -> bool:
     A dict that torch did not make itself tells nothing.
     """
     return prefix[:-1] in getattr(destination, "_metadata", ())
+
+
+def is_loaded_by_torch(module: nn.Module) -> bool:
+    """Returns whether the running ``load_state_dict`` of ``module`` will call its post-hooks.
+
+    Loaders of other libraries (mmcv 1.x) call the modules' ``_load_from_state_dict`` themselves,
+    which calls pre-hooks only.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if (code.co_filename, code.co_name) == _LOAD and frame.f_locals.get("module") is module:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _find(module: nn.Module, prefix: str, kind: type, found: Plain, plain: set[type]) -> bool:

@@ -50,6 +50,9 @@ class MasterSource(Protocol):
     def set_exact(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Sets masters from pairs of a low-precision parameter and its newly loaded fp32 value."""
 
+    def expect(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Sets masters as :meth:`set_exact` does, just before their parameters are loaded."""
+
     def write_back(self) -> None:
         """Rounds written masters into their model parameters."""
 

@@ -41,10 +41,12 @@ from apex._core.rounding import exact_value, exact_values
 from apex._engine.model.kept_buffers import KeptBuffer, plain
 from apex._engine.model.plan import MasterSource
 from apex._pickle import rebuild
+from apex._torch import dtensor
 from apex._torch.modules import (
     child,
     children,
     is_being_saved,
+    is_loaded_by_torch,
     new_state_dict,
     own_tensors,
     plain_modules,
@@ -344,6 +346,10 @@ class Fp32Hooks:
             for name, tensor in own_tensors(module)
             if dtypes.is_low_precision(tensor) and not tensor.is_inference()
         ]
+        source = self._link.source
+        if source is not None and not is_loaded_by_torch(module):
+            loading, self._loading = self._loading, []
+            source.expect(_expected_values(loading))
 
     def after_loading(self, module: nn.Module, incompatible_keys: Any) -> None:
         """Sets the masters to the loaded values before rounding.
@@ -375,6 +381,16 @@ def _loaded_values(
             is_wider = entry is not None and entry.dtype is not tensor.dtype
             loaded = [_shaped(entry, tensor)] if entry is not None and is_wider else []
             yield tensor, exact_value(tensor, [master, *loaded])
+
+
+def _expected_values(loading: Iterable[_Loading]) -> Iterator[tuple[Tensor, Tensor]]:
+    for tensor, _, reference in loading:
+        entry = None if reference is None else reference()
+        if entry is None or dtensor.is_dtensor(tensor) or dtensor.is_dtensor(entry):
+            continue
+        value = _shaped(entry, tensor)
+        if value.shape == tensor.shape and value.dtype in (torch.float32, torch.float64):
+            yield tensor, value
 
 
 def _version(tensor: Tensor) -> tuple[int, int]:
