@@ -36,6 +36,33 @@ def test_groups_keep_their_identity_and_options(level):
     assert groups[0]["name"] == "first"
 
 
+class OwnList(torch.optim.Optimizer):
+    """Steps a list of parameters that it made at construction, as some optimizers do."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+        self.flat = [param for group in self.param_groups for param in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for param in self.flat:
+            if param.grad is not None:
+                param.add_(param.grad, alpha=-self.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("level", cases.LEVELS)
+def test_an_optimizer_that_keeps_its_own_list_steps_what_its_groups_hold(level):
+    model, optimizer = cases.prepared(level, OwnList)
+    other = cases.prepared(level, lambda p: torch.optim.SGD(p, lr=0.1))
+    train(model, optimizer)
+    train(*other)
+    assert cases.same(list(model.parameters()), list(other[0].parameters()))
+    assert cases.same(cases.masters(optimizer), cases.masters(other[1]))
+    assert all(a is b for a, b in zip(optimizer.flat, amp.master_params(optimizer), strict=True))
+    amp.restore(model, optimizer)
+    assert all(a is b for a, b in zip(optimizer.flat, model.parameters(), strict=True))
+
+
 @pytest.mark.parametrize("after_backward", [False, True])
 @pytest.mark.parametrize("level", cases.LEVELS)
 def test_a_group_added_later_trains_like_one_from_the_start(level, after_backward):

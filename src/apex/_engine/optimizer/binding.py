@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core import dtypes
-from apex._core.param_groups import is_trained, params_of
+from apex._core.param_groups import is_trained, own_lists, params_of
 from apex._engine import masters
 from apex._engine.masters import Masters, TrackedPair
 from apex._engine.mistakes import Mistakes
@@ -161,7 +162,8 @@ class Binding:
     def adopt(self, groups: Iterable[dict[str, Any]], undo: Undo) -> None:
         """Replaces low-precision parameters in ``groups`` with their masters, in place.
 
-        A frozen one stays and gets its master when unfrozen.
+        Also in lists that the optimizer keeps beside its groups. A frozen parameter stays and gets
+        its master when unfrozen.
 
         Args:
             groups: Groups of the optimizer.
@@ -172,22 +174,23 @@ class Binding:
         waiting = {id(param) for param in self._frozen}
         replaced: list[tuple[list[nn.Parameter], int, nn.Parameter]] = []
         undo.push(self._undo_adopt, len(self.pairs), len(self._frozen), replaced)
-        for group in groups:
-            params = group["params"]
+        lists: list[list[nn.Parameter]] = [group["params"] for group in groups]
+        for param in chain.from_iterable(lists):
+            if not dtypes.is_low_precision(param) or self.owns(param) or id(param) in waiting:
+                continue
+            if not is_trained(param):
+                self._frozen.append(param)
+                waiting.add(id(param))
+                continue
+            pair = self._source.make(param, self)
+            self.pairs.append(pair)
+            self._owned.add(id(param))
+            _move_state(self.optimizer, param, pair.master)
+        for params in [*lists, *own_lists(self.optimizer)]:
             for index, param in enumerate(params):
-                if not dtypes.is_low_precision(param) or id(param) in waiting:
-                    continue
-                if not (is_trained(param) or self.owns(param)):
-                    self._frozen.append(param)
-                    waiting.add(id(param))
-                    continue
-                pair = self._source.make(param, self)
-                if not self.owns(param):  # a tied weight may be listed twice
-                    self.pairs.append(pair)
-                    self._owned.add(id(param))
-                    _move_state(self.optimizer, param, pair.master)
-                replaced.append((params, index, param))
-                params[index] = pair.master
+                if self.owns(param):
+                    replaced.append((params, index, param))
+                    params[index] = self._source.make(param, self).master
 
     def _undo_adopt(
         self,
@@ -219,8 +222,8 @@ class Binding:
         Allocates nothing, so it works out of memory.
         """
         originals = {id(pair.master): pair.model for pair in self.pairs}
-        for group in self.optimizer.param_groups:
-            params = group["params"]
+        groups = [group["params"] for group in self.optimizer.param_groups]
+        for params in [*groups, *own_lists(self.optimizer)]:
             for index, param in enumerate(params):
                 if id(param) in originals:
                     params[index] = originals[id(param)]
