@@ -49,10 +49,12 @@ class Training:
             scaler._loss_scale = scale
         self.expected = dict.fromkeys("abc", 0.0)
 
-    def block(self, names, factors, loss_id=0, *, delay=False):
+    def block(self, names, factors, loss_id=0, *, delay=False, clear=None):
         optimizers = [self.optimizers[name] for name in names]
         loss = self.model(factors)
         with amp.scale_loss(loss, optimizers, loss_id=loss_id, delay_unscale=delay) as scaled_loss:
+            if clear is not None:
+                self.clear(clear)
             scaled_loss.backward()
         for weight, factor in factors.items():
             self.expected[weight] += factor
@@ -63,9 +65,10 @@ class Training:
         self.optimizers[name].step()
         self.check(name)
 
-    def clear(self, name):
-        self.optimizers[name].zero_grad()
-        self.expected.update(dict.fromkeys(self.owned[name], 0.0))
+    def clear(self, name, *, set_to_none=True):
+        cleared = self.model if name == "model" else self.optimizers[name]
+        cleared.zero_grad(set_to_none=set_to_none)
+        self.expected.update(dict.fromkeys(self.owned.get(name, "abc"), 0.0))
 
     def check(self, *names):
         for name in names:
@@ -118,7 +121,7 @@ def test_a_delayed_series_leaves_the_scale_s_tensors_in_place(level):
 @pytest.mark.filterwarnings("ignore:optimizer.step.. was called before any backward pass")
 @pytest.mark.parametrize("owned", [ALONE, OWN], ids=["apart", "shared"])
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(50))
 def test_passes_of_any_loss_and_optimizers_add_up(level, owned, seed):
     choose = random.Random(seed)
     training = Training(level, owned, growth_interval=choose.choice([2, 3, 2000]))
@@ -126,14 +129,17 @@ def test_passes_of_any_loss_and_optimizers_add_up(level, owned, seed):
         what = choose.choice(["block"] * 5 + ["step", "step", "clear"])
         if what == "step":
             training.step(choose.choice(["one", "two"]))
-        elif what == "clear" and owned is ALONE:
-            training.clear(choose.choice(["one", "two"]))
+        elif what == "clear":
+            name = choose.choice(["one", "two", "model"])
+            training.clear(name, set_to_none=choose.random() < 0.5)
         else:
             names = choose.choice([["one"], ["two"], ["one", "two"], ["two", "one"]])
             weights = sorted({weight for name in names for weight in owned[name]})
             reached = choose.sample(weights, choose.randint(1, len(weights)))
             factors = {weight: float(choose.randint(1, 3)) for weight in reached}
-            training.block(names, factors, choose.randint(0, 1), delay=choose.random() < 0.5)
+            options = {"delay": choose.random() < 0.5, "loss_id": choose.randint(0, 1)}
+            clear = choose.choice([None, None, None, "one", "two", "model"])
+            training.block(names, factors, clear=clear, **options)
     for name in choose.sample(["one", "two"], 2):
         training.step(name)
     training.check("one", "two")

@@ -32,6 +32,10 @@ class Owner(Protocol):
         """The session's masters."""
 
     @property
+    def bindings(self) -> Sequence[Binding]:
+        """Those of the session's optimizers."""
+
+    @property
     def mistakes(self) -> Mistakes:
         """The mistakes found in the session."""
 

@@ -448,10 +448,12 @@ class Gradients:
         for pair in self._optimized.pairs:
             if id(pair.model) in models:
                 mirror_gradients.mark_again(pair)
-        if all(
-            pairs.get(id(p), id(p)) in models or not deferred.has_grad(p)
-            for p in self._optimized.params()
-        ):
+
+        def is_cleared(param: int) -> bool:
+            return pairs.get(param, param) in models
+
+        self._drop_aside(is_cleared)
+        if all(is_cleared(id(p)) or not deferred.has_grad(p) for p in self._optimized.params()):
             self.reset()
 
     def reset(self) -> None:
@@ -461,12 +463,20 @@ class Gradients:
         from now on is scaled, and has to be unscaled by a step inside the block, too.
         """
         self.end_iteration()
+        optimized = self._optimized
+        for binding in () if optimized.owner is None else optimized.owner.bindings:
+            if binding.gradients._aside:  # of a shared parameter, any optimizer's pass may have it
+                binding.gradients._drop_aside(set(map(id, optimized.params())).__contains__)
         opened = self.open_pass
         if opened is not None and opened.delayed:
             opened = None
         self._end_pass(GradState.READY)
         self.open_pass = opened
         self.overflow.checked, self._sentinel = False, None
+
+    def _drop_aside(self, is_cleared: Callable[[int], bool]) -> None:
+        """Drops what the open pass has set aside for parameters whose ids are cleared."""
+        self._aside = [(param, grad) for param, grad in self._aside if not is_cleared(id(param))]
 
     def end_iteration(self) -> None:
         """Assigns the passes that follow to the next step."""
