@@ -200,7 +200,7 @@ KNOWN = {
     ),
     "._version": (
         "apex/_engine/masters.py apex/_engine/mistakes.py apex/_engine/model/state_dict.py "
-        "apex/_engine/optimizer/deferred.py apex/_engine/optimizer/gradient_pass.py "
+        "apex/_engine/optimizer/deferred.py apex/_engine/optimizer/gradients.py "
         f"apex/_engine/optimizer/mirror_gradients.py {MODULES}",
         "autograd's count of in-place writes, in the docs of torch.autograd; of a module, the "
         "version that state_dict writes into its metadata, in the docs of nn.Module",

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from apex._engine.autocast.region import UncastBlock
 from apex._engine.mistakes import BlockInspection, Mistakes
-from apex._engine.optimizer.gradient_pass import GradState
+from apex._engine.optimizer.gradients import GradState
 from apex._torch.dynamo import untraced
 from apex._torch.overrides import without_overrides
 
 if TYPE_CHECKING:
     from apex._engine.events import ScaleUpdate
     from apex._engine.optimizer.binding import Binding
-    from apex._engine.optimizer.gradient_pass import OpenPass
+    from apex._engine.optimizer.gradients import OpenPass
     from apex._engine.scaler import Scaler
     from apex._torch.ddp import Communication
 

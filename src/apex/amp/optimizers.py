@@ -13,7 +13,7 @@ from apex._engine import masters
 from apex._engine.masters import TrackedPair
 from apex._engine.mistakes import Mistake
 from apex._engine.optimizer.binding import Binding
-from apex._engine.optimizer.gradient_pass import GradState
+from apex._engine.optimizer.gradients import GradState
 from apex._engine.optimizer.optimizer_class import AmpOptimizer, binding_of
 from apex._torch.autograd import backward_id
 

@@ -17,7 +17,7 @@ from apex._engine import masters
 from apex._engine.masters import Masters, TrackedPair
 from apex._engine.mistakes import Mistakes
 from apex._engine.optimizer import one_pass
-from apex._engine.optimizer.gradient_pass import Gradients
+from apex._engine.optimizer.gradients import Gradients
 from apex._engine.undo import Undo, all_or_nothing
 from apex._pickle import empty
 from apex._torch.autograd import backward_id

@@ -1,4 +1,4 @@
-"""What a backward pass sets aside, receives and ends with; :mod:`.gradient_pass` sets it."""
+"""What a backward pass sets aside, receives and ends with; :mod:`.gradients` sets it."""
 
 from __future__ import annotations
 
