@@ -34,7 +34,7 @@ def begin(binding):
 
 
 def unscale(binding, scaler):
-    binding.gradients.accumulate(scaler.unscale_)
+    binding.gradients.current.accumulate(binding, scaler.unscale_)
     binding.gradients.commit()
 
 

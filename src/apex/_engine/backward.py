@@ -297,7 +297,8 @@ class BackwardPass(ExitStack):
         factors = () if inverse is None else (inverse,)
         done: set[int] | None = set() if len(self._bindings) > 1 else None
         for binding in self._bindings:
-            binding.gradients.accumulate(unscale_, done, factors, checks=scaler.dynamic)
+            current = binding.gradients.current
+            current.accumulate(binding, unscale_, done, factors, checks=scaler.dynamic)
         if scaler.dynamic:
             scaler.share_overflow([*chain.from_iterable(b.params() for b in self._bindings)])
             for binding in self._flagged:

@@ -177,8 +177,9 @@ class AmpStashOptimizer(AmpOptimizer):
 
     def _post_amp_backward(self, scaler: LossScaler) -> None:
         """Unscales the gradients of the pass and adds those set aside."""
-        gradients = _require_binding(self).gradients
-        gradients.accumulate(scaler._scaler.unscale_)
+        binding = _require_binding(self)
+        gradients = binding.gradients
+        gradients.current.accumulate(binding, scaler._scaler.unscale_)
         gradients.commit()
         if scaler.dynamic:
             gradients.overflow.raise_by(scaler._scaler.found_inf)

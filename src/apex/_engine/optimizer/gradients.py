@@ -11,19 +11,11 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
-from apex._core import finite, master
 from apex._engine.events import Iteration
 from apex._engine.masters import TrackedPair, clear_grad
-from apex._engine.optimizer import (
-    deferred,
-    low_sums,
-    mirror_gradients,
-    outside_changes,
-    pass_sums,
-)
-from apex._engine.optimizer.deferred import Deferred, Factor
+from apex._engine.optimizer import deferred, gradient_pass, mirror_gradients, outside_changes
+from apex._engine.optimizer.gradient_pass import GradientPass
 from apex._engine.optimizer.overflow_flag import OverflowFlag
-from apex._engine.optimizer.pass_sums import Grads
 from apex._torch import parameters
 from apex._torch.counted import count_writes, uncount_writes
 from apex._torch.dynamo import untraced
@@ -69,11 +61,12 @@ class Gradients:
     """The gradients of one optimizer, and their state between passes.
 
     A pass calls :meth:`absorb_changes` and :meth:`begin`, runs autograd, then calls
-    :meth:`accumulate` followed by :meth:`commit` or :meth:`roll_back`; or else :meth:`delay` or
+    ``current.accumulate`` followed by :meth:`commit` or :meth:`roll_back`; or else :meth:`delay` or
     :meth:`abort`.
 
     Attributes:
         state: The state of the gradients.
+        current: What the open pass sets aside and receives; idle without one.
         open_pass: The backward pass still to be finished, if any.
         overflow: Whether a present gradient overflowed, so that the next step is skipped.
         used: Whether a pass has begun.
@@ -86,18 +79,9 @@ class Gradients:
         self.overflow = OverflowFlag()
         self.used = False
         self._steps = 0
-        self._before = GradState.READY
-        self._aside: Grads = []
-        self._fresh: Grads = []
-        self._deferred: list[Deferred] = []
-        self._sums: dict[int, Deferred | None] = {}
-        self._mirrors: Grads = []
+        self.current = GradientPass(GradState.READY)
         self._sentinel: tuple[nn.Parameter, int | None] | None = None
-        self._unmirrored: list[TrackedPair] = []
-        self._in_place = True
         self._in_buckets = False
-        self._returned = False
-        self._scaled = False
         self._modified = False
 
     @property
@@ -110,7 +94,7 @@ class Gradients:
     @property
     def continues_local(self) -> bool:
         """Whether the open pass, or a delayed pass that it completes, began in state ``LOCAL``."""
-        return self._before is GradState.LOCAL
+        return self.current.before is GradState.LOCAL
 
     @property
     def unfinished(self) -> bool:
@@ -159,110 +143,39 @@ class Gradients:
         low_scale = scale if optimized.sums_low else None
         if not keeps and low_scale is None:
             self.settle()
-        delayed = self.state is GradState.DELAYED
-        returned = False
-        aside: Grads = []
-        back: Grads = []
-        sums: list[low_sums.Sum] = []
-        pairs = optimized.pairs
+        pairs: Sequence[TrackedPair] = optimized.pairs
         params = optimized.params() if begun is not None or not identity else []
         if begun is not None:
             pairs = [pair for pair in pairs if id(pair.master) not in begun]
             params = [param for param in params if id(param) not in begun]
             begun.update(map(id, params))
-        if low_scale is not None and not delayed:
-            # An overflow that no other rank knows of yet is sent to them, as inf in the sum.
-            known = self.overflow.checked and self.state is not GradState.LOCAL
-            sums = low_sums.scaled_by(pairs, low_scale, self.overflow.found_inf if known else None)
-            summed = {id(pair.master) for pair, _ in sums}
-            pairs = [pair for pair in pairs if id(pair.master) not in summed]
-            params = [param for param in params if id(param) not in summed]
-        if self.state is GradState.LOCAL and sent_with is not None:
-            returned = True
-            aside, back = pass_sums.unreduced(pairs, params, sent_with, identity=identity)
-        elif not (delayed or identity):
-            aside = pass_sums.present(params, keeps=keeps)
-        # Nothing below can fail, and the state that abort() reads is set before any gradient.
-        self._in_place = identity or delayed
+        delayed = self.state is GradState.DELAYED
+        new = self.current
+        if delayed:
+            new.in_place, new.scaled = True, not identity
+        else:
+            new = GradientPass(self.state, identity=identity)
+            if low_scale is not None:
+                # An overflow that no other rank knows of yet is sent to them, as inf in the sum.
+                known = self.overflow.checked and self.state is not GradState.LOCAL
+                flag = self.overflow.found_inf if known else None
+                summed = new.take_sums(pairs, low_scale, flag)
+                pairs = [pair for pair in pairs if id(pair.master) not in summed]
+                params = [param for param in params if id(param) not in summed]
+            returns = self.state is GradState.LOCAL
+            new.set_aside(pairs, params, sent_with=sent_with if returns else None, keeps=keeps)
+        # Nothing below can fail, and what abort() reads is set before any gradient.
+        self.current = new
         self._in_buckets = not keeps
-        self._scaled = not identity
         self.used = True
         self.open_pass = opened
-        if delayed:
-            return
-        self._unmirrored = [pair for pair in pairs if pair.mirrors_grad]
-        self._aside, self._returned, self._before = aside, returned, self.state
-        self.state = GradState.OPEN
-        self._sums = low_sums.give_back(sums)
-        for pair in self._unmirrored:  # after absorb_raw() no other model parameter has a gradient
-            pair.model.grad, pair.mirrors_grad = None, False
-        for param, _ in aside:
-            param.grad = None
-        for param, grad in back:
-            param.grad = grad
+        if not delayed:
+            self.state = GradState.OPEN
+            new.make_room()
 
     def delay(self) -> None:
         """Leaves the gradients of the pass scaled, for a later pass to unscale."""
         self.state = GradState.DELAYED
-
-    def accumulate(
-        self,
-        unscale_: Callable[[list[Tensor]], None] | None,
-        done: set[int] | None = None,
-        factors: Sequence[Factor] | None = None,
-        *,
-        checks: bool = False,
-    ) -> None:
-        """Computes the unscaled fp32 gradients of the pass, plus earlier ones.
-
-        :meth:`roll_back` reverts it until :meth:`commit`: the sums use the memory of the fresh
-        gradients and leave those set aside unchanged.
-
-        Args:
-            unscale_: Divides dense gradients by the loss scale in place; ``None`` for a scale of
-                exactly 1.
-            done: Ids of parameters that another optimizer of the pass has processed; extended by
-                this one's. ``None`` if the pass has one optimizer.
-            factors: What ``unscale_`` multiplies by, for gradients that stay in 16 bits; ``None``
-                if none may.
-            checks: Whether ``unscale_`` checks gradients for inf and NaN.
-        """
-        optimized = self._optimized
-        if unscale_ is None and not optimized.pairs:
-            return  # autograd has accumulated in place
-        received = pass_sums.received(optimized.pairs, done)
-        in_model = not self._returned or optimized.sums_low
-        if factors is not None and in_model and optimized.defers():
-            self._deferred, self._mirrors, received = pass_sums.left_low(
-                received, factors, self._aside, self._sums
-            )
-            if checks and unscale_ is not None:
-                deferred.in_fp32(self._deferred, unscale_, scaled=True)
-        pairs = [pair for pair, _ in received]
-        own = [pair.master for pair in pairs]
-        # In the masters' memory layout: a model moved to channels_last has another.
-        models = [pair.model for pair in pairs]
-        fresh = master.fp32_copies([grad for _, grad in received], models, own)
-        if unscale_ is not None:
-            direct = pass_sums.direct_values(optimized.params(), done)
-            unscale_(finite.dense_values(fresh) + direct)
-        # Masters hold gradients if the loss uses them directly, or from earlier passes at scale 1.
-        earlier = [param.grad for param in own]
-        adds = any(grad is not None for grad in earlier)
-        if adds:
-            fresh = master.sums(fresh, earlier)
-        self._fresh = list(zip(own, fresh, strict=True))
-        if self._aside and not self._returned:
-            self._fresh = pass_sums.with_aside(self._fresh, self._aside)
-        if pairs and (adds or self._scaled):
-            # The model's gradients are still those of the pass. Sums begin with those of the pairs.
-            totals = [grad for _, grad in self._fresh[: len(pairs)]]
-            if not self._scaled:
-                changed = [i for i, each in enumerate(earlier) if each is not None]
-                pairs, totals = [pairs[i] for i in changed], [totals[i] for i in changed]
-            mirror_gradients.write(pairs, totals)
-        if self._unmirrored:
-            self._mirrors += pass_sums.mirrors_of_unreached(self._unmirrored, self._aside)
 
     def settle(self) -> None:
         """Computes every fp32 gradient that was deferred."""
@@ -277,11 +190,7 @@ class Gradients:
         Args:
             sent: Whether the gradients are reduced across ranks, or need not be.
         """
-        earlier = [] if self._returned else self._aside  # the sums include returned ones
-        for param, grad in (*earlier, *self._fresh, *self._mirrors):
-            param.grad = grad
-        for each in self._deferred:
-            each.install()
+        self.current.install()
         optimized = self._optimized
         mirror_gradients.mark(optimized.pairs)
         self._end_pass(GradState.READY if sent else GradState.LOCAL)
@@ -299,7 +208,7 @@ class Gradients:
         :meth:`abort`.
         """
         self.state = GradState.OPEN
-        self._in_place = not self._scaled
+        self.current.in_place = not self.current.scaled
         self.abort(self.open_pass)
 
     def abort(self, aborted: OpenPass | None = None, earlier: OpenPass | None = None) -> None:
@@ -318,28 +227,16 @@ class Gradients:
         if self.state is GradState.DELAYED:
             self.open_pass = earlier
             return
-        optimized = self._optimized
-        spoiled = low_sums.spoiled(optimized.pairs, self._sums)
-        for pair in optimized.pairs:
-            pair.model.grad = None
-        if not self._in_place:
-            for param in optimized.params():
-                param.grad = None
-        for param, grad in self._aside:
-            param.grad = grad
-        for pair, grad in spoiled:
-            pair.model.grad = grad
+        current = self.current
+        spoiled = current.restore(self._optimized)
         if spoiled:
             self.overflow.raise_by(torch.ones((), device=spoiled[0][1].device))
-        unmirrored = self._unmirrored
-        self._end_pass(self._before)
+        self._end_pass(current.before)
         self.open_pass = earlier
-        mirror_gradients.write_again(unmirrored)
+        mirror_gradients.write_again(current.unmirrored)
 
     def _end_pass(self, state: GradState) -> None:
-        self._aside, self._fresh, self._mirrors, self._unmirrored = [], [], [], []
-        self._deferred, self._sums = [], {}
-        self._before = self.state = state
+        self.current, self.state = GradientPass(state), state
         self.open_pass = None
 
     # -- outside of passes -------------------------------------------------------------------
@@ -384,13 +281,13 @@ class Gradients:
 
     def absorb_partial(self) -> None:
         """Moves the gradients so far of an open pass at scale 1, for a step during the pass."""
-        received = pass_sums.received(self._optimized.pairs, set())
+        received = gradient_pass.received(self._optimized.pairs, set())
         outside_changes.add([pair for pair, _ in received])
 
     @property
     def is_scaled(self) -> bool:
         """Whether the open pass scales gradients by a factor other than exactly 1."""
-        return self._scaled
+        return self.current.scaled
 
     def zero(self, *, set_to_none: bool) -> None:
         """Clears the gradients of all pairs, model and master, and any pending overflow."""
@@ -452,7 +349,7 @@ class Gradients:
         def is_cleared(param: int) -> bool:
             return pairs.get(param, param) in models
 
-        self._drop_aside(is_cleared)
+        self.current.drop_aside(is_cleared)
         if all(is_cleared(id(p)) or not deferred.has_grad(p) for p in self._optimized.params()):
             self.reset()
 
@@ -465,18 +362,14 @@ class Gradients:
         self.end_iteration()
         optimized = self._optimized
         for binding in () if optimized.owner is None else optimized.owner.bindings:
-            if binding.gradients._aside:  # of a shared parameter, any optimizer's pass may have it
-                binding.gradients._drop_aside(set(map(id, optimized.params())).__contains__)
-        opened = self.open_pass
-        if opened is not None and opened.delayed:
-            opened = None
+            current = binding.gradients.current
+            if current.aside:  # perhaps the gradient of a parameter that both optimizers step
+                current.drop_aside(set(map(id, optimized.params())).__contains__)
+        opened, scaled = self.open_pass, self.current.scaled
         self._end_pass(GradState.READY)
-        self.open_pass = opened
+        if opened is not None and not opened.delayed:
+            self.open_pass, self.current.scaled, self.current.in_place = opened, scaled, not scaled
         self.overflow.checked, self._sentinel = False, None
-
-    def _drop_aside(self, is_cleared: Callable[[int], bool]) -> None:
-        """Drops what the open pass has set aside for parameters whose ids are cleared."""
-        self._aside = [(param, grad) for param, grad in self._aside if not is_cleared(id(param))]
 
     def end_iteration(self) -> None:
         """Assigns the passes that follow to the next step."""
