@@ -35,7 +35,7 @@ def check(package: str) -> None:
             f"mixed in {package}. An environment can contain only one of them. "
             "To keep apex-amp, run:\n"
             f"    {sys.executable} -m pip uninstall -y apex apex-amp\n"
-            f"    {sys.executable} -m pip install apex-amp\n"
+            f"    {sys.executable} -m pip install .  # in a checkout of apex-amp\n"
             f"If this error persists, delete the folder {package} between the two commands.",
             name="apex",
             path=package,
