@@ -322,7 +322,7 @@ def test_a_closure_that_always_overflows_is_refused():
         optimizer.backward(loss)
         return loss
 
-    with pytest.raises(RuntimeError, match="even at the least loss scale, 1"):
+    with pytest.raises(RuntimeError, match="even at the smallest loss scale, 1"):
         optimizer.step(evaluate)
 
 

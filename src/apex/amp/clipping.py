@@ -22,8 +22,8 @@ def clip_grad_norm_(
     Call it between the ``scale_loss`` block and ``step()``. The norm is that of the unscaled
     gradients of all parameters that the optimizer steps, over all ranks of sharded ones, and is
     computed in fp32. Equals ``torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), ...)``,
-    but leaves the gradients of large models at O2 and O5 in 16 bits where the optimizer is a fused
-    one of torch, and updates the gradients of the model, too. No host sync.
+    but leaves the gradients of large models at O2 and O5 in 16 bits if the optimizer is a fused
+    one, and updates the gradients of the model, too. No host sync.
 
     Args:
         optimizer: An optimizer, or ``LARC`` around one.

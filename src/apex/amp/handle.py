@@ -38,9 +38,9 @@ def scale_loss(
     """Returns a context that yields the scaled loss and unscales the gradients on exit.
 
     Call ``backward()`` on the scaled loss inside it. On exit, the gradients of
-    ``amp.master_params(optimizer)`` are fp32 and unscaled, so clipping and inspection see true
-    values. A dynamic scale is updated, and if a gradient held inf or NaN, the next
-    ``optimizer.step()`` does nothing. No host sync; op casts are off inside.
+    ``amp.master_params(optimizer)`` are unscaled and, except at O3, fp32, so clipping and
+    inspection see true values. A dynamic scale is updated, and if a gradient held inf or NaN, the
+    next ``optimizer.step()`` does nothing. No host sync; op casts are off inside.
 
     An exception inside restores the earlier gradients (at a scale of exactly 1, what autograd
     added remains, as without amp); later blocks work as usual.
@@ -54,8 +54,7 @@ def scale_loss(
         model: Ignored; accepted for old scripts.
         delay_unscale: Whether to leave the gradients scaled, to accumulate further backward passes
             of the same loss; the last pass must not delay. Passes without delay accumulate
-            unscaled gradients. Under DistributedDataParallel's ``no_sync``, delay, so that the last
-            pass sends the sum.
+            unscaled gradients, also under DistributedDataParallel's ``no_sync``.
         delay_overflow_check: Whether to leave the scale unchanged; the next pass updates it for
             both.
 

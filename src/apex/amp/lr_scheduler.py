@@ -13,15 +13,15 @@ from apex.amp.optimizers import unwrap
 
 
 def skip_aware(scheduler: Any, optimizer: Any = None) -> SkipAwareScheduler:
-    """Returns a view of ``scheduler`` that steps which an overflow skipped do not advance.
+    """Returns a view of ``scheduler`` that skipped steps do not advance.
 
     For schedules that count steps: call its ``step()`` after each ``optimizer.step()``. On a CPU,
     and with optimizers that amp skips on the host (all but fused ones), it does not advance after a
-    skipped step. On a device, where the answer arrives later, it advances, and stays once when the
-    answer has arrived; so it may be ahead by the skips of the last few steps. It never waits for
-    the device.
+    skipped step. On a device, where the answer arrives later, it advances and stands still once
+    when the answer has arrived, so it may be ahead by the skips of the last few steps. It never
+    waits for the device.
 
-    Schedules that count epochs need none of this. At levels that skip nothing (O0, O4, O5) and
+    Schedules that count epochs need none of this. At levels that skip nothing (O0, O3, O4, O5) and
     where amp is disabled, every step advances.
 
     Args:

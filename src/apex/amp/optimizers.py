@@ -46,7 +46,7 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
     also receive the gradients of a plain ``loss.backward()``. Accepts unprepared optimizers, too.
 
     Raises:
-        TypeError: If it is no optimizer.
+        TypeError: If ``optimizer`` is not an optimizer.
     """
     if isinstance(optimizer, nn.Module) or getattr(optimizer, "param_groups", None) is None:
         kind = "the model " if isinstance(optimizer, nn.Module) else ""

@@ -45,7 +45,7 @@ target:
 levels:
   O0 to O5, autocast-fp16, autocast-bf16, and bf16 (bf16 throughout, without fp32 masters, to show
   their effect). O0 always runs, as the baseline. A level whose dtype this machine emulates (fp16 on
-  most CPUs) trains for a few steps only and is marked with *.
+  most CPUs) is skipped; with --emulated, it trains for a few steps and is marked with *.
 
 examples:
   apex compare examples/digits/experiment.py

@@ -48,7 +48,7 @@ def explain(
     eagerly, and data-parallel wrappers are bypassed.
 
     Cost: the model runs twice. The first pass warms up kernels and is only timed; the second
-    inspects every result. Measured: 6 to 10 times the time of a step, at least 1 ms per operator,
+    inspects every result. Measured: 7 to 17 times the time of a step, at least 1 ms per operator,
     and once per process the import of torch's compiler, which any dispatch mode triggers (2 s).
     Memory: that of a step, plus one set of gradients and a copy of the buffers and inputs. The time
     of an operator is the shorter of the two passes, measured around it alone: wall time on a CPU,

@@ -62,7 +62,7 @@ class History:
     Every 16th step, the history also measures, on sampled elements of each parameter, which 16-bit
     weights the update leaves as they were and which gradients fp16 rounds to zero: ``modules``.
     Measured on one CPU core: 30 us of the host per parameter tensor and measurement. At O0, O4 and
-    O5, where masters hold every update and gradients do not underflow, it measures nothing.
+    O5, it measures nothing: optimizers step fp32 weights, and gradients do not underflow.
 
     In a loop without ``amp.initialize``, each step of a plain optimizer is a pass. With its
     ``GradScaler``, skipped steps are recorded too, and all norms are of unscaled gradients.

@@ -104,7 +104,7 @@ def check_numerics(model: nn.Module, optimizer: Any = None) -> Numerics:
             state too, under the names of the model's parameters.
 
     Raises:
-        TypeError: If ``model`` is not a module, or ``optimizer`` no optimizer.
+        TypeError: If ``model`` is not a module, or ``optimizer`` is not an optimizer.
 
     Example:
         >>> import torch

@@ -223,7 +223,7 @@ _PATTERNS = (
         "log of 0",
         lambda f: _is(f, _LOGS, "domain") and _in_fp16(f),
         "compute it in fp32 and clamp the input, log(x.float().clamp_min(1e-12)): in fp16, numbers "
-        "below 6e-8 round to 0, such an eps too",
+        "below 6e-8, and so a smaller eps, round to 0",
     ),
     Pattern(
         "an inverse function at the end of its domain",
@@ -266,8 +266,8 @@ _PATTERNS = (
     Pattern(
         "division by 0 in fp16",
         lambda f: _is(f, {"div", "reciprocal", "rsqrt"}, "division by zero") and _in_fp16(f),
-        "compute it in fp32, or use an epsilon of 1e-4: in fp16, numbers below 6e-8 round to 0, "
-        "such an epsilon too",
+        "compute it in fp32, or use an epsilon of 1e-4: in fp16, numbers below 6e-8, and so a "
+        "smaller epsilon, round to 0",
     ),
     Pattern(
         "division by a tiny number",

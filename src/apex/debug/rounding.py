@@ -33,8 +33,8 @@ def trace_rounding(*models: nn.Module, scaler: Any = None) -> RoundingTrace:
     Operators without a verdict, such as one whose kernel does not run in fp32, are listed in
     ``skipped``.
 
-    Each operator runs once more in fp32, and host syncs follow it: an iteration takes some ten
-    times as long, and the memory of its activations in fp32 besides. Models under
+    Each operator runs once more in fp32, and host syncs follow it: an iteration takes ten
+    to twenty times as long, and additional memory for its activations in fp32. Models under
     ``torch.compile`` run uncompiled inside the context, as compiled code is opaque.
 
     Args:

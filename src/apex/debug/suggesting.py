@@ -107,8 +107,8 @@ def suggestion(model: nn.Module, loss: Loss, arguments: object, opt_level: str) 
     if trials.noise > _REPRODUCIBLE:
         raise ValueError(
             f"suggest_fp32 got {type(model).__name__}, whose gradients differ by "
-            f"{trials.noise:.2g} of their norm between two runs in fp32, so that no error of 16 "
-            "bits can be told from it. The model must not draw random numbers outside torch, "
+            f"{trials.noise:.2g} of their norm between two runs in fp32, which hides the errors "
+            "of 16 bits. The model must not draw random numbers outside torch, "
             "Python and numpy, or keep state outside itself; eval() may help."
         )
     before = trials.run([], trace=True)

@@ -153,7 +153,7 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
 
         Raises:
             RuntimeError: If the masters lack gradients because ``update_master_grads`` was not
-                called, or a closure overflows at the least loss scale.
+                called, or a closure overflows at the smallest loss scale.
         """
         if closure is not None:
             return self._step_with_closure(closure)
@@ -192,7 +192,7 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
     def _require_lower_scale(self) -> None:
         if self.loss_scale <= self.loss_scaler.rule().least:
             raise RuntimeError(
-                "The gradients of the closure overflow even at the least loss scale, "
+                "The gradients of the closure overflow even at the smallest loss scale, "
                 f"{self.loss_scale:g}: they hold NaN or inf at any scale. Check the batch and "
                 "the loss."
             )

@@ -52,25 +52,26 @@ class FusedLAMB(FusedOptimizer):
         max_grad_norm: float = 1.0,
         use_nvlamb: bool = False,
     ) -> None:
-        """Makes the optimizer.
+        """Creates the optimizer.
 
         Args:
-            params: Parameters or groups.
+            params: Parameters or parameter groups.
             lr: Learning rate.
-            bias_correction: Whether averages are divided by their bias.
+            bias_correction: Whether to correct the bias of the averages.
             betas: Decay of the averages of gradients and of their squares, per step.
-            eps: Added to the denominator.
+            eps: Term added to the denominator.
             weight_decay: Decay rate.
-            amsgrad: Refused.
+            amsgrad: Not supported; must be False.
             adam_w_mode: Whether weight decay is decoupled.
-            grad_averaging: Whether the gradient enters its average by ``1 - betas[0]`` or by 1.
-            set_grad_none: Whether ``zero_grad`` drops gradients.
+            grad_averaging: Whether the weight of the gradient in its average is ``1 - betas[0]``,
+                instead of 1.
+            set_grad_none: Whether ``zero_grad`` sets gradients to None.
             max_grad_norm: Greatest global gradient norm; 0 for no clipping.
             use_nvlamb: Whether tensors without weight decay get a trust ratio, too.
 
         Raises:
-            RuntimeError: For ``amsgrad``.
-            ValueError: For a value outside its range.
+            RuntimeError: If ``amsgrad`` is set.
+            ValueError: If a value is out of range.
         """
         name = type(self).__name__
         check_adam_options(name, lr, betas, eps, weight_decay, amsgrad=amsgrad)
@@ -97,7 +98,7 @@ class FusedLAMB(FusedOptimizer):
             self._divisor = clip_divisor(global_norm(batches), largest)
 
     def update(self, batch: Batch, step: Scalar, gate: Gate) -> None:
-        """Takes one step for a batch."""
+        """Takes one step for a batch of parameters."""
         divisor = torch.ones((), device=batch.device)
         if self._divisor is not None:
             divisor = moved(self._divisor, batch.device)

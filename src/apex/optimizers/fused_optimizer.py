@@ -193,8 +193,8 @@ class FusedOptimizer(Optimizer):
         name = type(self).__name__
         if not param.is_floating_point():
             raise RuntimeError(
-                f"{name} got a parameter of {param.dtype}; it steps real floating ones (fp16, "
-                "bf16, fp32, fp64). Use an optimizer of torch.optim for the others."
+                f"{name} got a parameter of {param.dtype}; it steps real floating-point "
+                "ones (fp16, bf16, fp32, fp64). Use an optimizer of torch.optim for the others."
             )
         raise RuntimeError(
             f"{name} does not support sparse gradients. Use torch.optim.SparseAdam for the "
@@ -288,7 +288,7 @@ def check_range(name: str, value: float | Tensor, *, below: float | None = None)
     Tensors are not checked: reading one may wait for the device.
 
     Raises:
-        TypeError: If it is no number.
+        TypeError: If it is not a number.
         ValueError: If it is out of range.
     """
     if isinstance(value, Tensor):

@@ -60,7 +60,7 @@ class FusedSGD(FusedOptimizer):
             set_grad_none: Whether ``zero_grad`` sets gradients to None.
 
         Raises:
-            TypeError: If a value is no number.
+            TypeError: If a value is not a number.
             ValueError: If a value is out of range, or Nesterov momentum has no momentum.
         """
         if not isinstance(lr, type(required)):

@@ -46,7 +46,7 @@ class LARC:
 
         Raises:
             TypeError: If ``optimizer`` is not a ``torch.optim.Optimizer``.
-            ValueError: If ``trust_coefficient`` or ``eps`` is no number of at least 0.
+            ValueError: If ``trust_coefficient`` or ``eps`` is not a number of at least 0.
         """
         if not isinstance(optimizer, Optimizer):
             raise TypeError(

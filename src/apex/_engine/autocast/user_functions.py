@@ -82,15 +82,15 @@ class UserRegistry:
 
         Raises:
             ValueError: If the module has no such function, or the kind is unknown.
-            TypeError: If ``name`` is no string.
+            TypeError: If ``name`` is not a string.
         """
         where = getattr(module, "__name__", repr(module))
         if kind not in get_args(Kind):
             raise ValueError(f"Unknown cast kind {kind!r}; use one of {', '.join(get_args(Kind))}.")
         if not isinstance(name, str):
             raise TypeError(
-                f"A function to register is given by its module and its name there, a string; got "
-                f"{name!r}. Write amp.register_half_function(torch, 'einsum')."
+                f"amp.register_*_function got {name!r}; it takes a module and the name of a "
+                "function in it: amp.register_half_function(torch, 'einsum')."
             )
         if not callable(getattr(module, name, None)):
             raise ValueError(

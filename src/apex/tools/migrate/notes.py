@@ -72,7 +72,7 @@ NOTES: Mapping[str, str] = {
         "all_reduce averages over the group in extra_args; it refuses integers."
     ),
     # -- new here
-    "apex.integrations": "Needs MMEngine: pip install 'apex-amp[mmengine]'.",
+    "apex.integrations": "Each module needs its library: Lightning 2, MMEngine or transformers.",
     # -- layers and losses
     "apex.normalization.MixedFusedLayerNorm": (
         "The result has the weight's dtype on the CPU, too (in apex: the input's)."
