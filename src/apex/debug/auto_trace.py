@@ -46,7 +46,7 @@ def arm(
     loss's next backward pass. If it finds a fault, rank 0 logs the report as a warning to the
     logger ``apex``, and the handle disarms itself. It stays armed, silently, if the step is clean
     or if only the scaled gradients overflow: a dynamic scale finds its value by such skips. Steps
-    that are not traced cost no extra host sync, and no extra kernel but for one in 16, below.
+    that are not traced cost no extra host sync, and no extra kernel but in one of 16 (see below).
 
     Where all scales are static (O0, O3, O4, O5), nothing is skipped, and one step on inf or NaN
     destroys the weights. So the handle looks for non-finite gradients on the device after each
