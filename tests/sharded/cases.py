@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from apex import amp
-from apex.optimizers import FusedAdam, FusedLAMB
+from apex.optimizers import FusedAdam, FusedLAMB, FusedMixedPrecisionLamb
 from tests.training import cases
 
 SCALE = {"loss_scale": "dynamic", "growth_interval": 2, "max_loss_scale": 2.0**12}
@@ -29,6 +29,9 @@ OPTIMIZERS = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     "FusedAdam": lambda params: FusedAdam(params, lr=1e-2),
     "FusedLAMB": lambda params: FusedLAMB(params, lr=1e-2, max_grad_norm=0.1),
+    "FusedMixedPrecisionLamb": lambda params: FusedMixedPrecisionLamb(
+        params, lr=1e-2, max_grad_norm=0.1
+    ),
 }
 
 
