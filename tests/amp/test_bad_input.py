@@ -148,7 +148,8 @@ def test_a_model_that_shares_weights_with_one_of_an_earlier_call_is_refused(leve
 
 @pytest.mark.parametrize("given", [None, "net", 3, torch.ones(1), nn.Linear, {"net": nn.ReLU()}])
 def test_what_is_no_model_is_refused(given):
-    words = f"got {type(given).__name__} instead of a model.*a list or tuple of them"
+    kind = "the class Linear" if given is nn.Linear else type(given).__name__
+    words = f"got {kind} instead of a model.*models come first, optimizers second"
     refused(TypeError, words, given)
 
 
@@ -187,7 +188,8 @@ def test_larc_around_a_prepared_optimizer_is_refused():
 
 @pytest.mark.parametrize("given", ["sgd", 3, torch.optim.SGD, lambda: None, {}])
 def test_what_is_no_optimizer_is_refused(given):
-    words = f"got {type(given).__name__} instead of an optimizer.*torch.optim.Optimizer"
+    kind = "the class SGD" if given is torch.optim.SGD else type(given).__name__
+    words = f"got {kind} instead of an optimizer.*torch.optim.Optimizer"
     refused(TypeError, words, Net(), given)
 
 
@@ -246,6 +248,7 @@ def test_num_losses_must_be_a_positive_integer(given):
     ("given", "words"),
     [
         ({"growth_factor": 1.0}, "growth_factor is 1.0; it must be above 1"),
+        ({"growth_factor": float("inf")}, "growth_factor is inf; it must be above 1"),
         ({"backoff_factor": 1.0}, r"backoff_factor is 1.0; it must be in \(0, 1\)"),
         ({"backoff_factor": 0.0}, r"backoff_factor is 0.0; it must be in \(0, 1\)"),
         ({"growth_interval": 0}, "growth_interval is 0; it must be at least 1"),
@@ -294,6 +297,11 @@ def test_fp32_modules_that_match_nothing_are_refused():
 @pytest.mark.parametrize("given", ["first", nn.Linear])
 def test_fp32_modules_must_be_a_sequence(given):
     refused(TypeError, "fp32_modules is.*it accepts a sequence", Net(), fp32_modules=given)
+
+
+def test_fp32_modules_of_none_are_none():
+    model = amp.initialize(Net(), opt_level="O5", fp32_modules=None, verbosity=0)
+    assert model.first.weight.dtype is torch.bfloat16
 
 
 def test_fp32_modules_must_hold_types_and_patterns():

@@ -138,13 +138,27 @@ def test_what_is_no_loss_is_a_type_error(loss):
 
 
 @pytest.mark.parametrize(
-    ("given", "words"), [("abc", "a string with one, or 'dynamic'"), (0.0, "positive and finite")]
+    ("given", "words"), [("abc", "or a string with one"), (0.0, "positive, finite")]
 )
 def test_what_is_no_loss_scale_is_refused_and_turns_nothing_on(given, words):
     with pytest.raises(ValueError, match=words):
         amp.init(loss_scale=given)
     assert not torch.is_autocast_enabled("cpu")
     assert live_sessions() == 0
+
+
+def test_a_mistake_leaves_an_earlier_handle_active():
+    handle = amp.init()
+    with pytest.raises(ValueError, match="loss_scale is 'abc'"):
+        amp.init(loss_scale="abc")
+    assert handle.is_active()
+    assert live_sessions() == 1
+
+
+def test_the_string_false_disables():
+    assert not amp.init(enabled="False").is_active()
+    with pytest.raises(TypeError, match="enabled is 'no'; it must be a bool"):
+        amp.init(enabled="no")
 
 
 # -- wrap_optimizer --------------------------------------------------------------------------
@@ -209,6 +223,25 @@ def test_more_losses_than_said_are_refused_with_the_remedy():
         wrapped.scale_loss(slope(model, 1.0))
     wrapped.step()
     backward(slope(model, 1.0), wrapped)
+
+
+@pytest.mark.parametrize("num_loss", [0, "2", 1.5, None])
+def test_what_is_no_number_of_losses_is_refused(num_loss):
+    model = nn.Linear(1, 1)
+    handle, optimizer = amp.init(), sgd(model)
+    with pytest.raises(ValueError, match=f"num_loss is {num_loss!r}; it must be an integer of at"):
+        handle.wrap_optimizer(optimizer, num_loss)
+    assert type(optimizer) is torch.optim.SGD
+
+
+@pytest.mark.parametrize("loss", [None, "loss", 1.0])
+def test_what_is_no_loss_does_not_count_as_one(loss):
+    model = nn.Linear(1, 1)
+    wrapped = amp.init().wrap_optimizer(sgd(model))
+    with pytest.raises(TypeError, match=r"optimizer\.scale_loss got a loss of type"):
+        wrapped.scale_loss(loss)
+    with wrapped.scale_loss(slope(model, 1.0)) as scaled_loss:
+        scaled_loss.backward()
 
 
 def test_everything_else_is_the_optimizer_s_own():

@@ -79,9 +79,31 @@ def test_all_fourteen_may_be_passed_by_position():
 
 def test_a_level_passed_as_third_argument_is_a_truthy_enabled_and_runs_at_o1():
     model = Net()
-    model, _ = amp.initialize(model, sgd(model), "O5", verbosity=0)
+    with pytest.warns(UserWarning, match=r"the level is 'O1'\. Pass .*: opt_level='O5'") as caught:
+        model, _ = amp.initialize(model, sgd(model), "O5", verbosity=0)
+    assert caught[0].filename == __file__
     assert amp._amp_state.opt_properties.opt_level == "O1"
     assert model.first.weight.dtype is torch.float32
+
+
+def test_the_level_itself_passed_as_third_argument_is_no_mistake():
+    model = Net()  # as MadryLab's robustness passes it
+    amp.initialize(model, sgd(model), "O1", verbosity=0)
+    assert amp._amp_state.opt_properties.enabled
+
+
+@pytest.mark.parametrize("flag", [False, 0, "False", None, torch.tensor(False)])
+def test_what_reads_as_false_disables(flag):
+    model = Net()
+    amp.initialize(model, sgd(model), enabled=flag)
+    assert type(model) is Net
+
+
+@pytest.mark.parametrize("flag", [1, "True", torch.tensor(True)])
+def test_what_reads_as_true_enables(flag):
+    model = Net()
+    amp.initialize(model, sgd(model), enabled=flag, opt_level="O5", verbosity=0)
+    assert model.first.weight.dtype is torch.bfloat16
 
 
 def test_the_docstring_names_every_argument_and_level():

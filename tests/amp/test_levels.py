@@ -264,7 +264,7 @@ def test_what_is_no_loss_scale_is_a_value_error(given):
     model = Net()
     with (
         nothing_changes(model),
-        pytest.raises(ValueError, match="positive number, a string with one"),
+        pytest.raises(ValueError, match=r"positive, finite number.*, or a string with one"),
     ):
         amp.initialize(model, opt_level="O2", loss_scale=given)
 
@@ -272,7 +272,7 @@ def test_what_is_no_loss_scale_is_a_value_error(given):
 @pytest.mark.parametrize("given", [0, -1.0, "0", "nan", "inf", float("nan"), float("inf")])
 def test_a_loss_scale_that_is_not_positive_and_finite_is_a_value_error(given):
     model = Net()
-    with nothing_changes(model), pytest.raises(ValueError, match="positive and finite"):
+    with nothing_changes(model), pytest.raises(ValueError, match="positive, finite"):
         amp.initialize(model, opt_level="O2", loss_scale=given)
 
 
@@ -329,8 +329,11 @@ def test_a_type_for_function_casts_is_refused_where_there_are_none(level):
     ("given", "accepted"),
     [
         ({"keep_batchnorm_fp32": "true"}, "a bool, or the string 'True' or 'False'"),
-        ({"keep_batchnorm_fp32": 1}, "a bool, or the string 'True' or 'False'"),
-        ({"master_weights": 1.0}, "a bool"),
+        ({"keep_batchnorm_fp32": torch.float32}, "a bool, or the string 'True' or 'False'"),
+        ({"master_weights": 128.0}, "a bool, 'split', 'stochastic', or the string 'True'"),
+        ({"keep_fp32_values": "x"}, "a bool, or the string 'True' or 'False'"),
+        ({"enabled": "false"}, "a bool, or the string 'True' or 'False'"),
+        ({"enabled": ["optimizer"]}, "a bool, or the string 'True' or 'False'"),
         ({"cast_model_type": "half"}, "torch.float16, torch.bfloat16, torch.float32"),
         ({"cast_model_type": torch.int8}, "torch.float16, torch.bfloat16, torch.float32"),
         ({"cast_model_type": True}, "or False for no conversion"),

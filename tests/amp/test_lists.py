@@ -79,6 +79,14 @@ def test_a_name_that_no_operator_is_known_for_is_refused_with_the_remedy(lists):
         prepared("O4")
 
 
+@pytest.mark.parametrize("entry", [torch.exp, None, 3, ()])
+@pytest.mark.parametrize("name", ["FP32_FUNCS", "BANNED_FUNCS"])
+def test_what_is_no_name_is_refused(lists, name, entry):
+    getattr(lists.torch_overrides, name).append(entry)
+    with pytest.raises(TypeError, match=r"amp\.lists holds .*; it takes names of functions"):
+        prepared("O4")
+
+
 def test_lists_changed_after_initialize_change_nothing(lists):
     keep = prepared("O4")
     lists.functional_overrides.FP32_FUNCS.remove("softmax")

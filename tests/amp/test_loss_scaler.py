@@ -334,8 +334,21 @@ def test_unscale_with_stashed_may_write_into_the_stash():
 
 @pytest.mark.parametrize("given", ["abc", None, True])
 def test_what_is_no_loss_scale_is_refused(given):
-    with pytest.raises(ValueError, match="positive number, a string with one, or 'dynamic'"):
+    with pytest.raises(ValueError, match=r"positive, finite number.*, or a string with one"):
         LossScaler(given)
+
+
+@pytest.mark.parametrize(
+    ("error", "arguments", "words"),
+    [
+        (ValueError, ("dynamic", "x"), "loss_scale is 'x'; it must be a positive"),
+        (ValueError, ("dynamic", 8.0, 0), "growth_factor is 0; it must be above 1"),
+        (TypeError, ("dynamic", 8.0, "2"), "growth_factor is '2'; it must be a number"),
+    ],
+)
+def test_a_rule_that_makes_no_sense_is_refused(error, arguments, words):
+    with pytest.raises(error, match=words):
+        LossScaler(*arguments)
 
 
 def test_unscale_with_stashed_takes_another_scale():

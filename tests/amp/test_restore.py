@@ -287,6 +287,14 @@ def test_a_wrapped_model_is_refused():
         amp.restore(model)
 
 
+@pytest.mark.parametrize("level", ["O1", "O5"])
+def test_a_model_passed_twice_is_refused(level):
+    model, optimizer = prepared(level)
+    words = "same model twice. Pass each model once"
+    with nothing_changes(model, optimizer), pytest.raises(ValueError, match=words):
+        amp.restore([model, model], optimizer)
+
+
 @pytest.mark.parametrize("given", [None, "net", 3])
 def test_what_is_no_model_is_a_type_error(given):
     with pytest.raises(TypeError, match="instead of a model"):

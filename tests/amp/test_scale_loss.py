@@ -129,10 +129,19 @@ def test_a_loss_id_out_of_range_is_an_index_error(loss_id):
         amp.scale_loss(loss, optimizer, loss_id=loss_id)
 
 
-def test_the_index_error_tells_how_many_losses_to_ask_for():
+@pytest.mark.parametrize("loss_id", [2, -3])
+def test_the_index_error_tells_how_many_losses_to_ask_for(loss_id):
     model, optimizer = prepared("O2")
-    with pytest.raises(IndexError, match=r"1 loss scaler\. Pass num_losses=3 to amp\.initialize"):
-        amp.scale_loss(loss_of(model), optimizer, loss_id=2)
+    with pytest.raises(IndexError, match=r"1 loss scaler\..* num_losses=3 to amp\.initialize"):
+        amp.scale_loss(loss_of(model), optimizer, loss_id=loss_id)
+
+
+def test_a_block_without_with_tells_how_to_write_it():
+    model, optimizer = prepared("O2")
+    loss = loss_of(model)
+    words = r"returns a context(?s:.*)with amp\.scale_loss\(loss, optimizer\) as scaled_loss"
+    with nothing_changes(model, optimizer), pytest.raises(RuntimeError, match=words):
+        amp.scale_loss(loss, optimizer).backward()
 
 
 def test_what_is_no_optimizer_is_a_type_error():

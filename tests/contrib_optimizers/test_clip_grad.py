@@ -67,6 +67,17 @@ def test_clipping_reads_nothing_on_the_host():
     assert reads.count == 0
 
 
+@pytest.mark.parametrize(
+    ("error", "value"), [(ValueError, -1.0), (TypeError, "x"), (TypeError, None)]
+)
+def test_a_norm_that_would_reverse_the_gradients_is_refused(error, value):
+    params = with_gradients()
+    before = [p.grad.clone() for p in params]
+    with pytest.raises(error, match=f"clip_grad_norm_ got max_norm={value!r}; it must be"):
+        clip_grad_norm_(params, value)
+    cases.assert_same([p.grad for p in params], before, rtol=0, atol=0)
+
+
 def test_sparse_gradients_are_refused():
     param = torch.nn.Parameter(torch.zeros(3, 2))
     param.grad = torch.ones(3, 2).to_sparse()

@@ -199,12 +199,22 @@ def test_an_unprepared_optimizer_is_refused():
         amp.clip_grad_norm_(cases.net().parameters(), 1.0)
 
 
-@pytest.mark.parametrize("max_norm", [-1.0, float("nan")])
-def test_a_max_norm_that_is_none_is_refused(max_norm):
+@pytest.mark.parametrize("name", ["max_norm", "norm_type"])
+@pytest.mark.parametrize(
+    ("error", "value", "words"),
+    [
+        (ValueError, -1.0, "must be 0 or greater"),
+        (ValueError, float("nan"), "must be 0 or greater"),
+        (TypeError, "x", "'x'; it must be a number"),
+        (TypeError, None, "None; it must be a number"),
+        (TypeError, [1.0], r"\[1\.0\]; it must be a number"),
+    ],
+)
+def test_a_norm_that_is_none_is_refused(name, error, value, words):
     _, optimizer = after_backward("O5")
     before = cases.grads(amp.master_params(optimizer))
-    with pytest.raises(ValueError, match="must be 0 or greater"):
-        amp.clip_grad_norm_(optimizer, max_norm)
+    with pytest.raises(error, match=words):
+        amp.clip_grad_norm_(optimizer, **{"max_norm": 1.0, name: value})
     assert cases.same(cases.grads(amp.master_params(optimizer)), before)
 
 

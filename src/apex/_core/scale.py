@@ -5,13 +5,15 @@ Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2.
 
 from __future__ import annotations
 
+import math
 import numbers
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from apex._core.arguments import is_number, shown
 from apex._torch import foreach
 
 SMALLEST_SCALE: float = torch.finfo(torch.float32).tiny
@@ -67,10 +69,12 @@ class ScaleRule:
         for name, value in vars(self).items():
             optional = value is None and name in ("floor", "ceiling")
             kind: type = numbers.Integral if name == "growth_interval" else numbers.Real
-            if not optional and (isinstance(value, bool) or not isinstance(value, kind)):
+            if not (optional or (is_number(value) and isinstance(value, kind))):
                 wanted = "an integer" if kind is numbers.Integral else "a number"
                 raise TypeError(f"{_PUBLIC.get(name, name)} is {value!r}; it must be {wanted}.")
-        _require(self.growth_factor > 1.0, "growth_factor", self.growth_factor, "above 1")
+        _require(
+            1.0 < self.growth_factor < math.inf, "growth_factor", self.growth_factor, "above 1"
+        )
         _require(
             0.0 < self.backoff_factor < 1.0, "backoff_factor", self.backoff_factor, "in (0, 1)"
         )
@@ -80,6 +84,13 @@ class ScaleRule:
         _require(
             self.least <= self.greatest, "min_loss_scale", self.floor, f"at most {self.greatest}"
         )
+
+    @classmethod
+    def symmetric(cls, factor: Any, interval: Any, **bounds: Any) -> ScaleRule:
+        """Returns the rule of apex's scalers, which back off by the inverse of their growth."""
+        # What has no inverse raises as the growth factor.
+        has_inverse = is_number(factor) and factor > 0
+        return cls(factor, 1.0 / factor if has_inverse else 0.5, interval, **bounds)
 
     @property
     def least(self) -> float:
@@ -147,18 +158,24 @@ def update_scale_(
         scale.copy_(torch.where(found_inf != 0, scale.clamp(min=rule.least), grown))
 
 
-def checked_static(loss_scale: float) -> float:
-    """Returns a static scale.
+def checked_static(loss_scale: Any, name: str = "loss_scale") -> float:
+    """Returns a static scale; parses numeric strings.
 
     Raises:
         ValueError: Unless it and its inverse are positive and finite in fp32.
     """
-    if not SMALLEST_SCALE <= loss_scale <= _LARGEST_SCALE:
+    try:
+        number = math.nan if isinstance(loss_scale, bool) else float(loss_scale)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not SMALLEST_SCALE <= number <= _LARGEST_SCALE:
         raise ValueError(
-            f"loss_scale is {loss_scale}; it must be a positive, finite number that fp32 can hold "
-            f'({SMALLEST_SCALE:.2g} to {_LARGEST_SCALE:.2g}). Pass such a number, or "dynamic".'
+            f"{name} is {shown(loss_scale)}; it must be a positive, finite number that fp32 can "
+            f"hold ({SMALLEST_SCALE:.2g} to {_LARGEST_SCALE:.2g}), or a string with one. For a "
+            "dynamic scale, pass loss_scale='dynamic', or dynamic_loss_scale=True to an "
+            "FP16_Optimizer."
         )
-    return loss_scale
+    return number
 
 
 def _require(holds: bool, name: str, value: object, accepted: str) -> None:

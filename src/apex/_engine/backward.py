@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import chain, compress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
 from apex._engine.autocast.region import UncastBlock
-from apex._engine.mistakes import BlockInspection, Mistakes
+from apex._engine.mistakes import BLOCK, BlockInspection, Mistakes
 from apex._engine.optimizer.gradients import GradState
 from apex._torch.dynamo import untraced
 from apex._torch.overrides import without_overrides
@@ -117,6 +117,10 @@ class BackwardPass(ExitStack):
         except BaseException as error:
             self.__exit__(type(error), error, error.__traceback__)
             raise
+
+    def backward(self, *_: object, **__: object) -> NoReturn:
+        """Raises: this is the context of the pass, and its loss is what ``with`` yields."""
+        raise RuntimeError(f"amp.scale_loss returns a context, not the scaled loss. Write\n{BLOCK}")
 
     @property
     def delayed(self) -> bool:

@@ -31,6 +31,7 @@ class HostScale:
 
         Raises:
             ValueError: If a number is out of range.
+            TypeError: If the rule's are not numbers.
         """
         self.cur_scale = checked_static(scale)
         self.cur_iter = 0
@@ -45,10 +46,8 @@ class HostScale:
         Raises:
             ValueError: If an attribute is out of range.
         """
-        factor = self.scale_factor
-        # A factor that is not positive has no inverse; ScaleRule raises for it.
-        backoff = 1.0 / factor if factor > 0 else 0.5
-        return ScaleRule(factor, backoff, self.scale_window, self.floor, self.ceiling)
+        bounds = {"floor": self.floor, "ceiling": self.ceiling}
+        return ScaleRule.symmetric(self.scale_factor, self.scale_window, **bounds)
 
     @property
     def clean_steps(self) -> int:

@@ -23,9 +23,7 @@ _INSPECTED_BLOCKS = 32
 _SENTINELS = 8
 """Parameters whose gradients are inspected."""
 
-_BLOCK = (
-    "    with amp.scale_loss(loss, optimizer) as scaled_loss:\n        scaled_loss.backward()\n"
-)
+BLOCK = "    with amp.scale_loss(loss, optimizer) as scaled_loss:\n        scaled_loss.backward()\n"
 
 
 class Mistake(enum.Enum):
@@ -34,33 +32,33 @@ class Mistake(enum.Enum):
     UNSCALED_BACKWARD = (
         "A backward pass inside amp.scale_loss did not start at scaled_loss. On exit, the "
         "gradients are divided by the loss scale although they were not multiplied by it: they are "
-        "too small by that factor (65536 at first), and the model hardly trains. Write\n" + _BLOCK
+        "too small by that factor (65536 at first), and the model hardly trains. Write\n" + BLOCK
     )
     CLIPPED_INSIDE = (
         "Gradients were changed inside amp.scale_loss, after the backward pass, while they are "
         "still multiplied by the loss scale. Clipping there clips far too much: to the norm "
         "divided by the loss scale (65536 at first). Clip after the block:\n"
-        + _BLOCK
+        + BLOCK
         + "    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)"
     )
     MASTERS_INSIDE = (
         "amp.master_params was called inside amp.scale_loss, where the fp32 masters do not have "
         "the gradients of this backward pass yet. Clipping them there changes nothing. Clip after "
         "the block:\n"
-        + _BLOCK
+        + BLOCK
         + "    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)"
     )
     NO_SCALE_LOSS = (
         "optimizer.step() got the gradients of a plain loss.backward(), without amp.scale_loss. In "
         "fp16, gradients below 6e-8 become zero without loss scaling, and no step is skipped if a "
         "gradient overflows. Write\n"
-        + _BLOCK
+        + BLOCK
         + "or use a bf16 level, which needs no loss scaling: opt_level 'O4' instead of 'O1', or "
         "'O5' instead of 'O2'."
     )
     STEP_BEFORE_BACKWARD = (
         "optimizer.step() was called before any backward pass. No parameter has a gradient, so the "
-        "step changes nothing. Call it after the backward pass:\n" + _BLOCK + "    optimizer.step()"
+        "step changes nothing. Call it after the backward pass:\n" + BLOCK + "    optimizer.step()"
     )
 
 

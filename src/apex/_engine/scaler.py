@@ -215,8 +215,8 @@ class StaticScaler(Scaler):
         Raises:
             ValueError: If it is not positive and finite.
         """
-        super().__init__(checked_static(loss_scale), rule, loss_id)
-        self._scale = loss_scale  # exact; fp32 may round it
+        self._scale = checked_static(loss_scale)  # exact; fp32 may round it
+        super().__init__(self._scale, rule, loss_id)
         self._clean_steps = 0
 
     @property
@@ -259,7 +259,7 @@ class StaticScaler(Scaler):
         return self._clean_steps
 
     def set_scale(self, loss_scale: float) -> None:
-        self._scale = checked_static(float(loss_scale))
+        self._scale = checked_static(loss_scale)
         self.loss_scale.fill_(self._scale)
 
     def set_clean_steps(self, clean_steps: int) -> None:
@@ -380,7 +380,7 @@ class DynamicScaler(Scaler):
 
     def set_scale(self, loss_scale: float) -> None:
         """Sets the scale, which may exceed the rule's bounds; updates continue from it."""
-        loss_scale = checked_static(float(loss_scale))
+        loss_scale = checked_static(loss_scale)
         self._in_range = self._rule.least <= loss_scale <= self._rule.greatest
         self.loss_scale.fill_(loss_scale)
 

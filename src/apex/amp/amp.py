@@ -8,6 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from apex._core.arguments import flag
 from apex._core.scale import ScaleRule
 from apex._engine.autocast.region import CastSpec
 from apex._engine.autocast.user_functions import cast_function
@@ -105,11 +106,12 @@ def init(
         A handle with ``scale_loss``, ``wrap_optimizer`` and ``is_active``. A later call
         deactivates it.
     """
-    _amp_state.release_handle()
+    enabled, allow_banned = flag("enabled", enabled), flag("allow_banned", allow_banned)
     handle: AmpHandle | NoOpHandle = NoOpHandle()
     if enabled:
         session = start_o1_session(loss_scale, allow_banned=allow_banned)
         handle = AmpHandle(loss_scale, enable_caching, verbose, session=session)
+    _amp_state.release_handle()
     _amp_state.opt_properties = OptProperties({"enabled": enabled})
     _amp_state.hold_handle(handle)
     return handle

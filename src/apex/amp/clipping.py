@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from torch import Tensor, nn
 
+from apex._core import arguments
 from apex._core.param_groups import params_of
 from apex._engine.optimizer import clipping
 from apex._engine.optimizer.optimizer_class import binding_of
@@ -37,8 +37,8 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: If amp has not prepared the optimizer; if the gradients are still scaled; if
             ``error_if_nonfinite`` is set and the norm is not finite.
-        TypeError: If a gradient is sparse, or ``optimizer`` is not an optimizer.
-        ValueError: If ``max_norm`` is negative or NaN.
+        TypeError: If a gradient is sparse, ``optimizer`` is not an optimizer, or a norm no number.
+        ValueError: If ``max_norm`` or ``norm_type`` is negative or NaN.
 
     Example:
         >>> import torch
@@ -54,12 +54,7 @@ def clip_grad_norm_(
         >>> optimizer.step()
     """
     own = unwrap(optimizer)
-    max_norm, norm_type = float(max_norm), float(norm_type)
-    if math.isnan(max_norm) or max_norm < 0.0:
-        raise ValueError(
-            f"amp.clip_grad_norm_ got max_norm={max_norm}; it must be 0 or greater, or inf to "
-            "compute the norm only."
-        )
+    max_norm, norm_type = arguments.clipping("amp.clip_grad_norm_", max_norm, norm_type)
     binding = binding_of(own)
     if session_of([own], [binding], caller="amp.clip_grad_norm_") is None or binding is None:
         return nn.utils.clip_grad_norm_(params_of(own), max_norm, norm_type, error_if_nonfinite)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from apex._core.arguments import flag, integer
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine import restore as restoring
@@ -24,7 +25,7 @@ from apex.amp._amp_state import OptProperties, _amp_state
 from apex.amp.devices import device_types, warn_if_emulated
 from apex.amp.opt_levels import O0, O1, O2, O3, O4, O5, Properties, opt_levels
 from apex.amp.optimizers import AmpStashOptimizer, unwrap
-from apex.amp.properties import level_defaults, resolve, to_policy
+from apex.amp.properties import LEVELS, level_defaults, resolve, to_policy
 
 __all__ = [
     "O0",
@@ -61,7 +62,7 @@ def initialize(
     max_loss_scale: float = 2.0**24,
     *,
     patch_torch_functions_type: torch.dtype | None = None,
-    fp32_modules: Sequence[type[nn.Module] | str] = (),
+    fp32_modules: Sequence[type[nn.Module] | str] | None = (),
     growth_interval: int = 2000,
     growth_factor: float = 2.0,
     backoff_factor: float = 0.5,
@@ -92,14 +93,14 @@ def initialize(
         models: A module in fp32, fp16, bf16 or a mix of them, or a list or tuple of them.
         optimizers: A ``torch.optim.Optimizer`` (or LARC around one), a list or tuple of them, or
             ``None`` for inference.
-        enabled: If False, nothing is prepared and every amp call passes through.
+        enabled: If False, nothing is prepared and every amp call passes through. Of every bool
+            below, too, 0 and 1, and the strings ``"True"`` and ``"False"``, are accepted.
         opt_level: ``"O0"`` to ``"O5"``. The arguments below override single properties of the
             level; ``None`` keeps its default.
         cast_model_type: Dtype of parameters, buffers and inputs (O0, O2, O3, O5); False for no
             cast. O1 and O4 only accept ``torch.float32``, which casts inputs and outputs to fp32.
         patch_torch_functions: Whether ops cast by the op table; False turns that off at O1 and O4.
-        keep_batchnorm_fp32: Whether batch norm stays fp32 in a converted model (O2, O3, O5);
-            the strings ``"True"`` and ``"False"`` are accepted, too.
+        keep_batchnorm_fp32: Whether batch norm stays fp32 in a converted model (O2, O3, O5).
         master_weights: Whether optimizers step fp32 masters (O0, O2, O3, O5). With a bf16 model
             (O5), ``"split"`` stores them exactly in 2 more bytes per parameter, beside the model's
             weights, and ``"stochastic"`` in none: the weights are then the masters, rounded
@@ -115,7 +116,7 @@ def initialize(
         max_loss_scale: Largest dynamic scale.
         patch_torch_functions_type: fp16 or bf16, for the op casts of O1 and O4.
         fp32_modules: Module types and name patterns (``"decoder.*.norm"``) that stay fp32 in a
-            converted model, in addition to batch norm (O2, O3, O5).
+            converted model, in addition to batch norm (O2, O3, O5); ``None`` for none.
         growth_interval: Clean steps before a dynamic scale grows.
         growth_factor: Multiplier of a growing scale; above 1.
         backoff_factor: Multiplier after an overflow; between 0 and 1.
@@ -165,7 +166,7 @@ def initialize(
     """
     if not isinstance(verbosity, int):
         raise TypeError(f"verbosity is {verbosity!r}; it must be an integer: 0, 1 or 2.")
-    if not enabled:
+    if not _is_enabled(enabled, opt_level):
         _amp_state.verbosity = verbosity
         _amp_state.opt_properties = OptProperties({"enabled": False})
         _amp_state.mark_disabled(inputs.models_and_optimizers(models, optimizers))
@@ -202,9 +203,9 @@ def initialize(
         policy,
         rule,
         model_list,
-        inputs.checked_integer("num_losses", num_losses, least=1),
-        keep_fp32=keep_fp32_values,
-        rounding_seed=inputs.checked_integer("rounding_seed", rounding_seed, least=0),
+        integer("num_losses", num_losses, least=1),
+        keep_fp32=flag("keep_fp32_values", keep_fp32_values),
+        rounding_seed=integer("rounding_seed", rounding_seed, least=0),
     )
     _amp_state.verbosity = verbosity
     report.start_up(defaults, properties)
@@ -356,6 +357,20 @@ def _session(
     for scaler in made.scalers:
         scaler.block_on_read = report.lists_gradients()
     return made
+
+
+def _is_enabled(enabled: object, opt_level: str) -> bool:
+    if not (isinstance(enabled, str) and enabled in LEVELS):
+        return flag("enabled", enabled)
+    # Scripts pass the level by position, as in amp.initialize(model, optimizer, "O1").
+    if enabled != opt_level:
+        warnings.warn(
+            f"amp.initialize got enabled={enabled!r}, its third positional argument, which counts "
+            f"as True; the level is {opt_level!r}. Pass the level by name: opt_level={enabled!r}.",
+            UserWarning,
+            stacklevel=3,
+        )
+    return True
 
 
 def _plan(policy: Policy, fp32_modules: tuple[type[nn.Module] | str, ...]) -> ModelPlan:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from apex._core import arguments
 from apex._engine.autocast.region import casts_off
 from apex._engine.optimizer.optimizer_class import binding_of
 from apex._engine.session import Session
@@ -81,7 +82,7 @@ def scale_loss(
     session = session_of(own, bindings, caller="amp.scale_loss")
     if session is None:
         return nullcontext(loss)
-    _check_loss(loss)
+    arguments.loss("amp.scale_loss", loss)
     return session.backward_pass(
         loss,
         [binding for binding in bindings if binding is not None],
@@ -163,7 +164,7 @@ class AmpHandle:
                 "handle.scale_loss got an optimizer that handle.wrap_optimizer wrapped. Call "
                 "optimizer.scale_loss(loss) on the wrapped optimizer."
             )
-        _check_loss(loss)
+        arguments.loss("amp.scale_loss", loss)
         scaler = _scaler(self._session, 0)
         return self._session.backward_pass(loss, [self._bound(optimizer)], scaler)
 
@@ -284,18 +285,6 @@ def _not_prepared(bindings: Sequence[Binding | None], caller: str) -> str:
     )
 
 
-def _check_loss(loss: object) -> None:
-    if not isinstance(loss, Tensor):
-        raise TypeError(
-            f"amp.scale_loss got a loss of type {type(loss).__name__}; it must be a tensor."
-        )
-    if not loss.is_floating_point():
-        raise TypeError(
-            f"amp.scale_loss got a loss of dtype {loss.dtype}; it must have a real floating-point "
-            "dtype, which autograd can differentiate."
-        )
-
-
 def _scaler(session: Session, loss_id: int) -> Scaler:
     count = len(session.scalers)
     if type(loss_id) is not int and not isinstance(loss_id, SupportsIndex):
@@ -303,6 +292,7 @@ def _scaler(session: Session, loss_id: int) -> Scaler:
     if not -count <= loss_id < count:
         raise IndexError(
             f"loss_id is {loss_id}, but this amp.initialize made {count} loss scaler"
-            f"{'s' if count > 1 else ''}. Pass num_losses={loss_id + 1} to amp.initialize."
+            f"{'s' if count > 1 else ''}. Count losses from 0, and pass "
+            f"num_losses={max(loss_id + 1, -loss_id)} to amp.initialize."
         )
     return session.scalers[loss_id]

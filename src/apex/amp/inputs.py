@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from apex._core.arguments import kind
 from apex._core.param_groups import params_of
 from apex._engine import model as conversion
 from apex._engine.model import ModelPlan, sharding
@@ -27,8 +27,8 @@ def model_list(models: object) -> list[nn.Module]:
     for model in several:
         if not isinstance(model, nn.Module):
             raise TypeError(
-                f"amp got {type(model).__name__} instead of a model. It accepts a "
-                "torch.nn.Module, or a list or tuple of them."
+                f"amp got {kind(model)} instead of a model. It accepts a torch.nn.Module, or a "
+                "list or tuple of them; models come first, optimizers second."
             )
     return several
 
@@ -48,11 +48,13 @@ def optimizer_list(optimizers: object) -> list[Any]:
 
 
 def fp32_rules(given: object) -> tuple[Any, ...]:
-    """Returns ``fp32_modules`` as a tuple; ``ModelPlan`` validates its items.
+    """Returns ``fp32_modules`` as a tuple, empty for None; ``ModelPlan`` validates its items.
 
     Raises:
         TypeError: If it is a string, a single type or not iterable.
     """
+    if given is None:
+        return ()
     if isinstance(given, Iterable) and not isinstance(given, str | type):
         return tuple(given)
     shown = given.__name__ if isinstance(given, type) else repr(given)
@@ -74,11 +76,7 @@ def models_and_optimizers(*given: object) -> Iterator[nn.Module | Optimizer]:
 
 def check_models(models: Sequence[nn.Module], plan: ModelPlan, *, op_casts: bool) -> None:
     """Raises the errors that :func:`apex.amp.initialize` documents for models."""
-    if len(set(map(id, map(conversion.module_behind, models)))) < len(models):
-        raise ValueError(
-            "amp.initialize got the same model twice. Pass each model once; it may have several "
-            "optimizers."
-        )
+    _check_distinct(models)
     for model in models:
         conversion.check(
             model,
@@ -86,6 +84,13 @@ def check_models(models: Sequence[nn.Module], plan: ModelPlan, *, op_casts: bool
             op_casts=op_casts,
             allow_float64=_amp_state.allow_incoming_model_not_fp32,
             others=[other for other in models if other is not model],
+        )
+
+
+def _check_distinct(models: Sequence[nn.Module]) -> None:
+    if len(set(map(id, map(conversion.module_behind, models)))) < len(models):
+        raise ValueError(
+            "amp got the same model twice. Pass each model once; it may have several optimizers."
         )
 
 
@@ -151,11 +156,12 @@ def _check_accepts_masters(optimizer: Optimizer) -> None:
 
 
 def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-    """Raises ValueError if an object is not prepared, or the model of a master is not given.
+    """Raises ValueError if an object is not prepared, or the model of a master is not given once.
 
     With an unpickled optimizer, plain models pass: a model that casts no parameters (O0, O1, O4)
     is pickled as a plain one.
     """
+    _check_distinct(models)
     bindings = [binding for opt in optimizers if (binding := binding_of(opt)) is not None]
     unpickled = any(binding.owner is None for binding in bindings)
     for model in models:
@@ -185,10 +191,3 @@ def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer])
 
 def _params(models: Iterable[nn.Module]) -> set[int]:
     return {id(param) for model in models for param in model.parameters()}
-
-
-def checked_integer(name: str, value: object, *, least: int) -> int:
-    """Returns ``value``; raises ValueError unless it is an integer of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
-        raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}.")
-    return int(value)

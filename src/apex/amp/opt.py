@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from apex._core import arguments
 from apex._core.scale import ScaleRule
 from apex._engine.scaler import scaler_for
 from apex._torch.dynamo import untraced, untraced_frame
@@ -28,6 +29,7 @@ class OptimWrapper:
 
     def __init__(self, optimizer: Any, amp_handle: AmpHandle | NoOpHandle, num_loss: int) -> None:
         """Wraps ``optimizer``; under a ``NoOpHandle``, losses are not scaled."""
+        num_loss = arguments.integer("num_loss", num_loss, least=1)
         self._optimizer = optimizer
         session, binding = amp_handle._bind(optimizer)
         self._session: Session | None = session
@@ -54,6 +56,7 @@ class OptimWrapper:
                 f"optimizer.scale_loss was called more than {self._num_loss} times without a "
                 "step. Pass num_loss=... to handle.wrap_optimizer, one for each loss."
             )
+        arguments.loss("optimizer.scale_loss", loss)
         scaler = self._loss_scaler[self._loss_index]
         self._loss_index += 1
         return self._session.backward_pass(loss, [self._binding], scaler)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from apex._core.arguments import kind
 from apex._engine import masters
 from apex._engine.masters import TrackedPair
 from apex._engine.mistakes import Mistake
@@ -34,8 +35,8 @@ def unwrap(optimizer: Any) -> Optimizer:
         if isinstance(inner, Optimizer):
             return inner
     raise TypeError(
-        f"amp got {type(optimizer).__name__} instead of an optimizer. It accepts a "
-        "torch.optim.Optimizer, apex.parallel.LARC around one, or a list of these."
+        f"amp got {kind(optimizer)} instead of an optimizer. It accepts a torch.optim.Optimizer, "
+        "apex.parallel.LARC around one, or (in initialize, restore and scale_loss) a list of these."
     )
 
 

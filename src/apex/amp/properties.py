@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import numbers
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -11,8 +9,10 @@ from typing import Any, cast
 
 import torch
 
+from apex._core.arguments import flag
 from apex._core.dtypes import CASTABLE, LOW_PRECISION
 from apex._core.policy import LossScale, MasterWeights, Policy
+from apex._core.scale import checked_static
 
 
 @dataclass(frozen=True)
@@ -236,23 +236,8 @@ def _no_op_casts(defaults: Properties) -> str:
     )
 
 
-def _as_bool(name: str, value: object) -> bool:
-    if isinstance(value, bool):
-        return value
-    if value in ("True", "False"):
-        return value == "True"
-    raise TypeError(f"{name} is {value!r}; it must be a bool, or the string 'True' or 'False'.")
-
-
 def _as_master_weights(name: str, value: object) -> MasterWeights:
-    if value in PACKED:
-        return cast(MasterWeights, value)
-    if isinstance(value, bool) or value in ("True", "False"):
-        return _as_bool(name, value)
-    raise TypeError(
-        f"{name} is {value!r}; it must be a bool, 'split' or 'stochastic' (or the string 'True' or "
-        "'False')."
-    )
+    return cast(MasterWeights, value) if value in PACKED else flag(name, value, *map(repr, PACKED))
 
 
 def _as_dtype(name: str, value: object) -> torch.dtype | bool:
@@ -278,26 +263,14 @@ def _as_low_precision(name: str, value: object) -> torch.dtype:
 
 def as_loss_scale(name: str, value: object) -> LossScale:
     """Returns ``"dynamic"`` or a positive finite number; parses numeric strings."""
-    if value == "dynamic":
-        return "dynamic"
-    try:
-        if isinstance(value, bool) or not isinstance(value, str | numbers.Real):
-            raise TypeError
-        number = float(value)
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"{name} is {value!r}; it must be a positive number, a string with one, or 'dynamic'."
-        ) from None
-    if not (number > 0.0 and math.isfinite(number)):
-        raise ValueError(f"{name} is {value!r}; a static scale must be positive and finite.")
-    return number
+    return "dynamic" if value == "dynamic" else checked_static(value, name)
 
 
 _PARSERS: Mapping[str, Any] = {
     "cast_model_type": _as_dtype,
-    "patch_torch_functions": _as_bool,
+    "patch_torch_functions": flag,
     "patch_torch_functions_type": _as_low_precision,
-    "keep_batchnorm_fp32": _as_bool,
+    "keep_batchnorm_fp32": flag,
     "master_weights": _as_master_weights,
     "loss_scale": as_loss_scale,
     "cast_model_outputs": _as_output_dtype,

@@ -62,12 +62,8 @@ class LossScaler:
             min_loss_scale: Smallest scale after a backoff.
             max_loss_scale: Largest scale after growth.
         """
-        rule = ScaleRule(
-            growth_factor=scale_factor,
-            backoff_factor=1.0 / scale_factor,
-            growth_interval=scale_window,
-            floor=min_loss_scale,
-            ceiling=max_loss_scale,
+        rule = ScaleRule.symmetric(
+            scale_factor, scale_window, floor=min_loss_scale, ceiling=max_loss_scale
         )
         scale = as_loss_scale("loss_scale", loss_scale)
         # The default is clamped to the bounds; a value that the caller chose is not.

@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from apex._core.arguments import shown
 from apex._core.scale import SMALLEST_SCALE, ScaleRule
 from apex._engine.scaler import Scaler
 
@@ -118,7 +119,7 @@ def parsed(state_dict: Any) -> list[State]:
     """
     if not isinstance(state_dict, Mapping):
         raise RuntimeError(
-            f"amp.load_state_dict got {_shown(state_dict)}; it accepts the dict that "
+            f"amp.load_state_dict got {shown(state_dict)}; it accepts the dict that "
             "amp.state_dict() returns."
         )
     indices: dict[int, State] = {}
@@ -150,27 +151,24 @@ def checked(
     for name in names:
         if isinstance(values.get(name), bool) or not isinstance(values.get(name), int | float):
             raise RuntimeError(
-                f"{place}[{name!r}] is {_shown(values.get(name))}; it must be a number. The "
+                f"{place}[{name!r}] is {shown(values.get(name))}; it must be a number. The "
                 "checkpoint is truncated or of another kind."
             )
     loss_scale, unskipped = values[names[0]], values[names[1]]
     if not _MIN_SCALE <= loss_scale <= _MAX_SCALE:
         raise RuntimeError(
-            f"{place}[{names[0]!r}] is {_shown(loss_scale)}; it must be positive and finite in "
-            "fp32."
+            f"{place}[{names[0]!r}] is {shown(loss_scale)}; it must be positive and finite in fp32."
         )
     if not (0 <= unskipped <= _MAX_STEPS and unskipped == int(unskipped)):
         raise RuntimeError(
-            f"{place}[{names[1]!r}] is {_shown(unskipped)}; it must be a count of steps."
+            f"{place}[{names[1]!r}] is {shown(unskipped)}; it must be a count of steps."
         )
     return float(loss_scale), int(unskipped)
 
 
 def _parsed(key: str, value: Any) -> State:
     if not isinstance(value, Mapping):
-        raise RuntimeError(
-            f"amp.load_state_dict: {key!r} holds {_shown(value)}; it must be a dict."
-        )
+        raise RuntimeError(f"amp.load_state_dict: {key!r} holds {shown(value)}; it must be a dict.")
     loss_scale, unskipped = checked(f"amp.load_state_dict: {key}", value)
     added = value.get(VERSIONED, {})
     return State(key, loss_scale, unskipped, _static(key, added), _rounding(key, added))
@@ -181,7 +179,7 @@ def _static(key: str, added: Any) -> bool | None:
     if dynamic is None or isinstance(dynamic, bool):
         return None if dynamic is None else not dynamic
     raise RuntimeError(
-        f"amp.load_state_dict: {key}[{VERSIONED!r}] is {_shown(added)}; it must be a dict whose "
+        f"amp.load_state_dict: {key}[{VERSIONED!r}] is {shown(added)}; it must be a dict whose "
         "'dynamic' is True or False."
     )
 
@@ -194,7 +192,7 @@ def _rounding(key: str, added: Any) -> tuple[int, int] | None:
     if type(seed) is int and type(writes) is int and min(seed, writes) >= 0:
         return seed, writes
     raise RuntimeError(
-        f"amp.load_state_dict: {key}[{VERSIONED!r}]['rounding'] is {_shown(found)}; it must hold "
+        f"amp.load_state_dict: {key}[{VERSIONED!r}]['rounding'] is {shown(found)}; it must hold "
         "the numbers 'seed' and 'writes'."
     )
 
@@ -217,8 +215,3 @@ def _log_skipped(state: State, scaler: Scaler) -> None:
             f"continue with the checkpoint's {state.loss_scale:g}, pass it or 'dynamic' as "
             "loss_scale to amp.initialize."
         )
-
-
-def _shown(value: object) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 80 else f"a {type(value).__name__}"

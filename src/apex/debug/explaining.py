@@ -210,7 +210,7 @@ def _device(model: nn.Module, inputs: Any, keywords: Any) -> torch.device:
 
 def _scale(given: float | None, scaler: Any, rules: DtypeRules) -> float:
     if given is not None:
-        return checked_static(float(given))
+        return checked_static(given)
     if scaler is not None:
         return float(scaler.get_scale())
     return 1.0 if rules.session is None else rules.session.scalers[0].read_scale()

@@ -12,6 +12,7 @@ from types import ModuleType
 
 import torch
 
+from apex._core.arguments import shown
 from apex._core.op_table import Category, OpTable
 from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 from apex.amp.lists._original import ORIGINAL
@@ -57,6 +58,12 @@ def _changes(*, removed: bool) -> Iterator[tuple[str, str, str]]:
                 yield namespace, list_name, name
 
 
-def _name(entry: str | tuple[str, str]) -> str:
+def _name(entry: object) -> str:
     # apex's BANNED_FUNCS pair each name with its message.
-    return entry if isinstance(entry, str) else entry[0]
+    name = entry[0] if isinstance(entry, tuple) and entry else entry
+    if isinstance(name, str):
+        return name
+    raise TypeError(
+        f"amp.lists holds {shown(name)}; it takes names of functions, such as 'einsum'. For a "
+        "function of your own, use amp.half_function(fn) or amp.register_half_function."
+    )

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from apex._core import arguments
 from apex._core.dtypes import is_low_precision
 from apex._core.finite import group
 from apex._core.foreach.norms import l2_norms, max_norms, stacked, total
@@ -38,23 +39,25 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: If ``error_if_nonfinite`` is set and the norm is not finite.
-        TypeError: If a gradient is sparse.
+        TypeError: If a gradient is sparse, or a norm no number.
+        ValueError: If ``max_norm`` or ``norm_type`` is negative or NaN.
     """
     del foreach
+    max_norm, norm_type = arguments.clipping("clip_grad_norm_", max_norm, norm_type)
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [param.grad.detach() for param in parameters if param.grad is not None]
     if not grads:
         return torch.tensor(0.0)
     if any(grad.layout is not torch.strided for grad in grads):
         raise TypeError("clip_grad_norm_ takes dense gradients; it got a sparse one.")
-    norm = _global_norm(grads, float(norm_type))
+    norm = _global_norm(grads, norm_type)
     # sync: the caller requests an error, which the host must raise
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
             f"The norm of order {norm_type} of the gradients is not finite, so they cannot be "
             "clipped. Pass error_if_nonfinite=False to scale them by it anyway."
         )
-    factor = (float(max_norm) / (norm + 1e-6)).clamp(max=1.0)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for same in group(grads):
         torch._foreach_mul_(same, moved(factor, same[0].device, same[0].dtype))
     return norm

@@ -1,0 +1,149 @@
+"""Validates single arguments: each error names the argument, its value and what it accepts."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+LONGEST = 80
+"""Characters of a value that an error shows; longer ones are described by their type."""
+
+
+def shown(value: object) -> str:
+    """Returns ``repr(value)`` if it is short, and a description by type otherwise."""
+    text = repr(value)
+    return text if len(text) <= LONGEST else f"a {type(value).__name__}"
+
+
+def kind(value: object) -> str:
+    """Returns the name of the value's type; ``"the class X"`` for a class itself."""
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
+def flag(name: str, value: object, *accepted: str) -> bool:
+    """Returns a bool, of an integer or None by its truth, or of the string "True" or "False".
+
+    Any other object would count as True: a string of argparse, or an argument of another position.
+
+    Args:
+        name: The argument.
+        value: Its value.
+        accepted: What else the argument accepts, for the message.
+
+    Raises:
+        TypeError: If it is none of these.
+    """
+    if isinstance(value, bool) or _is_truth(value):
+        return bool(value)
+    if value in ("True", "False"):
+        return value == "True"
+    others = "".join(f", {each}" for each in accepted)
+    raise TypeError(
+        f"{name} is {shown(value)}; it must be a bool{others}, or the string 'True' or 'False'."
+    )
+
+
+def _is_truth(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.dtype is torch.bool and value.numel() == 1
+    # NumPy's bools are no integers of Python.
+    return value is None or isinstance(value, numbers.Integral) or value in (False, True)
+
+
+def sizes(name: str, value: Any, *, count: int = 1) -> list[int]:
+    """Returns a sequence of at least ``count`` positive integers as a list.
+
+    Raises:
+        TypeError: If it is no sequence of integers.
+        ValueError: If there are too few, or one is not positive.
+    """
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise TypeError(
+            f"{name} is {shown(value)}; it must be a sequence of at least {count} integers."
+        )
+    if len(value) < count:
+        raise ValueError(f"{name} is {shown(value)}; it must have at least {count} items.")
+    return [integer(f"{name}[{index}]", size, least=1) for index, size in enumerate(value)]
+
+
+def integer(name: str, value: Any, *, least: int, others: str = "") -> int:
+    """Returns ``value``; raises ValueError unless it is an integer of at least ``least``.
+
+    The message also lists what ``others`` describes.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
+        raise ValueError(
+            f"{name} is {shown(value)}; it must be an integer of at least {least}{others}."
+        )
+    return int(value)
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Returns whether ``value`` is a real number, and no bool."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def in_range(
+    name: str, value: Any, *, below: float | None = None, most: float | None = None
+) -> None:
+    """Raises unless ``value`` is at least 0, less than ``below``, and at most ``most``.
+
+    Tensors are not checked: reading one may wait for the device.
+
+    Raises:
+        TypeError: If it is no number.
+        ValueError: If it is out of range.
+    """
+    if isinstance(value, Tensor):
+        return
+    try:
+        within = value >= 0.0 and (below is None or value < below)
+        within = within and (most is None or value <= most)
+    except TypeError:
+        raise TypeError(f"{name} is {shown(value)}; it must be a number.") from None
+    if not within:
+        limit = "" if below is None else f" and less than {below:g}"
+        limit += "" if most is None else f" and at most {most:g}"
+        raise ValueError(f"{name} is {value!r}; it must be at least 0{limit}.")
+
+
+def clipping(caller: str, max_norm: Any, norm_type: Any) -> tuple[float, float]:
+    """Returns the arguments of a clipping by norm as floats; parses numeric strings.
+
+    Raises:
+        TypeError: If one is no number.
+        ValueError: If one is negative or NaN: a negative norm would reverse the gradients.
+    """
+    values = {"max_norm": max_norm, "norm_type": norm_type}
+    for name, value in values.items():
+        try:
+            values[name] = float(value)
+        except (TypeError, ValueError):
+            raise TypeError(f"{caller} got {name}={shown(value)}; it must be a number.") from None
+        if not values[name] >= 0.0:
+            raise ValueError(
+                f"{caller} got {name}={value!r}; it must be 0 or greater. With max_norm=inf, the "
+                "norm is only computed."
+            )
+    return values["max_norm"], values["norm_type"]
+
+
+def module(caller: str, value: object) -> None:
+    """Raises TypeError unless ``value`` is a module."""
+    if not isinstance(value, nn.Module):
+        raise TypeError(f"{caller} got {kind(value)}; it takes a torch.nn.Module.")
+
+
+def loss(caller: str, value: object) -> None:
+    """Raises TypeError unless ``value`` is a tensor that autograd can differentiate."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{caller} got a loss of type {kind(value)}; it must be a tensor.")
+    if not value.is_floating_point():
+        raise TypeError(
+            f"{caller} got a loss of dtype {value.dtype}; it must have a real floating-point "
+            "dtype, which autograd can differentiate."
+        )
