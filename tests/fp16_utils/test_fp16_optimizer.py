@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from apex import amp
 from apex.fp16_utils import DynamicLossScaler, FP16_Optimizer, network_to_half
 from tests.training.cases import same
 
@@ -401,10 +402,47 @@ def test_unknown_dynamic_loss_args_are_refused():
     assert inner.param_groups[0]["params"][0].dtype is torch.float16
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.0, float("inf")])
+@pytest.mark.parametrize("given", ["window", [("init_scale", 8.0)]])
+def test_dynamic_loss_args_must_be_a_dict(given):
+    with pytest.raises(
+        TypeError, match=r"dynamic_loss_args is .*; it must be a dict of init_scale"
+    ):
+        FP16_Optimizer(sgd(net()), dynamic_loss_scale=True, dynamic_loss_args=given)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), None, "dynamic"])
 def test_a_scale_out_of_range_is_refused(scale):
     with pytest.raises(ValueError, match="positive, finite"):
         FP16_Optimizer(sgd(net()), static_loss_scale=scale)
+
+
+def test_the_string_false_turns_the_dynamic_scale_off():
+    assert not FP16_Optimizer(sgd(net()), dynamic_loss_scale="False").loss_scaler.dynamic
+    with pytest.raises(TypeError, match="dynamic_loss_scale is 'no'; it must be a bool"):
+        FP16_Optimizer(sgd(net()), dynamic_loss_scale="no")
+
+
+@pytest.mark.parametrize("loss", [None, "loss", 1.0, (torch.ones(1),)])
+def test_what_is_no_loss_is_refused(loss):
+    optimizer = FP16_Optimizer(sgd(net()))
+    with pytest.raises(TypeError, match=r"FP16_Optimizer\.backward got a loss of type"):
+        optimizer.backward(loss)
+    optimizer.step()  # nothing is pending
+
+
+def test_an_optimizer_that_amp_has_prepared_is_refused():
+    model = nn.Linear(1, 1)
+    model, optimizer = amp.initialize(model, sgd(model), opt_level="O5", verbosity=0)
+    before = list(amp.master_params(optimizer))
+    with pytest.raises(RuntimeError, match=r"amp\.initialize has prepared.*Use amp\.scale_loss"):
+        FP16_Optimizer(optimizer)
+    assert list(map(id, amp.master_params(optimizer))) == list(map(id, before))
+
+
+@pytest.mark.parametrize("given", [None, "state", [], {}])
+def test_what_is_no_state_is_refused(given):
+    with pytest.raises(ValueError, match="without loss_scaler, dynamic_loss_scale"):
+        FP16_Optimizer(sgd(net())).load_state_dict(given)
 
 
 @pytest.mark.parametrize("way", [copy.deepcopy, pickle.dumps])

@@ -107,6 +107,22 @@ def test_a_dtype_that_is_not_floating_is_refused(dtype):
         fp16_utils.convert_network(model, dtype)
 
 
+@pytest.mark.parametrize("given", [None, "net", [nn.Linear(1, 1)], nn.Linear])
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (fp16_utils.network_to_half, "convert_network"),
+        (fp16_utils.FP16Model, "convert_network"),
+        (fp16_utils.BN_convert_float, "BN_convert_float"),
+        (fp16_utils.prep_param_lists, "prep_param_lists"),
+        (lambda given: fp16_utils.convert_module(given, torch.float16), "convert_module"),
+    ],
+)
+def test_anything_but_a_module_is_refused(call, name, given):
+    with pytest.raises(TypeError, match=rf"{name} got .*; it takes a torch\.nn\.Module"):
+        call(given)
+
+
 # -- masters ---------------------------------------------------------------------------------
 
 
@@ -186,6 +202,23 @@ def test_lists_that_do_not_fit_are_refused(call):
     params, masters = fp16_utils.prep_param_lists(half_net(), flat_master=True)
     with pytest.raises(ValueError, match=r"flat_master=False\)"):
         call(params, masters)
+
+
+@pytest.mark.parametrize(
+    "call", [fp16_utils.model_grads_to_master_grads, fp16_utils.master_params_to_model_params]
+)
+def test_swapped_lists_are_refused(call):
+    params, masters = fp16_utils.prep_param_lists(half_net())
+    with pytest.raises(ValueError, match="the lists are swapped"):
+        call(masters, params)
+
+
+def test_generators_are_as_good_as_lists():
+    params, masters = fp16_utils.prep_param_lists(half_net())
+    for param in masters:
+        param.data.fill_(2.0)
+    fp16_utils.master_params_to_model_params(iter(params), iter(masters))
+    assert all(param.eq(2.0).all() for param in params)
 
 
 def test_to_python_float_takes_tensors_and_sequences():

@@ -127,3 +127,16 @@ def test_scale_gradient_scales_what_a_backward_hook_gets():
 def test_bad_options_are_refused(options):
     with pytest.raises(ValueError, match="it must be"):
         DynamicLossScaler(**options)
+
+
+@pytest.mark.parametrize("scale", ["x", None, 0, -1.0, float("nan")])
+@pytest.mark.parametrize("scaler", [LossScaler, DynamicLossScaler])
+def test_what_is_no_scale_is_refused(scaler, scale):
+    with pytest.raises(ValueError, match=r"scale is .*; it must be a positive, finite number"):
+        scaler(scale)
+
+
+@pytest.mark.parametrize("loss", [None, "loss", 1.0, torch.tensor(1)])
+def test_what_is_no_loss_is_refused(loss):
+    with pytest.raises(TypeError, match="got a loss of"):
+        LossScaler(8.0).backward(loss)

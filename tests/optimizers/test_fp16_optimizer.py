@@ -216,13 +216,66 @@ def test_overflow_is_logged_unless_silenced(caplog):
 @pytest.mark.parametrize(
     ("error", "arguments"),
     [
-        (ValueError, {"dynamic_loss_scale": True, "dynamic_loss_args": {"window": 3}}),
+        (TypeError, {"dynamic_loss_scale": True, "dynamic_loss_args": {"window": 3}}),
+        (TypeError, {"dynamic_loss_scale": True, "dynamic_loss_args": [1]}),
+        (TypeError, {"dynamic_loss_scale": "no"}),
+        (ValueError, {"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": "x"}}),
+        (TypeError, {"dynamic_loss_scale": True, "dynamic_loss_args": {"scale_factor": "2"}}),
         (ValueError, {"static_loss_scale": 0.0}),
+        (ValueError, {"static_loss_scale": None}),
+        (ValueError, {"static_loss_scale": "dynamic"}),
     ],
 )
 def test_bad_arguments_are_refused(error, arguments):
-    with pytest.raises(error):
+    with pytest.raises(
+        error, match=r"(growth_factor|[a-z]+_[a-z_]+) (is|holds) .*; it (must|takes)"
+    ):
         setup(optimizers.FP16_Optimizer, **arguments)
+
+
+@both
+@pytest.mark.parametrize("loss", [None, "loss", 1.0])
+def test_what_is_no_loss_is_refused(wrapper, loss):
+    _, optimizer = setup(wrapper)
+    with pytest.raises(TypeError, match=r"FP16_Optimizer\.backward got a loss of type"):
+        optimizer.backward(loss)
+
+
+@both
+@pytest.mark.parametrize(
+    ("max_norm", "error"), [("x", TypeError), (None, TypeError), (-1, ValueError)]
+)
+def test_a_norm_to_clip_to_that_makes_no_sense_is_refused(wrapper, max_norm, error):
+    model, optimizer = setup(wrapper)
+    backward(model, optimizer)
+    with pytest.raises(error, match=f"clip_master_grads got max_norm={max_norm!r}; it must be"):
+        optimizer.clip_master_grads(max_norm)
+    backward(model, optimizer)  # the masters have not received gradients yet
+
+
+@both
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda state: None, "got NoneType without dynamic_loss_scale"),
+        (lambda state: {}, "got dict without dynamic_loss_scale, cur_scale"),
+        (lambda state: {k: v for k, v in state.items() if k != "cur_iter"}, "without cur_iter"),
+        (lambda state: {**state, "cur_scale": "x"}, "cur_scale is 'x'; it must be a positive"),
+        (lambda state: {**state, "cur_scale": -1.0}, "cur_scale is -1.0; it must be a positive"),
+    ],
+)
+def test_a_state_that_makes_no_sense_is_refused_and_changes_nothing(wrapper, change, words):
+    model, optimizer = setup(wrapper)
+    backward(model, optimizer)
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    backward(model, optimizer)
+    optimizer.step()
+    before = [param.detach().clone() for param in masters_of(optimizer)]
+    with pytest.raises(ValueError, match=words):
+        optimizer.load_state_dict(change(state))
+    assert all(map(torch.equal, masters_of(optimizer), before))
+    assert optimizer.cur_iter == 2
 
 
 def test_only_optimizers_are_wrapped():

@@ -214,6 +214,60 @@ def test_rate_that_is_no_number_is_refused(name, lr):
         getattr(optimizers, name)(cases.parameters(), lr=lr)
 
 
+@pytest.mark.parametrize("betas", [0.9, None, (0.9,), (0.9, 0.99, 0.999), "0.9,0.999"])
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedLAMB", "FusedNovoGrad"])
+def test_betas_that_are_no_pair_are_refused(name, betas):
+    with pytest.raises(TypeError, match=r"betas is .*; it must be two numbers"):
+        getattr(optimizers, name)(cases.parameters(), betas=betas)
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("FusedAdam", "bias_correction"),
+        ("FusedLAMB", "grad_averaging"),
+        ("FusedNovoGrad", "init_zero"),
+        ("FusedSGD", "dampening"),
+    ],
+)
+@pytest.mark.parametrize("per_group", [False, True])
+def test_options_that_are_strings_are_refused(name, option, per_group):
+    options, params = {option: "False"}, cases.parameters()
+    if per_group:
+        options, params = {}, [{"params": params, **options}]
+    with pytest.raises(TypeError, match=rf"{option} is 'False'; it must be a number or a bool"):
+        getattr(optimizers, name)(params, lr=0.1, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("FusedAdam", "adam_w_mode"),
+        ("FusedLAMB", "adam_w_mode"),
+        ("FusedLAMB", "use_nvlamb"),
+        ("FusedSGD", "wd_after_momentum"),
+        ("FusedAdagrad", "adagrad_w_mode"),
+        ("FusedNovoGrad", "set_grad_none"),
+    ],
+)
+def test_modes_read_the_string_false_and_refuse_others(name, option):
+    optimizer = getattr(optimizers, name)(cases.parameters(), lr=0.1, **{option: "False"})
+    assert not getattr(optimizer, option)
+    with pytest.raises(TypeError, match=f"{option} is 'no'; it must be a bool"):
+        getattr(optimizers, name)(cases.parameters(), lr=0.1, **{option: "no"})
+
+
+def test_a_model_instead_of_parameters_is_refused():
+    with pytest.raises(TypeError, match=r"FusedAdam got the model Linear.*Pass model\.parameters"):
+        optimizers.FusedAdam(torch.nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("dtype", ["fp16", 16])
+def test_a_reduced_precision_that_is_no_dtype_is_refused(dtype):
+    with pytest.raises(TypeError, match=f"reduced_precision_dtype is {dtype!r}; it must be None"):
+        optimizers.FusedMixedPrecisionLamb(cases.parameters(), reduced_precision_dtype=dtype)
+
+
 def test_novograd_refuses_other_norms():
     with pytest.raises(RuntimeError, match="norm_type=1"):
         optimizers.FusedNovoGrad(cases.parameters(), norm_type=1)

@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from apex._core import dtypes, finite, master
+from apex._core import arguments, dtypes, finite, master
 from apex._core.scale import checked_static
 from apex._engine.host_scale import HostScale
+from apex._engine.optimizer.optimizer_class import binding_of
+
+
+def dynamic_options(given: Any, accepted: Collection[str]) -> dict[str, Any]:
+    """Returns ``dynamic_loss_args``; raises TypeError unless it is a dict of accepted options."""
+    options = {} if given is None else given
+    names = ", ".join(accepted)
+    if not isinstance(options, Mapping):
+        raise TypeError(f"dynamic_loss_args is {options!r}; it must be a dict of {names}.")
+    if unknown := sorted(set(options) - set(accepted)):
+        raise TypeError(f"dynamic_loss_args holds {unknown}; it takes {names}.")
+    return dict(options)
+
+
+def check_state(state_dict: Any, keys: Iterable[str]) -> None:
+    """Raises ValueError unless a state dict has all keys and a valid optimizer's state."""
+    missing = [key for key in keys if not isinstance(state_dict, Mapping) or key not in state_dict]
+    if missing:
+        raise ValueError(
+            f"FP16_Optimizer.load_state_dict got {arguments.kind(state_dict)} without "
+            f"{', '.join(missing)}. Pass what FP16_Optimizer.state_dict() returned."
+        )
 
 
 def forwarded(part: str, name: str, doc: str) -> Any:
@@ -57,7 +79,17 @@ class MasterWrapper:
     )
 
     def __init__(self, optimizer: Any, loss_scaler: HostScale, *, verbose: bool) -> None:
-        """Replaces 16-bit parameters in the optimizer's groups, and moves its state."""
+        """Replaces 16-bit parameters in the optimizer's groups, and moves its state.
+
+        Raises:
+            RuntimeError: If ``amp.initialize`` has prepared the optimizer.
+        """
+        if binding_of(optimizer) is not None:
+            raise RuntimeError(
+                "FP16_Optimizer got an optimizer that amp.initialize has prepared, and each keeps "
+                "masters and a loss scale of its own. Use amp.scale_loss(loss, optimizer) without "
+                "FP16_Optimizer, or FP16_Optimizer without amp.initialize."
+            )
         self.optimizer = optimizer
         self.loss_scaler: Any = loss_scaler
         self.overflow = False
@@ -103,7 +135,7 @@ class MasterWrapper:
 
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
-        self.loss_scaler.cur_scale = checked_static(float(value))
+        self.loss_scaler.cur_scale = checked_static(value)
 
     def _all_pairs(self) -> list[Pair]:
         return [pair for pairs in self._pairs for pair in pairs]
@@ -135,6 +167,7 @@ class MasterWrapper:
 
     def _backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Runs the backward pass of the scaled loss; the masters do not receive gradients yet."""
+        arguments.loss("FP16_Optimizer.backward", loss)
         scale = self.loss_scale
         _rescale_([pair.model for pair in self._all_pairs()], scale / self._scale_of_low)
         _rescale_(self._all_direct(), scale / self._scale_of_direct)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from apex._core import dtypes
+from apex._engine import master_wrapper
 
 _KEYS = (
     "loss_scaler",
@@ -36,24 +37,9 @@ def check_optimizer(optimizer: Any) -> None:
             )
 
 
-def checked_args(args: dict[str, Any] | None) -> dict[str, Any]:
-    """Returns the options of a dynamic scale; raises TypeError for unknown ones."""
-    accepted = ("init_scale", "scale_factor", "scale_window", "min_loss_scale", "max_loss_scale")
-    given = dict(args or {})
-    unknown = [key for key in given if key not in accepted]
-    if unknown:
-        raise TypeError(f"dynamic_loss_args holds {unknown}; it takes {', '.join(accepted)}.")
-    return given
-
-
 def check_state(state_dict: Any, groups: list[list[nn.Parameter]]) -> None:
     """Raises ValueError if a state dict does not fit the masters in ``groups``."""
-    missing = [key for key in _KEYS if key not in state_dict]
-    if missing:
-        raise ValueError(
-            f"FP16_Optimizer.load_state_dict got a state without {', '.join(missing)}. Pass what "
-            "FP16_Optimizer.state_dict() returned."
-        )
+    master_wrapper.check_state(state_dict, _KEYS)
     saved = [[tuple(param.shape) for param in group] for group in state_dict["fp32_from_fp16"]]
     own = [[tuple(param.shape) for param in group] for group in groups]
     if saved != own:

@@ -8,13 +8,17 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
+from apex._core import arguments
 from apex._core.scale import checked_static
 from apex._engine.host_scale import HostScale
-from apex._engine.master_wrapper import MasterWrapper
+from apex._engine.master_wrapper import MasterWrapper, dynamic_options
 from apex.fp16_utils import checks
 from apex.fp16_utils.fp16util import clip_grad_norm
 
 _log = logging.getLogger("apex")
+
+
+_OPTIONS = "init_scale", "scale_factor", "scale_window", "min_loss_scale", "max_loss_scale"
 
 
 class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
@@ -54,10 +58,12 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
             TypeError: If ``init_optimizer`` is not an optimizer or holds parameters of other
                 dtypes, or ``dynamic_loss_args`` has unknown keys. Nothing has changed then.
             ValueError: If a scale is out of range.
+            RuntimeError: If ``amp.initialize`` has prepared the optimizer.
         """
         checks.check_optimizer(init_optimizer)
-        args = checks.checked_args(dynamic_loss_args) if dynamic_loss_scale else {}
-        scale = _Scale(**args) if dynamic_loss_scale else _Scale(static_loss_scale, dynamic=False)
+        dynamic = arguments.flag("dynamic_loss_scale", dynamic_loss_scale)
+        args = dynamic_options(dynamic_loss_args, _OPTIONS) if dynamic else {}
+        scale = _Scale(**args) if dynamic else _Scale(static_loss_scale, dynamic=False)
         super().__init__(init_optimizer, scale, verbose=verbose)
         self.first_closure_call_this_step = True
         self.clip_grad_norm = clip_grad_norm
@@ -130,7 +136,8 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
         """
         if self.overflow:
             return -1
-        return self.clip_grad_norm(list(self._stepped()), max_norm, norm_type)
+        norms = arguments.clipping("FP16_Optimizer.clip_master_grads", max_norm, norm_type)
+        return self.clip_grad_norm(list(self._stepped()), *norms)
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
         """Returns the gradients of each group's parameters; ``None`` after an overflow."""
@@ -265,7 +272,7 @@ class _Scale(HostScale):
     ) -> None:
         self.dynamic = dynamic
         self.floor, self.ceiling = min_loss_scale, max_loss_scale
-        super().__init__(float(init_scale), scale_factor, scale_window)
+        super().__init__(init_scale, scale_factor, scale_window)
         if dynamic:
             rule = self.rule()
             self.cur_scale = min(max(self.cur_scale, rule.least), rule.greatest)
@@ -280,7 +287,7 @@ class _Scale(HostScale):
 
     @_loss_scale.setter
     def _loss_scale(self, value: float) -> None:
-        self.cur_scale = checked_static(float(value))
+        self.cur_scale = checked_static(value)
 
     @property
     def _unskipped(self) -> int:
@@ -308,7 +315,7 @@ class _Scale(HostScale):
                 f"The state's loss_scaler is {saved!r}; it must be what "
                 "FP16_Optimizer.state_dict() returned, or a loss scaler of apex."
             )
-        self.cur_scale = checked_static(float(scale))
+        self.cur_scale = checked_static(scale)
         steps = values.get("_unskipped")
         self.cur_iter = int(values.get("cur_iter", 0) if steps is None else steps)
         self.last_overflow_iter = int(values.get("last_overflow_iter", -1)) if steps is None else -1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import apex_C
 from apex import _unavailable
-from apex._core import dtypes, master, tree
+from apex._core import arguments, dtypes, master, tree
 
 __getattr__ = _unavailable.names_instead(
     __name__, dict.fromkeys(("TORCH_MAJOR", "TORCH_MINOR"), "torch.__version__")
@@ -35,6 +35,7 @@ def BN_convert_float(module: Module) -> Module:  # noqa: N802 - apex's name
 
     Statistics and weights that are already rounded to fp16 keep their rounded values.
     """
+    arguments.module("BN_convert_float", module)
     for part in module.modules():
         if _keeps_fp32(part):
             part.float()
@@ -53,8 +54,9 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
     """Casts the floating parameters, gradients and buffers of one module, without its children.
 
     Raises:
-        TypeError: If ``dtype`` is not a floating dtype.
+        TypeError: If ``module`` is not a module, or ``dtype`` not a floating dtype.
     """
+    arguments.module("convert_module", module)
     given: object = dtype
     if not isinstance(given, torch.dtype) or not given.is_floating_point:
         raise TypeError(f"dtype is {dtype!r}; it must be a floating dtype, such as torch.float16.")
@@ -72,8 +74,9 @@ def convert_network(network: Module, dtype: torch.dtype) -> Module:
     """Casts a network in place, except batch norm with a weight and a bias; returns it.
 
     Raises:
-        TypeError: If ``dtype`` is not a floating dtype.
+        TypeError: If ``network`` is not a module, or ``dtype`` not a floating dtype.
     """
+    arguments.module("convert_network", network)
     for module in network.modules():
         if _keeps_fp32(module):
             continue
@@ -112,8 +115,9 @@ def prep_param_lists(
     Raises:
         ValueError: If ``flat_master`` would join parameters of several dtypes or devices.
     """
+    arguments.module("prep_param_lists", model)
     params = [param for param in model.parameters() if param.requires_grad]
-    if not flat_master:
+    if not arguments.flag("flat_master", flat_master):
         return params, [_master_of(param) for param in params]
     kinds = {(param.dtype, param.device) for param in params}
     if len(kinds) != 1:
@@ -128,8 +132,8 @@ def prep_param_lists(
 
 
 def model_grads_to_master_grads(
-    model_params: Sequence[nn.Parameter],
-    master_params: Sequence[nn.Parameter],
+    model_params: Iterable[nn.Parameter],
+    master_params: Iterable[nn.Parameter],
     flat_master: bool = False,
 ) -> None:
     """Copies the model's gradients to the masters, in fp32.
@@ -137,9 +141,9 @@ def model_grads_to_master_grads(
     Where a parameter has no gradient, its master has none afterwards, and a flat master has zeros.
 
     Raises:
-        ValueError: If the lists do not match.
+        ValueError: If the lists do not match, or are swapped.
     """
-    _require_fit(model_params, master_params, flat_master)
+    model_params, master_params = _fitting(model_params, master_params, flat_master)
     if flat_master:
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]
         master_params[0].grad = apex_C.flatten(grads).to(torch.float32)
@@ -148,16 +152,16 @@ def model_grads_to_master_grads(
 
 
 def master_params_to_model_params(
-    model_params: Sequence[nn.Parameter],
-    master_params: Sequence[nn.Parameter],
+    model_params: Iterable[nn.Parameter],
+    master_params: Iterable[nn.Parameter],
     flat_master: bool = False,
 ) -> None:
     """Copies the masters to the model, rounded to its dtype.
 
     Raises:
-        ValueError: If the lists do not match.
+        ValueError: If the lists do not match, or are swapped.
     """
-    _require_fit(model_params, master_params, flat_master)
+    model_params, master_params = _fitting(model_params, master_params, flat_master)
     values: Sequence[Tensor] = master_params
     if flat_master:
         values = apex_C.unflatten(master_params[0].detach(), model_params)
@@ -179,17 +183,23 @@ def _master_of(param: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(param.detach().to(torch.float32, copy=True))
 
 
-def _require_fit(
-    model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool
-) -> None:
-    masters = [param.numel() for param in master_params]
-    wanted = [param.numel() for param in model_params]
-    if masters != ([sum(wanted)] if flat_master else wanted):
+def _fitting(
+    model: Iterable[nn.Parameter], masters: Iterable[nn.Parameter], flat_master: bool
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    model, masters = list(model), list(masters)
+    given, wanted = ([param.numel() for param in params] for params in (masters, model))
+    if given != ([sum(wanted)] if flat_master else wanted):
         raise ValueError(
-            f"The masters hold {masters} elements, the model's parameters {wanted} "
+            f"The masters hold {given} elements, the model's parameters {wanted} "
             f"(flat_master={flat_master}). Pass the two lists that one prep_param_lists call "
             "returned, and the same flat_master."
         )
+    if any(map(dtypes.is_low_precision, masters)) and not any(map(dtypes.is_low_precision, model)):
+        raise ValueError(
+            "The masters are in 16 bits and the model's parameters are not: the lists are "
+            "swapped. Pass the model's parameters first, then the masters."
+        )
+    return model, masters
 
 
 def backwards_debug_hook(grad: Tensor) -> None:

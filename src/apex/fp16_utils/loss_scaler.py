@@ -6,8 +6,10 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
+from apex._core import arguments
 from apex._core.finite import dense_values, summed_values
 from apex._core.foreach.norms import any_non_finite
+from apex._core.scale import checked_static
 from apex._engine.host_scale import HostScale
 from apex.fp16_utils.fp16util import to_python_float
 
@@ -22,7 +24,12 @@ class LossScaler:
     """
 
     def __init__(self, scale: float = 1) -> None:
-        self.cur_scale = scale
+        """Sets the scale.
+
+        Raises:
+            ValueError: If it is not a positive, finite number.
+        """
+        self.cur_scale = checked_static(scale, "scale")
 
     @property
     def loss_scale(self) -> float:
@@ -44,6 +51,7 @@ class LossScaler:
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Runs the backward pass of the loss times the scale."""
+        arguments.loss("LossScaler.backward", loss)
         (loss * self.loss_scale).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
 

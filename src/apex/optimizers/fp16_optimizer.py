@@ -9,10 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from apex._core.arguments import clipping, flag
+from apex._core.scale import checked_static
 from apex._engine.host_scale import HostScale
-from apex._engine.master_wrapper import MasterWrapper, forwarded
+from apex._engine.master_wrapper import MasterWrapper, check_state, dynamic_options, forwarded
 
 _LOG = logging.getLogger("apex")
+_REQUIRED = "dynamic_loss_scale", "cur_scale", "cur_iter", "optimizer_state_dict"
 _DYNAMIC = {"init_scale": 2.0**16, "scale_factor": 2.0, "scale_window": 1000}
 
 
@@ -30,6 +33,7 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
     """
 
     _adopts_frozen: ClassVar[bool] = True
+    _masters_key: ClassVar[str] = "fp32_groups_flat"
 
     cur_scale = forwarded("loss_scaler", "cur_scale", "The loss scale (multiplier).")
     cur_iter = forwarded("loss_scaler", "cur_iter", "Steps so far, skipped ones included.")
@@ -58,16 +62,19 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
             verbose: Whether skipped steps are logged.
 
         Raises:
-            TypeError: If ``init_optimizer`` is not a torch optimizer.
-            ValueError: For an unknown key, or a scale that is not positive.
+            TypeError: If ``init_optimizer`` is not a torch optimizer, a flag is no bool, or
+                ``dynamic_loss_args`` has an unknown key.
+            ValueError: For a scale that is not positive.
+            RuntimeError: If ``amp.initialize`` has prepared the optimizer.
         """
         if not isinstance(init_optimizer, Optimizer):
             raise TypeError(
                 f"FP16_Optimizer got {type(init_optimizer).__name__}; it wraps a "
                 "torch.optim.Optimizer, such as apex.optimizers.FusedAdam(params)."
             )
-        options = _dynamic_options(dynamic_loss_args)
-        scale = options["init_scale"] if dynamic_loss_scale else static_loss_scale
+        dynamic_loss_scale = flag("dynamic_loss_scale", dynamic_loss_scale)
+        options = {**_DYNAMIC, **dynamic_options(dynamic_loss_args, _DYNAMIC)}
+        scale: Any = options["init_scale"] if dynamic_loss_scale else static_loss_scale
         scaler = HostScale(scale, options["scale_factor"], options["scale_window"])
         scaler.dynamic = dynamic_loss_scale
         self.fp16_groups = [list(group["params"]) for group in init_optimizer.param_groups]
@@ -100,10 +107,11 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
         Returns:
             The norm before clipping; -1 if a gradient overflowed.
         """
+        norms = clipping("FP16_Optimizer.clip_master_grads", max_norm, norm_type)
         self._receive()
         if self.overflow:
             return -1
-        return nn.utils.clip_grad_norm_(self._stepped(), max_norm, norm_type)
+        return nn.utils.clip_grad_norm_(self._stepped(), *norms)
 
     def step(self, closure: None = None) -> None:
         """Steps the masters and rounds them into the model, unless a gradient overflowed.
@@ -156,12 +164,15 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
         """Loads what :meth:`state_dict` returned; the model gets the rounded masters.
 
         Raises:
-            ValueError: If the masters do not fit; nothing has changed then.
+            ValueError: If the state or its masters do not fit; nothing has changed then.
         """
+        check_state(state_dict, (*_REQUIRED, self._masters_key))
+        scale = checked_static(state_dict["cur_scale"], "cur_scale")
         masters = self._masters_from(state_dict)
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
         self._load_masters(list(self._stepped()), masters)
-        for name in ("dynamic_loss_scale", "cur_scale", "cur_iter"):
+        self.cur_scale = scale
+        for name in ("dynamic_loss_scale", "cur_iter"):
             setattr(self, name, state_dict[name])
         for name in ("last_overflow_iter", "scale_factor", "scale_window"):
             setattr(self, name, state_dict.get(name, getattr(self, name)))
@@ -171,13 +182,13 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
             torch.cat([param.detach().flatten() for param in group["params"]])
             for group in self.optimizer.param_groups
         ]
-        return {"fp32_groups_flat": flat}
+        return {self._masters_key: flat}
 
     def _masters_from(self, state_dict: dict[str, Any]) -> list[Tensor]:
         """Returns the saved masters, one for each parameter."""
         groups = [group["params"] for group in self.optimizer.param_groups]
         sizes = [[param.numel() for param in params] for params in groups]
-        flats: list[Tensor] = state_dict["fp32_groups_flat"]
+        flats: list[Tensor] = state_dict[self._masters_key]
         given, expected = [flat.numel() for flat in flats], [sum(own) for own in sizes]
         if given != expected:
             raise ValueError(
@@ -189,12 +200,3 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
             piece.view(param.shape)
             for param, piece in zip(self._stepped(), (p for ps in pieces for p in ps), strict=True)
         ]
-
-
-def _dynamic_options(given: dict[str, float] | None) -> dict[str, Any]:
-    unknown = sorted(set(given or {}) - set(_DYNAMIC))
-    if unknown:
-        raise ValueError(
-            f"dynamic_loss_args got {', '.join(unknown)}; it takes {', '.join(_DYNAMIC)}."
-        )
-    return {**_DYNAMIC, **(given or {})}

@@ -8,9 +8,10 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 import amp_C
+from apex._core.arguments import flag, in_range
 from apex._core.foreach.adagrad import AdagradRule, adagrad_
 from apex._core.foreach.gate import Gate, Scalar
-from apex.optimizers.fused_optimizer import IN_KERNELS, Batch, FusedOptimizer, check_range
+from apex.optimizers.fused_optimizer import IN_KERNELS, Batch, FusedOptimizer
 
 
 class FusedAdagrad(FusedOptimizer):
@@ -47,12 +48,12 @@ class FusedAdagrad(FusedOptimizer):
         Raises:
             ValueError: If a value is out of range.
         """
-        check_range("lr", lr)
-        check_range("eps", eps)
-        check_range("weight_decay", weight_decay)
+        in_range("lr", lr)
+        in_range("eps", eps)
+        in_range("weight_decay", weight_decay)
         super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
-        self.adagrad_w_mode = 1 if adagrad_w_mode else 0
-        self.set_grad_none = set_grad_none
+        self.adagrad_w_mode = int(flag("adagrad_w_mode", adagrad_w_mode))
+        self.set_grad_none = flag("set_grad_none", set_grad_none)
 
     def update(self, batch: Batch, step: Scalar, gate: Gate) -> None:
         """Takes one step for a batch of parameters."""

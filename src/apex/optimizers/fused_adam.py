@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 import amp_C
+from apex._core.arguments import flag, in_range
 from apex._core.dtypes import LOW_PRECISION
 from apex._core.foreach.adam import AdamRule, adam_
 from apex._core.foreach.gate import Gate, Scalar, as_tensor
@@ -20,7 +21,6 @@ from apex.optimizers.fused_optimizer import (
     Batch,
     FusedOptimizer,
     check_adam_options,
-    check_range,
     global_norm,
 )
 
@@ -105,7 +105,7 @@ class FusedAdam(FusedOptimizer):
                 'use the masters of amp.initialize(..., opt_level="O2").'
             )
         check_adam_options("FusedAdam", lr, betas, eps, weight_decay, amsgrad=amsgrad)
-        check_range("max_grad_norm", max_grad_norm)
+        in_range("max_grad_norm", max_grad_norm)
         if amp_scale_adjustment != 1.0:
             raise ValueError(
                 f"amp_scale_adjustment is {amp_scale_adjustment!r}; it must be 1, because amp "
@@ -119,12 +119,13 @@ class FusedAdam(FusedOptimizer):
             "weight_decay": weight_decay,
             "max_grad_norm": max_grad_norm,
         }
-        self.capturable = capturable  # the base's constructor calls add_param_group
+        # The base's constructor calls add_param_group, which reads it.
+        self.capturable = flag("capturable", capturable)
         super().__init__(params, defaults)
-        self.adam_w_mode = 1 if adam_w_mode else 0
-        self.eps_mode = 0 if eps_inside_sqrt else 1
-        self.set_grad_none = set_grad_none
-        self.master_weights = master_weights
+        self.adam_w_mode = int(flag("adam_w_mode", adam_w_mode))
+        self.eps_mode = int(not flag("eps_inside_sqrt", eps_inside_sqrt))
+        self.set_grad_none = flag("set_grad_none", set_grad_none)
+        self.master_weights = flag("master_weights", master_weights)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group."""

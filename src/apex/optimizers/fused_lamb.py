@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 import amp_C
+from apex._core.arguments import flag, in_range
 from apex._core.foreach.gate import Gate, Scalar
 from apex._core.foreach.lamb import clip_divisor, lamb_
 from apex._core.foreach.working import store
@@ -17,7 +18,6 @@ from apex.optimizers.fused_optimizer import (
     Batch,
     FusedOptimizer,
     check_adam_options,
-    check_range,
     global_norm,
 )
 
@@ -75,7 +75,7 @@ class FusedLAMB(FusedOptimizer):
         """
         name = type(self).__name__
         check_adam_options(name, lr, betas, eps, weight_decay, amsgrad=amsgrad)
-        check_range("max_grad_norm", max_grad_norm)
+        in_range("max_grad_norm", max_grad_norm)
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -86,9 +86,9 @@ class FusedLAMB(FusedOptimizer):
             "max_grad_norm": max_grad_norm,
         }
         super().__init__(params, defaults)
-        self.adam_w_mode = 1 if adam_w_mode else 0
-        self.set_grad_none = set_grad_none
-        self.use_nvlamb = use_nvlamb
+        self.adam_w_mode = int(flag("adam_w_mode", adam_w_mode))
+        self.set_grad_none = flag("set_grad_none", set_grad_none)
+        self.use_nvlamb = flag("use_nvlamb", use_nvlamb)
 
     def prepare(self, batches: list[Batch]) -> None:
         """Takes the global norm of all gradients."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 import amp_C
+from apex._core.arguments import flag
 from apex._core.foreach.gate import Gate, Scalar
 from apex._core.foreach.norms import stacked
 from apex._core.foreach.novograd import (
@@ -92,8 +93,8 @@ class FusedNovoGrad(FusedOptimizer):
             "init_zero": init_zero,
         }
         super().__init__(params, defaults)
-        self.moment_mode = 0 if reg_inside_moment else 1
-        self.set_grad_none = set_grad_none
+        self.moment_mode = int(not flag("reg_inside_moment", reg_inside_moment))
+        self.set_grad_none = flag("set_grad_none", set_grad_none)
 
     def update(self, batch: Batch, step: Scalar, gate: Gate) -> None:
         """Takes one step for a batch of parameters."""

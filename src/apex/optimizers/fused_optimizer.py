@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from apex._core.arguments import in_range
 from apex._core.dtypes import is_low_precision
 from apex._core.foreach.adam import AdamRule
 from apex._core.foreach.gate import Gate, Scalar, as_scalar
@@ -94,8 +95,25 @@ class FusedOptimizer(Optimizer):
     """
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+        if isinstance(params, nn.Module):
+            raise TypeError(
+                f"{type(self).__name__} got the model {type(params).__name__}; it takes parameters "
+                "or parameter groups. Pass model.parameters()."
+            )
         super().__init__(params, defaults)
         StepOfInstances.install(type(self))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a parameter group.
+
+        Raises:
+            TypeError: If an option is a string, as argparse may yield it.
+        """
+        if isinstance(param_group, dict):
+            for name, value in {**self.defaults, **param_group}.items():
+                if name in self.defaults and isinstance(value, str):
+                    raise TypeError(f"{name} is {value!r}; it must be a number or a bool.")
+        super().add_param_group(param_group)
 
     @abstractmethod
     def update(self, batch: Batch, step: Scalar, gate: Gate) -> None:
@@ -282,40 +300,22 @@ def global_norm(batches: Sequence[Batch]) -> Tensor:
     return total(torch.cat([stacked(l2_norms(batch.grads), device) for batch in batches]))
 
 
-def check_range(name: str, value: float | Tensor, *, below: float | None = None) -> None:
-    """Raises an error unless ``value`` is at least 0, and less than ``below``.
-
-    Tensors are not checked: reading one may wait for the device.
-
-    Raises:
-        TypeError: If it is not a number.
-        ValueError: If it is out of range.
-    """
-    if isinstance(value, Tensor):
-        return
-    try:
-        within = value >= 0.0 and (below is None or value < below)
-    except TypeError:
-        raise TypeError(f"{name} is {value!r}; it must be a number.") from None
-    if not within:
-        accepted = "at least 0" if below is None else f"at least 0 and less than {below:g}"
-        raise ValueError(f"{name} is {value!r}; it must be {accepted}.")
-
-
 def check_adam_options(
-    name: str, lr: Any, betas: tuple[float, float], eps: float, decay: float, *, amsgrad: bool
+    name: str, lr: Any, betas: Any, eps: float, decay: float, *, amsgrad: bool
 ) -> None:
-    """Raises ValueError for a hyperparameter out of range, RuntimeError for AMSGrad, as apex."""
+    """Raises for a hyperparameter out of range or of a wrong type; RuntimeError for AMSGrad."""
     if amsgrad:
         raise RuntimeError(
             f"{name} does not support the AMSGrad variant. "
             "Use torch.optim.AdamW(params, amsgrad=True, fused=True)."
         )
-    check_range("lr", lr)
-    check_range("betas[0]", betas[0], below=1.0)
-    check_range("betas[1]", betas[1], below=1.0)
-    check_range("eps", eps)
-    check_range("weight_decay", decay)
+    if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
+        raise TypeError(f"betas is {betas!r}; it must be two numbers, such as (0.9, 0.999).")
+    in_range("lr", lr)
+    in_range("betas[0]", betas[0], below=1.0)
+    in_range("betas[1]", betas[1], below=1.0)
+    in_range("eps", eps)
+    in_range("weight_decay", decay)
 
 
 def _unscaled(batch: Batch, gate: Gate) -> Gate:

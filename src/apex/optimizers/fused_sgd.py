@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT, required
 
 import amp_C
+from apex._core.arguments import flag, in_range
 from apex._core.foreach.gate import Gate, Scalar
 from apex._core.foreach.sgd import SGDRule, sgd_
-from apex.optimizers.fused_optimizer import IN_KERNELS, Batch, FusedOptimizer, check_range
+from apex.optimizers.fused_optimizer import IN_KERNELS, Batch, FusedOptimizer
 
 BUFFER = "momentum_buffer"
 
@@ -64,9 +65,9 @@ class FusedSGD(FusedOptimizer):
             ValueError: If a value is out of range, or Nesterov momentum has no momentum.
         """
         if not isinstance(lr, type(required)):
-            check_range("lr", lr)
-        check_range("momentum", momentum)
-        check_range("weight_decay", weight_decay)
+            in_range("lr", lr)
+        in_range("momentum", momentum)
+        in_range("weight_decay", weight_decay)
         if nesterov and (momentum <= 0 or dampening != 0):
             raise ValueError(
                 f"nesterov=True got momentum={momentum} and dampening={dampening}; it needs a "
@@ -80,9 +81,9 @@ class FusedSGD(FusedOptimizer):
             "nesterov": nesterov,
         }
         super().__init__(params, defaults)
-        self.wd_after_momentum = wd_after_momentum
-        self.materialize_master_grads = materialize_master_grads
-        self.set_grad_none = set_grad_none
+        self.wd_after_momentum = flag("wd_after_momentum", wd_after_momentum)
+        self.materialize_master_grads = flag("materialize_master_grads", materialize_master_grads)
+        self.set_grad_none = flag("set_grad_none", set_grad_none)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
