@@ -313,9 +313,36 @@ def test_gru_with_another_output_size_is_refused():
         GRU(FEATURES, HIDDEN, 1, output_size=2)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (("4", HIDDEN, 1), "input_size"),
+        ((FEATURES, None, 1), "hidden_size"),
+        ((FEATURES, HIDDEN, 0), "num_layers"),
+        ((FEATURES, HIDDEN, -1), "num_layers"),
+        ((FEATURES, HIDDEN, "1"), "num_layers"),
+    ],
+)
+@pytest.mark.parametrize("network", [LSTM, GRU, mLSTM])
+def test_sizes_that_are_no_positive_integers_are_refused(network, arguments, name):
+    with pytest.raises(ValueError, match=f"{name} is .*; it must be an integer of at least 1"):
+        network(*arguments)
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_hidden_states_passed_as_to_torchs_networks_are_refused(bidirectional):
+    network, state = (
+        LSTM(FEATURES, HIDDEN, 1, bidirectional=bidirectional),
+        torch.zeros(1, 3, HIDDEN),
+    )
+    for given in (state, (state, state)):
+        with pytest.raises(TypeError, match=r"collect_hidden is a .*; it must be a bool"):
+            network(inputs(), given)
+
+
 @pytest.mark.parametrize("dropout", [-0.1, 1.1])
 def test_dropout_that_is_no_probability_is_refused(dropout):
-    with pytest.raises(ValueError, match="probability from 0 to 1"):
+    with pytest.raises(ValueError, match="it must be at least 0 and at most 1"):
         LSTM(FEATURES, HIDDEN, 2, dropout=dropout)
 
 

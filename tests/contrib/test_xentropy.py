@@ -200,8 +200,14 @@ def test_tensors_on_two_devices_are_refused():
 
 @pytest.mark.parametrize("smoothing", [-0.1, 1.5, float("nan")])
 def test_smoothing_that_is_no_share_is_refused(smoothing):
-    with pytest.raises(ValueError, match="share from 0 to 1"):
+    with pytest.raises(ValueError, match="it must be at least 0 and at most 1"):
         SoftmaxCrossEntropyLoss(smoothing)
+
+
+@pytest.mark.parametrize("labels", [[0, 1], None, "labels"])
+def test_labels_that_are_no_tensor_are_refused(labels):
+    with pytest.raises(TypeError, match=r"Tensor as logits and .* as labels; it takes tensors"):
+        SoftmaxCrossEntropyLoss.apply(torch.zeros(2, 3), labels)
 
 
 def test_the_module_path_is_apexs():

@@ -175,9 +175,20 @@ def test_another_activation_is_refused_with_the_choices():
         MLP(SIZES, activation="gelu")
 
 
-def test_one_size_is_refused():
-    with pytest.raises(ValueError, match="at least two"):
-        MLP([4])
+@pytest.mark.parametrize(
+    ("error", "sizes", "words"),
+    [
+        (ValueError, [4], r"mlp_sizes is \[4\]; it must have at least 2 items"),
+        (ValueError, [4, 0], r"mlp_sizes\[1\] is 0; it must be an integer of at least 1"),
+        (ValueError, ["4", 5], r"mlp_sizes\[0\] is '4'; it must be an integer"),
+        (TypeError, 4, "mlp_sizes is 4; it must be a sequence of at least 2 integers"),
+        (TypeError, "4,5", "mlp_sizes is '4,5'; it must be a sequence"),
+        (TypeError, None, "mlp_sizes is None; it must be a sequence"),
+    ],
+)
+def test_what_are_no_sizes_is_refused(error, sizes, words):
+    with pytest.raises(error, match=words):
+        MLP(sizes)
 
 
 def test_an_input_of_another_size_is_refused_with_both():

@@ -320,7 +320,27 @@ def test_a_second_call_without_a_name_changes_nothing():
     assert len(module.parametrizations.weight) == 1
 
 
-@pytest.mark.parametrize("dim", [2, -3])
+def test_a_dimension_that_one_of_all_weights_lacks_leaves_every_module_as_it_was():
+    model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.Linear(4, 3))
+    with pytest.raises(ValueError, match=r"'1\.weight' has 2 dimensions, so dim=2 is out of range"):
+        apply_weight_norm(model, dim=2)
+    assert [name for name, _ in model.named_parameters()] == [
+        "0.weight",
+        "0.bias",
+        "1.weight",
+        "1.bias",
+    ]
+
+
+@pytest.mark.parametrize("given", [None, "net", [nn.Linear(1, 1)]])
+def test_anything_but_a_module_is_refused(given):
+    with pytest.raises(TypeError, match=r"apply_reparameterization got .*a torch\.nn\.Module"):
+        apply_weight_norm(given)
+    with pytest.raises(TypeError, match=r"remove_reparameterization got .*a torch\.nn\.Module"):
+        remove_weight_norm(given)
+
+
+@pytest.mark.parametrize("dim", [2, -3, "x"])
 def test_a_dimension_out_of_range_is_refused(dim):
     with pytest.raises(ValueError, match="2 dimensions"):
         apply_weight_norm(nn.Linear(4, 3), "weight", dim=dim)

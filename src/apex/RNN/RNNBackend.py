@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from apex._core import arguments
+
 __all__ = ["RNNCell", "bidirectionalRNN", "flatten_list", "is_iterable", "stackedRNN"]
 
 Hiddens = Sequence[Any]
@@ -49,8 +51,8 @@ class RNNCell(nn.Module):
     ) -> None:
         super().__init__()
         self.gate_multiplier = gate_multiplier
-        self.input_size = input_size
-        self.hidden_size = hidden_size
+        self.input_size = arguments.integer("input_size", input_size, least=1)
+        self.hidden_size = arguments.integer("hidden_size", hidden_size, least=1)
         self.cell = cell
         self.bias = bias
         self.output_size = hidden_size if output_size is None else output_size
@@ -190,8 +192,7 @@ class stackedRNN(Stateful):
         batch_first: bool = False,
     ) -> None:
         super().__init__()
-        if not 0 <= dropout <= 1:
-            raise ValueError(f"RNN got dropout={dropout!r}; it takes a probability from 0 to 1.")
+        arguments.in_range("dropout", dropout, most=1.0)
         self.dropout = dropout
         self.batch_first = batch_first
         self.rnns = nn.ModuleList(_layers(inputRNN, num_layers))
@@ -214,6 +215,7 @@ class stackedRNN(Stateful):
             ValueError: If the input has a wrong shape or no steps.
         """
         self._check(input)
+        collect_hidden = arguments.flag("collect_hidden", collect_hidden)
         steps = list(input.unbind(1 if self.batch_first else 0))
         if reverse:
             steps.reverse()
@@ -290,6 +292,7 @@ def flatten_list(tens_list: Tensor | Sequence[Tensor]) -> Tensor:
 
 
 def _layers(first: RNNCell | list[RNNCell], num_layers: int) -> list[RNNCell]:
+    arguments.integer("num_layers", num_layers, least=1)
     if isinstance(first, RNNCell):
         return [first, *(first.new_like(first.output_size) for _ in range(num_layers - 1))]
     if not isinstance(first, list):

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from apex._core import arguments
+
 Activation = Literal["none", "relu", "sigmoid"]
 
 _CODES: dict[str, int] = {"none": 0, "relu": 1, "sigmoid": 2}
@@ -107,8 +109,8 @@ class MLP(nn.Module):
         activation: ``"none"``, ``"relu"`` or ``"sigmoid"``, after every layer including the last.
 
     Raises:
-        TypeError: If the activation is invalid.
-        ValueError: If there are fewer than two sizes.
+        TypeError: If the activation is invalid, or the sizes are no sequence.
+        ValueError: If there are fewer than two sizes, or one is no positive integer.
     """
 
     def __init__(
@@ -119,17 +121,13 @@ class MLP(nn.Module):
             raise TypeError(
                 f"MLP got activation={activation!r}; it takes 'none', 'relu' or 'sigmoid'."
             )
-        if len(mlp_sizes) < 2:
-            raise ValueError(
-                f"MLP got mlp_sizes={mlp_sizes!r}; it takes at least two: input and output size."
-            )
-        self.mlp_sizes = list(mlp_sizes)
+        self.mlp_sizes = arguments.sizes("mlp_sizes", mlp_sizes, count=2)
         self.num_layers = len(self.mlp_sizes) - 1
-        self.bias = 1 if bias else 0
+        self.bias = int(arguments.flag("bias", bias))
         self.activation = _CODES[activation]
-        for layer, (before, after) in enumerate(itertools.pairwise(mlp_sizes)):
+        for layer, (before, after) in enumerate(itertools.pairwise(self.mlp_sizes)):
             self.register_parameter(f"weight_{layer}", nn.Parameter(torch.empty(after, before)))
-            if bias:
+            if self.bias:
                 self.register_parameter(f"bias_{layer}", nn.Parameter(torch.empty(after)))
         self.reset_parameters()
 

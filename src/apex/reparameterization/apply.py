@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from torch import nn
 
+from apex._core import arguments
 from apex.reparameterization.reparameterization import Reparameterization, attached, detach
 from apex.reparameterization.weight_norm import WeightNorm
 
@@ -60,10 +61,14 @@ def apply_reparameterization(
     """Applies a class of rules to weights; for other arguments, see `apply_weight_norm`.
 
     Raises:
-        TypeError: If ``reparameterization`` is not given.
+        TypeError: If ``module`` is not a module, or ``reparameterization`` is not given.
     """
+    arguments.module("apply_reparameterization", module)
     plain = [found for found, _ in module.named_parameters() if _is_plain(found)]
-    for each in [name] if name else plain:
+    names = [name] if name else plain
+    for each in names:  # all before the first changes
+        Reparameterization.find(module, each, dim)
+    for each in names:
         Reparameterization.apply(module, each, dim, reparameterization, hook_child)
     return module
 
@@ -75,6 +80,7 @@ def remove_reparameterization(
     remove_all: bool = False,
 ) -> M:
     """Removes reparameterizations of a class; for other arguments, see `remove_weight_norm`."""
+    arguments.module("remove_reparameterization", module)
     if name and not remove_all:
         owner, own_name = Reparameterization.get_module_and_name(module, name)
         if not isinstance(attached(owner, own_name), reparameterization):

@@ -82,11 +82,30 @@ class Reparameterization:
             ValueError: If the parameter does not exist, is already reparameterized, or does not
                 have ``dim``.
         """
+        found = Reparameterization.find(module, name, dim)
         if reparameterization is None:
             raise TypeError(
                 "apply_reparameterization got no reparameterization. Pass a class such as "
                 "WeightNorm."
             )
+        if found is None:
+            return None
+        owner, own_name, weight = found
+        dim = None if dim is None else dim % weight.dim()
+        place = (own_name, dim, owner) if hook_child else (name, dim, module)
+        rule = reparameterization(*place)
+        # Before torch does: it takes a NotImplementedError for permission to keep the weight.
+        names, _ = rule.reparameterize(own_name, weight, dim)
+        rule.reparameterization_names = list(names)
+        _attach(owner, own_name, rule)
+        return rule
+
+    @staticmethod
+    def find(module: Any, name: str, dim: int | None) -> tuple[Any, str, Tensor] | None:
+        """Returns the submodule, name and value of a parameter to reparameterize; changes nothing.
+
+        None for a vector, an embedding or an empty name. Raises as :meth:`apply`.
+        """
         owner, own_name = Reparameterization.get_module_and_name(module, name)
         if owner is None:
             return None
@@ -101,18 +120,13 @@ class Reparameterization:
         # Embeddings look up rows, often with sparse gradients.
         if weight.dim() < 2 or isinstance(owner, (nn.Embedding, nn.EmbeddingBag)):
             return None
-        if dim is not None and not -weight.dim() <= dim < weight.dim():
+        accepted = range(-weight.dim(), weight.dim())
+        if dim is not None and dim not in accepted:
             raise ValueError(
-                f"{name!r} has {weight.dim()} dimensions, so dim={dim} is out of range."
+                f"{name!r} has {weight.dim()} dimensions, so dim={dim!r} is out of range. Pass one "
+                f"of {accepted[0]} to {accepted[-1]}, or None for one norm of the whole weight."
             )
-        dim = None if dim is None else dim % weight.dim()
-        place = (own_name, dim, owner) if hook_child else (name, dim, module)
-        rule = reparameterization(*place)
-        # Before torch does: it takes a NotImplementedError for permission to keep the weight.
-        names, _ = rule.reparameterize(own_name, weight, dim)
-        rule.reparameterization_names = list(names)
-        _attach(owner, own_name, rule)
-        return rule
+        return owner, own_name, weight
 
     @staticmethod
     def get_module_and_name(module: Any, name: str) -> tuple[Any, Any]:

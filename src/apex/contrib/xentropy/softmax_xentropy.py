@@ -6,11 +6,13 @@ Source: Szegedy et al., "Rethinking the Inception Architecture", arXiv:1512.0056
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from apex._core.arguments import in_range, kind
 from apex._core.dtypes import CASTABLE, LOW_PRECISION
 
 
@@ -41,7 +43,7 @@ class SoftmaxCrossEntropyLoss(nn.Module, metaclass=_WithApply):
         self, smoothing: float = 0.0, padding_idx: int = 0, half_to_float: bool = False
     ) -> None:
         super().__init__()
-        _check_smoothing(smoothing)
+        in_range("smoothing", smoothing, most=1.0)
         self.smoothing = smoothing
         self.padding_idx = padding_idx
         self.half_to_float = half_to_float
@@ -66,7 +68,7 @@ def _row_losses(
     half_to_float: bool = False,
 ) -> Tensor:
     """Returns the losses; arguments are those of `SoftmaxCrossEntropyLoss`."""
-    _check_smoothing(smoothing)
+    in_range("smoothing", smoothing, most=1.0)
     _check_tensors(logits, labels)
     given = logits.dtype
     wide = torch.float32 if given in LOW_PRECISION else given
@@ -79,14 +81,12 @@ def _row_losses(
     return losses if half_to_float else losses.to(given)
 
 
-def _check_smoothing(smoothing: float) -> None:
-    if not 0.0 <= smoothing <= 1.0:
-        raise ValueError(
-            f"SoftmaxCrossEntropyLoss got smoothing={smoothing}; it takes a share from 0 to 1."
+def _check_tensors(logits: Any, labels: Any) -> None:
+    if not (isinstance(logits, Tensor) and isinstance(labels, Tensor)):
+        raise TypeError(
+            f"SoftmaxCrossEntropyLoss got {kind(logits)} as logits and {kind(labels)} as labels; "
+            "it takes tensors."
         )
-
-
-def _check_tensors(logits: Tensor, labels: Tensor) -> None:
     if logits.dim() != 2 or labels.shape != logits.shape[:1]:
         raise ValueError(
             f"SoftmaxCrossEntropyLoss got logits of shape {list(logits.shape)} and labels of shape "
