@@ -503,8 +503,29 @@ def test_positional_device_ids_are_refused(alone):
 
 
 def test_anything_but_a_module_is_refused(alone):
-    with pytest.raises(TypeError, match="wraps a torch"):
+    with pytest.raises(TypeError, match=r"got list; it takes a torch\.nn\.Module"):
         DistributedDataParallel([net()])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"gradient_predivide_factor": "2"}, "gradient_predivide_factor is '2'; it must be a num"),
+        ({"gradient_predivide_factor": None}, "gradient_predivide_factor is None; it must be a"),
+        ({"delay_allreduce": "no"}, "delay_allreduce is 'no'; it must be a bool"),
+        ({"allreduce_always_fp32": "no"}, "allreduce_always_fp32 is 'no'; it must be a bool"),
+        ({"gradient_average": "no"}, "gradient_average is 'no'; it must be a bool"),
+        ({"process_group": "gloo"}, "process_group is 'gloo'; it takes the result of"),
+    ],
+)
+def test_options_of_a_wrong_type_are_refused(alone, options, words):
+    with pytest.raises(TypeError, match=words):
+        DistributedDataParallel(net(), **options)
+
+
+def test_a_module_on_the_meta_device_is_refused(alone):
+    with pytest.raises(RuntimeError, match=r"weight is on the meta device.*to_empty\(device="):
+        DistributedDataParallel(nn.Linear(2, 2, device="meta"))
 
 
 def test_an_unknown_keyword_is_refused(alone):

@@ -189,10 +189,30 @@ def test_larc_refuses_anything_but_an_optimizer():
 
 
 @pytest.mark.parametrize("name", ["trust_coefficient", "eps"])
-@pytest.mark.parametrize("value", [-1.0, float("nan"), "0.02", None])
-def test_larc_refuses_factors_that_would_step_uphill_or_fail_later(name, value):
-    with pytest.raises(ValueError, match=f"LARC got {name}={value!r}; it must be a number"):
+@pytest.mark.parametrize(
+    ("error", "value"),
+    [(ValueError, -1.0), (ValueError, float("nan")), (TypeError, "0.02"), (TypeError, None)],
+)
+def test_larc_refuses_factors_that_would_step_uphill_or_fail_later(name, error, value):
+    with pytest.raises(error, match=f"{name} is {value!r}; it must be"):
         LARC(sgd(cases.net().parameters()), **{name: value})
+
+
+def test_larc_reads_the_string_false_as_no_clipping():
+    assert not LARC(sgd(cases.net().parameters()), clip="False").clip
+    with pytest.raises(TypeError, match="clip is 'no'; it must be a bool"):
+        LARC(sgd(cases.net().parameters()), clip="no")
+
+
+def test_larc_refuses_sparse_gradients_and_changes_none():
+    model = torch.nn.Embedding(3, 2, sparse=True)
+    optimizer = LARC(sgd(model.parameters()))
+    model(torch.tensor([1])).sum().backward()
+    before, weight_decay = model.weight.grad, optimizer.param_groups[0]["weight_decay"]
+    with pytest.raises(TypeError, match=r"LARC got a sparse gradient.*sparse=False"):
+        optimizer.step()
+    assert model.weight.grad is before
+    assert optimizer.param_groups[0]["weight_decay"] == weight_decay
 
 
 def test_a_learning_rate_scheduler_takes_the_optimizer_inside():

@@ -16,7 +16,13 @@ def test_size_0_means_all_processes():
     assert create_syncbn_process_group(0) is None
 
 
-@pytest.mark.parametrize("size", [3, 5, 8, -1])
+@pytest.mark.parametrize("size", [-1, "2", None, 2.0])
+def test_a_size_that_is_no_integer_is_refused(one_of_four, size):
+    with pytest.raises(ValueError, match=f"group_size is {size!r}; it must be an integer of at l"):
+        create_syncbn_process_group(size)
+
+
+@pytest.mark.parametrize("size", [3, 5, 8])
 def test_a_size_that_does_not_divide_is_refused(one_of_four, size):
     with pytest.raises(ValueError, match=f"group_size is {size}; it must divide .* 4"):
         create_syncbn_process_group(size)

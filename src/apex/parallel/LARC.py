@@ -5,7 +5,6 @@ Source: You et al., "Large Batch Training of Convolutional Networks", arXiv:1708
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from apex._core import arguments
 from apex._engine.optimizer.optimizer_class import binding_of
 
 
@@ -45,22 +45,19 @@ class LARC:
         """Wraps ``optimizer``.
 
         Raises:
-            TypeError: If ``optimizer`` is not a ``torch.optim.Optimizer``.
-            ValueError: If ``trust_coefficient`` or ``eps`` is not a number of at least 0.
+            TypeError: If ``optimizer`` is not a ``torch.optim.Optimizer``, or an argument has the
+                wrong type.
+            ValueError: If ``trust_coefficient`` or ``eps`` is below 0.
         """
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
-                f"LARC got {type(optimizer).__name__}; it wraps a torch.optim.Optimizer."
+                f"LARC got {arguments.kind(optimizer)}; it wraps a torch.optim.Optimizer."
             )
-        factors: dict[str, Any] = {"trust_coefficient": trust_coefficient, "eps": eps}
-        for name, value in factors.items():
-            if isinstance(value, Tensor):
-                continue  # reading it may wait for the device
-            if not (isinstance(value, numbers.Real) and float(value) >= 0.0):
-                raise ValueError(f"LARC got {name}={value!r}; it must be a number of at least 0.")
+        arguments.in_range("trust_coefficient", trust_coefficient)
+        arguments.in_range("eps", eps)
+        self.clip = arguments.flag("clip", clip)
         self.optim = optimizer
         self.trust_coefficient = trust_coefficient
-        self.clip = clip
         self.eps = eps
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -102,6 +99,11 @@ class LARC:
             params = [param for param in group["params"] if param.grad is not None]
             if not params:
                 continue
+            if any(param.grad.layout is not torch.strided for param in params):
+                raise TypeError(
+                    "LARC got a sparse gradient, which has no norm that torch can compute. Use an "
+                    "embedding with sparse=False, or give it an optimizer of its own."
+                )
             param_norms = torch._foreach_norm(params)
             grad_norms = torch._foreach_norm([param.grad for param in params])
             for param, param_norm, grad_norm in zip(params, param_norms, grad_norms, strict=True):

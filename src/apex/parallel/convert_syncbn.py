@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
+from apex._core import arguments
 from apex._engine.model import is_converted
 from apex.parallel.optimized_sync_batchnorm import SyncBatchNorm
 from apex.parallel.process_groups import checked_group
@@ -39,10 +40,7 @@ def convert_syncbn_model(
             parametrization. In this case, nothing is converted.
         RuntimeError: If ``module`` itself is a batch norm that ``amp.initialize`` has prepared.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"convert_syncbn_model got {type(module).__name__}; it takes a torch.nn.Module."
-        )
+    arguments.module("convert_syncbn_model", module)
     group = checked_group(process_group)
     layers = [part for part in module.modules() if isinstance(part, _BatchNorm)]
     for layer in layers:

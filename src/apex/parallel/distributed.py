@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import parallel
 
 from apex import _unavailable
+from apex._core import arguments
 from apex._torch.ddp import SENDS_LATER
 from apex.parallel.delayed_reduction import DelayedReduction
 from apex.parallel.flat_calls import (
@@ -22,7 +23,7 @@ from apex.parallel.flat_calls import (
     unflatten,
 )
 from apex.parallel.gradient_reduction import GradientReduction, reduce_gradients
-from apex.parallel.process_groups import require_running, require_same_parameters
+from apex.parallel.process_groups import checked_group, require_running, require_same_parameters
 from apex.parallel.reducer import Reducer
 
 __getattr__ = _unavailable.names_instead(
@@ -79,9 +80,10 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     Raises:
         ValueError: If ``shared_param`` is given, options are incompatible, or a number is out of
             range.
-        TypeError: If ``module`` is not a module, or a keyword is unknown.
-        RuntimeError: If torch.distributed is not initialized, or the processes have modules with
-            different parameters.
+        TypeError: If ``module`` is not a module, an argument has the wrong type, or a keyword is
+            unknown.
+        RuntimeError: If torch.distributed is not initialized, a parameter is on the meta device,
+            or the processes have modules with different parameters.
     """
 
     def __init__(
@@ -104,12 +106,13 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         """Broadcasts rank 0's parameters and registers the gradient hooks."""
         del retain_allreduce_buffers, allreduce_communicators, gradient_average_split_factor, prof
         _check(module, message_size, shared_param)
+        delay_allreduce = arguments.flag("delay_allreduce", delay_allreduce)
         if delay_allreduce:
             _check_delay(num_allreduce_streams, allreduce_trigger_params, torch_options)
         # No group yet: this validates the factor before any communication.
         reduction = GradientReduction(
-            always_fp32=allreduce_always_fp32,
-            average=gradient_average,
+            always_fp32=arguments.flag("allreduce_always_fp32", allreduce_always_fp32),
+            average=arguments.flag("gradient_average", gradient_average),
             predivide_factor=gradient_predivide_factor,
         )
         if message_size != _MESSAGE_SIZE:
@@ -280,12 +283,15 @@ def reduce_in_fp32(model: parallel.DistributedDataParallel) -> None:
     model.register_comm_hook(reduction, _in_background)
 
 
-def _check(module: object, message_size: object, shared_param: object) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"apex.parallel.DistributedDataParallel got {type(module).__name__}; it wraps a "
-            "torch.nn.Module."
-        )
+def _check(module: nn.Module, message_size: object, shared_param: object) -> None:
+    arguments.module("apex.parallel.DistributedDataParallel", module)
+    for name, param in module.named_parameters():
+        if param.is_meta:
+            raise RuntimeError(
+                f"apex.parallel.DistributedDataParallel got a module whose parameter {name} is on "
+                "the meta device and has no values. Materialize the module first: "
+                "module.to_empty(device=...), then load its weights."
+            )
     if isinstance(message_size, bool) or not isinstance(message_size, (int, float)):
         raise TypeError(
             f"message_size is {message_size!r}; it takes a number of gradient elements. Pass "
@@ -302,7 +308,7 @@ def _check(module: object, message_size: object, shared_param: object) -> None:
 
 def _check_processes(module: nn.Module, torch_options: dict[str, Any]) -> None:
     """Raises without a process group, or if the processes have different parameters."""
-    group = torch_options.get("process_group")
+    group = checked_group(torch_options.get("process_group"))
     if torch_options.get("device_mesh") is not None or not torch_options.get("init_sync", True):
         return  # torch checks these cases
     if group is None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from apex._core import arguments
 from apex._torch import ranks
 
 if TYPE_CHECKING:
@@ -104,7 +105,8 @@ def create_syncbn_process_group(group_size: int) -> ProcessGroup | None:
         return None
     require_running("create_syncbn_process_group")
     world_size = torch.distributed.get_world_size()
-    if group_size < 0 or world_size % group_size != 0:
+    arguments.integer("group_size", group_size, least=0)
+    if world_size % group_size != 0:
         raise ValueError(
             f"group_size is {group_size}; it must divide the number of processes, {world_size}. "
             "0 synchronizes over all of them."
