@@ -195,5 +195,5 @@ def test_an_exception_leaves_no_hook_once_the_trainer_is_gone(tmp_path):
 
 
 def test_zero_skips_are_refused():
-    with pytest.raises(ValueError, match="after_skips=0"):
+    with pytest.raises(ValueError, match="after_skips is 0"):
         OverflowCallback(after_skips=0)

@@ -356,8 +356,9 @@ def test_watching_static_scales_reads_nothing_from_a_device(level):
 
 def test_bad_arguments_are_refused():
     _, optimizer = prepared("O1")
-    with pytest.raises(ValueError, match="after_skips=0"):
-        arm(optimizer, 0)
+    for after_skips in (0, "3", optimizer):
+        with pytest.raises(ValueError, match=r"after_skips is .*; it must be an integer"):
+            arm(optimizer, after_skips)
     with pytest.raises(RuntimeError, match="not prepared"):
         arm(sgd(Net()))
 

@@ -228,7 +228,7 @@ def test_no_optimizer_is_refused():
 @pytest.mark.parametrize("count", [0, -1, 1.5, "2", True])
 def test_a_count_that_is_no_integer_of_at_least_1_is_refused(name, count):
     _, optimizer = prepared("O4")
-    with pytest.raises(ValueError, match=f"got {name}={count!r}; it must be an integer"):
+    with pytest.raises(ValueError, match=f"{name} is {count!r}; it must be an integer"):
         amp.debug.History(optimizer, **{name: count})
 
 

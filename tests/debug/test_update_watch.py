@@ -378,7 +378,7 @@ def test_no_measurement_leaves_the_step_alone():
     assert not loop.optimizer._optimizer_step_pre_hooks
     loop.step(*batch())
     assert [item.weights for item in history.modules] == [0]
-    with pytest.raises(ValueError, match="updates_every=0"):
+    with pytest.raises(ValueError, match="updates_every is 0"):
         amp.debug.History(loop.optimizer, updates_every=0)
 
 

@@ -91,10 +91,11 @@ def test_a_model_that_must_be_copied_and_cannot_is_refused_with_the_remedy(modul
         ("raise SystemExit(7)\n", "Executing .* failed: SystemExit: 7"),
         ("model = 1\n", r"no function setup\(\).*no optimizer, batches, loss"),
         ("def setup():\n    return 1, 2\n", "returned tuple; it must return model, optimizer"),
+        ("import torch\nsetup = torch.nn.ReLU()\n", r"setup\(\) raised TypeError"),
         (TARGET + "model = 3\n", "model is int, not a torch.nn.Module"),
         (TARGET + "loss = 3\nbatches = 4\n", "batches is int.*; loss is int"),
     ],
-    ids=["raises", "import", "exit", "nothing", "two", "model", "several"],
+    ids=["raises", "import", "exit", "nothing", "two", "module", "model", "several"],
 )
 def test_a_target_that_gives_no_experiment_is_refused(tmp_path, text, message):
     with pytest.raises(TargetError, match=message), open_target(written(tmp_path, text)):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from apex._core.arguments import integer
 from apex._engine.events import ScaleUpdate
 from apex._engine.optimizer.optimizer_class import binding_of
 from apex._torch.dispatch_modes import suspend_modes
@@ -92,8 +93,7 @@ def arm(
         True
         >>> handle.disarm()
     """
-    if after_skips < 1:
-        raise ValueError(f"amp.debug.arm got after_skips={after_skips}; it must be at least 1.")
+    integer("after_skips", after_skips, least=1)
     if model is None and binding_of(inner(optimizer)) is None:
         raise RuntimeError(
             "amp.debug.arm got an optimizer that amp has not prepared. Pass it to "

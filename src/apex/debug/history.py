@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import numbers
 import statistics
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from apex._core import finite
+from apex._core.arguments import integer
 from apex._core.foreach import norms
 from apex._engine.readback import Readback
 from apex._torch import dtensor
@@ -109,8 +109,9 @@ class History:
         updates_every: int | None = EVERY,
         limit: int | None = None,
     ) -> None:
-        _check_count("updates_every", updates_every, without="for no measurement")
-        _check_count("limit", limit, without="to keep all")
+        for name, value in (("updates_every", updates_every), ("limit", limit)):
+            if value is not None:
+                integer(name, value, least=1, others=", or None")
         if not optimizers:
             raise ValueError(
                 "amp.debug.History got no optimizer. Pass one or more: History(optimizer)."
@@ -296,14 +297,3 @@ def _plain(item: Pass) -> dict[str, Any]:
         name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in values
     }
-
-
-def _check_count(name: str, value: object, *, without: str) -> None:
-    """Raises ValueError unless ``value`` is None or an integer of at least 1."""
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
-        raise ValueError(
-            f"amp.debug.History got {name}={value!r}; it must be an integer of at least 1, or None "
-            f"{without}."
-        )

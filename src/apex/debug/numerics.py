@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from apex._core import dtypes, finite
+from apex._core import arguments, dtypes, finite
 from apex._core.param_groups import params_of
 from apex._engine.optimizer.optimizer_class import binding_of
 from apex._torch import copies, dtensor
@@ -117,10 +117,7 @@ def check_numerics(model: nn.Module, optimizer: Any = None) -> Numerics:
         Not finite:
           weight (parameter, float32): 1 nan of 2
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"amp.debug.check_numerics got {type(model).__name__}; it takes a torch.nn.Module."
-        )
+    arguments.module("amp.debug.check_numerics", model)
     tensors = [*_of_model(model), *(() if optimizer is None else _of_optimizer(model, optimizer))]
     held = [
         (name, role, finite.summed_values(dtensor.local(tensor.detach())))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from apex._core import finite
+from apex._core.arguments import integer
 from apex._core.foreach import norms
 from apex._torch import dtensor, ranks
 from apex._torch.dynamo import untraced
@@ -72,8 +73,7 @@ class OverflowCallback(TrainerCallback):
     """
 
     def __init__(self, after_skips: int = 3) -> None:
-        if after_skips < 1:
-            raise ValueError(f"OverflowCallback got after_skips={after_skips}; at least 1.")
+        integer("after_skips", after_skips, least=1)
         self.trace: OverflowTrace | None = None
         self.path: Path | None = None
         self._after_skips = after_skips

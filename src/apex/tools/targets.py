@@ -190,7 +190,9 @@ def _made(target: str, module: ModuleType, function: str) -> Experiment:
     try:
         given = maker()
     except Exception as error:
-        raise TargetError(f"{target}: {maker.__name__}() raised {format_error(error)}") from error
+        raise TargetError(
+            f"{target}: {function or FUNCTION}() raised {format_error(error)}"
+        ) from error
     return _checked(target, given)
 
 
