@@ -165,6 +165,15 @@ def test_the_state_dict_is_exact_in_fp32_and_loading_sets_masters(level, on_two_
         assert same(weights, of_origin)
 
 
+def test_masters_of_another_model_have_no_view():
+    model, _ = prepared("O5", net())
+    other, optimizer = prepared("O5", net())
+    with pytest.raises(ValueError, match="masters of a model that was not passed"):
+        with_masters(model, optimizer)
+    with pytest.raises(TypeError, match=r"with_masters got list; it takes a torch\.nn\.Module"):
+        with_masters([other], optimizer)
+
+
 def test_the_view_names_the_masters_and_leaves_the_model_alone():
     model, optimizer = prepared("O5", net())
     run(model, optimizer, BEFORE)

@@ -287,9 +287,12 @@ def test_model_gradients_stay_low_precision_and_are_unscaled_after_the_block(lev
     assert all(torch.equal(p.grad, m.grad.to(p.dtype)) for p, m in pairs)
 
 
+@pytest.mark.parametrize("after_delay", [False, True])
 @pytest.mark.parametrize("level", cases.LEVELS)
-def test_a_block_inside_another_of_the_same_optimizer_is_refused(level):
+def test_a_block_inside_another_of_the_same_optimizer_is_refused(level, after_delay):
     model, optimizer = cases.prepared(level)
+    if after_delay:
+        cases.backward(model, optimizer, *cases.batch(), delay_unscale=True)
     loss = cases.loss_of(model, *cases.batch())
     inner = amp.scale_loss(loss, optimizer)
     with (

@@ -91,7 +91,10 @@ class BackwardPass(ExitStack):
                 mix before either is unscaled.
         """
         for binding in self._bindings:
-            if binding.gradients.state is GradState.OPEN:
+            opened = binding.gradients.open_pass
+            # While a pass continues delayed ones, its gradients' state is theirs.
+            going_on = opened is not None and not opened.delayed
+            if going_on or binding.gradients.state is GradState.OPEN:
                 raise RuntimeError(
                     "amp.scale_loss was entered inside another amp.scale_loss block of the same "
                     "optimizer. Close the first block before the second, or add up the losses in "

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from apex._core import arguments
 from apex._engine.optimizer.optimizer_class import binding_of
 from apex.amp.optimizers import unwrap
 
@@ -25,6 +26,10 @@ def with_masters(model: nn.Module, *optimizers: Any) -> nn.Module:
         model: A prepared model, without a wrapper such as DistributedDataParallel.
         optimizers: Its optimizers; ones without masters (O1, O4) have no effect.
 
+    Raises:
+        TypeError: If ``model`` is not a module, or an optimizer not an optimizer.
+        ValueError: If an optimizer has masters of another model only.
+
     Example::
 
         view = with_masters(model, optimizer)
@@ -40,9 +45,16 @@ def with_masters(model: nn.Module, *optimizers: Any) -> nn.Module:
         )
         amp.load_state_dict(states["amp"])
     """
+    arguments.module("with_masters", model)
     bindings = (binding_of(unwrap(optimizer)) for optimizer in optimizers)
     pairs = [pair for binding in bindings if binding is not None for pair in binding.pairs]
     view = _view(model, {id(pair.model): pair.master for pair in pairs}, {})
+    held = set(map(id, view.parameters()))
+    if pairs and not any(id(pair.master) in held for pair in pairs):
+        raise ValueError(
+            "with_masters got optimizers with masters of a model that was not passed. Pass the "
+            "model that amp.initialize returned with them."
+        )
     view.__dict__["state_dict"] = model.state_dict
     view.__dict__["load_state_dict"] = model.load_state_dict
     return view
