@@ -92,9 +92,8 @@ class BackwardPass(ExitStack):
         """
         for binding in self._bindings:
             opened = binding.gradients.open_pass
-            # While a pass continues delayed ones, its gradients' state is theirs.
-            going_on = opened is not None and not opened.delayed
-            if going_on or binding.gradients.state is GradState.OPEN:
+            # While a pass continues delayed ones, the state of its gradients is theirs.
+            if binding.gradients.state is GradState.OPEN or (opened is not None and opened.is_open):
                 raise RuntimeError(
                     "amp.scale_loss was entered inside another amp.scale_loss block of the same "
                     "optimizer. Close the first block before the second, or add up the losses in "
@@ -129,6 +128,11 @@ class BackwardPass(ExitStack):
     def delayed(self) -> bool:
         """Whether the block has ended and left its gradients scaled."""
         return self._delayed
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the block has been entered and not left."""
+        return self in self._scaler.open_blocks
 
     @property
     def waits(self) -> bool:

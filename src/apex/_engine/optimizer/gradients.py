@@ -43,6 +43,10 @@ class OpenPass(Protocol):
     """A backward pass whose gradients are not unscaled yet."""
 
     @property
+    def is_open(self) -> bool:
+        """Whether its block has been entered and not left."""
+
+    @property
     def delayed(self) -> bool:
         """Whether its block has ended, so that a later pass may continue it."""
 
