@@ -1,5 +1,6 @@
 """Mistakes in a loop that raise nothing are found without a host read, and warned of once."""
 
+import copy
 import re
 import warnings
 
@@ -75,6 +76,27 @@ def swapped(model, optimizer, x, y):
     cases.backward(model, optimizer, x, y)
 
 
+def no_backward(model, optimizer, x, y):
+    optimizer.zero_grad()
+    with amp.scale_loss(cases.loss_of(model, x, y), optimizer):
+        pass
+    optimizer.step()
+
+
+def cleared_inside(model, optimizer, x, y):
+    with amp.scale_loss(cases.loss_of(model, x, y), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        optimizer.zero_grad()
+    optimizer.step()
+
+
+def of_a_copy(model, optimizer, x, y):
+    copied = copy.deepcopy(model)
+    with amp.scale_loss(cases.loss_of(copied, x, y), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+
+
 def assert_warns_once(level, train, message, optimizer="SGD", **options):
     """Three iterations warn once, at a line of this file, without a host read."""
     pair = cases.prepared(level, cases.OPTIMIZERS[optimizer], **options)
@@ -114,8 +136,20 @@ def test_clipping_the_masters_inside_the_block_is_warned_of():
 
 
 @EVERY
-def test_a_step_before_any_backward_pass_is_warned_of(level):
-    assert_warns_once(level, swapped, EMPTY)
+@pytest.mark.parametrize("train", [swapped, no_backward, cleared_inside, of_a_copy])
+def test_a_step_before_any_backward_pass_is_warned_of(level, train):
+    assert_warns_once(level, train, EMPTY)
+
+
+@EVERY
+def test_one_of_two_optimizers_without_a_gradient_is_no_mistake(level):
+    model = cases.net()
+    halves = [cases.OPTIMIZERS["SGD"](part.parameters()) for part in (model[:2], model[2:])]
+    model, optimizers = amp.initialize(model, halves, opt_level=level, verbosity=0)
+    with amp.scale_loss(model[0].weight.float().pow(2).mean(), optimizers) as scaled_loss:
+        scaled_loss.backward()
+    for optimizer in reversed(optimizers):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("level", ["O0", "O3", "O4", "O5"])

@@ -57,8 +57,10 @@ class Mistake(enum.Enum):
         "'O5' instead of 'O2'."
     )
     STEP_BEFORE_BACKWARD = (
-        "optimizer.step() was called before any backward pass. No parameter has a gradient, so the "
-        "step changes nothing. Call it after the backward pass:\n" + BLOCK + "    optimizer.step()"
+        "optimizer.step() was called before any backward pass, or after zero_grad(). No parameter "
+        "has a gradient, so the step changes nothing. Call it after the backward pass:\n"
+        + BLOCK
+        + "    optimizer.step()"
     )
 
 
@@ -154,13 +156,13 @@ def inspect_step(
     *,
     needs_scale: bool,
 ) -> None:
-    """Warns of a step of an optimizer that no ``scale_loss`` block has used yet.
+    """Warns of an optimizer's first step, or one that no ``scale_loss`` block has used yet.
 
     Args:
         mistakes: Those of the session.
-        has_grads: Returns whether a parameter that the optimizer steps has a gradient.
+        has_grads: Returns whether a parameter that is stepped has a gradient.
         groups: The optimizer's groups.
-        needs_scale: Whether the session's gradients are fp16 and its losses scaled.
+        needs_scale: Whether gradients are fp16, losses scaled, and no block has used the optimizer.
     """
     if not has_grads():
         mistakes.warn(Mistake.STEP_BEFORE_BACKWARD)

@@ -55,7 +55,8 @@ def step(binding: Binding, run: Run, closure: Closure | None) -> Any:
     if closure is not None:
         return _step_with_closure(binding, run, closure)
     binding.settle()
-    if not binding.gradients.used:
+    gradients = binding.gradients
+    if not (gradients.used and gradients.overflow.steps):
         _inspect(binding)
     off = UncastBlock()
     one_pass: list[OnePassStep] = []
@@ -137,12 +138,15 @@ def _begin_one_pass(
 
 @untraced
 def _inspect(binding: Binding) -> None:
-    if binding.owner is not None:
+    owner, used = binding.owner, binding.gradients.used
+    if owner is not None:
+        # Of several optimizers that a block names, one may have no gradient yet.
+        stepped = owner.bindings if used else [binding]
         inspect_step(
-            binding.owner.mistakes,
-            binding.gradients.has_grads,
+            owner.mistakes,
+            lambda: any(each.gradients.has_grads() for each in stepped),
             binding.optimizer.param_groups,
-            needs_scale=binding.owner.needs_scale,
+            needs_scale=owner.needs_scale and not used,
         )
 
 
