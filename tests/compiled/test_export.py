@@ -82,6 +82,15 @@ def test_traced_prepared_model_keeps_its_casts_without_the_session(level):
     assert same(loaded(batch(3)), wanted)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_prepared_model_is_not_scripted(level):
+    model, _ = of_one_level(level)
+    for given in (model, torch.nn.Sequential(model)):
+        with pytest.raises(RuntimeError, match=r"amp has prepared.*script the plain.*amp\.restore"):
+            torch.jit.script(given)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_restored_model_is_exported_traced_and_scripted_in_fp32(level):
     model, optimizer = of_one_level(level)

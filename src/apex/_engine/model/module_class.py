@@ -16,7 +16,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +63,14 @@ class ConvertedModule(nn.Module):
         except _AnotherDtype as asked:
             state.compute_in(self, asked.dtype)
         return super()._apply(_keeping(fn, state), recurse)  # type: ignore[no-untyped-call]
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Refuses ``torch.jit.script``, which would fail over the class's own attributes."""
+        raise RuntimeError(
+            f"torch.jit.script got the model {type(self).__name__}, which amp has prepared and "
+            "which casts in Python. Use torch.compile, torch.jit.trace or torch.export, or script "
+            "the plain fp32 model: amp.restore(model)."
+        )
 
     @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
