@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, TypeGuard
 
 import torch
@@ -55,19 +55,20 @@ def _is_truth(value: Any) -> bool:
 
 
 def sizes(name: str, value: Any, *, count: int = 1) -> list[int]:
-    """Returns a sequence of at least ``count`` positive integers as a list.
+    """Returns at least ``count`` positive integers as a list.
 
     Raises:
-        TypeError: If it is no sequence of integers.
+        TypeError: If ``value`` is no sequence of integers.
         ValueError: If there are too few, or one is not positive.
     """
-    if not isinstance(value, Sequence) or isinstance(value, str):
+    if not isinstance(value, Iterable) or isinstance(value, str):
         raise TypeError(
             f"{name} is {shown(value)}; it must be a sequence of at least {count} integers."
         )
-    if len(value) < count:
-        raise ValueError(f"{name} is {shown(value)}; it must have at least {count} items.")
-    return [integer(f"{name}[{index}]", size, least=1) for index, size in enumerate(value)]
+    found = [integer(f"{name}[{index}]", size, least=1) for index, size in enumerate(value)]
+    if len(found) < count:
+        raise ValueError(f"{name} is {found}; it must have at least {count} items.")
+    return found
 
 
 def integer(name: str, value: Any, *, least: int, others: str = "") -> int:

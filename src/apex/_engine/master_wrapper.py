@@ -26,7 +26,7 @@ def dynamic_options(given: Any, accepted: Collection[str]) -> dict[str, Any]:
 
 
 def check_state(state_dict: Any, keys: Iterable[str]) -> None:
-    """Raises ValueError unless a state dict has all keys and a valid optimizer's state."""
+    """Raises ValueError unless ``state_dict`` is a dict with all ``keys``."""
     missing = [key for key in keys if not isinstance(state_dict, Mapping) or key not in state_dict]
     if missing:
         raise ValueError(
