@@ -131,6 +131,7 @@ KNOWN = {
     "torch.autograd.graph._engine_run_backward": (AUTOGRAD, "plain_run_backward"),
     "torch._C._autograd": (DEBUG, TOOL),
     "torch._dynamo.config": (TRACING, "before torch 2.8 it lists the classes that are traced"),
+    "torch._functorch.config": (TRACING, "turns a look off that refuses subclasses, from 2.13 on"),
     "torch._guards": (TRACING, "asked only where dynamo is loaded"),
     "torch._fused_adagrad_": (FOREACH, FUSED),
     "torch._fused_adam_": (FOREACH, FUSED),

@@ -9,6 +9,7 @@ from tests.compiled.cases import SAME_GRAPHS, assert_close, compiled, graph_brea
 from tests.training.cases import (
     LEVELS,
     OPTIMIZERS,
+    backward,
     batches,
     loss_of,
     masters,
@@ -98,6 +99,47 @@ def test_accumulating_clipping_and_two_losses_compile(level):
         if norm.isfinite():
             assert_close(ours_norm, norm, level)
     assert_close(masters(ours[1]), masters(reference[1]), level)
+
+
+def _clips_norms(params):
+    torch.nn.utils.clip_grad_norm_(params, 0.1, foreach=True)
+
+
+def _clips_values(params):
+    torch.nn.utils.clip_grad_value_(params, 0.01, foreach=True)
+
+
+def _writes_grad_data(params):
+    for param in params:
+        param.grad.data.clamp_(-0.01, 0.01)
+
+
+@pytest.fixture
+def checked_inputs():
+    """The process as torch starts it, whatever sessions before this one have set."""
+    config = torch._functorch.config
+    if not hasattr(config, "check_custom_op_aliasing"):
+        yield
+        return
+    with config.patch(check_custom_op_aliasing=True):
+        yield
+
+
+@pytest.mark.parametrize("write", [_clips_norms, _clips_values, _writes_grad_data])
+@pytest.mark.parametrize("of", ["model", "masters"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_compiled_code_changes_gradients_as_eager(level, of, write, checked_inputs):
+    def train(run):
+        model, optimizer = prepared(level, loss_scale="dynamic")
+        for x, y in batches(3):
+            optimizer.zero_grad()
+            backward(model, optimizer, x, y)
+            run(list(model.parameters() if of == "model" else amp.master_params(optimizer)))
+            optimizer.step()
+        return masters(optimizer)
+
+    run, _ = compiled(write, fullgraph=False)
+    assert_close(train(run), train(write), level)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

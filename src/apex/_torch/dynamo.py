@@ -107,9 +107,11 @@ def allow_subclass_inputs() -> None:
     torch 2.13 looks for aliases that custom operators return in a mode that refuses such inputs.
     The look has no effect but a warning.
     """
-    config: Any = sys.modules.get("torch._functorch.config")
-    if getattr(config, "check_custom_op_aliasing", False):
-        config.check_custom_op_aliasing = False
+    from torch._functorch import config
+
+    settings: Any = config
+    if getattr(settings, "check_custom_op_aliasing", False):
+        settings.check_custom_op_aliasing = False
 
 
 def make_traceable(kind: type[torch.Tensor]) -> None:

@@ -18,7 +18,7 @@ from apex._engine.optimizer.gradient_pass import GradientPass
 from apex._engine.optimizer.overflow_flag import OverflowFlag
 from apex._torch import parameters
 from apex._torch.counted import count_writes, uncount_writes
-from apex._torch.dynamo import untraced
+from apex._torch.dynamo import allow_subclass_inputs, untraced
 from apex._torch.overrides import without_overrides
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ class Gradients:
     """
 
     def __init__(self, stepped: Binding) -> None:
+        allow_subclass_inputs()  # a compiled clip takes counted gradients
         self._stepped = weakref.ref(stepped)
         self.state = GradState.READY
         self.open_pass: OpenPass | None = None
