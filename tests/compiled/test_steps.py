@@ -114,6 +114,16 @@ def _writes_grad_data(params):
         param.grad.data.clamp_(-0.01, 0.01)
 
 
+def _writes_data(params):
+    for param in params:
+        param.data.clamp_(-0.2, 0.2)
+
+
+@torch.no_grad()
+def _scales_at_once(params):
+    torch._foreach_mul_(params, 0.9)
+
+
 @pytest.fixture
 def checked_inputs():
     """The process as torch starts it, whatever sessions before this one have set."""
@@ -140,6 +150,20 @@ def test_compiled_code_changes_gradients_as_eager(level, of, write, checked_inpu
 
     run, _ = compiled(write, fullgraph=False)
     assert_close(train(run), train(write), level)
+
+
+@pytest.mark.parametrize("write", [_writes_data, _scales_at_once])
+@pytest.mark.parametrize("kind", ["split", "stochastic"])
+def test_compiled_code_writes_packed_masters_as_eager(kind, write):
+    def train(run):
+        model, optimizer = prepared("O5", master_weights=kind)
+        for x, y in batches(3):
+            train_step(model, optimizer, x, y)
+            run(list(amp.master_params(optimizer)))
+        return [*masters(optimizer), model(x)]
+
+    run, _ = compiled(write, fullgraph=False)
+    assert same(train(run), train(write))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -14,6 +14,7 @@ from torch.autograd.graph import increment_version
 
 from apex._torch import blocks
 from apex._torch.dispatch_modes import OPERANDS
+from apex._torch.dynamo import untraced
 from apex._torch.parameters import allow_foreach
 
 _MAKERS = frozenset(
@@ -105,6 +106,7 @@ class Packed(Tensor):
         """Does nothing: :meth:`__new__` has made the tensor."""
 
     @classmethod
+    @untraced  # which compiled code would run one frame at a time
     def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
