@@ -70,6 +70,24 @@ def test_no_sync_of_compiled_models_is_that_of_eager_ones(on_two_ranks, level, w
         )
 
 
+def accumulate_in_code_of_another(rank, level, where, count):
+    try:
+        for _ in range(count):  # the later ones in the code that was traced for the first
+            model, optimizer = prepare(level, seed=rank)
+            result = accumulate(rank, COMPILED[where](model), optimizer, model)
+        return {"model": result["model"], "masters": result["masters"]}
+    finally:
+        torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("where", COMPILED)
+@pytest.mark.parametrize("level", ENTRIES)
+def test_compiled_models_that_share_code_each_accumulate_without_sync(on_two_ranks, level, where):
+    first, second = on_two_ranks(accumulate_in_code_of_another, level, where, 2)
+    assert first == second
+    assert first == on_two_ranks(accumulate_in_code_of_another, level, where, 1)[0]
+
+
 # -- copies, several wrappers ----------------------------------------------------------------
 
 

@@ -35,7 +35,7 @@ from apex._engine.optimizer.binding import Binding
 from apex._engine.optimizer.optimizer_class import AmpOptimizer
 from apex._engine.scaler import Scaler, scaler_for
 from apex._engine.undo import Undo, all_or_nothing
-from apex._torch import fsdp
+from apex._torch import ddp, fsdp
 from apex._torch.ddp import Communication
 from apex._torch.dynamo import before_each_run
 from apex._torch.modules import named_modules, named_tensors
@@ -371,6 +371,8 @@ class Session:
 
     def runs_under(self, wrapper: Wrapper, *, traced: bool = False) -> None:
         self._communicator.note(wrapper, traced=traced)
+        if traced:
+            before_each_run(ddp.note_compiled_run)
 
     def convert_late(self, params: Iterable[Tensor]) -> None:
         self._communicator.forget_users()  # they may belong to another wrapper
