@@ -312,6 +312,21 @@ def test_large_weights_swapped_for_an_evaluation_leave_the_masters_bit_identical
     assert cases.same(cases.masters(optimizer), before)
 
 
+@pytest.mark.parametrize("kind", PACKED)
+def test_weights_that_exchange_their_memory_exchange_their_values(kind):
+    model, optimizer = prepared(kind, model=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    first, second = model[0].weight, model[1].weight
+    values = first.detach().clone(), second.detach().clone()
+    first.data, second.data = second.data, first.data
+    model[0].bias.data, given_away = torch.ones(4).bfloat16(), model[0].bias.data
+    kept = given_away.clone()
+    cases.backward(model, optimizer, torch.ones(2, 4), torch.ones(2, 4))
+    assert cases.same([second.detach(), first.detach()], [*values])
+    assert cases.same(given_away, kept)
+    stepped = [param.bfloat16() for param in cases.masters(optimizer)]
+    assert cases.same(stepped, cases.values(model.parameters()))
+
+
 def test_zeros_that_a_script_writes_uncounted_are_zeros_in_the_masters():
     """Their lower halves stay: of a weight pruned through ``data``, half of them are negative."""
     model, optimizer = prepared("split")

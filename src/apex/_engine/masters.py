@@ -284,11 +284,13 @@ def read_model(pairs: Iterable[TrackedPair], *, alike: bool = False) -> None:
 
 def _follow_model(pair: TrackedPair, *, low_bits: bool) -> None:
     packing = pair.packing
-    if packing is None or not pair.is_shared:
+    if packing is not None and pair.is_shared:
+        packing.follow(keep_low=low_bits)
+    else:
+        if packing is not None:
+            packing.high = packing.high.clone()  # another weight may have got the old memory
         rounding.update_master(pair.model, pair.master, keep_low_bits=low_bits)
         pair.share(write=False)
-    else:
-        packing.follow(keep_low=low_bits)
     pair.mark_synced()
 
 
