@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from apex import amp
+from apex._engine.optimizer import one_pass
 from tests.training import cases
 from tests.training.test_cost import HostReads
 
@@ -190,6 +191,33 @@ def test_a_mask_zeroes_elements_that_round_to_zero_as_well(level):
     param.grad *= torch.tensor([[0.0], [1.0]])
     assert not list(amp.master_params(optimizer))[2].grad[0].any()
     assert torch.equal(master.grad[1], kept[1])
+
+
+def _exchanges(first, second):
+    first.grad, second.grad = second.grad, first.grad
+
+
+def _shares(first, second):
+    first.grad = second.grad
+
+
+@levels
+@scales
+@pytest.mark.parametrize("least_elements", [one_pass.least_elements, 1])
+@pytest.mark.parametrize("move", [_exchanges, _shares])
+def test_gradients_given_to_other_parameters_reach_their_masters(
+    level, scale, move, least_elements, monkeypatch
+):
+    monkeypatch.setattr(one_pass, "least_elements", least_elements)
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    model, optimizer = after_backward(
+        level, scale, make_optimizer=cases.OPTIMIZERS["fused SGD"], model=layers
+    )
+    move(model[0].weight, model[1].weight)
+    moved = cases.grads([model[0].weight, model[1].weight])
+    optimizer.step()
+    masters = list(amp.master_params(optimizer))
+    assert cases.same([masters[0].grad.to(low_of(model)), masters[2].grad.to(low_of(model))], moved)
 
 
 @levels

@@ -95,13 +95,14 @@ class TrackedPair:
             (``dist.broadcast(p.data)``) are found by comparing values.
         mirrors_grad: Whether the model's gradient mirrors the master's; see
             Note [Gradients of a pair].
+        mirror_id: The ``id`` of the gradient that does.
         kind: How the master is packed; ``None`` for a plain one.
         packing: The packed master's values.
     """
 
     __slots__ = (
         *("__weakref__", "_master_version", "_model_alias", "_model_address", "_model_version"),
-        *("low_bits", "master", "model", "new", "mirrors_grad", "kind", "packing"),
+        *("low_bits", "master", "model", "new", "mirror_id", "mirrors_grad", "kind", "packing"),
     )
 
     def __init__(
@@ -118,6 +119,7 @@ class TrackedPair:
         self.low_bits = True
         self.new = True
         self.mirrors_grad = False
+        self.mirror_id = 0
         self.mark_synced()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -222,7 +224,7 @@ def rebuild_pair(
         parameters.swap(made, master.make_packed(model, made.detach(), kind))
     pair = TrackedPair.__new__(TrackedPair)
     pair.model, pair.master, pair.kind, pair.packing = model, made, kind, _packing_of(made)
-    pair.new, pair.low_bits, pair.mirrors_grad = new, low_bits, False
+    pair.new, pair.low_bits, pair.mirrors_grad, pair.mirror_id = new, low_bits, False, 0
     pair.share(write=True)
     pair.mark_synced()
     return pair

@@ -44,6 +44,7 @@ def mark(pairs: Iterable[TrackedPair]) -> None:
         grad = pair.model.grad
         pair.mirrors_grad = grad is not None
         if grad is not None:
+            pair.mirror_id = id(grad)
             setattr(grad, _MARK, grad._version)
             count_writes(grad)
 
@@ -65,16 +66,19 @@ def is_included(grad: Tensor) -> bool:
     return bool(getattr(grad, _MARK, None) == grad._version)
 
 
-def is_modified(grad: Tensor, *, in_buckets: bool) -> bool:
+def is_modified(pair: TrackedPair, grad: Tensor, *, in_buckets: bool) -> bool:
     """Returns whether a mirror gradient was written in place or replaced since it was marked.
 
     Args:
-        grad: The gradient in the mirror's place.
+        pair: The pair.
+        grad: The gradient in the mirror's place, which may be the mirror of another pair.
         in_buckets: Whether gradients are views of DistributedDataParallel's buckets. It replaces
             them, with the same values, when it rebuilds its buckets.
     """
     version = getattr(grad, _MARK, None)
-    return bool(version != grad._version) and not (version is None and in_buckets)
+    if version is None:
+        return not in_buckets
+    return bool(version != grad._version or pair.mirror_id != id(grad))
 
 
 @torch.no_grad()

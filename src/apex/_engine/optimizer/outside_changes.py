@@ -35,7 +35,7 @@ def absorb(pairs: Sequence[TrackedPair], *, in_buckets: bool, defers: Callable[[
                     pair.master.grad, pair.mirrors_grad = None, False
             elif not pair.mirrors_grad:
                 raw.append(pair)
-            elif mirror_gradients.is_modified(grad, in_buckets=in_buckets):
+            elif mirror_gradients.is_modified(pair, grad, in_buckets=in_buckets):
                 modified.append(pair)
         if raw:
             add(_left_low(raw) if defers() else raw)
