@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.profiler import profile
 
-from apex._engine.masters import Master
+from apex._engine.tracked_pair import Master
 from apex.debug.storages import Storages
 from apex.tools.memory import growth
 from benchmarks.loops import Task, device, fused_adamw, native, with_amp

@@ -200,7 +200,7 @@ KNOWN = {
         "the values of a sparse gradient to write into: Tensor.values() wants it coalesced",
     ),
     "._version": (
-        "apex/_engine/masters.py apex/_engine/mistakes.py apex/_engine/model/state_dict.py "
+        "apex/_engine/tracked_pair.py apex/_engine/mistakes.py apex/_engine/model/state_dict.py "
         "apex/_engine/optimizer/deferred.py apex/_engine/optimizer/gradients.py "
         f"apex/_engine/optimizer/mirror_gradients.py {MODULES}",
         "autograd's count of in-place writes, in the docs of torch.autograd; of a module, the "

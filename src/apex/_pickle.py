@@ -19,7 +19,7 @@ _KINDS = {
     "model_state": "apex._engine.model.state:ModelState",
     "optimizer": "apex._engine.optimizer.optimizer_class:rebuild_optimizer",
     "output_cast": "apex._engine.model.state:OutputCast",
-    "tracked_pair": "apex._engine.masters:rebuild_pair",
+    "tracked_pair": "apex._engine.tracked_pair:rebuild_pair",
     "split": "apex._core.packing:Split",
     "stochastic": "apex._core.packing:Stochastic",
     "proxy": "apex._engine.model.proxy_class:rebuild_proxy",

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from torch.nn.parallel import DistributedDataParallel
 
 from apex._core.packing import Stochastic
-from apex._engine import masters
-from apex._engine.masters import TrackedPair
+from apex._engine import tracked_pair
 from apex._engine.optimizer.binding import Binding
 from apex._engine.scaler import Scaler
+from apex._engine.tracked_pair import TrackedPair
 from apex._torch import ddp
 from apex._torch.ddp import NO_WRAPPER, Communication, Wrappers
 from apex._torch.packed import plain
@@ -78,7 +78,7 @@ def _share(new: Sequence[TrackedPair], wrappers: Iterable[DistributedDataParalle
     for wrapper in wrappers:
         sent = ddp.sent_params(wrapper)
         shared = [pair for pair in new if id(pair.model) in sent and pair.new]
-        masters.read_model(shared, alike=True)
+        tracked_pair.read_model(shared, alike=True)
         exact = [plain(pair.master.detach()) for pair in shared]
         ddp.broadcast_from_first_rank(exact, wrapper)
         for rule in {id(p.kind): p.kind for p in shared if isinstance(p.kind, Stochastic)}.values():

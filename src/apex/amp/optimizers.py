@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core.arguments import kind
-from apex._engine import masters
-from apex._engine.masters import TrackedPair
+from apex._engine import tracked_pair
 from apex._engine.mistakes import Mistake
 from apex._engine.optimizer.binding import Binding
 from apex._engine.optimizer.gradients import GradState
 from apex._engine.optimizer.optimizer_class import AmpOptimizer, binding_of
+from apex._engine.tracked_pair import TrackedPair
 from apex._torch.autograd import backward_id
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class AmpStashOptimizer(AmpOptimizer):
 
     def _master_params_to_model_params(self) -> None:
         """Writes the rounded masters into the model."""
-        masters.round_into_model(_require_binding(self).pairs)
+        tracked_pair.round_into_model(_require_binding(self).pairs)
 
     def _prepare_amp_backward(self) -> None:
         """Sets existing gradients aside before a backward pass."""

@@ -14,7 +14,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from apex._engine.masters import Master
+from apex._engine.tracked_pair import Master
 from apex._torch.dispatch_modes import computes_shapes_only
 from apex.debug import tensors
 from apex.debug.module_tracker import ModuleTracker

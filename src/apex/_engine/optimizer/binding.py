@@ -13,11 +13,12 @@ from torch.optim import Optimizer
 
 from apex._core import dtypes
 from apex._core.param_groups import is_trained, own_lists, params_of
-from apex._engine import masters
-from apex._engine.masters import Masters, TrackedPair
+from apex._engine import tracked_pair
+from apex._engine.masters import Masters
 from apex._engine.mistakes import Mistakes
 from apex._engine.optimizer import one_pass
 from apex._engine.optimizer.gradients import Gradients
+from apex._engine.tracked_pair import TrackedPair
 from apex._engine.undo import Undo, all_or_nothing
 from apex._pickle import empty
 from apex._torch.autograd import backward_id
@@ -239,7 +240,7 @@ class Binding:
 
     def read_model(self) -> None:
         """Copies writes to the model to the masters, and adopts unfrozen parameters."""
-        masters.read_model(self.pairs)
+        tracked_pair.read_model(self.pairs)
         if self._frozen:
             self.adopt_unfrozen()
 
@@ -279,7 +280,7 @@ class Binding:
 
         An optimizer deep-copied together with its model steps the model's copy.
         """
-        masters.write_back(self.pairs)
+        tracked_pair.write_back(self.pairs)
         new = object.__new__(type(self))
         memo[id(self)] = new
         new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
@@ -292,7 +293,7 @@ class Binding:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out what belongs to this process: the optimizer, the session, the gradients."""
-        masters.write_back(self.pairs)
+        tracked_pair.write_back(self.pairs)
         state = self.__dict__.copy()
         for name in ("_optimizer", "_source", "_owned", "gradients"):
             del state[name]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from apex._engine.masters import TrackedPair
+from apex._engine.tracked_pair import TrackedPair
 from apex._torch import blocks, dtensor, lazy, parameters
 from apex._torch.copies import moved
 from apex._torch.counted import CountedGradient, without_counting

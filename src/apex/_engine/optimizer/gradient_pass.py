@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from apex._core import finite, master
-from apex._engine.masters import TrackedPair
 from apex._engine.optimizer import deferred, low_sums, mirror_gradients
 from apex._engine.optimizer.deferred import Deferred, Factor
+from apex._engine.tracked_pair import TrackedPair
 
 if TYPE_CHECKING:
     from apex._engine.optimizer.binding import Binding

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from apex._engine.events import Iteration
-from apex._engine.masters import TrackedPair, clear_grad
+from apex._engine.masters import clear_grad
 from apex._engine.optimizer import deferred, gradient_pass, mirror_gradients, outside_changes
 from apex._engine.optimizer.gradient_pass import GradientPass
 from apex._engine.optimizer.overflow_flag import OverflowFlag
+from apex._engine.tracked_pair import TrackedPair
 from apex._torch import parameters
 from apex._torch.counted import count_writes, uncount_writes
 from apex._torch.dynamo import allow_subclass_inputs, untraced

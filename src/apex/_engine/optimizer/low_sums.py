@@ -18,9 +18,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from apex._engine.masters import TrackedPair
 from apex._engine.optimizer import deferred
 from apex._engine.optimizer.deferred import Deferred, Factor
+from apex._engine.tracked_pair import TrackedPair
 from apex._torch import blocks, dtensor
 from apex._torch.copies import moved
 from apex._torch.counted import without_counting

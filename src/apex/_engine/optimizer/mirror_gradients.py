@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from apex._core.foreach import norms
-from apex._engine.masters import TrackedPair
+from apex._engine.tracked_pair import TrackedPair
 from apex._torch import dtensor
 from apex._torch.counted import count_writes
 

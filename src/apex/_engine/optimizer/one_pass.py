@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from apex._core import tree
-from apex._engine.masters import TrackedPair, mark_rounded
 from apex._engine.optimizer import deferred
+from apex._engine.tracked_pair import TrackedPair, mark_rounded
 from apex._torch import blocks, dispatch_modes, dtensor
 from apex._torch.counted import without_counting
 from apex._torch.dynamo import untraced

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from apex._core import master
-from apex._engine.masters import TrackedPair
 from apex._engine.optimizer import deferred, mirror_gradients
 from apex._engine.optimizer.deferred import Deferred
+from apex._engine.tracked_pair import TrackedPair
 from apex._torch.counted import without_counting
 
 

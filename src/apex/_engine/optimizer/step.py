@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from apex._engine import masters
+from apex._engine import tracked_pair
 from apex._engine.autocast.region import UncastBlock
 from apex._engine.mistakes import inspect_step
 from apex._engine.optimizer.one_pass import OnePassStep, fused_kind, one_pass_step
@@ -27,7 +27,7 @@ Run = Callable[..., Any]
 
 Closure = Callable[[], Any]
 
-_OVERRIDE_NOTHING = frozenset({nn.Parameter, masters.Master})
+_OVERRIDE_NOTHING = frozenset({nn.Parameter, tracked_pair.Master})
 """Classes of parameters that change nothing about torch's functions."""
 
 
@@ -115,7 +115,7 @@ def _end(
     if not ended:
         for each in one_pass:
             each.end()
-        masters.write_back(binding.pairs, ends_step=True)
+        tracked_pair.write_back(binding.pairs, ends_step=True)
         binding.gradients.end_step()
         off.__exit__(None, None, None)
         ended.append(True)
@@ -281,7 +281,7 @@ def _evaluation(
     def evaluate() -> Any:
         for each in one_pass:
             each.end()
-        masters.write_back(binding.pairs, ends_step=True)
+        tracked_pair.write_back(binding.pairs, ends_step=True)
         with _suspended(off):
             loss = closure()
         binding.settle()

@@ -1,0 +1,294 @@
+"""A low-precision parameter and its fp32 master, kept in sync.
+
+Note [Which side is newer]
+    A low-precision weight is its master, rounded. User code can write to either: SAM, Lookahead or
+    a WGAN's clipping write to masters; ``load_state_dict`` or ``init`` write to the model.
+    Comparing autograd's version counters with those recorded when the two were last in sync shows
+    which was written. A written master is rounded into the model before the model is next used. A
+    written weight is copied to its master when the next pass or step begins, and only in the
+    elements that differ from the rounded master, so swapping averaged weights in for an evaluation
+    and back out leaves the master bit-identical. If both were written, the master wins.
+
+    Torch's fused kernels, and those of other libraries, do not increment the counters. So masters
+    count as written from the start of their optimizer's step until they are rounded at its end, and
+    an interrupted step leaves nothing to repair. A hook on all optimizers rounds the masters that
+    those not prepared by amp have stepped.
+
+    Compiled code does not run a model's forward in Python. A guard, which dynamo evaluates before
+    it runs the code, rounds the masters instead.
+
+    The upper half of a packed master (Note [Upper halves]) is the model's weight itself, so there
+    is nothing to copy: a write to either side is one to both, and one to the weight leaves the
+    lower half. If the weight is given other storage, the master keeps the old one until the two are
+    in sync again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from apex._core import master, rounding
+from apex._core.packing import Kind
+from apex._pickle import rebuild
+from apex._torch import dtensor, parameters, ranks
+from apex._torch.dynamo import untraced
+from apex._torch.overrides import without_overrides
+from apex._torch.packed import Packed, Packing
+
+_WRITTEN, _STEPPED = -1, -2
+"""Versions that no tensor has, so the master counts as written.
+
+A stepped one does until the step ends: code in the step (a hook that runs the model) may have it
+rounded before the kernel writes it.
+"""
+
+
+class Master(nn.Parameter):
+    """An fp32 parameter whose version counter also counts writes through ``data``.
+
+    To kernels, deep copies and files it is a plain parameter.
+    """
+
+    @property
+    def data(self) -> Tensor:
+        """The values, sharing memory and version counter."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        increment_version(self)  # first: a Ctrl-C before this line loses nothing
+        parameters.set_data(self, value)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(nn.Parameter(self.detach(), self.requires_grad))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles as a plain parameter, so that it loads without apex."""
+        plain: Any = nn.Parameter(self.detach(), self.requires_grad)
+        return plain.__reduce_ex__(protocol)
+
+
+parameters.allow_foreach(Master)
+
+
+class TrackedPair:
+    """A low-precision model parameter and its master, with their versions when last in sync.
+
+    Attributes:
+        model: The model's parameter.
+        master: The fp32 parameter that optimizers step in its place.
+        low_bits: Whether the master keeps its low bits where a write to the model leaves the
+            rounded value unchanged; False if those bits may differ between ranks.
+        new: Whether no pass has used the pair yet. Until then, writes that autograd does not count
+            (``dist.broadcast(p.data)``) are found by comparing values.
+        mirrors_grad: Whether the model's gradient mirrors the master's; see
+            Note [Gradients of a pair].
+        mirror_id: The ``id`` of the gradient that does.
+        kind: How the master is packed; ``None`` for a plain one.
+        packing: The packed master's values.
+    """
+
+    __slots__ = (
+        *("__weakref__", "_master_version", "_model_alias", "_model_address", "_model_version"),
+        *("low_bits", "master", "model", "new", "mirror_id", "mirrors_grad", "kind", "packing"),
+    )
+
+    def __init__(
+        self, model: nn.Parameter, exact: Tensor | None = None, kind: Kind | None = None
+    ) -> None:
+        """Makes the master of ``model``, from its value before rounding if known."""
+        self.model = model
+        self.kind = kind
+        if kind is None:
+            self.master = master.make_master(model, exact, Master)
+        else:
+            self.master = master.make_packed(model, exact, kind)
+        self.packing = packing_of(self.master)
+        self.low_bits = True
+        self.new = True
+        self.mirrors_grad = False
+        self.mirror_id = 0
+        self.mark_synced()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles both sides, without their gradients."""
+        parts = self.model, self.master, self.new, self.low_bits, self.kind
+        return rebuild, ("tracked_pair", *parts)
+
+    def mark_synced(self) -> None:
+        """Records that the model holds the rounded master."""
+        self._master_version = self.master._version
+        self._model_version = self.model._version
+        self._model_address = self.model.data_ptr()
+        # Held so that the address is not reused by another storage. A DTensor has no address.
+        self._model_alias = None if dtensor.is_dtensor(self.model) else self.model.detach()
+        if self.packing is not None:
+            self.packing.note()
+
+    def mark_master_written(self) -> None:
+        """Marks the master as written, whether or not its version changes."""
+        self._master_version = _WRITTEN
+
+    def mark_stepped(self) -> None:
+        """Marks the master as written until its optimizer's step ends; see :func:`write_back`."""
+        self._master_version = _STEPPED
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the model's weight is the upper half of the packed master."""
+        packing = self.packing
+        if packing is None:
+            return False
+        weight = dtensor.local(self.model)
+        return weight.dtype is packing.high.dtype and weight.data_ptr() == packing.high.data_ptr()
+
+    def share(self, *, write: bool) -> bool:
+        """Makes the model's weight the upper half of a packed master, where it can be.
+
+        Args:
+            write: Whether to write the upper half to the weight; otherwise, they are equal.
+
+        Returns:
+            Whether the model now holds the rounded master.
+        """
+        packing = self.packing
+        if packing is None or self.is_shared:
+            return packing is not None
+        weight, high = dtensor.local(self.model), packing.high
+        if weight.dtype is not high.dtype or weight.device != high.device:
+            return False
+        if write:
+            with torch.no_grad():
+                weight.copy_(high)
+        packing.high = weight.detach()
+        return True
+
+    def set_exact(self, value: Tensor) -> None:
+        """Sets the master of a model's parameter that was set to ``value``, rounded."""
+        if self.packing is None:
+            self.master.copy_(value)
+        else:
+            self.share(write=False)
+            self.packing.load(dtensor.local(value))
+        self.mark_synced()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the master's values are those of its parameter, where both are one memory."""
+        return self.packing is None or not (self.new or self.model_written)
+
+    @property
+    def master_written(self) -> bool:
+        """Whether the master was written since the two were in sync."""
+        return self.master._version != self._master_version
+
+    @property
+    def model_written(self) -> bool:
+        """Whether the model's parameter was written, or given other storage, since then."""
+        model = self.model
+        return model._version != self._model_version or model.data_ptr() != self._model_address
+
+
+def packing_of(tensor: Tensor) -> Packing | None:
+    own = dtensor.local(tensor)
+    return own.packing if isinstance(own, Packed) else None
+
+
+def rebuild_pair(
+    model: nn.Parameter,
+    made: nn.Parameter,
+    new: bool,
+    low_bits: bool,
+    kind: Kind | None = None,
+) -> TrackedPair:
+    """Rebuilds a pair from a copy or a file."""
+    if model.is_inference() or made.is_inference():
+        raise RuntimeError(
+            "A model and its optimizer with fp32 masters were copied or loaded under "
+            "torch.inference_mode, where torch counts no writes. Do so outside it, or under "
+            "torch.no_grad."
+        )
+    if kind is not None and packing_of(made) is None:  # files hold plain masters
+        parameters.swap(made, master.make_packed(model, made.detach(), kind))
+    pair = TrackedPair.__new__(TrackedPair)
+    pair.model, pair.master, pair.kind, pair.packing = model, made, kind, packing_of(made)
+    pair.new, pair.low_bits, pair.mirrors_grad, pair.mirror_id = new, low_bits, False, 0
+    pair.share(write=True)
+    pair.mark_synced()
+    return pair
+
+
+@untraced
+def write_back(pairs: Iterable[TrackedPair], *, ends_step: bool = False) -> None:
+    """Rounds every written master into its model parameter.
+
+    Args:
+        pairs: The pairs.
+        ends_step: Whether their optimizer's step has ended, or waits for a closure.
+    """
+    # Inlines ``master_written``: this runs in every forward pass.
+    with without_overrides():
+        written = [pair for pair in pairs if pair.master._version != pair._master_version]
+        if written:
+            round_into_model(written, ends_step=ends_step)
+
+
+@untraced
+def round_into_model(pairs: Sequence[TrackedPair], *, ends_step: bool = False) -> None:
+    """Rounds masters into their model parameters, written or not; see :func:`write_back`."""
+    apart = [pair for pair in pairs if pair.packing is None or not pair.share(write=True)]
+    master.copy_to_model([pair.master for pair in apart], [pair.model for pair in apart])
+    stepped = [] if ends_step else [p for p in pairs if p._master_version == _STEPPED]
+    mark_rounded(pairs)
+    for pair in stepped:
+        pair.mark_stepped()
+
+
+def mark_rounded(pairs: Iterable[TrackedPair]) -> None:
+    """Records that masters were rounded into their model parameters, where these were."""
+    for pair in pairs:
+        pair._master_version, pair._model_version = pair.master._version, pair.model._version
+        if pair.packing is not None:
+            pair.packing.note()
+
+
+@untraced
+def read_model(pairs: Iterable[TrackedPair], *, alike: bool = False) -> None:
+    """Copies written model parameters to their masters, except to masters written as well.
+
+    Never writes to the model: autograd may have saved its weights for the backward pass.
+
+    Args:
+        pairs: Masters and parameters.
+        alike: Whether the caller synchronizes the masters across ranks next.
+    """
+    for pair in pairs:
+        model = pair.model  # inlines ``model_written``: this runs in every pass and step
+        same = model._version == pair._model_version and model.data_ptr() == pair._model_address
+        if same and not pair.new:
+            continue
+        if not pair.master_written:
+            _follow_model(pair, low_bits=pair.low_bits and (alike or _alone(pair)))
+        pair.new = False
+
+
+def _follow_model(pair: TrackedPair, *, low_bits: bool) -> None:
+    packing = pair.packing
+    if packing is not None and pair.is_shared:
+        packing.follow(keep_low=low_bits)
+    else:
+        if packing is not None:
+            packing.high = packing.high.clone()  # another weight may have got the old memory
+        rounding.update_master(pair.model, pair.master, keep_low_bits=low_bits)
+        pair.share(write=False)
+    pair.mark_synced()
+
+
+def _alone(pair: TrackedPair) -> bool:
+    """Returns whether no other rank can hold different low bits at a parameter's first use."""
+    return not pair.new or ranks.world_size() == 1 or dtensor.is_dtensor(pair.model)
