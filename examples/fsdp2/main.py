@@ -7,6 +7,7 @@ torchrun --standalone --nproc-per-node 2 examples/fsdp2/main.py --resume --steps
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 from pathlib import Path
 
@@ -130,6 +131,8 @@ def main():
     try:
         train(args, device)
     finally:
+        # A sharded model is a reference cycle, and keeps gloo's threads, which may abort at exit.
+        gc.collect()
         distributed.destroy_process_group()
 
 

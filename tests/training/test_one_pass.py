@@ -20,6 +20,10 @@ from tests.reference.loops import Loop
 from tests.training import cases
 from tests.training.test_cost import reads_of
 
+may_step_without_gradients = pytest.mark.filterwarnings(
+    "ignore:optimizer.step.. was called before any backward pass"
+)
+
 FUSED = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
     "AdamW amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True, fused=True),
@@ -373,6 +377,7 @@ WRITES = {
 }
 
 
+@may_step_without_gradients
 @level_scales
 @pytest.mark.parametrize("way", WRITES)
 def test_every_way_to_write_a_models_gradient(level, scale, way):
@@ -414,6 +419,7 @@ MASTER_WRITES = {
 }
 
 
+@may_step_without_gradients
 @levels
 @pytest.mark.parametrize("way", MASTER_WRITES)
 def test_every_way_to_write_a_masters_gradient(level, way):
@@ -437,6 +443,7 @@ def test_a_refused_assignment_leaves_a_masters_gradient(level):
     assert cases.same(cases.grads(amp.master_params(optimizer)), expected)
 
 
+@may_step_without_gradients
 @levels
 @pytest.mark.parametrize("clear", ["optimizer", "model", "hand", "optimizer to zero"])
 def test_cleared_gradients_are_gone(level, clear):

@@ -605,9 +605,9 @@ def test_levels_without_a_bf16_model_are_refused(level, options, message, kind):
     assert cases.same(cases.values(model.parameters()), before)
 
 
-@pytest.mark.parametrize("value", ["Split", "", 1, 2.5, ["split"]])
+@pytest.mark.parametrize("value", ["Split", "", 2.5, ["split"]])
 def test_other_values_are_refused(value):
-    with pytest.raises(TypeError, match="'split' or 'stochastic'"):
+    with pytest.raises(TypeError, match="'split', 'stochastic'"):
         cases.prepared("O5", master_weights=value)
 
 

@@ -50,6 +50,25 @@ class OwnList(torch.optim.Optimizer):
                 param.add_(param.grad, alpha=-self.param_groups[0]["lr"])
 
 
+@pytest.mark.parametrize("kind", ["tensor", "parameter of a frozen model"])
+@pytest.mark.parametrize("level", cases.LEVELS)
+def test_an_optimizer_may_train_an_input_of_a_model(level, kind):
+    """Style transfer, adversarial patches and inversions of GANs do."""
+    model, image = cases.net(), torch.full((2, 4), 0.5, requires_grad=True)
+    if kind != "tensor":
+        model.requires_grad_(False)
+        image = nn.Parameter(image.detach())
+    optimizer = torch.optim.SGD([image], lr=0.1)
+    expected = image.detach() - 0.1 * torch.autograd.grad(cases.net()(image).sum(), image)[0]
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
+    with amp.scale_loss(model(image).float().sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert image.dtype is torch.float32
+    torch.testing.assert_close(image.detach(), expected, atol=1e-3, rtol=0)
+    assert not torch.equal(image.detach(), torch.full((2, 4), 0.5))
+
+
 @pytest.mark.parametrize("level", cases.LEVELS)
 def test_an_optimizer_that_keeps_its_own_list_steps_what_its_groups_hold(level):
     model, optimizer = cases.prepared(level, OwnList)

@@ -140,7 +140,7 @@ def initialize(
             ``torch.inference_mode()``; if cuDNN is disabled.
         TypeError: If a model, optimizer or value has the wrong type.
         ValueError: If a number is out of range, a model or optimizer is given twice, or an
-            optimizer holds no parameters or none of the models' parameters.
+            optimizer holds no parameters, or only those of other models.
 
     Examples:
         >>> import torch

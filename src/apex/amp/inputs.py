@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core.arguments import kind
@@ -134,14 +134,25 @@ def _check_optimizer(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
             f"amp.initialize got an optimizer ({name}) without parameters. Create it with the "
             "model's parameters, or leave it out."
         )
-    held = set(map(id, params))
-    if models and not any(id(param) in held for model in models for param in model.parameters()):
+    if _is_of_another_model(params, models):
         raise ValueError(
             f"amp.initialize got an optimizer ({name}) that holds no parameter of the given "
             "models. Pass the model that it trains, and create the optimizer after moving the "
             "model to its device."
         )
     sharding.check_optimizer(optimizer)
+
+
+def _is_of_another_model(params: Sequence[Tensor], models: Sequence[nn.Module]) -> bool:
+    """Returns whether an optimizer can only be meant for a model that is not among ``models``.
+
+    One may also train an input of a model: a plain tensor, or any tensor if the models are frozen.
+    """
+    held = set(map(id, params))
+    own = [param for model in models for param in model.parameters()]
+    trains_other = all(isinstance(param, nn.Parameter) for param in params)
+    trains_any = any(param.requires_grad for param in own) or not own
+    return bool(models) and trains_other and trains_any and held.isdisjoint(map(id, own))
 
 
 def _check_accepts_masters(optimizer: Optimizer) -> None:

@@ -176,26 +176,31 @@ class Binding:
         """
         if not self.master_weights:
             return
-        waiting = {id(param) for param in self._frozen}
+        owned, waiting = self._owned, {id(param) for param in self._frozen}
         replaced: list[tuple[list[nn.Parameter], int, nn.Parameter]] = []
-        undo.push(self._undo_adopt, len(self.pairs), len(self._frozen), replaced)
+        known = len(self.pairs)
+        undo.push(self._undo_adopt, known, len(self._frozen), replaced)
         lists: list[list[nn.Parameter]] = [group["params"] for group in groups]
         for param in chain.from_iterable(lists):
-            if not dtypes.is_low_precision(param) or self.owns(param) or id(param) in waiting:
+            which = id(param)
+            if not dtypes.is_low_precision(param) or which in owned or which in waiting:
                 continue
             if not is_trained(param):
                 self._frozen.append(param)
-                waiting.add(id(param))
+                waiting.add(which)
                 continue
             pair = self._source.make(param, self)
             self.pairs.append(pair)
-            self._owned.add(id(param))
+            owned.add(which)
             _move_state(self.optimizer, param, pair.master)
+        made = {id(pair.model): pair for pair in self.pairs[known:]}
         for params in [*lists, *own_lists(self.optimizer)]:
             for index, param in enumerate(params):
-                if self.owns(param):
+                which = id(param)
+                if which in owned:
                     replaced.append((params, index, param))
-                    params[index] = self._source.make(param, self).master
+                    pair = made[which] if which in made else self._source.make(param, self)
+                    params[index] = pair.master
 
     def _undo_adopt(
         self,
