@@ -327,6 +327,19 @@ def test_weights_that_exchange_their_memory_exchange_their_values(kind):
     assert cases.same(stepped, cases.values(model.parameters()))
 
 
+@pytest.mark.parametrize("kind", [True, *PACKED])
+def test_masters_written_after_their_weights_exchanged_memory_reach_the_model(kind):
+    model, optimizer = prepared(kind, model=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    first, second = model[0].weight, model[1].weight
+    expected = [master.detach() * 0.5 for master in amp.master_params(optimizer)]
+    first.data, second.data = second.data, first.data
+    for master in amp.master_params(optimizer):
+        master.data.mul_(0.5)
+    model(torch.ones(2, 4))
+    stored = [value.bfloat16() for value in expected]
+    assert cases.same(cases.values(model.parameters()), stored)
+
+
 def test_zeros_that_a_script_writes_uncounted_are_zeros_in_the_masters():
     """Their lower halves stay: of a weight pruned through ``data``, half of them are negative."""
     model, optimizer = prepared("split")

@@ -168,6 +168,11 @@ class TrackedPair:
         packing.high = weight.detach()
         return True
 
+    def leave_memory(self) -> None:
+        """Gives a packed master memory of its own: another weight may have got its weight's old."""
+        if self.packing is not None:
+            self.packing.high = self.packing.high.clone()
+
     def set_exact(self, value: Tensor) -> None:
         """Sets the master of a model's parameter that was set to ``value``, rounded."""
         if self.packing is None:
@@ -241,7 +246,11 @@ def write_back(pairs: Iterable[TrackedPair], *, ends_step: bool = False) -> None
 @untraced
 def round_into_model(pairs: Sequence[TrackedPair], *, ends_step: bool = False) -> None:
     """Rounds masters into their model parameters, written or not; see :func:`write_back`."""
-    apart = [pair for pair in pairs if pair.packing is None or not pair.share(write=True)]
+    away = [pair for pair in pairs if pair.packing is not None and not pair.is_shared]
+    for pair in away:
+        pair.leave_memory()
+    apart = [pair for pair in pairs if pair.packing is None]
+    apart += [pair for pair in away if not pair.share(write=True)]
     master.copy_to_model([pair.master for pair in apart], [pair.model for pair in apart])
     stepped = [] if ends_step else [p for p in pairs if p._master_version == _STEPPED]
     mark_rounded(pairs)
@@ -282,8 +291,7 @@ def _follow_model(pair: TrackedPair, *, low_bits: bool) -> None:
     if packing is not None and pair.is_shared:
         packing.follow(keep_low=low_bits)
     else:
-        if packing is not None:
-            packing.high = packing.high.clone()  # another weight may have got the old memory
+        pair.leave_memory()
         rounding.update_master(pair.model, pair.master, keep_low_bits=low_bits)
         pair.share(write=False)
     pair.mark_synced()
