@@ -9,14 +9,14 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-LONGEST = 80
+_LONGEST = 80
 """Characters of a value that an error shows; longer ones are described by their type."""
 
 
 def shown(value: object) -> str:
     """Returns ``repr(value)`` if it is short, and a description by type otherwise."""
     text = repr(value)
-    return text if len(text) <= LONGEST else f"a {type(value).__name__}"
+    return text if len(text) <= _LONGEST else f"a {type(value).__name__}"
 
 
 def kind(value: object) -> str:
@@ -37,7 +37,7 @@ def flag(name: str, value: object, *accepted: str) -> bool:
     Raises:
         TypeError: If it is none of these.
     """
-    if isinstance(value, bool) or _is_truth(value):
+    if _is_truth(value):
         return bool(value)
     if value in ("True", "False"):
         return value == "True"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -33,12 +33,11 @@ class GradientPass:
         before: The state of the gradients before the pass.
         aside: The gradients that were set aside.
         scaled: Whether gradients are scaled by a factor other than exactly 1.
-        in_place: Whether gradients of parameters without a master accumulate in place.
         unmirrored: The pairs whose mirror gradients made room.
     """
 
     __slots__ = (
-        *("aside", "before", "in_place", "scaled", "unmirrored"),
+        *("aside", "before", "scaled", "unmirrored"),
         *("_back", "_deferred", "_fresh", "_given", "_mirrors", "_returned", "_sums"),
     )
 
@@ -50,7 +49,6 @@ class GradientPass:
             identity: Whether the loss scale is exactly 1 and unchecked.
         """
         self.before = before
-        self.in_place = identity
         self.scaled = not identity
         self.unmirrored: list[TrackedPair] = []
         self.aside: Grads = []
@@ -106,9 +104,9 @@ class GradientPass:
             param.grad = grad
         self._sums, self._back = (), []
 
-    def drop_aside(self, is_cleared: Callable[[int], bool]) -> None:
-        """Drops what was set aside for parameters whose ids are cleared."""
-        self.aside = [(param, grad) for param, grad in self.aside if not is_cleared(id(param))]
+    def drop_aside(self, cleared: Container[int]) -> None:
+        """Drops what was set aside for the parameters with these ids."""
+        self.aside = [(param, grad) for param, grad in self.aside if id(param) not in cleared]
 
     # -- after autograd has run --------------------------------------------------------------
 
@@ -184,7 +182,7 @@ class GradientPass:
         spoiled = low_sums.spoiled(optimized.pairs, self._given)
         for pair in optimized.pairs:
             pair.model.grad = None
-        if not self.in_place:
+        if self.scaled:
             for param in optimized.params():
                 param.grad = None
         for param, grad in self.aside:

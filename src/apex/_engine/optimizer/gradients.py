@@ -158,7 +158,7 @@ class Gradients:
         delayed = self.state is GradState.DELAYED
         new = self.current
         if delayed:
-            new.in_place, new.scaled = True, not identity
+            new.scaled = not identity
         else:
             new = GradientPass(self.state, identity=identity)
             if low_scale is not None:
@@ -214,7 +214,6 @@ class Gradients:
         :meth:`abort`.
         """
         self.state = GradState.OPEN
-        self.current.in_place = not self.current.scaled
         self.abort(self.open_pass)
 
     def abort(self, aborted: OpenPass | None = None, earlier: OpenPass | None = None) -> None:
@@ -352,11 +351,10 @@ class Gradients:
             if id(pair.model) in models:
                 mirror_gradients.mark_again(pair)
 
-        def is_cleared(param: int) -> bool:
-            return pairs.get(param, param) in models
-
-        self.current.drop_aside(is_cleared)
-        if all(is_cleared(id(p)) or not deferred.has_grad(p) for p in self._optimized.params()):
+        params = self._optimized.params()
+        cleared = {id(p) for p in params if pairs.get(id(p), id(p)) in models}
+        self.current.drop_aside(cleared)
+        if all(id(p) in cleared or not deferred.has_grad(p) for p in params):
             self.reset()
 
     def reset(self) -> None:
@@ -370,11 +368,11 @@ class Gradients:
         for binding in () if optimized.owner is None else optimized.owner.bindings:
             current = binding.gradients.current
             if current.aside:  # perhaps the gradient of a parameter that both optimizers step
-                current.drop_aside(set(map(id, optimized.params())).__contains__)
+                current.drop_aside(set(map(id, optimized.params())))
         opened, scaled = self.open_pass, self.current.scaled
         self._end_pass(GradState.READY)
         if opened is not None and not opened.delayed:
-            self.open_pass, self.current.scaled, self.current.in_place = opened, scaled, not scaled
+            self.open_pass, self.current.scaled = opened, scaled
         self.overflow.checked, self._sentinel = False, None
 
     def end_iteration(self) -> None:
