@@ -1,6 +1,7 @@
 """Rules for every test and doctest: one thread, one seed, no casts left on, its device."""
 
 import collections
+import contextlib
 import gc
 import random
 
@@ -32,6 +33,18 @@ def pytest_report_header():
 
 def pytest_configure(config):
     config.pluginmanager.register(Forwarding(config))
+    if not hasattr(config, "workerinput"):
+        write_shared_caches()
+
+
+def write_shared_caches():
+    """Writes what libraries cache at their first import, before several workers import them.
+
+    yapf, which mmengine imports, writes its grammar in place: another process that imports it
+    meanwhile reads an empty file, and fails.
+    """
+    with contextlib.suppress(ImportError):
+        import yapf  # noqa: F401
 
 
 def pytest_collection_modifyitems(items):

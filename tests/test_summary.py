@@ -1,5 +1,6 @@
-"""What a run says at its end."""
+"""What a run does before its tests, and says at its end."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -38,3 +39,20 @@ def test_a_run_says_how_many_tests_executed_before_the_closing_line(tmp_path, wo
         "executed 4 of 8 tests: 4 on the CPU; 4 skipped: 3 needs a CUDA device, 1 needs a key"
     ), run.stdout + run.stderr
     assert closing.startswith("1 failed, 2 passed, 4 skipped, 1 xfailed, 1 error")
+
+
+def test_yapf_s_cache_is_written_before_several_workers_read_it(tmp_path):
+    pytest.importorskip("yapf")
+    file = tmp_path / "test_none.py"
+    file.write_text("def test_nothing(): pass")
+    pytest_line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "conftest"]
+    cache = tmp_path / "cache"
+    subprocess.run(
+        [*pytest_line, "-n", "2", "--rootdir", str(tmp_path), "-c", "/dev/null", str(file)],
+        cwd=ROOT, env={**os.environ, "XDG_CACHE_HOME": str(cache)},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert sorted(path.name.split("-")[0] for path in cache.rglob("*.pickle")) == [
+        "Grammar",
+        "PatternGrammar",
+    ]
