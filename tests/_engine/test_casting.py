@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from apex._core.op_table import CastSpec, OpTable
 from apex._engine.autocast import region as region_module
+from apex._engine.autocast.blocks import no_casts
 from apex._engine.autocast.kernel_registry import Registry
 from apex._engine.autocast.mixed import resolve_mixed
 from apex._engine.autocast.region import (
@@ -27,8 +28,8 @@ from apex._engine.autocast.region import (
     active_dtype,
     active_spec,
     casts_off,
-    no_casts,
 )
+from apex._engine.autocast.thread_casts import threads
 from apex._torch.dispatcher import weight_cache_is_safe
 
 BF16 = CastSpec(torch.bfloat16, ("cpu",), OpTable.default())
@@ -314,7 +315,7 @@ def test_ambient_may_end_in_a_garbage_collection_at_any_line_of_other_casts(work
         count = at_line(number, holder.clear, work)
         assert not holder
         assert (seen(), active_spec(), state()) == (OFF, None, before), f"line {number}"
-        assert not region_module._threads.current.stale
+        assert not threads.current.stale
         number += 1
     assert number > 10
     gc.collect()

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from apex._core.op_table import CastSpec, OpTable
+from apex._engine.autocast.blocks import no_casts
 from apex._engine.autocast.region import (
     CastRegion,
     UncastRegion,
     active_dtype,
     casts_off,
-    no_casts,
 )
 from apex._engine.autocast.user_functions import cast_function
 from apex._torch.dispatcher import release

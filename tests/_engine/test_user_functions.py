@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from apex._core.op_table import CastSpec, OpTable
-from apex._engine.autocast.region import CastRegion, active_spec, no_casts
+from apex._engine.autocast.blocks import no_casts
+from apex._engine.autocast.region import CastRegion, active_spec
 from apex._engine.autocast.user_functions import UserRegistry, _Entry, cast_function
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16

@@ -13,7 +13,7 @@ import torch
 
 import apex._engine.autocast
 from apex import amp
-from apex._engine.autocast.region import _threads
+from apex._engine.autocast.thread_casts import threads
 from tests.training import cases
 
 
@@ -76,7 +76,7 @@ def test_an_interrupt_inside_backward_leaves_the_gradients_from_before(level, lo
     ):
         scaled_loss.backward()
     assert cases.same(state(model, optimizer), before)
-    here = _threads.current
+    here = threads.current
     assert (here.off, here.runs, here.busy) == (0, 0, 0)
     assert torch.is_autocast_enabled("cpu") is (level == "O1")
 
@@ -107,7 +107,7 @@ def test_an_interrupt_inside_forward_leaves_no_cast_region(level):
 
     with model[2].register_forward_pre_hook(interrupt), pytest.raises(KeyboardInterrupt):
         model(cases.batch()[0])
-    here = _threads.current
+    here = threads.current
     assert (here.off, here.runs, here.busy) == (0, 0, 0)
     with amp.disable_casts():
         assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype is torch.float32
@@ -155,7 +155,7 @@ class Lines:
 
 
 def casts():
-    here = _threads.current
+    here = threads.current
     return (
         (here.off, here.runs, here.busy, here.task, here.specs, here.stale),
         (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from apex import amp
-from apex._engine.autocast.region import _threads
+from apex._engine.autocast.thread_casts import threads
 from apex._engine.optimizer.optimizer_class import binding_of
 from tests.faults.memory import live_sessions, snapshot, sweep
 from tests.training import cases
@@ -195,7 +195,7 @@ def without_ids(value):
 
 
 def casts_off_depth():
-    here = _threads.current
+    here = threads.current
     return here.off + here.runs + here.busy
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
-from apex._engine.autocast.region import UncastBlock
+from apex._engine.autocast.blocks import UncastBlock
 from apex._engine.mistakes import BLOCK, BlockInspection, Mistakes
 from apex._engine.optimizer.gradients import GradState
 from apex._torch.dynamo import untraced

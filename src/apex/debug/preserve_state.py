@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from apex._core import tree
-from apex._engine.autocast.region import no_casts
+from apex._engine.autocast.blocks import no_casts
 from apex._engine.autocast.thread_casts import DEVICE_TYPES
 from apex._torch.devices import accelerator
 

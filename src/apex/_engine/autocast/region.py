@@ -6,43 +6,40 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from apex._core.op_table import CastSpec, OpTable
+from apex._engine.autocast.blocks import no_casts
 from apex._engine.autocast.kernel_registry import Registry
 from apex._engine.autocast.thread_casts import (
     DEVICE_TYPES,
     AmbientRequest,
-    State,
-    Threads,
     autocast_depth,
     backward_id,
     get_dtype,
     is_on,
+    threads,
 )
-from apex._torch.dynamo import at_tracing, is_compiling_here, untraced
+from apex._torch.dynamo import at_tracing, is_compiling_here
 
 __all__ = [
     "CastRegion",
     "CastSpec",
     "OpTable",
-    "UncastBlock",
     "UncastRegion",
     "active_dtype",
     "active_spec",
     "casts_off",
-    "no_casts",
 ]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _is_compiling = torch.compiler.is_compiling
-_threads = Threads()
 
 
 class _Rules:
@@ -62,7 +59,7 @@ class _Rules:
     """
 
     def spec(self, device: str) -> CastSpec | None:
-        here = _threads.current
+        here = threads.current
         if here.stale:
             here.settle()
             if not is_on(device):
@@ -73,12 +70,12 @@ class _Rules:
         task = backward_id()
         if task == -1:
             return False
-        here = _threads.current
+        here = threads.current
         # torch.utils.checkpoint enters torch.autocast to recompute.
         return task != here.task and autocast_depth() <= here.depth
 
     def casts_double(self) -> bool:
-        return bool(_threads.current.runs) or autocast_depth() > 0
+        return bool(threads.current.runs) or autocast_depth() > 0
 
     def backward_begins(self) -> None:
         if not is_compiling_here():
@@ -92,7 +89,7 @@ _registry = Registry(_rules)
 @at_tracing
 def _prepare_plain_backward() -> None:
     """Prepares this thread's ambient casts for a backward pass outside ``scale_loss``."""
-    for spec in {id(spec): spec for spec in _threads.current.specs.values()}.values():
+    for spec in {id(spec): spec for spec in threads.current.specs.values()}.values():
         _registry.replace_native_of(spec)
 
 
@@ -102,7 +99,7 @@ def _withdraw_after_fork() -> None:
     Its thread is a copy of one that called ``initialize``, but the results of data loader workers
     must not depend on how they are started.
     """
-    here = _threads.current
+    here = threads.current
     for request in here.requests:
         request.alive = False
     here.stale = True
@@ -144,7 +141,7 @@ class CastRegion:
                 return fn(*args, **kwargs)
             self._check_doubles(args, kwargs)
             return _traced(self.spec.device_types, self.spec.dtype, fn, *args, **kwargs)
-        here = _threads.current
+        here = threads.current
         if here.stale:
             here.settle()
         if here.off and _stays_off():
@@ -168,9 +165,9 @@ class CastRegion:
         state returns.
         """
         registration = _registry.register(self.spec, rules=False)
-        request = AmbientRequest(self.spec, _threads.current, registration, _registry.unregister)
+        request = AmbientRequest(self.spec, threads.current, registration, _registry.unregister)
         self._requests.append(request)
-        _threads.current.request(request)
+        threads.current.request(request)
 
     def leave_ambient(self) -> None:
         """Withdraws this region's ambient casts; idempotent, and safe in any thread.
@@ -208,7 +205,7 @@ def _stays_off() -> bool:
     torch.utils.checkpoint recomputes under ambient casts: it sets the switch itself, as in the
     forward.
     """
-    here = _threads.current
+    here = threads.current
     return backward_id() == here.task or bool(here.requests and autocast_depth() > here.depth)
 
 
@@ -226,7 +223,7 @@ class UncastRegion:
         """Returns ``fn(*args, **kwargs)`` with casts off; cast regions inside turn them back on."""
         if _is_compiling():
             return _traced([d for d in DEVICE_TYPES if is_on(d)], None, fn, *args, **kwargs)
-        here = _threads.current
+        here = threads.current
         if not here.specs and not self._users:
             return fn(*args, **kwargs)
         before = here.state(here.specs, here.switches(DEVICE_TYPES if self._users else here.specs))
@@ -238,49 +235,6 @@ class UncastRegion:
                 here.restore(before)
         finally:
             here.restore(before)
-
-
-class UncastBlock:
-    """Turns the casts of every region off in this thread, even in regions that run inside.
-
-    Cheaper than ``torch.autocast(enabled=False)``. Its exit is idempotent, and callers exit it in
-    two ``finally`` clauses; see Note [Interrupted blocks].
-    """
-
-    _before: State | None = None
-
-    @untraced
-    def __enter__(self) -> None:
-        here = _threads.current
-        if here.stale:
-            here.settle()
-        self._here = here
-        self._before = before = here.state(here.specs, here.switches(here.specs))
-        self._before = here.turn_off(before, for_runs=True)
-
-    @untraced
-    def __exit__(self, *error: object) -> None:
-        if self._before is not None:
-            self._here.restore(self._before)
-
-
-class no_casts(ExitStack):  # noqa: N801 - reads as a function, like torch.no_grad
-    """An :class:`UncastBlock` for any caller; reentrant and reusable.
-
-    The ExitStack runs every callback, even if a Ctrl-C interrupts one.
-    """
-
-    @untraced
-    def __enter__(self) -> Any:
-        block = UncastBlock()
-        self.push(block.__exit__)
-        self.push(block.__exit__)
-        try:
-            block.__enter__()
-            return self
-        except BaseException:
-            self.close()
-            raise
 
 
 def casts_off() -> AbstractContextManager[Any]:
@@ -299,7 +253,7 @@ def active_spec() -> CastSpec | None:
     """
     if _rules.in_formulas():
         return None
-    for device in _threads.current.specs or DEVICE_TYPES:
+    for device in threads.current.specs or DEVICE_TYPES:
         if is_on(device):
             return _rules.spec(device)
     return None
@@ -361,7 +315,7 @@ def _withdraw(requests: list[AmbientRequest]) -> None:
         if thread is None:
             continue
         thread.stale = True
-        if thread is _threads.current:
+        if thread is threads.current:
             thread.settle()
             if thread.busy:
                 continue  # the enclosing block settles it at its end

@@ -278,3 +278,6 @@ class Threads(threading.local):
 
     def __init__(self) -> None:
         self.current = ThreadCasts()
+
+
+threads = Threads()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from apex._engine import tracked_pair
-from apex._engine.autocast.region import UncastBlock
+from apex._engine.autocast.blocks import UncastBlock
 from apex._engine.mistakes import inspect_step
 from apex._engine.optimizer.one_pass import OnePassStep, fused_kind, one_pass_step
 from apex._torch.dynamo import is_compiling_here, untraced, untraced_frame

@@ -1,0 +1,52 @@
+"""Blocks of this thread in which op casts are off."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+from apex._engine.autocast.thread_casts import State, threads
+from apex._torch.dynamo import untraced
+
+
+class UncastBlock:
+    """Turns the casts of every region off in this thread, even in regions that run inside.
+
+    Cheaper than ``torch.autocast(enabled=False)``. Its exit is idempotent, and callers exit it in
+    two ``finally`` clauses; see Note [Interrupted blocks].
+    """
+
+    _before: State | None = None
+
+    @untraced
+    def __enter__(self) -> None:
+        here = threads.current
+        if here.stale:
+            here.settle()
+        self._here = here
+        self._before = before = here.state(here.specs, here.switches(here.specs))
+        self._before = here.turn_off(before, for_runs=True)
+
+    @untraced
+    def __exit__(self, *error: object) -> None:
+        if self._before is not None:
+            self._here.restore(self._before)
+
+
+class no_casts(ExitStack):  # noqa: N801 - reads as a function, like torch.no_grad
+    """An :class:`UncastBlock` for any caller; reentrant and reusable.
+
+    The ExitStack runs every callback, even if a Ctrl-C interrupts one.
+    """
+
+    @untraced
+    def __enter__(self) -> Any:
+        block = UncastBlock()
+        self.push(block.__exit__)
+        self.push(block.__exit__)
+        try:
+            block.__enter__()
+            return self
+        except BaseException:
+            self.close()
+            raise
