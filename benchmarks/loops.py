@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -74,10 +75,12 @@ def with_amp(
     masters: Literal["split", "stochastic"] | None = None,
     passes: int = 1,
     grad_accum_dtype: torch.dtype | None = None,
+    scaled: bool = True,
 ) -> Work:
     """Returns one iteration with amp at ``level``, which may clip the gradients' norm.
 
-    Several passes accumulate the gradients of the same batch.
+    Several passes accumulate the gradients of the same batch. Unless they are ``scaled``, they
+    begin with a plain ``loss.backward()``.
     """
     model, optimizer, (inputs, labels) = _start(task)
     model, optimizer = amp.initialize(
@@ -92,7 +95,7 @@ def with_amp(
     def iteration() -> Tensor:
         for _ in range(passes):
             loss = F.cross_entropy(model(inputs), labels) / passes
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
+            with amp.scale_loss(loss, optimizer) if scaled else nullcontext(loss) as scaled_loss:
                 scaled_loss.backward()
         if max_norm is not None:
             amp.clip_grad_norm_(optimizer, max_norm)

@@ -128,7 +128,6 @@ KNOWN = {
     "torch._C._len_torch_function_stack": (FUNCTION_MODES_PLACE, FUNCTION_MODES),
     "torch.overrides._push_mode": (FUNCTION_MODES_PLACE, FUNCTION_MODES),
     "torch.overrides._pop_mode": (FUNCTION_MODES_PLACE, FUNCTION_MODES),
-    "torch.autograd.graph._engine_run_backward": (AUTOGRAD, "plain_run_backward"),
     "torch._C._autograd": (DEBUG, TOOL),
     "torch._dynamo.config": (TRACING, "before torch 2.8 it lists the classes that are traced"),
     "torch._functorch.config": (TRACING, "turns a look off that refuses subclasses, from 2.13 on"),
@@ -235,7 +234,7 @@ PLAIN = {
     (foreach, "update_scale_"): foreach.plain_update_scale_,
     (foreach, "group"): foreach.plain_group,
     (autograd, "backward_id"): autograd.plain_backward_id,
-    (autograd, "run_backward"): autograd.plain_run_backward,
+    (autograd, "entries"): autograd.plain_entries,
 }
 
 

@@ -19,9 +19,8 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from apex._core.op_table import CastSpec, OpTable
 from apex._engine.autocast import region as region_module
-from apex._engine.autocast.blocks import no_casts
+from apex._engine.autocast.blocks import UncastBlock, no_casts
 from apex._engine.autocast.kernel_registry import Registry
-from apex._engine.autocast.mixed import resolve_mixed
 from apex._engine.autocast.region import (
     CastRegion,
     UncastRegion,
@@ -634,7 +633,7 @@ def around_backward(region, where):
     if where == "plain":
         yield
     else:
-        with no_casts(), resolve_mixed(region):
+        with UncastBlock(region.spec):
             yield
 
 
@@ -682,14 +681,14 @@ def test_a_backward_pass_that_is_started_otherwise_may_mix_dtypes(region, start)
     region.enter_ambient()
     out = layer(torch.ones(2, 2))
     loss = Own.apply(out, lambda grad: results.append((grad @ torch.ones(2, 2)).dtype)).sum()
-    with no_casts(), resolve_mixed(region):
+    with UncastBlock(region.spec):
         start(loss)
     assert set(results) == {torch.bfloat16}
     assert torch._C._len_torch_function_stack() == 0
 
 
 def test_a_backward_pass_that_torch_refuses_is_refused_alike(region):
-    with no_casts(), resolve_mixed(region):
+    with UncastBlock(region.spec):
         with pytest.raises(RuntimeError, match="does not require grad"):
             torch.ones(()).backward()
         with pytest.raises(RuntimeError, match="only for scalar outputs"):
@@ -798,6 +797,98 @@ def test_gradients_of_code_under_disable_casts_are_those_of_fp32(region, where, 
         loss.backward(given)
     for ours, theirs in zip(layers.parameters(), wanted, strict=True):
         assert torch.equal(ours.grad, theirs)
+
+
+@PASSES
+@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS.keys())
+def test_casts_are_off_in_the_formulas_of_a_pass_and_on_again_after_it(region, where, start):
+    region.enter_ambient()
+    seen_inside = []
+    out = nn.Linear(2, 2)(torch.ones(2, 2))
+    out.register_hook(lambda grad: seen_inside.append(torch.is_autocast_enabled("cpu")))
+    with around_backward(region, where):
+        start(out.sum())
+    assert set(seen_inside) == {False}
+    assert seen() == ON
+
+
+def test_casts_are_on_again_after_a_pass_that_failed(region):
+    def fail(grad):
+        raise KeyError
+
+    region.enter_ambient()
+    out = nn.Linear(2, 2)(torch.ones(2, 2))
+    out.register_hook(fail)
+    with pytest.raises(KeyError):
+        out.sum().backward()
+    assert seen() == ON
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def test_a_pass_of_a_thread_without_casts_may_mix_dtypes_in_a_block_that_names_them(region):
+    def work():
+        results = []
+        out = region.run(nn.Linear(2, 2), torch.ones(2, 2))
+        out.register_hook(lambda grad: results.append((grad @ torch.ones(2, 2)).dtype))
+        with UncastBlock(region.spec):
+            out.sum().backward()
+        return results
+
+    assert in_thread(work) == [torch.bfloat16]
+
+
+def test_the_function_that_runs_passes_is_torch_s_own_after_the_last_region():
+    before = torch.autograd._engine_run_backward, torch.autograd.graph._engine_run_backward
+    region, other = CastRegion(BF16), CastRegion(FP16)
+    assert torch.autograd._engine_run_backward is not before[0]
+    del region
+    assert torch.autograd._engine_run_backward is not before[0]
+    del other
+    after = torch.autograd._engine_run_backward, torch.autograd.graph._engine_run_backward
+    assert after == before
+
+
+def test_another_s_wrapper_of_passes_stays_and_passes_go_on():
+    def theirs(*args, **kwargs):
+        calls.append(args)
+        return ours(*args, **kwargs)
+
+    calls, original = [], torch.autograd._engine_run_backward
+    region = CastRegion(BF16)
+    ours = torch.autograd._engine_run_backward
+    try:
+        torch.autograd._engine_run_backward = theirs
+        del region
+        assert torch.autograd._engine_run_backward is theirs
+        region = CastRegion(BF16)
+        region.enter_ambient()
+        w = torch.ones(2, requires_grad=True)
+        w.exp().sum().backward()
+        region.leave_ambient()
+        assert len(calls) == 1
+        assert torch.equal(w.grad, w.detach().exp())
+    finally:
+        torch.autograd._engine_run_backward = original
+
+
+@pytest.mark.parametrize("where", ["plain", "disable_casts"])
+def test_backward_passes_leave_the_operators_of_the_forward_to_torch(region, where):
+    """Kernels in Python cost microseconds a call."""
+    calls = []
+
+    class Watched(Registry):
+        def replace_native(self, number):
+            calls.append(number)
+
+    region_module._registry.__class__ = Watched
+    try:
+        region.enter_ambient()
+        with casts_off() if where == "disable_casts" else contextlib.nullcontext():
+            loss = nn.Linear(2, 2)(torch.ones(1, 2)).sum()
+        loss.backward()
+    finally:
+        region_module._registry.__class__ = Registry
+    assert calls == []
 
 
 def test_forward_code_casts_as_before_once_a_plain_backward_has_run(region):

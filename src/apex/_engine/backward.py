@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from itertools import chain, compress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -18,6 +18,7 @@ from apex._torch.dynamo import untraced
 from apex._torch.overrides import without_overrides
 
 if TYPE_CHECKING:
+    from apex._core.op_table import CastSpec
     from apex._engine.events import ScaleUpdate
     from apex._engine.optimizer.binding import Binding
     from apex._engine.optimizer.gradients import OpenPass
@@ -44,7 +45,7 @@ class BackwardPass(ExitStack):
         communication: Callable[[Binding], Communication],
         ended: Callable[[Sequence[ScaleUpdate], bool], None],
         flagged: Sequence[Binding] | None = None,
-        python_casts: AbstractContextManager[None] | None = None,
+        casts: CastSpec | None = None,
         mistakes: Mistakes | None = None,
         delay_unscale: bool = False,
         delay_overflow_check: bool = False,
@@ -59,7 +60,8 @@ class BackwardPass(ExitStack):
             ended: Called with the scale updates that are readable on the host by now, and whether
                 an exception ended the pass; not after a pass that defers its scale update.
             flagged: The optimizers whose next step an overflow skips; ``None`` for ``bindings``.
-            python_casts: Context in which Python code inside the pass may mix dtypes.
+            casts: The casts of Python code inside the pass that mixes dtypes; ``None`` for the
+                thread's.
             mistakes: Those found in the session, for a pass to add to.
             delay_unscale: Leave the gradients scaled, for a later pass to unscale.
             delay_overflow_check: Leave the scale update to a later pass.
@@ -74,7 +76,7 @@ class BackwardPass(ExitStack):
         self._delay_unscale = delay_unscale
         self._delay_overflow_check = delay_overflow_check
         self._off: UncastBlock | None = None
-        self._python_casts = python_casts or nullcontext()
+        self._casts = casts
         self._finished = False
         self._delayed = False
         self._earlier: list[OpenPass | None] = []
@@ -106,7 +108,7 @@ class BackwardPass(ExitStack):
         try:
             with without_overrides():
                 self._begin_all()
-            self._off = UncastBlock()
+            self._off = UncastBlock(self._casts)
             self._off.__enter__()
             self._scaler.open_blocks.add(self)
             scaled_loss = self._scaler.scale(self._loss)
@@ -114,7 +116,6 @@ class BackwardPass(ExitStack):
             if mistakes is not None and mistakes.blocks_left:
                 self._inspect(mistakes, scaled_loss)
             self._scaled_by = self._scaler.factor()
-            self._python_casts.__enter__()
             return scaled_loss
         except BaseException as error:
             self.__exit__(type(error), error, error.__traceback__)
@@ -220,7 +221,6 @@ class BackwardPass(ExitStack):
     ) -> None:
         """Unscales the gradients; after an exception, restores the earlier ones."""
         self._scaler.open_blocks.discard(self)
-        self._python_casts.__exit__(None, None, None)  # spares what follows the function mode
         if error is not None:
             self._abort()
         elif not self._delay_unscale:
@@ -239,7 +239,6 @@ class BackwardPass(ExitStack):
     def _leave(self, *error: object) -> None:
         """Closes whatever is still open; idempotent."""
         self._scaler.open_blocks.discard(self)
-        self._python_casts.__exit__(None, None, None)
         if self._inspection is not None:
             self._inspection.close()
         off = self._off

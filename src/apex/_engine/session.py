@@ -21,7 +21,6 @@ from apex._core.scale import ScaleRule
 from apex._engine import masters
 from apex._engine import model as conversion
 from apex._engine import restore as restoring
-from apex._engine.autocast.mixed import resolve_mixed
 from apex._engine.autocast.region import CastRegion, CastSpec, UncastRegion
 from apex._engine.autocast.user_functions import UserRegistry
 from apex._engine.backward import BackwardPass
@@ -270,7 +269,7 @@ class Session:
             loss,
             flagged if delays else bindings,  # those that share a parameter know it is scaled
             scaler,
-            python_casts=resolve_mixed(region),
+            casts=region.spec if isinstance(region, CastRegion) else None,
             mistakes=self.mistakes,
             communication=_communication_of_pass,
             ended=functools.partial(self._end_pass, scaler.loss_id, bindings, owners),

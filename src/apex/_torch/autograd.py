@@ -1,12 +1,15 @@
-"""The backward pass that runs in this thread, and backward passes under function modes."""
+"""The backward pass that runs in this thread, and a hook around every backward pass."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from types import ModuleType
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+
+from apex._torch.dynamo import untraced_frame
 
 
 def plain_backward_id() -> int:
@@ -17,31 +20,51 @@ def plain_backward_id() -> int:
 backward_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", plain_backward_id)
 """Returns the id of the backward pass that runs the calling code, -1 outside of one."""
 
+Run = Callable[..., Any]
+"""Runs a backward pass."""
 
-def plain_run_backward(tensor: Tensor, gradient: Tensor, keep: bool, create_graph: bool) -> None:
-    """Runs ``tensor.backward(gradient)`` with this thread's function modes active inside.
+Entries = tuple[tuple[ModuleType, str], ...]
+"""Modules, and names of functions in them, that run backward passes."""
 
-    torch disables a mode while the mode handles a call. Modes do not handle a call that receives a
-    graph edge instead of a tensor.
+plain_entries: Entries = ()
+"""None: backward passes outside ``scale_loss`` run under their thread's casts."""
+
+_NAME = "_engine_run_backward"
+_found = _NAME in vars(torch.autograd) and _NAME in vars(torch.autograd.graph)
+
+entries = ((torch.autograd, _NAME), (torch.autograd.graph, _NAME)) if _found else plain_entries
+"""What every backward pass that Python code begins goes through."""
+
+
+def wrap_backward(around: Callable[..., Any]) -> Callable[[], None]:
+    """Has ``around(run, *args, **kwargs)`` called for each ``run(*args, **kwargs)`` of a pass.
 
     Args:
-        tensor: Root of the backward pass.
-        gradient: The root's gradient.
-        keep: Whether to keep the graph.
-        create_graph: Whether to build a graph of the gradients.
+        around: Calls ``run``, which runs the pass, and returns its result.
+
+    Returns:
+        Reverts it, where no other code has wrapped the same since.
     """
-    torch.autograd.backward([get_gradient_edge(tensor)], [gradient], keep, create_graph)
+    reverts = [_wrap(module, name, around) for module, name in entries]
+
+    def revert() -> None:
+        for each in reverts:
+            each()
+
+    return revert
 
 
-def _run_backward(tensor: Tensor, gradient: Tensor, keep: bool, create_graph: bool) -> None:
-    """Does the same, 30 us faster."""
-    torch.autograd.graph._engine_run_backward(
-        *((tensor,), (gradient,), keep, create_graph, ()),
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )
+def _wrap(module: ModuleType, name: str, around: Callable[..., Any]) -> Callable[[], None]:
+    run: Run = vars(module)[name]
 
+    @untraced_frame
+    @functools.wraps(run)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(run, *args, **kwargs)
 
-run_backward = (
-    _run_backward if "_engine_run_backward" in vars(torch.autograd.graph) else plain_run_backward
-)
+    def revert() -> None:
+        if vars(module)[name] is wrapped:
+            setattr(module, name, run)
+
+    setattr(module, name, wrapped)
+    return revert

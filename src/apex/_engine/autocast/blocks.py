@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
+from apex._core.op_table import CastSpec
 from apex._engine.autocast.thread_casts import State, threads
 from apex._torch.dynamo import untraced
 
@@ -14,9 +15,15 @@ class UncastBlock:
 
     Cheaper than ``torch.autocast(enabled=False)``. Its exit is idempotent, and callers exit it in
     two ``finally`` clauses; see Note [Interrupted blocks].
+
+    Args:
+        casts: The casts of Python code in backward passes inside; ``None`` for this thread's.
     """
 
     _before: State | None = None
+
+    def __init__(self, casts: CastSpec | None = None) -> None:
+        self._casts = casts
 
     @untraced
     def __enter__(self) -> None:
@@ -26,6 +33,8 @@ class UncastBlock:
         self._here = here
         self._before = before = here.state(here.specs, here.switches(here.specs))
         self._before = here.turn_off(before, for_runs=True)
+        if self._casts is not None:
+            here.specs = here.specs | dict.fromkeys(self._casts.device_types, self._casts)
 
     @untraced
     def __exit__(self, *error: object) -> None:

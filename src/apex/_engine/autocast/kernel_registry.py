@@ -17,7 +17,7 @@ from torch.compiler import config as compiler_config
 
 from apex._core.op_table import CastSpec
 from apex._engine.autocast.kernels import Coverage, Group, ThreadRules
-from apex._torch import dispatcher
+from apex._torch import autograd, dispatcher
 from apex._torch.dispatcher import AUTOCAST_KEYS
 from apex._torch.dynamo import is_compiling_here
 
@@ -47,6 +47,7 @@ class Registry:
         self._coverage: dict[str, Coverage] = {}
         self._numbers = itertools.count()
         self._tag_before: str | None = None
+        self._unwrap: Callable[[], None] | None = None
 
     def register(self, spec: CastSpec, *, rules: bool = True) -> int:
         """Registers the kernels for ``spec``; returns the number for :meth:`unregister`.
@@ -70,9 +71,11 @@ class Registry:
                 self._registrations[number] = _Registration(spec, rules)
                 for device in spec.device_types:
                     coverage = self._coverage_of(device)
-                    for group in (*coverage.groups(spec.table), coverage.probe):
+                    for group in coverage.groups(spec.table):
                         self._acquire(number, group)
                 self._update_cache_tag()
+                if self._unwrap is None:
+                    self._unwrap = autograd.wrap_backward(self._rules.run_backward)
         except BaseException:
             with contextlib.suppress(Exception):  # the first error is the one to report
                 self.unregister(number)
@@ -83,8 +86,7 @@ class Registry:
     def replace_native(self, number: int) -> None:
         """Replaces torch's own kernels with ours on the device types of a live registration.
 
-        Ours cost 3 us more per call, but handle float64, backward passes, and sessions that ended
-        in another thread.
+        Ours cost 3 us more per call, but handle float64, and sessions that ended in another thread.
         """
         registration = self._registrations.get(number)
         if registration is not None and not registration.replaces_native:
@@ -151,6 +153,9 @@ class Registry:
                 del self._kernels[group]
                 kernels.remove()
         self._update_cache_tag()
+        if not self._registrations and self._unwrap is not None:
+            self._unwrap()
+            self._unwrap = None
 
     def _update_cache_tag(self) -> None:
         """Sets or restores the cache tag; see Note [Compiled code outlives the kernels]."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from apex._core.op_casts import CastRule, has_double, rules_for, widest
+from apex._core.op_casts import CastRule, has_double, rules_for
 from apex._core.op_table import (
     COVERED_INSIDE,
     DEVICE_LIMITS,
@@ -17,13 +17,9 @@ from apex._core.op_table import (
     OpTable,
 )
 from apex._torch import dispatcher
-from apex._torch.autograd import backward_id
 from apex._torch.dynamo import untraced
 
 Kernel = Callable[..., Any]
-
-BACKWARD_BEGINS = "ones_like"
-"""The operator with which ``loss.backward()`` makes its first gradient, in the calling thread."""
 
 _get_dtype, _is_on = torch.get_autocast_dtype, torch.is_autocast_enabled
 
@@ -34,14 +30,11 @@ class ThreadRules(Protocol):
     def spec(self, device: str) -> CastSpec | None:
         """Returns the spec that applies on a device type; None if no session uses it."""
 
-    def in_formulas(self) -> bool:
-        """Returns whether the caller may be one of autograd's own formulas."""
-
     def casts_double(self) -> bool:
         """Returns whether low-precision operators cast float64, too."""
 
-    def backward_begins(self) -> None:
-        """Called when a backward pass is about to begin with casts on."""
+    def run_backward(self, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Returns ``run(*args, **kwargs)``, which runs a backward pass."""
 
 
 class Group(NamedTuple):
@@ -56,7 +49,6 @@ class Coverage:
 
     Attributes:
         native: torch's own kernels, by operator of the default table.
-        probe: The operator whose kernel detects the start of a backward pass.
     """
 
     def __init__(self, device: str) -> None:
@@ -72,7 +64,6 @@ class Coverage:
             if _needs_kernel(op, device, native):
                 self._filled.append(op)
         self._base = Group(device, tuple(op for op in self._filled if op not in FP16_RANGE))
-        self.probe = Group(device, (BACKWARD_BEGINS,))
 
     def groups(self, table: OpTable) -> Iterator[Group]:
         """Yields the groups for a table: the rows that torch lacks, and each row the user changed.
@@ -97,7 +88,8 @@ class Coverage:
 
     def kernels(self, group: Group, rules: ThreadRules) -> dict[str, Kernel]:
         """Returns a kernel for each operator of a group."""
-        return {op: _build(op, self._device, rules, self.native.get(op)) for op in group.ops}
+        native = self.native
+        return {op: build_kernel(op, self._device, rules, native.get(op)) for op in group.ops}
 
 
 class _Restated:
@@ -143,18 +135,11 @@ def _below_autocast(key: Any, call: Kernel, args: Sequence[Any], kwargs: dict[st
         dispatcher.exclude_key(key, False)
 
 
-def _build(op: str, device: str, rules: ThreadRules, native: Any) -> Kernel:
-    if op == BACKWARD_BEGINS:
-        return _probe(op, device, rules)
-    return build_kernel(op, device, rules, native)
-
-
 def build_kernel(op: str, device: str, rules: ThreadRules, native: Any) -> Kernel:
     """Returns the kernel of one operator for the autocast key of a device type.
 
     It casts by the operator's row in the spec of the calling thread, or calls torch's own kernel if
-    that follows the table. Without a spec it behaves as torch does. In a backward pass it casts
-    mixed dtypes only; see Note [Casts in a backward pass].
+    that follows the table. Without a spec it behaves as torch does.
 
     Args:
         op: Operator and overload, such as ``"pow.Scalar"``.
@@ -175,19 +160,17 @@ def build_kernel(op: str, device: str, rules: ThreadRules, native: Any) -> Kerne
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         spec = rules.spec(device)
         category = None if spec is None else spec.table.rows.get(op)
-        formulas = backward_id() != -1 and rules.in_formulas()
-        if follows and category == default and not formulas:
+        if follows and category == default:
             if not (has_double(args) and rules.casts_double()):
                 return native.call_boxed(keyset, *args, **kwargs)
         elif spec is None and native is not None and _is_on(device):
             return native.call_boxed(keyset, *args, **kwargs)
-        if spec is None or category is None or (formulas and widest(args, kwargs) is None):
+        if spec is None or category is None:
             # Only this call goes below autocast; the inner operators of a composite still see it.
             return redispatch(keyset & below, *args, **kwargs)
         if category == "low_precision" and has_double(args) and not rules.casts_double():
             return redispatch(keyset & below, *args, **kwargs)
-        # In autograd's device threads, the autocast dtype is torch's default.
-        low = spec.dtype if formulas else _get_dtype(device)
+        low = _get_dtype(device)
         if category == "recurrent" and cudnn and low is torch.float16:
             # The inner row of cuDNN casts a whole RNN's weights into one piece; it knows fp16 only.
             return redispatch(keyset & below, *args, **kwargs)
@@ -205,19 +188,6 @@ def build_kernel(op: str, device: str, rules: ThreadRules, native: Any) -> Kerne
                 exclude(key, False)
         finally:
             exclude(key, False)
-
-    return kernel
-
-
-def _probe(op: str, device: str, rules: ThreadRules) -> Kernel:
-    redispatch = dispatcher.overload(op).redispatch
-    below = dispatcher.keys_below_autocast(device)
-
-    @untraced
-    def kernel(keyset: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if tensor.requires_grad:
-            rules.backward_begins()
-        return redispatch(keyset & below, tensor, *args, **kwargs)
 
     return kernel
 

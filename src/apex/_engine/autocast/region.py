@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ParamSpec, TypeVar
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from apex._core.op_table import CastSpec, OpTable
 from apex._engine.autocast.blocks import no_casts
 from apex._engine.autocast.kernel_registry import Registry
+from apex._engine.autocast.mixed import resolve_mixed
 from apex._engine.autocast.thread_casts import (
     DEVICE_TYPES,
     AmbientRequest,
@@ -24,7 +26,7 @@ from apex._engine.autocast.thread_casts import (
     is_on,
     threads,
 )
-from apex._torch.dynamo import at_tracing, is_compiling_here
+from apex._torch.dynamo import at_tracing, untraced_frame
 
 __all__ = [
     "CastRegion",
@@ -43,16 +45,7 @@ _is_compiling = torch.compiler.is_compiling
 
 
 class _Rules:
-    """The op casts of the thread that calls a kernel.
-
-    Note [Casts in a backward pass]
-        autograd's formulas compute in the dtypes of the forward, and cannot be distinguished from
-        Python code in the same pass: a function's own backward, a hook, a recompute. But formulas
-        never mix dtypes, and Python code that does would fail. So in a backward pass, kernels cast
-        arguments of mixed dtypes by the operator's row, and leave all others. Inside ``scale_loss``
-        casts are off in formulas altogether, and :mod:`apex._engine.autocast.mixed` handles Python
-        code. A plain ``loss.backward()`` runs under its thread's casts: from the first one on, our
-        kernels replace torch's own, which would cast.
+    """The op casts of the calling thread.
 
     In threads that no region has entered, the newest session's table applies: autograd's device
     threads, and threads that run compiled code or a ``torch.autocast`` of their own.
@@ -66,31 +59,24 @@ class _Rules:
                 return None
         return here.specs.get(device) or _registry.newest(device)
 
-    def in_formulas(self) -> bool:
-        task = backward_id()
-        if task == -1:
-            return False
-        here = threads.current
-        # torch.utils.checkpoint enters torch.autocast to recompute.
-        return task != here.task and autocast_depth() <= here.depth
-
     def casts_double(self) -> bool:
         return bool(threads.current.runs) or autocast_depth() > 0
 
-    def backward_begins(self) -> None:
-        if not is_compiling_here():
-            _prepare_plain_backward()
+    @untraced_frame
+    def run_backward(self, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        inside = resolve_mixed(_cast_by)
+        try:
+            try:
+                inside.__enter__()
+                return run(*args, **kwargs)
+            finally:
+                inside.__exit__()
+        finally:  # see Note [Interrupted blocks]
+            inside.__exit__()
 
 
 _rules = _Rules()
 _registry = Registry(_rules)
-
-
-@at_tracing
-def _prepare_plain_backward() -> None:
-    """Prepares this thread's ambient casts for a backward pass outside ``scale_loss``."""
-    for spec in {id(spec): spec for spec in threads.current.specs.values()}.values():
-        _registry.replace_native_of(spec)
 
 
 def _withdraw_after_fork() -> None:
@@ -110,25 +96,12 @@ if sys.platform != "win32":
     os.register_at_fork(after_in_child=_withdraw_after_fork)
 
 
-class CastRegion:
-    """Runs functions with op casts on.
-
-    While a region lives, the kernels that its devices lack are registered. Pickling or copying
-    makes an independent region with the same spec.
-
-    Raises:
-        ValueError: If a device type of the spec has no autocast.
-    """
+class _Casts:
+    """Runs functions with the casts of a spec on, while its kernels are registered."""
 
     def __init__(self, spec: CastSpec) -> None:
         self.spec = spec
-        self._requests: list[AmbientRequest] = []
         self._casts_double = False
-        self._registration = _registry.register(spec)
-        weakref.finalize(self, _end, self._registration, self._requests).atexit = False
-
-    def __reduce__(self) -> tuple[type[CastRegion], tuple[CastSpec]]:
-        return CastRegion, (self.spec,)
 
     def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Returns ``fn(*args, **kwargs)`` with casts on, in any thread, except in ``no_casts``.
@@ -158,25 +131,6 @@ class CastRegion:
         finally:  # see Note [Interrupted blocks]
             here.restore(before)
 
-    def enter_ambient(self) -> None:
-        """Turns casts on in this thread until ``leave_ambient``.
-
-        Of several ambient regions the newest live one applies; after the last one, the previous
-        state returns.
-        """
-        registration = _registry.register(self.spec, rules=False)
-        request = AmbientRequest(self.spec, threads.current, registration, _registry.unregister)
-        self._requests.append(request)
-        threads.current.request(request)
-
-    def leave_ambient(self) -> None:
-        """Withdraws this region's ambient casts; idempotent, and safe in any thread.
-
-        Takes effect at once in the calling thread, and in another before its next operator that has
-        a row.
-        """
-        _withdraw(self._requests)
-
     @at_tracing
     def handle_doubles(self) -> None:
         """Makes low-precision operators cast float64 tensors too, inside runs.
@@ -196,6 +150,45 @@ class CastRegion:
         for value in kwargs.values() if kwargs else ():
             if isinstance(value, Tensor) and value.dtype is torch.float64:
                 self.handle_doubles()
+
+
+class CastRegion(_Casts):
+    """Runs functions with op casts on.
+
+    While a region lives, the kernels that its devices lack are registered. Pickling or copying
+    makes an independent region with the same spec.
+
+    Raises:
+        ValueError: If a device type of the spec has no autocast.
+    """
+
+    def __init__(self, spec: CastSpec) -> None:
+        super().__init__(spec)
+        self._requests: list[AmbientRequest] = []
+        self._registration = _registry.register(spec)
+        weakref.finalize(self, _end, self._registration, self._requests).atexit = False
+
+    def __reduce__(self) -> tuple[type[CastRegion], tuple[CastSpec]]:
+        return CastRegion, (self.spec,)
+
+    def enter_ambient(self) -> None:
+        """Turns casts on in this thread until ``leave_ambient``.
+
+        Of several ambient regions the newest live one applies; after the last one, the previous
+        state returns.
+        """
+        registration = _registry.register(self.spec, rules=False)
+        request = AmbientRequest(self.spec, threads.current, registration, _registry.unregister)
+        self._requests.append(request)
+        threads.current.request(request)
+
+    def leave_ambient(self) -> None:
+        """Withdraws this region's ambient casts; idempotent, and safe in any thread.
+
+        Takes effect at once in the calling thread, and in another before its next operator that has
+        a row.
+        """
+        _withdraw(self._requests)
 
 
 def _stays_off() -> bool:
@@ -239,8 +232,6 @@ class UncastRegion:
 
 def casts_off() -> AbstractContextManager[Any]:
     """Returns ``no_casts()`` for differentiable code; under dynamo, a form that it can trace."""
-    if torch.is_grad_enabled():
-        _prepare_plain_backward()
     if _is_compiling():
         return _traced_off([device for device in DEVICE_TYPES if is_on(device)])
     return no_casts()
@@ -251,8 +242,6 @@ def active_spec() -> CastSpec | None:
 
     If the device types have different specs, returns that of the first one with casts on.
     """
-    if _rules.in_formulas():
-        return None
     for device in threads.current.specs or DEVICE_TYPES:
         if is_on(device):
             return _rules.spec(device)
@@ -305,6 +294,14 @@ def _traced_off(devices: Sequence[str]) -> Iterator[None]:
         return
     with torch.autocast(devices[0], enabled=False, cache_enabled=False), _traced_off(devices[1:]):
         yield
+
+
+def _cast_by(
+    specs: Mapping[str, CastSpec], fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+) -> Any:
+    for spec in {id(spec): spec for spec in specs.values()}.values():
+        fn = functools.partial(_Casts(spec).run, fn)
+    return fn(*args, **kwargs)
 
 
 def _withdraw(requests: list[AmbientRequest]) -> None:
