@@ -1,14 +1,16 @@
-"""Work on many objects without Python's garbage collector."""
+"""Python's garbage collector: work without it, and objects that live until it takes them."""
 
 from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Generic, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 def uncollected(fn: Callable[P, R]) -> Callable[P, R]:
@@ -33,3 +35,27 @@ def uncollected(fn: Callable[P, R]) -> Callable[P, R]:
                 gc.enable()
 
     return run
+
+
+class Living(Generic[T]):
+    """Weakly held objects, in the order in which they were added.
+
+    Unlike a ``WeakSet``, it may be iterated while other threads add objects.
+    """
+
+    def __init__(self) -> None:
+        self._references: dict[int, weakref.ref[T]] = {}
+
+    def add(self, item: T) -> None:
+        """Adds an object; idempotent."""
+        key = id(item)
+        self._references[key] = weakref.ref(item, lambda _: self._references.pop(key, None))
+
+    def __iter__(self) -> Iterator[T]:
+        for reference in list(self._references.values()):
+            item = reference()
+            if item is not None:
+                yield item
+
+    def __bool__(self) -> bool:
+        return bool(self._references)

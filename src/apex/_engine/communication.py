@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from torch.nn.parallel import DistributedDataParallel
 
+from apex._core.garbage import Living
 from apex._core.packing import Stochastic
 from apex._engine import tracked_pair
 from apex._engine.optimizer.binding import Binding
@@ -14,6 +15,7 @@ from apex._engine.scaler import Scaler
 from apex._engine.tracked_pair import TrackedPair
 from apex._torch import ddp
 from apex._torch.ddp import NO_WRAPPER, Communication, Wrappers
+from apex._torch.dynamo import untraced
 from apex._torch.packed import plain
 
 _log = logging.getLogger("apex")
@@ -31,6 +33,7 @@ class Communicator:
         self._scalers = scalers
         self._wrappers = Wrappers()
         self._join_warned = False
+        _living.add(self)
 
     def note(self, wrapper: DistributedDataParallel, *, traced: bool = False) -> None:
         """Records that a model's forward pass begins, or is traced, under a wrapper."""
@@ -66,6 +69,19 @@ class Communicator:
                 "amp: in DistributedDataParallel.join(), ranks that finish early stop updating "
                 "their loss scale. After the join, load one rank's amp.state_dict() on all."
             )
+
+
+_living: Living[Communicator] = Living()
+"""Those of every session. Compiled code may run for models of other sessions than it traced."""
+
+
+@untraced
+def note_compiled_run() -> None:
+    """Records for every session that compiled code runs in a forward pass under a wrapper."""
+    wrapper = ddp.active_wrapper()
+    if wrapper is not None:
+        for communicator in _living:
+            communicator.note(wrapper, traced=True)
 
 
 def _share(new: Sequence[TrackedPair], wrappers: Iterable[DistributedDataParallel]) -> None:

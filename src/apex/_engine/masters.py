@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from apex._core import rounding
+from apex._core.garbage import Living
 from apex._core.packing import Kind
 from apex._engine.tracked_pair import (
     Master,
@@ -49,7 +50,6 @@ class Masters:
         self._kept: weakref.WeakKeyDictionary[object, dict[int, tuple[Tensor, Tensor]]] = (
             weakref.WeakKeyDictionary()
         )
-        self._has_step_hook = False
 
     def make(self, param: nn.Parameter, holder: object, exact: Tensor | None = None) -> TrackedPair:
         """Returns the pair of a low-precision parameter, making one if needed.
@@ -75,12 +75,9 @@ class Masters:
 
     def hold(self, pairs: Sequence[TrackedPair], holder: object) -> None:
         """Registers pairs that live as long as ``holder``."""
-        if pairs and not self._has_step_hook:
-            hook = functools.partial(_round_after_step, weakref.ref(self))
-            handle = register_optimizer_step_post_hook(hook)
-            weakref.finalize(self, handle.remove).atexit = False
-            self._has_step_hook = True
-            _live.add(self)
+        if pairs:
+            _living.add(self)
+            _watch_steps()
         held = self._by_holder.setdefault(holder, [])
         for pair in pairs:
             self._by_param[id(pair.model)] = pair
@@ -176,32 +173,39 @@ class Masters:
                 pair.mirrors_grad = pair.mirrors_grad and not set_to_none
 
 
-_live: weakref.WeakSet[Masters] = weakref.WeakSet()
+_living: Living[Masters] = Living()
 """Those of every session. Compiled code may run for models of other sessions than it traced."""
 
 
 @untraced
 def write_back_all() -> None:
     """Rounds every written master of every session into its model parameter."""
-    for masters in list(_live):
+    for masters in _living:
         masters.write_back()
 
 
-def _round_after_step(
-    reference: weakref.ref[Masters], optimizer: Optimizer, args: object, kwargs: object
-) -> None:
+@functools.cache
+def _watch_steps() -> None:
+    """Has every step of the process round masters.
+
+    Once and for good: a hook that comes or goes, perhaps in another thread or in a garbage
+    collection, breaks off a step for which torch is calling the hooks.
+    """
+    register_optimizer_step_post_hook(_round_after_step)
+
+
+def _round_after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     """Rounds masters into the model that an optimizer not prepared by amp has stepped."""
-    if PREPARED in optimizer.__dict__:
-        return  # amp rounds these masters itself
+    if not _living or PREPARED in optimizer.__dict__:
+        return  # amp rounds the masters of prepared ones itself
     stepped = False
     for group in optimizer.param_groups:
         for param in group["params"]:
             if isinstance(param, Master) or packing_of(param) is not None:
                 increment_version(param)  # fused kernels do not
                 stepped = True
-    masters = reference() if stepped else None
-    if masters is not None:
-        masters.write_back()
+    if stepped:
+        write_back_all()
 
 
 def clear_grad(param: nn.Parameter, *, set_to_none: bool) -> None:

@@ -24,7 +24,7 @@ from apex._engine import restore as restoring
 from apex._engine.autocast.region import CastRegion, CastSpec, UncastRegion
 from apex._engine.autocast.user_functions import UserRegistry
 from apex._engine.backward import BackwardPass
-from apex._engine.communication import Communicator
+from apex._engine.communication import Communicator, note_compiled_run
 from apex._engine.events import PassEnd, ScaleUpdate
 from apex._engine.masters import Masters
 from apex._engine.mistakes import Mistakes
@@ -34,7 +34,7 @@ from apex._engine.optimizer.binding import Binding
 from apex._engine.optimizer.optimizer_class import AmpOptimizer
 from apex._engine.scaler import Scaler, scaler_for
 from apex._engine.undo import Undo, all_or_nothing
-from apex._torch import ddp, fsdp
+from apex._torch import fsdp
 from apex._torch.ddp import Communication
 from apex._torch.dynamo import before_each_run
 from apex._torch.modules import named_modules, named_tensors
@@ -371,7 +371,7 @@ class Session:
     def runs_under(self, wrapper: Wrapper, *, traced: bool = False) -> None:
         self._communicator.note(wrapper, traced=traced)
         if traced:
-            before_each_run(ddp.note_compiled_run)
+            before_each_run(note_compiled_run)
 
     def convert_late(self, params: Iterable[Tensor]) -> None:
         self._communicator.forget_users()  # they may belong to another wrapper

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from apex._torch.dynamo import untraced
-
 # The wrapper whose forward runs now is private in torch. Without it, amp sees no wrapper and treats
 # models as if the script averaged their gradients.
 _KNOWS_ACTIVE = "_active_ddp_module" in vars(DistributedDataParallel)
@@ -53,7 +51,6 @@ class Wrappers:
     """
 
     def __init__(self) -> None:
-        _live.add(self)
         self.seen = False
         self._traced: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._sends: weakref.WeakKeyDictionary[DistributedDataParallel, bool] = (
@@ -110,19 +107,6 @@ class Wrappers:
             ),
             in_buckets=any(wrapper.gradient_as_bucket_view for wrapper in wrappers),
         )
-
-
-_live: weakref.WeakSet[Wrappers] = weakref.WeakSet()
-"""Those of every session. Compiled code may run for models of other sessions than it traced."""
-
-
-@untraced
-def note_compiled_run() -> None:
-    """Records for every session that compiled code runs in a forward pass under a wrapper."""
-    wrapper = active_wrapper()
-    if wrapper is not None:
-        for wrappers in list(_live):
-            wrappers.note(wrapper, traced=True)
 
 
 def _sends(wrapper: DistributedDataParallel) -> bool:
