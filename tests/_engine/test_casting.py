@@ -304,7 +304,19 @@ def after_ambient():
     in_run()
 
 
-@pytest.mark.parametrize("work", [in_run, in_uncast_run, in_no_casts, in_ambient, after_ambient])
+def in_backward_pass():
+    region, dtypes = CastRegion(BF16), []
+    out = region.run(nn.Linear(2, 2), torch.ones(1, 2))
+    out.register_hook(lambda grad: dtypes.append((grad.T @ torch.ones(1, 2)).dtype))
+    with UncastBlock(BF16):
+        out.sum().backward()
+    assert dtypes == [torch.bfloat16]
+
+
+WORKS = [in_run, in_uncast_run, in_no_casts, in_ambient, after_ambient, in_backward_pass]
+
+
+@pytest.mark.parametrize("work", WORKS)
 def test_ambient_may_end_in_a_garbage_collection_at_any_line_of_other_casts(work):
     before = state()
     number, count = 0, 1
