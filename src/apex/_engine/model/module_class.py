@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from apex._core import dtypes, tree
+from apex._core.mixins import known_with_mixin, mixin_of, with_mixin
 from apex._engine.model import dtype_errors, kept_buffers
 from apex._engine.model.state import STATE, ModelState, stash_forward
 from apex._pickle import rebuild
@@ -41,7 +42,7 @@ _is_compiling = torch.compiler.is_compiling
 
 
 class ConvertedModule(nn.Module):
-    """The base that every generated class puts before the model's own class."""
+    """The mixin that every generated class puts before the model's own class."""
 
     _apex_state: ModelState | None = None
 
@@ -253,17 +254,12 @@ def swap_class(model: object, new: type) -> None:
 
 
 def converted_class(base: type[nn.Module]) -> type[nn.Module]:
-    """Returns the class of converted models of class ``base``, always the same one.
-
-    Python's weak list of subclasses serves as the cache.
-    """
-    bases = (ConvertedModule, base)
-    for known in type.__subclasses__(base):
-        if known.__bases__ == bases:
-            return known
-    made: type[nn.Module] = new_class(
-        base, bases, {"forward": _casting_forward(base), "state_dict": _fp32_state_dict(base)}
-    )
+    """Returns the class of converted models of class ``base``, always the same one."""
+    known = known_with_mixin(ConvertedModule, base)
+    if known is None:
+        names = {"forward": _casting_forward(base), "state_dict": _fp32_state_dict(base)}
+        known = with_mixin(ConvertedModule, base, names, despite_metaclass=True)
+    made: type[nn.Module] = known
     return made
 
 
@@ -282,21 +278,7 @@ def plain_class(kind: type) -> type:
 
 def is_generated(kind: type) -> bool:
     """Returns whether ``converted_class`` or ``proxy_class`` made ``kind``."""
-    return kind.__bases__[0] is ConvertedModule or PROXY in vars(kind)
-
-
-def new_class(base: Any, bases: tuple[type, ...], names: dict[str, Any]) -> Any:
-    """Returns a class with the given bases and attributes, under the name of ``base``."""
-    shown = {
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
-    }
-    names = {**shown, **names}
-    try:
-        return types.new_class(base.__name__, bases, {}, lambda namespace: namespace.update(names))
-    except Exception:  # noqa: BLE001 - a metaclass that requires keywords or forbids subclasses
-        return type.__new__(type(base), base.__name__, bases, names)
+    return mixin_of(kind) is ConvertedModule or PROXY in vars(kind)
 
 
 def _casting_forward(base: type[nn.Module]) -> Callable[..., Any]:

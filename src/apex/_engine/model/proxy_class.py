@@ -19,13 +19,13 @@ from typing import Any
 
 from torch import nn
 
+from apex._core.mixins import new_class
 from apex._engine.model.module_class import (
     FORWARD,
     PROXY,
     cast_call,
     copied_by,
     is_generated,
-    new_class,
     of_plain_class,
     plain_class,
     reduced_as_plain,

@@ -14,6 +14,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from apex._core.mixins import known_with_mixin, mixin_of, with_mixin
 from apex._engine.masters import PREPARED
 from apex._engine.optimizer import step as stepping
 from apex._engine.optimizer.binding import Binding
@@ -149,23 +150,17 @@ def unbind_class(optimizer: Optimizer) -> None:
 
 def own_class(generated: type[Optimizer]) -> type[Optimizer]:
     """Returns the optimizer's own class, given the generated one."""
-    return cast("type[Optimizer]", generated.__bases__[1])
+    return cast("type[Optimizer]", generated.__bases__[-1])
 
 
 def generated_class(mixin: type[AmpOptimizer], own: type[Optimizer]) -> type[Optimizer]:
-    """Returns the subclass of ``mixin`` and ``own``, named as ``own`` is.
-
-    Python's weak list of subclasses serves as the cache.
-    """
-    for known in own.__subclasses__():
-        if known.__bases__ == (mixin, own):
-            return known
-    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-    return type(own.__name__, (mixin, own), names)
+    """Returns the subclass of ``own`` with ``mixin``'s overrides, always the same one."""
+    known = known_with_mixin(mixin, own)
+    return cast("type[Optimizer]", with_mixin(mixin, own, {}) if known is None else known)
 
 
 def _mixin_of(generated: type[Optimizer]) -> type[AmpOptimizer]:
-    return cast("type[AmpOptimizer]", generated.__bases__[0])
+    return cast("type[AmpOptimizer]", mixin_of(generated))
 
 
 def rebuild_optimizer(

@@ -1,0 +1,97 @@
+"""Classes that put a mixin before another class, for objects that exist already.
+
+Note [Instance layout]: Python lets an object change to a class only if both lay out instances
+alike, and compares for this the class in each chain of ``__base__`` that brings ``__dict__``. With
+two bases the chain goes through the first, the mixin, and ends where the own class's does, except
+where the own class's first base has no ``__dict__``, as ``abc.ABC`` and ``typing.Generic[T]``:
+there the own class is the only base, and a metaclass puts the mixin into the method resolution
+order.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+MIXIN = "_apex_mixin"
+"""Attribute of a generated class that holds its mixin."""
+
+
+def with_mixin(
+    mixin: type, own: type, names: dict[str, Any], *, despite_metaclass: bool = False
+) -> Any:
+    """Returns a new subclass of ``own`` whose methods are looked up in ``mixin`` first.
+
+    Objects of class ``own`` can change to it; see Note [Instance layout].
+
+    Args:
+        mixin: The class with the overrides.
+        own: The last base of the new class, which is named as it is.
+        names: Further attributes.
+        despite_metaclass: Whether to make it even if the metaclass of ``own`` raises an error.
+    """
+    names = {MIXIN: mixin, **names}
+    if _layout(mixin) == _layout(own):
+        return new_class(own, (mixin, own), names, despite_metaclass=despite_metaclass)
+    kind = type(own)
+    metaclass = _MixinFirst if kind is type else type(kind.__name__, (_MixinFirst, kind), {})
+    return new_class(own, (own,), names, metaclass, despite_metaclass=despite_metaclass)
+
+
+def known_with_mixin(mixin: type, own: type) -> Any:
+    """Returns the class that :func:`with_mixin` has made before, if any.
+
+    Python's weak list of subclasses serves as the cache.
+    """
+    subclasses: list[type] = type.__subclasses__(own)
+    for known in subclasses:
+        if mixin_of(known) is mixin and known.__bases__[-1] is own:
+            return known
+    return None
+
+
+def mixin_of(kind: type) -> Any:
+    """Returns the mixin of a class that :func:`with_mixin` made; ``None`` for others."""
+    return vars(kind).get(MIXIN)
+
+
+def new_class(
+    base: Any,
+    bases: tuple[type, ...],
+    names: dict[str, Any],
+    metaclass: type | None = None,
+    *,
+    despite_metaclass: bool = True,
+) -> Any:
+    """Returns a class with the given bases and attributes, under the name of ``base``."""
+    shown = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+    }
+    names = {**shown, **names}
+    given = {} if metaclass is None else {"metaclass": metaclass}
+    try:
+        return types.new_class(base.__name__, bases, given, lambda scope: scope.update(names))
+    except Exception:  # a metaclass that requires keywords or forbids subclasses
+        if not despite_metaclass:
+            raise
+        return type.__new__(metaclass or type(base), base.__name__, bases, names)
+
+
+class _MixinFirst(type):
+    """Puts the mixin of a generated class before its only base."""
+
+    def mro(cls) -> list[type]:
+        order = super().mro()
+        mixin = mixin_of(cls)
+        if mixin is None:  # a class on top of a generated one
+            return order
+        return [cls, *(kind for kind in mixin.__mro__ if kind not in order), *order[1:]]
+
+
+def _layout(kind: type) -> tuple[type | None, bool]:
+    """Returns what Python compares when an object's class is set."""
+    while kind.__base__ is not None and kind.__base__.__dictoffset__:
+        kind = kind.__base__
+    return kind.__base__, bool(kind.__weakrefoffset__)
