@@ -29,9 +29,9 @@ def test_what_is_no_module_is_refused(plan, model):
 
 
 @every_plan
-def test_a_converted_model_is_refused(plan):
-    with pytest.raises(RuntimeError, match=r"Pass each model once.*amp\.restore"):
-        check(converted(Net()), plan)
+def test_a_model_converted_to_16_bits_is_refused(plan):
+    with pytest.raises(RuntimeError, match=r"already prepared\. Only.*amp\.restore"):
+        check(converted(Net(), O5), plan)
 
 
 @every_plan

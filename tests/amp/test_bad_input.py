@@ -130,10 +130,18 @@ def test_a_model_passed_twice_is_refused(level):
 
 
 @every_level
-def test_a_prepared_model_is_refused(level):
-    model, _ = prepared(level)
-    words = r"Net, which it has already prepared\. Pass each model once.*amp\.restore\(model\)"
+@pytest.mark.parametrize("first", ["O2", "O3", "O5"])
+def test_a_prepared_16_bit_model_is_refused(first, level):
+    model, _ = prepared(first)
+    words = r"Net, which it has already prepared\. Only.*amp\.restore\(model, optimizer\)"
     refused(RuntimeError, words, model, level=level)
+
+
+@pytest.mark.parametrize("first", ["O0", "O1", "O4"])
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_prepared_fp32_model_is_refused_at_16_bit_levels(first, level):
+    model, _ = prepared(first)
+    refused(RuntimeError, "Net, which it has already prepared", model, level=level)
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])

@@ -20,7 +20,7 @@ from apex._engine.model.plan import (
     named_submodules,
     planned_dtypes,
 )
-from apex._engine.model.state import is_converted, module_behind, state_of
+from apex._engine.model.state import module_behind, state_of
 from apex._torch import fsdp
 from apex._torch.modules import named_modules, named_tensors, own_tensors
 
@@ -45,14 +45,15 @@ def check(
 
     Raises:
         TypeError: If ``model`` is not a ``torch.nn.Module``.
-        RuntimeError: Under ``torch.inference_mode()``; if the model is converted, wrapped for
+        RuntimeError: Under ``torch.inference_mode()``; if the model is converted and either plan
+            casts its weights to 16 bits; if it is wrapped for
             parallel training, scripted, not materialized, in float64 where operators cast, or
             sharded in a way that conflicts with the plan's dtypes.
         ValueError: If ``plan.fp32_modules`` does not fit the model.
     """
     _check_mode()
     for each in (model, *others):
-        _check_kind(each)
+        _check_kind(each, plan)
     fsdp.reshard(model)
     tensors = named_tensors(model)
     for name, tensor in _labelled(tensors.items()):
@@ -91,7 +92,7 @@ def _check_mode() -> None:
         )
 
 
-def _check_kind(model: object) -> None:
+def _check_kind(model: object, plan: ModelPlan) -> None:
     kind = type(model).__name__
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -104,10 +105,12 @@ def _check_kind(model: object) -> None:
             f"amp.initialize got a model of type {kind}, whose __class__ is that of a "
             "torch.nn.Module but whose modules() yields none. Pass the module itself."
         )
-    if is_converted(model):
+    state = state_of(model)
+    if state is not None and (state.plan.casts_down or plan.casts_down):
         raise RuntimeError(
-            f"amp.initialize got the model {kind}, which it has already prepared. Pass each model "
-            "once; to prepare it again, first call amp.restore(model)."
+            f"amp.initialize got the model {kind}, which it has already prepared. Only a model "
+            "that keeps fp32 weights (O0, O1, O4) can be prepared again, at one of these levels. "
+            "For others, first call amp.restore(model, optimizer)."
         )
     if isinstance(model, (DataParallel, DistributedDataParallel)):
         raise RuntimeError(

@@ -144,6 +144,17 @@ def undo_convert(model: nn.Module) -> None:
     _forget(model, state)
 
 
+def hand_over(model: nn.Module, undo: Undo) -> None:
+    """Makes a converted model plain for another conversion; pushes the inverse to ``undo``.
+
+    Only for plans that do not cast weights to 16 bits. Does nothing to a plain model.
+    """
+    state = state_of(model)
+    if state is not None:
+        undo_convert(model)
+        undo.push(convert, model, state.given, state.region, state.link.source, state.owner)
+
+
 def _forget(model: nn.Module, state: ModelState) -> None:
     state.remove_hooks()
     for buffer in model.buffers():
