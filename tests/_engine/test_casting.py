@@ -15,7 +15,12 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
 
 from apex._core.op_table import CastSpec, OpTable
 from apex._engine.autocast import region as region_module
@@ -822,6 +827,31 @@ def test_casts_are_off_in_the_formulas_of_a_pass_and_on_again_after_it(region, w
         start(out.sum())
     assert set(seen_inside) == {False}
     assert seen() == ON
+
+
+@PASSES
+def test_selective_checkpoint_sees_the_operators_of_the_forward_only(region, where):
+    saved = torch.ops.aten.mm.default, torch.ops.aten.addmm.default
+
+    def policy(ctx, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def contexts():
+        return create_selective_checkpoint_contexts(policy)
+
+    torch.manual_seed(0)
+    layers = nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 4), nn.Softmax(1)
+    model, x = nn.Sequential(*layers), torch.randn(3, 4)
+    grads = []
+    region.enter_ambient()
+    for run in (model, lambda x: checkpoint(model, x, use_reentrant=False, context_fn=contexts)):
+        model.zero_grad()
+        loss = run(x).float().pow(2).sum()
+        with around_backward(region, where):
+            loss.backward()
+        grads.append([p.grad for p in model.parameters()])
+    for ours, plain in zip(*grads, strict=True):
+        assert torch.equal(ours, plain)
 
 
 def test_casts_are_on_again_after_a_pass_that_failed(region):

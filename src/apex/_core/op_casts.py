@@ -86,7 +86,10 @@ def widest(args: Args, kwargs: Kwargs) -> torch.dtype | None:
         elif isinstance(value, (list, tuple)):
             found.update(item.dtype for item in value if isinstance(item, Tensor))
     found &= CASTABLE
-    return functools.reduce(torch.promote_types, found) if len(found) > 1 else None
+    if len(found) < 2:
+        return None
+    # torch.promote_types is an operator, which a dispatch mode (selective checkpoint's) would see.
+    return torch.float64 if torch.float64 in found else torch.float32
 
 
 def has_double(values: Args) -> bool:
