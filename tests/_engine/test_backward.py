@@ -106,7 +106,7 @@ def test_casts_are_off_inside_and_on_again_after_it(fails, monkeypatch):
     entered = []
 
     @contextlib.contextmanager
-    def casts_off(casts):
+    def casts_off(**options):
         entered.append("off")
         yield
         entered.append("on")

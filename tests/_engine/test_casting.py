@@ -313,7 +313,7 @@ def in_backward_pass():
     region, dtypes = CastRegion(BF16), []
     out = region.run(nn.Linear(2, 2), torch.ones(1, 2))
     out.register_hook(lambda grad: dtypes.append((grad.T @ torch.ones(1, 2)).dtype))
-    with UncastBlock(BF16):
+    with UncastBlock(for_passes=True, casts=BF16):
         out.sum().backward()
     assert dtypes == [torch.bfloat16]
 
@@ -650,7 +650,7 @@ def around_backward(region, where):
     if where == "plain":
         yield
     else:
-        with UncastBlock(region.spec):
+        with UncastBlock(for_passes=True, casts=region.spec):
             yield
 
 
@@ -698,14 +698,14 @@ def test_a_backward_pass_that_is_started_otherwise_may_mix_dtypes(region, start)
     region.enter_ambient()
     out = layer(torch.ones(2, 2))
     loss = Own.apply(out, lambda grad: results.append((grad @ torch.ones(2, 2)).dtype)).sum()
-    with UncastBlock(region.spec):
+    with UncastBlock(for_passes=True, casts=region.spec):
         start(loss)
     assert set(results) == {torch.bfloat16}
     assert torch._C._len_torch_function_stack() == 0
 
 
 def test_a_backward_pass_that_torch_refuses_is_refused_alike(region):
-    with UncastBlock(region.spec):
+    with UncastBlock(for_passes=True, casts=region.spec):
         with pytest.raises(RuntimeError, match="does not require grad"):
             torch.ones(()).backward()
         with pytest.raises(RuntimeError, match="only for scalar outputs"):
@@ -830,6 +830,69 @@ def test_casts_are_off_in_the_formulas_of_a_pass_and_on_again_after_it(region, w
 
 
 @PASSES
+@pytest.mark.parametrize("around", ["backward", "step"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_python_code_in_a_backward_pass_may_mix_dtypes_in_a_user_s_autocast(
+    region, where, around, dtype
+):
+    region.enter_ambient()
+    results, user = [], torch.autocast("cpu", dtype)
+    with user if around == "step" else contextlib.nullcontext():
+        out = region.run(nn.Linear(2, 2), torch.ones(2, 2))
+    out.register_hook(lambda grad: results.append((grad @ torch.ones(2, 2)).dtype))
+    loss = out.float().sum()
+    with user, around_backward(region, where):
+        loss.backward()
+    assert results == [torch.bfloat16]
+
+
+@PASSES
+@pytest.mark.parametrize(
+    "off", [no_casts, lambda: torch.autocast("cpu", enabled=False)], ids=["no_casts", "autocast"]
+)
+def test_python_code_in_a_pass_that_began_with_casts_off_is_left_alone(region, where, off):
+    def norm(grad):
+        results.append(nn.functional.layer_norm(grad, [2], torch.ones(2)).dtype)
+
+    region.enter_ambient()
+    results, out = [], nn.Linear(2, 2)(torch.ones(2, 2))
+    out.register_hook(norm)
+    loss = out.sum()
+    with off(), around_backward(region, where):
+        loss.backward()
+    assert results == [torch.bfloat16]
+
+
+@PASSES
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not-reentrant"])
+@pytest.mark.parametrize("others", ["newer session", "user's autocast"])
+def test_checkpoint_around_a_region_recomputes_in_its_dtype(region, where, reentrant, others):
+    layer, dtypes = nn.Linear(2, 2), []
+
+    def block(x):
+        with torch.autocast("cpu", enabled=False):  # mixes dtypes, with casts off
+            norm = nn.functional.layer_norm(x.bfloat16(), [2], torch.ones(2))
+        y = layer(x) + norm
+        dtypes.append((layer(x).dtype, norm.dtype))
+        return y
+
+    other = CastRegion(FP16)
+    region.enter_ambient()
+    around = contextlib.nullcontext()
+    if others == "newer session":
+        other.enter_ambient()
+    else:
+        around = torch.autocast("cpu", torch.float16)
+    x = torch.ones(1, 2, requires_grad=True)
+    with set_checkpoint_early_stop(False), around:
+        out = checkpoint(lambda x: region.run(block, x), x, use_reentrant=reentrant)
+        with around_backward(region, where):
+            out.float().sum().backward()
+    other.leave_ambient()
+    assert dtypes == [(torch.bfloat16, torch.bfloat16)] * 2
+
+
+@PASSES
 def test_selective_checkpoint_sees_the_operators_of_the_forward_only(region, where):
     saved = torch.ops.aten.mm.default, torch.ops.aten.addmm.default
 
@@ -872,7 +935,7 @@ def test_a_pass_of_a_thread_without_casts_may_mix_dtypes_in_a_block_that_names_t
         results = []
         out = region.run(nn.Linear(2, 2), torch.ones(2, 2))
         out.register_hook(lambda grad: results.append((grad @ torch.ones(2, 2)).dtype))
-        with UncastBlock(region.spec):
+        with UncastBlock(for_passes=True, casts=region.spec):
             out.sum().backward()
         return results
 

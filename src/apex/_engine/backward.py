@@ -108,7 +108,7 @@ class BackwardPass(ExitStack):
         try:
             with without_overrides():
                 self._begin_all()
-            self._off = UncastBlock(self._casts)
+            self._off = UncastBlock(for_passes=True, casts=self._casts)
             self._off.__enter__()
             self._scaler.open_blocks.add(self)
             scaled_loss = self._scaler.scale(self._loss)

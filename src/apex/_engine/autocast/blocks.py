@@ -17,12 +17,14 @@ class UncastBlock:
     two ``finally`` clauses; see Note [Interrupted blocks].
 
     Args:
-        casts: The casts of Python code in backward passes inside; ``None`` for this thread's.
+        for_passes: Whether Python code in backward passes inside may mix dtypes, if casts are on.
+        casts: Those of such code; ``None`` for this thread's.
     """
 
     _before: State | None = None
 
-    def __init__(self, casts: CastSpec | None = None) -> None:
+    def __init__(self, *, for_passes: bool = False, casts: CastSpec | None = None) -> None:
+        self._for_passes = for_passes
         self._casts = casts
 
     @untraced
@@ -32,7 +34,10 @@ class UncastBlock:
             here.settle()
         self._here = here
         self._before = before = here.state(here.specs, here.switches(here.specs))
+        mixes = here.mixes or any(on for _, on, _ in before[-1])
         self._before = here.turn_off(before, for_runs=True)
+        if self._for_passes:
+            here.mixes = mixes or not here.specs
         if self._casts is not None:
             here.specs = here.specs | dict.fromkeys(self._casts.device_types, self._casts)
 

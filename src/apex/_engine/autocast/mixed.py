@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from apex._core.op_casts import widest
 from apex._core.op_table import CastSpec
 from apex._engine.autocast.blocks import UncastBlock
-from apex._engine.autocast.thread_casts import backward_id, threads
+from apex._engine.autocast.thread_casts import threads
 from apex._torch.dynamo import untraced
 from apex._torch.function_modes import exit_function_modes, function_modes, push_function_mode
 
@@ -26,14 +26,15 @@ class resolve_mixed:  # noqa: N801 - reads as a function
         function's own backward, a hook, a recompute) may mix dtypes, which apex cast. autocast
         cannot distinguish the two. So it is off during the pass, and a function mode, which
         formulas bypass, casts the arguments of Python calls that mix dtypes, by the rows of the
-        thread that began the pass. It leaves all others.
+        thread that began the pass. It leaves all others, and all in a pass that began with casts
+        off.
 
     Its exit is idempotent; see Note [Interrupted blocks].
     """
 
     def __init__(self, cast: Cast) -> None:
         self._cast = cast
-        self._off = UncastBlock()
+        self._off = UncastBlock(for_passes=True)
         self._modes: int | None = None
 
     @untraced
@@ -44,7 +45,8 @@ class resolve_mixed:  # noqa: N801 - reads as a function
         if here.specs:
             self._modes = function_modes()
             self._off.__enter__()
-            push_function_mode(_ResolveMixed(self._cast, here.specs))
+            if here.mixes:
+                push_function_mode(_ResolveMixed(self._cast, here.specs))
 
     @untraced
     def __exit__(self, *error: object) -> None:
@@ -67,6 +69,6 @@ class _ResolveMixed(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if backward_id() == -1 or widest(args, kwargs) is None:
+        if widest(args, kwargs) is None:
             return func(*args, **kwargs)
         return self._cast(self._specs, func, args, kwargs)

@@ -117,7 +117,7 @@ class _Casts:
         here = threads.current
         if here.stale:
             here.settle()
-        if here.off and _stays_off():
+        if here.off and _stays_off(self.spec):
             return fn(*args, **kwargs)
         if not self._casts_double:
             self._check_doubles(args, kwargs)
@@ -191,15 +191,18 @@ class CastRegion(_Casts):
         _withdraw(self._requests)
 
 
-def _stays_off() -> bool:
-    """Returns whether casts stay off in a run inside ``no_casts``.
+def _stays_off(spec: CastSpec) -> bool:
+    """Returns whether casts stay off in a run of ``spec`` inside ``no_casts``.
 
     In a backward pass that began inside ``no_casts`` they are on, except when
-    torch.utils.checkpoint recomputes under ambient casts: it sets the switch itself, as in the
-    forward.
+    torch.utils.checkpoint recomputes what ran with ambient casts off: it sets the switch itself, as
+    in the forward.
     """
     here = threads.current
-    return backward_id() == here.task or bool(here.requests and autocast_depth() > here.depth)
+    if backward_id() == here.task:
+        return True
+    recomputes = bool(here.requests) and autocast_depth() >= here.off
+    return recomputes and not any(map(is_on, spec.device_types))
 
 
 class UncastRegion:
@@ -299,9 +302,17 @@ def _traced_off(devices: Sequence[str]) -> Iterator[None]:
 def _cast_by(
     specs: Mapping[str, CastSpec], fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]
 ) -> Any:
+    if any(is_on(device) for device in specs) or _is_switched_off():
+        return fn(*args, **kwargs)  # casts are those of torch's switch: of a recompute, for example
     for spec in {id(spec): spec for spec in specs.values()}.values():
         fn = functools.partial(_Casts(spec).run, fn)
     return fn(*args, **kwargs)
+
+
+def _is_switched_off() -> bool:
+    """Returns whether code inside a backward pass has turned off the casts of mixed dtypes."""
+    here = threads.current
+    return any(map(_stays_off, here.specs.values())) if here.off else here.runs > 0
 
 
 def _withdraw(requests: list[AmbientRequest]) -> None:

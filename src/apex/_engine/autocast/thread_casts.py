@@ -65,9 +65,9 @@ class AmbientRequest:
 Switch = tuple[str, bool, torch.dtype]
 """The autocast state of one device type: device type, whether on, autocast dtype."""
 
-State = tuple[int, dict[str, CastSpec], int, int, int, bool, list[Switch]]
-"""The state that a block restores: ``busy``, ``specs``, ``runs``, ``off``, ``task``, whether the
-weight cache is on, switches. A plain tuple, because every forward makes one."""
+State = tuple[int, dict[str, CastSpec], int, int, bool, int, bool, list[Switch]]
+"""The state that a block restores: ``busy``, ``specs``, ``runs``, ``off``, ``mixes``, ``task``,
+whether the weight cache is on, switches. A plain tuple, because every forward makes one."""
 
 
 class _Before(NamedTuple):
@@ -99,14 +99,16 @@ class ThreadCasts:
         requests: Ambient requests, oldest first.
         busy: Number of open blocks of any kind.
         runs: Number of nested runs of cast regions.
-        off: Whether ``no_casts`` is active (1) or not (0).
+        off: 0 outside of blocks that keep runs off; otherwise 1 more than the number of
+            ``torch.autocast`` blocks around the newest.
+        mixes: Whether the newest such block belongs to a backward pass that began with casts on.
         task: Id of autograd's backward pass in which the newest block began (-1: none).
         stale: Whether ``settle`` may have work: requests changed, or were made inside
             ``torch.autocast`` blocks.
     """
 
     __slots__ = (
-        *("busy", "off", "requests", "runs", "specs", "stale", "task"),
+        *("busy", "mixes", "off", "requests", "runs", "specs", "stale", "task"),
         *("__weakref__", "_before", "_cache_before", "_set"),
     )
 
@@ -115,15 +117,10 @@ class ThreadCasts:
         self.requests: list[AmbientRequest] = []
         self.busy = self.runs = self.off = 0
         self.task = -1
-        self.stale = False
+        self.mixes = self.stale = False
         self._before: dict[str, _Before] = {}
         self._set: dict[str, torch.dtype] = {}
         self._cache_before = True
-
-    @property
-    def depth(self) -> int:
-        """Number of open ``torch.autocast`` blocks around the ambient casts."""
-        return self.requests[-1].depth if self.requests else 0
 
     # -- blocks --------------------------------------------------------------------------------
 
@@ -134,7 +131,8 @@ class ThreadCasts:
             specs: This thread's, read before the switches; see :meth:`turn_on`.
             switches: The switches that the block changes.
         """
-        return self.busy, specs, self.runs, self.off, self.task, _is_cache_on(), switches
+        off, mixes, task = self.off, self.mixes, self.task
+        return self.busy, specs, self.runs, off, mixes, task, _is_cache_on(), switches
 
     def switches(self, devices: Iterable[str]) -> list[Switch]:
         """Returns the switch of each device type."""
@@ -152,7 +150,7 @@ class ThreadCasts:
     @untraced
     def restore(self, before: State) -> None:
         """Ends a block; idempotent. See Note [Interrupted blocks]."""
-        busy, specs, runs, off, task, cache, switches = before
+        busy, specs, runs, off, mixes, task, cache, switches = before
         if self.busy == busy:
             return
         for device, on, dtype in switches:
@@ -163,7 +161,7 @@ class ThreadCasts:
             if self.runs:
                 torch.clear_autocast_cache()
             _set_cache(cache)
-        self.off, self.task, self.runs = off, task, runs
+        self.off, self.mixes, self.task, self.runs = off, mixes, task, runs
         self.busy = busy
         if self.stale:
             self.settle()
@@ -196,7 +194,7 @@ class ThreadCasts:
         if self.specs is not before[1]:
             before = self._read_again(before, self.switches(each[0] for each in before[-1]))
         if for_runs:
-            self.off, self.task = 1, backward_id()
+            self.off, self.mixes, self.task = 1 + autocast_depth(), False, backward_id()
         for device, _, _ in before[-1]:
             set_on(device, False)
         return before
