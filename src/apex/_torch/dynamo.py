@@ -64,6 +64,14 @@ def untraced_frame(fn: Callable[P, R]) -> Callable[P, R]:
     return _mark(fn, recursive=False)
 
 
+def untraced_if_called(fn: Callable[P, R]) -> Callable[P, R]:
+    """As :func:`untraced`, but compiled code that calls ``fn`` has it traced in."""
+    marked: Any = untraced(fn)
+    marked._torchdynamo_disable = False
+    result: Callable[P, R] = marked
+    return result
+
+
 def at_tracing(fn: Callable[P, R]) -> Callable[P, R]:
     """Marks ``fn`` to be called when its caller is traced, and not by the compiled code."""
     marked: Any = fn

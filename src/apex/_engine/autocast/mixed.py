@@ -11,7 +11,7 @@ from apex._core.op_casts import widest
 from apex._core.op_table import CastSpec
 from apex._engine.autocast.blocks import UncastBlock
 from apex._engine.autocast.thread_casts import threads
-from apex._torch.dynamo import untraced
+from apex._torch.dynamo import untraced, untraced_if_called
 from apex._torch.function_modes import exit_function_modes, function_modes, push_function_mode
 
 Cast = Callable[[Mapping[str, CastSpec], Callable[..., Any], Any, Any], Any]
@@ -27,7 +27,7 @@ class resolve_mixed:  # noqa: N801 - reads as a function
         cannot distinguish the two. So it is off during the pass, and a function mode, which
         formulas bypass, casts the arguments of Python calls that mix dtypes, by the rows of the
         thread that began the pass. It leaves all others, and all in a pass that began with casts
-        off.
+        off. Compiled code called in the pass has these casts traced in.
 
     Its exit is idempotent; see Note [Interrupted blocks].
     """
@@ -64,7 +64,7 @@ class _ResolveMixed(TorchFunctionMode):
         self._cast = cast
         self._specs = specs
 
-    @untraced
+    @untraced_if_called
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -304,14 +304,21 @@ def _cast_by(
 ) -> Any:
     if any(is_on(device) for device in specs) or _is_switched_off():
         return fn(*args, **kwargs)  # casts are those of torch's switch: of a recompute, for example
+    if _is_compiling():
+        for device, spec in specs.items():
+            fn = functools.partial(_traced, [device], spec.dtype, fn)
+        return fn(*args, **kwargs)
     for spec in {id(spec): spec for spec in specs.values()}.values():
         fn = functools.partial(_Casts(spec).run, fn)
     return fn(*args, **kwargs)
 
 
+@at_tracing
 def _is_switched_off() -> bool:
     """Returns whether code inside a backward pass has turned off the casts of mixed dtypes."""
     here = threads.current
+    if get_dtype("cpu") is _TRACED_OFF:
+        return True
     return any(map(_stays_off, here.specs.values())) if here.off else here.runs > 0
 
 
