@@ -892,6 +892,25 @@ def test_checkpoint_around_a_region_recomputes_in_its_dtype(region, where, reent
     assert dtypes == [(torch.bfloat16, torch.bfloat16)] * 2
 
 
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not-reentrant"])
+def test_casts_that_a_checkpointed_function_turns_off_are_off_in_another_thread(region, reentrant):
+    """autograd's device threads recompute, and have no casts of their own."""
+    layer, seen_dtypes = nn.Linear(2, 2), []
+
+    def block(x):
+        with casts_off():
+            y = layer(x)
+            seen_dtypes.append((y.dtype, active_dtype()))
+        return layer(y)
+
+    region.enter_ambient()
+    x = torch.ones(1, 2, requires_grad=True)
+    with set_checkpoint_early_stop(False):
+        out = checkpoint(block, x, use_reentrant=reentrant)
+        in_thread(out.float().sum().backward)
+    assert seen_dtypes == [(torch.float32, None)] * 2
+
+
 @PASSES
 def test_selective_checkpoint_sees_the_operators_of_the_forward_only(region, where):
     saved = torch.ops.aten.mm.default, torch.ops.aten.addmm.default

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -19,13 +20,21 @@ class UncastBlock:
     Args:
         for_passes: Whether Python code in backward passes inside may mix dtypes, if casts are on.
         casts: Those of such code; ``None`` for this thread's.
+        others: Device types to turn off beside those of this thread's own casts.
     """
 
     _before: State | None = None
 
-    def __init__(self, *, for_passes: bool = False, casts: CastSpec | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        for_passes: bool = False,
+        casts: CastSpec | None = None,
+        others: Sequence[str] = (),
+    ) -> None:
         self._for_passes = for_passes
         self._casts = casts
+        self._others = others
 
     @untraced
     def __enter__(self) -> None:
@@ -33,7 +42,7 @@ class UncastBlock:
         if here.stale:
             here.settle()
         self._here = here
-        self._before = before = here.state(here.specs, here.switches(here.specs))
+        self._before = before = here.state(here.specs, here.switches({*here.specs, *self._others}))
         mixes = here.mixes or any(on for _, on, _ in before[-1])
         self._before = here.turn_off(before, for_runs=True)
         if self._for_passes:
@@ -53,9 +62,13 @@ class no_casts(ExitStack):  # noqa: N801 - reads as a function, like torch.no_gr
     The ExitStack runs every callback, even if a Ctrl-C interrupts one.
     """
 
+    def __init__(self, others: Sequence[str] = ()) -> None:
+        super().__init__()
+        self._others = others
+
     @untraced
     def __enter__(self) -> Any:
-        block = UncastBlock()
+        block = UncastBlock(others=self._others)
         self.push(block.__exit__)
         self.push(block.__exit__)
         try:

@@ -32,6 +32,7 @@ class resolve_mixed:  # noqa: N801 - reads as a function
     Its exit is idempotent; see Note [Interrupted blocks].
     """
 
+    @untraced
     def __init__(self, cast: Cast) -> None:
         self._cast = cast
         self._off = UncastBlock(for_passes=True)

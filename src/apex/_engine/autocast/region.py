@@ -237,7 +237,8 @@ def casts_off() -> AbstractContextManager[Any]:
     """Returns ``no_casts()`` for differentiable code; under dynamo, a form that it can trace."""
     if _is_compiling():
         return _traced_off([device for device in DEVICE_TYPES if is_on(device)])
-    return no_casts()
+    # In autograd's device threads torch.utils.checkpoint turns casts on to recompute.
+    return no_casts([device for device in DEVICE_TYPES if is_on(device) and _rules.spec(device)])
 
 
 def active_spec() -> CastSpec | None:
@@ -319,7 +320,9 @@ def _is_switched_off() -> bool:
     here = threads.current
     if get_dtype("cpu") is _TRACED_OFF:
         return True
-    return any(map(_stays_off, here.specs.values())) if here.off else here.runs > 0
+    if here.off:
+        return backward_id() == here.task or any(map(_stays_off, here.specs.values()))
+    return here.runs > 0
 
 
 def _withdraw(requests: list[AmbientRequest]) -> None:
