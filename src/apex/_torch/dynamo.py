@@ -66,7 +66,8 @@ def untraced_frame(fn: Callable[P, R]) -> Callable[P, R]:
 
 def untraced_if_called(fn: Callable[P, R]) -> Callable[P, R]:
     """As :func:`untraced`, but compiled code that calls ``fn`` has it traced in."""
-    marked: Any = untraced(fn)
+    # Before torch 2.8, what turns dynamo off for calls cannot be traced.
+    marked: Any = _mark(fn, recursive=release >= (2, 8))
     marked._torchdynamo_disable = False
     result: Callable[P, R] = marked
     return result
