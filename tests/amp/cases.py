@@ -29,6 +29,27 @@ class Net(nn.Module):
         return self.last(torch.relu(self.norm(self.first(x))))
 
 
+class TwoLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)))
+
+
+class Sealed(type):
+    def __new__(mcs, name, bases, namespace):
+        if any(isinstance(base, Sealed) for base in bases):
+            raise TypeError("Final is final")
+        return super().__new__(mcs, name, bases, namespace)
+
+
+class Final(torch.optim.SGD, metaclass=Sealed):
+    """Takes no subclass, so amp cannot prepare it."""
+
+
 def sgd(model, **kwargs):
     return torch.optim.SGD(model.parameters(), lr=0.125, **kwargs)
 

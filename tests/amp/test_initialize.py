@@ -10,6 +10,7 @@ from apex.parallel import LARC
 from tests.amp.cases import (
     LEVELS,
     LOW,
+    Final,
     Net,
     backward,
     loss_of,
@@ -242,17 +243,6 @@ def test_a_model_without_op_casts_computes_in_fp32_beside_one_with_them():
 
 
 # -- all or nothing --------------------------------------------------------------------------
-
-
-class Sealed(type):
-    def __new__(mcs, name, bases, namespace):
-        if any(isinstance(base, Sealed) for base in bases):
-            raise TypeError("Final is final")
-        return super().__new__(mcs, name, bases, namespace)
-
-
-class Final(torch.optim.SGD, metaclass=Sealed):
-    """Takes no subclass, so amp cannot prepare it."""
 
 
 @pytest.mark.parametrize("level", LEVELS)

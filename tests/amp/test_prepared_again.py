@@ -4,34 +4,13 @@ import gc
 
 import pytest
 import torch
-from torch import nn
 
 from apex import amp
+from tests.amp.cases import Final, TwoLayers
 
 fp32_levels = pytest.mark.parametrize("level", ["O0", "O1", "O4"])
 
 COMPUTED = {"O0": torch.float32, "O1": torch.float16, "O4": torch.bfloat16}
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(3, 4)
-        self.last = nn.Linear(4, 2)
-
-    def forward(self, x):
-        return self.last(torch.tanh(self.first(x)))
-
-
-class Sealed(type):
-    def __new__(mcs, name, bases, namespace):
-        if any(isinstance(base, Sealed) for base in bases):
-            raise TypeError("Final is final")
-        return super().__new__(mcs, name, bases, namespace)
-
-
-class Final(torch.optim.SGD, metaclass=Sealed):
-    """Takes no subclass, so amp cannot prepare it."""
 
 
 def adam(model):
@@ -57,7 +36,7 @@ def train(model, *optimizers, steps=3):
 @fp32_levels
 def test_a_second_fit_trains_as_after_restore(level):
     torch.manual_seed(0)
-    model, twin = Net(), Net()
+    model, twin = TwoLayers(), TwoLayers()
     twin.load_state_dict(model.state_dict())
     wanted = []
     for _ in range(2):
@@ -72,21 +51,21 @@ def test_a_second_fit_trains_as_after_restore(level):
 
 @fp32_levels
 def test_the_first_optimizer_goes_with_its_scale(level):
-    model = Net()
+    model = TwoLayers()
     model, optimizer = prepare(model, adam(model), level, loss_scale=8.0)
     model, optimizer = prepare(model, adam(model), level, loss_scale=4.0)
     gc.collect()
     (state,) = amp.state_dict().values()
     assert state["loss_scale"] == 4.0
     amp.restore(model, optimizer)
-    assert type(model) is Net
+    assert type(model) is TwoLayers
     assert model(torch.ones(1, 3)).dtype is torch.float32
     assert not amp.state_dict()
 
 
 @fp32_levels
 def test_optimizers_of_both_calls_step(level):
-    model = Net()
+    model = TwoLayers()
     model, first = prepare(model, torch.optim.SGD(model.first.parameters(), lr=0.5), level)
     model, last = prepare(model, torch.optim.SGD(model.last.parameters(), lr=0.5), level)
     before = [param.detach().clone() for param in model.parameters()]
@@ -96,7 +75,7 @@ def test_optimizers_of_both_calls_step(level):
 
 @fp32_levels
 def test_it_may_be_prepared_without_an_optimizer_between_steps(level):
-    model = Net()
+    model = TwoLayers()
     model, optimizer = prepare(model, adam(model), level, loss_scale=8.0)
     train(model, optimizer)
     model = prepare(model, level=level)
@@ -109,7 +88,7 @@ def test_it_may_be_prepared_without_an_optimizer_between_steps(level):
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])
 @pytest.mark.parametrize("then", ["O0", "O1", "O4"])
 def test_the_level_of_the_last_call_counts(level, then):
-    model = prepare(Net(), level=level)
+    model = prepare(TwoLayers(), level=level)
     model = prepare(model, level=then)
     assert model(torch.ones(1, 3)).dtype is COMPUTED[then]
     model = amp.restore(model)
@@ -118,7 +97,7 @@ def test_the_level_of_the_last_call_counts(level, then):
 
 @fp32_levels
 def test_an_error_leaves_the_model_as_the_first_call_prepared_it(level):
-    model = Net()
+    model = TwoLayers()
     model, optimizer = prepare(model, adam(model), level, loss_scale=8.0)
     kind = type(model)
     with pytest.raises(TypeError, match="Final is final"):

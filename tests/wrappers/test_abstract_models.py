@@ -11,31 +11,22 @@ import torch
 from torch import nn
 
 from apex import amp
+from tests.amp.cases import TwoLayers
 
 T = typing.TypeVar("T")
 
 every_level = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
 
 
-class Layers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(3, 4)
-        self.last = nn.Linear(4, 2)
-
-    def forward(self, x):
-        return self.last(torch.tanh(self.first(x)))
-
-
-class Abstract(abc.ABC, Layers):
+class Abstract(abc.ABC, TwoLayers):
     """As Lightning's modules up to 0.9."""
 
 
-class Generic(typing.Generic[T], Layers):
+class Generic(typing.Generic[T], TwoLayers):
     pass
 
 
-class Sized(collections.abc.Sized, Layers):
+class Sized(collections.abc.Sized, TwoLayers):
     def __len__(self):
         return 2
 
@@ -71,7 +62,7 @@ def test_they_train_as_other_models_do(kind, level):
     model, optimizer = prepared(kind, level)
     assert isinstance(model, kind)
     assert isinstance(optimizer, AbstractSGD)
-    wanted = trained(*prepared(Layers, level, torch.optim.SGD))
+    wanted = trained(*prepared(TwoLayers, level, torch.optim.SGD))
     torch.testing.assert_close(trained(model, optimizer), wanted, rtol=0, atol=0)
 
 

@@ -121,14 +121,16 @@ class Session:
         """Converts the models and binds the optimizers, all or nothing.
 
         Args:
-            models: Plain models, checked by :func:`apex._engine.model.check`.
+            models: Models checked by :func:`apex._engine.model.check`.
             optimizers: Optimizers that are not bound yet.
             plan: The conversion.
             mixin: The overrides for the optimizers.
         """
         old_dtypes = restoring.dtypes_of(optimizers)
-        lost = [(model, conversion.find_lost(model, plan)) for model in models]
         with all_or_nothing() as undo:
+            for model in models:
+                conversion.hand_over(model, undo)
+            lost = [(model, conversion.find_lost(model, plan)) for model in models]
             for model in models:
                 self._convert(model, plan, undo, trains=bool(optimizers))
             for optimizer in optimizers:

@@ -20,9 +20,6 @@ def plain_backward_id() -> int:
 backward_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", plain_backward_id)
 """Returns the id of the backward pass that runs the calling code, -1 outside of one."""
 
-Run = Callable[..., Any]
-"""Runs a backward pass."""
-
 Entries = tuple[tuple[ModuleType, str], ...]
 """Modules, and names of functions in them, that run backward passes."""
 
@@ -55,7 +52,7 @@ def wrap_backward(around: Callable[..., Any]) -> Callable[[], None]:
 
 
 def _wrap(module: ModuleType, name: str, around: Callable[..., Any]) -> Callable[[], None]:
-    run: Run = vars(module)[name]
+    run: Callable[..., Any] = vars(module)[name]
 
     @untraced_frame
     @functools.wraps(run)

@@ -17,10 +17,9 @@ from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine import restore as restoring
 from apex._engine.autocast.region import CastSpec
-from apex._engine.model import ModelPlan, hand_over, is_converted, module_behind
+from apex._engine.model import ModelPlan, is_converted, module_behind
 from apex._engine.scaler import Scaler
 from apex._engine.session import Session
-from apex._engine.undo import all_or_nothing
 from apex.amp import _initialize, inputs, lists, report, scaler_states
 from apex.amp._amp_state import OptProperties, _amp_state
 from apex.amp.devices import device_types, warn_if_emulated
@@ -213,10 +212,7 @@ def initialize(
     report.start_up(defaults, properties)
     report.low_precision_models(model_list, policy, trains=bool(optimizer_list))
     own = [unwrap(optimizer) for optimizer in optimizer_list]
-    with all_or_nothing() as undo:
-        for model in model_list:
-            hand_over(model, undo)
-        made.prepare(model_list, own, plan, mixin=AmpStashOptimizer)
+    made.prepare(model_list, own, plan, mixin=AmpStashOptimizer)
     _amp_state.add(made)
     _amp_state.unmark_disabled([*map(module_behind, model_list), *own])
     _amp_state.opt_properties = made.options = OptProperties(asdict(properties))

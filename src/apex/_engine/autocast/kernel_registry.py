@@ -25,6 +25,8 @@ from apex._torch.dynamo import is_compiling_here
 class Registry:
     """The one owner of kernels: each exists while a registration needs it.
 
+    So does the wrapper of backward passes, in which the thread's rules turn casts off.
+
     A registration may end in any thread and inside a garbage collection, so its end is only queued;
     the next thread that gets the lock processes the queue.
 

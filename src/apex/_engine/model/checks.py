@@ -46,9 +46,9 @@ def check(
     Raises:
         TypeError: If ``model`` is not a ``torch.nn.Module``.
         RuntimeError: Under ``torch.inference_mode()``; if the model is converted and either plan
-            casts its weights to 16 bits; if it is wrapped for
-            parallel training, scripted, not materialized, in float64 where operators cast, or
-            sharded in a way that conflicts with the plan's dtypes.
+            casts its weights to 16 bits; if it is wrapped for parallel training, scripted, not
+            materialized, in float64 where operators cast, or sharded in a way that conflicts with
+            the plan's dtypes.
         ValueError: If ``plan.fp32_modules`` does not fit the model.
     """
     _check_mode()
