@@ -13,8 +13,8 @@ def two_pass_steps() -> Iterator[None]:
     """Turns the step in one pass off inside the block, in every thread.
 
     Large models at O2 and O5 otherwise hand their 16-bit gradients to torch's fused kernels
-    block by block. Both ways give the same bits; this one takes 4 more bytes per parameter. Use it
-    to find out whether the step in one pass is at fault.
+    block by block, and add up gradients of several passes so. Both ways give the same bits; this
+    one takes 4 more bytes per parameter. Use it to find out whether the blocks are at fault.
 
     Example:
         >>> from apex import amp

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from apex._core import finite, master
-from apex._engine.optimizer import deferred, low_sums, mirror_gradients
+from apex._engine.optimizer import deferred, fp32_sums, low_sums, mirror_gradients, one_pass
 from apex._engine.optimizer.deferred import Deferred, Factor
 from apex._engine.tracked_pair import TrackedPair
 
@@ -38,7 +40,7 @@ class GradientPass:
 
     __slots__ = (
         *("aside", "before", "scaled", "unmirrored"),
-        *("_back", "_deferred", "_fresh", "_given", "_mirrors", "_returned", "_sums"),
+        *("_back", "_deferred", "_fresh", "_given", "_mirrors", "_returned", "_sums", "_totals"),
     )
 
     def __init__(self, before: GradState, *, identity: bool = True) -> None:
@@ -59,6 +61,7 @@ class GradientPass:
         self._fresh: Grads = []
         self._deferred: list[Deferred] = []
         self._mirrors: Grads = []
+        self._totals: Sequence[fp32_sums.Sums] = ()
 
     # -- before autograd runs ----------------------------------------------------------------
 
@@ -121,7 +124,8 @@ class GradientPass:
     ) -> None:
         """Computes the unscaled fp32 gradients of the pass, plus earlier ones.
 
-        The sums use the memory of the fresh gradients and leave those set aside unchanged.
+        The sums use the memory of the fresh gradients and leave those set aside unchanged; see also
+        Note [Sums in fp32].
 
         Args:
             optimized: The optimizer's state.
@@ -136,13 +140,8 @@ class GradientPass:
         if unscale_ is None and not optimized.pairs:
             return  # autograd has accumulated in place
         found = received(optimized.pairs, done)
-        in_model = not self._returned or optimized.sums_low
-        if factors is not None and in_model and optimized.defers():
-            self._deferred, self._mirrors, found = _left_low(
-                found, factors, self.aside, self._given
-            )
-            if checks and unscale_ is not None:
-                deferred.in_fp32(self._deferred, unscale_, scaled=True)
+        if factors is not None:
+            found = self._keep_low(optimized, found, factors, unscale_ if checks else None)
         pairs = [pair for pair, _ in found]
         own = [pair.master for pair in pairs]
         # In the masters' memory layout: a model moved to channels_last has another.
@@ -169,6 +168,34 @@ class GradientPass:
         if self.unmirrored:
             self._mirrors += _mirrors_of_unreached(self.unmirrored, self.aside)
 
+    def _keep_low(
+        self,
+        optimized: Binding,
+        found: Received,
+        factors: Sequence[Factor],
+        check: Callable[[list[Tensor]], None] | None,
+    ) -> Received:
+        """Takes the gradients that need no fp32 copies as a whole; returns the others.
+
+        Args:
+            optimized: The optimizer's state.
+            found: What the pass brought.
+            factors: What makes a gradient the master's.
+            check: Takes fp32 copies, a block at a time.
+        """
+        kept: list[Deferred] = []
+        summed: Sequence[tuple[list[Deferred], list[Tensor]]] = ()
+        if (not self._returned or optimized.sums_low) and optimized.defers():
+            kept, self._mirrors, found = _left_low(found, factors, self.aside, self._given)
+            self._deferred = kept
+        if not self._returned and one_pass.goes_by_blocks(optimized):
+            summed, found = fp32_sums.split(found, factors, self.aside)
+        if check is not None:
+            added = chain.from_iterable(gradients for gradients, _ in summed)
+            deferred.in_fp32([*kept, *added], check, scaled=True)
+        self._totals = [fp32_sums.Sums(*each) for each in summed]
+        return found
+
     def install(self) -> None:
         """Installs the gradients that :meth:`accumulate` computed."""
         earlier = [] if self._returned else self.aside  # the sums include returned ones
@@ -176,10 +203,17 @@ class GradientPass:
             param.grad = grad
         for each in self._deferred:
             each.install()
+        for totals in self._totals:
+            totals.add()
 
-    def restore(self, optimized: Binding) -> list[low_sums.Sum]:
-        """Restores the gradients that were set aside; returns sums in 16 bits, which are zeroed."""
+    def restore(self, optimized: Binding) -> torch.device | None:
+        """Restores the gradients that were set aside; returns the device of sums that are lost.
+
+        Those in 16 bits are zeroed.
+        """
         spoiled = low_sums.spoiled(optimized.pairs, self._given)
+        lost = [grad.device for _, grad in spoiled]
+        lost += [totals.device for totals in self._totals if totals.begun]
         for pair in optimized.pairs:
             pair.model.grad = None
         if self.scaled:
@@ -189,7 +223,7 @@ class GradientPass:
             param.grad = grad
         for pair, grad in spoiled:
             pair.model.grad = grad
-        return spoiled
+        return next(iter(lost), None)
 
 
 def _present(params: Iterable[nn.Parameter], *, keeps: bool) -> Grads:

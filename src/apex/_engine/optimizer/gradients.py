@@ -221,7 +221,7 @@ class Gradients:
 
         A pass that accumulated in place (scale 1, or gradients still scaled) leaves what it added,
         as plain autograd does. Sums in 16 bits are zeroed, and the next step is skipped; see
-        Note [Sums in 16 bits].
+        Note [Sums in 16 bits] and Note [Sums in fp32].
 
         Args:
             aborted: The pass; nothing happens unless it is the open one.
@@ -233,9 +233,10 @@ class Gradients:
             self.open_pass = earlier
             return
         current = self.current
-        spoiled = current.restore(self._optimized)
-        if spoiled:
-            self.overflow.raise_by(torch.ones((), device=spoiled[0][1].device))
+        lost = current.restore(self._optimized)
+        if lost is not None:
+            self.overflow.raise_by(torch.ones((), device=lost))
+            self._sentinel = None  # finite values would take the flag back
         self._end_pass(current.before)
         self.open_pass = earlier
         mirror_gradients.write_again(current.unmirrored)

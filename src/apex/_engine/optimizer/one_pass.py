@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from apex._engine.optimizer.binding import Binding
 
 enabled = True
-"""Whether steps may take one pass; ``amp.debug.two_pass_steps`` turns it off."""
+"""Whether steps may take one pass, and sums blocks; ``amp.debug.two_pass_steps`` turns it off."""
 
 least_elements = 2**21
 """Elements of masters from which on a step takes one pass.
@@ -54,7 +54,12 @@ fp32 gradients.
 
 def takes(binding: Binding) -> bool:
     """Returns whether the next step of an optimizer takes 16-bit gradients."""
-    return enabled and binding.elements >= least_elements and _is_fused(binding.optimizer)
+    return goes_by_blocks(binding) and _is_fused(binding.optimizer)
+
+
+def goes_by_blocks(binding: Binding) -> bool:
+    """Returns whether masters are many enough for work block by block to pay."""
+    return enabled and binding.elements >= least_elements
 
 
 @untraced
