@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from apex import amp
+from apex._engine.optimizer import one_pass
 from tests.training import cases
 
 SCALED = ("O1", "O2")
@@ -228,9 +229,11 @@ CLEARS = {
 @pytest.mark.parametrize("clear", CLEARS)
 @pytest.mark.parametrize("optimizer", ["SGD", "fused AdamW"])
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("least_elements", [one_pass.least_elements, 1])
 def test_clearing_after_an_overflow_lets_the_next_clean_step_through(
-    level, optimizer, clear, stepped
+    level, optimizer, clear, stepped, least_elements, monkeypatch
 ):
+    monkeypatch.setattr(one_pass, "least_elements", least_elements)
     model, optimizer = cases.prepared(level, cases.OPTIMIZERS[optimizer], loss_scale="dynamic")
     cases.backward(model, optimizer, *cases.overflowing())
     if stepped:

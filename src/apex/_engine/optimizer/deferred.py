@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from apex._engine.tracked_pair import TrackedPair
 from apex._torch import blocks, dtensor, lazy, parameters
 from apex._torch.copies import moved
-from apex._torch.counted import CountedGradient, without_counting
+from apex._torch.counted import CountedGradient, count_writes, without_counting
 from apex._torch.dynamo import untraced
 
 Factor = float | Tensor
@@ -46,9 +46,10 @@ class Deferred:
     Attributes:
         values: The 16-bit gradient; see :class:`apex._torch.lazy.Source`.
         factors: Multipliers, applied in fp32 one after the other.
+        counts: Whether the fp32 gradient counts writes; see :mod:`apex._torch.counted`.
     """
 
-    __slots__ = ("__weakref__", "_master", "factors", "stand_in", "values")
+    __slots__ = ("__weakref__", "_master", "counts", "factors", "stand_in", "values")
 
     def __init__(self, pair: TrackedPair, values: Tensor, factors: Sequence[Factor]) -> None:
         """Stores the gradient; :meth:`install` gives it to the master."""
@@ -56,6 +57,7 @@ class Deferred:
         self.factors = tuple(factors)
         self._master = weakref.ref(pair.master)
         self.stand_in: Tensor | None = None
+        self.counts = False
 
     @property
     def pending(self) -> bool:
@@ -93,6 +95,8 @@ class Deferred:
                     value.add_(dtensor.local(dtensor.laid_out_as(owner, added)))
                 drop(owner)
                 grad = dtensor.with_local(owner, value)
+                if self.counts:
+                    count_writes(grad)
                 _computed[grad] = grad._version
                 owner.grad = grad
         self.factors = ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
@@ -205,7 +205,7 @@ class Gradients:
             present = (p for group in groups for p in group["params"] if deferred.has_grad(p))
             first = next(present, None)
             self._sentinel = None if first is None else (first, _version(first))
-            self._on_sentinel(count_writes)
+            self._count_on_sentinel(True)
 
     def roll_back(self) -> None:
         """Discards a pass that could not be unscaled, and the delayed passes before it.
@@ -383,16 +383,21 @@ class Gradients:
     def begin_step(self) -> None:
         """Ends the iteration, and hands plain gradients to the optimizer."""
         self.end_iteration()
-        self._on_sentinel(uncount_writes)
+        self._count_on_sentinel(False)
 
     def end_step(self) -> None:
         """Notices again what a script writes into gradients; idempotent."""
-        self._on_sentinel(count_writes)
+        self._count_on_sentinel(True)
 
-    def _on_sentinel(self, change: Callable[[Tensor], None]) -> None:
+    def _count_on_sentinel(self, counts: bool) -> None:
         param = None if self._sentinel is None else self._sentinel[0]
-        if param is not None and deferred.of(param) is None and param.grad is not None:
-            change(param.grad)
+        if param is None:
+            return
+        waiting = deferred.of(param)
+        if waiting is not None:
+            waiting.counts = counts
+        elif (grad := param.grad) is not None:
+            (count_writes if counts else uncount_writes)(grad)
 
     def mark_scaled(self, scaled: bool) -> None:
         """Sets whether the gradients are still scaled, for scripts that set apex's flag."""
