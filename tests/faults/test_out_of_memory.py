@@ -8,13 +8,21 @@ import torch
 
 from apex import amp
 from apex._engine.autocast.thread_casts import threads
+from apex._engine.optimizer import one_pass
 from apex._engine.optimizer.optimizer_class import binding_of
+from apex._torch import blocks
 from tests.faults.memory import live_sessions, snapshot, sweep
 from tests.training import cases
 
 pytestmark = pytest.mark.usefixtures("kernels_stay")
+
 every_failure = pytest.mark.parametrize("lasting", [False, True], ids=["once", "lasting"])
 LEVELS = ("O1", "O2", "O3", "O5")
+ADDING = (
+    *("aten::as_strided", "aten::_foreach_copy_"),
+    *("aten::_foreach_mul_.Tensor", "aten::_foreach_add_.List"),
+)
+"""Operators that add to sums in fp32 block by block: views, and writes to memory that is there."""
 
 
 def adam(params):
@@ -135,8 +143,9 @@ def facts(model, *optimizers):
 @pytest.mark.parametrize("data", [cases.batch, cases.overflowing], ids=["finite", "overflow"])
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("by_blocks", [False, True])
 def test_the_end_of_a_block_unscales_all_or_leaves_the_gradients_from_before(
-    device, level, data, lasting
+    device, level, data, lasting, by_blocks, monkeypatch
 ):
     x, y = (tensor.to(device) for tensor in data(3))
     expected = two_optimizers(level, device)
@@ -154,6 +163,10 @@ def test_the_end_of_a_block_unscales_all_or_leaves_the_gradients_from_before(
     # The clamp of the scale, one number in place, and its copy, into memory that is there, come
     # after the scale has moved.
     spare = ("aten::clamp_", "aten::copy_") if device == "cuda" else ("aten::clamp_",)
+    if by_blocks:
+        monkeypatch.setattr(one_pass, "least_elements", 1)
+        monkeypatch.setattr(blocks, "_LEAST", 16)
+        spare += ADDING
     for (*made, _), _ in sweep(make, end, lasting=lasting, spare=spare):
         assert same_facts(facts(*made), before[-1])
         assert casts_off_depth() == 0
