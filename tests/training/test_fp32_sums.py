@@ -125,6 +125,32 @@ def test_one_tensor_as_the_gradient_of_two_masters_counts_for_each(level):
 
 
 @levels
+@pytest.mark.parametrize("kind", ["inference", "expanded", "with a graph", "sparse"])
+def test_gradients_that_a_script_assigns_are_added(level, kind):
+    def assigned(grad):
+        if kind == "inference":
+            with torch.inference_mode():
+                return grad * 0.5
+        if kind == "expanded":
+            return torch.ones(()).expand(grad.shape)
+        if kind == "with a graph":
+            return grad * torch.ones((), requires_grad=True)
+        return grad.to_sparse() if kind == "sparse" else grad
+
+    def train():
+        model, optimizer = cases.prepared(level, cases.sgd, loss_scale=1.0)
+        for x, y in cases.batches(3):
+            cases.backward(model, optimizer, x, y)
+            for param in amp.master_params(optimizer):
+                param.grad = assigned(param.grad)
+        cases.backward(model, optimizer, x, y)
+        optimizer.step()
+        return cases.masters(optimizer)
+
+    assert_same_without_blocks(train)
+
+
+@levels
 @scales
 def test_optimizers_that_share_weights_add_them_once(level, scale):
     def train():

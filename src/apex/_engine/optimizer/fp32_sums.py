@@ -117,4 +117,6 @@ def _like(master: nn.Parameter, grad: Tensor) -> bool:
 
 
 def _is_plain(grad: Tensor) -> bool:
-    return type(grad) in _PLAIN and grad.layout is torch.strided and not grad.requires_grad
+    if type(grad) not in _PLAIN or grad.layout is not torch.strided:
+        return False
+    return not (grad.requires_grad or grad.is_inference())
