@@ -16,6 +16,7 @@ FP16 = pytest.mark.parametrize("level", ["O1", "O2"])
 EVERY = pytest.mark.parametrize("level", cases.LEVELS)
 
 NOT_FROM_SCALED = r"did not start at scaled_loss.*(?s:.*)scaled_loss\.backward\(\)"
+LATE = r"after the end of its amp\.scale_loss block(?s:.*)Call it inside"
 CLIPPED = r"Gradients were changed inside amp\.scale_loss(?s:.*)Clip after the block"
 MASTERS = r"master_params was called inside(?s:.*)Clip after the block"
 PLAIN = r"gradients of a plain loss\.backward\(\)(?s:.*)with amp\.scale_loss"
@@ -27,6 +28,14 @@ def unscaled(model, optimizer, x, y):
     loss = cases.loss_of(model, x, y)
     with amp.scale_loss(loss, optimizer):
         loss.backward()
+    optimizer.step()
+
+
+def after_the_block(model, optimizer, x, y):
+    optimizer.zero_grad()
+    with amp.scale_loss(cases.loss_of(model, x, y), optimizer) as scaled_loss:
+        pass
+    scaled_loss.backward()
     optimizer.step()
 
 
@@ -116,6 +125,7 @@ def assert_warns_once(level, train, message, optimizer="SGD", **options):
     ("train", "message"),
     [
         (unscaled, NOT_FROM_SCALED),
+        (after_the_block, LATE),
         (clipped_inside, CLIPPED),
         (clipped_by_value_inside, CLIPPED),
         (plain, PLAIN),
@@ -153,11 +163,43 @@ def test_one_of_two_optimizers_without_a_gradient_is_no_mistake(level):
 
 
 @pytest.mark.parametrize("level", ["O0", "O3", "O4", "O5"])
-@pytest.mark.parametrize("train", [unscaled, clipped_inside, plain, plain_closure])
+@pytest.mark.parametrize("train", [unscaled, after_the_block, clipped_inside, plain, plain_closure])
 def test_the_same_at_a_scale_of_1_is_no_mistake(level, train):
     pair = cases.prepared(level)
     for x, y in cases.batches(2):
         train(*pair, x, y)
+
+
+@pytest.mark.parametrize("name", ["SGD", "fused AdamW"])
+@pytest.mark.parametrize("unscale", [False, True])
+def test_torch_s_grad_scaler_is_refused_where_it_would_not_unscale_masters(name, unscale):
+    """Batch norm's fp32 gradients, which it does unscale, made it accept the others."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model, optimizer = cases.prepared("O5", cases.OPTIMIZERS[name], model=net)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    before = cases.masters(optimizer)
+    scaler.scale(model(torch.randn(8, 4)).square().mean()).backward()
+    if unscale:
+        scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match=r"Remove the GradScaler(?s:.*)with amp\.scale_loss"):
+        scaler.step(optimizer)
+    assert cases.same(cases.masters(optimizer), before)
+
+
+@EVERY
+def test_torch_s_grad_scaler_may_scale_what_scale_loss_unscales(level):
+    stepped = []
+    for enabled in (False, True):
+        model, optimizer = cases.prepared(level, loss_scale=2.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=enabled)
+        loss = scaler.scale(cases.loss_of(model, *cases.batch()))
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        if level == "O3" and enabled:  # which GradScaler refuses for fp16 gradients
+            continue
+        scaler.step(optimizer)
+        stepped.append(cases.masters(optimizer))
+    assert cases.same(stepped[0], stepped[-1])
 
 
 def test_a_mistake_does_not_change_what_the_step_does():

@@ -237,3 +237,5 @@ def test_a_skip_aware_schedule_resumes(resume_plain):
 def test_a_schedule_without_an_optimizer_asks_for_it():
     with pytest.raises(TypeError, match=r"skip_aware\(scheduler, optimizer\)"):
         amp.lr_scheduler.skip_aware(object())
+    with pytest.raises(TypeError, match="got SGD instead of a scheduler"):
+        amp.lr_scheduler.skip_aware(torch.optim.SGD([torch.ones(1)]))

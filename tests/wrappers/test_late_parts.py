@@ -83,14 +83,18 @@ def test_a_late_batch_norm_and_late_buffers_are_as_the_level_says(level):
 
 
 @every_level
-@pytest.mark.parametrize("added", ["head", "last"])
+@pytest.mark.parametrize("added", ["head", "last", "beside the blocks"])
 def test_a_group_looks_at_as_many_modules_in_a_model_of_any_size(level, added, monkeypatch):
     def looked_at(blocks):
         body = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(blocks)))
         model = nn.ModuleDict({"body": body, "last": nn.Linear(4, 2)})
         optimizer = torch.optim.SGD(body.parameters(), lr=0.1)
         amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-        model["head"] = nn.Linear(4, 2)
+        new = model[added] if added == "last" else nn.Linear(4, 2)
+        if added == "head":
+            model["head"] = new
+        elif added == "beside the blocks":
+            body.append(new)
         seen = []
 
         def counted(module, *args):
@@ -100,8 +104,8 @@ def test_a_group_looks_at_as_many_modules_in_a_model_of_any_size(level, added, m
         with monkeypatch.context() as patch:
             for user in ("state", "convert", "plan"):
                 patch.setattr(sys.modules[f"apex._engine.model.{user}"], "own_tensors", counted)
-            optimizer.add_param_group({"params": model[added].parameters()})
-        assert model[added].weight.dtype is dtype_of(level)
+            optimizer.add_param_group({"params": new.parameters()})
+        assert new.weight.dtype is dtype_of(level)
         return len(seen)
 
     assert looked_at(50) == looked_at(5)

@@ -227,7 +227,7 @@ class BackwardPass(ExitStack):
             self.finish()
         elif not self._finished:  # else a step inside the block has unscaled them already
             if self._inspection is not None:
-                self._inspection.end_of_gradients()
+                self._inspection.end_of_gradients(delayed=True)
             self._delayed = True
             self._scaler.delayed_blocks.add(self)
             for binding in self._bindings:

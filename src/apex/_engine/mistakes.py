@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import os
 import sys
 import warnings
@@ -33,6 +34,11 @@ class Mistake(enum.Enum):
         "A backward pass inside amp.scale_loss did not start at scaled_loss. On exit, the "
         "gradients are divided by the loss scale although they were not multiplied by it: they are "
         "too small by that factor (65536 at first), and the model hardly trains. Write\n" + BLOCK
+    )
+    LATE_BACKWARD = (
+        "scaled_loss.backward() was called after the end of its amp.scale_loss block, where "
+        "nothing unscales: the gradients stay multiplied by the loss scale (65536 at first), and a "
+        "step ruins the weights. Call it inside the block:\n" + BLOCK
     )
     CLIPPED_INSIDE = (
         "Gradients were changed inside amp.scale_loss, after the backward pass, while they are "
@@ -99,6 +105,7 @@ class BlockInspection:
         mistakes.blocks_left -= 1
         self._mistakes = mistakes
         self._from_loss: list[Tensor] | None = None
+        self._loss: Tensor | None = None
         self._written: dict[nn.Parameter, tuple[Tensor, int]] = {}
         self._found: list[Mistake] = []
         leaves = [param for param in params if param.requires_grad and param.is_leaf]
@@ -110,7 +117,7 @@ class BlockInspection:
     def observe(self, scaled_loss: Tensor) -> None:
         """Observes whether backward passes start at ``scaled_loss``."""
         if scaled_loss.requires_grad:
-            self._from_loss = []
+            self._from_loss, self._loss = [], scaled_loss
             handle: Any = scaled_loss.register_hook(self._from_loss.append)  # type: ignore[no-untyped-call]
             self._handles.append(handle)
 
@@ -120,8 +127,12 @@ class BlockInspection:
             count_writes(param.grad)
             self._written[param] = (param.grad, param.grad._version)
 
-    def end_of_gradients(self) -> None:
-        """Inspects the gradients of the block, before they are unscaled."""
+    def end_of_gradients(self, *, delayed: bool = False) -> None:
+        """Inspects the gradients of the block, before they are unscaled.
+
+        Args:
+            delayed: Whether a later pass unscales them, with what is added until then.
+        """
         written = [
             grad._version != version
             for param, (grad, version) in self._written.items()
@@ -132,6 +143,9 @@ class BlockInspection:
         # Averaging gradients over ranks writes them, in wrappers even with a single rank.
         if written and all(written) and not ranks.is_running():
             self._found.append(Mistake.CLIPPED_INSIDE)
+        if self._loss is not None and not (self._from_loss or self._written or delayed):
+            late: Any = functools.partial(_warn_of_late_backward, self._mistakes)
+            self._loss.register_hook(late)  # type: ignore[no-untyped-call]
         self.close()
 
     def close(self) -> None:
@@ -141,12 +155,17 @@ class BlockInspection:
         for grad, _ in self._written.values():
             uncount_writes(grad)
         self._written.clear()
-        self._from_loss = None
+        self._from_loss = self._loss = None
 
     def warn(self) -> None:
         """Warns of the mistakes that were found, once the block has done its work."""
         while self._found:
             self._mistakes.warn(self._found.pop())
+
+
+@untraced
+def _warn_of_late_backward(mistakes: Mistakes, _: Tensor) -> None:
+    mistakes.warn(Mistake.LATE_BACKWARD)
 
 
 def inspect_step(

@@ -6,7 +6,9 @@ from collections import deque
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
+from apex._core.arguments import kind
 from apex._engine.optimizer.optimizer_class import binding_of
 from apex._torch.copies import HostCopy
 from apex.amp.optimizers import unwrap
@@ -30,7 +32,7 @@ def skip_aware(scheduler: Any, optimizer: Any = None) -> SkipAwareScheduler:
         optimizer: The optimizer; by default ``scheduler.optimizer``.
 
     Raises:
-        TypeError: If there is no optimizer.
+        TypeError: If there is no optimizer, or the scheduler is one.
 
     Example:
         >>> import torch
@@ -49,11 +51,16 @@ def skip_aware(scheduler: Any, optimizer: Any = None) -> SkipAwareScheduler:
         >>> scheduler.get_last_lr()
         [0.25]
     """
+    if isinstance(scheduler, Optimizer):
+        raise TypeError(
+            f"amp.lr_scheduler.skip_aware got {kind(scheduler)} instead of a scheduler. Pass the "
+            "scheduler, which knows its optimizer: skip_aware(scheduler)."
+        )
     if optimizer is None:
         optimizer = getattr(scheduler, "optimizer", None)
     if optimizer is None:
         raise TypeError(
-            f"amp.lr_scheduler.skip_aware got a {type(scheduler).__name__} without an optimizer. "
+            f"amp.lr_scheduler.skip_aware got {kind(scheduler)} without an optimizer. "
             "Pass it: skip_aware(scheduler, optimizer)."
         )
     return SkipAwareScheduler(scheduler, optimizer)

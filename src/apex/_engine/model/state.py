@@ -32,7 +32,7 @@ from apex._pickle import empty, rebuild
 from apex._torch import dtensor
 from apex._torch.ddp import active_wrapper
 from apex._torch.dynamo import at_tracing
-from apex._torch.modules import children, named_modules, own_tensors, state_dict_hooks
+from apex._torch.modules import children, has_buffers, named_modules, own_tensors, state_dict_hooks
 
 STATE = "_apex_state"
 
@@ -186,14 +186,14 @@ class ModelState:
         while level:
             around: list[tuple[str, nn.Module]] = []
             for name, module in level:
-                if module not in self.known:
+                if module in self.known:
+                    around.append((name, module))
+                else:
                     parts += named_modules(module, name).items()
                     left.difference_update(map(id, module.parameters()))
-                    continue
-                around.append((name, module))
-                own = [tensor for _, tensor in own_tensors(module)]
-                found = left.intersection(map(id, own))
-                if found or not all(isinstance(tensor, nn.Parameter) for tensor in own):
+            for name, module in around:
+                found = left and left.intersection(id(own) for _, own in own_tensors(module))
+                if found or has_buffers(module):
                     parts.append((name, module))
                 left -= found
             level = []

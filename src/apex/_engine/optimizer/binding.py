@@ -269,6 +269,12 @@ class Binding:
         self.read_model()
         gradients.absorb_raw()
 
+    def has_plain_gradients(self) -> bool:
+        """Whether the model has gradients of a plain backward pass that masters do not have yet."""
+        return not self.gradients.overflow.checked and any(
+            not pair.mirrors_grad and pair.model.grad is not None for pair in self.pairs
+        )
+
     def _begin_step_in_backward(self) -> None:
         if self.gradients.is_scaled:
             raise RuntimeError(

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from apex._core.mixins import known_with_mixin, mixin_of, with_mixin
 from apex._engine.masters import PREPARED
+from apex._engine.mistakes import BLOCK
 from apex._engine.optimizer import step as stepping
 from apex._engine.optimizer.binding import Binding
 from apex._engine.undo import all_or_nothing
@@ -24,6 +25,8 @@ from apex._torch.dynamo import untraced, untraced_frame
 from apex._torch.overrides import without_overrides
 
 ATTRIBUTE = PREPARED
+
+_SCALING = "_step_supports_amp_scaling"
 
 
 class AmpOptimizer(Optimizer):
@@ -54,6 +57,24 @@ class AmpOptimizer(Optimizer):
 
     # torch wraps a class's step to run hooks unless it is marked; the inner step runs them.
     step.hooked = True  # type: ignore[attr-defined]
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What the optimizer's own class says; GradScaler reads it before it steps or unscales."""
+        binding = binding_of(self)
+        if binding is not None and binding.has_plain_gradients():
+            raise RuntimeError(
+                "torch's GradScaler got an optimizer with fp32 master weights (O2, O5). It does "
+                "not unscale the gradients of a plain backward pass there: they reach the masters "
+                "at the step. Remove the GradScaler; amp.scale_loss scales, unscales and skips:\n"
+                f"{BLOCK}    optimizer.step()"
+            )
+        declared: bool = getattr(super(), _SCALING, False)
+        return bool(self.__dict__.get(_SCALING, declared))
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, declared: bool) -> None:
+        self.__dict__[_SCALING] = declared
 
     @untraced
     def zero_grad(self, *given: Any, **named: Any) -> None:
