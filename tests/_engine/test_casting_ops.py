@@ -180,6 +180,17 @@ def test_mean_keeps_low_precision_and_batch_norm_follows_its_input(region, low, 
     assert region.run(norm, x).dtype is torch.float32
 
 
+@pytest.mark.parametrize("join", [torch.cat, torch.stack], ids=["cat", "stack"])
+@pytest.mark.parametrize("first", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("second", [torch.float16, torch.float32])
+def test_cat_and_stack_promote_as_without_casts(region, device, join, first, second):
+    tensors = [torch.randn(2, 3, device=device).to(dtype) for dtype in (first, second)]
+    expected = join(tensors)
+    result = region.run(join, tensors)
+    assert result.dtype is expected.dtype
+    assert torch.equal(result, expected)
+
+
 def test_integers_and_complex_are_left_alone(region, device):
     assert (
         region.run(torch.sum, torch.ones(2, dtype=torch.int32, device=device)).dtype is torch.int64

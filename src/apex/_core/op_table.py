@@ -228,6 +228,13 @@ NATIVE_DIFFERENCES: Mapping[str, Mapping[str, str]] = {
 are not listed here follow the table (torch 2.13).
 """
 
+PASSED_ON: Mapping[str, tuple[str, ...]] = {"cpu": ("cat", "stack")}
+"""Operators without a row that torch's own autocast casts, by device type.
+
+torch promotes their arguments itself; its autocast does the same, but raises for the 16-bit dtype
+that is not its own ("Unexpected floating ScalarType in at::autocast::prioritize").
+"""
+
 DEVICE_LIMITS: Mapping[str, Mapping[str, Category]] = {"mps": {"conv_transpose3d.input": "fp32"}}
 """Rows that a device has no 16-bit kernel for, by device type, and what runs there instead.
 

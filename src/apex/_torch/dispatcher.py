@@ -25,6 +25,9 @@ has_operator: Callable[[str], bool] = torch._C._dispatch_has_kernel
 has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
 """Returns whether an operator has a kernel for a dispatch key, such as ``"AutocastCPU"``."""
 
+pass_on: Callable[..., Any] = torch.library.fallthrough_kernel
+"""A kernel that leaves the call to the dispatch keys below, at no cost."""
+
 exclude_key: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_excluded
 """Excludes or includes a dispatch key in this thread; 0.7 us faster than a guard object."""
 

@@ -73,7 +73,7 @@ class Registry:
                 self._registrations[number] = _Registration(spec, rules)
                 for device in spec.device_types:
                     coverage = self._coverage_of(device)
-                    for group in coverage.groups(spec.table):
+                    for group in (*coverage.groups(spec.table), coverage.passed_on):
                         self._acquire(number, group)
                 self._update_cache_tag()
                 if self._unwrap is None:

@@ -13,6 +13,7 @@ from apex._core.op_table import (
     DEVICE_LIMITS,
     FP16_RANGE,
     NATIVE_DIFFERENCES,
+    PASSED_ON,
     CastSpec,
     OpTable,
 )
@@ -49,6 +50,7 @@ class Coverage:
 
     Attributes:
         native: torch's own kernels, by operator of the default table.
+        passed_on: Operators without a row that torch's own autocast casts, and ours leaves alone.
     """
 
     def __init__(self, device: str) -> None:
@@ -64,6 +66,7 @@ class Coverage:
             if _needs_kernel(op, device, native):
                 self._filled.append(op)
         self._base = Group(device, tuple(op for op in self._filled if op not in FP16_RANGE))
+        self.passed_on = Group(device, PASSED_ON.get(device, ()))
 
     def groups(self, table: OpTable) -> Iterator[Group]:
         """Yields the groups for a table: the rows that torch lacks, and each row the user changed.
@@ -88,6 +91,8 @@ class Coverage:
 
     def kernels(self, group: Group, rules: ThreadRules) -> dict[str, Kernel]:
         """Returns a kernel for each operator of a group."""
+        if group is self.passed_on:
+            return dict.fromkeys(group.ops, dispatcher.pass_on)
         native = self.native
         return {op: build_kernel(op, self._device, rules, native.get(op)) for op in group.ops}
 
