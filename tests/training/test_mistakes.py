@@ -139,6 +139,29 @@ def test_a_mistake_of_fp16_levels_is_warned_of_once(level, train, message, loss_
     assert_warns_once(level, train, message, optimizer, loss_scale=loss_scale)
 
 
+@EVERY
+@pytest.mark.parametrize("given", [[0], [1], [0, 1]], ids=str)
+@pytest.mark.parametrize("loss_scale", [1.0, 128.0])
+def test_a_pass_for_the_parameters_of_another_optimizer_is_warned_of(level, given, loss_scale):
+    """It reaches only those of the first."""
+    nets = [cases.net(), cases.net()]
+    optimizers = [cases.OPTIMIZERS["SGD"](net.parameters()) for net in nets]
+    nets, optimizers = amp.initialize(
+        nets, optimizers, opt_level=level, loss_scale=loss_scale, verbosity=0
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            loss = cases.loss_of(nets[0], *cases.batch())
+            with amp.scale_loss(loss, [optimizers[index] for index in given]) as scaled_loss:
+                scaled_loss.backward()
+    mistaken = given == [1] and loss_scale != 1.0
+    assert ["reached no parameter of the optimizer" in str(w.message) for w in caught] == [
+        True
+    ] * mistaken
+    assert not any(p._post_accumulate_grad_hooks for net in nets for p in net.parameters())
+
+
 def test_clipping_the_masters_inside_the_block_is_warned_of():
     assert_warns_once("O1", masters_inside, CLIPPED)
     assert_warns_once("O2", masters_inside, MASTERS)

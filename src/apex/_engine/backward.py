@@ -174,7 +174,9 @@ class BackwardPass(ExitStack):
 
     def _inspect(self, mistakes: Mistakes, scaled_loss: Tensor) -> None:
         params = [param for binding in self._bindings for param in binding.trained()]
-        self._inspection = BlockInspection(mistakes, params)
+        siblings = chain.from_iterable(b.owner.bindings for b in self._bindings if b.owner)
+        others = chain.from_iterable(b.trained() for b in siblings if b not in self._bindings)
+        self._inspection = BlockInspection(mistakes, params, others)
         self._inspection.observe(scaled_loss)
 
     def _begin_all(self) -> None:

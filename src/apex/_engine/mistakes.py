@@ -40,6 +40,12 @@ class Mistake(enum.Enum):
         "nothing unscales: the gradients stay multiplied by the loss scale (65536 at first), and a "
         "step ruins the weights. Call it inside the block:\n" + BLOCK
     )
+    OTHER_OPTIMIZER = (
+        "The backward pass inside amp.scale_loss reached no parameter of the optimizer that "
+        "scale_loss got, but those of another one. Nothing unscales them: their gradients stay "
+        "multiplied by the loss scale (65536 at first), and a step ruins the weights. Pass "
+        "scale_loss the optimizers of the parameters that the loss trains:\n" + BLOCK
+    )
     CLIPPED_INSIDE = (
         "Gradients were changed inside amp.scale_loss, after the backward pass, while they are "
         "still multiplied by the loss scale. Clipping there clips far too much: to the norm "
@@ -100,19 +106,36 @@ class BlockInspection:
     loss, and gradients' version counters tell whether they were changed afterwards.
     """
 
-    def __init__(self, mistakes: Mistakes, params: Iterable[nn.Parameter]) -> None:
-        """Starts observing the gradients of some of ``params``; ends with :meth:`close`."""
+    def __init__(
+        self, mistakes: Mistakes, params: Iterable[nn.Parameter], others: Iterable[nn.Parameter]
+    ) -> None:
+        """Starts observing the gradients of some parameters; ends with :meth:`close`.
+
+        Args:
+            mistakes: Those of the session.
+            params: The parameters of the optimizers of the block.
+            others: Those of the session's other optimizers.
+        """
         mistakes.blocks_left -= 1
         self._mistakes = mistakes
         self._from_loss: list[Tensor] | None = None
         self._loss: Tensor | None = None
         self._written: dict[nn.Parameter, tuple[Tensor, int]] = {}
         self._found: list[Mistake] = []
-        leaves = [param for param in params if param.requires_grad and param.is_leaf]
         self._handles: list[Any] = []
+        self._params = self._hook(params, self._note)
+        self._elsewhere = False
+        self._hook(others, self._note_elsewhere)
+
+    def _hook(
+        self, params: Iterable[nn.Parameter], note: Callable[[Tensor], None]
+    ) -> list[nn.Parameter]:
+        """Calls ``note`` for each gradient of a few parameters; returns all that may have one."""
+        leaves = [param for param in params if param.requires_grad and param.is_leaf]
         for param in leaves[:: max(1, len(leaves) // _SENTINELS)]:
-            handle: Any = param.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
+            handle: Any = param.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
             self._handles.append(handle)
+        return leaves
 
     def observe(self, scaled_loss: Tensor) -> None:
         """Observes whether backward passes start at ``scaled_loss``."""
@@ -126,6 +149,10 @@ class BlockInspection:
         if param.grad is not None and isinstance(param, nn.Parameter):
             count_writes(param.grad)
             self._written[param] = (param.grad, param.grad._version)
+
+    @untraced
+    def _note_elsewhere(self, _: Tensor) -> None:
+        self._elsewhere = True
 
     def end_of_gradients(self, *, delayed: bool = False) -> None:
         """Inspects the gradients of the block, before they are unscaled.
@@ -143,10 +170,16 @@ class BlockInspection:
         # Averaging gradients over ranks writes them, in wrappers even with a single rank.
         if written and all(written) and not ranks.is_running():
             self._found.append(Mistake.CLIPPED_INSIDE)
+        if self._is_for_others() and not ranks.is_running():
+            self._found.append(Mistake.OTHER_OPTIMIZER)
         if self._loss is not None and not (self._from_loss or self._written or delayed):
             late: Any = functools.partial(_warn_of_late_backward, self._mistakes)
             self._loss.register_hook(late)  # type: ignore[no-untyped-call]
         self.close()
+
+    def _is_for_others(self) -> bool:
+        reached = self._written or any(param.grad is not None for param in self._params)
+        return self._elsewhere and not reached
 
     def close(self) -> None:
         """Removes the hooks; idempotent."""
@@ -155,6 +188,7 @@ class BlockInspection:
         for grad, _ in self._written.values():
             uncount_writes(grad)
         self._written.clear()
+        self._params.clear()
         self._from_loss = self._loss = None
 
     def warn(self) -> None:
