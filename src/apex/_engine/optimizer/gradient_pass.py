@@ -140,8 +140,21 @@ class GradientPass:
         if unscale_ is None and not optimized.pairs:
             return  # autograd has accumulated in place
         found = received(optimized.pairs, done)
-        if factors is not None:
+        if factors is not None and found:
             found = self._keep_low(optimized, found, factors, unscale_ if checks else None)
+        if found or self.aside or unscale_ is not None:
+            self._convert(optimized, found, unscale_, done)
+        if self.unmirrored:
+            self._mirrors += _mirrors_of_unreached(self.unmirrored, self.aside)
+
+    def _convert(
+        self,
+        optimized: Binding,
+        found: Received,
+        unscale_: Callable[[list[Tensor]], None] | None,
+        done: set[int] | None,
+    ) -> None:
+        """Computes the gradients that exist in fp32 as a whole; see :meth:`accumulate`."""
         pairs = [pair for pair, _ in found]
         own = [pair.master for pair in pairs]
         # In the masters' memory layout: a model moved to channels_last has another.
@@ -165,8 +178,6 @@ class GradientPass:
                 changed = [i for i, each in enumerate(earlier) if each is not None]
                 pairs, totals = [pairs[i] for i in changed], [totals[i] for i in changed]
             mirror_gradients.write(pairs, totals)
-        if self.unmirrored:
-            self._mirrors += _mirrors_of_unreached(self.unmirrored, self.aside)
 
     def _keep_low(
         self,
@@ -188,7 +199,7 @@ class GradientPass:
         if (not self._returned or optimized.sums_low) and optimized.defers():
             kept, self._mirrors, found = _left_low(found, factors, self.aside, self._given)
             self._deferred = kept
-        if not self._returned and one_pass.goes_by_blocks(optimized):
+        if found and not self._returned and one_pass.goes_by_blocks(optimized):
             summed, found = fp32_sums.split(found, factors, self.aside)
         if check is not None:
             added = chain.from_iterable(gradients for gradients, _ in summed)
