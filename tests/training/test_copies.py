@@ -64,6 +64,39 @@ def test_a_deep_copy_of_model_and_optimizer_trains_equally(level, name):
     assert cases.same(everything(*original), everything(*copied))
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize(
+    "copied_by", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))]
+)
+@pytest.mark.parametrize("kind", [True, "split", "stochastic"])
+def test_a_copy_has_the_weights_that_were_written_since_the_last_step(kind, copied_by, elsewhere):
+    model, optimizer = cases.prepared("O5", master_weights=kind)
+    train(model, optimizer, cases.batches(2))
+    expected = cases.masters(optimizer)
+    with torch.no_grad():
+        model[0].weight.view(-1)[1:] = expected[0].view(-1)[1:] = 0.25
+        if elsewhere:
+            model[0].weight.data = model[0].weight.detach().clone()
+    copied, copied_optimizer = copied_by((model, optimizer))
+    assert cases.same(cases.masters(copied_optimizer), expected)
+    assert cases.same(cases.values(copied.parameters()), cases.values(model.parameters()))
+
+
+@pytest.mark.parametrize("kind", [True, "split", "stochastic"])
+def test_a_copy_made_while_weights_are_swapped_leaves_the_masters(kind):
+    model, optimizer = cases.prepared("O5", master_weights=kind)
+    train(model, optimizer, cases.batches(2))
+    own, masters = model[0].weight.detach().clone(), cases.masters(optimizer)
+    with torch.no_grad():
+        model[0].weight.fill_(0.25)
+        copy.deepcopy((model, optimizer))
+        model[0].weight.copy_(own)
+    optimizer.zero_grad()
+    cases.loss_of(model, *cases.batch()).mul(0).backward()
+    optimizer.step()
+    assert cases.same(cases.masters(optimizer), masters)
+
+
 @pytest.mark.parametrize("name", ["fused AdamW", "SGD"])
 @pytest.mark.parametrize("level", ["O0", *cases.MIXED])
 def test_training_a_deep_copy_leaves_the_original(level, name):

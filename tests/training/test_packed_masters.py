@@ -14,6 +14,7 @@ from apex._engine.optimizer import deferred, one_pass
 from apex.optimizers import FusedAdam, FusedLAMB
 from apex.tools.memory import growth
 from benchmarks.memory import storages
+from tests.reference.rounding import half_up
 from tests.training import cases
 
 PACKED = ("split", "stochastic")
@@ -30,12 +31,6 @@ OPTIMIZERS = {
     "FusedAdam": lambda params: FusedAdam(params, lr=1e-2),
     "FusedLAMB": lambda params: FusedLAMB(params, lr=1e-2),
 }
-
-
-def half_up(value):
-    """``value`` rounded to bf16 with halves away from zero."""
-    pattern = value.detach().contiguous().view(torch.int32)
-    return ((pattern.long() + 2**15) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 class Plain:
@@ -310,6 +305,19 @@ def test_large_weights_swapped_for_an_evaluation_leave_the_masters_bit_identical
             model.load_state_dict(saved)
     large_step(model, optimizer)
     assert cases.same(cases.masters(optimizer), before)
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_a_weight_that_is_written_and_then_given_other_memory_is_exact_in_its_master(kind):
+    model, optimizer = prepared(kind, "SGD")
+    train(model, optimizer, cases.batches(1))
+    with torch.no_grad():
+        model[0].weight.fill_(0.25)
+    model[0].weight.data = model[0].weight.detach().clone()
+    assert (model.state_dict()["0.weight"] == 0.25).all()
+    optimizer.zero_grad()
+    cases.backward(model, optimizer, *cases.batch())
+    assert (next(amp.master_params(optimizer)) == 0.25).all()
 
 
 @pytest.mark.parametrize("kind", PACKED)

@@ -23,9 +23,7 @@ from apex._engine.tracked_pair import (
     round_into_model,
     write_back,
 )
-from apex._torch import dtensor
 from apex._torch.dynamo import untraced
-from apex._torch.packed import Packed
 
 PREPARED = "_apex_binding"
 """Attribute that marks the optimizers prepared by amp."""
@@ -115,9 +113,7 @@ class Masters:
             return self._kept_value(param)
         if not pair.low_bits and pair.model_written:
             read_model([pair])
-        if pair.packing is not None and pair.is_shared and not pair.master_written:
-            return dtensor.with_local(param, Packed(pair.packing.followed()))
-        return pair.master
+        return pair.known
 
     def _kept_value(self, param: Tensor) -> Tensor | None:
         for values in self._kept.values():

@@ -116,9 +116,17 @@ class TrackedPair:
         self.mark_synced()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles both sides, without their gradients."""
+        """Copies and pickles both sides, without their gradients.
+
+        Of a weight that was written, the copy has the master that follows it; this one waits.
+        """
         parts = self.model, self.master, self.new, self.low_bits, self.kind
-        return rebuild, ("tracked_pair", *parts)
+        waits = self.model_written and not self.master_written
+        return rebuild, ("tracked_pair", *parts, *([self._followed()] if waits else []))
+
+    def _followed(self) -> Tensor:
+        """Returns the values of the master that has followed the model."""
+        return rounding.exact_value(self.model, [self.known] if self.low_bits else [])
 
     def mark_synced(self) -> None:
         """Records that the model holds the rounded master."""
@@ -183,6 +191,14 @@ class TrackedPair:
         self.mark_synced()
 
     @property
+    def known(self) -> Tensor:
+        """The master, without the lower halves of what was written to the weight alone."""
+        packing = self.packing
+        if packing is None or self.master_written:
+            return self.master
+        return dtensor.with_local(self.master, Packed(packing.followed()))
+
+    @property
     def is_current(self) -> bool:
         """Whether the master's values are those of its parameter, where both are one memory."""
         return self.packing is None or not (self.new or self.model_written)
@@ -210,8 +226,9 @@ def rebuild_pair(
     new: bool,
     low_bits: bool,
     kind: Kind | None = None,
+    followed: Tensor | None = None,
 ) -> TrackedPair:
-    """Rebuilds a pair from a copy or a file."""
+    """Rebuilds a pair from a copy or a file; ``followed`` are newer values of the master."""
     if model.is_inference() or made.is_inference():
         raise RuntimeError(
             "A model and its optimizer with fp32 masters were copied or loaded under "
@@ -225,6 +242,9 @@ def rebuild_pair(
     pair.new, pair.low_bits, pair.mirrors_grad, pair.mirror_id = new, low_bits, False, 0
     pair.share(write=True)
     pair.mark_synced()
+    if followed is not None:
+        with torch.no_grad():
+            pair.set_exact(followed)
     return pair
 
 
@@ -288,9 +308,9 @@ def read_model(pairs: Iterable[TrackedPair], *, alike: bool = False) -> None:
 
 def _follow_model(pair: TrackedPair, *, low_bits: bool) -> None:
     packing = pair.packing
-    if packing is not None and pair.is_shared:
-        packing.follow(keep_low=low_bits)
-    else:
+    if packing is not None:
+        packing.follow(keep_low=low_bits)  # first, where the weight was before it got other storage
+    if not pair.is_shared:
         pair.leave_memory()
         rounding.update_master(pair.model, pair.master, keep_low_bits=low_bits)
         pair.share(write=False)
