@@ -367,6 +367,46 @@ def test_a_pass_that_fails_skips_the_step_until_the_gradients_are_cleared(level,
     assert cases.same(cases.masters(optimizer), cases.masters(other[1]))
 
 
+@level_scales
+def test_a_change_of_what_a_failed_pass_has_left_runs_no_step(level, scale):
+    model, optimizer = prepared(level, loss_scale=scale)
+    batches = list(cases.batches(2))
+    before = cases.masters(optimizer)
+    accumulate(model, optimizer, batches)
+    with pytest.raises(ZeroDivisionError):
+        fail(model, optimizer, *batches[0])
+    accumulate(model, optimizer, batches)
+    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1e-3)
+    accumulate(model, optimizer, batches)
+    optimizer.step()
+    assert cases.same(before, cases.masters(optimizer))
+    optimizer.zero_grad()
+    accumulate(model, optimizer, batches)
+    optimizer.step()
+    assert not cases.same(before, cases.masters(optimizer))
+
+
+@level_scales
+def test_a_pass_that_fails_skips_the_steps_of_all_that_share_a_weight(level, scale):
+    model = cases.net()
+    optimizers = [cases.sgd(model.parameters()), cases.sgd(list(model.parameters())[:1])]
+    amp.initialize(
+        *(model, optimizers),
+        opt_level=level,
+        grad_accum_dtype=cases.LEVELS[level].stored,
+        loss_scale=scale,
+        verbosity=0,
+    )
+    before = cases.masters(optimizers[0])
+    accumulate(model, optimizers[0], [cases.batch()])
+    with pytest.raises(ZeroDivisionError):
+        fail(model, optimizers[0], *cases.batch())
+    accumulate(model, optimizers[0], [cases.batch()])
+    for optimizer in optimizers:
+        optimizer.step()
+    assert cases.same(before, cases.masters(optimizers[0]))
+
+
 @levels
 def test_a_pass_that_fails_before_there_is_a_sum_leaves_nothing(level):
     model, optimizer = prepared(level)

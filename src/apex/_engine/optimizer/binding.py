@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Protocol
 
@@ -154,6 +154,13 @@ class Binding:
             return False
         masters_of = {id(pair.master) for pair in self.pairs if id(pair.model) in owned}
         return not masters_of.isdisjoint(map(id, self.params()))
+
+    def sharers(self, params: Collection[Tensor]) -> Iterator[Binding]:
+        """Yields this one, and the session's others that step the master of one of ``params``."""
+        yield self
+        for other in () if self.owner is None else self.owner.bindings:
+            if other is not self and other.steps_any(params):
+                yield other
 
     @property
     def packs_masters(self) -> bool:

@@ -8,7 +8,6 @@ from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from apex._engine.events import Iteration
@@ -235,8 +234,8 @@ class Gradients:
         current = self.current
         lost = current.restore(self._optimized)
         if lost is not None:
-            self.overflow.raise_by(torch.ones((), device=lost))
-            self._sentinel = None  # finite values would take the flag back
+            for binding in self._optimized.sharers([pair.model for pair in self._optimized.pairs]):
+                binding.gradients.overflow.raise_for_lost(lost)
         self._end_pass(current.before)
         self.open_pass = earlier
         mirror_gradients.write_again(current.unmirrored)
@@ -374,7 +373,8 @@ class Gradients:
         self._end_pass(GradState.READY)
         if opened is not None and not opened.delayed:
             self.open_pass, self.current.scaled = opened, scaled
-        self.overflow.checked, self._sentinel = False, None
+        self._sentinel = None
+        self.overflow.clear()
 
     def end_iteration(self) -> None:
         """Assigns the passes that follow to the next step."""

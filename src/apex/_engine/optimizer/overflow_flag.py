@@ -24,6 +24,7 @@ class OverflowFlag:
     def __init__(self) -> None:
         self.found_inf: Tensor | None = None
         self.checked = False
+        self._lost = False
         self.skipped: Tensor | bool = False
         self.steps = 0
         self._skip_copy: HostCopy | None = None
@@ -41,10 +42,19 @@ class OverflowFlag:
             flag.copy_(found_inf)
         self.checked = True
 
+    def raise_for_lost(self, device: torch.device) -> None:
+        """Makes steps skip, for gradients are lost, whatever becomes of the others."""
+        self.raise_by(torch.ones((), device=device))
+        self._lost = True
+
+    def clear(self) -> None:
+        """Makes steps run again: there are no gradients."""
+        self.checked = self._lost = False
+
     @torch.no_grad()
     def recheck(self, grads: list[Tensor]) -> None:
         """Sets a valid flag from the present gradients, which a script has changed."""
-        if not self.checked or self.found_inf is None:
+        if not self.checked or self._lost or self.found_inf is None:
             return
         flag = self._to_write(self.found_inf)
         flag.zero_()
