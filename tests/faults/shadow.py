@@ -6,6 +6,10 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from apex._engine.optimizer import deferred
+from apex._torch import parameters
+from tests.faults.stores import can_be_rounded
+
 
 @contextmanager
 def recording(model, raw):
@@ -22,21 +26,41 @@ def recording(model, raw):
             handle.remove()
 
 
+def peek(param):
+    """Returns a gradient; one that is deferred stays so."""
+    waiting = deferred.of(param)
+    if waiting is None:
+        return param.grad
+    value = waiting.values.detach().float()
+    for factor in waiting.factors:
+        value = value * factor
+    added = parameters.grad_of(param)
+    return value if added is None else value + added
+
+
 class Shadow:
     """Expected values by parameter name.
 
     Attributes:
+        store: How amp stores them.
+        low: The dtypes of the model's parameters.
         weights: What optimizers step, in its own dtype: fp32 where there is a master.
         sums: The gradients that optimizers step by; ``None`` where there are none.
         scaled: Sums of gradients that delayed passes have left scaled, in the model's dtype.
         written: Values that were written into the model since the last pass or step.
         unseen: Names whose masters were written since the model was last used.
+        away: Names whose weights have got memory of their own since they shared their masters'.
     """
 
-    def __init__(self, weights):
-        self.weights = weights
+    def __init__(self, store, low, weights):
+        self.store = store
+        self.low = low
+        self.weights = {name: store.loaded(v, low[name]) for name, v in weights.items()}
         self.sums = dict.fromkeys(weights)
-        self.scaled, self.written, self.unseen = {}, {}, set()
+        self.scaled, self.written, self.unseen, self.away = {}, {}, set(), set()
+
+    def has_master(self, name):
+        return self.low[name] is not self.weights[name].dtype
 
     # -- gradients ---------------------------------------------------------------------------
 
@@ -50,6 +74,16 @@ class Shadow:
         for name, grad in raw.items():
             self.scaled[name] = self.scaled[name] + grad if name in self.scaled else grad
 
+    def give_back(self, names, scale, *, overflowed):
+        """A pass begins, and goes on with sums in 16 bits; returns the names of these."""
+        if not self.store.sums_low:
+            return []
+        given = [k for k in names if self.sums[k] is not None and self.has_master(k)]
+        for name in given:
+            total = torch.zeros_like(self.sums[name]) if overflowed else self.sums[name] * scale
+            self.scaled[name], self.sums[name] = total.to(self.low[name]), None
+        return given
+
     def unscale(self, scale):
         """Adds what passes have left scaled; returns whether any of it is infinite or NaN."""
         overflow = False
@@ -60,6 +94,19 @@ class Shadow:
             overflow |= not fresh.isfinite().all()
         self.scaled = {}
         return bool(overflow)
+
+    def clip(self, names, norm, max_norm):
+        """Checks the norm, and scales by it."""
+        sums = [total for name in names if (total := self.sums[name]) is not None]
+        own = torch.cat([total.flatten().float() for total in sums] or [torch.zeros(1)]).norm()
+        assert torch.allclose(norm, own, rtol=1e-5, equal_nan=True)
+        self.multiply(names, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+
+    def multiply(self, names, factor):
+        for name in names:
+            total = self.sums[name]
+            if total is not None:
+                self.sums[name] = total * factor.to(total.dtype)
 
     def zero(self, names, *, set_to_none):
         for name in names:
@@ -75,26 +122,33 @@ class Shadow:
 
     # -- weights -----------------------------------------------------------------------------
 
+    def shown(self, name):
+        return self.store.shown(self.weights[name], self.low[name])
+
     def merged(self, name):
         """Returns the weight with what was written into the model, where that differs from it."""
         weight = self.weights[name]
         if name not in self.written:
             return weight
         low = self.written[name]
-        return torch.where(weight.to(low.dtype) == low, weight, low.to(weight.dtype))
+        return torch.where(self.shown(name) == low, weight, low.to(weight.dtype))
 
     def take(self, names):
         """A pass or a step begins: what was written into the model goes to the masters."""
         for name in names:
             if name not in self.unseen:
                 self.weights[name] = self.merged(name)
-                self.written.pop(name, None)
+                self.forget_write(name)
+
+    def forget_write(self, name):
+        self.written.pop(name, None)
+        self.away.discard(name)
 
     def show(self, names):
         """The model is used: it shows what was written into masters, which wins."""
         for name in self.unseen & set(names):
             self.unseen.remove(name)
-            self.written.pop(name, None)
+            self.forget_write(name)
 
     def adopt(self, stepped):
         """Parameters that were unfrozen have got a master."""
@@ -102,9 +156,38 @@ class Shadow:
             self.weights[name] = self.weights[name].to(param.dtype)
 
     def write_both(self, name, value):
-        self.weights[name] = value.to(self.weights[name].dtype)
-        self.written.pop(name, None)
+        value = value.to(self.weights[name].dtype)
+        self.weights[name] = self.store.loaded(value, self.low[name])
+        self.forget_write(name)
         self.unseen.discard(name)
+
+    def write_master(self, name, value):
+        self.weights[name] = value.clone()
+        if self.has_master(name):
+            self.unseen.add(name)
+            if self.shows_at_once(name):
+                self.forget_write(name)
+
+    def shows_at_once(self, name):
+        """Returns whether the model shows what is written to a master."""
+        return self.store.shares and name not in self.away
+
+    def write_model(self, name, value, *, elsewhere):
+        """The model's weight gets a value, perhaps in memory of its own."""
+        if not self.has_master(name):
+            self.weights[name] = value.clone()
+            return
+        self.written[name] = value.clone()
+        if elsewhere:
+            self.away.add(name)
+
+    def round_at_random(self, stepped):
+        """Takes over what has become of written masters, where that is left to chance."""
+        if self.store.at_random:
+            for name, param in stepped.items():
+                if self.has_master(name):
+                    assert can_be_rounded(param, self.weights[name]), name
+                    self.weights[name] = param.detach().clone()
 
     def step(self, make, optimizer, stepped):
         """Steps by a plain optimizer that has the state of ``optimizer``."""

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import pickle
 from contextlib import contextmanager
 
 import hypothesis
@@ -9,12 +10,13 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
-from torch import nn
 
 from apex import amp
+from apex._engine.optimizer import one_pass
+from apex._torch import blocks
+from tests.faults.gradient_rules import GRADIENT_CALLS, GradientRules
 from tests.faults.machine import (
     BOTH,
-    CASTING,
     GREATEST,
     INTERVAL,
     LATE,
@@ -22,23 +24,16 @@ from tests.faults.machine import (
     LOSSES,
     PAIRS,
     PARTS,
-    Machine,
+    SEEDS,
 )
 from tests.faults.shadow import Shadow
+from tests.faults.stores import STORES
+from tests.faults.weight_rules import WRITES, WeightRules
 from tests.reference.loops import LEVELS
 from tests.training import cases
 
 BAD = {"inf": torch.inf, "NaN": torch.nan}
-WHICH = st.sampled_from(BOTH)
-SEEDS = st.integers(1, 5)
-WRITES = st.lists(
-    st.tuples(
-        st.sampled_from(["write_a_master", "write_a_weight", "write_a_weight"]),
-        WHICH,
-        st.integers(0, 4),
-    ),
-    max_size=2,
-)
+COPIES = st.sampled_from([copy.deepcopy, lambda parts: pickle.loads(pickle.dumps(parts))])
 ORDERS = st.sampled_from([("one",), ("two",), BOTH, ("two", "one")])
 PASSES = st.tuples(
     st.sampled_from(PARTS),
@@ -52,7 +47,7 @@ class Fault(Exception):
     """Raised by a rule somewhere inside."""
 
 
-class Training(Machine):
+class Training(WeightRules, GradientRules):
     """One model and its optimizers through any calls."""
 
     @initialize(names=st.sampled_from(PAIRS), seed=st.integers(0, 5))
@@ -60,13 +55,15 @@ class Training(Machine):
         self.make(names, seed)
 
     @precondition(lambda self: not self.prepared)
-    @rule(level=st.sampled_from(sorted(LEVELS)), loss_scale=st.sampled_from([None, "dynamic", 8.0]))
-    def prepare(self, level, loss_scale):
+    @rule(store=st.sampled_from(sorted(STORES)), loss_scale=st.sampled_from([None, "dynamic", 8.0]))
+    def prepare(self, store, loss_scale):
         # Adam divides by zero in fp16: its epsilon and small squares round to 0.
-        level = "O5" if level == "O3" and self.adam else level
+        store = STORES["O5" if store == "O3" and self.adam else store]
+        level = store.level
         before = {name: param.detach().clone() for name, param in self.stepped().items()}
         options = {"loss_scale": loss_scale, "growth_interval": INTERVAL, "verbosity": 0}
         options |= {"min_loss_scale": LEAST, "max_loss_scale": GREATEST, "num_losses": LOSSES}
+        options |= store.options
         optimizers = list(self.optimizers.values())
         model, bound = amp.initialize(self.model, optimizers, opt_level=level, **options)
         assert model is self.model
@@ -76,19 +73,10 @@ class Training(Machine):
         self.dynamic = chosen == "dynamic"
         self.scales = [(2.0**16 if self.dynamic else chosen, 0)] * LOSSES
         stepped = self.stepped()
-        self.shadow = Shadow({name: v.to(stepped[name].dtype) for name, v in before.items()})
+        low = {name: param.dtype for name, param in self.model.named_parameters()}
+        weights = {name: value.to(stepped[name].dtype) for name, value in before.items()}
+        self.shadow = Shadow(store, low, weights)
         self.saved = None
-
-    @precondition(lambda self: self.prepared)
-    @rule(training=st.booleans())
-    def forward(self, training):
-        self.model.train(training)
-        with torch.no_grad():
-            out = self.model(cases.batch()[0])
-        self.model.train()
-        self.shows()
-        assert out.dtype is (LEVELS[self.level].compute if self.level in CASTING else torch.float32)
-        assert out.isfinite().all()
 
     # -- passes and steps --------------------------------------------------------------------
 
@@ -105,12 +93,19 @@ class Training(Machine):
         self.backward_pass(self.loss(part, seed, BAD.get(bad, 1.0)), which, loss_id)
 
     @precondition(lambda self: self.prepared and self.delayed is None)
-    @rule(passes=st.lists(PASSES, min_size=1, max_size=3), order=ORDERS, writes=WRITES)
-    def iteration(self, passes, order, writes):
+    @rule(
+        passes=st.lists(PASSES, min_size=1, max_size=3),
+        order=ORDERS,
+        writes=WRITES,
+        between=GRADIENT_CALLS,
+    )
+    def iteration(self, passes, order, writes, between):
         for write, which, index in writes:
             getattr(self, write)(which, index, "copy_")
         for one in passes:
             self.backward(one)
+        for call, which, value in between:
+            getattr(self, call)(which, value)
         if self.dynamic or not self.poisoned:
             self.step(order)
 
@@ -134,109 +129,13 @@ class Training(Machine):
         for which in order:
             self.settles(which)
             optimizer, stepped = self.optimizers[which], self.stepped(which)
-            if LEVELS[self.level].masters:  # those that were unfrozen get theirs with the step
-                self.shadow.adopt({k: p.float() for k, p in stepped.items() if p.requires_grad})
+            self.unfreezes(which)
             if not self.flags[which]:
                 assert not self.shadow.poisoned(stepped)
                 self.shadow.step(self.makers[which], optimizer, stepped)
             optimizer.step()
             self.shadow.show(stepped)
-
-    @precondition(lambda self: self.prepared and self.delayed is None)
-    @rule(owner=st.sampled_from(["one", "two", "model"]), set_to_none=st.booleans())
-    def zero_grad(self, owner, set_to_none):
-        of = self.model if owner == "model" else self.optimizers[owner]
-        of.zero_grad(set_to_none=set_to_none)
-        cleared = BOTH if owner == "model" else (owner,)
-        for which in cleared:
-            self.shadow.zero(self.names[which], set_to_none=set_to_none)
-            self.flags[which] = False
-            if set_to_none:
-                self.stale.discard(which)
-
-    @precondition(lambda self: self.prepared and self.delayed is None)
-    @rule(looks=st.booleans())
-    def clear_by_hand(self, looks):
-        for param in self.model.parameters():
-            param.grad = None
-        self.shadow.zero(self.shadow.sums, set_to_none=True)
-        self.stale = set(BOTH)
-        if looks:
-            for which in BOTH:
-                assert all(p.grad is None for p in amp.master_params(self.optimizers[which]))
-                self.notices(which)
-
-    # -- writes from outside -----------------------------------------------------------------
-
-    @precondition(lambda self: self.prepared)
-    @rule(which=WHICH, index=st.integers(0, 4), how=st.sampled_from(["copy_", "data", "assign"]))
-    def write_a_master(self, which, index, how):
-        names = self.names[which]
-        name = names[index % len(names)]
-        param = self.stepped(which)[name]
-        value = (param.detach() * 0.75 + 1 / 3).clamp(-1, 1)
-        if how == "copy_":
-            with torch.no_grad():
-                param.copy_(value)
-        elif how == "data":
-            param.data.copy_(value)
-        else:
-            param.data = value
-        self.shadow.weights[name] = value.clone()
-        if self.has_master(name):
-            self.shadow.unseen.add(name)
-
-    def has_master(self, name):
-        return self.stepped()[name] is not dict(self.model.named_parameters())[name]
-
-    @precondition(lambda self: self.prepared)
-    @rule(which=WHICH, index=st.integers(0, 4), how=st.sampled_from(["copy_", "init", "assign"]))
-    def write_a_weight(self, which, index, how):
-        names = self.names[which]
-        name = names[index % len(names)]
-        param = dict(self.model.named_parameters())[name]
-        value = param.detach().clone()
-        value.view(-1)[1:] = 0.25
-        if how == "copy_":
-            with torch.no_grad():
-                param.copy_(value)
-        elif how == "init":
-            with torch.no_grad():
-                nn.init.constant_(param.view(-1)[1:], 0.25)
-        else:
-            param.data = value
-        if self.has_master(name):
-            self.shadow.written[name] = value.clone()
-        else:
-            self.shadow.weights[name] = value.clone()
-
-    @precondition(lambda self: self.prepared)
-    @rule(part=st.sampled_from(["first", "norm", "second", "last"]), seed=SEEDS)
-    def load_a_submodule(self, part, seed):
-        torch.manual_seed(seed)
-        module = self.model.get_submodule(part)
-        loaded = {name: torch.rand_like(p.float()) for name, p in module.named_parameters()}
-        module.load_state_dict(loaded, strict=False)
-        if part == "second":
-            loaded["first.weight"] = loaded.pop("weight")
-        for name, value in loaded.items():
-            self.shadow.write_both(name if "." in name else f"{part}.{name}", value)
-
-    @precondition(lambda self: self.prepared)
-    @rule(assign=st.booleans())
-    def swap_for_an_evaluation(self, assign):
-        self.forward(training=False)
-        params = list(self.model.parameters())
-        own = cases.values(params)
-        for values in ([value * 0.5 for value in own], own):
-            for param, value in zip(params, values, strict=True):
-                if assign:
-                    param.data = value
-                else:
-                    with torch.no_grad():
-                        param.copy_(value)
-            with torch.no_grad():
-                self.model(cases.batch()[0])
+            self.shadow.round_at_random(stepped)
 
     # -- late changes, files, copies ---------------------------------------------------------
 
@@ -249,8 +148,9 @@ class Training(Machine):
         self.names["one"] += LATE
         for name, param in self.stepped("one").items():
             if name in LATE:
-                value = dict(self.model.named_parameters())[name].detach()
+                value = self.params()[name].detach()
                 self.shadow.weights[name] = value.to(param.dtype, copy=True)
+                self.shadow.low[name] = value.dtype
                 self.shadow.sums[name] = None
 
     @precondition(lambda self: self.prepared and self.delayed is None)
@@ -284,9 +184,9 @@ class Training(Machine):
             self.shadow.write_both(name, weight)
 
     @precondition(lambda self: self.prepared and self.delayed is None)
-    @rule()
-    def copies(self):
-        model, *optimizers = copy.deepcopy((self.model, *self.optimizers.values()))
+    @rule(copied=COPIES)
+    def copies(self, copied):
+        model, *optimizers = copied((self.model, *self.optimizers.values()))
         self.shows()
         x, _ = cases.batch()
         self.model.eval()
@@ -295,7 +195,8 @@ class Training(Machine):
             assert cases.same(model(x), self.model(x))
         self.model.train()
         for which, optimizer in zip(BOTH, optimizers, strict=True):
-            assert cases.same(cases.masters(optimizer), self.masters(which))
+            expected = [self.shadow.merged(name) for name in self.names[which]]
+            assert cases.same(cases.masters(optimizer), expected)
         before = cases.values(self.model.parameters())
         with torch.no_grad():
             for param in (
@@ -306,13 +207,37 @@ class Training(Machine):
         assert cases.same(cases.values(self.model.parameters()), before)
 
     @precondition(lambda self: self.prepared and self.delayed is None)
+    @rule(copied=COPIES, seed=SEEDS)
+    def copies_train_alike(self, copied, seed):
+        ends = []
+        for _ in range(2):
+            model, *optimizers = copied((self.model, *self.optimizers.values()))
+            model.loss("all", seed).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            ends.append([cases.masters(each) for each in optimizers])
+        self.shows()
+        assert cases.same(*ends)
+
+    @precondition(lambda self: self.delayed is None and self.saved_the_same_groups)
+    @rule(order=st.permutations(range(4)), one=PASSES)
+    def resume_twice(self, order, one):
+        ends = []
+        for _ in range(2):
+            self.load(order)
+            self.zero_grad("model", set_to_none=True)
+            self.iteration([one], BOTH, [], [])
+            ends.append([self.masters(which) for which in BOTH])
+        assert cases.same(*ends)
+
+    @precondition(lambda self: self.prepared and self.delayed is None)
     @rule()
     def restore(self):
         expected = {name: self.shadow.merged(name).float() for name in self.shadow.weights}
         expected |= {name: self.shadow.weights[name] for name in self.shadow.unseen}
         amp.restore(self.model, list(self.optimizers.values()))
         assert [type(each) for each in (self.model, *self.optimizers.values())] == self.kinds
-        params = dict(self.model.named_parameters())
+        params = self.params()
         assert all(param is params[name] for name, param in self.stepped().items())
         for name, weight in expected.items():
             assert cases.same(params[name].detach(), weight), name
@@ -328,17 +253,22 @@ class Training(Machine):
     @precondition(lambda self: not self.poisoned and not self.flagged)
     @rule(
         place=st.sampled_from(["forward", "block", "after backward", "backward", "step"]),
+        reached=st.sampled_from([("all", BOTH), ("norm", ("one",)), ("norm", ("two",))]),
         kind=st.sampled_from([Fault, KeyboardInterrupt]),
         seed=SEEDS,
     )
-    def exception(self, place, kind, seed):
+    def exception(self, place, reached, kind, seed):
         self.kind = kind
+        part, which = reached
+        if part != "all" and place in ("forward", "backward"):  # of the whole model
+            place = "block"
         one = self.optimizers["one"]
         # The invariants see that weights and gradients are those from before, or the pass's.
         try:
             with raising(self.model, one, place, kind):
-                self.shows()
-                self.backward_pass(self.loss("all", seed), BOTH, 0, after=place)
+                if part == "all":
+                    self.shows()
+                self.backward_pass(self.loss(part, seed), which, 0, after=place)
                 self.settles("one")
                 one.step()
         except kind:
@@ -379,7 +309,10 @@ def raising(model, optimizer, place, kind):
 @pytest.mark.filterwarnings("ignore:A backward pass inside amp.scale_loss did not start")
 @pytest.mark.filterwarnings("ignore:Gradients were changed inside amp.scale_loss")
 @pytest.mark.usefixtures("kernels_stay")
-def test_any_order_of_calls_keeps_what_amp_promises():
+def test_any_order_of_calls_keeps_what_amp_promises(monkeypatch):
+    # Steps take one pass where they can, in several blocks.
+    monkeypatch.setattr(one_pass, "least_elements", 1)
+    monkeypatch.setattr(blocks, "_LEAST", 16)
     settings = hypothesis.settings(
         max_examples=int(os.environ.get("APEX_EXAMPLES", "40")),
         stateful_step_count=40,
