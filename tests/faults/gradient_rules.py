@@ -66,9 +66,10 @@ class GradientRules(Machine):
         self.shadow.multiply(self.names[which], HALF)
         self.unlike |= {name for name in self.names[which] if self.shadow.has_master(name)}
 
-    # Halves of fp16 gradients may be subnormal, and are no halves then.
+    # Halves of fp16 gradients may be subnormal, and are no halves then. Nor is there one factor
+    # where an optimizer has seen one of two changes of a shared gradient.
     @precondition(lambda self: self.prepared and self.delayed is None)
-    @precondition(lambda self: self.level != "O2" and not self.unlike)
+    @precondition(lambda self: self.level != "O2" and not self.unlike and not self.stale)
     @precondition(lambda self: not self.poisoned and not self.flagged)
     @rule()
     def halve_in_the_model(self):

@@ -19,6 +19,7 @@ INTERVAL, LEAST, GREATEST = 3, 2.0**14, 2.0**17
 LOSSES = 2
 CASTING = ("O1", "O4")
 BOTH = ("one", "two")
+LOST = "lost"
 WHICH, INDEX, SEEDS = st.sampled_from(BOTH), st.integers(0, 4), st.integers(1, 5)
 PAIRS = [
     ("SGD", "fused AdamW"),
@@ -109,7 +110,7 @@ class Machine(RuleBasedStateMachine):
 
     def forget(self):
         """No gradient is there, and no overflow waits for a step."""
-        self.flags = dict.fromkeys(BOTH, False)
+        self.flags = dict.fromkeys(BOTH, False)  # or True, or LOST
         self.stale = set()  # optimizers that have not seen what became of their model's gradients
         self.unlike = set()  # names of model gradients that do not follow their masters'
         self.delayed = None  # the loss whose scaled gradients wait for a pass
@@ -187,6 +188,12 @@ class Machine(RuleBasedStateMachine):
         self.notices(which)
         return cases.masters(self.optimizers[which])
 
+    def asks(self, which):
+        """Where the other optimizer's overflow is gone, amp may know it or not."""
+        if self.flags[which] is True and not self.poisoned:
+            overflow = self.optimizers[which]._apex_binding.gradients.overflow
+            self.flags[which] = overflow.checked and bool(overflow.found_inf)
+
     def gives_back(self, which, loss_id):
         """Sums in 16 bits continue in a pass, unless it continues another."""
         if self.delayed is not None:
@@ -202,7 +209,8 @@ class Machine(RuleBasedStateMachine):
             self.shadow.sums[name] = torch.zeros_like(self.shadow.weights[name])
         self.stale = set(BOTH) if lost else self.stale  # the model has the zeros
         for which in BOTH:
-            self.flags[which] |= not lost.isdisjoint(self.names[which])
+            if not lost.isdisjoint(self.names[which]):
+                self.flags[which] = LOST
 
     def ends_pass(self, loss_id):
         scale, clean = self.scales[loss_id]
@@ -226,6 +234,7 @@ class Machine(RuleBasedStateMachine):
                 for each in which:
                     self.settles(each)
                     self.mirrors(each)
+                    self.asks(each)
                 # Unfrozen ones have got their masters as the pass began.
                 self.shadow.adopt(self.stepped(*which))
                 in_place = self.in_place

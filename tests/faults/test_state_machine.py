@@ -130,6 +130,7 @@ class Training(WeightRules, GradientRules):
             self.settles(which)
             optimizer, stepped = self.optimizers[which], self.stepped(which)
             self.unfreezes(which)
+            self.asks(which)
             if not self.flags[which]:
                 assert not self.shadow.poisoned(stepped)
                 self.shadow.step(self.makers[which], optimizer, stepped)

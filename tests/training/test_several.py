@@ -131,6 +131,49 @@ def test_two_optimizers_over_the_same_parameters_both_train_them(level):
         assert not cases.same(before, cases.values(model.parameters()))
 
 
+@pytest.mark.parametrize("level", cases.MIXED)
+def test_a_change_of_gradients_runs_no_step_while_those_of_a_sharer_overflow(level):
+    model = cases.net()
+    first, second = model[0], model[2]
+    mine = cases.sgd(first.parameters())
+    other = cases.sgd([first.bias, *second.parameters()])
+    amp.initialize(model, [mine, other], opt_level=level, loss_scale="dynamic", verbosity=0)
+    before = cases.masters(mine)
+    cases.backward(model, [mine, other], *cases.batch())
+    torch.nn.utils.clip_grad_norm_(amp.master_params(mine), 1e-3)
+    loss = second.weight.float().sum() * torch.inf
+    with amp.scale_loss(loss, other) as scaled_loss:
+        scaled_loss.backward()
+    cases.backward(model, [mine, other], *cases.batch())
+    mine.step()
+    assert cases.same(before, cases.masters(mine))
+    other.zero_grad()
+    mine.zero_grad()
+    cases.backward(model, [mine, other], *cases.batch())
+    mine.step()
+    assert not cases.same(before, cases.masters(mine))
+
+
+@pytest.mark.parametrize("level", cases.MIXED)
+def test_a_change_of_gradients_runs_the_step_once_those_of_a_sharer_are_cleared(level):
+    model = cases.net()
+    first, second = model[0], model[2]
+    mine = cases.sgd(model.parameters())
+    other = cases.sgd(second.parameters())
+    amp.initialize(model, [mine, other], opt_level=level, loss_scale="dynamic", verbosity=0)
+    loss = second.weight.float().sum() * torch.inf
+    with amp.scale_loss(loss, other) as scaled_loss:
+        scaled_loss.backward()
+    other.zero_grad()
+    before = cases.values(first.parameters())
+    cases.backward(model, [mine, other], *cases.batch())
+    torch.nn.utils.clip_grad_norm_(amp.master_params(mine), 1.0)
+    other.zero_grad()
+    cases.backward(model, mine, *cases.batch())
+    mine.step()
+    assert not cases.same(before, cases.values(first.parameters()))
+
+
 @pytest.mark.parametrize("level", cases.LEVELS)
 def test_two_sessions_have_scales_of_their_own(level):
     first = cases.prepared(level, loss_scale="dynamic")

@@ -261,7 +261,7 @@ class Session:
             RuntimeError: If ``fully_shard`` has replaced parameters of the optimizers.
         """
         owners: dict[Any, None] = dict.fromkeys([self, *[binding.owner for binding in bindings]])
-        flagged = [*bindings, *[each for own in owners for each in own._sharers(bindings)]]
+        flagged = [*bindings, *[each for own in owners for each in own.sharers(bindings)]]
         # fully_shard keeps unreduced gradients scaled, and a later pass adds scaled ones.
         delays = delay_unscale or any(owner._defers_reduction() for owner in owners)
         for owner in owners:
@@ -288,14 +288,6 @@ class Session:
 
     def _defers_reduction(self) -> bool:
         return bool(self._shards) and fsdp.defers_reduction(ref() for ref in self._shards)
-
-    def _sharers(self, bindings: Sequence[Binding]) -> Sequence[Binding]:
-        """Returns every other optimizer that trains a parameter of ``bindings``."""
-        if len(self._bindings) == [binding.owner for binding in bindings].count(self):
-            return ()
-        others = [other for other in self._bindings if other not in bindings]
-        trained = {id(param) for binding in bindings for param in binding.trained()}
-        return [each for each in others if any(id(param) in trained for param in each.trained())]
 
     def _end_pass(
         self,
@@ -374,6 +366,14 @@ class Session:
         self._communicator.note(wrapper, traced=traced)
         if traced:
             before_each_run(note_compiled_run)
+
+    def sharers(self, bindings: Sequence[Binding]) -> Sequence[Binding]:
+        """Returns every other optimizer that trains a parameter of ``bindings``."""
+        if len(self._bindings) == [binding.owner for binding in bindings].count(self):
+            return ()
+        others = [other for other in self._bindings if other not in bindings]
+        trained = {id(param) for binding in bindings for param in binding.trained()}
+        return [each for each in others if any(id(param) in trained for param in each.trained())]
 
     def convert_late(self, params: Iterable[Tensor]) -> None:
         self._communicator.forget_users()  # they may belong to another wrapper

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any, Protocol
 
@@ -53,6 +53,9 @@ class Owner(Protocol):
 
     def forget(self, binding: Binding) -> None:
         """Removes a closed binding."""
+
+    def sharers(self, bindings: Sequence[Binding]) -> Sequence[Binding]:
+        """Returns every other optimizer that trains a parameter of ``bindings``."""
 
     def convert_late(self, params: Iterable[Tensor]) -> None:
         """Converts modules added to the models since ``initialize`` that hold ``params``."""
@@ -155,12 +158,9 @@ class Binding:
         masters_of = {id(pair.master) for pair in self.pairs if id(pair.model) in owned}
         return not masters_of.isdisjoint(map(id, self.params()))
 
-    def sharers(self, params: Collection[Tensor]) -> Iterator[Binding]:
-        """Yields this one, and the session's others that step the master of one of ``params``."""
-        yield self
-        for other in () if self.owner is None else self.owner.bindings:
-            if other is not self and other.steps_any(params):
-                yield other
+    def sharing(self) -> list[Binding]:
+        """Returns this one, and the session's others that train one of its parameters."""
+        return [self, *(() if self.owner is None else self.owner.sharers([self]))]
 
     @property
     def packs_masters(self) -> bool:

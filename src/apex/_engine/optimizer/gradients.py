@@ -234,7 +234,7 @@ class Gradients:
         current = self.current
         lost = current.restore(self._optimized)
         if lost is not None:
-            for binding in self._optimized.sharers([pair.model for pair in self._optimized.pairs]):
+            for binding in self._optimized.sharing():
                 binding.gradients.overflow.raise_for_lost(lost)
         self._end_pass(current.before)
         self.open_pass = earlier
@@ -269,8 +269,8 @@ class Gradients:
             return
         sentinel = self._sentinel
         if self._modified or (sentinel is not None and _version(sentinel[0]) != sentinel[1]):
-            params = self._optimized.params()
-            self.overflow.recheck([grad for param in params if (grad := param.grad) is not None])
+            own, *others = [each.params() for each in self._optimized.sharing()]
+            self.overflow.recheck(own, [param for params in others for param in params])
         self._modified = False
 
     def take_mirrors(self) -> list[TrackedPair]:

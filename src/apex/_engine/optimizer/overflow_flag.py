@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from apex._core import finite
 from apex._torch.copies import HostCopy, capturing
@@ -52,13 +54,21 @@ class OverflowFlag:
         self.checked = self._lost = False
 
     @torch.no_grad()
-    def recheck(self, grads: list[Tensor]) -> None:
-        """Sets a valid flag from the present gradients, which a script has changed."""
+    def recheck(self, params: list[nn.Parameter], others: list[nn.Parameter]) -> None:
+        """Sets a valid flag from the present gradients, which a script has changed.
+
+        Args:
+            params: The optimizer's parameters.
+            others: Those of optimizers that share one: a set flag stays while they overflow.
+        """
         if not self.checked or self._lost or self.found_inf is None:
             return
         flag = self._to_write(self.found_inf)
+        before = flag.clone()
         flag.zero_()
-        finite.unscale_and_check_(finite.dense_values(grads), torch.ones_like(flag), flag)
+        _raise_by_grads(flag, others)
+        flag.mul_(before)
+        _raise_by_grads(flag, params)
 
     def _to_write(self, flag: Tensor) -> Tensor:
         """Returns the flag; keeps its value elsewhere if it tells whether the last step skipped."""
@@ -86,3 +96,9 @@ class OverflowFlag:
             self._skip_copy = HostCopy(skipped)
         copy = self._skip_copy
         return bool(copy.wait().tolist()) if copy.arrived else None  # sync: none, it has arrived
+
+
+def _raise_by_grads(flag: Tensor, params: Iterable[nn.Parameter]) -> None:
+    grads = finite.dense_values([grad for p in params if (grad := p.grad) is not None])
+    if grads:
+        finite.unscale_and_check_(grads, torch.ones_like(flag), flag)
