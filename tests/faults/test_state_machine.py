@@ -315,7 +315,7 @@ def test_any_order_of_calls_keeps_what_amp_promises(monkeypatch):
     monkeypatch.setattr(one_pass, "least_elements", 1)
     monkeypatch.setattr(blocks, "_LEAST", 16)
     settings = hypothesis.settings(
-        max_examples=int(os.environ.get("APEX_EXAMPLES", "40")),
+        max_examples=int(os.environ.get("APEX_EXAMPLES", "50")),
         stateful_step_count=40,
         print_blob=False,
         suppress_health_check=list(hypothesis.HealthCheck),
