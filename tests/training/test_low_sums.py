@@ -407,6 +407,22 @@ def test_a_pass_that_fails_skips_the_steps_of_all_that_share_a_weight(level, sca
     assert cases.same(before, cases.masters(optimizers[0]))
 
 
+@level_scales
+def test_a_failed_pass_of_two_optimizers_of_the_same_weights_skips_both_steps(level, scale):
+    model = cases.net()
+    optimizers = [cases.sgd(model.parameters()) for _ in range(2)]
+    dtype, options = cases.LEVELS[level].stored, {"loss_scale": scale, "verbosity": 0}
+    amp.initialize(model, optimizers, opt_level=level, grad_accum_dtype=dtype, **options)
+    before = cases.masters(optimizers[0])
+    accumulate(model, optimizers, [cases.batch()])
+    with pytest.raises(ZeroDivisionError):
+        fail(model, optimizers, *cases.batch())
+    accumulate(model, optimizers, [cases.batch()])
+    for optimizer in optimizers:
+        optimizer.step()
+    assert cases.same(before, cases.masters(optimizers[0]))
+
+
 @levels
 def test_a_pass_that_fails_before_there_is_a_sum_leaves_nothing(level):
     model, optimizer = prepared(level)

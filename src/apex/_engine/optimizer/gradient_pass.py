@@ -36,10 +36,11 @@ class GradientPass:
         aside: The gradients that were set aside.
         scaled: Whether gradients are scaled by a factor other than exactly 1.
         unmirrored: The pairs whose mirror gradients made room.
+        pairs: Those that no other optimizer of the pass has prepared.
     """
 
     __slots__ = (
-        *("aside", "before", "scaled", "unmirrored"),
+        *("aside", "before", "pairs", "scaled", "unmirrored"),
         *("_back", "_deferred", "_fresh", "_given", "_mirrors", "_returned", "_sums", "_totals"),
     )
 
@@ -53,6 +54,7 @@ class GradientPass:
         self.before = before
         self.scaled = not identity
         self.unmirrored: list[TrackedPair] = []
+        self.pairs: Sequence[TrackedPair] = ()
         self.aside: Grads = []
         self._back: Grads = []
         self._returned = False
@@ -222,10 +224,10 @@ class GradientPass:
 
         Those in 16 bits are zeroed.
         """
-        spoiled = low_sums.spoiled(optimized.pairs, self._given)
+        spoiled = low_sums.spoiled(self.pairs, self._given)
         lost = [grad.device for _, grad in spoiled]
         lost += [totals.device for totals in self._totals if totals.begun]
-        for pair in optimized.pairs:
+        for pair in self.pairs:
             pair.model.grad = None
         if self.scaled:
             for param in optimized.params():

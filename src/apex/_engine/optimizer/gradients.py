@@ -157,9 +157,10 @@ class Gradients:
         delayed = self.state is GradState.DELAYED
         new = self.current
         if delayed:
-            new.scaled = not identity
+            new.scaled, new.pairs = not identity, pairs
         else:
             new = GradientPass(self.state, identity=identity)
+            new.pairs = pairs
             if low_scale is not None:
                 # An overflow that no other rank knows of yet is sent to them, as inf in the sum.
                 known = self.overflow.checked and self.state is not GradState.LOCAL
@@ -369,10 +370,11 @@ class Gradients:
             current = binding.gradients.current
             if current.aside:  # perhaps the gradient of a parameter that both optimizers step
                 current.drop_aside(set(map(id, optimized.params())))
-        opened, scaled = self.open_pass, self.current.scaled
+        opened, before = self.open_pass, self.current
         self._end_pass(GradState.READY)
         if opened is not None and not opened.delayed:
-            self.open_pass, self.current.scaled = opened, scaled
+            self.open_pass = opened
+            self.current.scaled, self.current.pairs = before.scaled, before.pairs
         self._sentinel = None
         self.overflow.clear()
 
