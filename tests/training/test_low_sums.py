@@ -479,3 +479,28 @@ def test_fp32_is_the_default():
     assert not optimizer._apex_binding.sums_low
     assert not deferred.of(next(amp.master_params(optimizer)))
     assert model[0].weight.dtype is torch.bfloat16
+
+
+@level_scales
+def test_a_failed_pass_leaves_the_step_of_an_optimizer_whose_sums_are_whole(level, scale):
+    model = cases.net()
+    params = list(model.parameters())
+    optimizers = one, two = cases.sgd(params[:2]), cases.sgd(params[1:])  # they share a weight
+    dtype, options = cases.LEVELS[level].stored, {"loss_scale": scale, "verbosity": 0}
+    amp.initialize(model, [one, two], opt_level=level, grad_accum_dtype=dtype, **options)
+
+    def penalize(param, optimizer, error=None):
+        with amp.scale_loss(1e-2 * param.float().square().sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            if error is not None:
+                raise error
+
+    penalize(params[0], one)
+    penalize(params[3], two)
+    before = [cases.masters(optimizer) for optimizer in optimizers]
+    with pytest.raises(ZeroDivisionError):
+        penalize(params[3], two, ZeroDivisionError())
+    for optimizer in optimizers:
+        optimizer.step()
+    same = [cases.same(old, cases.masters(o)) for old, o in zip(before, optimizers, strict=True)]
+    assert same == [False, True]

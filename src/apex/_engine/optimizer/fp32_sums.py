@@ -11,6 +11,7 @@ Note [Sums in fp32]
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,24 +27,37 @@ Received = list[tuple[TrackedPair, Tensor]]
 _PLAIN = (Tensor, CountedGradient)
 
 
+class Added(NamedTuple):
+    """What a pass adds to one sum.
+
+    Attributes:
+        model: The model's parameter.
+        gradient: Its gradient, which need not be that of its master.
+        total: The fp32 sum, laid out alike.
+    """
+
+    model: nn.Parameter
+    gradient: Deferred
+    total: Tensor
+
+
 class Sums:
     """Gradients of one device, and the sums to which they are added.
 
     Attributes:
         begun: Whether the sums have changed.
-        device: Where they are.
+        models: The models' parameters.
     """
 
-    def __init__(self, gradients: Sequence[Deferred], totals: Sequence[Tensor]) -> None:
+    def __init__(self, added: Sequence[Added]) -> None:
         """Allocates all that :meth:`add` needs.
 
         Args:
-            gradients: The gradients of a pass, which need not be those of their masters.
-            totals: The fp32 sums, laid out alike.
+            added: What :func:`split` found on one device.
         """
+        self.models, gradients, totals = zip(*added, strict=True)
         cuts = blocks.cuts(totals)
         self.begun = False
-        self.device = totals[0].device
         self._blocks = cuts.blocks
         self._totals = cuts.of_all(totals)
         self._lows = cuts.of_all([each.values for each in gradients])
@@ -61,10 +75,8 @@ class Sums:
 
 def split(
     received: Received, factors: Sequence[Factor], aside: Iterable[tuple[nn.Parameter, Tensor]]
-) -> tuple[list[tuple[list[Deferred], list[Tensor]]], Received]:
-    """Returns the gradients that can be added in place with their sums, and the other gradients.
-
-    The former come in lists of one device, the arguments of :class:`Sums`.
+) -> tuple[list[list[Added]], Received]:
+    """Returns the gradients that can be added in place, in lists of one device, and the others.
 
     Args:
         received: Pairs, and the gradients of their models' parameters.
@@ -73,14 +85,13 @@ def split(
     """
     before = {id(param): grad for param, grad in aside}
     rest: Received = []
-    by_device: dict[torch.device, tuple[list[Deferred], list[Tensor]]] = {}
+    by_device: dict[torch.device, list[Added]] = {}
     for (pair, grad), total in zip(received, _totals(received, before), strict=True):
         if total is None:
             rest.append((pair, grad))
             continue
-        gradients, totals = by_device.setdefault(total.device, ([], []))
-        gradients.append(Deferred(pair, dtensor.local(grad), factors))
-        totals.append(total)
+        gradient = Deferred(pair, dtensor.local(grad), factors)
+        by_device.setdefault(total.device, []).append(Added(pair.model, gradient, total))
     return list(by_device.values()), rest
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from apex._core import finite, master
@@ -197,16 +196,16 @@ class GradientPass:
             check: Takes fp32 copies, a block at a time.
         """
         kept: list[Deferred] = []
-        summed: Sequence[tuple[list[Deferred], list[Tensor]]] = ()
+        summed: Sequence[list[fp32_sums.Added]] = ()
         if (not self._returned or optimized.sums_low) and optimized.defers():
             kept, self._mirrors, found = _left_low(found, factors, self.aside, self._given)
             self._deferred = kept
         if found and not self._returned and one_pass.goes_by_blocks(optimized):
             summed, found = fp32_sums.split(found, factors, self.aside)
         if check is not None:
-            added = chain.from_iterable(gradients for gradients, _ in summed)
+            added = [each.gradient for each in chain.from_iterable(summed)]
             deferred.in_fp32([*kept, *added], check, scaled=True)
-        self._totals = [fp32_sums.Sums(*each) for each in summed]
+        self._totals = [fp32_sums.Sums(each) for each in summed]
         return found
 
     def install(self) -> None:
@@ -219,14 +218,14 @@ class GradientPass:
         for totals in self._totals:
             totals.add()
 
-    def restore(self, optimized: Binding) -> torch.device | None:
-        """Restores the gradients that were set aside; returns the device of sums that are lost.
+    def restore(self, optimized: Binding) -> list[nn.Parameter]:
+        """Restores the gradients that were set aside; returns the parameters whose sum is lost.
 
-        Those in 16 bits are zeroed.
+        Sums in 16 bits are zeroed.
         """
         spoiled = low_sums.spoiled(self.pairs, self._given)
-        lost = [grad.device for _, grad in spoiled]
-        lost += [totals.device for totals in self._totals if totals.begun]
+        lost = [pair.model for pair, _ in spoiled]
+        lost += chain.from_iterable(each.models for each in self._totals if each.begun)
         for pair in self.pairs:
             pair.model.grad = None
         if self.scaled:
@@ -236,7 +235,7 @@ class GradientPass:
             param.grad = grad
         for pair, grad in spoiled:
             pair.model.grad = grad
-        return next(iter(lost), None)
+        return lost
 
 
 def _present(params: Iterable[nn.Parameter], *, keeps: bool) -> Grads:

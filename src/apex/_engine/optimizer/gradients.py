@@ -234,9 +234,9 @@ class Gradients:
             return
         current = self.current
         lost = current.restore(self._optimized)
-        if lost is not None:
-            for binding in self._optimized.sharing():
-                binding.gradients.overflow.raise_for_lost(lost)
+        for binding in self._optimized.sharing() if lost else ():
+            if binding.steps_any(lost):
+                binding.gradients.overflow.raise_for_lost(lost[0].device)
         self._end_pass(current.before)
         self.open_pass = earlier
         mirror_gradients.write_again(current.unmirrored)
