@@ -171,6 +171,11 @@ class Machine(RuleBasedStateMachine):
             stepped = self.stepped(which).items()
             self.shadow.adopt({name: p.float() for name, p in stepped if p.requires_grad})
 
+    def awaits_masters(self):
+        """Whether a pass or step would give a parameter its master."""
+        stepped = self.stepped().values()
+        return any(param.requires_grad and param.dtype is not torch.float32 for param in stepped)
+
     def notices(self, which):
         """The optimizer looks at its gradients: none there, none poisoned."""
         self.stale.discard(which)

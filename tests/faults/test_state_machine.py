@@ -136,7 +136,7 @@ class Training(WeightRules, GradientRules):
                 self.shadow.step(self.makers[which], optimizer, stepped)
             optimizer.step()
             self.shadow.show(stepped)
-            self.shadow.round_at_random(stepped)
+            self.shadow.round_at_random(self.stepped(which))  # unfrozen ones have masters now
 
     # -- late changes, files, copies ---------------------------------------------------------
 
@@ -210,6 +210,8 @@ class Training(WeightRules, GradientRules):
     @precondition(lambda self: self.prepared and self.delayed is None)
     @rule(copied=COPIES, seed=SEEDS)
     def copies_train_alike(self, copied, seed):
+        if self.store.at_random and self.awaits_masters():
+            return  # which draw from random numbers that the copies share
         ends = []
         for _ in range(2):
             model, *optimizers = copied((self.model, *self.optimizers.values()))
