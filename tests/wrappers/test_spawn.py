@@ -93,6 +93,12 @@ def everything_in_one_child():
         jobs[level, "plain"] = (prepared_here, level, plain[level])
         jobs[level, "hogwild"] = (prepared_here, level, hogwild[level])
         jobs[level, "pair"] = (prepared_before, pairs[level])
+        written = copy.deepcopy(pairs[level])
+        with torch.no_grad():
+            for param in written[0].parameters():
+                param.mul_(0.7)
+        jobs[level, "written"] = (prepared_before, written)
+        expected[level, "written"] = prepared_before(copy.deepcopy(written))
         jobs[level, "again"] = (prepared_again, level, copy.deepcopy(pairs[level]))
         expected[level, "plain"] = prepared_here(level, cases.net())
         again = copy.deepcopy(pairs[level])
@@ -124,6 +130,13 @@ def test_a_prepared_pair_trains_there_and_the_weights_and_masters_are_shared(spa
     there = pickle.loads(results[level, "pair"])
     assert cases.same(there, pickle.loads(expected[level, "pair"]))
     assert cases.same(there, pickle.loads(results[level, "pair here"]))
+
+
+@every_level
+def test_a_pair_whose_weights_were_written_trains_there_as_here(spawned, level):
+    results, expected = spawned
+    found, wanted = (pickle.loads(each[level, "written"]) for each in (results, expected))
+    assert cases.same(found, wanted)
 
 
 @pytest.mark.parametrize("level", [level for level in LEVELS if level != "O3"])

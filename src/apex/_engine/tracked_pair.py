@@ -38,7 +38,7 @@ from apex._pickle import rebuild
 from apex._torch import dtensor, parameters, ranks
 from apex._torch.dynamo import untraced
 from apex._torch.overrides import without_overrides
-from apex._torch.packed import Packed, Packing
+from apex._torch.packed import Packed, Packing, plain
 
 _WRITTEN, _STEPPED = -1, -2
 """Versions that no tensor has, so the master counts as written.
@@ -95,6 +95,7 @@ class TrackedPair:
 
     __slots__ = (
         *("__weakref__", "_master_version", "_model_alias", "_model_address", "_model_version"),
+        "_sent",  # a process that is spawned gets memory by a number, which must not be reused
         *("low_bits", "master", "model", "new", "mirror_id", "mirrors_grad", "kind", "packing"),
     )
 
@@ -122,17 +123,21 @@ class TrackedPair:
         """
         parts = self.model, self.master, self.new, self.low_bits, self.kind
         waits = self.model_written and not self.master_written
-        return rebuild, ("tracked_pair", *parts, *([self._followed()] if waits else []))
+        self._sent = self._followed() if waits else None
+        return rebuild, ("tracked_pair", *parts, *([] if self._sent is None else [self._sent]))
 
-    def _followed(self) -> Tensor:
-        """Returns the values of the master that has followed the model."""
-        return rounding.exact_value(self.model, [self.known] if self.low_bits else [])
+    def _followed(self) -> Tensor | None:
+        """Returns the master's values after it has followed the model; ``None`` if it has them."""
+        value = rounding.exact_value(self.model, [self.known] if self.low_bits else [])
+        own = plain(dtensor.local(self.master.detach()))
+        return None if torch.equal(dtensor.local(value), own.to(value.device)) else value
 
     def mark_synced(self) -> None:
         """Records that the model holds the rounded master."""
         self._master_version = self.master._version
         self._model_version = self.model._version
         self._model_address = self.model.data_ptr()
+        self._sent = None
         # Held so that the address is not reused by another storage. A DTensor has no address.
         self._model_alias = None if dtensor.is_dtensor(self.model) else self.model.detach()
         if self.packing is not None:
