@@ -259,7 +259,7 @@ class Binding:
     @untraced
     def regroup(self) -> None:
         """Puts the masters of models' parameters into groups that a script has built anew."""
-        if not self._owned.isdisjoint(map(id, self.params())):
+        if self._owned and not self._owned.isdisjoint(map(id, self.params())):
             with all_or_nothing() as undo:
                 self.adopt(self.optimizer.param_groups, undo)
 

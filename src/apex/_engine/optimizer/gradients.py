@@ -407,7 +407,8 @@ class Gradients:
 
     def has_grads(self) -> bool:
         """Returns whether a stepped parameter has a gradient, without computing a deferred one."""
-        return any(map(deferred.has_grad, self._optimized.params()))
+        groups = self._optimized.optimizer.param_groups
+        return any(deferred.has_grad(param) for group in groups for param in group["params"])
 
 
 def _version(param: nn.Parameter) -> int | None:
