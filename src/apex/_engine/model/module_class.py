@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from apex._core import dtypes, tree
 from apex._core.mixins import known_with_mixin, mixin_of, with_mixin
+from apex._core.reduced import copied_by
 from apex._engine.model import dtype_errors, kept_buffers
 from apex._engine.model.state import STATE, ModelState, stash_forward
 from apex._pickle import rebuild
@@ -174,38 +175,6 @@ def _keeping(fn: Callable[[Tensor], Tensor], state: ModelState) -> Callable[[Ten
         return tensor.to(moved.device) if moved.dtype in dtypes.LOW_PRECISION else moved
 
     return keeping
-
-
-class _Reduced:
-    """Stands in for a model in ``copy``, which then follows the model's ``__reduce_ex__`` value."""
-
-    def __init__(self, model: object, reduced: Any, memo: dict[int, Any]) -> None:
-        self._model = model
-        self._reduced = reduced
-        self.memo = memo
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        func, args, *rest = self._reduced
-
-        def make(*args: Any) -> Any:
-            # Registered before its state is copied, which may refer back to the model.
-            new = self.memo[id(self._model)] = func(*args)
-            return new
-
-        return make, args, *rest
-
-
-def copied_by(
-    copied: Callable[[Any], Any], model: object, reduced: Any, memo: dict[int, Any]
-) -> Any:
-    """Returns the copy that ``copied`` makes of ``model`` from ``reduced``."""
-    if isinstance(reduced, str):
-        return model
-    given = _Reduced(model, reduced, memo)
-    try:
-        return copied(given)
-    finally:
-        given.memo = {}  # breaks the reference cycle, which would outlive the copy
 
 
 def rebuild_model(func: Callable[..., nn.Module], *args: Any) -> nn.Module:

@@ -20,11 +20,11 @@ from typing import Any
 from torch import nn
 
 from apex._core.mixins import new_class
+from apex._core.reduced import copied_by
 from apex._engine.model.module_class import (
     FORWARD,
     PROXY,
     cast_call,
-    copied_by,
     is_generated,
     of_plain_class,
     plain_class,
