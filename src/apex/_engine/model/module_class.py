@@ -16,10 +16,11 @@ import threading
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from apex._core import dtypes, tree
 from apex._core.mixins import known_with_mixin, mixin_of, with_mixin
@@ -198,10 +199,9 @@ def reduced_as_plain(own: type, reduced: Any, forward: Callable[..., Any] | None
     if func is copyreg.__newobj__:  # type: ignore[attr-defined]
         # pickle accepts this one only if the object's ``__class__`` is its first argument.
         func, args = _RECONSTRUCTOR, (args[0], object, None)
-    if isinstance(inner, dict):
-        inner = {name: value for name, value in inner.items() if name not in (STATE, FORWARD)}
-        if forward is not None:
-            inner.setdefault("forward", forward)
+    inner = _unconverted(inner)
+    if forward is not None and isinstance(inner, dict):
+        inner.setdefault("forward", forward)
     return func, args, inner, *reduced[3:]
 
 
@@ -209,8 +209,15 @@ def of_plain_class(own: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
     """Returns the function, arguments and state of a reduced model, naming its plain class."""
     func, args, *rest = reduced
     base = plain_class(own)
-    args = tuple(base if arg is own else arg for arg in args)
+    args = tuple(base if arg is own else _unconverted(arg) for arg in args)
     return base if func is own else func, args, rest[0] if rest else None
+
+
+def _unconverted(value: Any) -> Any:
+    """Returns a copy of an object's attributes without the conversion; other values as they are."""
+    if not isinstance(value, dict):
+        return value
+    return {name: kept for name, kept in value.items() if name not in (STATE, FORWARD)}
 
 
 def swap_class(model: object, new: type) -> None:
@@ -227,9 +234,42 @@ def converted_class(base: type[nn.Module]) -> type[nn.Module]:
     known = known_with_mixin(ConvertedModule, base)
     if known is None:
         names = {"forward": _casting_forward(base), "state_dict": _fp32_state_dict(base)}
+        if issubclass(base, GraphModule):
+            names |= {name: _of_graph(base, name) for name in _ON_CLASS}
         known = with_mixin(ConvertedModule, base, names, despite_metaclass=True)
     made: type[nn.Module] = known
     return made
+
+
+_ON_CLASS = "recompile", "__copy__", "__deepcopy__"
+"""Methods of a ``torch.fx.GraphModule`` that use its class as one of this object alone."""
+
+
+def _of_graph(base: Any, name: str) -> Callable[..., Any]:
+    """Returns the method of a converted ``GraphModule``: its class is ``base`` while torch's runs.
+
+    Copies, which torch makes of the graph and what it names, are converted again.
+    """
+    method = getattr(base, name)
+
+    @functools.wraps(method)
+    def run(self: ConvertedModule, *memo: Any) -> Any:
+        kind, state = type(self), self._apex_state
+        if state is None or not is_generated(kind):
+            return method(self, *memo)
+        state.link.write_back()
+        swap_class(self, base)
+        try:
+            result = method(self, *memo)
+        finally:
+            swap_class(self, kind)
+        if isinstance(result, nn.Module):
+            swap_class(result, converted_class(type(result)))
+            own = result.__dict__[STATE] = copy.deepcopy(state, *memo) if memo else state
+            cast(ConvertedModule, result).__setstate__((own, None))
+        return result
+
+    return run
 
 
 def plain_class(kind: type) -> type:
