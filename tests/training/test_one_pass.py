@@ -114,6 +114,21 @@ def test_training_equals_the_plain_loop(level, scale, name):
 
 
 @levels
+def test_a_parameter_made_of_the_memory_of_a_weight_is_stepped_in_its_place(level):
+    """As by ``weight_norm`` of a prepared layer; the old weight stays in its group."""
+    model, optimizer = cases.prepared(level, FUSED["SGD"], loss_scale=128.0)
+    old = model[0].weight
+    model[0].weight = nn.Parameter(old.data)
+    optimizer.add_param_group({"params": [model[0].weight]})
+    before = old.detach().clone()
+    cases.train_step(model, optimizer, *cases.batch())
+    *_, master = amp.master_params(optimizer)
+    assert torch.equal(model[0].weight, master.to(old.dtype))
+    assert not torch.equal(model[0].weight, before)
+    assert torch.equal(old, before)
+
+
+@levels
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 def test_clipping_has_the_same_bits_also_in_the_longer_blocks_of_a_large_model(level, norm_type):
     def train():

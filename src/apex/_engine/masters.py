@@ -41,6 +41,7 @@ class Masters:
         self._by_param: weakref.WeakValueDictionary[int, TrackedPair] = (
             weakref.WeakValueDictionary()
         )
+        self._param_at: dict[int, int] = {}  # ids by address
         # Pairs by the object that keeps them alive: a model, or an optimizer's binding.
         self._by_holder: weakref.WeakKeyDictionary[object, list[TrackedPair]] = (
             weakref.WeakKeyDictionary()
@@ -62,6 +63,7 @@ class Masters:
             return known
         if exact is None and (kept := self._kept_value(param)) is not None:
             exact = rounding.exact_value(param, [kept])
+        self._part_memory(param)
         pair = TrackedPair(param, exact, self.kind)
         self.hold([pair], holder)
         return pair
@@ -78,8 +80,21 @@ class Masters:
             _watch_steps()
         held = self._by_holder.setdefault(holder, [])
         for pair in pairs:
-            self._by_param[id(pair.model)] = pair
+            which = id(pair.model)
+            self._by_param[which] = pair
+            self._param_at[pair.model_address] = which
             held.append(pair)
+
+    def _part_memory(self, param: nn.Parameter) -> None:
+        """Gives the weight that ``param`` was made of, if it has a master, memory of its own.
+
+        ``weight_norm`` and ``nn.Parameter(weight)`` make parameters that share a weight's memory,
+        into which the weight's master would still be rounded.
+        """
+        address = param.data_ptr()
+        pair = self._by_param.get(self._param_at.get(address, 0))
+        if pair is not None and address and pair.model.data_ptr() == address:
+            pair.model.data = pair.model.detach().clone()
 
     def release(self, holder: object) -> None:
         """Drops the pairs and values that ``holder`` keeps alive."""

@@ -82,6 +82,7 @@ class TrackedPair:
     Attributes:
         model: The model's parameter.
         master: The fp32 parameter that optimizers step in its place.
+        model_address: The address of the model's parameter when the two were last in sync.
         low_bits: Whether the master keeps its low bits where a write to the model leaves the
             rounded value unchanged; False if those bits may differ between ranks.
         new: Whether no pass has used the pair yet. Until then, writes that autograd does not count
@@ -94,7 +95,7 @@ class TrackedPair:
     """
 
     __slots__ = (
-        *("__weakref__", "_master_version", "_model_alias", "_model_address", "_model_version"),
+        *("__weakref__", "_master_version", "_model_alias", "_model_version", "model_address"),
         "_sent",  # a process that is spawned gets memory by a number, which must not be reused
         *("low_bits", "master", "model", "new", "mirror_id", "mirrors_grad", "kind", "packing"),
     )
@@ -136,7 +137,7 @@ class TrackedPair:
         """Records that the model holds the rounded master."""
         self._master_version = self.master._version
         self._model_version = self.model._version
-        self._model_address = self.model.data_ptr()
+        self.model_address = self.model.data_ptr()
         self._sent = None
         # Held so that the address is not reused by another storage. A DTensor has no address.
         self._model_alias = None if dtensor.is_dtensor(self.model) else self.model.detach()
@@ -217,7 +218,7 @@ class TrackedPair:
     def model_written(self) -> bool:
         """Whether the model's parameter was written, or given other storage, since then."""
         model = self.model
-        return model._version != self._model_version or model.data_ptr() != self._model_address
+        return model._version != self._model_version or model.data_ptr() != self.model_address
 
 
 def packing_of(tensor: Tensor) -> Packing | None:
@@ -303,7 +304,7 @@ def read_model(pairs: Iterable[TrackedPair], *, alike: bool = False) -> None:
     """
     for pair in pairs:
         model = pair.model  # inlines ``model_written``: this runs in every pass and step
-        same = model._version == pair._model_version and model.data_ptr() == pair._model_address
+        same = model._version == pair._model_version and model.data_ptr() == pair.model_address
         if same and not pair.new:
             continue
         if not pair.master_written:
