@@ -367,3 +367,21 @@ def test_a_group_without_params_is_refused_as_torch_refuses_it(level):
         optimizer.add_param_group(group)
     assert len(optimizer.param_groups) == 1
     assert list(group) == ["param", "lr"]
+
+
+@pytest.mark.parametrize("level", cases.WITH_MASTERS)
+def test_a_weight_whose_memory_another_parameter_takes_is_not_rounded_over_it(level):
+    model = cases.net()
+    first, second = cases.sgd(model[0].parameters()), cases.sgd(model[2].parameters())
+    model, (first, second) = initialized(level, model, [first, second])
+    weight = model[0].weight = nn.Parameter(model[0].weight.data)
+    second.add_param_group({"params": [weight]})
+    loss = cases.loss_of(model, *cases.batch()) / 128
+    with amp.scale_loss(loss, [first, second]) as scaled_loss:
+        scaled_loss.backward()
+    before = weight.detach().clone()
+    second.step()
+    stepped = weight.detach().clone()
+    first.step()  # holds the old weight
+    assert not torch.equal(stepped, before)
+    assert torch.equal(weight, stepped)
