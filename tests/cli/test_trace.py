@@ -166,6 +166,23 @@ def test_a_value_that_the_script_skips_is_told_as_harmless(trace):
     assert "Harmless: 1 non-finite result reached no gradient. The first: aten.log" in out
 
 
+def test_values_that_an_evaluation_at_the_end_masks_out_are_no_fault(trace):
+    code, out, _ = trace("""
+        class Log(nn.Module):
+            def forward(self, x):
+                return torch.where(x > 0, x.relu().log(), 0.0)
+
+        net = nn.Sequential(nn.Linear(2, 2), Log())
+        nn.init.constant_(net[0].weight, -1.0)
+        train(net, [torch.ones(2, 2)])
+        with torch.no_grad():
+            net(torch.ones(2, 2))
+        print((torch.zeros(2) / torch.tensor([0.0, 1.0])).nanmean())
+    """)
+    assert code == exit_codes.OK, out
+    assert "made no inf or NaN that reached its training." in out
+
+
 def test_a_loss_that_ends_the_script_is_reported(trace):
     code, out, _ = trace("""
         net = nn.Linear(2, 2)
@@ -264,6 +281,12 @@ def test_an_overflow_in_the_forward_of_an_fp16_model_is_a_fault(trace):
     assert "O4" not in out
 
 
+def test_a_scale_that_has_not_found_its_value_is_not_called_healthy(trace):
+    code, out, _ = trace(SCALED.format(scale=2.0**40, x=1.0))
+    assert code == exit_codes.OK, out
+    assert "Not settled: 6 of 6 backward passes overflowed." in out
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_overflows_by_which_amp_finds_its_scale_are_healthy(trace, level):
     code, out, _ = trace(APEX.format(level=level, options=""))
@@ -278,6 +301,28 @@ def test_an_overflow_at_a_static_scale_is_a_fault(trace, level):
     assert "cause  loss scale: " in out
     assert "remedy with a static scale, lower it or pass loss_scale='dynamic'." in out
     assert "Healthy" not in out
+
+
+@pytest.mark.parametrize("source", ["a worker process", "a file"])
+def test_data_of_another_process_or_a_file_is_data(trace, source):
+    code, out, _ = trace(
+        """
+        xs = torch.ones(6, 2, 2)
+        xs[4, 1, 1] = float(sys.argv[2])
+        torch.save(xs, "xs.pt")
+        xs = torch.load("xs.pt") if sys.argv[1] == "a file" else torch.utils.data.DataLoader(
+            xs.tolist(), batch_size=None, num_workers=1, collate_fn=torch.tensor,
+            multiprocessing_context="fork"
+        )
+        train(nn.Linear(2, 2), xs)
+        """,
+        source,
+        "nan",
+    )
+    assert code == exit_codes.NOT_FINITE
+    assert "aten.addmm in the model, forward, returned nan in float32" in out
+    assert "cause  data: " in out
+    assert "after 4 optimizer steps" in out
 
 
 # -- the script runs as under python -----------------------------------------------------------
@@ -430,7 +475,7 @@ def test_json_on_standard_output_follows_what_the_script_printed(trace):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "the following arguments are required: SCRIPT"),
+        ([], "the following arguments are required: SCRIPT\n"),
         (["nothing.py"], "apex trace: there is no file nothing.py."),
         (["folder"], "folder is a folder without a __main__.py. Name the script itself."),
         (["-m", "no_such.module"], "the module no_such.module was not found: ModuleNotFoundError"),

@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from apex import amp
 from tests.debug.test_auto_trace import bad_step, own_hooks, pair
@@ -87,6 +88,19 @@ def test_an_ended_trace_keeps_neither_model_nor_tensors_alive():
     assert alive(gone) == []
     assert live_sessions() == 0
     assert trace.first is not None
+
+
+@pytest.mark.parametrize("tool", [amp.debug.trace_overflow, amp.debug.trace_rounding])
+def test_a_trace_is_entered_once_and_leaves_nothing(tool):
+    model = torch.nn.Linear(2, 2)
+    modes = _get_current_dispatch_mode_stack()
+    trace = tool(model)
+    with trace, pytest.raises(RuntimeError, match="was entered before"):
+        trace.__enter__()
+    with pytest.raises(RuntimeError, match=f"Call {tool.__name__} again"):
+        trace.__enter__()
+    assert _get_current_dispatch_mode_stack() == modes
+    assert not model._forward_hooks
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

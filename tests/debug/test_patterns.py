@@ -32,6 +32,12 @@ def variance(x):
     return x.square().mean(-1) - x.mean(-1).square()
 
 
+def ctc(x, **options):
+    target, length = torch.tensor([[1, 1]]), torch.tensor([2])
+    scores = x.log_softmax(-1).expand(2, 1, 3)  # two steps; a repeated label needs a third
+    return F.ctc_loss(scores, target, length, length, **options)
+
+
 CLOSE = torch.tensor([[1000.0056762695312, 999.9891357421875, 999.9860229492188]])
 """Its variance by a difference of means is negative in fp32."""
 
@@ -261,6 +267,13 @@ CASES = [
         lambda x: x.half().sum(-1, dtype=torch.float32),
         torch.full((1, 3), 4e4),
     ),
+    (
+        "a CTC loss of a target that does not fit its input",
+        "zero_infinity=True",
+        ctc,
+        lambda x: ctc(x, zero_infinity=True),
+        X,
+    ),
 ]
 
 
@@ -283,3 +296,10 @@ def test_a_fault_of_no_known_formula_names_none():
 def test_a_product_that_no_softmax_reads_is_none():
     first = first_of(lambda x: (x.half() @ x.half().mT).square(), X * 300)
     assert (first.op, first.pattern) == ("aten.mm", "")
+
+
+def test_a_layer_before_a_loss_is_no_attention():
+    head = nn.Linear(3, 3).half()
+    nn.init.constant_(head.weight, 6e4)
+    first = first_of(lambda x: F.cross_entropy(head(x.half()), torch.tensor([0])), X)
+    assert (first.op, first.pattern) == ("aten.addmm", "")

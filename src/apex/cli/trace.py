@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("script", metavar="SCRIPT", help="the script, as given to python")
     parser.add_argument(
         "arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="the script's own arguments"
-    )
+    ).required = False  # Python 3.11 calls it missing beside SCRIPT
 
 
 def run(args: argparse.Namespace) -> int:

@@ -121,9 +121,8 @@ class Fault:
         if self.cause == "range":
             return _for_range(self)
         if self.cause == "update" and self.dtype is torch.float16:
-            return _REMEDY_FOR_FP16_STEP.format(
-                masters=_MASTERS if self.level[:1] == "O" else _FP32_WEIGHTS
-            )
+            eps = _MASTERS if self.level[:1] == "O" else _FP32_WEIGHTS
+            return eps if self._undefined_step else f"{_LOWER_RATE}, and {eps}"
         return _REMEDY_FOR_UNDEFINED_STEP if self._undefined_step else _REMEDIES[self.cause]
 
     @property
@@ -245,7 +244,7 @@ _REMEDIES: dict[Cause, str] = {
     "boundary; masking the result afterwards does not help, because 0 * inf is NaN.",
     "constant": "avoid rows whose entries are all masked, and mask with a large finite number of "
     "the tensor's own dtype: torch.finfo(scores.dtype).min.",
-    "data": "check the batch with torch.isfinite(x).all() for inputs and targets; clean the data.",
+    "data": "check inputs, targets and loaded files with torch.isfinite(x).all(); clean the data.",
     "weights": "return to a checkpoint with finite weights; then lower the learning rate or clip "
     "the gradients. Changing the loss scale does not help.",
     "optimizer state": "return to a checkpoint of model and optimizer, or reset the optimizer's "
@@ -257,12 +256,10 @@ _REMEDIES: dict[Cause, str] = {
 }
 
 
-_REMEDY_FOR_FP16_STEP = (
-    "lower the learning rate, because weights beyond 65504 do not fit fp16, and {masters}, because "
-    "an optimizer's eps of 1e-8 is 0 in fp16."
-)
-_MASTERS = "step fp32 masters (O2, or master_weights=True)"
-_FP32_WEIGHTS = "keep the weights in fp32 (torch.autocast, or amp.initialize at O2)"
+_LOWER_RATE = "lower the learning rate, because weights beyond 65504 do not fit fp16"
+_EPS = "because an optimizer's eps of 1e-8 is 0 in fp16."
+_MASTERS = f"step fp32 masters (O2, or master_weights=True), {_EPS}"
+_FP32_WEIGHTS = f"keep the weights in fp32 (torch.autocast, or amp.initialize at O2), {_EPS}"
 
 _REMEDY_FOR_UNDEFINED_STEP = (
     "pass the optimizer an eps above 0, so that a step does not divide by the 0 that zero "

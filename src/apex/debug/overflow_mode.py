@@ -26,7 +26,7 @@ from apex.debug.tensors import Kind, OperatorCall
 from apex.debug.tracing import OperatorMode, is_uninitialized
 
 _MASKS = {f"aten.{name}" for name in ("nan_to_num", "nan_to_num_", "masked_fill", "masked_fill_")}
-_MASKS |= {"aten.where"}
+_MASKS |= {"aten.where", "aten.nansum"}
 _MAP_TO_ZERO = {"softmax", "safe_softmax", "exp"}  # -inf
 _TO_DIVISOR = {"div", "divide"}
 _MAX_INPUTS = 4

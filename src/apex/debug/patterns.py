@@ -21,8 +21,8 @@ _TRANSPARENT = (
     *("ToCopy", "Cat", "Stack", "Add", "Clamp", "ClampMin", "Flatten", "Detach", "MaskedFill"),
 )
 
-_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "dot", "mv"}
-_SOFTMAX = {"softmax", "safe_softmax", "log_softmax"}
+_PRODUCTS = {"mm", "bmm", "baddbmm"}  # of two values; a layer adds its bias in an addmm
+_SOFTMAX = {"softmax", "safe_softmax"}  # of attention; losses call log_softmax
 _LOGS = {"log", "log2", "log10"}
 _ROOTS = {"sqrt", "rsqrt"}
 _EXPONENTIALS = {"exp", "exp2", "expm1"}
@@ -92,8 +92,9 @@ def _read(fault: Fault, *ops: str) -> bool:
     return all(any(operator_name(op) == wanted for op in readers) for wanted in ops)
 
 
-def _read_by_softmax(fault: Fault) -> bool:
-    return not _SOFTMAX.isdisjoint(operator_name(op) for op in fault.read_by)
+def _read_by(fault: Fault, ops: set[str]) -> bool:
+    """Returns whether any of these operators read the non-finite values."""
+    return not ops.isdisjoint(operator_name(op) for op in fault.read_by)
 
 
 def _lowest(fault: Fault) -> float:
@@ -120,7 +121,7 @@ _PATTERNS = (
         "a mask beyond fp16's range before a softmax",
         lambda f: (
             _is(f, {"to_copy", "copy", "add", "sub", "mul"}, "range")
-            and _read_by_softmax(f)
+            and _read_by(f, {*_SOFTMAX, "log_softmax"})
             and _lowest(f) < -65504.0
         ),
         "mask with the least number of the scores' own dtype, torch.finfo(scores.dtype).min, or "
@@ -128,7 +129,7 @@ _PATTERNS = (
     ),
     Pattern(
         "a product before a softmax",
-        lambda f: _is(f, _PRODUCTS, "range") and _read_by_softmax(f),
+        lambda f: _is(f, _PRODUCTS, "range") and _read_by(f, _SOFTMAX),
         "scale `q` before the product, (q * scale) @ k.transpose(-2, -1), not the scores after it, "
         "or call torch.nn.functional.scaled_dot_product_attention(q, k, v)",
     ),
@@ -218,6 +219,12 @@ _PATTERNS = (
         "log of a negative number",
         lambda f: _is(f, _LOGS | {"log1p"}, "domain") and f.kind == "nan" and _lowest(f) < 0.0,
         "clamp the input: log(x.clamp_min(eps)), or find out why it is negative",
+    ),
+    Pattern(
+        "a CTC loss of a target that does not fit its input",
+        lambda f: _is(f, {"ctc_loss", "cudnn_ctc_loss"}, "domain"),
+        "leave out targets that are longer than their inputs, a repeated label counted twice, or "
+        "call torch.nn.functional.ctc_loss(..., zero_infinity=True)",
     ),
     Pattern(
         "log of 0",

@@ -50,7 +50,8 @@ class Provenance:
         backward pass completes with finite gradients, all earlier origins were harmless, with one
         exception: a value beyond fp16's range is lost even if a later function (a clamp, a
         sigmoid) maps the infinity to a finite value. Only softmax and exp return the right result
-        for -inf. Where several origins meet, those whose values were masked out come last.
+        for -inf. Where several origins meet, those whose values were masked out come last. When a
+        trace ends, origins that no backward pass has judged count unless they were masked out.
 
     Note [Long traces]
         A trace may last as long as a training. So origins are discarded once they are harmless, one
@@ -185,7 +186,7 @@ class Provenance:
         """
         reached = self._reached if healing else self._unhealed
         lost = [origin for origin in self._lost.values() if not origin.absorbed]
-        pending = [o for o in self._pending if healing or not o.fault.heals]
+        pending = [o for o in self._pending if not o.masked_out and (healing or not o.fault.heals)]
         for origins in ([*reached.values(), *lost], pending):
             origin = self.most_severe(origins)
             if origin is not None:

@@ -95,11 +95,21 @@ class Trace:
                     f"{self._NAME} got {type(model).__name__}; it takes models (nn.Module)."
                 )
         self._models = models
+        self._entered = False
         self._hooks, self._modes = ExitStack(), ExitStack()
         self.mode: TorchDispatchMode | None = None
 
     def __enter__(self: SomeTrace) -> SomeTrace:
-        """Starts tracing this thread."""
+        """Starts tracing this thread.
+
+        Raises:
+            RuntimeError: If the trace was entered before.
+        """
+        if self._entered:
+            raise RuntimeError(
+                f"This trace was entered before, and a trace traces once. Call {self._NAME} again."
+            )
+        self._entered = True
         self.mode = mode = self._new_mode()
         tracker = mode.tracker
         with ExitStack() as hooks, ExitStack() as modes:

@@ -108,8 +108,9 @@ def _remarks(tracing: Tracing) -> list[str]:
     elif ending.status:
         lines.append(f"The script exited with status {ending.status}.")
     if seen.healed:
+        state = "Healthy" if seen.healed < seen.passes else "Not settled"
         lines.append(
-            f"Healthy: {seen.healed} of {_count(seen.passes, 'backward pass', 'es')} "
+            f"{state}: {seen.healed} of {_count(seen.passes, 'backward pass', 'es')} "
             "overflowed. A dynamic loss scale finds its value this way: it backs off, and the step "
             "is skipped."
         )
@@ -120,12 +121,12 @@ def _remarks(tracing: Tracing) -> list[str]:
         )
     if seen.compiled:
         lines.append("Compiled parts ran uncompiled, as compiled code is opaque to a trace.")
-    if not seen.operators and not ending.status:
-        lines.append(
+    if not seen.operators:
+        none = (
             "No operator was traced: the script ran none in its own process and main thread. "
             "Trace the program that its processes run."
         )
-        return lines
+        return lines if ending.status else [*lines, none]
     lines.append(
         f"Traced {_count(seen.operators, 'operator')} and {_steps(seen.steps)} in "
         f"{seen.seconds:.3g} s, about {seen.slowdown:.1f} times as long as without the trace."
