@@ -204,6 +204,19 @@ def test_kilobytes_are_no_gain_of_memory():
     assert "memory" not in found.text
 
 
+def test_an_fp32_loss_that_is_not_finite_is_told_first():
+    found = comparison_of(result_of("O0", losses=(math.nan,) * 10), result_of("O5")).recommendation
+    assert found.level is None
+    assert "the final loss is not finite in fp32 either" in found.text
+
+
+def test_updates_that_fp32_loses_too_count_against_no_level():
+    frozen = ((5, 0.2), (10, 0.3))
+    base = result_of("O0", frozen=frozen)
+    found = comparison_of(base, result_of("O5", milliseconds=5.0, frozen=frozen)).recommendation
+    assert found.level == "O5"
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [

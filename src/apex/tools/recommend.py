@@ -11,6 +11,7 @@ Note [Verdict on speed]
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
@@ -41,6 +42,11 @@ LEAST_BYTES_MENTIONED = 1e6
 """Savings below this do not count as less memory, whatever their share."""
 
 ENOUGH_ROUNDS = 20
+
+_FP32_NOT_FINITE = (
+    "No recommendation: the final loss is not finite in fp32 either. "
+    "amp.debug.trace_overflow(model) around a step names the operator."
+)
 
 MEASURE = "what the others are measured against"
 
@@ -77,6 +83,8 @@ def recommendation(comparison: Comparison) -> Recommendation:
     base = comparison.baseline
     if base.training is None:
         return Recommendation(None, "No recommendation: the fp32 baseline failed.", base.errors)
+    if not math.isfinite(base.training.losses[-1]):
+        return Recommendation(None, _FP32_NOT_FINITE, base.errors)
     if len(comparison.results) == 1:
         return Recommendation(None, "Nothing to compare: only fp32 was trained.")
     if base.timing is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from statistics import stdev
 
-from apex.tools.results import Comparison, Result
+from apex.tools.results import Comparison, Result, Training
 from apex.tools.training import end_loss, last
 
 MOST_FROZEN = 0.05
@@ -24,22 +24,30 @@ def refusal(result: Result, comparison: Comparison) -> str:
     record = result.training
     if own or record is None:
         return "; ".join(own or result.errors)
-    frozen = max((share for _, share in record.frozen), default=0.0)
+    frozen = _frozen(record)
+    lost = frozen if base.training is None else frozen - _frozen(base.training)  # by the level
     skipped, steps = len(record.skipped), len(record.losses)
     rules = (
         (result.emulated, _emulated(result, comparison)),
         (not math.isfinite(record.losses[-1]), "the final loss is not finite"),
         (not result.emulated, _worse(result, base)),
-        (frozen > MOST_FROZEN, f"rounding lost the updates of up to {frozen:.0%} of the weights"),
+        (lost > MOST_FROZEN, f"rounding lost the updates of up to {frozen:.0%} of the weights"),
         (skipped > 2 + MOST_SKIPPED * steps, f"{skipped} of {steps} steps were skipped"),
     )
     return "; ".join(reason for holds, reason in rules if holds and reason)
 
 
 def noise(losses: tuple[float, ...]) -> float:
-    """Returns the standard deviation of the last steps' losses."""
+    """Returns the standard deviation of the last steps' losses; NaN if one is not finite."""
     steps = last(losses)
+    if not all(map(math.isfinite, steps)):
+        return math.nan
     return stdev(steps) if len(steps) > 1 else 0.0
+
+
+def _frozen(record: Training) -> float:
+    """Returns the largest share of the weights whose update was lost at one step."""
+    return max((share for _, share in record.frozen), default=0.0)
 
 
 def _emulated(result: Result, comparison: Comparison) -> str:
