@@ -33,6 +33,26 @@ def test_save_load_continue_is_the_uninterrupted_run(name, dtype):
     cases.assert_same(params, resumed, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("name", "torch_s"),
+    [
+        ("FusedAdam", lambda p: torch.optim.AdamW(p, lr=0.05, weight_decay=0.1)),
+        ("FusedSGD", lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.1)),
+        ("FusedAdagrad", lambda p: torch.optim.Adagrad(p, lr=0.05)),
+    ],
+)
+def test_the_state_of_torch_s_own_class_loads_and_continues_it(name, torch_s):
+    params = cases.parameters()
+    optimizer = torch_s(params)
+    cases.run(optimizer, params, 2)
+    resumed = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    other = cases.MAKERS[name](resumed)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    cases.run(optimizer, params, 3, first=2)
+    cases.run(other, resumed, 3, first=2)
+    cases.assert_same(params, resumed, rtol=1e-5, atol=1e-6)
+
+
 @every
 def test_resume_after_steps_by_flag_is_exact(name):
     params = cases.parameters()

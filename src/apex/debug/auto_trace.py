@@ -282,9 +282,9 @@ def frozen_message(modules: Sequence[ModuleUpdates], loop: Loop) -> str:
     if not bad:
         return ""
     return (
-        f"Weights do not move: over {EVERY} updates, {_shares(bad, lambda m: m.frozen)} of the "
-        "16-bit weights with a gradient kept their value. Each update is below half of the "
-        "weight's rounding step, and no fp32 weight holds the difference. "
+        f"Weights do not move: over {EVERY} updates, {_shares(bad, lambda m: m.frozen)} kept their "
+        "value, of the 16-bit weights with a gradient. Each update is below half of the weight's "
+        "rounding step, and no fp32 weight holds the difference. "
         f"{loop.keeps_fp32}, or raise the learning rate."
     )
 
@@ -305,8 +305,8 @@ def underflow_message(modules: Sequence[ModuleUpdates], loop: Loop) -> str:
     if not bad:
         return ""
     return (
-        f"Gradients underflow: about {_shares(bad, lambda m: m.underflow)} of the gradients are 0 "
-        "only because they are below fp16's smallest number, 6e-08 after scaling. "
+        f"Gradients underflow: about {_shares(bad, lambda m: m.underflow)} are 0 only "
+        "because they are below fp16's smallest number, 6e-08 after scaling. "
         f"{loop.scales}."
     )
 

@@ -277,7 +277,15 @@ class FusedOptimizer(Optimizer):
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        """Takes over options and the step count that a state of torch's own class lacks."""
         super().__setstate__(state)
+        for group in self.param_groups:
+            states = [self.state.get(param, {}) for param in group["params"]]
+            counts = [int(each["step"]) for each in states if "step" in each]  # sync: once, to load
+            if counts:
+                group.setdefault("step", max(counts))
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
         StepOfInstances.install(type(self))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

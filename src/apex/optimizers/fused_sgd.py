@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import compress
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -84,11 +84,6 @@ class FusedSGD(FusedOptimizer):
         self.wd_after_momentum = flag("wd_after_momentum", wd_after_momentum)
         self.materialize_master_grads = flag("materialize_master_grads", materialize_master_grads)
         self.set_grad_none = flag("set_grad_none", set_grad_none)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:
-            group.setdefault("nesterov", False)
 
     def state_dtype(self, param: Tensor) -> torch.dtype:
         """Returns the dtype of a parameter's momentum."""
