@@ -60,6 +60,15 @@ def test_headroom_is_in_powers_of_two():
     assert found.headroom == math.inf
 
 
+def test_a_count_of_steps_is_not_close_to_overflow():
+    model, optimizer = prepared("O5", adam)
+    for _ in range(13):
+        train_step(model, optimizer, *batch())
+    found = amp.debug.check_numerics(model, optimizer)
+    assert max(item.largest for item in found) == 13.0
+    assert found.least_headroom.role != "state step"
+
+
 def test_only_the_first_ten_are_named():
     model = torch.nn.ModuleList(torch.nn.Linear(1, 1, bias=False) for _ in range(13))
     for layer in model:

@@ -16,6 +16,9 @@ from apex._engine.optimizer.optimizer_class import binding_of
 from apex._torch import copies, dtensor
 from apex.debug.loops import inner
 
+_COUNT = "state step"
+"""Role of the tensor in which torch's optimizers count steps."""
+
 _MAX_LISTED = 10
 """Number of non-finite tensors that ``str`` lists."""
 
@@ -73,8 +76,9 @@ class Numerics(tuple[TensorNumerics, ...]):
 
     @property
     def least_headroom(self) -> TensorNumerics | None:
-        """The finite tensor with the least headroom; None if there is none."""
-        return min((i for i in self if i.finite), key=lambda item: item.headroom, default=None)
+        """The finite tensor with the least headroom, apart from counts of steps; None if none."""
+        finite = (item for item in self if item.finite and item.role != _COUNT)
+        return min(finite, key=lambda item: item.headroom, default=None)
 
     def __bool__(self) -> bool:
         """Whether all tensors are finite."""
