@@ -385,3 +385,29 @@ def test_a_weight_whose_memory_another_parameter_takes_is_not_rounded_over_it(le
     first.step()  # holds the old weight
     assert not torch.equal(stepped, before)
     assert torch.equal(weight, stepped)
+
+
+@pytest.mark.parametrize("masters", [True, "split"])
+def test_weights_that_share_memory_before_initialize_train_as_two(masters):
+    def model(shared):
+        made = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).bfloat16()
+        with torch.no_grad():
+            for i, param in enumerate(made.parameters()):
+                param.copy_(torch.arange(param.numel()).view_as(param).sub(5 * (i % 2)) / 16)
+            made[2].weight.copy_(made[0].weight)
+        if shared:
+            made[2].weight = nn.Parameter(made[0].weight.data)
+        return made
+
+    weights = []
+    for shared in (True, False):
+        own, optimizer = cases.prepared("O5", model=model(shared), master_weights=masters)
+        for seed in (1, 2):
+            optimizer.zero_grad()
+            x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
+            with amp.scale_loss(own(x).pow(2).mean(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+        weights.append([*own.state_dict().values()])
+        assert not torch.equal(own[0].weight, own[2].weight)
+    assert cases.same(*weights)

@@ -63,7 +63,6 @@ class Masters:
             return known
         if exact is None and (kept := self._kept_value(param)) is not None:
             exact = rounding.exact_value(param, [kept])
-        self._part_memory(param)
         pair = TrackedPair(param, exact, self.kind)
         self.hold([pair], holder)
         return pair
@@ -81,6 +80,8 @@ class Masters:
         held = self._by_holder.setdefault(holder, [])
         for pair in pairs:
             which = id(pair.model)
+            if pair.model_address in self._param_at:
+                self._part_memory(pair.model)
             self._by_param[which] = pair
             self._param_at[pair.model_address] = which
             held.append(pair)
@@ -89,7 +90,7 @@ class Masters:
         """Gives the weight that ``param`` was made of, if it has a master, memory of its own.
 
         ``weight_norm`` and ``nn.Parameter(weight)`` make parameters that share a weight's memory,
-        into which the weight's master would still be rounded.
+        into which two masters would be rounded.
         """
         address = param.data_ptr()
         pair = self._by_param.get(self._param_at.get(address, 0))
