@@ -2,10 +2,8 @@
 
 import copy
 import gc
-import io
 
 import pytest
-import torch
 
 from apex import amp
 from tests.training import cases
@@ -14,13 +12,6 @@ from tests.training import cases
 def train(model, optimizer, seed):
     for x, y in cases.batches(2, seed=seed):
         cases.train_step(model, optimizer, x, y)
-
-
-def saved_and_loaded(given):
-    file = io.BytesIO()
-    torch.save(given, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 @pytest.mark.parametrize("name", ["SGD", "fused AdamW", "RMSprop"])
@@ -85,7 +76,7 @@ def test_a_model_copied_alone_has_rounded_weights_and_outlives_the_session(level
 def test_a_model_saved_whole_computes_and_saves_what_the_original_does(level):
     model, optimizer = cases.prepared(level)
     train(model, optimizer, seed=1)
-    loaded = saved_and_loaded(model)
+    loaded = cases.saved_and_loaded(model)
     x, _ = cases.batch()
     assert cases.same(model(x), loaded(x))
     # The masters stay with the optimizer: what was saved whole is the rounded weights.
@@ -101,7 +92,7 @@ def test_a_model_saved_whole_computes_and_saves_what_the_original_does(level):
 def test_a_model_saved_whole_is_trained_on_after_restore_with_its_masters_loaded(level):
     model, optimizer = cases.prepared(level)
     train(model, optimizer, seed=1)
-    loaded = saved_and_loaded(model)
+    loaded = cases.saved_and_loaded(model)
     if level not in ("O0", "O1", "O4"):  # a model that casts no parameters is saved as plain
         amp.restore(loaded)
     loaded.load_state_dict(model.state_dict())

@@ -4,8 +4,6 @@ torchao compiles its step, which takes minutes on a CPU for the 4-bit one; here 
 for one test.
 """
 
-import io
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +12,7 @@ from torch import nn
 from apex import amp
 from apex.debug.storages import Storages
 from tests.clients.libraries import need
-from tests.training.cases import same
+from tests.training.cases import same, saved_and_loaded
 
 pytestmark = [
     pytest.mark.clients,
@@ -91,13 +89,6 @@ def values(state):
     return [tensor.clone() for tensor in tensors(state)]
 
 
-def reloaded(saved):
-    file = io.BytesIO()
-    torch.save(saved, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 @every_kind
 @masters
 def test_it_trains_with_fp32_masters_and_small_moments(module, name, most, kind, less):
@@ -117,7 +108,7 @@ def test_it_trains_with_fp32_masters_and_small_moments(module, name, most, kind,
 def test_a_resumed_run_is_the_uninterrupted_one(module, name, most, kind, less):
     model, optimizer = prepared(module, name, kind)
     losses(model, optimizer, range(3))
-    of_model, of_optimizer, of_amp = reloaded(
+    of_model, of_optimizer, of_amp = saved_and_loaded(
         (model.state_dict(), optimizer.state_dict(), amp.state_dict())
     )
     expected = losses(model, optimizer, range(3, 6))
@@ -150,7 +141,7 @@ def test_a_converted_checkpoint_has_the_same_moments(module, name, most):
     model, optimizer = prepared(module, name)
     losses(model, optimizer, range(2))
     parts = {"model": model, "optimizer": optimizer, "amp": amp}
-    checkpoint = reloaded({key: part.state_dict() for key, part in parts.items()})
+    checkpoint = saved_and_loaded({key: part.state_dict() for key, part in parts.items()})
     converted = amp.checkpoint.convert(checkpoint, to="optimizer")
     assert converted.lost == ()
     assert same(values(converted.state["state"]), values(optimizer.state_dict()["state"]))

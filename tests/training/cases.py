@@ -1,5 +1,6 @@
 """What the training tests share: a tiny net, data, optimizers, and one step as a user writes it."""
 
+import io
 import sys
 from pathlib import Path
 
@@ -118,6 +119,13 @@ def grads(params):
 def loss_scale(loss_id=0):
     """The scale of the newest session (an older one may live on in the traceback of a failure)."""
     return amp._amp_state.loss_scalers[loss_id].loss_scale()
+
+
+def saved_and_loaded(item):
+    file = io.BytesIO()
+    torch.save(item, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
 
 
 def same(first, second):

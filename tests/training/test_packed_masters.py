@@ -434,10 +434,7 @@ def through_deepcopy(model, optimizer):
 
 
 def through_a_file(model, optimizer):
-    file = io.BytesIO()
-    torch.save((model, optimizer), file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
+    return cases.saved_and_loaded((model, optimizer))
 
 
 @pytest.mark.parametrize("way", [through_deepcopy, through_a_file])

@@ -1,7 +1,6 @@
 """Models that are a ``torch.fx.GraphModule``: each has a class of its own, and writes to it."""
 
 import copy
-import io
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from torch import fx
 
 from apex import amp
 from tests.training import cases
-from tests.training.cases import same
+from tests.training.cases import same, saved_and_loaded
 from tests.wrappers.cases import LEVELS, prepared, train
 
 every_level = pytest.mark.parametrize("level", LEVELS)
@@ -33,13 +32,6 @@ class TwoGraphs(fx.GraphModule):
 
 def x():
     return cases.batch()[0]
-
-
-def saved_and_loaded(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 @every_level
