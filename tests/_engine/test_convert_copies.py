@@ -1,6 +1,5 @@
 import copy
 import gc
-import io
 import pickle
 import subprocess
 import sys
@@ -28,21 +27,14 @@ from tests._engine.conversion_cases import (
     dtypes_of,
     x,
 )
-
-
-def saved_whole(model):
-    stream = io.BytesIO()
-    torch.save(model, stream)
-    stream.seek(0)
-    return torch.load(stream, weights_only=False)
-
+from tests.training.cases import saved_and_loaded
 
 COPIES = {
     "deepcopy": copy.deepcopy,
     "pickle 0": lambda m: pickle.loads(pickle.dumps(m, 0)),
     "pickle 2": lambda m: pickle.loads(pickle.dumps(m, 2)),
     "pickle 5": lambda m: pickle.loads(pickle.dumps(m, 5)),
-    "torch.save": saved_whole,
+    "torch.save": saved_and_loaded,
 }
 every_copy = pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES.keys())
 
@@ -61,6 +53,19 @@ class CustomState(Net):
 class CustomReduce(nn.Linear):
     def __reduce__(self):
         return type(self), (self.in_features, self.out_features)
+
+
+class Options(dict):
+    """What a model is made from; pickle calls it by its class."""
+
+
+class ReduceByOptions(nn.Linear):
+    def __init__(self, options):
+        super().__init__(*options["features"])
+        self.options = options
+
+    def __reduce__(self):
+        return type(self), (self.options,)
 
 
 class OwnDeepCopy(nn.Linear):
@@ -153,6 +158,12 @@ def test_own_reduce_is_honoured(duplicate):
     assert twin(x()).shape == (4, 2)
     assert is_converted(twin)
     assert twin.weight.dtype is LOW
+
+
+@every_copy
+def test_what_a_model_is_made_from_keeps_its_class(duplicate):
+    model = ReduceByOptions(Options(features=(3, 2)))
+    assert type(duplicate(converted(model)).options) is Options
 
 
 def test_own_deepcopy_is_honoured():

@@ -1,5 +1,7 @@
 """Parameter groups: added, frozen, unfrozen, scheduled; their dicts keep identity."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -411,3 +413,14 @@ def test_weights_that_share_memory_before_initialize_train_as_two(masters):
         weights.append([*own.state_dict().values()])
         assert not torch.equal(own[0].weight, own[2].weight)
     assert cases.same(*weights)
+
+
+@pytest.mark.parametrize("level", cases.WITH_MASTERS)
+def test_copies_of_two_optimizers_of_one_weight_leave_it_its_memory(level):
+    model = cases.net()
+    optimizers = [cases.sgd(model.parameters()), cases.sgd(model.parameters())]
+    model, optimizers = initialized(level, model, optimizers)
+    _, *copies = copy.deepcopy((model, *optimizers))
+    pairs = [pair for optimizer in copies for pair in optimizer._apex_binding.pairs]
+    assert pairs
+    assert not any(pair.model_written for pair in pairs)

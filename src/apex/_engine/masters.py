@@ -81,21 +81,23 @@ class Masters:
         for pair in pairs:
             which = id(pair.model)
             if pair.model_address in self._param_at:
-                self._part_memory(pair.model)
+                self._part_memory(pair)
             self._by_param[which] = pair
             self._param_at[pair.model_address] = which
             held.append(pair)
 
-    def _part_memory(self, param: nn.Parameter) -> None:
-        """Gives the weight that ``param`` was made of, if it has a master, memory of its own.
+    def _part_memory(self, pair: TrackedPair) -> None:
+        """Gives another weight in the memory of the pair's, if it has a master, memory of its own.
 
         ``weight_norm`` and ``nn.Parameter(weight)`` make parameters that share a weight's memory,
         into which two masters would be rounded.
         """
-        address = param.data_ptr()
-        pair = self._by_param.get(self._param_at.get(address, 0))
-        if pair is not None and address and pair.model.data_ptr() == address:
-            pair.model.data = pair.model.detach().clone()
+        address = pair.model_address
+        other = self._by_param.get(self._param_at[address])
+        if other is None or other.model is pair.model or not address:
+            return
+        if other.model.data_ptr() == address:
+            other.model.data = other.model.detach().clone()
 
     def release(self, holder: object) -> None:
         """Drops the pairs and values that ``holder`` keeps alive."""

@@ -77,8 +77,8 @@ class Numerics(tuple[TensorNumerics, ...]):
     @property
     def least_headroom(self) -> TensorNumerics | None:
         """The finite tensor with the least headroom, apart from counts of steps; None if none."""
-        finite = (item for item in self if item.finite and item.role != _COUNT)
-        return min(finite, key=lambda item: item.headroom, default=None)
+        values = (item for item in self if item.finite and item.role != _COUNT)
+        return min(values, key=lambda item: item.headroom, default=None)
 
     def __bool__(self) -> bool:
         """Whether all tensors are finite."""

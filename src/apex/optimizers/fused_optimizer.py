@@ -280,10 +280,10 @@ class FusedOptimizer(Optimizer):
         """Takes over options and the step count that a state of torch's own class lacks."""
         super().__setstate__(state)
         for group in self.param_groups:
-            states = [self.state.get(param, {}) for param in group["params"]]
-            counts = [int(each["step"]) for each in states if "step" in each]  # sync: once, to load
-            if counts:
-                group.setdefault("step", max(counts))
+            if "step" not in group:
+                states = [self.state.get(param, {}) for param in group["params"]]
+                counts = [int(each["step"]) for each in states if "step" in each]  # sync: to load
+                group.update({"step": max(counts)} if counts else {})
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
         StepOfInstances.install(type(self))

@@ -201,7 +201,7 @@ def reduced_as_plain(own: type, reduced: Any, forward: Callable[..., Any] | None
         func, args = _RECONSTRUCTOR, (args[0], object, None)
     inner = _unconverted(inner)
     if forward is not None and isinstance(inner, dict):
-        inner.setdefault("forward", forward)
+        inner = {"forward": forward, **inner}
     return func, args, inner, *reduced[3:]
 
 
@@ -215,7 +215,7 @@ def of_plain_class(own: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _unconverted(value: Any) -> Any:
     """Returns a copy of an object's attributes without the conversion; other values as they are."""
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or value.keys().isdisjoint((STATE, FORWARD)):
         return value
     return {name: kept for name, kept in value.items() if name not in (STATE, FORWARD)}
 

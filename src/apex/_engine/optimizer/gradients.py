@@ -201,9 +201,7 @@ class Gradients:
         mirror_gradients.mark(optimized.pairs)
         self._end_pass(GradState.READY if sent else GradState.LOCAL)
         if self.overflow.checked:
-            groups = optimized.optimizer.param_groups
-            present = (p for group in groups for p in group["params"] if deferred.has_grad(p))
-            first = next(present, None)
+            first = self._first_with_grad()
             self._sentinel = None if first is None else (first, _version(first))
             self._count_on_sentinel(True)
 
@@ -407,8 +405,12 @@ class Gradients:
 
     def has_grads(self) -> bool:
         """Returns whether a stepped parameter has a gradient, without computing a deferred one."""
+        return self._first_with_grad() is not None
+
+    def _first_with_grad(self) -> nn.Parameter | None:
         groups = self._optimized.optimizer.param_groups
-        return any(deferred.has_grad(param) for group in groups for param in group["params"])
+        present = (p for group in groups for p in group["params"] if deferred.has_grad(p))
+        return next(present, None)
 
 
 def _version(param: nn.Parameter) -> int | None:
