@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from apex._core.op_table import CastSpec, OpTable
 from apex._core.scale import ScaleRule
 from apex._engine import backward
 from apex._engine.backward import BackwardPass
@@ -102,7 +103,7 @@ def test_after_an_exception_nothing_is_open_or_reported():
 
 
 @pytest.mark.parametrize("fails", [True, False])
-def test_casts_are_off_inside_and_on_again_after_it(fails, monkeypatch):
+def test_casts_that_a_block_begins_end_with_it(fails, monkeypatch):
     entered = []
 
     @contextlib.contextmanager
@@ -112,17 +113,8 @@ def test_casts_are_off_inside_and_on_again_after_it(fails, monkeypatch):
         entered.append("on")
 
     monkeypatch.setattr(backward, "UncastBlock", casts_off)
-    block = Block()
-    with (
-        contextlib.suppress(KeyError),
-        BackwardPass(
-            block.param.sum(),
-            [],
-            block.scaler,
-            communication=lambda binding: Communication(),
-            ended=block.ended,
-        ),
-    ):
+    of_another_thread = CastSpec(torch.bfloat16, ("cpu",), OpTable.default())
+    with contextlib.suppress(KeyError), Block().open(casts=of_another_thread):
         entered.append("inside")
         if fails:
             raise KeyError

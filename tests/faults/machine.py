@@ -244,7 +244,7 @@ class Machine(RuleBasedStateMachine):
                 self.shadow.adopt(self.stepped(*which))
                 in_place = self.in_place
                 given = {each: self.gives_back(each, loss_id) for each in which}
-                assert not torch.is_autocast_enabled("cpu")
+                assert torch.is_autocast_enabled("cpu") is (self.level in CASTING)
                 if after == "block":
                     raise self.kind
                 scaled.backward()

@@ -86,6 +86,31 @@ def test_gradients_of_a_loss_under_disable_casts_are_those_of_fp32(level, where)
     assert cases.same(ours, grads(contextlib.nullcontext(), "plain"))
 
 
+def dtypes_of_pass(model, optimizer):
+    loss = model(torch.randn(3, 4)).float().pow(2).mean()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    return Product.dtypes
+
+
+def test_a_block_mixes_dtypes_by_the_casts_of_its_own_session():
+    first = cases.prepared("O1", model=Mixing(), loss_scale=1.0)
+    second = cases.prepared("O4", model=Mixing(), loss_scale=1.0)
+    assert dtypes_of_pass(*first) == [torch.float16] * 3 + [torch.float32]
+    assert dtypes_of_pass(*second) == [torch.bfloat16] * 3 + [torch.float32]
+
+
+@CASTING
+def test_a_block_in_a_thread_without_casts_mixes_dtypes_alike(level):
+    low = cases.LEVELS[level].compute
+    made = cases.prepared(level, model=Mixing(), loss_scale=1.0)
+    found = []
+    thread = threading.Thread(target=lambda: found.extend(dtypes_of_pass(*made)))
+    thread.start()
+    thread.join()
+    assert found == [low, low, low, torch.float32]
+
+
 def product():
     return torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
-from apex._engine.autocast.blocks import UncastBlock
+from apex._engine.autocast.blocks import UncastBlock, passes_follow
 from apex._engine.mistakes import BLOCK, BlockInspection, Mistakes
 from apex._engine.optimizer.gradients import GradState
 from apex._torch.dynamo import untraced
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class BackwardPass(ExitStack):
     """Context of one backward pass: returns the scaled loss and leaves unscaled gradients.
 
-    Op casts are off inside: autograd uses the dtypes of the forward pass. Python code in the pass,
-    such as an ``autograd.Function``'s own backward, has its arguments cast if it mixes dtypes.
+    Op casts inside are those of the thread, as in apex; in the pass itself, see Note [Casts in a
+    backward pass].
 
     The ExitStack runs every exit callback, even if a Ctrl-C interrupts one; the last closes
     whatever is still open.
@@ -61,7 +61,7 @@ class BackwardPass(ExitStack):
                 an exception ended the pass; not after a pass that defers its scale update.
             flagged: The optimizers whose next step an overflow skips; ``None`` for ``bindings``.
             casts: The casts of Python code inside the pass that mixes dtypes; ``None`` for the
-                thread's.
+                thread's. In a thread that has others, casts are off inside the block.
             mistakes: Those found in the session, for a pass to add to.
             delay_unscale: Leave the gradients scaled, for a later pass to unscale.
             delay_overflow_check: Leave the scale update to a later pass.
@@ -108,8 +108,9 @@ class BackwardPass(ExitStack):
         try:
             with without_overrides():
                 self._begin_all()
-            self._off = UncastBlock(for_passes=True, casts=self._casts)
-            self._off.__enter__()
+            if not passes_follow(self._casts):
+                self._off = UncastBlock(for_passes=True, casts=self._casts)
+                self._off.__enter__()
             self._scaler.open_blocks.add(self)
             scaled_loss = self._scaler.scale(self._loss)
             mistakes = None if self._scaler.is_identity else self._mistakes
@@ -160,11 +161,11 @@ class BackwardPass(ExitStack):
 
     def _finish_others(self) -> None:
         """Unscales what earlier passes left scaled, unless this one continues it."""
-        waiting = {
-            id(delayed): delayed
-            for binding in self._flagged
-            if (delayed := binding.gradients.open_pass) is not None and delayed.delayed
-        }
+        waiting: dict[int, OpenPass] = {}
+        for binding in self._flagged:
+            opened = binding.gradients.open_pass
+            if opened is not None and opened.delayed:
+                waiting[id(opened)] = opened
         for delayed in waiting.values():
             if len(waiting) == 1 and delayed.continues(self._bindings, self._scaler):
                 # In their order: of those that share a parameter, the first set its gradient aside.

@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -260,13 +260,18 @@ class Session:
         Raises:
             RuntimeError: If ``fully_shard`` has replaced parameters of the optimizers.
         """
-        owners: dict[Any, None] = dict.fromkeys([self, *[binding.owner for binding in bindings]])
-        flagged = [*bindings, *[each for own in owners for each in own.sharers(bindings)]]
+        owners: dict[Any, None] = {self: None}
+        for binding in bindings:
+            owners[binding.owner] = None
         # fully_shard keeps unreduced gradients scaled, and a later pass adds scaled ones.
-        delays = delay_unscale or any(owner._defers_reduction() for owner in owners)
+        delays, flagged = delay_unscale, [*bindings]
+        region, casting = self.region, False
         for owner in owners:
             owner._check_sharding(bindings)
-        region = next((owner.region for owner in owners if owner.casting), self.region)
+            delays = delays or owner._defers_reduction()
+            flagged += owner.sharers(bindings)
+            if not casting and owner.casting:
+                region, casting = owner.region, True
         return BackwardPass(
             loss,
             flagged if delays else bindings,  # those that share a parameter know it is scaled
@@ -391,7 +396,9 @@ class Session:
 
 
 def _communication_of_pass(binding: Binding) -> Communication:
-    return cast(Session, binding.owner)._communicator.of_pass(binding)
+    owner: Any = binding.owner
+    communicator: Communicator = owner._communicator
+    return communicator.of_pass(binding)
 
 
 def _end(region: CastRegion, functions: UserRegistry | None) -> None:

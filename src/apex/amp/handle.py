@@ -41,7 +41,7 @@ def scale_loss(
     Call ``backward()`` on the scaled loss inside it. On exit, the gradients of
     ``amp.master_params(optimizer)`` are unscaled and, except at O3, fp32, so clipping and
     inspection see true values. A dynamic scale is updated, and if a gradient held inf or NaN, the
-    next ``optimizer.step()`` does nothing. No host sync; op casts are off inside.
+    next ``optimizer.step()`` does nothing. No host sync; ops inside are cast as around it.
 
     An exception inside restores the earlier gradients (at a scale of exactly 1, what autograd
     added remains, as without amp); later blocks work as usual.

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
 from apex._core.op_table import CastSpec
 from apex._engine.autocast.thread_casts import State, threads
+from apex._torch import autograd
 from apex._torch.dynamo import untraced
+
+_is_on = operator.itemgetter(1)
 
 
 class UncastBlock:
@@ -42,11 +46,12 @@ class UncastBlock:
         if here.stale:
             here.settle()
         self._here = here
-        self._before = before = here.state(here.specs, here.switches({*here.specs, *self._others}))
-        mixes = here.mixes or any(on for _, on, _ in before[-1])
-        self._before = here.turn_off(before, for_runs=True)
+        devices = {*here.specs, *self._others} if self._others else here.specs
+        self._before = here.state_with(devices)
+        self._before = before = here.turn_off(self._before, for_runs=True)
         if self._for_passes:
-            here.mixes = mixes or not here.specs
+            _, specs, _, _, mixes, _, _, switches = before
+            here.mixes = mixes or not specs or any(map(_is_on, switches))
         if self._casts is not None:
             here.specs = here.specs | dict.fromkeys(self._casts.device_types, self._casts)
 
@@ -54,6 +59,20 @@ class UncastBlock:
     def __exit__(self, *error: object) -> None:
         if self._before is not None:
             self._here.restore(self._before)
+
+
+def passes_follow(casts: CastSpec | None) -> bool:
+    """Returns whether backward passes of this thread mix dtypes by ``casts``, without a block.
+
+    ``None`` stands for the thread's own.
+    """
+    here = threads.current
+    if here.stale:
+        here.settle()
+    for device in () if casts is None else casts.device_types:
+        if here.specs.get(device) is not casts:
+            return False
+    return bool(autograd.entries)
 
 
 class no_casts(ExitStack):  # noqa: N801 - reads as a function, like torch.no_grad

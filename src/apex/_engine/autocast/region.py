@@ -222,7 +222,7 @@ class UncastRegion:
         here = threads.current
         if not here.specs and not self._users:
             return fn(*args, **kwargs)
-        before = here.state(here.specs, here.switches(DEVICE_TYPES if self._users else here.specs))
+        before = here.state_with(DEVICE_TYPES if self._users else here.specs)
         try:
             try:
                 before = here.turn_off(before, for_runs=False)

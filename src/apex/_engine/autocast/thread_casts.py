@@ -134,9 +134,11 @@ class ThreadCasts:
         off, mixes, task = self.off, self.mixes, self.task
         return self.busy, specs, self.runs, off, mixes, task, _is_cache_on(), switches
 
-    def switches(self, devices: Iterable[str]) -> list[Switch]:
-        """Returns the switch of each device type."""
-        return [(device, is_on(device), get_dtype(device)) for device in devices]
+    def state_with(self, devices: Iterable[str]) -> State:
+        """Returns the state for ``restore``, which sets the switches of these device types only."""
+        specs = self.specs
+        switches = [(device, is_on(device), get_dtype(device)) for device in devices]
+        return self.state(specs, switches)
 
     def changed_switches(self, spec: CastSpec) -> list[Switch]:
         """Returns the switches that a run of ``spec`` changes."""
@@ -174,7 +176,7 @@ class ThreadCasts:
         """
         self.busy += 1
         if self.specs is not before[1]:
-            before = self._read_again(before, self.changed_switches(spec))
+            before = before[0], *self.state(self.specs, self.changed_switches(spec))[1:]
         self.runs += 1
         if self.runs == 1:
             _set_cache(weight_cache_is_safe)
@@ -192,15 +194,12 @@ class ThreadCasts:
         """
         self.busy += 1
         if self.specs is not before[1]:
-            before = self._read_again(before, self.switches(each[0] for each in before[-1]))
+            before = before[0], *self.state_with([each[0] for each in before[-1]])[1:]
         if for_runs:
             self.off, self.mixes, self.task = 1 + autocast_depth(), False, backward_id()
         for device, _, _ in before[-1]:
             set_on(device, False)
         return before
-
-    def _read_again(self, before: State, switches: list[Switch]) -> State:
-        return before[0], *self.state(self.specs, switches)[1:]
 
     # -- ambient -------------------------------------------------------------------------------
 
