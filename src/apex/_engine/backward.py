@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import chain, compress
@@ -14,6 +15,7 @@ from torch import Tensor
 from apex._engine.autocast.blocks import UncastBlock, passes_follow
 from apex._engine.mistakes import BLOCK, BlockInspection, Mistakes
 from apex._engine.optimizer.gradients import GradState
+from apex._engine.scaler import DynamicScaler
 from apex._torch.dynamo import untraced
 from apex._torch.overrides import without_overrides
 
@@ -24,6 +26,10 @@ if TYPE_CHECKING:
     from apex._engine.optimizer.gradients import OpenPass
     from apex._engine.scaler import Scaler
     from apex._torch.ddp import Communication
+
+_checked = operator.attrgetter("gradients.overflow.checked")
+_continues_local = operator.attrgetter("gradients.continues_local")
+_iteration = operator.attrgetter("gradients.iteration")
 
 
 class BackwardPass(ExitStack):
@@ -103,7 +109,6 @@ class BackwardPass(ExitStack):
                 )
         self._finish_others()
         self.push(self._leave)
-        self.push(self._leave)
         self.push(self._end)
         try:
             with without_overrides():
@@ -182,7 +187,7 @@ class BackwardPass(ExitStack):
 
     def _begin_all(self) -> None:
         # All before any begins: gradients that one sets aside would look cleared to another.
-        prepared = [(binding, self._prepared(binding)) for binding in self._bindings]
+        prepared = list(zip(self._bindings, map(self._prepared, self._bindings), strict=True))
         begun: set[int] | None = None
         if len(prepared) > 1:
             # First those with gradients that other ranks miss: whichever optimizer begins
@@ -223,20 +228,23 @@ class BackwardPass(ExitStack):
         traceback: TracebackType | None,
     ) -> None:
         """Unscales the gradients; after an exception, restores the earlier ones."""
-        self._scaler.open_blocks.discard(self)
-        if error is not None:
-            self._abort()
-        elif not self._delay_unscale:
-            self.finish()
-        elif not self._finished:  # else a step inside the block has unscaled them already
+        try:
+            self._scaler.open_blocks.discard(self)
+            if error is not None:
+                self._abort()
+            elif not self._delay_unscale:
+                self.finish()
+            elif not self._finished:  # else a step inside the block has unscaled them already
+                if self._inspection is not None:
+                    self._inspection.end_of_gradients(delayed=True)
+                self._delayed = True
+                self._scaler.delayed_blocks.add(self)
+                for binding in self._bindings:
+                    binding.gradients.delay()
             if self._inspection is not None:
-                self._inspection.end_of_gradients(delayed=True)
-            self._delayed = True
-            self._scaler.delayed_blocks.add(self)
-            for binding in self._bindings:
-                binding.gradients.delay()
-        if self._inspection is not None:
-            self._inspection.warn()
+                self._inspection.warn()
+        finally:
+            self._leave()
 
     @untraced
     def _leave(self, *error: object) -> None:
@@ -265,7 +273,7 @@ class BackwardPass(ExitStack):
             self._keep([binding.gradients.open_pass is self for binding in self._bindings])
         if self._inspection is not None:
             self._inspection.end_of_gradients()
-        before = self._scaler.pass_state, [b.gradients.overflow.checked for b in self._flagged]
+        before = self._scaler.pass_state, list(map(_checked, self._flagged))
         try:
             self._finished = True
             with without_overrides():
@@ -301,10 +309,11 @@ class BackwardPass(ExitStack):
     def _unscale(self) -> None:
         """Does everything that can fail; ``Gradients.roll_back`` reverts it."""
         scaler = self._scaler
-        delayed = scaler.delayed_blocks
-        if scaler.open_blocks or (delayed and any(block.waits for block in delayed)):
-            scaler.replace_tensors()
-        scaler.begin_pass(continues=any(b.gradients.continues_local for b in self._bindings))
+        if isinstance(scaler, DynamicScaler):
+            delayed = scaler.delayed_blocks
+            if scaler.open_blocks or (delayed and any(block.waits for block in delayed)):
+                scaler.replace_tensors()
+        scaler.begin_pass(continues=any(map(_continues_local, self._bindings)))
         inverse = None if scaler.is_identity else scaler.inverse(self._scaled_by)
         unscale_ = None if inverse is None else functools.partial(scaler.unscale_, inverse=inverse)
         factors = () if inverse is None else (inverse,)
@@ -319,7 +328,7 @@ class BackwardPass(ExitStack):
         if not all(self._sends):
             scaler.hold_update()
         elif self._moves_scale:
-            scaler.update(binding.gradients.iteration for binding in self._bindings)
+            scaler.update(map(_iteration, self._bindings))
 
     def _abort(self) -> None:
         if not self._finished:

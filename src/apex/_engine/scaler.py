@@ -50,6 +50,7 @@ class Scaler(ABC):
 
     Attributes:
         dynamic: Whether the scale reacts to overflows.
+        is_identity: Whether the scale is exactly 1 and gradients are not checked.
         loss_scale: The scale, 0-d fp32 (multiplier).
         found_inf: Whether the present pass overflowed, 0-d fp32.
         rule: The rule of a dynamic scale.
@@ -64,6 +65,7 @@ class Scaler(ABC):
     """
 
     dynamic: ClassVar[bool]
+    is_identity = False
     loss_scale: Tensor
     found_inf: Tensor
 
@@ -89,11 +91,6 @@ class Scaler(ABC):
         self._rule = rule
 
     # -- one backward pass -------------------------------------------------------------------
-
-    @property
-    def is_identity(self) -> bool:
-        """Whether the scale is exactly 1 and gradients are not checked."""
-        return False
 
     def scale(self, loss: Tensor) -> Tensor:
         """Returns the loss times the scale, in fp32 (fp64 of an fp64 loss)."""
@@ -121,13 +118,6 @@ class Scaler(ABC):
     @abstractmethod
     def hold_update(self) -> None:
         """Ends a pass whose gradients stay in this process until a later pass sends them."""
-
-    @abstractmethod
-    def replace_tensors(self) -> None:
-        """Continues with copies of scale and flag, leaving the present tensors unchanged.
-
-        Blocks that have yet to end divide their gradients by the present scale.
-        """
 
     @abstractmethod
     def inverse(self, scale: Tensor | float) -> Tensor | float:
@@ -215,13 +205,13 @@ class StaticScaler(Scaler):
         Raises:
             ValueError: If it is not positive and finite.
         """
-        self._scale = checked_static(loss_scale)  # exact; fp32 may round it
+        self._take(loss_scale)
         super().__init__(self._scale, rule, loss_id)
         self._clean_steps = 0
 
-    @property
-    def is_identity(self) -> bool:
-        return self._scale == 1.0
+    def _take(self, loss_scale: float) -> None:
+        self._scale = checked_static(loss_scale)  # exact; fp32 may round it
+        self.is_identity = self._scale == 1.0
 
     def _scaled(self, loss: Tensor) -> Tensor:
         return loss if self.is_identity else loss * self._scale
@@ -234,9 +224,6 @@ class StaticScaler(Scaler):
 
     def hold_update(self) -> None:
         """Does nothing: no update follows."""
-
-    def replace_tensors(self) -> None:
-        """Does nothing: the scale is a number."""
 
     def inverse(self, scale: Tensor | float) -> float:
         return 1.0 / float(scale)  # sync: none, it is a number
@@ -259,7 +246,7 @@ class StaticScaler(Scaler):
         return self._clean_steps
 
     def set_scale(self, loss_scale: float) -> None:
-        self._scale = checked_static(loss_scale)
+        self._take(loss_scale)
         self.loss_scale.fill_(self._scale)
 
     def set_clean_steps(self, clean_steps: int) -> None:
@@ -326,6 +313,10 @@ class DynamicScaler(Scaler):
         self.pass_state = PassState.HELD
 
     def replace_tensors(self) -> None:
+        """Continues with copies of scale and flag, leaving the present tensors unchanged.
+
+        Blocks that have yet to end divide their gradients by the present scale.
+        """
         self._bind(self._scale_and_flag.clone())
 
     def inverse(self, scale: Tensor | float) -> Tensor:

@@ -78,14 +78,14 @@ def scale_loss(
     """
     del model
     own = _unwrapped(optimizers)
-    bindings = [binding_of(optimizer) for optimizer in own]
+    bindings: list[Any] = list(map(binding_of, own))  # none is None if there is a session
     session = session_of(own, bindings, caller="amp.scale_loss")
     if session is None:
         return nullcontext(loss)
     arguments.loss("amp.scale_loss", loss)
     return session.backward_pass(
         loss,
-        [binding for binding in bindings if binding is not None],
+        bindings,
         _scaler(session, loss_id),
         delay_unscale=delay_unscale,
         delay_overflow_check=delay_overflow_check,
@@ -238,7 +238,7 @@ def handle_of(session: Session | None) -> AmpHandle | NoOpHandle:
 
 def _unwrapped(optimizers: Optimizers) -> list[Optimizer]:
     several: Sequence[Any] = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-    return [unwrap(optimizer) for optimizer in several]
+    return list(map(unwrap, several))
 
 
 def session_of(

@@ -252,7 +252,8 @@ class Binding:
 
     def read_model(self) -> None:
         """Copies writes to the model to the masters, and adopts unfrozen parameters."""
-        tracked_pair.read_model(self.pairs)
+        if self.pairs:
+            tracked_pair.read_model(self.pairs)
         if self._frozen:
             self.adopt_unfrozen()
 

@@ -169,7 +169,8 @@ class Gradients:
                 pairs = [pair for pair in pairs if id(pair.master) not in summed]
                 params = [param for param in params if id(param) not in summed]
             returns = self.state is GradState.LOCAL
-            new.set_aside(pairs, params, sent_with=sent_with if returns else None, keeps=keeps)
+            if pairs or params:
+                new.set_aside(pairs, params, sent_with=sent_with if returns else None, keeps=keeps)
         # Nothing below can fail, and what abort() reads is set before any gradient.
         self.current = new
         self._in_buckets = not keeps

@@ -77,7 +77,8 @@ def step(binding: Binding, run: Run, closure: Closure | None) -> Any:
         finally:  # also if the step failed partway
             _end(binding, off, one_pass, ended)
     finally:  # see Note [Interrupted blocks]
-        _end(binding, off, one_pass, ended)
+        if not ended:
+            _end(binding, off, one_pass, ended)
 
 
 @untraced
