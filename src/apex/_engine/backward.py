@@ -15,7 +15,6 @@ from torch import Tensor
 from apex._engine.autocast.blocks import UncastBlock, passes_follow
 from apex._engine.mistakes import BLOCK, BlockInspection, Mistakes
 from apex._engine.optimizer.gradients import GradState
-from apex._engine.scaler import DynamicScaler
 from apex._torch.dynamo import untraced
 from apex._torch.overrides import without_overrides
 
@@ -309,10 +308,9 @@ class BackwardPass(ExitStack):
     def _unscale(self) -> None:
         """Does everything that can fail; ``Gradients.roll_back`` reverts it."""
         scaler = self._scaler
-        if isinstance(scaler, DynamicScaler):
-            delayed = scaler.delayed_blocks
-            if scaler.open_blocks or (delayed and any(block.waits for block in delayed)):
-                scaler.replace_tensors()
+        delayed = scaler.delayed_blocks
+        if scaler.open_blocks or (delayed and any(block.waits for block in delayed)):
+            scaler.replace_tensors()
         scaler.begin_pass(continues=any(map(_continues_local, self._bindings)))
         inverse = None if scaler.is_identity else scaler.inverse(self._scaled_by)
         unscale_ = None if inverse is None else functools.partial(scaler.unscale_, inverse=inverse)

@@ -120,6 +120,13 @@ class Scaler(ABC):
         """Ends a pass whose gradients stay in this process until a later pass sends them."""
 
     @abstractmethod
+    def replace_tensors(self) -> None:
+        """Continues with copies of scale and flag, leaving the present tensors unchanged.
+
+        Blocks that have yet to end divide their gradients by the present scale.
+        """
+
+    @abstractmethod
     def inverse(self, scale: Tensor | float) -> Tensor | float:
         """Returns one over a scale that :meth:`factor` returned, in the same form."""
 
@@ -225,6 +232,9 @@ class StaticScaler(Scaler):
     def hold_update(self) -> None:
         """Does nothing: no update follows."""
 
+    def replace_tensors(self) -> None:
+        """Does nothing: the scale is a number."""
+
     def inverse(self, scale: Tensor | float) -> float:
         return 1.0 / float(scale)  # sync: none, it is a number
 
@@ -313,15 +323,12 @@ class DynamicScaler(Scaler):
         self.pass_state = PassState.HELD
 
     def replace_tensors(self) -> None:
-        """Continues with copies of scale and flag, leaving the present tensors unchanged.
-
-        Blocks that have yet to end divide their gradients by the present scale.
-        """
         self._bind(self._scale_and_flag.clone())
 
     def inverse(self, scale: Tensor | float) -> Tensor:
         if isinstance(scale, Tensor):
-            return scale.reciprocal()
+            # With ``out`` it is no op that casts inside a region.
+            return torch.reciprocal(scale, out=torch.empty_like(scale))
         return torch.full_like(self.loss_scale, 1.0 / scale)
 
     def unscale_(self, values: list[Tensor], *, inverse: Tensor | float | None = None) -> None:
