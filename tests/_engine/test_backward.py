@@ -8,7 +8,7 @@ import torch
 
 from apex._core.op_table import CastSpec, OpTable
 from apex._core.scale import ScaleRule
-from apex._engine import backward
+from apex._engine.autocast.thread_casts import threads
 from apex._engine.backward import BackwardPass
 from apex._engine.optimizer.binding import Binding
 from apex._engine.scaler import scaler_for
@@ -103,19 +103,12 @@ def test_after_an_exception_nothing_is_open_or_reported():
 
 
 @pytest.mark.parametrize("fails", [True, False])
-def test_casts_that_a_block_begins_end_with_it(fails, monkeypatch):
-    entered = []
-
-    @contextlib.contextmanager
-    def casts_off(**options):
-        entered.append("off")
-        yield
-        entered.append("on")
-
-    monkeypatch.setattr(backward, "UncastBlock", casts_off)
-    of_another_thread = CastSpec(torch.bfloat16, ("cpu",), OpTable.default())
-    with contextlib.suppress(KeyError), Block().open(casts=of_another_thread):
-        entered.append("inside")
+def test_the_casts_of_passes_are_the_block_s_until_it_ends(fails):
+    casts = CastSpec(torch.bfloat16, ("cpu",), OpTable.default())
+    inside = []
+    with contextlib.suppress(KeyError), Block().open(casts=casts):
+        inside.append(threads.current.pass_casts)
         if fails:
             raise KeyError
-    assert entered == ["off", "inside", "on"]
+    assert inside == [casts]
+    assert threads.current.pass_casts is None

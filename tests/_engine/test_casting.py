@@ -24,7 +24,7 @@ from torch.utils.checkpoint import (
 
 from apex._core.op_table import CastSpec, OpTable
 from apex._engine.autocast import region as region_module
-from apex._engine.autocast.blocks import UncastBlock, no_casts
+from apex._engine.autocast.blocks import PassCasts, no_casts
 from apex._engine.autocast.kernel_registry import Registry
 from apex._engine.autocast.region import (
     CastRegion,
@@ -313,12 +313,21 @@ def in_backward_pass():
     region, dtypes = CastRegion(BF16), []
     out = region.run(nn.Linear(2, 2), torch.ones(1, 2))
     out.register_hook(lambda grad: dtypes.append((grad.T @ torch.ones(1, 2)).dtype))
-    with UncastBlock(for_passes=True, casts=BF16):
+    with PassCasts(BF16):
         out.sum().backward()
     assert dtypes == [torch.bfloat16]
 
 
-WORKS = [in_run, in_uncast_run, in_no_casts, in_ambient, after_ambient, in_backward_pass]
+def in_operators():
+    x = torch.ones(2, 2, dtype=torch.float16)
+    assert x.sum() == 4
+    assert (x @ x).softmax(0).sum() == 2
+
+
+WORKS = [
+    *(in_run, in_uncast_run, in_no_casts, in_ambient, after_ambient, in_backward_pass),
+    in_operators,
+]
 
 
 @pytest.mark.parametrize("work", WORKS)
@@ -650,7 +659,7 @@ def around_backward(region, where):
     if where == "plain":
         yield
     else:
-        with UncastBlock(for_passes=True, casts=region.spec):
+        with PassCasts(region.spec):
             yield
 
 
@@ -698,14 +707,14 @@ def test_a_backward_pass_that_is_started_otherwise_may_mix_dtypes(region, start)
     region.enter_ambient()
     out = layer(torch.ones(2, 2))
     loss = Own.apply(out, lambda grad: results.append((grad @ torch.ones(2, 2)).dtype)).sum()
-    with UncastBlock(for_passes=True, casts=region.spec):
+    with PassCasts(region.spec):
         start(loss)
     assert set(results) == {torch.bfloat16}
     assert torch._C._len_torch_function_stack() == 0
 
 
 def test_a_backward_pass_that_torch_refuses_is_refused_alike(region):
-    with UncastBlock(for_passes=True, casts=region.spec):
+    with PassCasts(region.spec):
         with pytest.raises(RuntimeError, match="does not require grad"):
             torch.ones(()).backward()
         with pytest.raises(RuntimeError, match="only for scalar outputs"):
@@ -954,7 +963,7 @@ def test_a_pass_of_a_thread_without_casts_may_mix_dtypes_in_a_block_that_names_t
         results = []
         out = region.run(nn.Linear(2, 2), torch.ones(2, 2))
         out.register_hook(lambda grad: results.append((grad @ torch.ones(2, 2)).dtype))
-        with UncastBlock(for_passes=True, casts=region.spec):
+        with PassCasts(region.spec):
             out.sum().backward()
         return results
 

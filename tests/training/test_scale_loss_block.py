@@ -1,5 +1,7 @@
 """What may happen inside and after one ``scale_loss`` block."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -47,6 +49,23 @@ def test_ops_and_models_inside_the_block_are_cast_as_around_it(level):
         assert model(x).dtype is (x @ x.t()).dtype is low
         scaled_loss.backward()
         assert model(x).dtype is (x @ x.t()).dtype is low
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_in_a_thread_without_casts_so_are_models_inside_the_block(level):
+    model, optimizer = cases.prepared(level)
+    x, y = cases.batch()
+    dtypes = []
+
+    def work():
+        with amp.scale_loss(cases.loss_of(model, x, y), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            dtypes.extend([model(x).dtype, (x @ x.t()).dtype])
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert dtypes == [cases.LEVELS[level].compute, torch.float32]
 
 
 @pytest.mark.parametrize("name", ["fused AdamW", "SGD"])

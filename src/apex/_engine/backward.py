@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
-from apex._engine.autocast.blocks import UncastBlock, passes_follow
+from apex._engine.autocast.blocks import PassCasts
 from apex._engine.mistakes import BLOCK, BlockInspection, Mistakes
 from apex._engine.optimizer.gradients import GradState
 from apex._torch.dynamo import untraced
@@ -66,7 +66,7 @@ class BackwardPass(ExitStack):
                 an exception ended the pass; not after a pass that defers its scale update.
             flagged: The optimizers whose next step an overflow skips; ``None`` for ``bindings``.
             casts: The casts of Python code inside the pass that mixes dtypes; ``None`` for the
-                thread's. In a thread that has others, casts are off inside the block.
+                thread's.
             mistakes: Those found in the session, for a pass to add to.
             delay_unscale: Leave the gradients scaled, for a later pass to unscale.
             delay_overflow_check: Leave the scale update to a later pass.
@@ -80,8 +80,7 @@ class BackwardPass(ExitStack):
         self._flagged = bindings if flagged is None else flagged
         self._delay_unscale = delay_unscale
         self._delay_overflow_check = delay_overflow_check
-        self._off: UncastBlock | None = None
-        self._casts = casts
+        self._casts = PassCasts(casts)
         self._finished = False
         self._delayed = False
         self._earlier: list[OpenPass | None] = []
@@ -112,9 +111,7 @@ class BackwardPass(ExitStack):
         try:
             with without_overrides():
                 self._begin_all()
-            if not passes_follow(self._casts):
-                self._off = UncastBlock(for_passes=True, casts=self._casts)
-                self._off.__enter__()
+            self._casts.__enter__()
             self._scaler.open_blocks.add(self)
             scaled_loss = self._scaler.scale(self._loss)
             mistakes = None if self._scaler.is_identity else self._mistakes
@@ -251,10 +248,7 @@ class BackwardPass(ExitStack):
         self._scaler.open_blocks.discard(self)
         if self._inspection is not None:
             self._inspection.close()
-        off = self._off
-        if off is not None:
-            off.__exit__(None, None, None)
-            self._off = None
+        self._casts.__exit__()
         for binding in reversed(self._bindings):
             gradients = binding.gradients
             if gradients.state is GradState.OPEN and gradients.open_pass is self:

@@ -31,7 +31,6 @@ pass_on: Callable[..., Any] = torch.library.fallthrough_kernel
 exclude_key: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_excluded
 """Excludes or includes a dispatch key in this thread; 0.7 us faster than a guard object."""
 
-
 release = tuple(int(part) for part in torch.__version__.split(".")[:2])
 """Major and minor number of the installed torch; nothing above this package asks for it."""
 

@@ -1,4 +1,4 @@
-"""Blocks of this thread in which op casts are off."""
+"""Blocks of this thread in which op casts are off, or which name those of backward passes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from apex._core.op_table import CastSpec
-from apex._engine.autocast.thread_casts import State, threads
-from apex._torch import autograd
+from apex._engine.autocast.thread_casts import State, ThreadCasts, threads
 from apex._torch.dynamo import untraced
 
 _is_on = operator.itemgetter(1)
@@ -22,7 +21,8 @@ class UncastBlock:
     two ``finally`` clauses; see Note [Interrupted blocks].
 
     Args:
-        for_passes: Whether Python code in backward passes inside may mix dtypes, if casts are on.
+        for_passes: Whether Python code in backward passes inside may mix dtypes, if casts are on or
+            the thread has none.
         casts: Those of such code; ``None`` for this thread's.
         others: Device types to turn off beside those of this thread's own casts.
     """
@@ -50,8 +50,8 @@ class UncastBlock:
         self._before = here.state_with(devices)
         self._before = before = here.turn_off(self._before, for_runs=True)
         if self._for_passes:
-            _, specs, _, _, mixes, _, _, switches = before
-            here.mixes = mixes or not specs or any(map(_is_on, switches))
+            _, specs, _, off, mixes, _, _, switches = before
+            here.mixes = mixes or not (specs or off) or any(map(_is_on, switches))
         if self._casts is not None:
             here.specs = here.specs | dict.fromkeys(self._casts.device_types, self._casts)
 
@@ -61,18 +61,29 @@ class UncastBlock:
             self._here.restore(self._before)
 
 
-def passes_follow(casts: CastSpec | None) -> bool:
-    """Returns whether backward passes of this thread mix dtypes by ``casts``, without a block.
+class PassCasts:
+    """Has Python code in this thread's backward passes mix dtypes by ``casts``.
 
-    ``None`` stands for the thread's own.
+    ``None`` stands for the thread's own casts. Changes nothing outside of passes. Its exit is
+    idempotent.
     """
-    here = threads.current
-    if here.stale:
-        here.settle()
-    for device in () if casts is None else casts.device_types:
-        if here.specs.get(device) is not casts:
-            return False
-    return bool(autograd.entries)
+
+    _here: ThreadCasts | None = None
+
+    def __init__(self, casts: CastSpec | None) -> None:
+        self._casts = casts
+
+    @untraced
+    def __enter__(self) -> None:
+        here = threads.current
+        self._before = here.pass_casts
+        self._here = here
+        here.pass_casts = self._casts
+
+    @untraced
+    def __exit__(self, *error: object) -> None:
+        if self._here is not None:
+            self._here.pass_casts = self._before
 
 
 class no_casts(ExitStack):  # noqa: N801 - reads as a function, like torch.no_grad

@@ -17,6 +17,7 @@ from apex._core.op_table import (
     CastSpec,
     OpTable,
 )
+from apex._engine.autocast.thread_casts import threads
 from apex._torch import dispatcher
 from apex._torch.dynamo import untraced
 
@@ -110,7 +111,6 @@ class _Restated:
         rules: Mapping[Any, CastRule] = rules_for(op, dispatcher.schema(op))
         self._rule = rules.get(self._category)  # "refuses" has none: below autocast it raises
         self._name, self._device = op, device
-        self._key = dispatcher.autocast_key(device)
         self._below = dispatcher.keys_below_autocast(device)
 
     def call_boxed(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -124,20 +124,28 @@ class _Restated:
         if self._rule is None or keeps_double:
             return self._redispatch(keyset & self._below, *args, **kwargs)
         cast_args, cast_kwargs = self._rule(args, kwargs, _get_dtype(self._device))
-        return _below_autocast(self._key, self._call, cast_args, cast_kwargs)
+        return _below_autocast(self._device, self._call, cast_args, cast_kwargs)
 
 
-def _below_autocast(key: Any, call: Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    # Kernels run only while the key is not excluded, so clearing the flag restores it; twice,
-    # because a Ctrl-C may interrupt the first.
+def _below_autocast(device: str, call: Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Calls an operator with autocast off.
+
+    Note [Sessions that end in a kernel]
+        A garbage collection may end a session at any line of a kernel, and turn its casts off. So
+        only a switch that nobody has set since is turned on again; twice, because a Ctrl-C may
+        interrupt the first.
+    """
+    key, exclude = dispatcher.autocast_key(device), dispatcher.exclude_key
+    here = threads.current
+    applied, on = here.applied, _is_on(device)
     try:
         try:
-            dispatcher.exclude_key(key, True)
+            exclude(key, True)
             return call(*args, **kwargs)
         finally:
-            dispatcher.exclude_key(key, False)
+            exclude(key, not (on if here.applied is applied else _is_on(device)))
     finally:
-        dispatcher.exclude_key(key, False)
+        exclude(key, not (on if here.applied is applied else _is_on(device)))
 
 
 def build_kernel(op: str, device: str, rules: ThreadRules, native: Any) -> Kernel:
@@ -185,14 +193,16 @@ def build_kernel(op: str, device: str, rules: ThreadRules, native: Any) -> Kerne
             category = limit
         cast_args, cast_kwargs = cast_rules[category](args, kwargs, low)
         # As _below_autocast, whose frame would cost 0.1 us a call.
+        here = threads.current
+        applied, on = here.applied, _is_on(device)
         try:
             try:
                 exclude(key, True)
                 return call(*cast_args, **cast_kwargs)
             finally:
-                exclude(key, False)
+                exclude(key, not (on if here.applied is applied else _is_on(device)))
         finally:
-            exclude(key, False)
+            exclude(key, not (on if here.applied is applied else _is_on(device)))
 
     return kernel
 

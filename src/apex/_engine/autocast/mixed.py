@@ -19,15 +19,16 @@ Cast = Callable[[Mapping[str, CastSpec], Callable[..., Any], Any, Any], Any]
 
 
 class resolve_mixed:  # noqa: N801 - reads as a function
-    """Context of a backward pass of this thread; does nothing if the thread has no casts.
+    """Context of a backward pass of this thread; does nothing if neither it nor a block has casts.
 
     Note [Casts in a backward pass]
         autograd's formulas compute in the dtypes of the forward. Python code in the same pass (a
         function's own backward, a hook, a recompute) may mix dtypes, which apex cast. autocast
         cannot distinguish the two. So it is off during the pass, and a function mode, which
         formulas bypass, casts the arguments of Python calls that mix dtypes, by the rows of the
-        thread that began the pass. It leaves all others, and all in a pass that began with casts
-        off. Compiled code called in the pass has these casts traced in.
+        session of the ``scale_loss`` block, or else of the thread that began the pass. It leaves
+        all others, and all in a pass that began with casts off. Compiled code called in the pass
+        has these casts traced in.
 
     Its exit is idempotent; see Note [Interrupted blocks].
     """
@@ -35,7 +36,6 @@ class resolve_mixed:  # noqa: N801 - reads as a function
     @untraced
     def __init__(self, cast: Cast) -> None:
         self._cast = cast
-        self._off = UncastBlock(for_passes=True)
         self._modes: int | None = None
 
     @untraced
@@ -43,7 +43,8 @@ class resolve_mixed:  # noqa: N801 - reads as a function
         here = threads.current
         if here.stale:
             here.settle()
-        if here.specs:
+        if here.specs or here.pass_casts is not None:
+            self._off = UncastBlock(for_passes=True, casts=here.pass_casts)
             self._modes = function_modes()
             self._off.__enter__()
             if here.mixes:

@@ -102,14 +102,17 @@ class ThreadCasts:
         off: 0 outside of blocks that keep runs off; otherwise 1 more than the number of
             ``torch.autocast`` blocks around the newest.
         mixes: Whether the newest such block belongs to a backward pass that began with casts on.
+        pass_casts: The casts of Python code in backward passes; ``None`` for those of ``specs``.
         task: Id of autograd's backward pass in which the newest block began (-1: none).
+        applied: The autocast dtypes that requests have set, by device type; replaced whenever they
+            set switches.
         stale: Whether ``settle`` may have work: requests changed, or were made inside
             ``torch.autocast`` blocks.
     """
 
     __slots__ = (
-        *("busy", "mixes", "off", "requests", "runs", "specs", "stale", "task"),
-        *("__weakref__", "_before", "_cache_before", "_set"),
+        *("applied", "busy", "mixes", "off", "pass_casts", "requests", "runs", "specs", "stale"),
+        *("task", "__weakref__", "_before", "_cache_before"),
     )
 
     def __init__(self) -> None:
@@ -117,9 +120,10 @@ class ThreadCasts:
         self.requests: list[AmbientRequest] = []
         self.busy = self.runs = self.off = 0
         self.task = -1
+        self.pass_casts: CastSpec | None = None
         self.mixes = self.stale = False
         self._before: dict[str, _Before] = {}
-        self._set: dict[str, torch.dtype] = {}
+        self.applied: dict[str, torch.dtype] = {}
         self._cache_before = True
 
     # -- blocks --------------------------------------------------------------------------------
@@ -253,7 +257,8 @@ class ThreadCasts:
         before = {
             device: _Before(was.on, was.dtype, min(was.depth, depth))
             for device, was in self._before.items()
-            if was.depth <= depth or (is_on(device) and get_dtype(device) is self._set.get(device))
+            if was.depth <= depth
+            or (is_on(device) and get_dtype(device) is self.applied.get(device))
         }
         for device in self.specs:
             before.setdefault(device, _Before(is_on(device), get_dtype(device), depth))
@@ -267,7 +272,7 @@ class ThreadCasts:
         # No weight cache outside runs, where changes of weights go unnoticed.
         _set_cache(not self.specs and self._cache_before)
         self._before = {device: before[device] for device in self.specs}
-        self._set = {device: spec.dtype for device, spec in self.specs.items()}
+        self.applied = {device: spec.dtype for device, spec in self.specs.items()}
 
 
 class Threads(threading.local):
