@@ -197,6 +197,33 @@ def test_masters_of_another_model_are_refused(wrapper):
         optimizer.load_state_dict(other.state_dict())
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_a_script_saves_and_loads_the_flat_masters_itself(layout):
+    def setup_mixed():
+        parts = nn.Conv2d(3, 2, 2).bfloat16().to(memory_format=layout), nn.Linear(2, 2)
+        make = optimizers.FusedAdam([p for part in parts for p in part.parameters()], lr=0.05)
+        return parts, optimizers.FP16_Optimizer(make)
+
+    def train(parts, optimizer):
+        for _ in range(2):
+            optimizer.zero_grad()
+            out = parts[0](INPUTS.bfloat16().expand(2, 3, 8, 4))
+            optimizer.backward(parts[1](out.float().mean((2, 3))).square().sum())
+            optimizer.step()
+        return masters_of(optimizer)
+
+    (parts, first), (others, second) = setup_mixed(), setup_mixed()
+    train(parts, first)
+    for other, part in zip(others, parts, strict=True):
+        other.load_state_dict(part.state_dict())
+    second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
+    for current, saved in zip(second.fp32_groups_flat, first.fp32_groups_flat, strict=True):
+        current.data.copy_(saved)
+    ours, theirs = train(others, second), train(parts, first)
+    assert all(map(torch.equal, ours, theirs))
+    assert second.fp32_groups_flat[0].data_ptr() == ours[0].data_ptr()
+
+
 def test_checkpoints_use_apexs_keys():
     _, flat = setup(optimizers.FP16_Optimizer)
     _, listed = setup(contrib.FP16_Optimizer)

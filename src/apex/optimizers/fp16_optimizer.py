@@ -147,6 +147,14 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
 
     # -- checkpoints -------------------------------------------------------------------------
 
+    @property
+    def fp32_groups_flat(self) -> list[Tensor]:
+        """What the optimizer steps, one flat tensor per group; writes to it reach the masters.
+
+        The first read moves the masters and fp32 parameters of each group into one memory.
+        """
+        return [_flat_memory(group["params"]) for group in self.optimizer.param_groups]
+
     def state_dict(self) -> dict[str, Any]:
         """Returns loss scale, optimizer and masters."""
         return {
@@ -200,3 +208,26 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
             piece.view(param.shape)
             for param, piece in zip(self._stepped(), (p for ps in pieces for p in ps), strict=True)
         ]
+
+
+@torch.no_grad()
+def _flat_memory(params: list[nn.Parameter]) -> Tensor:
+    """Returns the memory of ``params`` as one tensor; moves them together unless they are."""
+    if not params:
+        return torch.empty(0)
+    start, end = params[0].untyped_storage().data_ptr(), params[0].storage_offset()
+    together = True
+    for param in params:
+        own = param.untyped_storage().data_ptr(), param.storage_offset()
+        together, end = together and own == (start, end), end + param.numel()
+    size = sum(param.numel() for param in params)
+    if together:
+        return params[0].detach().as_strided((size,), (1,))
+    flat = torch.cat([param.flatten() for param in params])
+    parts = torch.split(flat, [param.numel() for param in params])
+    for param, part in zip(params, parts, strict=True):
+        # A fused step reads the state in the layout of its parameter.
+        strides = torch.empty_like(param).stride()
+        own_part = part.as_strided(param.shape, strides, part.storage_offset())
+        param.data = own_part.copy_(param)
+    return flat
