@@ -161,6 +161,17 @@ def test_the_string_false_disables():
         amp.init(enabled="no")
 
 
+def test_init_after_initialize_leaves_its_scale_to_scripts_and_checkpoints():
+    model, optimizer = amp.initialize(*one_weight(), opt_level="O1", verbosity=0)
+    amp.init()
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 128.0, "unskipped": 7}})
+    with amp.scale_loss(slope(model, 2.0), optimizer) as scaled_loss:
+        assert scaled_loss == 2.0 * 128.0
+        scaled_loss.backward()
+    assert amp._amp_state.loss_scalers[0]._unskipped == 8
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 128.0, "unskipped": 8}}
+
+
 # -- wrap_optimizer --------------------------------------------------------------------------
 
 

@@ -73,9 +73,14 @@ class AmpState:
         """Returns the live sessions, oldest first."""
         return [session for ref in self._sessions if (session := ref()) is not None]
 
-    def current(self) -> Session | None:
-        """Returns the newest live session, if any."""
+    def scaling(self) -> list[Session]:
+        """Returns the sessions whose scales scripts see; that of ``amp.init`` if it is alone."""
         sessions = self.sessions()
+        return [session for session in sessions if session.options is not None] or sessions
+
+    def current(self) -> Session | None:
+        """Returns the newest session of ``scaling``, if any."""
+        sessions = self.scaling()
         return sessions[-1] if sessions else None
 
     def mark_disabled(self, given: Iterable[object]) -> None:

@@ -317,7 +317,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
 
 def _target_scalers(states: Sequence[object], scalers: list[Scaler]) -> list[Scaler]:
     """Returns the scalers to load a checkpoint into: all, or those of the newest session."""
-    newest = _amp_state.sessions()[-1].scalers
+    newest = _amp_state.scaling()[-1].scalers
     if len(states) in (len(scalers), 0) or len(states) != len(newest):
         return scalers
     _log.warning(
@@ -328,7 +328,7 @@ def _target_scalers(states: Sequence[object], scalers: list[Scaler]) -> list[Sca
 
 
 def _live_scalers() -> list[Scaler]:
-    return [scaler for session in _amp_state.sessions() for scaler in session.scalers]
+    return [scaler for session in _amp_state.scaling() for scaler in session.scalers]
 
 
 def _session(
