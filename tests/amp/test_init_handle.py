@@ -172,6 +172,29 @@ def test_init_after_initialize_leaves_its_scale_to_scripts_and_checkpoints():
     assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 128.0, "unskipped": 8}}
 
 
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_init_after_initialize_casts_in_fp16_models_until_it_is_deactivated(level):
+    seen = []
+
+    class Ctc(nn.Linear):
+        def loss_fn(self, x):
+            seen.append((x.dtype, x.softmax(0).dtype))
+            return x
+
+        def forward(self, x):
+            seen.append(x.softmax(0).dtype)
+            return self.loss_fn(super().forward(x))
+
+    model = amp.initialize(Ctc(1, 1), opt_level=level, verbosity=0)
+    amp.register_float_function(Ctc, "loss_fn")
+    f16, f32 = torch.float16, torch.float32
+    handle = amp.init()
+    for _ in range(2):
+        model(torch.ones(1))
+        handle._deactivate()
+    assert seen == [f32, (f32, f32), f16, (f16, f16)]
+
+
 # -- wrap_optimizer --------------------------------------------------------------------------
 
 

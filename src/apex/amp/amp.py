@@ -94,6 +94,8 @@ def init(
 ) -> AmpHandle | NoOpHandle:
     """Turns on O1's casts in this thread and returns a handle (apex's older API).
 
+    Fp16 models of earlier ``initialize`` calls (O2, O3) run with these casts, too.
+
     Args:
         enabled: If False, nothing is cast and the handle returns losses unscaled.
         loss_scale: A number, or ``"dynamic"``.
@@ -112,6 +114,8 @@ def init(
         session = start_o1_session(loss_scale, allow_banned=allow_banned)
         handle = AmpHandle(loss_scale, enable_caching, verbose, session=session)
     _amp_state.release_handle()
+    if isinstance(handle, AmpHandle):
+        handle.cast_in_fp16_models(_amp_state.sessions())
     _amp_state.opt_properties = OptProperties({"enabled": enabled})
     _amp_state.hold_handle(handle)
     return handle

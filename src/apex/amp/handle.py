@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core import arguments
-from apex._engine.autocast.region import casts_off
+from apex._engine.autocast.region import UncastRegion, casts_off
+from apex._engine.model import set_region, state_of
 from apex._engine.optimizer.optimizer_class import binding_of
 from apex._engine.session import Session
 from apex._torch.dynamo import untraced
@@ -124,6 +126,15 @@ class AmpHandle:
         self._session = start_o1_session(loss_scale) if session is None else session
         self._enable_caching = enable_caching
         self._verbose = verbose
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def cast_in_fp16_models(self, sessions: Iterable[Session]) -> None:
+        """Turns the casts on in forward passes of the sessions' fp16 models (O2, O3), too."""
+        for session in sessions:
+            if session.policy.param_dtype is torch.float16:
+                self._models.update(session.models)
+        for model in self._models:
+            set_region(model, self._session.region)
 
     def is_active(self) -> bool:
         """Returns whether op casts are on."""
@@ -189,6 +200,10 @@ class AmpHandle:
 
     def _deactivate(self) -> None:
         self._session.close()
+        for model in self._models:
+            state = state_of(model)
+            if state is not None and state.region is self._session.region:
+                state.region = UncastRegion()
         _amp_state.retire(self, self._session)
 
     def _disable_casts(self) -> AbstractContextManager[None]:
