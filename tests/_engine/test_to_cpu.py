@@ -40,6 +40,12 @@ def test_what_names_a_dtype_or_the_way_of_the_copy_keeps_it(call, low):
     assert run(call, low).dtype is low
 
 
+def test_the_number_that_a_script_asks_for_the_range_of_its_dtype_keeps_it():
+    """ESPnet masks with the least number of the scores' dtype, of which fp16 has no fp32's."""
+    asked = run(lambda x: torch.tensor(0, dtype=x.dtype).numpy().dtype, torch.float16)
+    assert asked == "float16"
+
+
 @pytest.mark.parametrize("call", ALIKE.values(), ids=ALIKE)
 def test_torch_calls_one_operator_with_equal_arguments(call):
     """Should this fail, torch has learned to tell them apart: give ``.to("cpu")`` its dtype."""

@@ -161,8 +161,12 @@ def _refuse_low_self(op: str, args: Args, kwargs: Kwargs, low: torch.dtype) -> t
 
 def _to_cpu_as_fp32(args: Args, kwargs: Kwargs, low: torch.dtype) -> tuple[Args, Kwargs]:
     # Tensor.cpu() and .to("cpu") dispatch with the tensor's own dtype, without non_blocking and
-    # copy. Module.cpu() does, too, so nn.Parameter and nn.Buffer objects keep their dtype.
+    # copy. Module.cpu() does, too, so nn.Parameter and nn.Buffer objects keep their dtype. So does
+    # Tensor.numpy(), by which scripts look up the range of fp16 (numpy has no bf16):
+    # np.finfo(torch.tensor(0, dtype=x.dtype).numpy().dtype).
     tensor = args[0]
+    if tensor.dtype is torch.float16 and tensor.dim() == 0 and tensor.device.type == "cpu":
+        return args, kwargs
     if (
         tensor.dtype in LOW_PRECISION
         and kwargs.get("dtype") is tensor.dtype
