@@ -279,3 +279,19 @@ def test_one_optimizer_over_two_models_unscales_both():
     models, optimizer = amp.initialize(models, optimizer, opt_level="O2", verbosity=0)
     backward(slope(models[0], 0.5) + slope(models[1], 0.25), optimizer)
     assert [grad.item() for grad in grads(optimizer)] == [0.5, 0.25]
+
+
+@pytest.mark.parametrize("level", ["O0", "O4", "O5"])
+def test_a_loss_whose_own_backward_scales_it_takes_part_once(level):
+    model = nn.Linear(2, 1)
+    model, optimizer = amp.initialize(model, sgd(model), opt_level=level, verbosity=0)
+    loss = model(torch.ones(1, 2)).float().sum()
+
+    def backward():
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+
+    loss.backward = backward
+    loss.backward()
+    weight, bias = amp.master_params(optimizer)
+    assert (weight.grad.tolist(), bias.grad.tolist()) == ([[1.0, 1.0]], [1.0])

@@ -221,7 +221,9 @@ class StaticScaler(Scaler):
         self.is_identity = self._scale == 1.0
 
     def _scaled(self, loss: Tensor) -> Tensor:
-        return loss if self.is_identity else loss * self._scale
+        # A loss that a script gave a backward of its own, around this pass, would call that again.
+        same = self.is_identity and "backward" not in vars(loss)
+        return loss if same else loss * self._scale
 
     def factor(self) -> float:
         return self._scale
