@@ -170,6 +170,9 @@ def test_init_after_initialize_leaves_its_scale_to_scripts_and_checkpoints():
         scaled_loss.backward()
     assert amp._amp_state.loss_scalers[0]._unskipped == 8
     assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 128.0, "unskipped": 8}}
+    amp.init(enabled=False)
+    assert amp._amp_state.opt_properties.options["opt_level"] == "O1"
+    assert amp._amp_state.opt_properties.enabled is True
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])

@@ -116,7 +116,8 @@ def init(
     _amp_state.release_handle()
     if isinstance(handle, AmpHandle):
         handle.cast_in_fp16_models(_amp_state.sessions())
-    _amp_state.opt_properties = OptProperties({"enabled": enabled})
+    if all(session.options is None for session in _amp_state.sessions()):
+        _amp_state.opt_properties = OptProperties({"enabled": enabled})
     _amp_state.hold_handle(handle)
     return handle
 
