@@ -1,6 +1,7 @@
 import copy
 import gc
 import inspect
+import pickle
 
 import pytest
 import torch
@@ -288,6 +289,16 @@ def test_another_object_of_the_models_type_is_plain():
     assert not is_converted(model)
     assert model(x()).dtype is torch.float32
     assert model.state_dict()["weight"].dtype is torch.float32
+
+
+@pytest.mark.parametrize("plan", [O1, O5])
+def test_a_slice_of_a_model_is_stored_as_a_plain_one_and_converted(plan):
+    part = converted(nn.Sequential(nn.Linear(3, 2), nn.ReLU()), plan)[1:]
+    assert type(pickle.loads(pickle.dumps(part))) is nn.Sequential
+    convert(part, plan, PlainRegion())
+    assert is_converted(part)
+    restore(part)
+    assert type(part) is nn.Sequential
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

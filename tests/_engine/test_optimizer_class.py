@@ -136,6 +136,18 @@ def test_a_copy_of_an_unbound_optimizer_is_plain():
     assert type(copy.deepcopy(optimizer)) is OwnSGD
 
 
+def test_another_optimizer_of_the_class_steps_and_is_bound():
+    kind = type(bound()[0])
+    for _ in range(2):
+        param = torch.nn.Parameter(torch.ones(2))
+        param.grad = torch.ones(2)
+        optimizer = kind([param], lr=0.5)
+        optimizer.step()
+        assert param.tolist() == [0.5, 0.5]
+        bind_class(optimizer, Binding(optimizer, master_weights=True), AmpOptimizer)
+        assert type(optimizer) is kind
+
+
 def test_a_step_function_kept_by_a_scheduler_does_not_keep_the_optimizer():
     optimizer, _ = bound()
     torch.optim.lr_scheduler.StepLR(optimizer, 1)

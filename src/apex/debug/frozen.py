@@ -82,7 +82,7 @@ def frozen_updates(optimizer: Any, *, scaler: Any = None) -> Iterator[FrozenUpda
     check_scaler("frozen_updates", scaler)
     own = inner(optimizer)
     binding = binding_of(own)
-    kind = type(own) if binding is None else own_class(type(own))
+    kind = own_class(type(own))
     closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
@@ -122,7 +122,7 @@ def wanted_values(optimizer: Optimizer, scale: float = 1.0) -> dict[Tensor, Tens
 
 def _shadow(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     """Returns a plain copy of the optimizer with the parameters in ``memo``."""
-    kind = type(optimizer) if binding_of(optimizer) is None else own_class(type(optimizer))
+    kind = own_class(type(optimizer))
     # An LR scheduler's wrapper of `step`, and hooks, would have side effects.
     own = {
         name: value

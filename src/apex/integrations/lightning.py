@@ -297,7 +297,7 @@ def _is_fixed(model: nn.Module) -> bool:
 def _evaluates(optimizer: Optimizer) -> bool:
     """Returns whether the optimizer's step may evaluate a closure more than once."""
     binding = binding_of(optimizer)
-    own = type(optimizer) if binding is None else own_class(type(optimizer))
+    own = own_class(type(optimizer))
     if own.__module__.startswith(("torch.optim.", "apex.")):
         return issubclass(own, LBFGS)
     closure = inspect.signature(own.step).parameters.get("closure")

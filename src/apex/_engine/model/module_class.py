@@ -89,17 +89,17 @@ class ConvertedModule(nn.Module):
         Any other model is pickled under its own class, which a fresh process can import.
         """
         state = self._apex_state
-        if state is None or not is_generated(type(self)):
+        if not is_generated(type(self)):
             return super().__reduce_ex__(protocol)
-        if not state.plan.casts_down:
+        if state is None or not state.plan.casts_down:
             return self._reduced_as_plain(state)
         state.link.write_back()
         return self._reduced(state, protocol)
 
-    def _reduced_as_plain(self, state: ModelState) -> Any:
+    def _reduced_as_plain(self, state: ModelState | None) -> Any:
         # Protocol 2 requires the object's present class; protocol 1 trusts ``__class__``.
         reduced: Any = super().__reduce_ex__(1 if self.__class__ is type(self) else 2)
-        return reduced_as_plain(type(self), reduced, state.inner_forward)
+        return reduced_as_plain(type(self), reduced, None if state is None else state.inner_forward)
 
     def _reduced(self, state: ModelState, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(max(protocol, 2))
@@ -230,7 +230,12 @@ def swap_class(model: object, new: type) -> None:
 
 
 def converted_class(base: type[nn.Module]) -> type[nn.Module]:
-    """Returns the class of converted models of class ``base``, always the same one."""
+    """Returns the class of converted models of class ``base``, always the same one.
+
+    ``base`` is that class where ``type(model)(...)`` made the object, as a slice of a Sequential.
+    """
+    if mixin_of(base) is ConvertedModule:
+        return base
     known = known_with_mixin(ConvertedModule, base)
     if known is None:
         names = {"forward": _casting_forward(base), "state_dict": _fp32_state_dict(base)}

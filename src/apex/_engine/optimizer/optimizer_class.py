@@ -45,8 +45,8 @@ class AmpOptimizer(Optimizer):
         """Steps unless a gradient overflowed, then rounds the masters into the model."""
         binding = binding_of(self)
         if binding is None:
-            # An LR scheduler made under amp keeps calling this function after amp.restore.
-            own = cast(Callable[..., Any], type(self).step)
+            # Made by ``type(optimizer)(...)``, or an LR scheduler from before amp.restore calls.
+            own = cast(Callable[..., Any], own_class(type(self)).step)
             return own(self, *(() if closure is None else (closure,)), **kwargs)
         # LR schedulers read this to check that the optimizer stepped before them.
         self._opt_called = True
@@ -154,7 +154,7 @@ def bind_class(optimizer: Optimizer, binding: Binding, mixin: type[AmpOptimizer]
     """
     inner = optimizer.__dict__.get("step")
     # First, because it can fail: a class may forbid subclasses or have an incompatible layout.
-    optimizer.__class__ = generated_class(mixin, type(optimizer))
+    optimizer.__class__ = generated_class(mixin, own_class(type(optimizer)))
     optimizer.__dict__[ATTRIBUTE] = binding
     if inner is not None:
         binding.inner_step = inner
@@ -169,9 +169,9 @@ def unbind_class(optimizer: Optimizer) -> None:
         optimizer.__dict__["step"] = binding.inner_step
 
 
-def own_class(generated: type[Optimizer]) -> type[Optimizer]:
-    """Returns the optimizer's own class, given the generated one."""
-    return cast("type[Optimizer]", generated.__bases__[-1])
+def own_class(kind: type[Optimizer]) -> type[Optimizer]:
+    """Returns the optimizer's own class, given that one or the generated one."""
+    return kind if mixin_of(kind) is None else cast("type[Optimizer]", kind.__bases__[-1])
 
 
 def generated_class(mixin: type[AmpOptimizer], own: type[Optimizer]) -> type[Optimizer]:
