@@ -5,6 +5,7 @@ import io
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import apex.parallel
@@ -22,7 +23,7 @@ from tests.distributed.cases import (
     state,
     train_steps,
 )
-from tests.training.cases import LEVELS, WITH_MASTERS
+from tests.training.cases import LEVELS, WITH_MASTERS, masters
 
 pytestmark = pytest.mark.distributed
 
@@ -357,3 +358,26 @@ def test_optimizers_that_share_parameters_accumulate_without_sync_as_one(
 ):
     (one, _), (two, _) = (on_two_ranks(accumulated_by, level, p) for p in (([0], [0]), passes))
     assert one == two
+
+
+# -- collectives over the masters themselves ---------------------------------------------------
+
+
+def average_masters(rank, kind):
+    model, optimizer = prepare("O5", seed=rank, master_weights=kind)
+    before = [value.tolist() for value in masters(optimizer)]
+    for master in amp.master_params(optimizer):
+        dist.all_reduce(master.data)
+    optimizer._master_params_to_model_params()
+    return before, state(model, optimizer)
+
+
+@pytest.mark.parametrize("kind", [True, "split", "stochastic"])
+def test_masters_that_a_collective_writes_are_the_models(on_two_ranks, kind):
+    (one, first), (other, second) = on_two_ranks(average_masters, kind)
+    assert first == second
+    for ours, rounded, a, b in zip(first["masters"], first["model"], one, other, strict=True):
+        exact = torch.tensor(a) + torch.tensor(b)
+        eps = torch.finfo(torch.bfloat16).eps
+        assert torch.tensor(rounded).allclose(exact, rtol=eps, atol=0)
+        assert torch.tensor(ours).allclose(exact, rtol=eps if kind == "stochastic" else 0, atol=0)

@@ -225,12 +225,14 @@ class _Plan(NamedTuple):
         makes: Whether it makes a tensor like its first argument, of which it reads no values.
         written: The positions and names of arguments that it writes to.
         lists: Whether it treats lists of tensors element by element.
+        waits: Whether it returns before it has written, with an object to wait for: a collective.
     """
 
     views: bool
     makes: bool
     written: tuple[tuple[int, str], ...]
     lists: bool
+    waits: bool
 
 
 @functools.cache
@@ -243,12 +245,16 @@ def _plan(func: Any) -> _Plan:
         if argument.alias_info is not None and argument.alias_info.is_write
     )
     name = schema.name.removeprefix("aten::")
+    waits = name.startswith("c10d::") and name.endswith("_")
+    if waits:  # writes to its first argument, which its schema does not say
+        written = ((0, schema.arguments[0].name),)
     return _Plan(
         # Bits read as another dtype are those of a copy.
         views=returned is not None and not returned.is_write and schema.overload_name != "dtype",
         makes=name in _MAKERS,
         written=written,
         lists=name.startswith(("_foreach_", "_fused_")),
+        waits=waits,
     )
 
 
@@ -305,7 +311,10 @@ def _call(
     widened: _Widened = {}
     plain_args = [_widen(value, widened) for value in args]
     result = func(*plain_args, **{name: _widen(kwargs[name], widened) for name in kwargs})
-    for tensor in _written(plan, args, kwargs):
+    written = _written(plan, args, kwargs)
+    if plan.waits and written:
+        result[1].wait()
+    for tensor in written:
         tensor.packing.begin_write()
         tensor.packing.write(widened[id(tensor)][1], None)
     originals = {id(value): tensor for tensor, value in widened.values()}
