@@ -148,6 +148,26 @@ def test_another_optimizer_of_the_class_steps_and_is_bound():
         assert type(optimizer) is kind
 
 
+class SuperOfItsClass(torch.optim.SGD):
+    """Calls its base as Horovod's DistributedOptimizer does."""
+
+    def step(self, closure=None):
+        return super(self.__class__, self).step(closure)
+
+    def zero_grad(self, *args, **kwargs):
+        return super(self.__class__, self).zero_grad(*args, **kwargs)
+
+
+def test_an_optimizer_may_call_the_base_of_its_class():
+    optimizer, param = bound(SuperOfItsClass)
+    (master,) = optimizer.param_groups[0]["params"]
+    master.grad = torch.ones(2)
+    optimizer.step()
+    assert param.tolist() == [0.5, 0.5]
+    optimizer.zero_grad()
+    assert master.grad is None
+
+
 def test_a_step_function_kept_by_a_scheduler_does_not_keep_the_optimizer():
     optimizer, _ = bound()
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
