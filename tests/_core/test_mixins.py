@@ -17,6 +17,9 @@ class Root:
 
 
 class Mixin(Root):
+    def __init_subclass__(cls):
+        """Keeps subclasses out of registries."""
+
     def name(self):
         return ["mixin", *super().name()]
 
@@ -62,6 +65,28 @@ class Beside(collections.abc.Hashable, Plain):
         return 1
 
 
+class PastItsClass(Root):
+    def name(self):
+        return ["own", *super(self.__class__, self).name()]
+
+
+class PastItsType(abc.ABC, Root):
+    def name(self):
+        return ["own", *super(type(self), self).name()]
+
+
+class Registry(Root):
+    seen = ()
+
+    def __init_subclass__(cls):
+        Registry.seen = (*Registry.seen, cls.__name__)
+
+
+class Registered(Registry):
+    def name(self):
+        return ["own", *super(type(self), self).name()]
+
+
 for own in (Abstract, Generic, Sized, WithSlots, WithMeta):
 
     def name(self, own=own):
@@ -70,7 +95,11 @@ for own in (Abstract, Generic, Sized, WithSlots, WithMeta):
     own.name = name
 
 every_class = pytest.mark.parametrize(
-    "own", [Plain, Abstract, Generic, Sized, WithSlots, WithMeta, Beside]
+    "own",
+    [
+        *(Plain, Abstract, Generic, Sized, WithSlots, WithMeta, Beside),
+        *(PastItsClass, PastItsType, Registered),
+    ],
 )
 
 
@@ -107,3 +136,8 @@ def test_a_class_on_top_keeps_the_order(own):
 
     assert mixin_of(Top) is None
     assert Top.__mro__[1:] == made.__mro__
+
+
+def test_a_class_behind_its_own_is_in_no_registry():
+    with_mixin(Mixin, Registered, {})
+    assert Registry.seen == ("Registered",)

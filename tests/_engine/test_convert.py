@@ -291,6 +291,28 @@ def test_another_object_of_the_models_type_is_plain():
     assert model.state_dict()["weight"].dtype is torch.float32
 
 
+class CallsItsBase(nn.Sequential):
+    """Finds its base by the class of the object, as code of Python 2's time does."""
+
+    def train(self, mode=True):
+        return super(self.__class__, self).train(mode)
+
+    def forward(self, x):
+        return super(type(self), self).forward(x)
+
+
+@pytest.mark.parametrize("plan", [O1, O5])
+def test_a_model_may_call_the_base_of_its_class(plan):
+    model = converted(CallsItsBase(nn.Linear(3, 2)), plan)
+    assert not model[:1].eval().training
+    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert not each.eval().training
+        assert torch.equal(each(x()), model[0](x().to(model[0].weight.dtype)).to(each(x()).dtype))
+    restore(model)
+    assert type(model) is CallsItsBase
+    assert model(x()).dtype is torch.float32
+
+
 @pytest.mark.parametrize("plan", [O1, O5])
 def test_a_slice_of_a_model_is_stored_as_a_plain_one_and_converted(plan):
     part = converted(nn.Sequential(nn.Linear(3, 2), nn.ReLU()), plan)[1:]

@@ -6,15 +6,23 @@ two bases the chain goes through the first, the mixin, and ends where the own cl
 where the own class's first base has no ``__dict__``, as ``abc.ABC`` and ``typing.Generic[T]``:
 there the own class is the only base, and a metaclass puts the mixin into the method resolution
 order.
+
+Note [Past the own class]: a method that calls its base by ``super(self.__class__, self)`` or
+``super(type(self), self)`` finds itself in a subclass, without end. If the own class has such
+methods, the metaclass puts the new class behind it, so that they find the base.
 """
 
 from __future__ import annotations
 
+import inspect
 import types
 from typing import Any
 
 MIXIN = "_apex_mixin"
 """Attribute of a generated class that holds its mixin."""
+
+_FRONT = "_apex_front"
+"""Attribute of a class behind its own class: the mixin with the further attributes."""
 
 
 def with_mixin(
@@ -30,12 +38,20 @@ def with_mixin(
         names: Further attributes.
         despite_metaclass: Whether to make it even if the metaclass of ``own`` raises an error.
     """
+    goes_past = _goes_past_its_class(own)
     names = {MIXIN: mixin, **names}
-    if _layout(mixin) == _layout(own):
+    if _layout(mixin) == _layout(own) and not goes_past:
         return new_class(own, (mixin, own), names, despite_metaclass=despite_metaclass)
     kind = type(own)
     metaclass = _MixinFirst if kind is type else type(kind.__name__, (_MixinFirst, kind), {})
-    return new_class(own, (own,), names, metaclass, despite_metaclass=despite_metaclass)
+    made = new_class(own, (own,), names, metaclass, despite_metaclass=despite_metaclass)
+    if goes_past:  # only now: while it is made, the mixin keeps it out of registries
+        # dynamo looks in the class itself for what it finds in the first one: an empty one.
+        setattr(made, _FRONT, new_class(own, (new_class(own, (mixin,), names),), {}))
+        for name in names.keys() - {MIXIN}:
+            delattr(made, name)
+        made.__bases__ = made.__bases__  # computes the order again
+    return made
 
 
 def known_with_mixin(mixin: type, own: type) -> Any:
@@ -87,7 +103,20 @@ class _MixinFirst(type):
         mixin = mixin_of(cls)
         if mixin is None:  # a class on top of a generated one
             return order
-        return [cls, *(kind for kind in mixin.__mro__ if kind not in order), *order[1:]]
+        front = vars(cls).get(_FRONT)
+        first = [kind for kind in (front or mixin).__mro__ if kind not in order]
+        if front is None:
+            return [cls, *first, *order[1:]]
+        return [*first, order[1], cls, *order[2:]]  # Note [Past the own class]
+
+
+def _goes_past_its_class(own: type) -> bool:
+    """Returns whether a method may call ``super`` with the class of its object."""
+    kinds = [kind for kind in own.__mro__ if not kind.__module__.startswith("torch.")]
+    methods = [each for kind in kinds for each in vars(kind).values() if inspect.isfunction(each)]
+    codes = [getattr(inspect.unwrap(method), "__code__", None) for method in methods]
+    used = [set(code.co_names) for code in codes if code is not None]
+    return any("super" in names and names & {"__class__", "type"} for names in used)
 
 
 def _layout(kind: type) -> tuple[type | None, bool]:

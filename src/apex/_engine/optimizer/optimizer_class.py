@@ -40,18 +40,6 @@ class AmpOptimizer(Optimizer):
     def __init_subclass__(cls) -> None:
         """Keeps generated classes out of registries that a base fills in ``__init_subclass__``."""
 
-    @property  # type: ignore[override]
-    def __class__(self) -> type[Optimizer]:
-        """The optimizer's own class, so that ``super(self.__class__, self)`` is past it.
-
-        Horovod's DistributedOptimizer calls its base so.
-        """
-        return own_class(type(self))
-
-    @__class__.setter
-    def __class__(self, kind: type[Optimizer]) -> None:
-        vars(object)["__class__"].__set__(self, kind)
-
     @untraced_frame
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Steps unless a gradient overflowed, then rounds the masters into the model."""
