@@ -197,6 +197,31 @@ def test_a_tensor_that_the_forward_makes_is_named_with_the_remedies(level):
 
 
 @casting_levels
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64])
+def test_an_input_that_no_level_casts_gets_torch_s_own_error(level, dtype):
+    model, _ = prepared(level)
+    with pytest.raises(RuntimeError, match=r"but got \w+ and B?\w+$"):
+        model(cases.batch()[0].to(dtype))
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_mask_that_fp16_cannot_hold_is_named_with_the_one_that_it_can(level):
+    class Masked(nn.Linear):
+        least = -1e9
+
+        def forward(self, x):
+            scores = super().forward(x)
+            return scores.masked_fill(scores > 0, self.least or torch.finfo(scores.dtype).min)
+
+    model = amp.initialize(Masked(4, 2), opt_level=level, verbosity=0)
+    with pytest.raises(RuntimeError, match=r"without overflow(.|\n)*torch.finfo") as raised:
+        model(cases.batch()[0])
+    assert "Levels O1" not in str(raised.value)
+    Masked.least = None
+    assert model(cases.batch()[0]).isfinite().all()
+
+
+@casting_levels
 def test_errors_of_the_users_own_pass_as_they_are(level):
     class Failing(nn.Linear):
         def forward(self, x):

@@ -13,6 +13,10 @@ from apex._engine.model.state import is_converted
 
 _ABOUT_DTYPES = re.compile("type|Half|BFloat16|Float")
 _MIXED = re.compile("same dtype|scalar type|Half|BFloat16")
+_NOT_FLOATING = re.compile(
+    r"\b((unsigned |signed )?char|short|int|long|bool|byte)\b|Complex", re.IGNORECASE
+)
+_NO_ROOM = re.compile("value cannot be converted to type .* without overflow")
 _NO_KERNEL = re.compile("not implemented for '(Half|BFloat16)'|Low precision dtypes not supported")
 
 
@@ -36,12 +40,15 @@ def explain(model: nn.Module, plan: ModelPlan, error: RuntimeError) -> None:
     # Scripts catch subclasses, such as out of memory, by name.
     if not plan.casts_down or kind not in (RuntimeError, NotImplementedError):
         return
+    if _NO_ROOM.search(str(error)):
+        raise kind(f"{error}\n{_too_large(model, plan)}") from error
     if _NO_KERNEL.search(str(error)):
         raise kind(f"{error}\n{_without_kernel(model)}") from error
     if _ABOUT_DTYPES.search(str(error)):
         if mismatches := _mismatches(model, plan):
             raise kind(f"{error}\n{_mixed(model, plan, mismatches)}") from error
-        if mixes_dtypes(error):
+        # Nothing casts integers or complex numbers: the same call fails in fp32.
+        if mixes_dtypes(error) and not _NOT_FLOATING.search(str(error)):
             kept = [each.name for each in planned_dtypes(model, plan) if each.yields]
             cause = _read(model, kept) if kept else _made(model, plan)
             raise kind(f"{error}\n{cause}") from error
@@ -95,6 +102,14 @@ def _made(model: nn.Module, plan: ModelPlan) -> str:
 
 def _shown(names: list[str]) -> str:
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+
+
+def _too_large(model: nn.Module, plan: ModelPlan) -> str:
+    return (
+        f"amp prepared the model {type(model).__name__} to compute in {plan.param_dtype}, which "
+        "cannot hold that number. Mask with the least number of the tensor's own dtype, as in "
+        "scores.masked_fill(mask, torch.finfo(scores.dtype).min), or use a bf16 level."
+    )
 
 
 def _without_kernel(model: nn.Module) -> str:
