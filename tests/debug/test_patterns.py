@@ -293,6 +293,13 @@ def test_a_fault_of_no_known_formula_names_none():
     assert " This is " not in str(first)
 
 
+def test_a_power_is_a_division_where_its_base_is_0_and_undefined_where_it_is_negative():
+    x = torch.tensor([[-1.0, 0.0, 1.0]])
+    zero, negative = first_of(lambda x: x**-1, x), first_of(lambda x: x**0.5, x)
+    assert (zero.cause, zero.pattern) == ("division by zero", "")
+    assert (negative.cause, negative.pattern) == ("domain", "a power of a negative number")
+
+
 def test_a_product_that_no_softmax_reads_is_none():
     first = first_of(lambda x: (x.half() @ x.half().mT).square(), X * 300)
     assert (first.op, first.pattern) == ("aten.mm", "")

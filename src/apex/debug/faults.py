@@ -185,7 +185,9 @@ def cause_of(fault: Fault, loss_scale: float) -> Cause:
     elif fault.largest_true is None:  # overflow rarely produces NaN
         finite = fault.kind == "inf" and name not in _DIVIDES
     if not finite:
-        elsewhere: Cause = "division by zero" if name in _DIVIDES else "domain"
+        # A power of 0 is inf at most; NaN is that of a negative number.
+        divides = name in _DIVIDES and not (fault.kind == "nan" and name in _POWERS)
+        elsewhere: Cause = "division by zero" if divides else "domain"
         return "derivative" if in_backward else elsewhere
     limit = torch.finfo(fault.dtype).max
     unscaled = true / loss_scale if math.isfinite(true) else 0.0
@@ -198,6 +200,8 @@ _DIVIDES = {"div", "divide", "reciprocal", "rsqrt", "pow", "remainder", "fmod", 
 _DIVIDES |= {"std", "var_mean", "std_mean", "nll_loss_forward", "nll_loss2d_forward"}
 _DIVIDES |= {"native_batch_norm", "native_batch_norm_legit", "batch_norm_with_update"}
 _DIVIDES |= {"cudnn_batch_norm", "miopen_batch_norm", "addcdiv"}
+
+_POWERS = {"pow", "rsqrt"}
 
 _DEFINED_EVERYWHERE = {"exp", "exp2", "expm1", "sinh", "cosh", "mul", "add", "sub", "square"}
 _DEFINED_EVERYWHERE |= {"mm", "bmm", "addmm", "baddbmm", "sum", "cumsum", "convolution"}

@@ -193,7 +193,7 @@ _PATTERNS = (
     Pattern(
         "a negative variance",
         lambda f: (
-            (_is(f, _ROOTS, "domain", "division by zero") or _is(f, {"pow"}, "domain"))
+            _is(f, {*_ROOTS, "pow"}, "domain")
             and f.kind == "nan"
             and _lowest(f) < 0.0
             and _fed(f, {"Sub", "Rsub"})
@@ -203,15 +203,13 @@ _PATTERNS = (
     ),
     Pattern(
         "a root of a negative number",
-        lambda f: (
-            _is(f, _ROOTS, "domain", "division by zero") and f.kind == "nan" and _lowest(f) < 0.0
-        ),
+        lambda f: _is(f, _ROOTS, "domain") and f.kind == "nan" and _lowest(f) < 0.0,
         "call clamp_min(0) before the root; a variance computed as a difference of means becomes "
         "negative by rounding, where x.var(dim, correction=0) does not",
     ),
     Pattern(
         "a power of a negative number",
-        lambda f: _is(f, {"pow"}, "domain", "division by zero") and _lowest(f) < 0.0,
+        lambda f: _is(f, {"pow"}, "domain") and _lowest(f) < 0.0,
         "clamp the base to 0 or take its absolute value: a negative number has no real power with "
         "a fractional exponent",
     ),
