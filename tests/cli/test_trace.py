@@ -8,11 +8,14 @@ import sys
 import textwrap
 import threading
 import warnings
+from collections import OrderedDict
 
 import pytest
 import torch
+from torch import nn
 
 from apex.cli import exit_codes, main
+from apex.debug import script_trace
 
 HEAD = """\
 import sys
@@ -112,6 +115,25 @@ def test_a_clean_script_is_exit_code_0_and_runs_to_its_end(trace):
     assert code == exit_codes.OK
     assert out.startswith("step 0\nstep 1\nstep 2\n")
     assert report_of(out)[0] == "apex trace: train.py made no inf or NaN that reached its training."
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        "torch.set_grad_enabled(False)",
+        "nn.modules.module.register_module_forward_hook(lambda *_: print('called'))",
+    ],
+)
+def test_what_a_script_leaves_behind_does_not_meet_the_measurement_of_the_trace(
+    trace, left, monkeypatch
+):
+    script_trace._unseen_seconds.cache_clear()
+    monkeypatch.setattr(nn.modules.module, "_global_forward_hooks", OrderedDict())
+    with torch.enable_grad():
+        code, out, _ = trace(GOOD + left)
+    assert code == exit_codes.OK
+    assert "called" not in out
+    assert "times as long as without the trace" in report_of(out)[-1]
 
 
 def test_keep_going_tells_at_once_and_runs_to_the_end(trace):

@@ -26,6 +26,12 @@ def non_persistent(module: nn.Module) -> Container[str]:
     return names
 
 
+def has_global_hooks() -> bool:
+    """Returns whether hooks run at the calls of all modules; False where torch does not tell."""
+    tells = getattr(nn.modules.module, "_has_any_global_hook", bool)
+    return bool(tells())
+
+
 def named_modules(model: nn.Module, name: str = "") -> dict[str, nn.Module]:
     """Returns what ``model.named_modules(prefix=name)`` yields, in a fifth of its time.
 
