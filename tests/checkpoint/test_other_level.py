@@ -129,7 +129,7 @@ def test_there_and_back_by_a_level_with_masters_loses_nothing(saved):
 
 def test_an_empty_state_into_scalers_warns_that_none_is_loaded():
     keep = cases.prepared("O1")
-    with pytest.warns(UserWarning, match="got 0 loss scalers, but amp has 1"):
+    with pytest.warns(UserWarning, match="got 0 loss scalers, but amp has 1.*amp disabled.*kept"):
         amp.load_state_dict({})
     del keep
 

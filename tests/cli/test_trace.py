@@ -117,6 +117,19 @@ def test_a_clean_script_is_exit_code_0_and_runs_to_its_end(trace):
     assert report_of(out)[0] == "apex trace: train.py made no inf or NaN that reached its training."
 
 
+@pytest.mark.parametrize(("steps", "cause"), [(0, "range"), (1, "divergence")])
+def test_values_grow_by_training_only_once_it_has_begun(trace, steps, cause):
+    code, out, _ = trace(
+        f"train(Net(), [torch.zeros(2, 2)] * {steps})\n"
+        + """
+net = nn.Linear(2, 2)
+(net(torch.full((2, 2), 1e30)) * 1e30).sum().backward()
+"""
+    )
+    assert code == exit_codes.NOT_FINITE
+    assert f"  cause  {cause}: " in out
+
+
 @pytest.mark.parametrize(
     "left",
     [

@@ -54,6 +54,13 @@ def test_the_report_of_a_clean_trace_counts_the_operators():
     assert "0 operators" not in str(trace_of(net))
 
 
+def test_a_trace_in_which_nothing_ran_is_no_clean_one():
+    trace = amp.debug.trace_overflow(nn.Linear(2, 2))
+    nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
+    assert "Nothing traced" in str(trace)
+    assert "with amp.debug.trace_overflow(model)" in str(trace)
+
+
 def test_json_holds_what_the_attributes_hold():
     trace = trace_of(overflowing_net())
     data = json.loads(trace.to_json())

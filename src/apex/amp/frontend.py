@@ -304,7 +304,14 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     if not scalers:
         return
     scalers = _target_scalers(states, scalers)
-    if len(states) != len(scalers):
+    if not states:
+        warnings.warn(
+            f"amp.load_state_dict got 0 loss scalers, but amp has {len(scalers)}: the state was "
+            "saved with amp disabled, or before amp.initialize. The scales are kept.",
+            UserWarning,
+            stacklevel=2,
+        )
+    elif len(states) != len(scalers):
         warnings.warn(
             f"amp.load_state_dict got {len(states)} loss scalers, but amp has {len(scalers)}; "
             f"the first {min(len(states), len(scalers))} are loaded. Pass the same num_losses to "

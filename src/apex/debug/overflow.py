@@ -103,6 +103,11 @@ class OverflowTrace(Trace):
 
     def __str__(self) -> str:
         first = self.first
+        if not self._provenance.time:
+            return (
+                "Nothing traced: no operator ran inside. Write `with "
+                "amp.debug.trace_overflow(model) as trace:` around a whole iteration."
+            )
         if first is None:
             return f"No overflow: {self._provenance.time} operators traced, no fault."
         return "\n".join([f"First overflow: {first}", *hit_lines(self.gradients)])

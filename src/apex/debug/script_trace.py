@@ -11,7 +11,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -116,9 +116,13 @@ class ScriptTrace(OverflowTrace):
         seconds = 0.0 if started is None else time.perf_counter() - started
         origin, harmless = origins.first_origin(healing=False), origins.first_harmless
         steps = len(self._steps)
+        before = steps if origin is None else bisect.bisect_left(self._steps, origin.time)
+        first = self.first
+        if first is not None and first.cause == "divergence" and not before:
+            first = replace(first, cause="range")  # no learning rate has acted yet
         return Seen(
-            first=self.first,
-            steps_before=steps if origin is None else bisect.bisect_left(self._steps, origin.time),
+            first=first,
+            steps_before=before,
             certain=origins.is_certain,
             gradients=tuple(self.gradients),
             operators=origins.time,
