@@ -162,6 +162,31 @@ def test_a_pass_for_the_parameters_of_another_optimizer_is_warned_of(level, give
     assert not any(p._post_accumulate_grad_hooks for net in nets for p in net.parameters())
 
 
+@pytest.mark.parametrize("level", cases.MIXED)
+@pytest.mark.parametrize("way", ["forgotten", "given", "cleared", "zeroed", "own pass"])
+def test_a_step_with_gradients_that_stay_scaled_is_warned_of(level, way):
+    nets = [cases.net(), cases.net()]
+    optimizers = [cases.sgd(net.parameters(), lr=1e-9) for net in nets]
+    amp.initialize(nets, optimizers, opt_level=level, loss_scale=128.0, verbosity=0)
+    first, second = optimizers
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x, y in cases.batches(3):
+            loss = sum(cases.loss_of(net, x, y) for net in nets)
+            with amp.scale_loss(loss, optimizers if way == "given" else first) as scaled_loss:
+                scaled_loss.backward()
+            first.step()
+            if way in ("cleared", "zeroed", "own pass"):
+                second.zero_grad(set_to_none=way != "zeroed")
+            if way == "own pass":
+                cases.backward(nets[1], second, x, y)
+            second.step()
+            first.zero_grad()
+            second.zero_grad()
+    found = ["did not get this optimizer" in str(each.message) for each in caught]
+    assert sum(found) == (way == "forgotten")
+
+
 def test_clipping_the_masters_inside_the_block_is_warned_of():
     assert_warns_once("O1", masters_inside, CLIPPED)
     assert_warns_once("O2", masters_inside, MASTERS)

@@ -7,6 +7,7 @@ import functools
 import os
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any
@@ -45,6 +46,14 @@ class Mistake(enum.Enum):
         "scale_loss got, but those of another one. Nothing unscales them: their gradients stay "
         "multiplied by the loss scale (65536 at first), and a step ruins the weights. Pass "
         "scale_loss the optimizers of the parameters that the loss trains:\n" + BLOCK
+    )
+    FORGOTTEN_OPTIMIZER = (
+        "optimizer.step() got gradients of a pass inside amp.scale_loss, which did not get this "
+        "optimizer. Nothing has unscaled them: they are multiplied by the loss scale (65536 at "
+        "first), and the step ruins the weights. Clear them before the optimizer's own pass, or "
+        "pass scale_loss every optimizer that steps with them:\n"
+        "    with amp.scale_loss(loss, [optimizer, other]) as scaled_loss:\n"
+        "        scaled_loss.backward()\n"
     )
     CLIPPED_INSIDE = (
         "Gradients were changed inside amp.scale_loss, after the backward pass, while they are "
@@ -85,12 +94,26 @@ class Mistakes:
 
     def __init__(self) -> None:
         self._warned: set[Mistake] = set()
+        self._scaled: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self.blocks_left = _INSPECTED_BLOCKS
 
     @property
     def has_blocks(self) -> bool:
         """Whether the session has scaled a loss in a ``scale_loss`` block."""
         return self.blocks_left < _INSPECTED_BLOCKS
+
+    def note_scaled(self, param: Tensor) -> None:
+        """Records that the gradient of ``param`` stays scaled when its block ends."""
+        if param.grad is not None:
+            self._scaled[id(param)] = weakref.ref(param.grad), param.grad._version
+
+    def any_scaled(self, params: Iterable[Tensor]) -> bool:
+        """Returns whether a recorded gradient is still there, as it was."""
+        for param in params if self._scaled else ():
+            grad, version = self._scaled.get(id(param), (None, 0))
+            if grad is not None and grad() is param.grad is not None:
+                return bool(param.grad._version == version)
+        return False
 
     def warn(self, mistake: Mistake) -> None:
         """Warns of a mistake, once per session, at the user's line."""
@@ -125,7 +148,8 @@ class BlockInspection:
         self._handles: list[Any] = []
         self._params = self._hook(params, self._note)
         self._elsewhere = False
-        self._hook(others, self._note_elsewhere)
+        own = set(map(id, self._params))
+        self._hook([param for param in others if id(param) not in own], self._note_elsewhere)
 
     def _hook(
         self, params: Iterable[nn.Parameter], note: Callable[[Tensor], None]
@@ -151,8 +175,9 @@ class BlockInspection:
             self._written[param] = (param.grad, param.grad._version)
 
     @untraced
-    def _note_elsewhere(self, _: Tensor) -> None:
+    def _note_elsewhere(self, param: Tensor) -> None:
         self._elsewhere = True
+        self._mistakes.note_scaled(param)
 
     def end_of_gradients(self, *, delayed: bool = False) -> None:
         """Inspects the gradients of the block, before they are unscaled.
@@ -204,6 +229,7 @@ def _warn_of_late_backward(mistakes: Mistakes, _: Tensor) -> None:
 
 def inspect_step(
     mistakes: Mistakes,
+    params: Iterable[Tensor],
     has_grads: Callable[[], bool],
     groups: Sequence[dict[str, Any]],
     *,
@@ -213,12 +239,15 @@ def inspect_step(
 
     Args:
         mistakes: Those of the session.
+        params: The models' parameters that the optimizer trains.
         has_grads: Returns whether a parameter that is stepped has a gradient.
         groups: The optimizer's groups.
         needs_scale: Whether gradients are fp16, losses scaled, and no block has used the optimizer.
     """
     if not has_grads():
         mistakes.warn(Mistake.STEP_BEFORE_BACKWARD)
+    elif mistakes.any_scaled(params):
+        mistakes.warn(Mistake.FORGOTTEN_OPTIMIZER)
     elif needs_scale and not mistakes.has_blocks and any(_is_learning(group) for group in groups):
         mistakes.warn(Mistake.NO_SCALE_LOSS)
 
