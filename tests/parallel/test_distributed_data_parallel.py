@@ -112,6 +112,24 @@ def test_without_average_the_predivide_factor_still_divides(on_two_ranks, delay)
         assert_close(result, joined_grads(0.5))
 
 
+def flat_gradient(rank, options):
+    """The flat gradient of the mean over ranks, as MLPerf's GNMT reads it."""
+    wrapped = DistributedDataParallel(net(), retain_allreduce_buffers=True, **options)
+    loss_of(wrapped, batch(rank)).backward()
+    [flat] = wrapped.allreduce_buffers
+    return flat if wrapped.gradient_average else flat / torch.distributed.get_world_size()
+
+
+@two_ranks
+@BOTH
+@pytest.mark.parametrize("average", [True, False])
+def test_scripts_read_the_flat_gradient_and_whether_it_is_averaged(on_two_ranks, average, delay):
+    options = {"gradient_average": average, "delay_allreduce": delay}
+    expected = torch.cat([grad.flatten() for grad in joined_grads()])
+    for flat in on_two_ranks(flat_gradient, options):
+        assert_close([flat], [expected])
+
+
 def large_fp16_gradient(rank, options):
     model = nn.Linear(1, 1, bias=False).half()
     wrapped = DistributedDataParallel(model, gradient_predivide_factor=1.0, **options)

@@ -66,7 +66,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             ``find_unused_parameters=True``.
         shared_param: Not supported, as in apex.
         allreduce_trigger_params: Ignored; torch decides when to send a message.
-        retain_allreduce_buffers: Ignored.
+        retain_allreduce_buffers: Whether ``allreduce_buffers`` holds the reduced gradients.
         allreduce_always_fp32: Whether to send and sum 16-bit gradients in fp32.
         num_allreduce_streams: Ignored; torch overlaps messages itself.
         allreduce_communicators: Ignored.
@@ -104,7 +104,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         **torch_options: Any,
     ) -> None:
         """Broadcasts rank 0's parameters and registers the gradient hooks."""
-        del retain_allreduce_buffers, allreduce_communicators, gradient_average_split_factor, prof
+        del allreduce_communicators, gradient_average_split_factor, prof
         _check(module, message_size, shared_param)
         delay_allreduce = arguments.flag("delay_allreduce", delay_allreduce)
         if delay_allreduce:
@@ -122,7 +122,10 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         if not {"broadcast_buffers", "forward_sync_buffers"} & torch_options.keys():
             self.broadcast_buffers = False  # the constructor warns about the keyword
         self.delay_allreduce = delay_allreduce
-        self._apex_options = (reduction.always_fp32, reduction.average, reduction.predivide_factor)
+        self.retain_allreduce_buffers = retain_allreduce_buffers
+        self.allreduce_always_fp32 = reduction.always_fp32
+        self.gradient_average = reduction.average
+        self.gradient_predivide_factor = reduction.predivide_factor
         self.create_hooks()
 
     def create_hooks(self) -> None:
@@ -136,7 +139,12 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self.__dict__[_LATE] = late
 
     def _reduction(self) -> GradientReduction:
-        return GradientReduction(self.process_group, *self._apex_options)
+        return GradientReduction(
+            self.process_group,
+            self.allreduce_always_fp32,
+            self.gradient_average,
+            self.gradient_predivide_factor,
+        )
 
     def _reduced_params(self) -> list[nn.Parameter]:
         ignored, named = self.parameters_to_ignore, self.module.named_parameters()
@@ -191,6 +199,17 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         for tensor, value in zip(bucket, unflatten(reduced, bucket), strict=True):
             tensor.copy_(value)
         return reduced
+
+    @property
+    def allreduce_buffers(self) -> list[Tensor]:
+        """Flat copies of the gradients in the order of the parameters, one per dtype and device.
+
+        Empty without ``retain_allreduce_buffers``.
+        """
+        if not self.retain_allreduce_buffers:
+            return []
+        grads = [param.grad for param in self._reduced_params() if param.grad is not None]
+        return [flatten(bucket) for bucket in split_by_type(grads).values()]
 
     def allreduce_maybe_retain(
         self, bucket: Sequence[Tensor], bucket_idx: int, force_default_stream: bool = False

@@ -122,8 +122,8 @@ NOTED_KEYWORDS: Mapping[tuple[str, str], str] = {
         "apex.normalization.FusedLayerNorm": ("memory_efficient",),
         "apex.normalization.FusedRMSNorm": ("memory_efficient",),
         "apex.parallel.DistributedDataParallel": (
-            *("allreduce_trigger_params", "retain_allreduce_buffers", "num_allreduce_streams"),
-            *("allreduce_communicators", "gradient_average_split_factor", "prof"),
+            *("allreduce_trigger_params", "num_allreduce_streams", "allreduce_communicators"),
+            *("gradient_average_split_factor", "prof"),
         ),
     }.items()
     for keyword in keywords
