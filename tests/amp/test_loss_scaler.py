@@ -351,11 +351,11 @@ def test_a_rule_that_makes_no_sense_is_refused(error, arguments, words):
         LossScaler(*arguments)
 
 
-def test_unscale_with_stashed_takes_another_scale():
+def test_unscale_with_stashed_takes_the_scales_of_both_and_of_the_result():
     master = [torch.empty(2)]
     stash = [torch.full((2,), 3.0)]
-    LossScaler(8.0).unscale_with_stashed([torch.full((2,), 16.0)], stash, master, 4.0)
-    assert master[0].tolist() == [7.0, 7.0]
+    LossScaler(8.0).unscale_with_stashed([torch.full((2,), 16.0)], stash, master, (4.0, 0.5, 2.0))
+    assert master[0].tolist() == [20.0, 20.0]
 
 
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])

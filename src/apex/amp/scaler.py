@@ -185,12 +185,22 @@ class LossScaler:
         model_grads: Sequence[Tensor],
         stashed_master_grads: Sequence[Tensor],
         master_grads: Sequence[Tensor],
-        scale_override: float | None = None,
+        scale_override: tuple[float, float, float] | None = None,
     ) -> None:
-        """Writes ``model_grads / scale + stashed_master_grads`` into ``master_grads``."""
+        """Writes ``model_grads / scale + stashed_master_grads`` into ``master_grads``.
+
+        Args:
+            model_grads: Scaled gradients.
+            stashed_master_grads: Earlier gradients to add.
+            master_grads: Tensors to write to; may be those of either list.
+            scale_override: The scales of the first, of the second and of the result, instead of
+                the scale, 1 and 1.
+        """
+        scale, stashed_scale, out = scale_override or (None, 1.0, 1.0)
         with torch.no_grad():
-            stashed = [grad.clone() for grad in stashed_master_grads]
-            self.unscale(model_grads, master_grads, scale_override=scale_override)
+            stashed = [grad * (out / stashed_scale) for grad in stashed_master_grads]
+            override = None if scale is None else scale / out
+            self.unscale(model_grads, master_grads, scale_override=override)
             torch._foreach_add_(list(master_grads), stashed)
 
     def unscale_python(
