@@ -22,6 +22,66 @@ from tests.amp.cases import (
     unskipped,
 )
 
+# -- scripts that share the overflow flag over ranks -----------------------------------------
+
+
+def apex_update(self):
+    """The rule of apex, for a flag that another rank may have raised."""
+    self._has_overflow = bool(self._overflow_buf.item()) or self.elsewhere
+    if self._has_overflow:
+        self._loss_scale, self._unskipped = self._loss_scale / 2.0, 0
+    else:
+        self._unskipped += 1
+    return self._has_overflow
+
+
+def then_the_original(self, original=LossScaler.update_scale):
+    self._has_overflow = self._has_overflow or self.elsewhere
+    return original(self)
+
+
+class Shared(LossScaler):
+    """Shares the flag where it is found, as training of a tensor-parallel GPT does."""
+
+    def unscale(self, *args, **kwargs):
+        super().unscale(*args, **kwargs)
+        self._overflow_buf.fill_(self._overflow_buf.item() or self.elsewhere)
+
+
+def on_the_class(monkeypatch, update):
+    monkeypatch.setattr(LossScaler, "update_scale", update)
+
+
+def on_one_object(monkeypatch, update):
+    monkeypatch.setattr(scaler(), "update_scale", update.__get__(scaler()), raising=False)
+
+
+def in_a_subclass(monkeypatch, update):
+    amp._amp_state.loss_scalers[0] = Shared("dynamic")
+
+
+@pytest.mark.parametrize("update", [apex_update, then_the_original])
+@pytest.mark.parametrize("put", [on_the_class, on_one_object, in_a_subclass])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_script_may_share_the_overflow_flag(level, put, update, monkeypatch, capsys):
+    model, optimizer = one_weight(level, loss_scale="dynamic", verbosity=1)
+    put(monkeypatch, update)
+    scaler().elsewhere = False
+    train_slope(model, optimizer)
+    assert (model.weight, scale(), unskipped()) == (0.9375, 2.0**16, 1)
+    scaler().elsewhere = True
+    train_slope(model, optimizer)
+    assert (model.weight, scale(), unskipped()) == (0.9375, 2.0**15, 0)
+    assert capsys.readouterr().out.count("reducing loss scale to 32768.0") == 1
+
+
+def train_slope(model, optimizer):
+    optimizer.zero_grad()
+    with amp.scale_loss(slope(model, 0.5), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+
+
 # -- scalers ---------------------------------------------------------------------------------
 
 

@@ -313,14 +313,17 @@ class BackwardPass(ExitStack):
         for binding in self._bindings:
             current = binding.gradients.current
             current.accumulate(binding, unscale_, done, factors, checks=scaler.dynamic)
+        own = scaler.own_update if self._moves_scale else None
         if scaler.dynamic:
             scaler.share_overflow([*chain.from_iterable(b.params() for b in self._bindings)])
+            if own is not None:
+                scaler.found_inf.fill_(float(bool(own())))
             for binding in self._flagged:
                 binding.gradients.overflow.raise_by(scaler.found_inf)
         if not all(self._sends):
             scaler.hold_update()
         elif self._moves_scale:
-            scaler.update(map(_iteration, self._bindings))
+            scaler.update(map(_iteration, self._bindings), own=own is not None)
 
     def _abort(self) -> None:
         if not self._finished:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar, Protocol
 
 import torch
@@ -62,6 +62,8 @@ class Scaler(ABC):
             gradients it names.
         pass_state: The state of the flag; reset by callers if a pass fails.
         view: Space for the compatibility view of this scaler.
+        own_update: What a script put in place of a dynamic scale's update: reads and sets flag,
+            scale and count itself, and returns whether to skip the step. ``None`` without one.
     """
 
     dynamic: ClassVar[bool]
@@ -80,6 +82,7 @@ class Scaler(ABC):
         self.rounding: Stochastic | None = None
         self.pass_state = PassState.UPDATED
         self.view: object = None
+        self.own_update: Callable[[], object] | None = None
 
     @property
     def rule(self) -> ScaleRule:
@@ -150,11 +153,12 @@ class Scaler(ABC):
             dtensor.all_reduce_(self.found_inf, over, "MAX")
 
     @abstractmethod
-    def update(self, iterations: Iterable[Iteration]) -> None:
+    def update(self, iterations: Iterable[Iteration], *, own: bool = False) -> None:
         """Ends the pass: updates a dynamic scale from its flag, or counts a static one's step.
 
         Args:
             iterations: The present iteration of each optimizer of the pass, for the report.
+            own: Whether ``own_update`` has updated a dynamic scale already.
         """
 
     def read_updates(self) -> list[ScaleUpdate]:
@@ -246,7 +250,7 @@ class StaticScaler(Scaler):
         if values and factor != 1.0:
             unscale_(values, factor)
 
-    def update(self, iterations: Iterable[Iteration]) -> None:
+    def update(self, iterations: Iterable[Iteration], *, own: bool = False) -> None:
         """Counts a step."""
         self._clean_steps += 1
 
@@ -339,17 +343,18 @@ class DynamicScaler(Scaler):
             factor = inverse if isinstance(inverse, Tensor) else self.inverse(self.loss_scale)
             unscale_and_check_(values, factor, self.found_inf)
 
-    def update(self, iterations: Iterable[Iteration]) -> None:
+    def update(self, iterations: Iterable[Iteration], *, own: bool = False) -> None:
         """Updates the scale from the flag, on the device, and sends both to the host."""
         # First, because memory may run out.
         send = self._readback.prepare(tuple(iterations), self._scale_and_flag)
-        update_scale_(
-            self.loss_scale,
-            self.clean_steps,
-            self.found_inf,
-            self._rule,
-            in_range=self._in_range,
-        )
+        if not own:
+            update_scale_(
+                self.loss_scale,
+                self.clean_steps,
+                self.found_inf,
+                self._rule,
+                in_range=self._in_range,
+            )
         self.pass_state = PassState.UPDATED
         send()
 

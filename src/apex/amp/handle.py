@@ -21,6 +21,7 @@ from apex.amp._amp_state import _amp_state
 from apex.amp.opt import OptimWrapper
 from apex.amp.optimizers import AmpStashOptimizer, unwrap
 from apex.amp.scaler import LossScaler as LossScaler  # scripts import it from here
+from apex.amp.scaler import own_update
 
 if TYPE_CHECKING:
     from apex._engine.optimizer.binding import Binding
@@ -310,4 +311,6 @@ def _scaler(session: Session, loss_id: int) -> Scaler:
             f"{'s' if count > 1 else ''}. Count losses from 0, and pass "
             f"num_losses={max(loss_id + 1, -loss_id)} to amp.initialize."
         )
-    return session.scalers[loss_id]
+    scaler = session.scalers[loss_id]
+    scaler.own_update = own_update(scaler) if scaler.dynamic else None
+    return scaler

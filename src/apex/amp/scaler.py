@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableSequence, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, cast, overload
 
@@ -235,6 +235,30 @@ class LossScaler:
         self._scaler.update(())
         self._scaler.read_updates()
         return overflow
+
+
+_UPDATE_SCALE, _UNSCALE = LossScaler.update_scale, LossScaler.unscale
+
+
+def own_update(scaler: Scaler) -> Callable[[], object] | None:
+    """Returns what a script put in place of ``update_scale`` or ``unscale``, ``None`` without it.
+
+    Scripts replace them on the class, in a subclass or on one object, to share the overflow flag
+    over ranks that hold different parts of a model. The gradients are unscaled by then, so
+    ``unscale`` gets empty lists.
+    """
+    known = cast(LossScaler | None, scaler.view) or LossScaler
+    unscales = getattr(known.unscale, "__func__", known.unscale) is not _UNSCALE
+    updates = getattr(known.update_scale, "__func__", known.update_scale) is not _UPDATE_SCALE
+    if not (unscales or updates):
+        return None
+    view = LossScaler.over(scaler)
+
+    def after_unscale() -> bool:
+        view.unscale((), ())
+        return view.update_scale()
+
+    return after_unscale if unscales else view.update_scale
 
 
 def scale_check_overflow_python(
