@@ -58,13 +58,14 @@ class UnavailableFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Returns None for any other module.
+        """Returns None for any other module, and to ``importlib.util.find_spec``.
 
         Raises:
             ModuleNotFoundError: If ``fullname`` is a module of apex that this package lacks.
         """
         instead = INSTEAD.get(fullname)
-        if instead is None:
+        # A script that only asks whether the module is there (PyProf) gets no error.
+        if instead is None or sys._getframe(2).f_globals.get("__name__") == "importlib.util":
             return None
         # No `name`: `from apex import x` would replace an error that names x with its own.
         raise ModuleNotFoundError(f"{fullname} is not part of this apex: use {instead}.")

@@ -1,6 +1,7 @@
 """Names of apex that are not here: the import fails with one sentence on what to use."""
 
 import importlib
+import importlib.util
 import subprocess
 import sys
 
@@ -30,6 +31,11 @@ def instead(name):
 def test_error_is_the_one_that_libraries_catch(name):
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module(name)
+
+
+@pytest.mark.parametrize("name", _unavailable.INSTEAD)
+def test_who_only_asks_whether_it_is_there_hears_no(name):
+    assert importlib.util.find_spec(name) is None
 
 
 def test_from_import_of_a_name_says_it_too():
