@@ -1,3 +1,4 @@
+import copy
 import gc
 import subprocess
 import sys
@@ -122,6 +123,23 @@ def test_a_failed_initialize_leaves_no_session(level):
         amp.initialize(model, sgd(Net()), opt_level=level)
     assert live_sessions() == 0
     assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("placeholder", [nn.Identity, list])
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_optimizer_may_come_in_a_later_call_than_its_model(level, placeholder):
+    model = Net().bfloat16().float()  # the first call has no optimizer, so it keeps no masters
+    twin = copy.deepcopy(model)
+    twin, optimizer = amp.initialize(twin, sgd(twin), opt_level=level, loss_scale=8.0, verbosity=0)
+    model = amp.initialize(model, opt_level=level, num_losses=0, verbosity=0)
+    assert list(amp._amp_state.loss_scalers) == []
+    _, later = amp.initialize(
+        placeholder(), sgd(model), opt_level=level, loss_scale=8.0, verbosity=0
+    )
+    train(twin, optimizer)
+    train(model, later)
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 # -- casts of the thread ---------------------------------------------------------------------

@@ -97,7 +97,8 @@ class Session:
         kind = packing.kind_of(policy.master_weights, rounding_seed)
         self.masters = Masters(kind)
         if isinstance(kind, packing.Stochastic):
-            self.scalers[0].rounding = kind
+            for first in self.scalers[:1]:
+                first.rounding = kind
         self._bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._communicator = Communicator(self.scalers)

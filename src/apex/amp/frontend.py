@@ -109,7 +109,8 @@ def initialize(
             gradients are not checked and no step is skipped.
         cast_model_outputs: Dtype of the models' floating-point outputs. By default, models with
             ``cast_model_type`` return fp32, and others the dtype of their last op.
-        num_losses: Number of losses with a scale of their own (``loss_id`` of ``scale_loss``).
+        num_losses: Number of losses with a scale of their own (``loss_id`` of ``scale_loss``); 0
+            where a later call brings the optimizers.
         verbosity: 0 for no output, 1 for the start-up report and a line per overflow, 2 to name
             the nonfinite gradients, too (waits for the device after each backward pass).
         min_loss_scale: Smallest dynamic scale; it is above 0 in any case.
@@ -204,7 +205,7 @@ def initialize(
         policy,
         rule,
         model_list,
-        integer("num_losses", num_losses, least=1),
+        integer("num_losses", num_losses, least=0),
         keep_fp32=flag("keep_fp32_values", keep_fp32_values),
         rounding_seed=integer("rounding_seed", rounding_seed, least=0),
     )

@@ -146,13 +146,14 @@ def _check_optimizer(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
 def _is_of_another_model(params: Sequence[Tensor], models: Sequence[nn.Module]) -> bool:
     """Returns whether an optimizer can only be meant for a model that is not among ``models``.
 
-    One may also train an input of a model: a plain tensor, or any tensor if the models are frozen.
+    One may also train an input of a model: a plain tensor, or any tensor if the models are frozen
+    or have no parameters, as the placeholder for a model of an earlier call.
     """
     held = set(map(id, params))
     own = [param for model in models for param in model.parameters()]
     trains_other = all(isinstance(param, nn.Parameter) for param in params)
-    trains_any = any(param.requires_grad for param in own) or not own
-    return bool(models) and trains_other and trains_any and held.isdisjoint(map(id, own))
+    trains_any = any(param.requires_grad for param in own)
+    return trains_other and trains_any and held.isdisjoint(map(id, own))
 
 
 def _check_accepts_masters(optimizer: Optimizer) -> None:

@@ -213,4 +213,5 @@ def _scale(given: float | None, scaler: Any, rules: DtypeRules) -> float:
         return checked_static(given)
     if scaler is not None:
         return float(scaler.get_scale())
-    return 1.0 if rules.session is None else rules.session.scalers[0].read_scale()
+    scalers = [] if rules.session is None else rules.session.scalers
+    return scalers[0].read_scale() if scalers else 1.0
