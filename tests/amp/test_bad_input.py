@@ -246,10 +246,18 @@ def test_an_optimizer_passed_twice_is_refused():
 # -- numbers ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("given", [-1, 1.5, "2", True, None])
-def test_num_losses_must_be_an_integer_that_is_not_negative(given):
-    words = re.escape(f"num_losses is {given!r}; it must be an integer of at least 0")
-    refused(ValueError, words, Net(), num_losses=given)
+@pytest.mark.parametrize("given", [0, -1, 1.5, "2", True, None])
+def test_num_losses_must_be_a_positive_integer(given):
+    words = re.escape(f"num_losses is {given!r}; it must be an integer of at least 1")
+    model = Net()
+    refused(ValueError, words, model, sgd(model), num_losses=given)
+
+
+def test_num_losses_may_be_0_where_no_optimizer_is_given():
+    refused(
+        ValueError, "num_losses is -1; it must be an integer of at least 0", Net(), num_losses=-1
+    )
+    amp.initialize(Net(), num_losses=0, verbosity=0)
 
 
 @pytest.mark.parametrize(

@@ -205,7 +205,7 @@ def initialize(
         policy,
         rule,
         model_list,
-        integer("num_losses", num_losses, least=0),
+        integer("num_losses", num_losses, least=1 if optimizer_list else 0),
         keep_fp32=flag("keep_fp32_values", keep_fp32_values),
         rounding_seed=integer("rounding_seed", rounding_seed, least=0),
     )
