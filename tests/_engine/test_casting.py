@@ -347,6 +347,42 @@ def test_ambient_may_end_in_a_garbage_collection_at_any_line_of_other_casts(work
     assert not kernel_is_there()
 
 
+def test_an_older_ambient_stays_on_if_a_newer_one_ends_at_any_line_of_operators(region):
+    region.enter_ambient()
+    number, count = 0, 1
+    while number < count:
+        holder = [CastRegion(FP16)]
+        holder[0].enter_ambient()
+        count = at_line(number, holder.clear, in_operators)
+        assert not holder
+        assert (seen(), active_spec()) == (ON, BF16), f"line {number}"
+        number += 1
+    assert number > 10
+
+
+class EndsAmbient(TorchDispatchMode):
+    """Ends what a list holds as soon as an operator reaches it, below autocast."""
+
+    def __init__(self, holder):
+        super().__init__()
+        self.holder = holder
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.holder.clear()
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("op", [torch.exp, lambda x: x @ x], ids=["our kernel", "torch's kernel"])
+def test_ambient_may_end_below_a_kernel(op):
+    before, holder = state(), [CastRegion(BF16)]
+    holder[0].enter_ambient()
+    with EndsAmbient(holder):
+        op(torch.ones(2, 2))
+    assert not holder
+    assert seen() == OFF
+    assert state() == before
+
+
 def test_ambient_of_a_thread_that_is_gone_keeps_no_kernels():
     holder = [CastRegion(BF16)]
     in_thread(holder[0].enter_ambient)

@@ -132,8 +132,8 @@ def _below_autocast(device: str, call: Kernel, args: Sequence[Any], kwargs: dict
 
     Note [Sessions that end in a kernel]
         A garbage collection may end a session at any line of a kernel, and turn its casts off. So
-        only a switch that nobody has set since is turned on again; twice, because a Ctrl-C may
-        interrupt the first.
+        the switch ends as it was then set, if it was; twice, because a Ctrl-C may interrupt the
+        first.
     """
     key, exclude = dispatcher.autocast_key(device), dispatcher.exclude_key
     here = threads.current
@@ -143,9 +143,9 @@ def _below_autocast(device: str, call: Kernel, args: Sequence[Any], kwargs: dict
             exclude(key, True)
             return call(*args, **kwargs)
         finally:
-            exclude(key, not (on if here.applied is applied else _is_on(device)))
+            exclude(key, not (on if here.applied is applied else device in here.applied))
     finally:
-        exclude(key, not (on if here.applied is applied else _is_on(device)))
+        exclude(key, not (on if here.applied is applied else device in here.applied))
 
 
 def build_kernel(op: str, device: str, rules: ThreadRules, native: Any) -> Kernel:
@@ -200,9 +200,9 @@ def build_kernel(op: str, device: str, rules: ThreadRules, native: Any) -> Kerne
                 exclude(key, True)
                 return call(*cast_args, **cast_kwargs)
             finally:
-                exclude(key, not (on if here.applied is applied else _is_on(device)))
+                exclude(key, not (on if here.applied is applied else device in here.applied))
         finally:
-            exclude(key, not (on if here.applied is applied else _is_on(device)))
+            exclude(key, not (on if here.applied is applied else device in here.applied))
 
     return kernel
 

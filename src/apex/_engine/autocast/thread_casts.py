@@ -104,8 +104,8 @@ class ThreadCasts:
         mixes: Whether the newest such block belongs to a backward pass that began with casts on.
         pass_casts: The casts of Python code in backward passes; ``None`` for those of ``specs``.
         task: Id of autograd's backward pass in which the newest block began (-1: none).
-        applied: The autocast dtypes that requests have set, by device type; replaced whenever they
-            set switches.
+        applied: The autocast dtype of each device type that was on when requests last set the
+            switches; another dict each time.
         stale: Whether ``settle`` may have work: requests changed, or were made inside
             ``torch.autocast`` blocks.
     """
@@ -221,10 +221,10 @@ class ThreadCasts:
 
         Note [Sessions that end elsewhere]
             A session may end in another thread, or in a garbage collection at any point. A
-            ``torch.autocast`` block, a call of compiled code and a backward pass restore the switch
-            at their end, so it cannot be turned off inside. Until the thread applies the end of the
-            session, at its next operator with a row, region or ``no_casts``, the session's kernels
-            stay registered, and ours replace torch's own.
+            ``torch.autocast`` block, a call of compiled code, a backward pass and an operator's
+            kernel restore the switch at their end, so it cannot be turned off inside. Until the
+            thread applies the end of the session, at its next operator with a row, region or
+            ``no_casts``, the session's kernels stay registered, and ours replace torch's own.
         """
         if self.busy:
             return
@@ -232,17 +232,18 @@ class ThreadCasts:
         ended = [request for request in self.requests if not request.alive]
         self.specs = {device: r.spec for r in living for device in r.spec.device_types}
         depth = autocast_depth()
-        inside = backward_id() != -1 or is_compiling_here()
+        inside = backward_id() != -1 or is_compiling_here() or _in_operator(ended, depth)
         if ended and (inside or depth > min(request.depth for request in ended)):
             return
         # A block around a request has ended and reset its switches.
         if ended or any(not r.applied or r.depth > depth for r in living):
             self._set_switches(depth)
         for request in living:
-            request.applied, request.depth = True, min(request.depth, depth)
+            request.applied, request.depth = request.alive, min(request.depth, depth)
         self.requests = living
         self.stale = any(request.depth for request in living)
         for request in ended:
+            request.applied = False
             request.unregister()
         if not all(request.alive for request in living):  # one ended in a garbage collection
             self.stale = True
@@ -272,7 +273,17 @@ class ThreadCasts:
         # No weight cache outside runs, where changes of weights go unnoticed.
         _set_cache(not self.specs and self._cache_before)
         self._before = {device: before[device] for device in self.specs}
-        self.applied = {device: spec.dtype for device, spec in self.specs.items()}
+        self.applied = {device: was.dtype for device, was in before.items() if was.on}
+        self.applied |= {device: spec.dtype for device, spec in self.specs.items()}
+
+
+def _in_operator(requests: Iterable[AmbientRequest], depth: int) -> bool:
+    """Returns whether an operator runs that has turned off a switch of these, to turn it on again.
+
+    Blocks do so, too, but neither those that have ended nor those around are asked about.
+    """
+    here = [r.spec for r in requests if r.applied and r.depth <= depth]
+    return not all(is_on(device) for spec in here for device in spec.device_types)
 
 
 class Threads(threading.local):
