@@ -171,7 +171,10 @@ KNOWN = {
     ),
     "._forward_pre_hooks": ("apex/_engine/model/state.py", HOOKS),
     "._get_scale_async": (GRAD_SCALERS, GRAD_SCALER),
-    "._getframe": (f"{DEBUG} apex/_engine/mistakes.py {MODULES}", "of Python's sys"),
+    "._getframe": (
+        f"{DEBUG} apex/_engine/mistakes.py apex/_unavailable.py {MODULES}",
+        "of Python's sys",
+    ),
     "._op": (DISPATCHER, "an overload's callable, 0.2 us faster than the overload itself"),
     "._overloadpacket": (DEBUG, TOOL),
     "._patch_step_function": (
