@@ -330,34 +330,33 @@ WORKS = [
 ]
 
 
-@pytest.mark.parametrize("work", WORKS)
-def test_ambient_may_end_in_a_garbage_collection_at_any_line_of_other_casts(work):
-    before = state()
+def ended_at_each_line(work):
+    """Runs ``work`` once for each line, before which an ambient region ends; yields its number."""
     number, count = 0, 1
     while number < count:
         holder = [CastRegion(FP16)]
         holder[0].enter_ambient()
         count = at_line(number, holder.clear, work)
         assert not holder
-        assert (seen(), active_spec(), state()) == (OFF, None, before), f"line {number}"
-        assert not threads.current.stale
+        yield number
         number += 1
     assert number > 10
+
+
+@pytest.mark.parametrize("work", WORKS)
+def test_ambient_may_end_in_a_garbage_collection_at_any_line_of_other_casts(work):
+    before = state()
+    for number in ended_at_each_line(work):
+        assert (seen(), active_spec(), state()) == (OFF, None, before), f"line {number}"
+        assert not threads.current.stale
     gc.collect()
     assert not kernel_is_there()
 
 
 def test_an_older_ambient_stays_on_if_a_newer_one_ends_at_any_line_of_operators(region):
     region.enter_ambient()
-    number, count = 0, 1
-    while number < count:
-        holder = [CastRegion(FP16)]
-        holder[0].enter_ambient()
-        count = at_line(number, holder.clear, in_operators)
-        assert not holder
+    for number in ended_at_each_line(in_operators):
         assert (seen(), active_spec()) == (ON, BF16), f"line {number}"
-        number += 1
-    assert number > 10
 
 
 class EndsAmbient(TorchDispatchMode):

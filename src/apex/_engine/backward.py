@@ -313,7 +313,8 @@ class BackwardPass(ExitStack):
         for binding in self._bindings:
             current = binding.gradients.current
             current.accumulate(binding, unscale_, done, factors, checks=scaler.dynamic)
-        own = scaler.own_update if self._moves_scale else None
+        moves_scale = self._moves_scale
+        own = scaler.own_update if moves_scale else None
         if scaler.dynamic:
             scaler.share_overflow([*chain.from_iterable(b.params() for b in self._bindings)])
             if own is not None:
@@ -322,7 +323,7 @@ class BackwardPass(ExitStack):
                 binding.gradients.overflow.raise_by(scaler.found_inf)
         if not all(self._sends):
             scaler.hold_update()
-        elif self._moves_scale:
+        elif moves_scale:
             scaler.update(map(_iteration, self._bindings), own=own is not None)
 
     def _abort(self) -> None:

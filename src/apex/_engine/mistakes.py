@@ -107,9 +107,9 @@ class Mistakes:
         if param.grad is not None:
             self._scaled[id(param)] = weakref.ref(param.grad), param.grad._version
 
-    def any_scaled(self, params: Iterable[Tensor]) -> bool:
-        """Returns whether a recorded gradient is still there, as it was."""
-        for param in params if self._scaled else ():
+    def any_scaled(self, params: Callable[[], Iterable[Tensor]]) -> bool:
+        """Returns whether a recorded gradient of ``params()`` is still there, as it was."""
+        for param in params() if self._scaled else ():
             grad, version = self._scaled.get(id(param), (None, 0))
             if grad is not None and grad() is param.grad is not None:
                 return bool(param.grad._version == version)
@@ -229,7 +229,7 @@ def _warn_of_late_backward(mistakes: Mistakes, _: Tensor) -> None:
 
 def inspect_step(
     mistakes: Mistakes,
-    params: Iterable[Tensor],
+    params: Callable[[], Iterable[Tensor]],
     has_grads: Callable[[], bool],
     groups: Sequence[dict[str, Any]],
     *,
@@ -239,7 +239,7 @@ def inspect_step(
 
     Args:
         mistakes: Those of the session.
-        params: The models' parameters that the optimizer trains.
+        params: Returns the models' parameters that the optimizer trains.
         has_grads: Returns whether a parameter that is stepped has a gradient.
         groups: The optimizer's groups.
         needs_scale: Whether gradients are fp16, losses scaled, and no block has used the optimizer.

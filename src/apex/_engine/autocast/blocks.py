@@ -22,8 +22,7 @@ class UncastBlock:
 
     Args:
         for_passes: Whether Python code in backward passes inside may mix dtypes, if casts are on or
-            the thread has none.
-        casts: Those of such code; ``None`` for this thread's.
+            the thread has none; by the thread's ``pass_casts``.
         others: Device types to turn off beside those of this thread's own casts.
     """
 
@@ -33,11 +32,9 @@ class UncastBlock:
         self,
         *,
         for_passes: bool = False,
-        casts: CastSpec | None = None,
         others: Sequence[str] = (),
     ) -> None:
         self._for_passes = for_passes
-        self._casts = casts
         self._others = others
 
     @untraced
@@ -52,8 +49,9 @@ class UncastBlock:
         if self._for_passes:
             _, specs, _, off, mixes, _, _, switches = before
             here.mixes = mixes or not (specs or off) or any(map(_is_on, switches))
-        if self._casts is not None:
-            here.specs = here.specs | dict.fromkeys(self._casts.device_types, self._casts)
+            casts = here.pass_casts
+            if casts is not None:
+                here.specs = here.specs | dict.fromkeys(casts.device_types, casts)
 
     @untraced
     def __exit__(self, *error: object) -> None:

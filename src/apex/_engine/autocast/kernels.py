@@ -111,6 +111,7 @@ class _Restated:
         rules: Mapping[Any, CastRule] = rules_for(op, dispatcher.schema(op))
         self._rule = rules.get(self._category)  # "refuses" has none: below autocast it raises
         self._name, self._device = op, device
+        self._key = dispatcher.autocast_key(device)
         self._below = dispatcher.keys_below_autocast(device)
 
     def call_boxed(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -124,10 +125,12 @@ class _Restated:
         if self._rule is None or keeps_double:
             return self._redispatch(keyset & self._below, *args, **kwargs)
         cast_args, cast_kwargs = self._rule(args, kwargs, _get_dtype(self._device))
-        return _below_autocast(self._device, self._call, cast_args, cast_kwargs)
+        return _below_autocast(self._device, self._key, self._call, cast_args, cast_kwargs)
 
 
-def _below_autocast(device: str, call: Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _below_autocast(
+    device: str, key: Any, call: Kernel, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
     """Calls an operator with autocast off.
 
     Note [Sessions that end in a kernel]
@@ -135,7 +138,7 @@ def _below_autocast(device: str, call: Kernel, args: Sequence[Any], kwargs: dict
         the switch ends as it was then set, if it was; twice, because a Ctrl-C may interrupt the
         first.
     """
-    key, exclude = dispatcher.autocast_key(device), dispatcher.exclude_key
+    exclude = dispatcher.exclude_key
     here = threads.current
     applied, on = here.applied, _is_on(device)
     try:

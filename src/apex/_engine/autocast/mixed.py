@@ -44,7 +44,7 @@ class resolve_mixed:  # noqa: N801 - reads as a function
         if here.stale:
             here.settle()
         if here.specs or here.pass_casts is not None:
-            self._off = UncastBlock(for_passes=True, casts=here.pass_casts)
+            self._off = UncastBlock(for_passes=True)
             self._modes = function_modes()
             self._off.__enter__()
             if here.mixes:

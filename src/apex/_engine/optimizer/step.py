@@ -145,7 +145,7 @@ def _inspect(binding: Binding) -> None:
         stepped = owner.bindings if used else [binding]
         inspect_step(
             owner.mistakes,
-            binding.trained(),
+            binding.trained,
             lambda: any(each.gradients.has_grads() for each in stepped),
             binding.optimizer.param_groups,
             needs_scale=owner.needs_scale and not used,
