@@ -15,6 +15,7 @@ from tests._engine.op_calls import floats, signs
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 _x, _y, _z = floats(2, 3), floats(2, 3, low=0.2), floats(2, 3, low=0.3, high=2.0)
+_square = floats(3, 3) + torch.eye(3)
 _classes = torch.tensor([1, 0])
 _logits = floats(2, 3, low=-9.0, high=9.0)
 _CONVOLUTIONS = {
@@ -99,6 +100,9 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "nuclear_norm.dim": (_x, [0, 1]),
     **{f"{name}.dim": (_x, [1]) for name in ("frobenius_norm", "std", "std_mean", "var")},
     "var_mean.dim": (_x, [1]),
+    "linalg_matrix_exp": (_square,),
+    "linalg_pinv": (_square, 1e-6),
+    "linalg_pinv.rcond_tensor": (_square, torch.tensor(1e-6)),
     "prod.dim_int": (_x, 1),
     "sum.dim_IntList": (_x, [1]),
     "layer_norm": (_x, [3], floats(3), floats(3)),

@@ -172,6 +172,47 @@ def test_rms_norm_logsumexp_and_log1p_are_fp32(region, low, device):
         assert got.dtype is torch.float32
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(torch.pinverse, torch.linalg.pinv, torch.matrix_exp, torch.linalg.matrix_exp),
+        *(torch.cov, torch.corrcoef),
+    ],
+)
+def test_functions_made_of_matrix_products_are_fp32_with_their_gradients(
+    region, low, device, function
+):
+    values = torch.tensor([[2.0, 1.0, 0.5], [0.25, 3.0, 1.0], [1.0, 0.5, 4.0]], device=device)
+    for dtype in (torch.float32, low):
+        x = values.to(dtype, copy=True).requires_grad_()
+        got = region.run(function, x)
+        (grad,) = torch.autograd.grad(got[0, 1], x)
+        plain = values.clone().requires_grad_()
+        expected = function(plain)
+        (exact,) = torch.autograd.grad(expected[0, 1], plain)
+        assert got.dtype is torch.float32
+        torch.testing.assert_close(got, expected)
+        torch.testing.assert_close(grad, exact.to(dtype))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, one: torch.sub(x, one, alpha=2),
+        lambda x, one: torch.addcmul(x, one, one, value=0.5),
+        lambda x, one: torch.baddbmm(one, one, x, beta=0.5),
+    ],
+    ids=["sub", "addcmul", "baddbmm"],
+)
+@pytest.mark.parametrize("device", ["cpu"])  # the emulated one has no tensors without memory
+@pytest.mark.filterwarnings("ignore:`?torch.jit:DeprecationWarning")  # torch's own, of its formulas
+def test_forward_mode_multiplies_the_zeros_of_constants_by_numbers(region, low, device, function):
+    x, one = torch.ones(1, 2, 2, device=device), torch.ones(1, 2, 2, device=device)
+    got = region.run(torch.func.jvp, lambda x: function(x, one), (x,), (one,))
+    expected = torch.func.jvp(lambda x: function(x, one), (x,), (one,))
+    assert [*map(torch.Tensor.tolist, got)] == [*map(torch.Tensor.tolist, expected)]
+
+
 def test_mean_keeps_low_precision_and_batch_norm_follows_its_input(region, low, device):
     x = torch.randn(4, 2, device=device)
     assert region.run(torch.mean, x.to(low)).dtype is low

@@ -58,6 +58,8 @@ class Errors(NamedTuple):
             return "bf16: one rounding, as any operator without a row"
         if self.in_autocast:
             return f"fp32, as in torch.autocast on {', '.join(self.in_autocast)}"
+        if self.output is None:
+            return "fp32: no kernel in bf16"
         if self.output > ROUNDING:
             return f"fp32: {self.output / ROUNDING:.1f} roundings lost"
         return f"fp32: {self.gradient / self.gradient_of_row:.1f} times the gradient's error"
@@ -89,7 +91,7 @@ def _errors(name: str, ops: tuple[str, ...]) -> Errors:
     ]
     try:
         found = [_compared(*call) for call in calls()[name]]
-    except NotImplementedError:
+    except (NotImplementedError, RuntimeError):
         return Errors(name, None, None, None, native)
     return Errors(name, *(max(column) for column in zip(*found, strict=True)), native)
 
@@ -171,6 +173,8 @@ def _arguments(name: str) -> list[tuple[Tensor, ...]]:
         **dict.fromkeys(("cross_entropy", "multi_margin_loss"), (_normal(), classes)),
         **dict.fromkeys(("hinge_embedding_loss", "soft_margin_loss"), (_normal(), signs)),
         "kl_div": (log_probs, _between(0.001, 0.9)),
+        "matrix_exp": (_normal(32, 32, std=0.1),),
+        "pinverse": (_normal(32, 16),),
         "margin_ranking_loss": (_normal(64), _normal(64), signs[:, 0]),
         "multilabel_margin_loss": (_normal(), torch.randint(-1, 256, (64, 256))),
         "nll_loss": (log_probs, classes),

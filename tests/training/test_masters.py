@@ -362,6 +362,16 @@ def test_weights_swapped_for_an_evaluation_leave_masters_as_they_were(level, by)
     assert cases.same(cases.masters(optimizer), before)
 
 
+@pytest.mark.parametrize("level", MASTERS)
+def test_a_master_refuses_data_of_another_dtype(level):
+    _, optimizer = cases.prepared(level)
+    before = cases.masters(optimizer)
+    for param in amp.master_params(optimizer):
+        with pytest.raises(TypeError, match=r"master\.data\.copy_\(value\)"):
+            param.data = param.data.half()
+    assert cases.same(cases.masters(optimizer), before)
+
+
 @pytest.mark.parametrize("first", ["master", "weight"])
 @pytest.mark.parametrize("level", MASTERS)
 def test_written_on_both_sides_the_master_wins(level, first):

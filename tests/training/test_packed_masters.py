@@ -226,6 +226,22 @@ def test_an_array_of_a_master_is_a_copy_that_refuses_writes(kind):
             array[:] = 2
 
 
+@pytest.mark.parametrize("kind", PACKED)
+def test_a_master_is_exported_by_dlpack_as_a_copy(kind):
+    _, optimizer = prepared(kind, "SGD")
+    master = next(amp.master_params(optimizer))
+    expected = master.tolist()
+    exported = torch.from_dlpack(master.detach())
+    assert exported.dtype is torch.float32
+    assert exported.tolist() == expected
+    exported.fill_(2)
+    assert master.tolist() == expected
+    with pytest.raises(BufferError, match="only be exported as a copy"):
+        master.detach().__dlpack__(copy=False)
+    with pytest.raises(BufferError):  # as of any parameter
+        torch.from_dlpack(master)
+
+
 @pytest.mark.parametrize("kernel", ["foreach", "fused"])
 def test_list_kernels_called_by_a_script_leave_exact_masters(kernel):
     model, optimizer = prepared("split", "SGD")

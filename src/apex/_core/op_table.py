@@ -76,6 +76,16 @@ _NORM: Names = {
     )
 }
 
+# torch composes these, their results and formulas of gradients included, of matrix products.
+_MATRICES: Names = {
+    "matrix_exp": ("linalg_matrix_exp",),
+    "pinverse": (
+        *("linalg_pinv", "linalg_pinv.rcond_tensor"),
+        *("linalg_pinv.atol_rtol_float", "linalg_pinv.atol_rtol_tensor"),
+    ),
+    **_same("cov corrcoef"),
+}
+
 _REDUCTIONS: Names = {
     **_same("cumprod cumsum dist renorm logsumexp"),
     **_NORM,
@@ -145,6 +155,7 @@ _TORCH: Names = {
     **_same(_UNARY),
     **_POW,
     **_REDUCTIONS,
+    **_MATRICES,
     **_SOFTMAX,
     **_PROMOTE,
     **_NATIVE_PROMOTION,
@@ -162,6 +173,7 @@ _METHODS: Names = {
     "__ipow__": ("pow_.Scalar", "pow_.Tensor"),
     "cpu": ("to.dtype_layout",),
     **{name: ops for name, ops in _REDUCTIONS.items() if not name.endswith("_mean")},
+    **_MATRICES,
     **_SOFTMAX,
     **_same("addcdiv addcmul atan2 cross dot vdot equal"),
     **_NATIVE_PROMOTION,
@@ -293,7 +305,7 @@ class OpTable:
             _CELLS,
             ("linear", "einsum", "tensordot", "scaled_dot_product_attention"),
         )
-        fp32 = _ops(_same(_UNARY), _POW, _REDUCTIONS, _FUNCTIONAL_FP32)
+        fp32 = _ops(_same(_UNARY), _POW, _REDUCTIONS, _MATRICES, _FUNCTIONAL_FP32)
         groups: dict[Category, Iterable[str]] = {
             "low_precision": low,
             "fp32": fp32,

@@ -61,6 +61,11 @@ class Master(nn.Parameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        if value.dtype is not self.dtype:
+            raise TypeError(
+                f"An fp32 master got data of {value.dtype}, which would lose the low bits that it "
+                "is for. Assign fp32, or write master.data.copy_(value), which converts."
+            )
         increment_version(self)  # first: a Ctrl-C before this line loses nothing
         parameters.set_data(self, value)
 

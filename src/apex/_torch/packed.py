@@ -160,6 +160,19 @@ class Packed(Tensor):
         values.flags.writeable = False
         return values
 
+    def __dlpack__(self, **options: Any) -> Any:
+        """Exports a copy of the values, as :meth:`numpy` does.
+
+        Raises:
+            BufferError: If no copy may be made (``copy=False``).
+        """
+        if options.pop("copy", None) is False:
+            raise BufferError(
+                "The values of a packed fp32 master lie in two halves, so they can only be "
+                "exported as a copy."
+            )
+        return self.clone().__dlpack__(**options)
+
     def tolist(self) -> Any:
         return self.detach().clone().tolist()
 
