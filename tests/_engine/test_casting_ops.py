@@ -213,6 +213,19 @@ def test_forward_mode_multiplies_the_zeros_of_constants_by_numbers(region, low, 
     assert [*map(torch.Tensor.tolist, got)] == [*map(torch.Tensor.tolist, expected)]
 
 
+def test_a_kernel_of_torch_may_work_in_place_on_memory_of_its_own(region, low, device):
+    x = torch.ones(2, 3, device=device, dtype=low)
+    out = torch.empty(2, device=device, dtype=low)
+    region.run(torch.logsumexp, x, 1, out=out)
+    assert out.tolist() == torch.logsumexp(x, 1).tolist()
+
+
+def test_squares_in_place_keep_the_tensor_that_they_write(region, low, device):
+    x = torch.full((2,), 3.0, device=device, dtype=low)
+    assert region.run(x.square_) is x
+    assert x.tolist() == [9.0, 9.0]
+
+
 def test_mean_keeps_low_precision_and_batch_norm_follows_its_input(region, low, device):
     x = torch.randn(4, 2, device=device)
     assert region.run(torch.mean, x.to(low)).dtype is low

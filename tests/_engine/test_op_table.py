@@ -132,7 +132,7 @@ def ops_of(category: str) -> list[str]:
 
 
 @DEVICES
-@pytest.mark.parametrize("op", ops_of("low_precision_inplace"))
+@pytest.mark.parametrize("op", [op for op in ops_of("low_precision_inplace") if op != "square_"])
 def test_in_place_product_casts_its_arguments_to_self(op, device):
     (call,) = (c for c in calls() if (c.namespace, c.name) == ("torch.Tensor", op.rstrip("_")))
     for low, own in itertools.product(LOW, (torch.float32, "low")):

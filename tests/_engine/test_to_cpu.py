@@ -46,6 +46,28 @@ def test_the_number_that_a_script_asks_for_the_range_of_its_dtype_keeps_it():
     assert asked == "float16"
 
 
+@LOW
+@pytest.mark.parametrize("call", ALIKE.values(), ids=ALIKE)
+@pytest.mark.parametrize("outside", [False, True])
+def test_it_does_in_inference_mode_and_of_its_tensors_too(call, low, outside):
+    with torch.inference_mode():
+        x = torch.ones(2, dtype=low)
+    with torch.inference_mode(mode=not outside):
+        assert run(call, low).dtype is torch.float32
+        region = CastRegion(CastSpec(low, ("cpu",), OpTable.default()))
+        assert region.run(call, x).dtype is torch.float32
+
+
+@LOW
+def test_a_kernel_of_torch_that_copies_keeps_the_dtype_that_it_allocated(low):
+    def sums(x):
+        return torch.logcumsumexp(x, 0, out=torch.empty_like(x))
+
+    x = torch.ones(64, dtype=low)
+    got = CastRegion(CastSpec(low, ("cpu",), OpTable.default())).run(sums, x)
+    assert got.tolist() == sums(x).tolist()
+
+
 @pytest.mark.parametrize("call", ALIKE.values(), ids=ALIKE)
 def test_torch_calls_one_operator_with_equal_arguments(call):
     """Should this fail, torch has learned to tell them apart: give ``.to("cpu")`` its dtype."""

@@ -165,8 +165,6 @@ def _to_cpu_as_fp32(args: Args, kwargs: Kwargs, low: torch.dtype) -> tuple[Args,
     # Tensor.numpy(), by which scripts look up the range of fp16 (numpy has no bf16):
     # np.finfo(torch.tensor(0, dtype=x.dtype).numpy().dtype).
     tensor = args[0]
-    if not isinstance(tensor, Tensor):  # a number, of which torch made a tensor
-        return args, kwargs
     if tensor.dtype is torch.float16 and tensor.dim() == 0 and tensor.device.type == "cpu":
         return args, kwargs
     if (

@@ -196,7 +196,8 @@ For a name without operators, torch's own promotion (arithmetic, comparisons, ``
 other rows (Python functions) determine the result dtype; a row of its own could not change it.
 """
 
-_INPLACE_LOW = ("addmm_", "addmv_", "addr_", "addbmm_", "baddbmm_")
+# torch calls ``pow_`` for the last, whose row would refuse 16 bits.
+_INPLACE_LOW = ("addmm_", "addmv_", "addr_", "addbmm_", "baddbmm_", "square_")
 
 _INPLACE_FP32 = (
     *(f"{name}_" for name in _UNARY.split()),

@@ -46,6 +46,23 @@ def autocast_key(device: str) -> Any:
     return getattr(torch._C.DispatchKey, AUTOCAST_KEYS[device])
 
 
+_AUTOGRAD_KEYS = [
+    torch._C.DispatchKey.AutogradFunctionality,  # that of every device
+    torch._C.DispatchKey.AutogradNestedTensor,
+    torch._C.DispatchKey.AutogradOther,  # sparse tensors
+]
+
+
+def is_above_autograd(keyset: Any, tensor: torch.Tensor) -> bool:
+    """Returns whether a kernel with ``keyset`` was called from outside torch's own kernels.
+
+    In inference mode there is no autograd, so every call counts.
+    """
+    if any(map(keyset.has, _AUTOGRAD_KEYS)):
+        return True
+    return torch.is_inference_mode_enabled() or tensor.is_inference()
+
+
 def keys_below_autocast(device: str) -> Any:
     """Returns the set of dispatch keys that come after a device type's autocast."""
     return torch._C._dispatch_keyset_full_after(autocast_key(device))

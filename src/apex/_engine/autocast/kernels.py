@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from apex._core.op_casts import CastRule, has_double, rules_for
 from apex._core.op_table import (
@@ -207,7 +208,27 @@ def build_kernel(op: str, device: str, rules: ThreadRules, native: Any) -> Kerne
         finally:
             exclude(key, not (on if here.applied is applied else device in here.applied))
 
-    return kernel
+    return _of_scripts(kernel, op, device) if default in ("to_cpu", "fp32_inplace") else kernel
+
+
+def _of_scripts(kernel: Kernel, op: str, device: str) -> Kernel:
+    """Returns ``kernel`` for the calls that come from above autograd.
+
+    torch's own kernels copy with ``to``, too, and rely on the dtype; they may pass a number. They
+    work in place on memory of their own.
+    """
+    redispatch, below = dispatcher.overload(op).redispatch, dispatcher.keys_below_autocast(device)
+    key, call = dispatcher.autocast_key(device), dispatcher.direct_call(op)
+
+    @untraced
+    def outer(keyset: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(source, Tensor):  # which `redispatch` does not take
+            return _below_autocast(device, key, call, (source, *args), kwargs)
+        if dispatcher.is_above_autograd(keyset, source):
+            return kernel(keyset, source, *args, **kwargs)
+        return redispatch(keyset & below, source, *args, **kwargs)
+
+    return outer
 
 
 def _needs_kernel(op: str, device: str, native: bool) -> bool:
