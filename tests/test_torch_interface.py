@@ -191,6 +191,10 @@ KNOWN = {
         "an operator's schema; torch.library documents it as the way to read one",
     ),
     "._sequence_nr": (DEBUG, TOOL),
+    "._is_zerotensor": (
+        "apex/_torch/sparse.py",
+        "whether reading a gradient's memory would fail: autograd's zeros have none",
+    ),
     "._spec": ("apex/_torch/dtensor.py", "a DTensor's layout, for another with the same one"),
     "._to_copy": (DEBUG, "a name of torch.ops.aten"),
     "._unsafe_view": (DEBUG, "a name of torch.ops.aten"),

@@ -110,6 +110,15 @@ def test_forward_in_inference_mode_is_traced():
     assert (trace.first.op, trace.first.module, trace.first.location) == ("aten.exp", "1", EXP)
 
 
+def test_a_gradient_of_zeros_without_memory_is_traced():
+    net = nn.Linear(2, 2)
+    with amp.debug.trace_overflow(net) as trace:
+        out = net(torch.ones(1, 2))
+        (out * out.sgn()).sum().backward()
+    assert trace.first is None
+    assert net.weight.grad.tolist() == [[float(sign)] * 2 for sign in out.detach().sgn()[0]]
+
+
 def test_a_sparse_gradient_is_checked():
     net = nn.Embedding(4, 2, sparse=True)
     with trace_overflow(net) as trace:

@@ -1,7 +1,8 @@
-"""The stored values of sparse tensors."""
+"""Tensors that store few of their values: sparse ones, and autograd's zeros."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -11,3 +12,8 @@ def stored_values(tensor: Tensor) -> Tensor:
     ``Tensor.values`` raises for a tensor that is not coalesced.
     """
     return tensor._values()
+
+
+def with_memory(tensor: Tensor) -> Tensor:
+    """Returns zeros in place of a tensor that has none in memory, as the gradient of ``sgn``."""
+    return torch.zeros_like(tensor) if tensor._is_zerotensor() else tensor

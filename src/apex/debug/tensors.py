@@ -15,7 +15,7 @@ from apex._core import dtypes
 from apex._torch import dtensor
 from apex._torch.copies import capturing
 from apex._torch.packed import stored_tensors
-from apex._torch.sparse import stored_values
+from apex._torch.sparse import stored_values, with_memory
 
 Kind = Literal["inf", "nan"]
 
@@ -127,7 +127,7 @@ def dense(tensor: Tensor) -> Tensor:
     """Returns the values stored on this rank: the tensor, a sparse tensor's values, or a shard."""
     tensor = dtensor.local(tensor)
     if tensor.layout is torch.strided:
-        return tensor.detach()
+        return with_memory(tensor.detach())
     if tensor.layout is torch.sparse_coo:
         return stored_values(tensor.detach())
     return tensor.detach().values()
