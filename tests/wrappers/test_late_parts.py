@@ -196,6 +196,37 @@ def test_a_tensor_that_the_forward_makes_is_named_with_the_remedies(level):
     assert model(torch.arange(3)).dtype is torch.float32
 
 
+class Spectrum(nn.Module):
+    """Operators of torch that have no 16-bit kernel say so each in its own way."""
+
+    def __init__(self, of):
+        super().__init__()
+        self.linear, self.of = nn.Linear(4, 4), of
+
+    def forward(self, x):
+        return self.of(self.linear(x))
+
+
+@casting_levels
+@pytest.mark.parametrize(
+    "of",
+    [
+        torch.fft.fft,
+        torch.linalg.det,
+        torch.linalg.pinv,
+        torch.linalg.matrix_rank,
+        torch.linalg.vander,
+        lambda x: torch.quantile(x, 0.5),
+        lambda x: torch.stft(x, 4, window=torch.ones(4, dtype=x.dtype), return_complex=True),
+    ],
+    ids=["fft", "det", "pinv", "rank", "vander", "quantile", "stft"],
+)
+def test_an_operator_without_a_16_bit_kernel_is_told_with_the_remedy(level, of):
+    model, _ = prepared(level, Spectrum(of))
+    with pytest.raises(RuntimeError, match=r"has no 16-bit kernel(.|\n)*fp32_modules"):
+        model(torch.ones(4, 4))
+
+
 @casting_levels
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64])
 def test_an_input_that_no_level_casts_gets_torch_s_own_error(level, dtype):
@@ -204,7 +235,7 @@ def test_an_input_that_no_level_casts_gets_torch_s_own_error(level, dtype):
         model(cases.batch()[0].to(dtype))
 
 
-@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_a_mask_that_fp16_cannot_hold_is_named_with_the_one_that_it_can(level):
     class Masked(nn.Linear):
         least = -1e9

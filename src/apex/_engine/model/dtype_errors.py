@@ -1,4 +1,4 @@
-"""Adds the remedy to errors about dtypes in the forward pass of a converted model."""
+"""Adds the remedy to errors about dtypes in the forward pass of a prepared model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ _NOT_FLOATING = re.compile(
     r"\b((unsigned |signed )?char|short|int|long|bool|byte)\b|Complex", re.IGNORECASE
 )
 _NO_ROOM = re.compile("value cannot be converted to type .* without overflow")
-_NO_KERNEL = re.compile("not implemented for '(Half|BFloat16)'|Low precision dtypes not supported")
+_NO_KERNEL = re.compile(
+    "not implemented for '(Half|BFloat16)'|Low precision dtypes not supported"
+    "|Unsupported dtype (Half|BFloat16)|tensors(,? but got|( of type)?:) (Half|BFloat16)"
+    "|[Ff]loat(,| or| and) [Dd]ouble"
+)
 
 
 def mixes_dtypes(error: RuntimeError) -> bool:
@@ -29,7 +33,7 @@ def explain(model: nn.Module, plan: ModelPlan, error: RuntimeError) -> None:
     """Raises ``error`` again with its remedy; returns if the plan's dtypes are not its cause.
 
     Args:
-        model: A converted model whose forward pass failed.
+        model: A prepared model whose forward pass failed.
         plan: Its conversion.
         error: The forward pass's error.
 
@@ -38,10 +42,12 @@ def explain(model: nn.Module, plan: ModelPlan, error: RuntimeError) -> None:
     """
     kind = type(error)
     # Scripts catch subclasses, such as out of memory, by name.
-    if not plan.casts_down or kind not in (RuntimeError, NotImplementedError):
+    if kind not in (RuntimeError, NotImplementedError):
         return
     if _NO_ROOM.search(str(error)):
-        raise kind(f"{error}\n{_too_large(model, plan)}") from error
+        raise kind(f"{error}\n{_too_large(model)}") from error
+    if not plan.casts_down:
+        return
     if _NO_KERNEL.search(str(error)):
         raise kind(f"{error}\n{_without_kernel(model)}") from error
     if _ABOUT_DTYPES.search(str(error)):
@@ -104,10 +110,10 @@ def _shown(names: list[str]) -> str:
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
-def _too_large(model: nn.Module, plan: ModelPlan) -> str:
+def _too_large(model: nn.Module) -> str:
     return (
-        f"amp prepared the model {type(model).__name__} to compute in {plan.param_dtype}, which "
-        "cannot hold that number. Mask with the least number of the tensor's own dtype, as in "
+        f"Under amp, {type(model).__name__} computes that tensor in 16 bits, which cannot hold the "
+        "number. Mask with the least number of the tensor's own dtype, as in "
         "scores.masked_fill(mask, torch.finfo(scores.dtype).min), or use a bf16 level."
     )
 
