@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -17,8 +16,3 @@ def is_trained(param: nn.Parameter) -> bool:
 def params_of(optimizer: Optimizer) -> list[nn.Parameter]:
     """Returns the parameters of all groups, in order."""
     return [*chain.from_iterable([group["params"] for group in optimizer.param_groups])]
-
-
-def own_lists(optimizer: Optimizer) -> list[list[Any]]:
-    """Returns the lists that an optimizer keeps beside its groups, as some do of parameters."""
-    return [value for value in vars(optimizer).values() if type(value) is list]

@@ -115,6 +115,8 @@ class TrackedPair:
             self.master = master.make_master(model, exact, Master)
         else:
             self.master = master.make_packed(model, exact, kind)
+        if model.__dict__:
+            _pass_on_attributes(model, self.master)
         self.packing = packing_of(self.master)
         self.low_bits = True
         self.new = True
@@ -226,6 +228,12 @@ class TrackedPair:
         return model._version != self._model_version or model.data_ptr() != self.model_address
 
 
+def _pass_on_attributes(model: nn.Parameter, made: nn.Parameter) -> None:
+    """Gives a master what scripts have set on its parameter, which their optimizers may read."""
+    own = vars(made)
+    own.update({name: value for name, value in vars(model).items() if name not in own})
+
+
 def packing_of(tensor: Tensor) -> Packing | None:
     own = dtensor.local(tensor)
     return own.packing if isinstance(own, Packed) else None
@@ -248,6 +256,7 @@ def rebuild_pair(
         )
     if kind is not None and packing_of(made) is None:  # files hold plain masters
         parameters.swap(made, master.make_packed(model, made.detach(), kind))
+    _pass_on_attributes(model, made)
     pair = TrackedPair.__new__(TrackedPair)
     pair.model, pair.master, pair.kind, pair.packing = model, made, kind, packing_of(made)
     pair.new, pair.low_bits, pair.mirrors_grad, pair.mirror_id = new, low_bits, False, 0

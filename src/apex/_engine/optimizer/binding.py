@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core import dtypes
-from apex._core.param_groups import is_trained, own_lists, params_of
+from apex._core.param_groups import is_trained, params_of
 from apex._engine import tracked_pair
 from apex._engine.masters import Masters
 from apex._engine.mistakes import Mistakes
 from apex._engine.optimizer import one_pass
+from apex._engine.optimizer.exchange import exchange
 from apex._engine.optimizer.gradients import Gradients
 from apex._engine.tracked_pair import TrackedPair
 from apex._engine.undo import Undo, all_or_nothing
@@ -174,8 +175,8 @@ class Binding:
     def adopt(self, groups: Iterable[dict[str, Any]], undo: Undo) -> None:
         """Replaces low-precision parameters in ``groups`` with their masters, in place.
 
-        Also in lists that the optimizer keeps beside its groups. A frozen parameter stays and gets
-        its master when unfrozen.
+        Also where else the optimizer keeps them. A frozen parameter stays and gets its master when
+        unfrozen.
 
         Args:
             groups: Groups of the optimizer.
@@ -184,11 +185,10 @@ class Binding:
         if not self.master_weights:
             return
         owned, waiting = self._owned, {id(param) for param in self._frozen}
-        replaced: list[tuple[list[nn.Parameter], int, nn.Parameter]] = []
         known = len(self.pairs)
-        undo.push(self._undo_adopt, known, len(self._frozen), replaced)
-        lists: list[list[nn.Parameter]] = [group["params"] for group in groups]
-        for param in chain.from_iterable(lists):
+        undo.push(self._undo_adopt, known, len(self._frozen))
+        params = [*chain.from_iterable([group["params"] for group in groups])]
+        for param in params:
             which = id(param)
             if not dtypes.is_low_precision(param) or which in owned or which in waiting:
                 continue
@@ -196,31 +196,16 @@ class Binding:
                 self._frozen.append(param)
                 waiting.add(which)
                 continue
-            pair = self._source.make(param, self)
-            self.pairs.append(pair)
+            self.pairs.append(self._source.make(param, self))
             owned.add(which)
-            _move_state(self.optimizer, param, pair.master)
-        made = {id(pair.model): pair for pair in self.pairs[known:]}
-        for params in [*lists, *own_lists(self.optimizer)]:
-            for index, param in enumerate(params):
-                which = id(param)
-                if which in owned:
-                    replaced.append((params, index, param))
-                    pair = made[which] if which in made else self._source.make(param, self)
-                    params[index] = pair.master
+        if not owned.isdisjoint(map(id, params)):
+            exchange(self.optimizer, {id(pair.model): pair.master for pair in self.pairs})
 
-    def _undo_adopt(
-        self,
-        pairs: int,
-        frozen: int,
-        replaced: Sequence[tuple[list[nn.Parameter], int, nn.Parameter]],
-    ) -> None:
+    def _undo_adopt(self, pairs: int, frozen: int) -> None:
         """Reverts :meth:`adopt`, given the number of pairs and frozen parameters before it."""
-        for params, index, param in replaced:
-            params[index] = param
-        for pair in self.pairs[pairs:]:
-            _move_state(self.optimizer, pair.master, pair.model)
-            self._owned.discard(id(pair.model))
+        added = self.pairs[pairs:]
+        exchange(self.optimizer, {id(pair.master): pair.model for pair in added})
+        self._owned.difference_update(id(pair.model) for pair in added)
         del self.pairs[pairs:], self._frozen[frozen:]
 
     def adopt_unfrozen(self) -> None:
@@ -238,14 +223,7 @@ class Binding:
 
         Allocates nothing, so it works out of memory.
         """
-        originals = {id(pair.master): pair.model for pair in self.pairs}
-        groups = [group["params"] for group in self.optimizer.param_groups]
-        for params in [*groups, *own_lists(self.optimizer)]:
-            for index, param in enumerate(params):
-                if id(param) in originals:
-                    params[index] = originals[id(param)]
-        for pair in self.pairs:
-            _move_state(self.optimizer, pair.master, pair.model)
+        exchange(self.optimizer, {id(pair.master): pair.model for pair in self.pairs})
         self.pairs, self._owned = [], set()
 
     # -- before a pass or a step -------------------------------------------------------------
@@ -329,8 +307,3 @@ class Binding:
         self._source = Masters(self.__dict__.pop("packing", None))
         self._owned = {id(pair.model) for pair in self.pairs}
         self.gradients = Gradients(self)  # copies and files hold no gradients
-
-
-def _move_state(optimizer: Optimizer, old: nn.Parameter, new: nn.Parameter) -> None:
-    if old in optimizer.state:
-        optimizer.state[new] = optimizer.state.pop(old)
