@@ -242,6 +242,16 @@ def test_a_master_is_exported_by_dlpack_as_a_copy(kind):
         torch.from_dlpack(master)
 
 
+@pytest.mark.parametrize("kind", PACKED)
+def test_a_view_in_another_dtype_whose_writes_would_be_lost_is_refused(kind):
+    _, optimizer = prepared(kind, "SGD")
+    master = next(amp.master_params(optimizer)).detach()
+    with pytest.raises(RuntimeError, match="clone"):
+        master.view(torch.int32)
+    master.view(torch.float32)[0] = 0.5
+    assert (master[0] == 0.5).all()
+
+
 @pytest.mark.parametrize("kernel", ["foreach", "fused"])
 def test_list_kernels_called_by_a_script_leave_exact_masters(kernel):
     model, optimizer = prepared("split", "SGD")
@@ -290,7 +300,7 @@ def test_a_clamp_or_a_mask_of_the_model_keeps_the_low_bits_of_other_elements():
     inside = model.weight.detach().abs() < 0.0625
     large_step(model, optimizer)
     assert torch.equal(master[inside], before[inside])
-    assert torch.equal(half_up(master), half_up(before).clamp(-0.0625, 0.0625))
+    assert torch.equal(half_up(master.clone()), half_up(before).clamp(-0.0625, 0.0625))
     before = master.detach().clone()
     mask = torch.rand(64, 64, generator=torch.Generator().manual_seed(0)) < 0.05
     with torch.no_grad():

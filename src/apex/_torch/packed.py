@@ -262,8 +262,7 @@ def _plan(func: Any) -> _Plan:
     if waits:  # writes to its first argument, which its schema does not say
         written = ((0, schema.arguments[0].name),)
     return _Plan(
-        # Bits read as another dtype are those of a copy.
-        views=returned is not None and not returned.is_write and schema.overload_name != "dtype",
+        views=returned is not None and not returned.is_write,
         makes=name in _MAKERS,
         written=written,
         lists=name.startswith(("_foreach_", "_fused_")),
@@ -272,6 +271,8 @@ def _plan(func: Any) -> _Plan:
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func is torch.ops.aten.view.dtype:
+        func, args = _without_dtype(*args), args[:1]
     plan = _plan(func)
     if plan.views and isinstance(args[0], Packed):
         return _views(func, args, kwargs)
@@ -286,6 +287,17 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         joined = [tensor for result in results if result is not None for tensor in result]
         return joined if any(result is not None for result in results) else None
     return _call(func, plan, args, kwargs)
+
+
+def _without_dtype(tensor: Packed, dtype: torch.dtype) -> Any:
+    """Returns the operator of ``tensor.view(dtype)`` for the same dtype; raises for others."""
+    if dtype is tensor.dtype:
+        return torch.ops.aten.alias.default
+    raise RuntimeError(
+        f"A packed fp32 master got view({dtype}). It is stored in parts, so a write to such a view "
+        "would not reach it. Read the bits of a copy, master.clone().view(dtype); for an optimizer "
+        "that writes them (schedulefree's ScheduleFreeWrapper), use master_weights=True."
+    )
 
 
 def _views(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
