@@ -50,6 +50,15 @@ def test_a_distributed_model_is_refused(plan):
         destroy_process_group()
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_scripted_part_is_refused_where_its_weights_would_be_cast():
+    model = Net()
+    model.last = torch.jit.script(model.last)
+    check(model, O1)
+    with pytest.raises(RuntimeError, match=r"whose last is scripted.*plain module"):
+        check(model, O5)
+
+
 @every_plan
 def test_a_model_on_meta_is_refused(plan):
     model = Net()

@@ -128,13 +128,25 @@ def _check_kind(model: object, plan: ModelPlan) -> None:
             f"amp.initialize got a model wrapped in DeepSpeed's {kind}, which does its own mixed "
             "precision. Enable fp16 or bf16 in its config instead, or drop DeepSpeed."
         )
-    if isinstance(model, jit.ScriptModule):
-        raise RuntimeError(
-            f"amp.initialize got a scripted model ({kind}), whose compiled forward cannot cast. "
-            "Pass the plain module; torch.compile and torch.jit.trace take the model amp returns."
-        )
+    _check_not_scripted(module, plan)
     if module is not model:
         proxy_class.check(model)
+
+
+def _check_not_scripted(model: nn.Module, plan: ModelPlan) -> None:
+    if isinstance(model, jit.ScriptModule):
+        raise RuntimeError(
+            f"amp.initialize got a scripted model ({type(model).__name__}), whose compiled forward "
+            "cannot cast. Pass the plain module; torch.compile and torch.jit.trace take the model "
+            "amp returns."
+        )
+    for name, module in named_modules(model).items() if plan.casts_down else ():
+        if isinstance(module, jit.ScriptModule):
+            raise RuntimeError(
+                f"amp.initialize got a model whose {name} is scripted or traced, so that its "
+                "state_dict cannot be converted to fp32. Put the plain module there, or use a "
+                "level that keeps fp32 weights (O1, O4)."
+            )
 
 
 def _check_materialized(name: str, tensor: Tensor) -> None:
