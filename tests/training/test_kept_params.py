@@ -134,6 +134,33 @@ def test_an_overflow_skips_the_optimizers_inside():
     assert not cases.same(cases.masters(optimizer), before)
 
 
+class InBackward(Container):
+    """Steps in hooks of the backward pass (torchtitan's OptimizersInBackwardContainer)."""
+
+    def __init__(self, params):
+        params = list(params)
+        super().__init__(params)
+        for optimizer, own in zip(self.optimizers, (params[:2], params[2:]), strict=True):
+            own[0].register_post_accumulate_grad_hook(lambda _, inner=optimizer: inner.step())
+
+    def step(self, closure=None):
+        """Does nothing."""
+
+
+def plain_backward(model, optimizer, x, y):
+    cases.loss_of(model, x, y).backward()
+
+
+@pytest.mark.parametrize("run", [cases.backward, plain_backward])
+@pytest.mark.parametrize("kind", [True, "split"])
+def test_optimizers_inside_that_would_miss_the_gradients_of_a_pass_are_refused(kind, run):
+    model, optimizer = cases.prepared("O5", InBackward, master_weights=kind)
+    before = cases.masters(optimizer)
+    with pytest.raises(RuntimeError, match=r"SGD\.step\(\) was called.*as a list"):
+        run(model, optimizer, *cases.batch())
+    assert cases.same(cases.masters(optimizer), before)
+
+
 def test_an_interrupted_initialize_leaves_the_optimizers_inside_with_the_same_parameters():
     line = 0
     while True:

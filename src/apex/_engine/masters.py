@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from apex._core import rounding
 from apex._core.garbage import Living
 from apex._core.packing import Kind
+from apex._core.param_groups import params_of
 from apex._engine.tracked_pair import (
     Master,
     TrackedPair,
@@ -23,6 +24,7 @@ from apex._engine.tracked_pair import (
     round_into_model,
     write_back,
 )
+from apex._torch.autograd import backward_id
 from apex._torch.dynamo import untraced
 
 PREPARED = "_apex_binding"
@@ -219,7 +221,21 @@ def _round_after_step(optimizer: Optimizer, args: object, kwargs: object) -> Non
                 increment_version(param)  # fused kernels do not
                 stepped = True
     if stepped:
+        if backward_id() != -1:
+            _check_gradients(optimizer)
         write_back_all()
+
+
+def _check_gradients(optimizer: Optimizer) -> None:
+    """Raises if a step in a hook of a backward pass has missed gradients, which models have."""
+    stepped = set(map(id, params_of(optimizer)))
+    pairs = (pair for masters in _living for pair in masters.all() if id(pair.master) in stepped)
+    if any(pair.master.grad is None and pair.model.grad is not None for pair in pairs):
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step() was called during a backward pass (by a hook) on "
+            "fp32 masters, which have no gradients yet: amp has prepared another optimizer, which "
+            "holds this one. Pass those that step to amp.initialize instead, as a list."
+        )
 
 
 def clear_grad(param: nn.Parameter, *, set_to_none: bool) -> None:
