@@ -40,12 +40,35 @@ class InASet(Rates):
         return 0.1 if param in self.slow else 1.0
 
 
+class Tuples(Rates):
+    def keep(self, params):
+        self.slow, self.fast = tuple(params[:2]), {"all": [(*params[2:], "others")]}
+
+    def times(self, param):
+        return sum(param is p for p in self.slow) + 2 * sum(param is p for p in self.fast["all"][0])
+
+
 class Nested(Rates):
     def keep(self, params):
         self.kinds = {"fast": [(params[:2], 2.0), (params[2:], 0.5)]}
 
     def times(self, param):
         return next(times for kind, times in self.kinds["fast"] if any(param is p for p in kind))
+
+
+class Blocks(Rates):
+    """Steps views of the parameters that it got, as Shampoo steps blocks."""
+
+    def keep(self, params):
+        self.blocks = [(param.detach().view(-1), param) for param in params]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for block, param in self.blocks:
+            block.add_(param.grad.view(-1), alpha=-0.1)
+
+    def times(self, param):
+        return 1.0
 
 
 class OwnAttribute(Rates):
@@ -82,7 +105,7 @@ def trained(make, level, **options):
     return model, optimizer
 
 
-@pytest.mark.parametrize("kind", [ByParam, InASet, Nested, OwnAttribute])
+@pytest.mark.parametrize("kind", [ByParam, InASet, Tuples, Nested, Blocks, OwnAttribute])
 @pytest.mark.parametrize("level", cases.WITH_MASTERS)
 def test_an_optimizer_finds_masters_where_it_kept_its_parameters(level, kind):
     model, optimizer = trained(kind, level, loss_scale=128.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from apex._engine.masters import PREPARED
 
 _HOLDERS = (list, tuple, dict, set, Optimizer)
-"""What is searched; tuples are for what they hold, as they cannot change themselves."""
 
 
 def exchange(optimizer: Optimizer, new: Mapping[int, nn.Parameter]) -> None:
@@ -51,8 +50,10 @@ def _exchange_in(held: Any, new: Mapping[int, nn.Parameter]) -> list[Any]:
 
 
 def _exchange_at(
-    held: Any, keys: Iterable[Any], items: Iterable[Any], new: Mapping[int, nn.Parameter]
+    held: Any, keys: Iterable[Any], items: Collection[Any], new: Mapping[int, nn.Parameter]
 ) -> None:
-    for key, which in zip(keys, map(id, items), strict=True):
+    for key, which, item in zip(keys, map(id, items), items, strict=True):
         if which in new:
             held[key] = new[which]
+        elif item.__class__ is tuple and not new.keys().isdisjoint(map(id, item)):
+            held[key] = tuple(new.get(id(each), each) for each in item)
