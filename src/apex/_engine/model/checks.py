@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, jit, nn
@@ -117,7 +117,8 @@ def _check_kind(model: object, plan: ModelPlan) -> None:
             f"amp.initialize got a model wrapped in {kind}; it takes the model itself. Call "
             f"amp.initialize first, then wrap the model that it returns in {kind}."
         )
-    if any(fsdp.is_fsdp1(module) for module in named_modules(model).values()):
+    parts = named_modules(model)
+    if any(map(fsdp.is_fsdp1, parts.values())):
         raise RuntimeError(
             f"amp.initialize got a model ({kind}) with FullyShardedDataParallel in it, which "
             "flattens parameters, so that amp cannot tell them apart. Use fully_shard from "
@@ -128,19 +129,19 @@ def _check_kind(model: object, plan: ModelPlan) -> None:
             f"amp.initialize got a model wrapped in DeepSpeed's {kind}, which does its own mixed "
             "precision. Enable fp16 or bf16 in its config instead, or drop DeepSpeed."
         )
-    _check_not_scripted(module, plan)
+    _check_not_scripted(module, parts if plan.casts_down else {})
     if module is not model:
         proxy_class.check(model)
 
 
-def _check_not_scripted(model: nn.Module, plan: ModelPlan) -> None:
+def _check_not_scripted(model: nn.Module, parts: Mapping[str, nn.Module]) -> None:
     if isinstance(model, jit.ScriptModule):
         raise RuntimeError(
             f"amp.initialize got a scripted model ({type(model).__name__}), whose compiled forward "
             "cannot cast. Pass the plain module; torch.compile and torch.jit.trace take the model "
             "amp returns."
         )
-    for name, module in named_modules(model).items() if plan.casts_down else ():
+    for name, module in parts.items():
         if isinstance(module, jit.ScriptModule):
             raise RuntimeError(
                 f"amp.initialize got a model whose {name} is scripted or traced, so that its "
