@@ -129,16 +129,17 @@ def test_optimizers_inside_another_step_masters(level, options):
     assert all(a is b for a, b in zip(optimizer.inner(), model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("level", cases.WITH_MASTERS)
-def test_optimizers_inside_another_continue_from_their_state(level):
-    model, alone = cases.net(), cases.net()
+@pytest.mark.parametrize("arrives", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("level", ["O2", "O4", "O5"])
+def test_optimizers_inside_another_continue_from_their_state(level, arrives):
+    model, alone = cases.net().to(arrives), cases.net().to(arrives)
     optimizer = Container(model.parameters(), lambda params: Adam(params, lr=0.01))
     other = Adam(alone.parameters(), lr=0.01)
     for x, y in cases.batches(2):
         for each in (optimizer, *optimizer.optimizers, other):
             each.zero_grad()
-        cases.loss_of(model, x, y).backward()
-        cases.loss_of(alone, x, y).backward()
+        cases.loss_of(model, x.to(arrives), y).backward()
+        cases.loss_of(alone, x.to(arrives), y).backward()
         optimizer.step()
         other.step()
     for pair in ((model, optimizer), (alone, other)):

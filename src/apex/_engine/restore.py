@@ -14,6 +14,7 @@ from apex._core.param_groups import params_of
 from apex._engine import model as conversion
 from apex._engine.optimizer import optimizer_class
 from apex._engine.optimizer.binding import Binding
+from apex._engine.optimizer.exchange import optimizers_in
 from apex._torch import parameters
 from apex._torch.packed import plain
 
@@ -68,18 +69,22 @@ def match_states(optimizers: Iterable[Optimizer], before: Mapping[int, torch.dty
 
     Needed for parameters converted in place (O3). All or nothing.
     """
-    matched = [entry for optimizer in optimizers for entry in _matched(optimizer, before)]
+    matched = [
+        entry
+        for optimizer in optimizers
+        for each in optimizers_in(optimizer)
+        for entry in _matched(each, optimizer_class.binding_of(optimizer), before)
+    ]
     for state, name, value in matched:
         state[name] = value
 
 
 def _matched(
-    optimizer: Optimizer, before: Mapping[int, torch.dtype]
+    optimizer: Optimizer, binding: Binding | None, before: Mapping[int, torch.dtype]
 ) -> Iterator[tuple[dict[str, Any], str, Any]]:
     # apex.optimizers keep fp32 state for 16-bit parameters, and declare it.
     if getattr(optimizer, "state_stays_fp32", False):
         return
-    binding = optimizer_class.binding_of(optimizer)
     # 0-d tensors are step counts, which stay exact; in LBFGS they are dot products.
     least_dim = 0 if isinstance(optimizer, LBFGS) else 1
     pairs = () if binding is None else binding.pairs

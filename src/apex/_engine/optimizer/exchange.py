@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -20,6 +20,27 @@ def exchange(optimizer: Optimizer, new: Mapping[int, nn.Parameter]) -> None:
     parameters, dicts by parameter, or optimizers that they step themselves. Those that amp has
     prepared are left to it.
     """
+    for held in _held_by(optimizer):
+        if isinstance(held, dict):
+            for key in [key for key in held if id(key) in new]:
+                held[new[id(key)]] = held.pop(key)
+            _exchange_at(held, held.keys(), held.values(), new)
+        elif isinstance(held, list):
+            _exchange_at(held, range(len(held)), held, new)
+        elif isinstance(held, set):
+            for item in [item for item in held if id(item) in new]:
+                held.remove(item)
+                held.add(new[id(item)])
+
+
+def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
+    """Returns an optimizer and those that it holds, except those that amp has prepared."""
+    held = (each for each in _held_by(optimizer) if isinstance(each, Optimizer))
+    return [optimizer, *(each for each in held if PREPARED not in vars(each))]
+
+
+def _held_by(optimizer: Optimizer) -> Iterator[Any]:
+    """Yields what may hold parameters; what is in it follows, as it then is."""
     seen: dict[int, object] = {}
     left: list[Any] = [optimizer.param_groups, optimizer.state, vars(optimizer)]
     while left:
@@ -27,26 +48,18 @@ def exchange(optimizer: Optimizer, new: Mapping[int, nn.Parameter]) -> None:
         if id(held) in seen:
             continue
         seen[id(held)] = held  # itself, as its id could be reused
+        yield held
         if not isinstance(held, Optimizer):
-            left += [item for item in _exchange_in(held, new) if isinstance(item, _HOLDERS)]
+            left += [item for item in _contents(held) if isinstance(item, _HOLDERS)]
         elif PREPARED not in vars(held):
             left += [held.param_groups, held.state, vars(held)]
 
 
-def _exchange_in(held: Any, new: Mapping[int, nn.Parameter]) -> list[Any]:
-    """Exchanges what ``held`` holds itself; returns what may hold more."""
-    if isinstance(held, dict):
-        for key in [key for key in held if id(key) in new]:
-            held[new[id(key)]] = held.pop(key)
-        _exchange_at(held, held.keys(), held.values(), new)
-        return [value for key, value in held.items() if not isinstance(key, nn.Parameter)]
-    if isinstance(held, list):
-        _exchange_at(held, range(len(held)), held, new)
-    elif isinstance(held, set):
-        for item in [item for item in held if id(item) in new]:
-            held.remove(item)
-            held.add(new[id(item)])
-    return [*held]
+def _contents(held: Any) -> list[Any]:
+    """Returns what a container holds, except what a dict has for each parameter."""
+    if not isinstance(held, dict):
+        return [*held]
+    return [value for key, value in held.items() if not isinstance(key, nn.Parameter)]
 
 
 def _exchange_at(
