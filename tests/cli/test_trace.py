@@ -302,6 +302,16 @@ APEX = """
 """
 
 
+def test_a_step_beside_a_grad_scaler_is_a_fault_of_the_step(trace):
+    body = SCALED.format(scale=2.0**20, x=1.0)
+    beside = body.replace("scaler.step(optimizer)", "optimizer.step()")
+    code, out, _ = trace(beside.replace("scaler.update()", ""))
+    assert code == exit_codes.NOT_FINITE
+    assert "cause  loss scale: " in out
+    assert "remedy call scaler.step(optimizer) and scaler.update(), not optimizer.step()" in out
+    assert "Healthy" not in out
+
+
 def test_overflows_by_which_a_grad_scaler_finds_its_scale_are_healthy(trace):
     code, out, _ = trace(SCALED.format(scale=2.0**18, x=1.0))
     assert code == exit_codes.OK, out
@@ -358,6 +368,43 @@ def test_data_of_another_process_or_a_file_is_data(trace, source):
     assert "aten.addmm in the model, forward, returned nan in float32" in out
     assert "cause  data: " in out
     assert "after 4 optimizer steps" in out
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "xs[2][0, 1] = float('nan')",
+        "net.weight.data[0, 0] = torch.nan",
+        "xs[2] = xs[2] * torch.nan",
+    ],
+)
+def test_a_number_that_the_script_writes_itself_is_named_as_its_own(trace, line):
+    code, out, _ = trace(
+        f"""
+        net, xs = nn.Linear(2, 2), [torch.ones(2, 2) for _ in range(3)]
+        {line}
+        train(net, xs)
+        """
+    )
+    assert code == exit_codes.NOT_FINITE
+    assert f"         {line}\n" in out
+    assert "cause  constant: the script itself gives inf or NaN here" in out
+    assert "remedy correct the number" in out
+
+
+@pytest.mark.parametrize("assign", [True, False])
+def test_a_file_that_holds_nan_weights_is_no_data(trace, assign):
+    code, out, _ = trace(
+        f"""
+        net, state = nn.Linear(2, 2), nn.Linear(2, 2).state_dict()
+        state["weight"].numpy()[0, 0] = float("nan")  # unseen by torch, as in a file
+        net.load_state_dict(state, assign={assign})
+        train(net, [torch.ones(2, 2)] * 3)
+        """
+    )
+    assert code == exit_codes.NOT_FINITE
+    assert "cause  weights: the model's weights or buffers were already non-finite: loaded" in out
+    assert "remedy check the file that they come from" in out
 
 
 # -- the script runs as under python -----------------------------------------------------------

@@ -49,6 +49,29 @@ def test_a_history_keeps_nothing_of_its_training_alive(level, stopped):
     history.stop()
 
 
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_a_history_ends_with_its_last_reference(level):
+    model, optimizer = prepared(level)
+    history = amp.debug.History(optimizer, updates_every=1)
+    train_step(model, optimizer, *batch())
+    gone = weakref.ref(history)
+    del history
+    assert gone() is None
+    train_step(model, optimizer, *batch())
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_a_history_of_a_plain_loop_ends_with_its_last_reference():
+    optimizer = torch.optim.SGD(net().parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    history = amp.debug.History(optimizer, scaler=scaler)
+    assert type(scaler) is not torch.amp.GradScaler
+    del history
+    assert type(scaler) is torch.amp.GradScaler
+    assert not optimizer._optimizer_step_pre_hooks
+
+
 def test_a_stopped_history_holds_no_tensor():
     model, optimizer = prepared("O4")
     histories = []

@@ -38,6 +38,15 @@ def ctc(x, **options):
     return F.ctc_loss(scores, target, length, length, **options)
 
 
+def square(x):
+    return torch.eye(3) + x.sum() * 0
+
+
+def half_norm(x, eps):
+    x = x.half()
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+
+
 CLOSE = torch.tensor([[1000.0056762695312, 999.9891357421875, 999.9860229492188]])
 """Its variance by a difference of means is negative in fp32."""
 
@@ -266,6 +275,41 @@ CASES = [
         lambda x: x.half().sum(-1).float(),
         lambda x: x.half().sum(-1, dtype=torch.float32),
         torch.full((1, 3), 4e4),
+    ),
+    (
+        "division by 0 in fp16",
+        "an epsilon of 1e-4",
+        lambda x: half_norm(x * 0, 1e-8),
+        lambda x: half_norm(x * 0, 1e-4),
+        X,
+    ),
+    (
+        "the derivative of eigenvectors or singular vectors of equal values",
+        "torch.diag(1e-3 * torch.rand(n))",
+        lambda x: torch.linalg.eigh(square(x))[1],
+        lambda x: torch.linalg.eigh(square(x) + torch.diag(1e-3 * torch.rand(3)))[1],
+        X,
+    ),
+    (
+        "the derivative of eigenvectors or singular vectors of equal values",
+        "svdvals",
+        lambda x: sum(torch.linalg.svd(square(x))),
+        lambda x: torch.linalg.svdvals(square(x)),
+        X,
+    ),
+    (
+        "a singular matrix",
+        "A + eps * torch.eye(n)",
+        lambda x: torch.logdet(square(x) * 0),
+        lambda x: torch.logdet(square(x) * 0 + 1e-3 * torch.eye(3)),
+        X,
+    ),
+    (
+        "a singular matrix",
+        "A + eps * torch.eye(n)",
+        lambda x: torch.linalg.qr(square(x) * 0)[0],
+        lambda x: torch.linalg.qr(square(x) * 0 + 1e-3 * torch.eye(3))[0],
+        X,
     ),
     (
         "a CTC loss of a target that does not fit its input",

@@ -318,6 +318,26 @@ class Accelerated(torch.optim.Optimizer):
         self.optimizer.step(closure)
 
 
+@pytest.mark.parametrize("watch", [amp.debug.History, amp.debug.arm], ids=["History", "arm"])
+def test_a_step_beside_the_grad_scaler_is_said_once(watch):
+    loop = fp16_autocast()
+    _handle = watch(loop.optimizer, **loop.watched)
+    loop.step(*batch())
+    loop.scaler.scale(loop.loss(*batch())).backward()
+    with pytest.warns(UserWarning, match=r"call scaler\.step\(optimizer\), then scaler\.update"):
+        loop.optimizer.step()
+    loop.optimizer.step()
+    loop.step(*batch())
+
+
+def test_a_step_before_the_grad_scaler_s_first_loss_is_no_mistake():
+    loop = fp16_autocast()
+    history = amp.debug.History(loop.optimizer, **loop.watched)
+    loop.loss(*batch()).backward()
+    loop.optimizer.step()
+    history.stop()
+
+
 def test_wrapped_optimizers_are_watched_inside():
     loop = bf16_autocast()
     history = amp.debug.History(Accelerated(loop.optimizer))

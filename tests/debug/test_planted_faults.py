@@ -242,6 +242,46 @@ def custom_backward_that_returns_infinity():
     return through_net(lambda self, x: ReturnsInfinity.apply(x))
 
 
+class RootByHand(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.sqrt())
+        return x.sqrt()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / (2 * ctx.saved_tensors[0])
+
+
+@planted("div", "inf", "division by zero", direction="backward")
+def custom_backward_that_divides_by_zero():
+    return through_net(lambda self, x: RootByHand.apply(x - x.detach()))
+
+
+@planted("div", "nan", "division by zero", module="layers.0", direction="backward")
+def hook_that_normalizes_a_zero_gradient():
+    def watched(self, x):
+        x.register_hook(lambda grad: grad / grad.norm())
+        return x * 0
+
+    return through_net(watched)
+
+
+@planted("native_layer_norm", "nan", "division by zero")
+def layer_norm_without_an_epsilon():
+    return through_net(lambda self, x: F.layer_norm(x * 0, (3,), eps=0.0))
+
+
+@planted("native_group_norm", "nan", "division by zero")
+def group_norm_without_an_epsilon():
+    return through_net(lambda self, x: F.group_norm(x * 0, 1, eps=0.0))
+
+
+@planted("_weight_norm_interface", "nan", "division by zero")
+def weight_norm_of_zeros():
+    return through_net(lambda self, x: x + torch._weight_norm(self.v, self.g), v=[0.0], g=[1.0])
+
+
 # -- loss ----------------------------------------------------------------------------------------
 
 
@@ -360,6 +400,34 @@ def step_of(make_optimizer, gradient=1.0, before=None):
 @planted("add_", "inf", "update", module="")
 def learning_rate_that_leaves_fp32():
     return step_of(lambda params: torch.optim.SGD(params, lr=1e30, foreach=False), 1e20)
+
+
+@planted("add_", "inf", "update", module="")
+def learning_rate_that_is_infinite():
+    return step_of(lambda params: torch.optim.SGD(params, lr=INF, foreach=False))
+
+
+@planted("mul_", "nan", "update", module="")
+def learning_rate_that_a_schedule_makes_nan():
+    def schedule(_, optimizer):
+        optimizer.param_groups[0]["lr"] = NAN
+
+    return step_of(lambda params: torch.optim.AdamW(params, foreach=False), before=schedule)
+
+
+@planted("log", "inf", "domain", module="")
+def loss_in_a_closure():
+    net = Net(nn.Identity())
+    optimizer = torch.optim.LBFGS(net.parameters())
+    with trace_overflow(net) as trace:
+
+        def closure():
+            loss = (net(torch.ones(2, 3)) * 0).log().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    return trace
 
 
 @planted("_foreach_copy_", "inf", "update", module="", dtype=FP16)

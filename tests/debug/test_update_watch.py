@@ -343,6 +343,7 @@ def test_measuring_waits_for_nothing(make):
     x, y = batch()
     loop.optimizer.zero_grad()
     loop.scaler.scale(loop.loss(x, y)).backward()
+    loop.scaler.unscale_(loop.optimizer)
     with counted_syncs() as counts:
         loop.optimizer.step()
     assert not counts

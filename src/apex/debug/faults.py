@@ -54,10 +54,12 @@ class Fault:
         level: What set the dtypes: ``"O0"`` to ``"O5"``, ``"torch.autocast"``, ``"16-bit model"``
             if parameters are in 16 bits without amp, or ``""``.
         dynamic: Whether a dynamic loss scale, of amp or a ``GradScaler``, was in use.
+        stepped: Whether the optimizer then stepped on the gradients all the same.
         inputs: Range of each input, at most four.
         node: In a backward pass, the autograd node, such as ``"Sqrt"``.
         fed_by: Autograd nodes that computed the input, the nearest first.
         read_by: Operators that read the non-finite values, in order, at most eight.
+        written: Whether the script itself gave the inf or NaN, as a number.
         function: The function to pass to ``amp.register_float_function``, such as
             ``("torch", "exp")``; None if there is none.
     """
@@ -78,11 +80,13 @@ class Fault:
     node: str = ""
     fed_by: tuple[str, ...] = ()
     read_by: tuple[str, ...] = ()
+    written: bool = False
+    stepped: bool = False
 
     @property
     def heals(self) -> bool:
         """Whether a dynamic loss scale backs off from it, as it does to find its value."""
-        return self.cause == "loss scale" and self.dynamic
+        return self.cause == "loss scale" and self.dynamic and not self.stepped
 
     @property
     def source(self) -> str:
@@ -120,6 +124,8 @@ class Fault:
             return _for_loss_scale(self)
         if self.cause == "range":
             return _for_range(self)
+        if self.written:
+            return _REMEDIES_FOR_NUMBERS[self.cause]
         if self.cause == "update" and self.dtype is torch.float16:
             eps = _MASTERS if self.level[:1] == "O" else _FP32_WEIGHTS
             return eps if self._undefined_step else f"{_LOWER_RATE}, and {eps}"
@@ -128,6 +134,8 @@ class Fault:
     @property
     def explanation(self) -> str:
         """What happened, in one sentence."""
+        if self.written:
+            return _EXPLANATIONS_OF_NUMBERS[self.cause]
         if self._undefined_step:
             return "the optimizer's step divided by 0 or left the domain of one of its functions."
         return _EXPLANATIONS[self.cause].format(
@@ -168,13 +176,14 @@ class Fault:
 
 
 def _amount(true: float | None) -> str:
-    return "more" if true is None or not math.isfinite(true) else f"{true:.3g}"
+    return "more" if true is None or not math.isfinite(true) else f"{true:.5g}"
 
 
-def cause_of(fault: Fault, loss_scale: float) -> Cause:
+def cause_of(fault: Fault, loss_scale: float, *, formula: bool) -> Cause:
     """Returns why an operator returned inf or NaN for finite inputs, whatever ``fault.cause`` is.
 
-    ``loss_scale`` is the multiplier on the loss.
+    ``loss_scale`` is the multiplier on the loss; ``formula`` is whether autograd's own formula of a
+    derivative ran, not user code in the backward pass.
     """
     name, in_backward = operator_name(fault.op), fault.direction == "backward"
     # A kernel that does not run in float64 (attention on CUDA) leaves the true result unknown.
@@ -188,7 +197,7 @@ def cause_of(fault: Fault, loss_scale: float) -> Cause:
         # A power of 0 is inf at most; NaN is that of a negative number.
         divides = name in _DIVIDES and not (fault.kind == "nan" and name in _POWERS)
         elsewhere: Cause = "division by zero" if divides else "domain"
-        return "derivative" if in_backward else elsewhere
+        return "derivative" if formula else elsewhere
     limit = torch.finfo(fault.dtype).max
     unscaled = true / loss_scale if math.isfinite(true) else 0.0
     if in_backward and loss_scale > 1.0 and unscaled <= limit:
@@ -199,7 +208,8 @@ def cause_of(fault: Fault, loss_scale: float) -> Cause:
 _DIVIDES = {"div", "divide", "reciprocal", "rsqrt", "pow", "remainder", "fmod", "mean", "var"}
 _DIVIDES |= {"std", "var_mean", "std_mean", "nll_loss_forward", "nll_loss2d_forward"}
 _DIVIDES |= {"native_batch_norm", "native_batch_norm_legit", "batch_norm_with_update"}
-_DIVIDES |= {"cudnn_batch_norm", "miopen_batch_norm", "addcdiv"}
+_DIVIDES |= {"cudnn_batch_norm", "miopen_batch_norm", "addcdiv", "native_layer_norm"}
+_DIVIDES |= {"native_group_norm", "fused_rms_norm", "weight_norm_interface"}
 
 _POWERS = {"pow", "rsqrt"}
 
@@ -227,10 +237,11 @@ _EXPLANATIONS: dict[Cause, str] = {
     "domain": "an input lies on or beyond the boundary of the function's domain.",
     "derivative": "the function has no finite derivative at this input (a square root or a norm at "
     "0, acos at 1), or 0 is divided by 0.",
-    "constant": "an operation turned a deliberate infinity or NaN (a mask) into NaN or propagated "
-    "it to a gradient.",
+    "constant": "an operation turned an infinity that looks deliberate (a mask) into NaN, or "
+    "passed it on to a gradient or the loss.",
     "data": "its input was already non-finite and came from outside the model.",
-    "weights": "the model's weights or buffers were already non-finite after an earlier step.",
+    "weights": "the model's weights or buffers were already non-finite: loaded or initialized so, "
+    "or left so by an earlier step.",
     "optimizer state": "the optimizer's state was already non-finite.",
     "gradients": "the gradients were already non-finite when the trace started.",
     "update": "the optimizer's step itself exceeded the range of {dtype}.",
@@ -240,23 +251,39 @@ _EXPLANATIONS: dict[Cause, str] = {
 _REMEDIES: dict[Cause, str] = {
     "divergence": "lower the learning rate or warm it up, and clip the gradients; check the losses "
     "of the preceding steps.",
-    "division by zero": "add an epsilon to the divisor, or exclude the empty case (a batch of one "
-    "value, targets that are all ignored).",
-    "domain": "clamp the input to the domain before the call: log(x.clamp_min(eps)). In fp16, "
-    "small numbers round to 0: compute it in fp32.",
+    "division by zero": "add an epsilon to the divisor (eps of a norm), or exclude the empty case "
+    "(a batch of one value, targets that are all ignored).",
+    "domain": "clamp the input to the domain before the call: log(x.clamp_min(eps)).",
     "derivative": "add an epsilon inside the root or norm, or clamp the input away from the "
     "boundary; masking the result afterwards does not help, because 0 * inf is NaN.",
     "constant": "avoid rows whose entries are all masked, and mask with a large finite number of "
-    "the tensor's own dtype: torch.finfo(scores.dtype).min.",
+    "the tensor's own dtype: torch.finfo(scores.dtype).min, or -1e4 where masks add up.",
     "data": "check inputs, targets and loaded files with torch.isfinite(x).all(); clean the data.",
-    "weights": "return to a checkpoint with finite weights; then lower the learning rate or clip "
-    "the gradients. Changing the loss scale does not help.",
+    "weights": "check the file that they come from with torch.isfinite(x).all(), and return to a "
+    "checkpoint with finite weights. If training made them so, lower the learning rate or clip the "
+    "gradients; changing the loss scale does not help.",
     "optimizer state": "return to a checkpoint of model and optimizer, or reset the optimizer's "
     "state; check that states were saved and loaded in fp32.",
     "gradients": "trace the backward pass too: enter trace_overflow before the forward pass, with "
     "the gradients cleared.",
     "update": "lower the learning rate or warm it up, and clip the gradients.",
     "uninitialized": "use torch.zeros, or write the whole tensor before reading it.",
+}
+
+
+_EXPLANATIONS_OF_NUMBERS: dict[Cause, str] = {
+    "constant": "the script itself gives inf or NaN here, as a constant or a number in the "
+    "expression, and it reached a gradient or the loss.",
+    "update": "the optimizer's step computed with a number that is inf or NaN, such as a learning "
+    "rate.",
+}
+
+_REMEDIES_FOR_NUMBERS: dict[Cause, str] = {
+    "constant": "correct the number, unless it is meant as a mask. Set a mask with masked_fill, "
+    "because 0 * inf is NaN, and leave masked elements out of the loss (a masked class is no "
+    "target), or mask with a finite number, such as -1e4.",
+    "update": "check the learning rate and the other settings of the optimizer, and the scheduler "
+    "that changes them: print(optimizer.param_groups).",
 }
 
 
@@ -272,6 +299,10 @@ _REMEDY_FOR_UNDEFINED_STEP = (
 
 
 def _for_loss_scale(fault: Fault) -> str:
+    if fault.stepped:
+        amp = "end the scale_loss block, then step the optimizer that amp.initialize returned"
+        way = amp if fault.level.startswith("O") else _BY_SCALER
+        return f"{way}: the optimizer stepped on gradients that had overflowed."
     if not fault.dynamic:
         dynamic = "scale the loss with torch.amp.GradScaler"
         if fault.level.startswith("O"):
@@ -327,6 +358,8 @@ _WITHOUT_CASTS = {
     "O1": " `with amp.disable_casts():` (O1)",
     "torch.autocast": " `with torch.autocast(device_type, enabled=False):`",
 }
+
+_BY_SCALER = "call scaler.step(optimizer) and scaler.update(), not optimizer.step()"
 
 _TO_BF16 = "compute in bf16 (torch.bfloat16), whose range is that of fp32"
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import statistics
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +21,7 @@ from apex._core.foreach import norms
 from apex._engine.readback import Readback
 from apex._torch import dtensor
 from apex.debug.loops import LoopPass, loop_of
+from apex.debug.rendering.formatting import percent
 from apex.debug.update_watch import EVERY, Measured, ModuleUpdates, UpdateWatch, summary
 
 if TYPE_CHECKING:
@@ -67,7 +69,8 @@ class History:
     In a loop without ``amp.initialize``, each step of a plain optimizer is a pass. With its
     ``GradScaler``, skipped steps are recorded too, and all norms are of unscaled gradients.
 
-    The history keeps neither models nor optimizers alive.
+    The history keeps neither models nor optimizers alive, and ends when the last reference to it
+    does.
 
     Args:
         optimizers: Optimizers prepared by one ``amp.initialize`` call, or plain ones. The history
@@ -126,7 +129,8 @@ class History:
         self._updates = None
         if updates_every is not None:
             self._updates = UpdateWatch(self._loop, self._measured.append, every=updates_every)
-        self._loop.listen(self)
+        self._loop.listen(weakref.proxy(self))
+        weakref.finalize(self, self._loop.stop).atexit = False
 
     def __enter__(self) -> History:
         return self
@@ -246,7 +250,7 @@ def passes_text(passes: Sequence[Pass]) -> str:
 
 def _title(passes: Sequence[Pass]) -> str:
     skipped = sum(item.overflow for item in passes)
-    share = f" ({100 * skipped / len(passes):.2g} %)" if skipped else ""
+    share = f" ({percent(skipped / len(passes))})" if skipped else ""
     plural = "es" * (len(passes) != 1)
     return (
         f"{len(passes)} backward pass{plural} ({passes[0].index} to {passes[-1].index}), "

@@ -93,12 +93,13 @@ class Loop(ABC):
     def listen(self, listener: Listener) -> None:
         """Starts to call ``listener``, the only one."""
 
-    def add_step_hooks(self, before: StepHook | None, after: StepHook) -> None:
+    def add_step_hooks(self, before: StepHook | None, after: StepHook | None) -> None:
         """Calls functions around every step of the optimizers, until ``stop``."""
         for optimizer in self.optimizers:
             if before is not None:
                 self._ends.append(optimizer.register_step_pre_hook(before).remove)
-            self._ends.append(optimizer.register_step_post_hook(after).remove)
+            if after is not None:
+                self._ends.append(optimizer.register_step_post_hook(after).remove)
 
     def stop(self) -> None:
         """Stops calling the listener, and removes all hooks; idempotent.
@@ -269,6 +270,8 @@ class PlainLoop(Loop):
         self._measured: dict[int, Tensor | None] = {}
         self._readback: Readback[int] = Readback()
         self._skipped_in_row: dict[int, int] = {}
+        self._unscaled: set[int | None] = set()
+        self._warned = False
 
     def listen(self, listener: Listener) -> None:
         """Starts to call ``listener``."""
@@ -278,6 +281,7 @@ class PlainLoop(Loop):
             self.add_step_hooks(None, self._after_step)
         else:
             self._ends.append(grad_scaler.Watch(scaler, self).stop)
+            self.add_step_hooks(self._before_step, None)
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -305,6 +309,7 @@ class PlainLoop(Loop):
     def gradients_complete(self, optimizer: Optimizer, scale: Tensor | None) -> None:
         """Measures gradients before the step; see :class:`grad_scaler.ScalerListener`."""
         index = self._index(optimizer)
+        self._unscaled.add(index)
         if index is not None and self._listener is not None:
             measured = self._listener.measure(index, params_of(inner(optimizer)))
             if measured is not None and scale is not None:
@@ -313,6 +318,7 @@ class PlainLoop(Loop):
 
     def scale_updated(self, steps: Sequence[tuple[Optimizer, Tensor]], scale: Tensor) -> None:
         """Ends one pass for each step; see :class:`grad_scaler.ScalerListener`."""
+        self._unscaled.clear()
         for optimizer, found_inf in steps:
             index = self._index(optimizer)
             if index is None or self._listener is None:
@@ -323,6 +329,22 @@ class PlainLoop(Loop):
             self._listener.end_of_pass(
                 LoopPass(index, updates, measured, scale, found_inf, failed=False)
             )
+
+    @untraced
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        scaler = None if self._scaler is None else self._scaler()
+        if self._warned or scaler is None or self._index(optimizer) in self._unscaled:
+            return
+        if grad_scaler.current_scale(scaler) is None:  # no loss was scaled yet
+            return
+        self._warned = True
+        warnings.warn(
+            "amp.debug does not record this optimizer.step(): the GradScaler given to it has not "
+            "unscaled the gradients. If they come from scaler.scale(loss), they are too large by "
+            "the loss scale, and inf or NaN is not skipped: call scaler.step(optimizer), then "
+            "scaler.update().",
+            stacklevel=4,
+        )
 
     def _update(self, index: int, loss_scale: float, found_inf: float) -> ScaleUpdate:
         overflow = found_inf != 0.0

@@ -162,6 +162,11 @@ class ModuleTracker:
         return _graph_task() == -1 and threading.get_ident() == self._thread
 
     @property
+    def runs_formula(self) -> bool:
+        """Whether autograd's own formula of a derivative is running, not user code."""
+        return self.direction == "backward" and not frames.within_backward()[0]
+
+    @property
     def node(self) -> str:
         """Operator of the running autograd node, such as ``"Sqrt"``; ``""`` outside any."""
         node = _current_node()

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core import tree
@@ -55,6 +55,12 @@ class _Call:
                 args = tree.map_arguments(lambda t: copies.get(id(t), t), call.args, call.kwargs)
                 self._before = OperatorCall(call.func, call.traits, *args)
             self._originals = {id(copies[key]): t for key, t in small.items()}
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether the script gave the values itself: a scalar tensor, or an infinite number."""
+        scalar = self.name == "aten.lift_fresh" and self.args[0].dim() == 0
+        return scalar or tensors.has_infinite_number((self.args, self.kwargs))
 
     def outputs(self, result: Any) -> list[Tensor]:
         """Returns the floating-point tensors that the call returned or wrote."""
@@ -233,9 +239,10 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         cause: Cause | None = None
         if is_uninitialized(call.name):
             cause = "uninitialized"
-        elif tensors.has_infinite_number((call.args, call.kwargs)):
-            cause = "constant"
-        origin = self._new_origin(call, kind, dtype, cause, deliberate=cause is not None)
+        elif call.is_constant:
+            cause = "update" if self._steps_weights(call) else "constant"
+        deliberate = cause not in (None, "update")
+        origin = self._new_origin(call, kind, dtype, cause, deliberate=deliberate)
         site = self.tracker.created_site
         if site is not None:
             self._provenance.link_site(site, origin)
@@ -246,15 +253,14 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         argument = call.original(tensor)
         origin = self._provenance.of(argument)
         if origin is None:
-            cause = self._source(argument)
-            constant = call.name == "aten.lift_fresh" and tensor.dim() == 0
-            deliberate = cause == "data" and (constant or tensors.is_mask(tensor))
+            cause = self._source(argument, call)
+            deliberate = cause == "data" and (call.is_constant or tensors.is_mask(tensor))
             cause = "constant" if deliberate else cause
             origin = self._new_origin(call, kind, tensor.dtype, cause, deliberate=deliberate)
             self._provenance.mark(argument, origin)
         return origin
 
-    def _source(self, tensor: Tensor) -> Cause:
+    def _source(self, tensor: Tensor, call: _Call) -> Cause:
         key = tensors.storage_key(tensor)
         if key in self._stale:
             return "gradients"
@@ -266,7 +272,9 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         is_buffer_mask = key in _keys([list(m.buffers()) for m in self.tracker.models])
         if key in self._weights() and not (is_buffer_mask and tensors.is_mask(tensor)):
             return "weights"
-        return "data"
+        # Of a model that no forward has made known yet, too.
+        loads = any(isinstance(written, nn.Parameter) for written in call.written)
+        return "weights" if loads else "data"
 
     def _new_origin(
         self,
@@ -278,7 +286,7 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         deliberate: bool = False,
     ) -> Origin:
         inputs = call.inputs()
-        direction = self.tracker.direction
+        direction, formula = self.tracker.direction, self.tracker.runs_formula
         module, inside, location = self.tracker.site()
         fault = Fault(
             module,
@@ -295,9 +303,11 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
             inputs=() if deliberate else tuple(map(tensors.values_of, inputs[:_MAX_INPUTS])),
             node=self.tracker.node if direction == "backward" else "",
             fed_by=() if deliberate else self._fed_by(call, direction),
+            written=cause in ("constant", "update") and call.is_constant,
         )
         if cause is None and not self._is_update(call):
-            found = cause_of(fault, self._loss_scale() if direction == "backward" else 1.0)
+            scale = self._loss_scale() if direction == "backward" else 1.0
+            found = cause_of(fault, scale, formula=formula)
             dynamic = found == "loss scale" and self._has_dynamic_scale()
             fault = replace(fault, cause=found, dynamic=dynamic)
         return self._provenance.add_origin(fault, deliberate=deliberate)
@@ -306,7 +316,13 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         """Returns whether a call belongs to an optimizer step or writes masters to the model."""
         if self.tracker.inside or self.tracker.direction == "backward":
             return False
-        return self._stepping is not None or self._writes_weights(call)
+        # A closure enables gradients: a forward pass of its own.
+        steps = self._stepping is not None and not torch.is_grad_enabled()
+        return steps or self._writes_weights(call)
+
+    def _steps_weights(self, call: _Call) -> bool:
+        """Returns whether an optimizer's step writes its weights here."""
+        return self._stepping is not None and self._is_update(call) and self._writes_weights(call)
 
     def _fed_by(self, call: _Call, direction: str) -> tuple[str, ...]:
         """Returns the nodes behind the input that matters: of a quotient, the divisor."""

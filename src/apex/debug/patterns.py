@@ -258,21 +258,34 @@ _PATTERNS = (
         "quotient afterwards does not help, because its derivative is 0 * inf, which is NaN",
     ),
     Pattern(
+        "the derivative of eigenvectors or singular vectors of equal values",
+        lambda f: _differentiates(f, "LinalgEigh", "LinalgEig", "LinalgSvd"),
+        "use the values alone (torch.linalg.eigvalsh, svdvals), whose derivative exists, or make "
+        "them distinct: A + torch.diag(1e-3 * torch.rand(n)); adding a multiple of the identity "
+        "keeps them equal",
+    ),
+    Pattern(
+        "a singular matrix",
+        lambda f: operator_name(f.op).startswith("linalg_") and f.cause in ("domain", "derivative"),
+        "add a small multiple of the identity, A + eps * torch.eye(n), or find out why rows or "
+        "columns of it are 0 or equal",
+    ),
+    Pattern(
         "exp over a sum that is 0",
         lambda f: _is(f, {"div"}, "division by zero") and _fed(f, {"Sum"}, {"Exp"}),
         "call x.softmax(dim) instead of x.exp() / x.exp().sum(dim): for small x every exp is 0",
+    ),
+    Pattern(
+        "division by 0 in fp16",
+        lambda f: _is(f, {"div", "reciprocal", "rsqrt"}, "division by zero") and _in_fp16(f),
+        "add an epsilon of 1e-4 to the divisor, or compute it in fp32 with a smaller one: in fp16, "
+        "numbers below 6e-8, and so a smaller epsilon, round to 0",
     ),
     Pattern(
         "division by a norm that is 0",
         lambda f: _is(f, {"div"}, "division by zero") and _fed(f, _NORMS),
         "call torch.nn.functional.normalize(x, dim=dim, eps=1e-6), or divide by "
         "norm.clamp_min(eps)",
-    ),
-    Pattern(
-        "division by 0 in fp16",
-        lambda f: _is(f, {"div", "reciprocal", "rsqrt"}, "division by zero") and _in_fp16(f),
-        "compute it in fp32, or use an epsilon of 1e-4: in fp16, numbers below 6e-8, and so a "
-        "smaller epsilon, round to 0",
     ),
     Pattern(
         "division by a tiny number",

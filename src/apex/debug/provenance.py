@@ -146,8 +146,10 @@ class Provenance:
         self._reached[origin.time] = origin
         if origin.fault.heals and backward != -1:
             self.healed.add(backward)
-        else:
-            self._unhealed[origin.time] = origin
+            return
+        if origin.fault.heals:
+            origin.fault = replace(origin.fault, stepped=True)
+        self._unhealed[origin.time] = origin
 
     def mark_backward(self, backward: int) -> None:
         """Counts a backward pass that has reached a gradient."""
