@@ -218,6 +218,20 @@ def test_values_that_an_evaluation_at_the_end_masks_out_are_no_fault(trace):
     assert "made no inf or NaN that reached its training." in out
 
 
+def test_a_metric_that_was_harmless_before_is_so_after_the_last_step(trace):
+    code, out, _ = trace("""
+        def precision(found):
+            return found.sum() / found.numel()
+
+        for epoch in range(3):
+            train(nn.Linear(2, 2), [torch.ones(2, 2)])
+            print(precision(torch.zeros(0)))
+    """)
+    assert code == 0
+    assert "made no inf or NaN that reached its training" in out
+    assert "Harmless: 2 non-finite results reached no gradient." in out
+
+
 def test_a_loss_that_ends_the_script_is_reported(trace):
     code, out, _ = trace("""
         net = nn.Linear(2, 2)
@@ -309,6 +323,14 @@ def test_a_step_beside_a_grad_scaler_is_a_fault_of_the_step(trace):
     assert code == exit_codes.NOT_FINITE
     assert "cause  loss scale: " in out
     assert "remedy call scaler.step(optimizer) and scaler.update(), not optimizer.step()" in out
+    assert "Healthy" not in out
+
+
+def test_a_fault_is_not_called_healthy_for_what_its_loss_scale_did_before(trace):
+    body = SCALED.format(scale=2.0**17, x=1.0).replace("(1, 2)", "(1, 2) if _ < 3 else (0, 2)")
+    code, out, _ = trace(body.replace(".sum()", ".mean()"))
+    assert code == exit_codes.NOT_FINITE
+    assert "cause  division by zero: " in out
     assert "Healthy" not in out
 
 

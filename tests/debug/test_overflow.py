@@ -298,6 +298,30 @@ def test_the_remedy_for_a_cast_that_overflows_is_to_scale_down():
     assert "disable_casts" not in trace.first.remedy
 
 
+def test_the_remedy_for_weights_that_outgrow_fp16_names_nothing_that_is_there_already():
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e6)
+    net, optimizer = amp.initialize(net, optimizer, opt_level="O2", loss_scale=1.0, verbosity=0)
+    with trace_overflow(net) as trace:
+        backward(net(torch.ones(1, 2)).float().sum(), optimizer)
+        optimizer.step()
+    assert trace.first.cause == "update"
+    assert "lower the learning rate" in trace.first.remedy
+    assert "master" not in trace.first.remedy
+
+
+def test_the_remedy_for_gradients_that_add_up_needs_no_loss_scale():
+    def accumulated(factor):
+        net = nn.Linear(2, 1).half()
+        with trace_overflow(net) as trace:
+            for _ in range(3):
+                (net(torch.ones(1, 2, dtype=torch.half)).float() * 3e4 * factor).sum().backward()
+        return trace.first
+
+    assert "make the loss smaller (a mean, not a sum; " in accumulated(1.0).remedy
+    assert accumulated(1 / 3) is None
+
+
 def test_the_remedy_for_a_loss_scale_covers_static_scales():
     net = nn.Linear(2, 2)
     net, optimizer = amp.initialize(

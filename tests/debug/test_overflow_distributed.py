@@ -48,6 +48,26 @@ def test_under_ddp_the_rank_that_overflows_names_it_and_all_see_the_gradients(on
     assert sorted(skipped_0) == sorted(skipped_1) == ["0.bias", "0.weight"]
 
 
+def first_of_plain_ranks(rank, exchange):
+    model = net()
+    called = DistributedDataParallel(model) if exchange == "DDP" else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with trace_overflow(model) as trace:
+        called(torch.full((1, 2), 1.0 if rank else 0.01)).sum().backward()
+        if exchange == "by hand":
+            for param in model.parameters():
+                torch.distributed.all_reduce(param.grad)
+        optimizer.step()
+    return trace.first.cause, trace.first.op
+
+
+@pytest.mark.parametrize("exchange", ["DDP", "by hand"])
+def test_the_rank_that_only_receives_the_values_blames_no_data_of_its_own(on_two_ranks, exchange):
+    (cause_0, _), (cause_1, op_1) = on_two_ranks(first_of_plain_ranks, exchange)
+    assert cause_0 == "another rank"
+    assert (cause_1, op_1) == ("range", "aten.exp")
+
+
 def first_when_sharded(rank):
     model = net()
     mesh = init_device_mesh("cpu", (2,))

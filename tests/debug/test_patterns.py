@@ -344,6 +344,11 @@ def test_a_power_is_a_division_where_its_base_is_0_and_undefined_where_it_is_neg
     assert (negative.cause, negative.pattern) == ("domain", "a power of a negative number")
 
 
+def test_a_quotient_by_an_exp_is_no_softmax():
+    first = first_of(lambda x: (x - 3).square() / (x * 100).exp() + x, X)
+    assert (first.op, first.pattern) == ("aten.exp", "exp of a large number")
+
+
 def test_a_product_that_no_softmax_reads_is_none():
     first = first_of(lambda x: (x.half() @ x.half().mT).square(), X * 300)
     assert (first.op, first.pattern) == ("aten.mm", "")

@@ -415,6 +415,17 @@ def learning_rate_that_a_schedule_makes_nan():
     return step_of(lambda params: torch.optim.AdamW(params, foreach=False), before=schedule)
 
 
+@planted("mul_", "inf", "update", module="")
+def momentum_that_is_infinite():
+    def one_step(net, optimizer):
+        net(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+
+    return step_of(
+        lambda params: torch.optim.SGD(params, lr=1.0, momentum=INF, foreach=False), before=one_step
+    )
+
+
 @planted("log", "inf", "domain", module="")
 def loss_in_a_closure():
     net = Net(nn.Identity())

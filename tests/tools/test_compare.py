@@ -214,6 +214,52 @@ def test_batches_that_run_out_end_the_training_and_are_noted(tmp_path):
     assert not found.failed
 
 
+RANDOM = """
+import random
+
+
+def loss(model, batch, dice=random.SystemRandom()):
+    return model(batch[0] * dice.random()).float().square().mean()
+"""
+
+SLOW = """
+import time
+
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        time.sleep(0.05)
+        return torch.randn(8), index % 4
+
+
+batches = torch.utils.data.DataLoader(Slow(), batch_size=3)
+"""
+
+UNMOVED = """
+def loss(model, batch):
+    return model(batch[0]).float().square().mean().detach().requires_grad_()
+"""
+
+
+@pytest.mark.filterwarnings("ignore:optimizer.step.. was called before any backward pass")
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (RANDOM, "The target is random beyond torch's, numpy's and Python's seeds"),
+        (SLOW, "Drawing a batch took "),
+        (UNMOVED, "Training in fp32 changed no parameter"),
+    ],
+)
+def test_what_makes_the_comparison_say_less_is_noted(tmp_path, every, change, said):
+    found = compared(written(tmp_path, TARGET + change))
+    assert sum(note.startswith(said) for note in found.notes) == 1
+    assert not any(note.startswith(said) for note in every.notes)
+    assert not found.failed
+
+
 def test_a_list_of_batches_is_gone_through_again(every):
     assert every.steps == 7
     assert not any("ran out" in note for note in every.notes)

@@ -27,6 +27,7 @@ Cause = Literal[
     "weights",
     "optimizer state",
     "gradients",
+    "another rank",
     "update",
     "uninitialized",
 ]
@@ -127,6 +128,8 @@ class Fault:
         if self.written:
             return _REMEDIES_FOR_NUMBERS[self.cause]
         if self.cause == "update" and self.dtype is torch.float16:
+            if operator_name(self.op) == "copy":  # of masters, to the model
+                return f"{_LOWER_RATE}, or {_BF16[self.level]}."
             eps = _MASTERS if self.level[:1] == "O" else _FP32_WEIGHTS
             return eps if self._undefined_step else f"{_LOWER_RATE}, and {eps}"
         return _REMEDY_FOR_UNDEFINED_STEP if self._undefined_step else _REMEDIES[self.cause]
@@ -244,6 +247,8 @@ _EXPLANATIONS: dict[Cause, str] = {
     "or left so by an earlier step.",
     "optimizer state": "the optimizer's state was already non-finite.",
     "gradients": "the gradients were already non-finite when the trace started.",
+    "another rank": "the gradients were finite on this rank and came back non-finite from their "
+    "exchange.",
     "update": "the optimizer's step itself exceeded the range of {dtype}.",
     "uninitialized": "memory from torch.empty was read before it was written.",
 }
@@ -266,6 +271,8 @@ _REMEDIES: dict[Cause, str] = {
     "state; check that states were saved and loaded in fp32.",
     "gradients": "trace the backward pass too: enter trace_overflow before the forward pass, with "
     "the gradients cleared.",
+    "another rank": "read the reports of the other ranks: the one that made the values names the "
+    "operator.",
     "update": "lower the learning rate or warm it up, and clip the gradients.",
     "uninitialized": "use torch.zeros, or write the whole tensor before reading it.",
 }
@@ -324,7 +331,7 @@ def _for_range(fault: Fault) -> str:
     if fault.op in _CASTS:
         ways = ["scale the values down before the cast", *_modules(fault)]
     elif fault.direction == "backward":
-        ways = [*_modules(fault), *([] if fault.dynamic else ["lower the loss scale"])]
+        ways = [*_modules(fault), *([] if fault.dynamic else [_SMALLER_LOSS])]
     if not fault.inside:
         ways.append("compute the loss in fp32: loss_fn(output.float(), target)")
     return ", or ".join([*ways, _BF16[fault.level]]) + "."
@@ -358,6 +365,8 @@ _WITHOUT_CASTS = {
     "O1": " `with amp.disable_casts():` (O1)",
     "torch.autocast": " `with torch.autocast(device_type, enabled=False):`",
 }
+
+_SMALLER_LOSS = "make the loss smaller (a mean, not a sum; a lower static loss scale)"
 
 _BY_SCALER = "call scaler.step(optimizer) and scaler.update(), not optimizer.step()"
 

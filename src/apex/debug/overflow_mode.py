@@ -16,11 +16,12 @@ from apex._core.dtypes import is_low_precision
 from apex._core.param_groups import params_of
 from apex._engine.model.state import state_of
 from apex._engine.session import Session
+from apex._torch import ranks
 from apex._torch.grad_scaler import enabled_scalers
 from apex.debug import tensors
 from apex.debug.faults import Cause, Fault, cause_of
 from apex.debug.module_tracker import ModuleTracker
-from apex.debug.patterns import nodes_behind, operator_name
+from apex.debug.patterns import DIVISOR, nodes_behind, operator_name
 from apex.debug.provenance import Origin, Provenance
 from apex.debug.tensors import Kind, OperatorCall
 from apex.debug.tracing import OperatorMode, is_uninitialized
@@ -151,7 +152,8 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
             origin = self._origin(call, bad)
             for tensor, _ in bad:
                 self._provenance.mark(tensor, origin)
-            if not origin.deliberate and self._writes_weights(call):
+            is_mask = origin.deliberate and origin.fault.cause != "update"
+            if not is_mask and self._writes_weights(call):
                 self._provenance.mark_reached(origin)
         elif call.name in _MASKS:
             self._mark_inputs(call, self._provenance.mark_masked)
@@ -163,10 +165,11 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
     def _mark_read(self, call: _Call) -> None:
         if not self._provenance.has_pending or self.tracker.direction == "backward":
             return
-        for tensor in call.inputs():
+        for place, tensor in enumerate(call.inputs()):
             origin = self._provenance.of(call.original(tensor))
             if origin is not None:
-                self._provenance.mark_read(origin, call.name)
+                divides = place == 1 and operator_name(call.name) in _TO_DIVISOR
+                self._provenance.mark_read(origin, call.name + DIVISOR * divides)
 
     def _mark_saved(self, call: _Call, result: Any) -> None:
         for tensor in call.saved_outputs(result):
@@ -226,7 +229,8 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
             return self._first_origin(call, kind, dtype)
         worst = self._provenance.most_severe(origins)
         is_new_nan = kind == "nan" and all(found != "nan" for _, found in inputs)
-        if worst is None or (worst.deliberate and is_new_nan):
+        is_mask = worst is not None and worst.deliberate and worst.fault.cause == "constant"
+        if worst is None or (is_mask and is_new_nan):
             return self._new_origin(call, kind, dtype, "constant")
         return worst
 
@@ -240,9 +244,9 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         if is_uninitialized(call.name):
             cause = "uninitialized"
         elif call.is_constant:
-            cause = "update" if self._steps_weights(call) else "constant"
-        deliberate = cause not in (None, "update")
-        origin = self._new_origin(call, kind, dtype, cause, deliberate=deliberate)
+            stepping = self._stepping is not None and self._is_update(call)
+            cause = "update" if stepping else "constant"
+        origin = self._new_origin(call, kind, dtype, cause, deliberate=cause is not None)
         site = self.tracker.created_site
         if site is not None:
             self._provenance.link_site(site, origin)
@@ -264,6 +268,8 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         key = tensors.storage_key(tensor)
         if key in self._stale:
             return "gradients"
+        if ranks.world_size() > 1 and self._is_gradient(key):
+            return "another rank"
         if self._stepping is not None:
             if key in _keys([param.grad for param in params_of(self._stepping)]):
                 return "gradients"
@@ -275,6 +281,13 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         # Of a model that no forward has made known yet, too.
         loads = any(isinstance(written, nn.Parameter) for written in call.written)
         return "weights" if loads else "data"
+
+    def _is_gradient(self, key: int) -> bool:
+        """Returns whether memory belongs to a backward pass or holds a parameter's gradient."""
+        own = [param for model in self.tracker.models for param in model.parameters()]
+        stepped = [param for optimizer in self._optimizers for param in params_of(optimizer)]
+        grads = [param.grad for param in (*own, *stepped)]
+        return self.tracker.direction == "backward" or key in _keys(grads)
 
     def _new_origin(
         self,
@@ -319,10 +332,6 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         # A closure enables gradients: a forward pass of its own.
         steps = self._stepping is not None and not torch.is_grad_enabled()
         return steps or self._writes_weights(call)
-
-    def _steps_weights(self, call: _Call) -> bool:
-        """Returns whether an optimizer's step writes its weights here."""
-        return self._stepping is not None and self._is_update(call) and self._writes_weights(call)
 
     def _fed_by(self, call: _Call, direction: str) -> tuple[str, ...]:
         """Returns the nodes behind the input that matters: of a quotient, the divisor."""

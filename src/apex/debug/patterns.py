@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 _MAX_NODES = 8
 
+DIVISOR = " (divisor)"
+"""What follows a division's name in ``Fault.read_by`` where it read its divisor."""
+
 # Nodes that pass values on, or shift them by a small number.
 _TRANSPARENT = (
     *("View", "UnsafeView", "ReshapeAlias", "Alias", "T", "Transpose", "Permute", "Expand"),
@@ -179,8 +182,7 @@ _PATTERNS = (
         "exp of a large number in a sigmoid",
         lambda f: (
             _is(f, _EXPONENTIALS, "range")
-            and _read(f, "add")
-            and (_read(f, "reciprocal") or _read(f, "div"))
+            and (_read(f, "add", "reciprocal") or _read(f, "add", f"div{DIVISOR}"))
         ),
         "call torch.sigmoid(x) instead of 1 / (1 + exp(-x))",
     ),

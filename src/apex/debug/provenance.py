@@ -51,7 +51,8 @@ class Provenance:
         exception: a value beyond fp16's range is lost even if a later function (a clamp, a
         sigmoid) maps the infinity to a finite value. Only softmax and exp return the right result
         for -inf. Where several origins meet, those whose values were masked out come last. When a
-        trace ends, origins that no backward pass has judged count unless they were masked out.
+        trace ends, origins that no backward pass has judged count unless they were masked out, or
+        were harmless before at the same operator and line (a metric).
 
     Note [Long traces]
         A trace may last as long as a training. So origins are discarded once they are harmless, one
@@ -66,6 +67,7 @@ class Provenance:
         self.first_harmless: Origin | None = None
         self._backward = -1
         self._pending: list[Origin] = []
+        self._mended: set[tuple[str, str]] = set()
         self._lost: dict[tuple[str, str, str], Origin] = {}
         self._reached: dict[int, Origin] = {}
         self._unhealed: dict[int, Origin] = {}
@@ -161,6 +163,7 @@ class Provenance:
         unreached = [o for o in self._pending if o.time not in self._reached]
         harmless = [origin for origin in unreached if not origin.fault.heals]
         self.harmless += len(harmless)
+        self._mended |= {(origin.fault.op, origin.fault.location) for origin in harmless}
         self.first_harmless = self.first_harmless or next(iter(harmless), None)
         self._pending.clear()
 
@@ -181,6 +184,11 @@ class Provenance:
             return None
         return replace(origin.fault, read_by=tuple(origin.readers))
 
+    def _counts(self, origin: Origin) -> bool:
+        """Returns whether an origin that no backward pass has judged counts as a fault."""
+        known = (origin.fault.op, origin.fault.location) in self._mended
+        return not origin.masked_out and not known
+
     def first_origin(self, *, healing: bool = True) -> Origin | None:
         """Returns the first origin that is a fault; see Note [When an origin is a fault].
 
@@ -188,7 +196,7 @@ class Provenance:
         """
         reached = self._reached if healing else self._unhealed
         lost = [origin for origin in self._lost.values() if not origin.absorbed]
-        pending = [o for o in self._pending if not o.masked_out and (healing or not o.fault.heals)]
+        pending = [o for o in self._pending if self._counts(o) and (healing or not o.fault.heals)]
         for origins in ([*reached.values(), *lost], pending):
             origin = self.most_severe(origins)
             if origin is not None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import itertools
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 import torch
+from torch import nn
 
 from apex.debug.suggesting import suggestion
 from apex.debug.suggestion import Suggestion
@@ -27,6 +30,9 @@ from apex.tools.training import State, States
 from apex.tools.variants import BASELINE, Variant
 
 FEW_STEPS = 20
+
+LEAST_SPREAD = 1e-3
+"""Difference of two equal passes in fp32 that is no rounding: fp16's rounding step."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,7 @@ def compare(target: str, options: Options, progress: Progress) -> Comparison:
             run.suggest()
         run.probe()
         run.time()
+        run.note_slow_data()
     found = Comparison(
         target=target,
         machine=machine(options.device),
@@ -102,6 +109,7 @@ class _Run:
         self.notes: list[str] = []
         self.suggestions: list[Suggestion] = []
         self.interleaved = True
+        self._draw_times: list[float] = []
         self._build = build
         first = build()
         self._loss_place = first.loss.place
@@ -150,6 +158,7 @@ class _Run:
         )
         if name == BASELINE:
             self._fp32_weights = weights
+            self._note_unmoved(experiment.model)
         baseline = self.results[BASELINE].training or record
         record = training.with_distance(record, weights, baseline, self._fp32_weights)
         del weights  # only fp32's are needed later
@@ -223,9 +232,41 @@ class _Run:
             self.progress.describe(f"probe {name}")
             with self._recording_errors(name, "probing"):
                 seen = self._observed(self.results[name])
-                fp32 = fp32 or seen
+                if fp32 is None:
+                    fp32 = seen
+                    self._note_randomness(fp32)
                 self._put(name, probe=probing.compare(self.results[name].variant, seen, fp32))
             self.progress.step()
+
+    def _note_randomness(self, fp32: probing.Observation) -> None:
+        """Adds a note if the same pass, from the same seed, gives another result."""
+        spread = probing.spread(fp32, self._observed(self.results[BASELINE]))
+        if spread > LEAST_SPREAD:
+            self.notes.append(
+                "The target is random beyond torch's, numpy's and Python's seeds: two equal passes "
+                f"in fp32 differ by {spread:.2g} of their results, and so much of every distance "
+                "from fp32 is no rounding. Seed its other generators when it is built."
+            )
+
+    def _note_unmoved(self, model: nn.Module) -> None:
+        """Adds a note if training in fp32 left every parameter as it was."""
+        end = self._fp32_weights[len(self.batches)]
+        names = [name for name, _ in model.named_parameters() if name in end]
+        if all(torch.equal(end[name], self._start[name]) for name in names):
+            self.notes.append(
+                "Training in fp32 changed no parameter, so the losses compare nothing. Check that "
+                "the loss depends on the model and the learning rate is above 0."
+            )
+
+    def note_slow_data(self) -> None:
+        """Adds a note if a batch takes longer to draw than a step in fp32."""
+        timing, drawing = self.results[BASELINE].timing, 1e3 * median(self._draw_times)
+        if timing is not None and drawing > timing.median:
+            self.notes.append(
+                f"Drawing a batch took {drawing:.3g} ms, longer than a step in fp32 "
+                f"({timing.median:.3g} ms). The speeds do not include it: loading data limits this "
+                "training, and a faster level gains little until that is faster, too."
+            )
 
     def _observed(self, result: Result) -> probing.Observation:
         weights = self._fp32_weights[len(self.batches)]
@@ -282,7 +323,7 @@ class _Run:
     def _draw(self, experiment: Experiment) -> list[Any]:
         """Returns the batch of every step; adds a note if there are fewer."""
         try:
-            batches = list(itertools.islice(_cycle(experiment), self.options.steps))
+            batches = list(itertools.islice(self._timed(_cycle(experiment)), self.options.steps))
         except Exception as error:
             raise TargetError(f"Drawing the batches failed: {format_error(error)}") from error
         if not batches:
@@ -296,6 +337,14 @@ class _Run:
                 f"{len(batches)} steps are too few to judge training; use more --steps."
             )
         return batches
+
+    def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yields the batches and measures how long each takes to draw."""
+        start = time.perf_counter()
+        for batch in batches:
+            self._draw_times.append(time.perf_counter() - start)
+            yield batch
+            start = time.perf_counter()
 
     def _initial_result(self, variant: Variant) -> Result:
         dtype = variant.dtype

@@ -80,6 +80,18 @@ def compare(variant: Variant, seen: Observation, fp32: Observation) -> Probe:
     )
 
 
+def spread(first: Observation, second: Observation) -> float:
+    """Returns the largest relative difference of outputs and gradients of two equal passes."""
+    outputs = [
+        (output, first.outputs[key][1])
+        for key, (_, output) in second.outputs.items()
+        if key in first.outputs
+    ]
+    grads = zip(second.grads, first.grads, strict=True)
+    pairs = [*outputs, *((a, b) for a, b in grads if a is not None and b is not None)]
+    return max((_relative(a, b) for a, b in pairs if a.shape == b.shape), default=0.0)
+
+
 @contextmanager
 def _recorded_outputs(
     model: nn.Module,

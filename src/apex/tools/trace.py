@@ -107,7 +107,7 @@ def _remarks(tracing: Tracing) -> list[str]:
         lines.append(f"The script failed: {ending.error}")
     elif ending.status:
         lines.append(f"The script exited with status {ending.status}.")
-    if seen.healed:
+    if seen.healed and seen.first is None:
         state = "Healthy" if seen.healed < seen.passes else "Not settled"
         lines.append(
             f"{state}: {seen.healed} of {_count(seen.passes, 'backward pass', 'es')} "
