@@ -218,6 +218,18 @@ def test_values_that_an_evaluation_at_the_end_masks_out_are_no_fault(trace):
     assert "made no inf or NaN that reached its training." in out
 
 
+def test_a_fault_is_not_called_harmless_for_the_finite_gradients_of_another_loss(trace):
+    code, out, _ = trace("""
+        bad, good = Net(), nn.Linear(2, 2)
+        later = bad(torch.full((2, 2), 1e6)).sum()
+        good(torch.ones(2, 2)).sum().backward()
+        later.backward()
+    """)
+    assert code == exit_codes.NOT_FINITE
+    assert "aten.exp in " in out
+    assert "Harmless" not in out
+
+
 def test_a_metric_that_was_harmless_before_is_so_after_the_last_step(trace):
     code, out, _ = trace("""
         def precision(found):

@@ -310,6 +310,42 @@ def test_the_remedy_for_weights_that_outgrow_fp16_names_nothing_that_is_there_al
     assert "master" not in trace.first.remedy
 
 
+def test_the_remedy_for_a_negative_state_is_no_eps():
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(net.parameters(), foreach=False)
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.state[net.weight]["exp_avg_sq"].fill_(-1.0)
+    with trace_overflow(net) as trace:
+        optimizer.step()
+    assert (trace.first.op, trace.first.cause) == ("aten.sqrt", "update")
+    assert "reset the optimizer's state" in trace.first.remedy
+    assert "eps" not in trace.first.remedy
+
+
+def first_with_fp32(modules):
+    """Returns the first fault of a model at O2 whose products grow from layer to layer."""
+    net = nn.Sequential(*[nn.Linear(2, 2, bias=False) for _ in range(3)])
+    for layer in net:
+        nn.init.constant_(layer.weight, 100.0)
+    net = amp.initialize(net, opt_level="O2", fp32_modules=modules, verbosity=0)
+    with trace_overflow(net) as trace:
+        net(torch.ones(1, 2))
+    return trace.first
+
+
+def test_the_remedy_for_a_module_in_fp32_is_not_to_keep_it_in_fp32():
+    assert "fp32_modules=['2']" in first_with_fp32([]).remedy
+    beside = first_with_fp32(["2"])
+    assert (beside.op, beside.module) == ("aten._to_copy", "2")
+    assert "keep the modules next to it in fp32, too" in beside.remedy
+    assert "fp32_modules" not in beside.remedy
+
+
+def test_the_remedy_for_a_model_in_fp16_reminds_of_a_divergence():
+    assert "if the loss grew before, lower the learning rate" in first_with_fp32([]).remedy
+
+
 def test_the_remedy_for_gradients_that_add_up_needs_no_loss_scale():
     def accumulated(factor):
         net = nn.Linear(2, 1).half()

@@ -73,6 +73,29 @@ def test_gradients_that_vanish_by_construction_or_by_chance_are_no_fault(loss, m
         assert trace.worst is None, str(trace)
 
 
+def test_an_overflow_has_no_verdict():
+    model = nn.Sequential(*[nn.Linear(2, 2, bias=False) for _ in range(2)]).half()
+    for layer in model:
+        nn.init.constant_(layer.weight, 200.0)
+    with amp.debug.trace_rounding(model) as trace:
+        model(torch.ones(1, 2, dtype=torch.float16))
+    assert [(each.module, each.op) for each in trace.skipped] == [("1", "aten.mm")]
+    assert "amp.debug.trace_overflow" in trace.skipped[0].reason
+    assert "within their tolerance; 1 without a verdict." in str(trace)
+
+
+@pytest.mark.parametrize(("momentum", "op"), [(1e-3, "aten.native_batch_norm"), (0.1, None)])
+def test_a_running_mean_that_stands_still_is_named(momentum, op):
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(8, momentum=momentum).bfloat16()
+    norm.running_mean.fill_(3.0)
+    with amp.debug.trace_rounding(norm) as trace:
+        norm(torch.randn(16, 8, dtype=torch.bfloat16) + 4)
+    assert bool((norm.running_mean == 3.0).all()) == (op is not None)
+    assert getattr(trace.worst, "op", None) == op
+    assert op is None or trace.worst.kind == "rounding"
+
+
 def test_a_loss_of_large_logits_is_named():
     torch.manual_seed(0)
 

@@ -94,6 +94,23 @@ def test_the_suggestion_is_what_initialize_takes():
     assert trace.worst is None
 
 
+def test_a_model_that_is_nan_in_fp32_is_refused():
+    with pytest.raises(ValueError, match=r"not finite in fp32, too.*trace_overflow\(model\)"):
+        amp.debug.suggest_fp32(
+            nn.Sequential(nn.Linear(4, 4), nn.Hardtanh()), torch.full((2, 4), torch.nan)
+        )
+
+
+def test_a_model_that_overflows_at_every_loss_scale_is_no_healthy_one():
+    model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(9)])
+    for layer in model:
+        nn.init.ones_(layer.weight)
+    found = amp.debug.suggest_fp32(model, torch.ones(2, 4), opt_level="O2")
+    assert found.modules == []
+    assert str(found).startswith("Could not tell which modules need fp32 at O2: the gradients over")
+    assert "No module needs fp32" not in str(found)
+
+
 def test_a_fault_outside_of_modules_is_noted():
     class Outside(nn.Module):
         def __init__(self):

@@ -195,3 +195,11 @@ def test_a_device_that_is_not_here_is_refused(capsys):
 def test_a_file_that_cannot_be_written_is_told(tmp_path, capsys):
     assert main(["doctor", "--seconds", "0", "--json", str(tmp_path)]) == exit_codes.NOT_WRITTEN
     assert str(tmp_path) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"])
+def test_a_setting_that_turns_instructions_off_is_named(name, monkeypatch):
+    monkeypatch.delenv(name, raising=False)
+    assert name not in examine(torch.device("cpu"), budget=0.0).devices["cpu"]
+    monkeypatch.setenv(name, "AVX2")
+    assert examine(torch.device("cpu"), budget=0.0).devices["cpu"].endswith(f"{name}=AVX2")

@@ -57,5 +57,11 @@ def test_the_report_says_what_to_set_if_it_gains(low, said, monkeypatch):
     assert health.to_dict()["huge_pages"]["worth_it"] is (low > 1)
 
 
+def test_a_gain_within_the_noise_is_neither_promised_nor_denied():
+    text = str(HugePages("THP_MEM_ALLOC_ENABLE=1", Interval(1.8, 0.9, 2.1), False))
+    assert text.startswith("Could not tell whether huge memory pages")
+    assert "0.9 to 2.1 times as fast" in text
+
+
 def test_a_quick_examination_does_not_measure_it():
     assert examine(torch.device("cpu"), budget=0.0).huge_pages is None

@@ -60,6 +60,7 @@ class Fault:
         node: In a backward pass, the autograd node, such as ``"Sqrt"``.
         fed_by: Autograd nodes that computed the input, the nearest first.
         read_by: Operators that read the non-finite values, in order, at most eight.
+        in_fp32: Whether the module is in fp32 where the model is in 16 bits.
         written: Whether the script itself gave the inf or NaN, as a number.
         function: The function to pass to ``amp.register_float_function``, such as
             ``("torch", "exp")``; None if there is none.
@@ -81,6 +82,7 @@ class Fault:
     node: str = ""
     fed_by: tuple[str, ...] = ()
     read_by: tuple[str, ...] = ()
+    in_fp32: bool = False
     written: bool = False
     stepped: bool = False
 
@@ -127,6 +129,8 @@ class Fault:
             return _for_range(self)
         if self.written:
             return _REMEDIES_FOR_NUMBERS[self.cause]
+        if self._undefined_step and operator_name(self.op) in _POWERS:  # of a negative number
+            return _REMEDIES["optimizer state"]
         if self.cause == "update" and self.dtype is torch.float16:
             if operator_name(self.op) == "copy":  # of masters, to the model
                 return f"{_LOWER_RATE}, or {_BF16[self.level]}."
@@ -214,7 +218,7 @@ _DIVIDES |= {"native_batch_norm", "native_batch_norm_legit", "batch_norm_with_up
 _DIVIDES |= {"cudnn_batch_norm", "miopen_batch_norm", "addcdiv", "native_layer_norm"}
 _DIVIDES |= {"native_group_norm", "fused_rms_norm", "weight_norm_interface"}
 
-_POWERS = {"pow", "rsqrt"}
+_POWERS = {"pow", "rsqrt", "sqrt"}
 
 _DEFINED_EVERYWHERE = {"exp", "exp2", "expm1", "sinh", "cosh", "mul", "add", "sub", "square"}
 _DEFINED_EVERYWHERE |= {"mm", "bmm", "addmm", "baddbmm", "sum", "cumsum", "convolution"}
@@ -263,7 +267,8 @@ _REMEDIES: dict[Cause, str] = {
     "boundary; masking the result afterwards does not help, because 0 * inf is NaN.",
     "constant": "avoid rows whose entries are all masked, and mask with a large finite number of "
     "the tensor's own dtype: torch.finfo(scores.dtype).min, or -1e4 where masks add up.",
-    "data": "check inputs, targets and loaded files with torch.isfinite(x).all(); clean the data.",
+    "data": "check inputs, targets and loaded files with torch.isfinite(x).all(); clean the data, "
+    "or leave out what is missing before computing with it, because 0 * NaN is NaN.",
     "weights": "check the file that they come from with torch.isfinite(x).all(), and return to a "
     "checkpoint with finite weights. If training made them so, lower the learning rate or clip the "
     "gradients; changing the loss scale does not help.",
@@ -334,7 +339,8 @@ def _for_range(fault: Fault) -> str:
         ways = [*_modules(fault), *([] if fault.dynamic else [_SMALLER_LOSS])]
     if not fault.inside:
         ways.append("compute the loss in fp32: loss_fn(output.float(), target)")
-    return ", or ".join([*ways, _BF16[fault.level]]) + "."
+    diverges = "; if the loss grew before, lower the learning rate" if fault.inside else ""
+    return ", or ".join([*ways, _BF16[fault.level]]) + diverges + "."
 
 
 def _in_fp32(fault: Fault) -> str:
@@ -352,6 +358,8 @@ def _in_fp32(fault: Fault) -> str:
 def _modules(fault: Fault) -> list[str]:
     if fault.level not in ("O2", "O3", "16-bit model") or not fault.module:
         return []
+    if fault.in_fp32:
+        return ["keep the modules next to it in fp32, too"]
     name = fault.module.rpartition(":")[2]
     if fault.level == "16-bit model":
         return [

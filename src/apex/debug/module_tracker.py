@@ -139,6 +139,12 @@ class ModuleTracker:
             for name, module in model.named_modules():
                 self.names.setdefault(module, prefix + name)
 
+    def in_fp32(self, name: str) -> bool:
+        """Returns whether the module of this name has parameters of its own, all in fp32."""
+        found = (each for each, known in self.names.items() if known == name)
+        dtypes = {p.dtype for module in found for p in module.parameters(recurse=False)}
+        return dtypes == {torch.float32}
+
     # -- queries -------------------------------------------------------------------------------
 
     @property

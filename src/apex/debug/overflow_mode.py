@@ -316,6 +316,7 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
             inputs=() if deliberate else tuple(map(tensors.values_of, inputs[:_MAX_INPUTS])),
             node=self.tracker.node if direction == "backward" else "",
             fed_by=() if deliberate else self._fed_by(call, direction),
+            in_fp32=self.tracker.in_fp32(module),
             written=cause in ("constant", "update") and call.is_constant,
         )
         if cause is None and not self._is_update(call):

@@ -17,6 +17,7 @@ from apex.debug.tensors import covers_storage, dense
 _FP16 = torch.float16
 _MAX_NODES = 2**14
 _MAX_READERS = 8
+_MAX_HARMLESS = 8
 
 
 @dataclass(eq=False)
@@ -63,8 +64,8 @@ class Provenance:
         self.time = 0
         self.passes = 0
         self.healed: set[int] = set()
-        self.harmless = 0
-        self.first_harmless: Origin | None = None
+        self._harmless: list[Origin] = []  # the first of them
+        self._harmless_count = 0
         self._backward = -1
         self._pending: list[Origin] = []
         self._mended: set[tuple[str, str]] = set()
@@ -162,10 +163,20 @@ class Provenance:
         """Records that a parameter received a finite gradient."""
         unreached = [o for o in self._pending if o.time not in self._reached]
         harmless = [origin for origin in unreached if not origin.fault.heals]
-        self.harmless += len(harmless)
+        self._harmless_count += len(harmless)
+        self._harmless += harmless[: _MAX_HARMLESS - len(self._harmless)]
         self._mended |= {(origin.fault.op, origin.fault.location) for origin in harmless}
-        self.first_harmless = self.first_harmless or next(iter(harmless), None)
         self._pending.clear()
+
+    @property
+    def harmless(self) -> int:
+        """Number of origins that reached no gradient; finite ones of another loss tell nothing."""
+        return self._harmless_count - sum(o.time in self._reached for o in self._harmless)
+
+    @property
+    def first_harmless(self) -> Origin | None:
+        """The first of them; None without one."""
+        return next((o for o in self._harmless if o.time not in self._reached), None)
 
     @property
     def has_pending(self) -> bool:

@@ -161,6 +161,8 @@ class RoundingMode(OperatorMode):  # type: ignore[no-untyped-call]
 
     def _judge(self, call: ShadowCall, result: Any, pairs: list[tuple[Tensor, Tensor]]) -> None:
         tracker = self.tracker
+        if _overflows(call, pairs):
+            self._log.skip(tracker.module, call.name, _OVERFLOW)
         for index, (low, high) in enumerate(pairs):
             error, tolerance = self._error(call, low, high, index, pairs)
             kind: Kind = ""
@@ -239,6 +241,15 @@ def _in_fp32(call: ShadowCall, arguments: Arguments, result: Any) -> Any:
         keep = 1.0 - args[1]
         return args[0] * result[1] / (keep or 1.0), result[1]
     return call.func(*args, **kwargs)
+
+
+_OVERFLOW = "it returned inf or NaN where fp32 does not; amp.debug.trace_overflow tells why"
+
+
+def _overflows(call: ShadowCall, pairs: list[tuple[Tensor, Tensor]]) -> bool:
+    """Returns whether finite inputs gave inf or NaN that fp32 does not give."""
+    made = any(tensors.kind_of(low) and not tensors.kind_of(high) for low, high in pairs)
+    return made and not any(map(tensors.kind_of, tensors.floating(call.own)))
 
 
 def _distance(call: ShadowCall, values: Tensor, in_fp32: Tensor) -> rules.Distance:

@@ -29,7 +29,8 @@ Note [Small changes]
     ``average.mul_(0.999)`` in bf16 changes nothing: half of bf16's eps is 0.002. By norm that is an
     error within one rounding, but an average that is updated so stands still, iteration for
     iteration. So where a number close to 1 multiplies a value, or a ``lerp`` moves it, the error is
-    also measured relative to the change that fp32 makes, and is lost from ``LOST_CHANGE`` on.
+    also measured relative to the change that fp32 makes, and is lost from ``LOST_CHANGE`` on. The
+    same holds for the running mean of a batch norm with a small momentum.
 
 Note [Decisions]
     Where an operator decides (the sign in the gradient of a relu, the index of a maximum, a
@@ -167,14 +168,19 @@ def base_name(name: str) -> str:
     return name.replace("aten._foreach_", "aten.")
 
 
-def is_small_change(name: str, args: Sequence[Any]) -> bool:
-    """Returns whether an operator changes its first argument a little; see Note [Small changes]."""
+def changed_a_little(name: str, args: Sequence[Any]) -> Tensor | None:
+    """Returns the argument that an operator changes by a small share; see Note [Small changes]."""
+    if name == "aten.native_batch_norm":
+        mean, training, momentum = args[3], args[5], args[6]
+        return mean if training and 0.0 < momentum < _SMALL else None
     number = args[-1] if args else None
     if not isinstance(number, float) or not isinstance(args[0], Tensor):
-        return False
+        return None
     if name.rstrip("_") in ("aten.mul", "aten.div"):
-        return 0.0 < abs(number - 1.0) < _SMALL
-    return name.rstrip("_") == "aten.lerp" and 0.0 < number < _SMALL
+        small = 0.0 < abs(number - 1.0) < _SMALL
+    else:
+        small = name.rstrip("_") == "aten.lerp" and 0.0 < number < _SMALL
+    return args[0] if small else None
 
 
 def roundoff(dtype: torch.dtype) -> float:

@@ -33,7 +33,7 @@ class ShadowCall:
         unit: Unit roundoff of the coarsest dtype that the inputs passed through.
         shadows: Positional and keyword arguments, replaced by their shadows.
         own: Positional and keyword arguments in fp32.
-        first: The first argument as it was, if the call changes it by a small share.
+        first: The first result as it was, if the call changes it by a small share.
         lacks_workspace: Whether it reads a workspace that no kernel in fp32 has filled.
     """
 
@@ -57,8 +57,8 @@ class ShadowCall:
             and shadows.workspace_of(value) is None
             for argument, value in zip(func._schema.arguments, args, strict=False)
         )
-        is_small_change = rules.is_small_change(self.name, own[:count])
-        self.first: Tensor | None = own[0].clone() if is_small_change else None
+        changed = rules.changed_a_little(self.name, own[:count])
+        self.first: Tensor | None = None if changed is None else changed.clone()
         self.shadows = wide[:count], dict(zip(kwargs, wide[count:], strict=True))
         self.own = own[:count], dict(zip(kwargs, own[count:], strict=True))
         self.inputs: list[rules.Distance] = []

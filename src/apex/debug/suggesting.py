@@ -74,7 +74,7 @@ def suggest_fp32(
         TypeError: If ``model`` is not a module or cannot be copied, or the loss is not a tensor.
         ValueError: If the level is none of these, the model is prepared or not in fp32, the inputs
             hold no tensor, the loss is not one floating-point number that requires gradients, or
-            two runs in fp32 give different gradients.
+            two runs in fp32 give different gradients, or gradients that are not finite.
 
     Example:
         >>> import torch
@@ -104,6 +104,12 @@ def suggest_fp32(
 def suggestion(model: nn.Module, loss: Loss, arguments: object, opt_level: str) -> Suggestion:
     """Returns the suggestion for a plain fp32 model; for the arguments, see :class:`Trials`."""
     trials = Trials(model, loss, arguments, opt_level)
+    if not trials.is_finite:
+        raise ValueError(
+            f"suggest_fp32 got {type(model).__name__}, whose gradients are not finite in fp32, "
+            "too, which no module in fp32 repairs. amp.debug.trace_overflow(model) names the "
+            "operator."
+        )
     if trials.noise > _REPRODUCIBLE:
         raise ValueError(
             f"suggest_fp32 got {type(model).__name__}, whose gradients differ by "

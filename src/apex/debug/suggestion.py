@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -60,6 +61,12 @@ class Suggestion:
     @property
     def verdict(self) -> str:
         """The modules, the errors and the price, in one sentence."""
+        if not math.isfinite(self.error_after):
+            return (
+                f"Could not tell which modules need fp32 at {self.opt_level}: the gradients "
+                "overflow, whatever loss scale and modules were tried. amp.debug.trace_overflow("
+                "model) names the operator; a bf16 level has the range of fp32."
+            )
         before = formatting.percent(self.error_before)
         if not self.modules:
             return f"No module needs fp32 at {self.opt_level}: error of the gradients {before}."

@@ -73,6 +73,11 @@ class Trials:
         self.noise = self._error(self._in_fp32())
 
     @property
+    def is_finite(self) -> bool:
+        """Whether all gradients in fp32 are finite."""
+        return all(math.isfinite(float(grad.norm())) for grad in self._reference.values())  # sync
+
+    @property
     def has_op_casts(self) -> bool:
         """Whether the level casts by operator and leaves the model in fp32."""
         return self._policy.compute_dtype is not None

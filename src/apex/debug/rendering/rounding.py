@@ -47,7 +47,10 @@ def verdict(trace: RoundingTrace) -> str:
     """Returns what was found, in one line."""
     worst = trace.worst
     if worst is None:
-        return f"No digits lost: {trace.operators} operators traced, all within their tolerance."
+        rest = f"; {len(trace.skipped)} without a verdict" if trace.skipped else ""
+        return (
+            f"No digits lost: {trace.operators} operators traced, all within their tolerance{rest}."
+        )
     return (
         f"Digits first lost: {worst.op} {worst.place}, {worst.direction}, in {worst.dtype}: error "
         f"{worst.error:.2g}, explained {worst.tolerance:.2g}, inherited {worst.inherited:.2g}"

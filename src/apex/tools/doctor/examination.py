@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -85,4 +86,9 @@ def _described(device: torch.device) -> str:
     name = has.get("cpu_name") or platform.processor() or platform.machine()
     threads = torch.get_num_threads()
     count = f"{threads} thread{'s' * (threads > 1)}"
-    return f"{name}, {count}, {', '.join(extensions) or 'no 16-bit units'}"
+    limits = [f"limited by {each}={os.environ[each]}" for each in _LIMITS if os.environ.get(each)]
+    return ", ".join([name, count, *(extensions or ["no 16-bit units"]), *limits])
+
+
+_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+"""Environment variables that keep oneDNN's kernels from instructions that the CPU has."""

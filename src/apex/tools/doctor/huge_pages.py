@@ -61,8 +61,14 @@ class HugePages:
     def __str__(self) -> str:
         """Returns a sentence for the report."""
         gain = f"{self.gain.median:.2g} times as fast"
-        if not self.worth_it:
+        if not self.worth_it and self.gain.median < LEAST_GAIN:
             return f"Huge memory pages ({self.setting}) gain nothing here: {gain} at most."
+        if not self.worth_it:
+            return (
+                f"Could not tell whether huge memory pages ({self.setting}) help: a step of a "
+                f"large layer is {self.gain.low:.2g} to {self.gain.high:.2g} times as fast with "
+                "them. Run again when the machine is idle."
+            )
         return f"Set {self.setting} in the environment: a step of a large layer is {gain} with it."
 
 
