@@ -230,6 +230,17 @@ def test_a_fault_is_not_called_harmless_for_the_finite_gradients_of_another_loss
     assert "Harmless" not in out
 
 
+def test_a_value_that_fp16_lost_is_not_called_harmless_too(trace):
+    code, out, _ = trace("""
+        net = nn.Linear(2, 2).half()
+        x = torch.full((2, 2), 300.0, dtype=torch.float16)
+        (net(x).square() + x.square()).sigmoid().float().sum().backward()
+    """)
+    assert code == exit_codes.NOT_FINITE
+    assert "cause  range: " in out
+    assert "Harmless" not in out
+
+
 def test_a_metric_that_was_harmless_before_is_so_after_the_last_step(trace):
     code, out, _ = trace("""
         def precision(found):

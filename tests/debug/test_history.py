@@ -274,3 +274,13 @@ def test_norms_that_are_not_finite_are_counted_apart():
     assert passes_text(passes).splitlines()[-1] == (
         "  gradient norm  1 last, median 1, largest 1 in pass 0, 2 not finite"
     )
+
+
+def test_a_summary_without_a_finite_norm_says_so():
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with amp.debug.History(optimizer, model=model) as history:
+        for _ in range(2):
+            (model(torch.ones(1, 2)) * torch.nan).sum().backward()
+            optimizer.step()
+    assert "gradient norm  inf or NaN in all 2 passes" in str(history)

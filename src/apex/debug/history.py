@@ -274,6 +274,8 @@ def _norm_line(passes: Sequence[Pass]) -> Iterator[str]:
     known = [(item.grad_norm, item.index) for item in passes if item.grad_norm is not None]
     norms = [(norm, index) for norm, index in known if math.isfinite(norm)]
     if not norms:
+        if known:
+            yield f"gradient norm  inf or NaN in all {len(known)} passes"
         return
     values = [norm for norm, _ in norms]
     largest, index = max(norms)

@@ -40,6 +40,11 @@ class Origin:
     absorbed: bool = False
     readers: list[str] = field(default_factory=list)
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether fp16 lost a value that no softmax or exp has mapped to the right result."""
+        return self.fault.cause == "range" and self.fault.dtype is _FP16 and not self.absorbed
+
 
 class Provenance:
     """The origins of all live non-finite values, by the memory that holds them.
@@ -101,7 +106,7 @@ class Provenance:
         if deliberate:
             return origin
         self._pending.append(origin)
-        if fault.cause == "range" and fault.dtype is _FP16:
+        if origin.is_lost:
             self._lost.setdefault((fault.module, fault.op, fault.location), origin)
         return origin
 
@@ -162,7 +167,7 @@ class Provenance:
     def mark_finite_gradient(self) -> None:
         """Records that a parameter received a finite gradient."""
         unreached = [o for o in self._pending if o.time not in self._reached]
-        harmless = [origin for origin in unreached if not origin.fault.heals]
+        harmless = [o for o in unreached if not (o.fault.heals or o.is_lost)]
         self._harmless_count += len(harmless)
         self._harmless += harmless[: _MAX_HARMLESS - len(self._harmless)]
         self._mended |= {(origin.fault.op, origin.fault.location) for origin in harmless}
@@ -206,7 +211,7 @@ class Provenance:
         With ``healing``, an overflow from which a dynamic loss scale backs off counts as one.
         """
         reached = self._reached if healing else self._unhealed
-        lost = [origin for origin in self._lost.values() if not origin.absorbed]
+        lost = [origin for origin in self._lost.values() if origin.is_lost]
         pending = [o for o in self._pending if self._counts(o) and (healing or not o.fault.heals)]
         for origins in ([*reached.values(), *lost], pending):
             origin = self.most_severe(origins)
