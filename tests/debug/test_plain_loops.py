@@ -214,11 +214,12 @@ def test_watching_changes_nothing(make, optimizer):
     for watches in (False, True):
         loop = make(make=optimizer)
         if watches:
-            amp.debug.History(loop.optimizer, **loop.watched)
+            history = amp.debug.History(loop.optimizer, **loop.watched)
             amp.debug.arm(loop.optimizer, **loop.watched)
         for x, y in batches(4, overflow_at={1} if loop.scaler.is_enabled() else ()):
             loop.step(x, y)
         results.append([*loop.model.parameters(), torch.tensor(loop.scaler.get_scale())])
+    assert len(history.passes) == 4
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
