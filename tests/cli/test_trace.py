@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from apex.cli import exit_codes, main
+from apex.cli import trace as trace_cli
 from apex.debug import script_trace
 
 HEAD = """\
@@ -672,6 +673,22 @@ def test_workers_that_load_data_find_the_script_s_classes_and_are_not_traced(tmp
     assert ended.stdout.count("apex trace: ") == 1
 
 
+def test_a_report_is_finished_when_another_rank_has_ended(tmp_path, monkeypatch):
+    """torchrun sends SIGTERM to all ranks when the first has ended."""
+    (tmp_path / "train.py").write_text("")
+    written = trace_cli.write_json
+
+    def terminated(*args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        written(*args)
+
+    monkeypatch.setattr(trace_cli, "write_json", terminated)
+    before = signal.getsignal(signal.SIGTERM)
+    assert main(["trace", "--json", str(tmp_path / "out.json"), str(tmp_path / "train.py")]) == 0
+    assert (tmp_path / "out.json").exists()
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
 @pytest.mark.distributed
 def test_each_rank_of_torchrun_reports_and_writes_for_itself(tmp_path):
     (tmp_path / "train.py").write_text(
@@ -681,6 +698,7 @@ def test_each_rank_of_torchrun_reports_and_writes_for_itself(tmp_path):
         rank = torch.distributed.get_rank()
         net = nn.parallel.DistributedDataParallel(Net())
         train(net, [torch.ones(2, 2), torch.full((2, 2), 1e6 if rank else 1.0)])
+        torch.distributed.barrier()
         torch.distributed.destroy_process_group()
         """)
     )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -90,11 +92,22 @@ def run(args: argparse.Namespace) -> int:
         with contextlib.suppress(ValueError):  # closed by the script
             replaced.flush()
     sys.stdout, sys.stderr = out, err
-    _show(stream, f"\n{tracing_text(tracing)}")
-    write_json(json, tracing.to_dict())
+    with _until_written():
+        _show(stream, f"\n{tracing_text(tracing)}")
+        write_json(json, tracing.to_dict())
     if tracing.ending.interrupted:
         return exit_codes.INTERRUPTED
     return tracing.ending.status if tracing.seen.first is None else exit_codes.NOT_FINITE
+
+
+@contextlib.contextmanager
+def _until_written() -> Iterator[None]:
+    """Ignores SIGTERM, which ``torchrun`` sends to every rank once one has ended with a fault."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _notify(stream: TextIO, fault: Fault) -> None:
