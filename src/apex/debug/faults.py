@@ -127,34 +127,32 @@ class Fault:
             return _for_loss_scale(self)
         if self.cause == "range":
             return _for_range(self)
-        if self.written:
-            return _REMEDIES_FOR_NUMBERS[self.cause]
-        if self._undefined_step and operator_name(self.op) in _POWERS:  # of a negative number
+        undefined = self._case == _UNDEFINED_STEP
+        if undefined and operator_name(self.op) in _POWERS:  # of a negative number
             return _REMEDIES["optimizer state"]
-        if self.cause == "update" and self.dtype is torch.float16:
+        if self.cause == "update" and self.dtype is torch.float16 and not self.written:
             if operator_name(self.op) == "copy":  # of masters, to the model
                 return f"{_LOWER_RATE}, or {_BF16[self.level]}."
             eps = _MASTERS if self.level[:1] == "O" else _FP32_WEIGHTS
-            return eps if self._undefined_step else f"{_LOWER_RATE}, and {eps}"
-        return _REMEDY_FOR_UNDEFINED_STEP if self._undefined_step else _REMEDIES[self.cause]
+            return eps if undefined else f"{_LOWER_RATE}, and {eps}"
+        return _REMEDIES[self._case]
 
     @property
     def explanation(self) -> str:
         """What happened, in one sentence."""
-        if self.written:
-            return _EXPLANATIONS_OF_NUMBERS[self.cause]
-        if self._undefined_step:
-            return "the optimizer's step divided by 0 or left the domain of one of its functions."
-        return _EXPLANATIONS[self.cause].format(
+        return _EXPLANATIONS[self._case].format(
             dtype=dtypes.name(self.dtype),
             limit=f"{torch.finfo(self.dtype).max:g}",
             true=_amount(self.largest_true),
         )
 
     @property
-    def _undefined_step(self) -> bool:
-        true = self.largest_true
-        return self.cause == "update" and true is not None and not math.isfinite(true)
+    def _case(self) -> str:
+        """The cause, divided where what to do depends on more."""
+        if self.written:
+            return f"{self.cause} by a number"
+        undefined = self.largest_true is not None and not math.isfinite(self.largest_true)
+        return _UNDEFINED_STEP if self.cause == "update" and undefined else self.cause
 
     def as_dict(self) -> dict[str, Any]:
         """Returns all attributes in JSON types: the dtype by name, an infinite number as None."""
@@ -235,7 +233,9 @@ _NEVER_CALLED = {"convolution"}  # exists in torch, but modules call conv2d and 
 _CASTS = {"aten._to_copy", "aten.copy_"}
 _OF_STEPS = {"update", "optimizer state"}
 
-_EXPLANATIONS: dict[Cause, str] = {
+_UNDEFINED_STEP = "undefined update"
+
+_EXPLANATIONS = {
     "loss scale": "the scaled gradient exceeds the range of {dtype} ({limit}); unscaled, it fits.",
     "range": "the true result, {true}, exceeds the range of {dtype} ({limit}).",
     "divergence": "values have grown so large that the next exceed even the range of {dtype} "
@@ -253,11 +253,17 @@ _EXPLANATIONS: dict[Cause, str] = {
     "gradients": "the gradients were already non-finite when the trace started.",
     "another rank": "the gradients were finite on this rank and came back non-finite from their "
     "exchange.",
+    "constant by a number": "the script itself gives inf or NaN here, as a constant or a number in "
+    "the expression, and it reached a gradient or the loss.",
     "update": "the optimizer's step itself exceeded the range of {dtype}.",
+    "update by a number": "the optimizer's step computed with a number that is inf or NaN, such as "
+    "a learning rate.",
+    _UNDEFINED_STEP: "the optimizer's step divided by 0 or left the domain of one of its "
+    "functions.",
     "uninitialized": "memory from torch.empty was read before it was written.",
 }
 
-_REMEDIES: dict[Cause, str] = {
+_REMEDIES = {
     "divergence": "lower the learning rate or warm it up, and clip the gradients; check the losses "
     "of the preceding steps.",
     "division by zero": "add an epsilon to the divisor (eps of a norm), or exclude the empty case "
@@ -278,36 +284,21 @@ _REMEDIES: dict[Cause, str] = {
     "the gradients cleared.",
     "another rank": "read the reports of the other ranks: the one that made the values names the "
     "operator.",
+    "constant by a number": "correct the number, unless it is meant as a mask. Set a mask with "
+    "masked_fill, because 0 * inf is NaN, and leave masked elements out of the loss (a masked "
+    "class is no target), or mask with a finite number, such as -1e4.",
     "update": "lower the learning rate or warm it up, and clip the gradients.",
+    "update by a number": "check the learning rate and the other settings of the optimizer, and "
+    "the scheduler that changes them: print(optimizer.param_groups).",
+    _UNDEFINED_STEP: "pass the optimizer an eps above 0, so that a step does not divide by the 0 "
+    "that zero gradients leave in its state.",
     "uninitialized": "use torch.zeros, or write the whole tensor before reading it.",
 }
-
-
-_EXPLANATIONS_OF_NUMBERS: dict[Cause, str] = {
-    "constant": "the script itself gives inf or NaN here, as a constant or a number in the "
-    "expression, and it reached a gradient or the loss.",
-    "update": "the optimizer's step computed with a number that is inf or NaN, such as a learning "
-    "rate.",
-}
-
-_REMEDIES_FOR_NUMBERS: dict[Cause, str] = {
-    "constant": "correct the number, unless it is meant as a mask. Set a mask with masked_fill, "
-    "because 0 * inf is NaN, and leave masked elements out of the loss (a masked class is no "
-    "target), or mask with a finite number, such as -1e4.",
-    "update": "check the learning rate and the other settings of the optimizer, and the scheduler "
-    "that changes them: print(optimizer.param_groups).",
-}
-
 
 _LOWER_RATE = "lower the learning rate, because weights beyond 65504 do not fit fp16"
 _EPS = "because an optimizer's eps of 1e-8 is 0 in fp16."
 _MASTERS = f"step fp32 masters (O2, or master_weights=True), {_EPS}"
 _FP32_WEIGHTS = f"keep the weights in fp32 (torch.autocast, or amp.initialize at O2), {_EPS}"
-
-_REMEDY_FOR_UNDEFINED_STEP = (
-    "pass the optimizer an eps above 0, so that a step does not divide by the 0 that zero "
-    "gradients leave in its state."
-)
 
 
 def _for_loss_scale(fault: Fault) -> str:
