@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -121,9 +121,8 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
 
     def _stale_gradients(self) -> set[int]:
         """Returns the memory of gradients that were already non-finite when tracing started."""
-        own = [param for model in self.tracker.models for param in model.parameters()]
         stepped = [p for s in self._sessions() for b in s.bindings for p in b.params()]
-        grads = tensors.floating([param.grad for param in (*own, *stepped)])
+        grads = tensors.floating([param.grad for param in (*self._params(), *stepped)])
         return {tensors.storage_key(grad) for grad in grads if tensors.kind_of(grad)}
 
     def _operator(self, call: OperatorCall) -> Any:
@@ -195,11 +194,16 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
 
     def _weights(self) -> set[int]:
         """Returns the memory of all parameters, masters and buffers, wherever it is by now."""
-        models = self.tracker.models
-        own = [tensor for m in models for tensor in (*m.parameters(), *m.buffers())]
         masters = [pair.master for session in self._sessions() for pair in session.masters.all()]
-        stepped = [params_of(optimizer) for optimizer in self._optimizers]
-        return _keys([own, masters, stepped])
+        return self._buffers() | _keys([self._params(), masters])
+
+    def _buffers(self) -> set[int]:
+        return _keys([list(model.buffers()) for model in self.tracker.models])
+
+    def _params(self) -> list[Tensor]:
+        """Returns the parameters of all models, and those that optimizers have stepped."""
+        own = [param for model in self.tracker.models for param in model.parameters()]
+        return [*own, *(param for each in self._optimizers for param in params_of(each))]
 
     def _check_loss(self, loss: Tensor) -> None:
         origin = self._provenance.of(loss)
@@ -268,26 +272,19 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         key = tensors.storage_key(tensor)
         if key in self._stale:
             return "gradients"
-        if ranks.world_size() > 1 and self._is_gradient(key):
+        in_backward = self.tracker.direction == "backward"
+        if ranks.world_size() > 1 and (in_backward or key in _gradients(self._params())):
             return "another rank"
         if self._stepping is not None:
-            if key in _keys([param.grad for param in params_of(self._stepping)]):
+            if key in _gradients(params_of(self._stepping)):
                 return "gradients"
             if key in _keys([list(state.values()) for state in self._stepping.state.values()]):
                 return "optimizer state"
-        is_buffer_mask = key in _keys([list(m.buffers()) for m in self.tracker.models])
-        if key in self._weights() and not (is_buffer_mask and tensors.is_mask(tensor)):
+        if key in self._weights() and not (key in self._buffers() and tensors.is_mask(tensor)):
             return "weights"
         # Of a model that no forward has made known yet, too.
         loads = any(isinstance(written, nn.Parameter) for written in call.written)
         return "weights" if loads else "data"
-
-    def _is_gradient(self, key: int) -> bool:
-        """Returns whether memory belongs to a backward pass or holds a parameter's gradient."""
-        own = [param for model in self.tracker.models for param in model.parameters()]
-        stepped = [param for optimizer in self._optimizers for param in params_of(optimizer)]
-        grads = [param.grad for param in (*own, *stepped)]
-        return self.tracker.direction == "backward" or key in _keys(grads)
 
     def _new_origin(
         self,
@@ -375,6 +372,10 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         states = (state_of(module) for module in modules)
         owners = [state.owner for state in states if state is not None]
         return [owner for owner in dict.fromkeys(owners) if isinstance(owner, Session)]
+
+
+def _gradients(params: Iterable[Tensor]) -> set[int]:
+    return _keys([param.grad for param in params])
 
 
 def _keys(value: Any) -> set[int]:
