@@ -21,6 +21,7 @@ class Log(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         tracker = self.tracker
+        tracker.record_site()
         line = tracker.location().rpartition(":")
         name = str(func).split(".")[1]
         self.seen.append((name, tracker.module, tracker.direction, line[0], int(line[2] or 0)))

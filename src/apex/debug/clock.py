@@ -86,16 +86,20 @@ class DeviceClock(Clock):
 
 
 class Stopwatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Times every operator that computes, not views. Enter it once for each pass."""
+    """Times every operator that computes, not views. Enter it once for each pass.
 
-    def __init__(self, clock: Clock) -> None:
+    Calls ``before`` at every operator, views included.
+    """
+
+    def __init__(self, clock: Clock, before: Callable[[], None] = lambda: None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._clock = clock
+        self._clock, self._before = clock, before
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        self._before()
         if torch.is_inference_mode_enabled():  # where composites arrive whole
             with self:
                 result = func.decompose(*args, **kwargs)

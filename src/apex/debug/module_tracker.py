@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from apex._torch.dispatcher import AUTOCAST_KEYS
 from apex.debug import frames
@@ -54,7 +54,8 @@ class ModuleTracker:
     """Tracks which module of the given models is running, in which direction and from which line.
 
     In a backward pass, module and line are those whose forward created the running autograd node.
-    May be queried anywhere, also from a ``TorchDispatchMode`` entered inside.
+    May be queried anywhere, also from a ``TorchDispatchMode``, which calls ``record_site`` at every
+    operator: lines and modules of backward passes are known from it.
 
     With several models, names are prefixed with the model's class: ``"Net:body.0"``, and
     ``"Net[1]:body.0"`` for the second model of a class. Shared modules and parameters go by their
@@ -85,38 +86,25 @@ class ModuleTracker:
         self._thread = 0
         self._sites: OrderedDict[tuple[int, int], tuple[int, Site]] = OrderedDict()
         self._handles: list[Any] = []
-        self.mode = _SiteMode(self)
 
     def __enter__(self) -> ModuleTracker:
-        """Registers module hooks and enters a dispatch mode that records forward lines."""
-        self.attach()
-        self.mode.__enter__()  # type: ignore[no-untyped-call]
+        """Registers module hooks."""
+        self._thread = threading.get_ident()
+        self._state.last_sequence = _next_sequence() - 1
+        self._handles += self._hooks()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Exits the mode, removes the hooks and discards the recorded lines."""
-        self.mode.__exit__(*exc_info)  # type: ignore[no-untyped-call]
-        self.detach()
-
-    def attach(self) -> None:
-        """Registers only the hooks, for callers that enter ``mode`` themselves."""
-        self._start()
-        for module in self.names:
-            self._handles += [
-                module.register_forward_pre_hook(self._enter_module, prepend=True),
-                module.register_forward_hook(self._leave_module, always_call=True),
-            ]
-
-    def detach(self) -> None:
-        """Removes the hooks and discards the recorded lines."""
+        """Removes the hooks and discards the recorded sites."""
         while self._handles:
             self._handles.pop().remove()
         self._state = _ThreadState()
         self._sites.clear()
 
-    def _start(self) -> None:
-        self._thread = threading.get_ident()
-        self._state.last_sequence = _next_sequence() - 1
+    def _hooks(self) -> Iterator[RemovableHandle]:
+        for module in self.names:
+            yield module.register_forward_pre_hook(self._enter_module, prepend=True)
+            yield module.register_forward_hook(self._leave_module, always_call=True)
 
     # -- names -----------------------------------------------------------------------------------
 
@@ -292,18 +280,6 @@ class ModuleTracker:
         stack = self._state.stack
         if stack and stack[-1][0] is module:
             stack.pop()
-
-
-class _SiteMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, tracker: ModuleTracker) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._tracker = tracker
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self._tracker.record_site()
-        return func(*args, **(kwargs or {}))
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -124,7 +124,7 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
         self, tracker: ModuleTracker, calls: CallTracker, rules: DtypeRules, clock: Clock
     ) -> None:
         """Creates a recorder; the caller enters ``tracker`` and ``calls`` around it."""
-        super().__init__(clock)
+        super().__init__(clock, tracker.record_site)
         self.without_formula: set[str] = set()
         self._tracker = tracker
         self._calls = calls

@@ -10,7 +10,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.nn.modules.module import (
 )
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from apex._torch.modules import has_global_hooks
 from apex.debug.faults import Fault
@@ -216,13 +217,9 @@ class _DiscoveringTracker(ModuleTracker):
         self._parameters.clear()
         return parameters
 
-    def attach(self) -> None:
-        """Registers hooks for all modules of the process."""
-        self._start()
-        self._handles += [
-            register_module_forward_pre_hook(self._enter_module),
-            register_module_forward_hook(self._leave_module, always_call=True),
-        ]
+    def _hooks(self) -> Iterator[RemovableHandle]:
+        yield register_module_forward_pre_hook(self._enter_module)
+        yield register_module_forward_hook(self._leave_module, always_call=True)
 
     def _enter_module(self, module: nn.Module, inputs: Any) -> None:
         if module not in self.names and module not in self._nameless:

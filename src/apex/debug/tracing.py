@@ -111,10 +111,8 @@ class Trace:
             )
         self._entered = True
         self.mode = mode = self._new_mode()
-        tracker = mode.tracker
         with ExitStack() as hooks, ExitStack() as modes:
-            hooks.callback(tracker.detach)
-            tracker.attach()
+            hooks.enter_context(mode.tracker)
             modes.callback(register_optimizer_step_pre_hook(mode.enter_step).remove)
             modes.callback(register_optimizer_step_post_hook(mode.leave_step).remove)
             modes.enter_context(eager())
