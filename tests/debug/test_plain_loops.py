@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from apex import amp
 from apex.debug.faults import Fault
-from apex.debug.loops import PlainLoop
+from apex.debug.loops import loop_of
 from apex.optimizers import FP16_Optimizer
 from tests.training.cases import batch, batches, net
 
@@ -491,10 +491,10 @@ def test_a_compiled_step_is_watched(log, make):
 def test_parameters_without_a_model_go_by_what_the_optimizer_knows():
     model = net()
     optimizer = sgd(model.parameters())
-    loop = PlainLoop([optimizer], None, [])
+    loop = loop_of("History", [optimizer])
     assert list(loop.names().values())[:2] == ["parameter 0 of group 0", "parameter 1 of group 0"]
     optimizer = sgd(model.named_parameters())
-    loop = PlainLoop([optimizer], None, [])
+    loop = loop_of("History", [optimizer])
     assert next(iter(loop.names().values())) == "0.weight"
 
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from apex import amp
 from apex.debug.auto_trace import frozen_message, underflow_message
-from apex.debug.loops import PlainLoop
+from apex.debug.loops import loop_of
 from apex.debug.update_watch import EVERY, Counts, UpdateWatch, summary
 from apex.optimizers import FusedAdam
 from benchmarks.counting import counted_syncs
@@ -453,7 +453,7 @@ def test_messages_leave_out_modules_with_few_samples():
 def test_a_window_ends_without_its_parameter():
     loop = bf16_model()
     seen = []
-    plain = PlainLoop([loop.optimizer], None, [])
+    plain = loop_of("History", [loop.optimizer])
     UpdateWatch(plain, seen.append, every=2, span=2)
     loop.step(*batch())
     loop.optimizer.param_groups[0]["params"].pop()

@@ -1,4 +1,4 @@
-"""What tools that run a model accept: the model, one batch, and a loss.
+"""What tools accept: an optimizer, a ``GradScaler``, and to run a model, one batch and a loss.
 
 ``caller`` is the name of the public function, for error messages.
 """
@@ -7,10 +7,32 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from apex._core import tree
+from apex.amp.optimizers import unwrap
 from apex.debug.module_tracker import unwrapped
+
+
+def inner(optimizer: Any) -> Optimizer:
+    """Returns the optimizer inside wrappers such as LARC, accelerate's and Lightning's.
+
+    Raises:
+        TypeError: If it is neither an optimizer nor a wrapper of one.
+    """
+    wrapped = getattr(optimizer, "optimizer", None)
+    return inner(wrapped) if isinstance(wrapped, Optimizer) else unwrap(optimizer)
+
+
+def check_scaler(caller: str, scaler: Any) -> None:
+    """Raises TypeError if ``scaler`` is neither None nor a ``GradScaler``."""
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(
+            f"amp.debug.{caller} got {type(scaler).__name__} as the scaler; it takes the "
+            "torch.amp.GradScaler that scales the losses."
+        )
 
 
 def checked_model(caller: str, model: Any, arguments: object) -> nn.Module:

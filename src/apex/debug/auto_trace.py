@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from apex._core.arguments import integer
 from apex._engine.events import ScaleUpdate
 from apex._engine.optimizer.optimizer_class import binding_of
+from apex._torch import dtensor
 from apex._torch.dispatch_modes import suspend_modes
+from apex.debug.arguments import inner
 from apex.debug.gradient_watch import GradientWatch, NonfinitePass
-from apex.debug.loops import Loop, LoopPass, inner, loop_of
+from apex.debug.loops import Loop, LoopPass, loop_of
 from apex.debug.overflow import OverflowTrace
 from apex.debug.rendering.formatting import listed, percent
 from apex.debug.update_watch import (
@@ -241,7 +243,8 @@ class AutoTrace:
         message = f"{self._gradients(found)} The trace of the next pass: {self.trace}"
         if first.cause not in _EARLIER:
             return message
-        if self._loop.weights_are_finite():
+        weights = map(dtensor.local, self._loop.params())
+        if all(bool(torch.isfinite(weight).all()) for weight in weights):  # sync: a diagnosis
             return None  # the script did not step on these gradients
         return (
             f"{self._gradients(found)} The weights are no longer finite: without a dynamic loss "

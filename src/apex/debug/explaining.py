@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 from apex._core import dtypes, finite, tree
 from apex._core.scale import checked_static
+from apex.debug.arguments import check_loss, check_scaler, checked_model, floating_outputs
 from apex.debug.attribution import CallTracker, DtypeRules
 from apex.debug.clock import Stopwatch, clock_for
 from apex.debug.explanation import Explanation
-from apex.debug.loops import check_scaler
-from apex.debug.model_call import check_loss, checked_model, floating_outputs
 from apex.debug.module_tracker import ModuleTracker
 from apex.debug.preserve_state import casts_off, preserve_state
 from apex.debug.recording import Recorder

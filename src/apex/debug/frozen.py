@@ -18,7 +18,7 @@ from apex._core import finite, tree
 from apex._core.param_groups import params_of
 from apex._engine.optimizer.optimizer_class import ATTRIBUTE, binding_of, own_class
 from apex._torch.grad_scaler import holds_unscaled
-from apex.debug.loops import check_scaler, inner
+from apex.debug.arguments import check_scaler, inner
 
 WIDER = {
     torch.bfloat16: torch.float32,

@@ -21,6 +21,7 @@ from apex._core.foreach import norms
 from apex._engine.readback import Readback
 from apex._torch import dtensor
 from apex.debug.loops import LoopPass, loop_of
+from apex.debug.module_tracker import owner_of
 from apex.debug.rendering.formatting import percent
 from apex.debug.update_watch import EVERY, Measured, ModuleUpdates, UpdateWatch, summary
 
@@ -124,7 +125,8 @@ class History:
         self._readback: Readback[int] = Readback()
         self._passes: deque[Pass] = deque(maxlen=limit)
         self._seen = 0
-        self._modules = self._loop.modules()
+        names = self._loop.names()
+        self._modules = [owner_of(names[id(param)]) for param in self._loop.params()]
         self._measured: deque[Measured] = deque(maxlen=limit)
         self._updates = None
         if updates_every is not None:

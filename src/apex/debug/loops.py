@@ -19,11 +19,11 @@ from apex._engine.optimizer.binding import Binding
 from apex._engine.optimizer.optimizer_class import binding_of
 from apex._engine.readback import Readback
 from apex._engine.session import Session
-from apex._torch import dtensor, grad_scaler
+from apex._torch import grad_scaler
 from apex._torch.copies import moved
 from apex._torch.dynamo import untraced
-from apex.amp.optimizers import unwrap
-from apex.debug.module_tracker import owner_of, unwrapped
+from apex.debug.arguments import check_scaler, inner
+from apex.debug.module_tracker import unwrapped
 
 StepHook = Callable[..., None]
 """Takes the optimizer, and the arguments of its step."""
@@ -46,7 +46,7 @@ class LoopPass(NamedTuple):
     measured: Tensor | None
     loss_scale: Tensor
     found_inf: Tensor
-    failed: bool
+    failed: bool = False
 
 
 class Listener(Protocol):
@@ -121,9 +121,9 @@ class Loop(ABC):
         return list(self._models)
 
     @property
-    @abstractmethod
     def in_fp16(self) -> bool:
         """Whether gradients are known to be computed in fp16."""
+        return self.may_underflow
 
     @abstractmethod
     def gradient_scale(self, optimizer: Optimizer) -> Tensor | None:
@@ -154,20 +154,8 @@ class Loop(ABC):
                     found[id(pair.master)] = found[id(pair.model)]
         return found
 
-    def modules(self) -> list[str]:
-        """Returns the names of the modules whose parameters the optimizers step."""
-        names = self.names()
-        return list(dict.fromkeys(owner_of(names[id(param)]) for param in self.params()))
 
-    def weights_are_finite(self) -> bool:
-        """Returns whether every stepped weight is finite. Waits for the device."""
-        return all(
-            bool(torch.isfinite(dtensor.local(weight)).all())  # sync: a diagnosis
-            for weight in self.params()
-        )
-
-
-class AmpLoop(Loop):
+class _AmpLoop(Loop):
     """The loop of one ``amp.initialize`` call."""
 
     unit = "backward pass"
@@ -181,10 +169,7 @@ class AmpLoop(Loop):
         models: Iterable[nn.Module] | None,
         bindings: Iterable[Binding] | None = None,
     ) -> None:
-        """Watches nothing yet, and then only ``bindings``; names are those of ``models``.
-
-        Each is by default all that the session has.
-        """
+        """``bindings`` and ``models`` are by default all that the session has."""
         super().__init__(session.models if models is None else models)
         self.dynamic = any(scaler.dynamic for scaler in session.scalers)
         self.may_underflow = session.policy.low_precision is torch.float16
@@ -192,7 +177,6 @@ class AmpLoop(Loop):
         self._only = None if bindings is None else weakref.WeakSet(bindings)
 
     def listen(self, listener: Listener) -> None:
-        """Starts to call ``listener``."""
         self._listener = listener
         cast(Session, self._session()).add_listener(self._end_of_pass)
         self._ends.append(self._end_listening)
@@ -204,18 +188,11 @@ class AmpLoop(Loop):
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The live optimizers."""
         session = self._session()
         bindings = () if session is None else session.bindings
         return [b.optimizer for b in bindings if self._only is None or b in self._only]
 
-    @property
-    def in_fp16(self) -> bool:
-        """Whether the level computes in fp16."""
-        return self.may_underflow
-
     def gradient_scale(self, optimizer: Optimizer) -> Tensor | None:
-        """Returns the first loss's scale."""
         session = self._session()
         return None if session is None else session.scalers[0].loss_scale
 
@@ -227,19 +204,13 @@ class AmpLoop(Loop):
         params = (param for binding in own for param in binding.params())
         measured = None if end.failed else self._listener.measure(end.loss_id, params)
         scaler = session.scalers[end.loss_id]
+        state = scaler.loss_scale, scaler.found_inf
         self._listener.end_of_pass(
-            LoopPass(
-                end.loss_id,
-                end.updates,
-                measured,
-                scaler.loss_scale,
-                scaler.found_inf,
-                end.failed,
-            )
+            LoopPass(end.loss_id, end.updates, measured, *state, failed=end.failed)
         )
 
 
-class PlainLoop(Loop):
+class _PlainLoop(Loop):
     """A loop of plain torch, under ``torch.autocast``, with a 16-bit model, or in fp32.
 
     A pass is a step of one of the optimizers. With a ``GradScaler`` it ends with
@@ -266,7 +237,7 @@ class PlainLoop(Loop):
         super().__init__(models)
         self.dynamic = scaler is not None and scaler.is_enabled()
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
-        self._scaler = None if not self.dynamic else weakref.ref(scaler)
+        self._scaler: Callable[[], Any] = weakref.ref(scaler) if self.dynamic else lambda: None
         self._measured: dict[int, Tensor | None] = {}
         self._readback: Readback[int] = Readback()
         self._skipped_in_row: dict[int, int] = {}
@@ -274,9 +245,8 @@ class PlainLoop(Loop):
         self._warned = False
 
     def listen(self, listener: Listener) -> None:
-        """Starts to call ``listener``."""
         self._listener = listener
-        scaler = None if self._scaler is None else self._scaler()
+        scaler = self._scaler()
         if scaler is None:
             self.add_step_hooks(None, self._after_step)
         else:
@@ -285,29 +255,25 @@ class PlainLoop(Loop):
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The live optimizers."""
         found = (reference() for reference in self._optimizers)
         return [optimizer for optimizer in found if optimizer is not None]
 
     @property
     def in_fp16(self) -> bool:
-        """Whether a GradScaler scales the losses, or a parameter is in fp16."""
         return self.dynamic or any(param.dtype is torch.float16 for param in self.params())
 
     may_underflow = True  # nobody says in which dtype torch.autocast computes
 
     def gradient_scale(self, optimizer: Optimizer) -> Tensor | None:
-        """Returns the GradScaler's scale, unless the optimizer itself unscales in its step."""
-        scaler = None if self._scaler is None else self._scaler()
+        scaler = self._scaler()
         if scaler is None or getattr(optimizer, "grad_scale", None) is not None:
-            return None
+            return None  # the optimizer itself unscales in its step
         return grad_scaler.current_scale(scaler)
 
-    # -- with a GradScaler ----------------------------------------------------------------------
+    # -- with a GradScaler, as its ScalerListener -------------------------------------------------
 
     @untraced
     def gradients_complete(self, optimizer: Optimizer, scale: Tensor | None) -> None:
-        """Measures gradients before the step; see :class:`grad_scaler.ScalerListener`."""
         index = self._index(optimizer)
         self._unscaled.add(index)
         if index is not None and self._listener is not None:
@@ -317,7 +283,6 @@ class PlainLoop(Loop):
             self._measured[index] = measured
 
     def scale_updated(self, steps: Sequence[tuple[Optimizer, Tensor]], scale: Tensor) -> None:
-        """Ends one pass for each step; see :class:`grad_scaler.ScalerListener`."""
         self._unscaled.clear()
         for optimizer, found_inf in steps:
             index = self._index(optimizer)
@@ -326,13 +291,11 @@ class PlainLoop(Loop):
             self._readback.send(index, torch.stack([scale, found_inf]))
             updates = [self._update(i, *values) for i, values in self._readback.poll()]
             measured = self._measured.pop(index, None)
-            self._listener.end_of_pass(
-                LoopPass(index, updates, measured, scale, found_inf, failed=False)
-            )
+            self._listener.end_of_pass(LoopPass(index, updates, measured, scale, found_inf))
 
     @untraced
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        scaler = None if self._scaler is None else self._scaler()
+        scaler = self._scaler()
         if self._warned or scaler is None or self._index(optimizer) in self._unscaled:
             return
         if grad_scaler.current_scale(scaler) is None:  # no loss was scaled yet
@@ -372,7 +335,7 @@ class PlainLoop(Loop):
         one, zero = torch.ones((), device=device), torch.zeros((), device=device)
         self._in_hook = True
         try:
-            self._listener.end_of_pass(LoopPass(index, (), measured, one, zero, failed=False))
+            self._listener.end_of_pass(LoopPass(index, (), measured, one, zero))
         finally:
             self._in_hook = False
 
@@ -414,7 +377,7 @@ def loop_of(
     own = [inner(optimizer) for optimizer in optimizers]
     bindings = [binding for o in own if (binding := binding_of(o)) is not None]
     if not bindings:
-        return PlainLoop(own, scaler, models or ())
+        return _PlainLoop(own, scaler, models or ())
     sessions = {binding.owner for binding in bindings}
     if None in sessions:
         raise RuntimeError(
@@ -432,23 +395,4 @@ def loop_of(
             "prepared, which has a loss scale of its own. Leave out scaler=."
         )
     session = cast(Session, sessions.pop())
-    return AmpLoop(session, models, bindings if only else None)
-
-
-def check_scaler(caller: str, scaler: Any) -> None:
-    """Raises TypeError if ``scaler`` is neither None nor a ``GradScaler``."""
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise TypeError(
-            f"amp.debug.{caller} got {type(scaler).__name__} as the scaler; it takes the "
-            "torch.amp.GradScaler that scales the losses."
-        )
-
-
-def inner(optimizer: Any) -> Optimizer:
-    """Returns the optimizer inside wrappers such as LARC, accelerate's and Lightning's.
-
-    Raises:
-        TypeError: If it is neither an optimizer nor a wrapper of one.
-    """
-    wrapped = getattr(optimizer, "optimizer", None)
-    return inner(wrapped) if isinstance(wrapped, Optimizer) else unwrap(optimizer)
+    return _AmpLoop(session, models, bindings if only else None)

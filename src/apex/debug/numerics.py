@@ -14,7 +14,7 @@ from apex._core import arguments, dtypes, finite
 from apex._core.param_groups import params_of
 from apex._engine.optimizer.optimizer_class import binding_of
 from apex._torch import copies, dtensor
-from apex.debug.loops import inner
+from apex.debug.arguments import inner
 
 _COUNT = "state step"
 """Role of the tensor in which torch's optimizers count steps."""

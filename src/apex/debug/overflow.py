@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from apex.debug.arguments import check_scaler
 from apex.debug.faults import Fault
-from apex.debug.loops import check_scaler
 from apex.debug.module_tracker import ModuleTracker
 from apex.debug.overflow_mode import OverflowMode
 from apex.debug.provenance import Provenance

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -41,18 +41,9 @@ def preserve_state(model: nn.Module, arguments: object) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def casts_off() -> Iterator[None]:
-    """Disables the casts of amp's regions and of any ``torch.autocast``, as for a backward."""
-    on = [device for device in DEVICE_TYPES if torch.is_autocast_enabled(device)]
-    with no_casts():
-        for device in on:
-            torch.set_autocast_enabled(device, False)
-        try:
-            yield
-        finally:
-            for device in on:
-                torch.set_autocast_enabled(device, True)
+def casts_off() -> AbstractContextManager[Any]:
+    """Returns a context without casts of amp's regions or any ``torch.autocast``."""
+    return no_casts([device for device in DEVICE_TYPES if torch.is_autocast_enabled(device)])
 
 
 def _restore_values(saved: list[tuple[Tensor, Tensor]]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from apex.debug.loops import check_scaler
+from apex.debug.arguments import check_scaler
 from apex.debug.module_tracker import ModuleTracker
 from apex.debug.rendering.files import save
 from apex.debug.rounding_mode import RoundingMode

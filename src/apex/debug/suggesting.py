@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from apex._core import dtypes
 from apex._engine.model.state import state_of
+from apex.debug.arguments import check_loss, checked_model, floating_outputs
 from apex.debug.explanation import within
-from apex.debug.model_call import check_loss, checked_model, floating_outputs
 from apex.debug.rounding import RoundingTrace
 from apex.debug.suggestion import Suggestion
 from apex.debug.trials import Loss, Trials
