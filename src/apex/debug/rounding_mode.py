@@ -164,7 +164,7 @@ class RoundingMode(OperatorMode):  # type: ignore[no-untyped-call]
         if _overflows(call, pairs):
             self._log.skip(tracker.module, call.name, _OVERFLOW)
         for index, (low, high) in enumerate(pairs):
-            error, tolerance = self._error(call, low, high, index, pairs)
+            error, tolerance = self._error(call, low, high, index)
             kind: Kind = ""
             if error > tolerance:
                 kind = self._kind(call, result, index, error)
@@ -186,12 +186,7 @@ class RoundingMode(OperatorMode):  # type: ignore[no-untyped-call]
             self._log.add(row)
 
     def _error(
-        self,
-        call: ShadowCall,
-        low: Tensor,
-        high: Tensor,
-        index: int,
-        pairs: list[tuple[Tensor, Tensor]],
+        self, call: ShadowCall, low: Tensor, high: Tensor, index: int
     ) -> tuple[float, float]:
         """Returns the relative error of one result, and its tolerance."""
         found = _distance(call, low.detach(), high)
@@ -200,7 +195,7 @@ class RoundingMode(OperatorMode):  # type: ignore[no-untyped-call]
             return found.relative, tolerance
         size = found.size
         if self.tracker.direction == "backward" or low.numel() < _FEW:
-            size = max(size, self._least_sizes(call, [high for _, high in pairs])[index])
+            size = max(size, _least_size(call, index))
         if not size or rules.has_no_digits(call.name, [each.size for each in call.inputs], size):
             return 0.0, tolerance
         tolerance += rules.sum_bound(call.name, call.own[0], low) + rules.underflow(low) / size
@@ -213,14 +208,6 @@ class RoundingMode(OperatorMode):  # type: ignore[no-untyped-call]
         low, exact = call.pairs(result, call.own, _in_fp32(call, call.own, result))[0]
         return rules.distance(low.detach() - call.first, exact - call.first).relative
 
-    def _least_sizes(self, call: ShadowCall, highs: list[Tensor]) -> list[float]:
-        args, kwargs = call.shadows
-        try:
-            sizes = rules.least_sizes(call.func, call.name, args, kwargs, highs)
-        except RuntimeError:  # no such kernel: as if the operator were no sum
-            sizes = []
-        return [*sizes, *[0.0] * len(highs)]
-
     def _kind(self, call: ShadowCall, result: Any, index: int, error: float) -> Kind:
         """Returns what lost the digits; see :class:`RoundingRow`."""
         try:
@@ -232,6 +219,14 @@ class RoundingMode(OperatorMode):  # type: ignore[no-untyped-call]
             return "rounding"
         largest = max(each.relative for each in call.inputs)
         return "chain" if rules.AMPLIFICATION * largest > error else "cancellation"
+
+
+def _least_size(call: ShadowCall, index: int) -> float:
+    try:
+        sizes = rules.least_sizes(call.func, call.name, *call.shadows)
+    except RuntimeError:  # no such kernel: as if the operator were no sum
+        return 0.0
+    return sizes[index] if index < len(sizes) else 0.0
 
 
 def _in_fp32(call: ShadowCall, arguments: Arguments, result: Any) -> Any:

@@ -215,12 +215,10 @@ def has_no_digits(name: str, inputs: Sequence[float], result: float) -> bool:
     return name in _DIFFERENCES and result < noise * max(inputs, default=0.0)
 
 
-def least_sizes(
-    func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], results: Sequence[Tensor]
-) -> list[float]:
-    """Returns, for each result of an operator, its norm if all terms of a sum had one sign.
+def least_sizes(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[float]:
+    """Returns, for each result of a sum, its norm if all terms had one sign; of others, nothing.
 
-    Arguments and results are those in fp32.
+    Arguments are those in fp32.
     """
     if name in _SUMS:
         sums = func(*map(_absolute, args), **kwargs)
@@ -237,7 +235,7 @@ def least_sizes(
                 gain *= norm(value) / math.sqrt(max(1, value.numel()))
         grad = norm(args[0])
         return [grad * gain, grad, grad]
-    return [0.0] * len(results)
+    return []
 
 
 def norm(values: Tensor) -> float:
