@@ -58,26 +58,18 @@ class OverflowTrace(Trace):
     """The result of :func:`trace_overflow`.
 
     Attributes:
-        gradients: Names of parameters that received a non-finite gradient, in order of arrival.
         mode: The active dispatch mode; None before and after the trace.
     """
 
     _NAME = "trace_overflow"
 
     def __init__(self, *models: nn.Module, scaler: Any = None) -> None:
-        """Prepares a trace; tracing starts on entry.
-
-        Raises:
-            TypeError: If an argument is not a module, or ``scaler`` not a ``GradScaler``.
-        """
         check_scaler("trace_overflow", scaler)
         super().__init__(*models)
-        self.gradients: list[str] = []
         self._provenance, self._scaler = Provenance(), scaler
 
     def _new_mode(self) -> OverflowMode:
-        tracker = ModuleTracker(*self._models)
-        return OverflowMode(tracker, self._provenance, self.gradients, self._scaler)
+        return OverflowMode(ModuleTracker(*self._models), self._provenance, self._scaler)
 
     def __exit__(self, *exc_info: object) -> None:
         """Stops tracing, removes all hooks and releases the models, the scaler and all values."""
@@ -89,6 +81,11 @@ class OverflowTrace(Trace):
     def first(self) -> Fault | None:
         """The first fault; None if all values were finite or all others were harmless."""
         return self._provenance.first()
+
+    @property
+    def gradients(self) -> list[str]:
+        """Names of parameters that received a non-finite gradient, in order of arrival."""
+        return self._provenance.gradients
 
     def to_json(self) -> str:
         """Returns ``{"first": {...} or null, "operators": n, "gradients": [names]}``."""

@@ -98,12 +98,10 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         self,
         tracker: ModuleTracker,
         provenance: Provenance,
-        gradients: list[str],
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         super().__init__(tracker)
         self._provenance = provenance
-        self._gradients = gradients
         self._stepping: Optimizer | None = None
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         given = [scaler] if scaler is not None and scaler.is_enabled() else []
@@ -217,10 +215,9 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
             if origin is None:
                 self._provenance.mark_finite_gradient()
                 continue
-            self._provenance.mark_reached(origin, backward=self.tracker.backward)
             name = self.tracker.parameter or "(a tensor of no model)"
-            if name not in self._gradients:
-                self._gradients.append(name)
+            backward = self.tracker.backward
+            self._provenance.mark_reached(origin, backward=backward, gradient=name)
 
     # -- origins -------------------------------------------------------------------------------
 

@@ -68,6 +68,7 @@ class Provenance:
     def __init__(self) -> None:
         self.time = 0
         self.passes = 0
+        self.gradients: list[str] = []  # names of parameters that a fault reached
         self.healed: set[int] = set()
         self._harmless: list[Origin] = []  # the first of them
         self._harmless_count = 0
@@ -145,12 +146,15 @@ class Provenance:
 
     # -- faults ----------------------------------------------------------------------------------
 
-    def mark_reached(self, origin: Origin, *, backward: int = -1) -> None:
+    def mark_reached(self, origin: Origin, *, backward: int = -1, gradient: str = "") -> None:
         """Records that values of ``origin`` reached a gradient, the loss or a weight.
 
         ``backward`` is the backward pass whose gradients they reached, -1 for the loss or a weight:
-        a dynamic loss scale skips the step of such a pass, and backs off.
+        a dynamic loss scale skips the step of such a pass, and backs off. ``gradient`` is the
+        parameter's name.
         """
+        if gradient and gradient not in self.gradients:
+            self.gradients.append(gradient)
         self._reached[origin.time] = origin
         if origin.fault.heals and backward != -1:
             self.healed.add(backward)

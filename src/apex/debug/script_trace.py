@@ -89,7 +89,7 @@ class ScriptTrace(OverflowTrace):
         super().__init__()
         self._steps: list[int] = []  # operators traced until each of them
         self._tracker = _DiscoveringTracker()
-        self._script_mode = _ScriptMode(self._tracker, self._provenance, self.gradients, on_fault)
+        self._script_mode = _ScriptMode(self._tracker, self._provenance, on_fault)
 
     def __enter__(self) -> ScriptTrace:
         """Starts tracing this thread, and those that the program starts with ``threading``."""
@@ -153,13 +153,9 @@ class _ScriptMode(OverflowMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(
-        self,
-        tracker: ModuleTracker,
-        provenance: Provenance,
-        gradients: list[str],
-        on_fault: Callable[[], None],
+        self, tracker: ModuleTracker, provenance: Provenance, on_fault: Callable[[], None]
     ) -> None:
-        super().__init__(tracker, provenance, gradients)
+        super().__init__(tracker, provenance)
         self.seconds = 0.0
         self.started: float | None = None
         self._on_fault = on_fault
