@@ -22,7 +22,7 @@ from apex._engine.readback import Readback
 from apex._torch import dtensor
 from apex.debug.loops import LoopPass, loop_of
 from apex.debug.module_tracker import owner_of
-from apex.debug.rendering.formatting import percent
+from apex.debug.rendering.formatting import counted, percent
 from apex.debug.update_watch import EVERY, Measured, ModuleUpdates, UpdateWatch, summary
 
 if TYPE_CHECKING:
@@ -253,11 +253,8 @@ def passes_text(passes: Sequence[Pass]) -> str:
 def _title(passes: Sequence[Pass]) -> str:
     skipped = sum(item.overflow for item in passes)
     share = f" ({percent(skipped / len(passes))})" if skipped else ""
-    plural = "es" * (len(passes) != 1)
-    return (
-        f"{len(passes)} backward pass{plural} ({passes[0].index} to {passes[-1].index}), "
-        f"{skipped} skipped{share}"
-    )
+    count = counted(len(passes), "backward pass", "es")
+    return f"{count} ({passes[0].index} to {passes[-1].index}), {skipped} skipped{share}"
 
 
 def _details(passes: Sequence[Pass]) -> Iterator[str]:

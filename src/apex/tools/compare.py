@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from apex.debug.rendering.formatting import counted
 from apex.debug.suggesting import suggestion
 from apex.debug.suggestion import Suggestion
 from apex.tools import probing, training
@@ -96,8 +97,7 @@ def machine(device: torch.device) -> str:
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
     if device.type != "cpu":
         return f"{device.type}, torch {torch.__version__}"
-    threads = torch.get_num_threads()
-    return f"CPU, {threads} thread{'s' * (threads > 1)}, torch {torch.__version__}"
+    return f"CPU, {counted(torch.get_num_threads(), 'thread')}, torch {torch.__version__}"
 
 
 class _Run:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from apex.debug.rendering.formatting import counted
+
 BUSY = 1.5
 """Load per core above which the machine counts as busy; one program alone reaches 1."""
 
@@ -28,8 +30,7 @@ class Load:
 
     def __str__(self) -> str:
         """Returns, for instance, ``"load 17 on 2 cores"``."""
-        plural = "s" * (self.cores != 1)
-        return f"load {self.average:.2g} on {self.cores} core{plural}"
+        return f"load {self.average:.2g} on {counted(self.cores, 'core')}"
 
 
 def current_load() -> Load | None:

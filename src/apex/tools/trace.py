@@ -9,6 +9,7 @@ from typing import Any
 
 from apex.debug.faults import Fault
 from apex.debug.overflow import hit_lines
+from apex.debug.rendering.formatting import counted
 from apex.debug.script_trace import ScriptTrace, Seen
 from apex.tools.script import Ending, Script
 
@@ -110,13 +111,13 @@ def _remarks(tracing: Tracing) -> list[str]:
     if seen.healed and seen.first is None:
         state = "Healthy" if seen.healed < seen.passes else "Not settled"
         lines.append(
-            f"{state}: {seen.healed} of {_count(seen.passes, 'backward pass', 'es')} "
+            f"{state}: {seen.healed} of {counted(seen.passes, 'backward pass', 'es')} "
             "overflowed. A dynamic loss scale finds its value this way: it backs off, and the step "
             "is skipped."
         )
     if seen.harmless:
         lines.append(
-            f"Harmless: {_count(seen.harmless, 'non-finite result')} reached no gradient. The "
+            f"Harmless: {counted(seen.harmless, 'non-finite result')} reached no gradient. The "
             f"first: {_brief(seen.first_harmless)}."
         )
     if seen.compiled:
@@ -128,18 +129,14 @@ def _remarks(tracing: Tracing) -> list[str]:
         )
         return lines if ending.status else [*lines, none]
     lines.append(
-        f"Traced {_count(seen.operators, 'operator')} and {_steps(seen.steps)} in "
+        f"Traced {counted(seen.operators, 'operator')} and {_steps(seen.steps)} in "
         f"{seen.seconds:.3g} s, about {seen.slowdown:.1f} times as long as without the trace."
     )
     return lines
 
 
 def _steps(count: int) -> str:
-    return _count(count, "optimizer step")
-
-
-def _count(count: int, noun: str, plural: str = "s") -> str:
-    return f"{count} {noun}{plural if count != 1 else ''}"
+    return counted(count, "optimizer step")
 
 
 def _brief(fault: Fault | None) -> str:

@@ -54,6 +54,11 @@ def amount(count: int) -> str:
     return str(count) if count < 1000 else _scaled(count, 1000.0, ("k", "M", "G", "T", "P"))
 
 
+def counted(count: int, noun: str, plural: str = "s") -> str:
+    """Returns, for instance, ``"1 pass"`` or ``"2 passes"``; ``plural`` is the ending."""
+    return f"{count} {noun}{plural * (count != 1)}"
+
+
 def number(value: float) -> str:
     """Returns a number with three significant digits; integers in full."""
     return f"{value:.0f}" if value >= 1 and value == int(value) else f"{value:.3g}"

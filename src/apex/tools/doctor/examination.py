@@ -11,6 +11,7 @@ import torch
 
 import apex
 from apex._torch.devices import cpu_features
+from apex.debug.rendering.formatting import counted
 from apex.tools.doctor import huge_pages, installed, speeds, syncs
 from apex.tools.doctor.advice import Advice, advise
 from apex.tools.doctor.huge_pages import HugePages
@@ -84,10 +85,9 @@ def _described(device: torch.device) -> str:
     has = cpu_features()
     extensions = [n for n in ("avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16") if has.get(n)]
     name = has.get("cpu_name") or platform.processor() or platform.machine()
-    threads = torch.get_num_threads()
-    count = f"{threads} thread{'s' * (threads > 1)}"
+    threads = counted(torch.get_num_threads(), "thread")
     limits = [f"limited by {each}={os.environ[each]}" for each in _LIMITS if os.environ.get(each)]
-    return ", ".join([name, count, *(extensions or ["no 16-bit units"]), *limits])
+    return ", ".join([name, threads, *(extensions or ["no 16-bit units"]), *limits])
 
 
 _LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")

@@ -8,6 +8,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
+from apex.debug.rendering.formatting import counted
 from apex.tools.migrate.migration import Migration
 from apex.tools.migrate.uses import Use
 from apex.tools.migrate.verdicts import Kind, Verdict
@@ -85,7 +86,7 @@ def _lines(lines: Sequence[int]) -> str:
 
 def _summary(migration: Migration) -> str:
     counts = _counts(migration)
-    files = f"{migration.files} file{'s' if migration.files != 1 else ''}"
+    files = counted(migration.files, "file")
     if not sum(counts.values()):
         return f"{files}: no use of apex."
     return (
