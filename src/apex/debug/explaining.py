@@ -135,14 +135,8 @@ def _run(
 ) -> tuple[GradientRow, ...]:
     """Runs the model once and returns one record per parameter's gradient.
 
-    Args:
-        model: The model.
-        arguments: What ``loss`` reads; preserved.
-        loss: Runs the forward pass and returns the loss.
-        scale: Multiplier on the loss; None for no backward pass.
-        tracker: Entered around the whole run.
-        calls: Entered around the forward pass.
-        recorder: Entered around the forward pass, and again around the backward pass.
+    Enters ``tracker`` around the run, ``calls`` around the forward pass, and ``recorder`` around
+    each pass. ``scale`` is the multiplier on the loss, None for no backward pass.
     """
     with preserve_state(model, arguments), torch.set_grad_enabled(scale is not None), tracker:
         with recorder, calls:

@@ -160,7 +160,6 @@ class Fault:
         return {**json_types(asdict(self)), **found}
 
     def __str__(self) -> str:
-        """Returns operator, location, inputs, cause and remedy in a few lines."""
         pattern = f" This is {self.pattern}." if self.pattern else ""
         lines = [
             f"{self.op} {self._place}, {self.direction}, returned {self.kind} in "

@@ -58,7 +58,6 @@ class TensorNumerics:
         return math.log2(self.limit / self.largest) if self.largest else math.inf
 
     def __str__(self) -> str:
-        """Returns name, role, and the count of inf and NaN or else the largest value."""
         counts = [f"{n} {kind}" for n, kind in ((self.inf, "inf"), (self.nan, "nan")) if n]
         what = f"{', '.join(counts)} of {self.elements}" if counts else f"up to {self.largest:.3g}"
         return f"{self.name} ({self.role}, {self.dtype}): {what}"
@@ -81,7 +80,6 @@ class Numerics(tuple[TensorNumerics, ...]):
         return min(values, key=lambda item: item.headroom, default=None)
 
     def __bool__(self) -> bool:
-        """Whether all tensors are finite."""
         return not self.nonfinite
 
     def __str__(self) -> str:

@@ -71,11 +71,6 @@ class RoundingTrace(Trace):
     _NAME = "trace_rounding"
 
     def __init__(self, *models: nn.Module) -> None:
-        """Prepares a trace; tracing starts on entry.
-
-        Raises:
-            TypeError: If an argument is not a module.
-        """
         super().__init__(*models)
         self._log = RoundingLog()
 
@@ -149,7 +144,6 @@ class RoundingTrace(Trace):
         save(path, "a trace", formats)
 
     def __str__(self) -> str:
-        """Returns the verdict and a short table."""
         return self.to_text()
 
     def _repr_html_(self) -> str:

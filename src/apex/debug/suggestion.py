@@ -77,7 +77,6 @@ class Suggestion:
         )
 
     def __str__(self) -> str:
-        """Returns the verdict, the sensitivities, the setting and the notes."""
         lines = [
             f"  without {name}: {formatting.percent(error)}"
             for name, error in self.sensitivities.items()

@@ -61,11 +61,7 @@ class Trials:
     def __init__(self, model: nn.Module, loss: Loss, arguments: object, opt_level: str) -> None:
         """Runs the model twice in fp32.
 
-        Args:
-            model: A plain fp32 model.
-            loss: Its loss.
-            arguments: What the loss reads; its tensors are restored after each run.
-            opt_level: A level that computes in 16 bits.
+        ``arguments`` is what the loss reads; its tensors are restored after each run.
         """
         self._model, self._loss, self._arguments = model, loss, arguments
         self._policy: Policy = to_policy(level_defaults(opt_level))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
 from apex._torch.devices import accelerator
@@ -18,15 +20,9 @@ def parse_device(name: str | None) -> torch.device:
     if name is None:
         return found or torch.device("cpu")
     here = ["cpu"] if found is None else ["cpu", found.type]
-    try:
+    with contextlib.suppress(RuntimeError):  # no device of torch
         device = torch.device(name)
-    except RuntimeError:
-        raise InputError(_missing(name, here)) from None
-    count = 1 if device.type == "cpu" else torch.accelerator.device_count()
-    if device.type not in here or (device.index or 0) >= count:
-        raise InputError(_missing(name, here))
-    return device
-
-
-def _missing(name: str, here: list[str]) -> str:
-    return f"there is no device {name!r} here; this machine has {', '.join(here)}"
+        count = 1 if device.type == "cpu" else torch.accelerator.device_count()
+        if device.type in here and (device.index or 0) < count:
+            return device
+    raise InputError(f"there is no device {name!r} here; this machine has {', '.join(here)}")

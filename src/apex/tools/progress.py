@@ -22,7 +22,7 @@ def progress_on(stream: TextIO) -> Progress:
     except ImportError:
         stream.write("tqdm is not installed: plain progress (pip install 'apex-amp[demo]')\n")
         return Progress(stream)
-    return BarProgress(tqdm, stream)
+    return _BarProgress(tqdm, stream)
 
 
 class Progress:
@@ -58,7 +58,7 @@ class Progress:
         self._stream.flush()
 
 
-class BarProgress(Progress):
+class _BarProgress(Progress):
     """A tqdm progress bar."""
 
     def __init__(self, tqdm: Any, stream: TextIO) -> None:
@@ -67,20 +67,16 @@ class BarProgress(Progress):
         self._bar: Any = None
 
     def start(self, total: int) -> None:
-        """Shows the bar."""
         self._bar = self._tqdm(
             total=total, unit="step", dynamic_ncols=True, smoothing=0.05, file=self._stream
         )
 
     def describe(self, text: str) -> None:
-        """Puts ``text`` before the bar."""
         self._bar.set_description(text)
 
     def step(self) -> None:
-        """Advances the bar."""
         self._bar.update()
 
     def close(self) -> None:
-        """Closes the bar at its present position."""
         if self._bar is not None:
             self._bar.close()

@@ -59,7 +59,6 @@ class HugePages:
     worth_it: bool
 
     def __str__(self) -> str:
-        """Returns a sentence for the report."""
         gain = f"{self.gain.median:.2g} times as fast"
         if not self.worth_it and self.gain.median < LEAST_GAIN:
             return f"Huge memory pages ({self.setting}) gain nothing here: {gain} at most."
