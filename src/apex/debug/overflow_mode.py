@@ -32,8 +32,6 @@ _MAP_TO_ZERO = {"softmax", "safe_softmax", "exp"}  # -inf
 _TO_DIVISOR = {"div", "divide"}
 _MAX_INPUTS = 4
 
-# Operators whose outputs after the first are saved for backward and may hold infinities.
-_SAVES_FOR_BACKWARD = ("_ctc_loss", "_scaled_dot_product", "_flash_attention", "_efficient")
 _SNAPSHOT_LIMIT = 2**24  # elements; larger inputs of in-place operators are not copied
 
 
@@ -46,7 +44,7 @@ class _Call:
         self._call = call
         self._before: OperatorCall | None = call
         self._originals: dict[int, Tensor] = {}
-        self._saves = self.name.rpartition(".")[2].startswith(_SAVES_FOR_BACKWARD)
+        self._saves = self.name.rpartition(".")[2].startswith(tensors.SAVES_INFINITIES)
         if self.written and call.traits.reads_written:
             written = {id(t): t for t in self.written}
             small = {key: t for key, t in written.items() if t.numel() <= _SNAPSHOT_LIMIT}

@@ -30,10 +30,7 @@ _SAVES_FOR_BACKWARD = (
     "_batch_norm_with_update",
     "cudnn_batch_norm",
     "native_group_norm",
-    "_scaled_dot_product",
-    "_flash_attention",
-    "_efficient",
-    "_ctc_loss",
+    *tensors.SAVES_INFINITIES,
 )
 """Forward operators of which only the first result is for the model."""
 

@@ -21,6 +21,9 @@ Kind = Literal["inf", "nan"]
 
 _CHECKED = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _CHECKED |= {torch.complex32, torch.complex64, torch.complex128}
+SAVES_INFINITIES = ("_ctc_loss", "_scaled_dot_product", "_flash_attention", "_efficient")
+"""How operators begin whose outputs after the first, saved for backward, may hold infinities."""
+
 _OVERWRITES = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "uniform_", "normal_"}
 # They write the running mean and variance, which their schemas do not say.
 _WRITES_RUNNING_STATISTICS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
