@@ -27,6 +27,14 @@ def test_the_module_is_an_attribute(name):
     assert vars(amp)[name].__name__ == f"apex.amp.{name}"
 
 
+@pytest.mark.parametrize("name", frontend.__all__)
+def test_the_module_amp_has_the_names_of_frontend(name):
+    """``from apex.amp import amp`` then ``amp.initialize`` works in apex, whose amp.py has them."""
+    from apex.amp import amp as module
+
+    assert getattr(module, name) is getattr(frontend, name)
+
+
 def test_the_version_is_a_string_of_the_tuple():
     from apex.amp.__version__ import VERSION, __version__
 

@@ -10,7 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from apex import amp
+from apex.multi_tensor_apply import multi_tensor_applier
 from apex.parallel import DistributedDataParallel, convert_syncbn_model
+from apex.parallel.distributed import flatten, unflatten
 from tests.training import cases
 
 TOLERANCE = {"rtol": 2**-20, "atol": 2**-22}
@@ -352,6 +354,40 @@ def test_a_subclass_may_register_hooks_of_its_own(alone):
     wrapped = Own(net(), delay_allreduce=True)
     assert wrapped.created
     assert copy.deepcopy(wrapped).created
+
+
+class OnFirstOnly(DistributedDataParallel):
+    """Reduces over fewer processes than there are, as hierarchical data parallelism does."""
+
+    def allreduce_bucket(self, bucket, bucket_idx, force_default_stream):
+        flat = flatten(bucket)
+        assert force_default_stream
+        assert not self.allreduce_different_streams
+        with torch.cuda.stream(self.main_stream):
+            torch.distributed.broadcast(flat, src=0)
+        if not self.retain_allreduce_buffers:
+            lists = [unflatten(flat, bucket), bucket]
+            multi_tensor_applier(self.multi_tensor_scale, self._overflow_buf, lists, 1.0)
+        return flat
+
+
+def grads_of_the_first(rank, options):
+    wrapped = OnFirstOnly(net(), **options)
+    for _ in range(2):
+        wrapped.zero_grad()
+        loss_of(wrapped, batch(rank)).backward()
+    return grads(wrapped), loss_of(copy.deepcopy(wrapped), batch(rank)).item()
+
+
+@two_ranks
+@pytest.mark.parametrize(
+    "options", [{}, {"delay_allreduce": True}, {"retain_allreduce_buffers": True}]
+)
+def test_a_subclass_may_reduce_its_buckets_itself(on_two_ranks, options):
+    model = net()
+    loss_of(model, batch(0)).backward()
+    for reduced, _ in on_two_ranks(grads_of_the_first, options):
+        assert_close(reduced, grads(model))
 
 
 def accumulate_in_no_sync(rank, delay):

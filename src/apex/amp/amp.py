@@ -16,6 +16,7 @@ from apex._engine.session import Session
 from apex.amp import lists, report
 from apex.amp._amp_state import OptProperties, _amp_state
 from apex.amp.devices import all_device_types, warn_if_emulated
+from apex.amp.frontend import *  # noqa: F403 - scripts import apex.amp.amp as amp
 from apex.amp.handle import AmpHandle, NoOpHandle
 from apex.amp.properties import LEVELS, as_loss_scale, to_policy
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from apex._core import tree
-from apex.parallel.gradient_reduction import GradientReduction, reduce_gradients
+from apex.parallel.gradient_reduction import Reduction, reduce_gradients
 
 
 class DelayedReduction:
@@ -22,7 +22,7 @@ class DelayedReduction:
     used inside a checkpointed segment.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], reduction: GradientReduction) -> None:
+    def __init__(self, params: Sequence[nn.Parameter], reduction: Reduction) -> None:
         """Registers a hook on every trainable parameter for the lifetime of this object."""
         self.params = [param for param in params if param.requires_grad]
         self.reduction = reduction

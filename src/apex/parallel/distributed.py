@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import parallel
 
+import amp_C
 from apex import _unavailable
 from apex._core import arguments
 from apex._torch.ddp import SENDS_LATER
@@ -128,11 +130,26 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self.gradient_predivide_factor = reduction.predivide_factor
         self.create_hooks()
 
+    # What an `allreduce_bucket` that copies apex's reads.
+    allreduce_different_streams = False
+    multi_tensor_scale = staticmethod(amp_C.multi_tensor_scale)
+
+    @property
+    def main_stream(self) -> torch.cuda.Stream | None:
+        """The current stream; ``None`` without CUDA."""
+        return torch.cuda.current_stream() if torch.cuda.is_available() else None
+
+    @property
+    def _overflow_buf(self) -> Tensor:
+        return torch.zeros(1, dtype=torch.int32, device=self._reduced_params()[0].device)
+
     def create_hooks(self) -> None:
         """Registers the hooks that reduce gradients; the constructor calls it once."""
         late: DelayedReduction | None = None
         reduction = self._reduction()
-        if self.delay_allreduce:
+        if type(self).allreduce_bucket is not DistributedDataParallel.allreduce_bucket:
+            late = DelayedReduction(self._reduced_params(), _OwnReduction(self))
+        elif self.delay_allreduce:
             late = DelayedReduction(self._reduced_params(), reduction)
         elif not reduction.is_plain:
             super().register_comm_hook(reduction, _in_background)
@@ -188,6 +205,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self, bucket: Sequence[Tensor], bucket_idx: int, force_default_stream: bool
     ) -> Tensor:
         """Reduces tensors of one dtype and device in one call; returns them as one flat tensor.
+
+        A subclass may override it: the end of the backward pass then calls it, once per dtype and
+        device, with a bucket of one flat tensor that it reduces in place.
 
         Args:
             bucket: Tensors to reduce in place, such as gradients.
@@ -261,6 +281,18 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         """Restores the wrapper and restarts its communication."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.create_hooks()
+
+
+class _OwnReduction:
+    """The reduction of a subclass that overrides ``allreduce_bucket``."""
+
+    def __init__(self, owner: DistributedDataParallel) -> None:
+        self._owner: Any = weakref.proxy(owner)  # which holds this object
+
+    def blocking(self, buffer: Tensor) -> Tensor:
+        """Reduces ``buffer`` and returns the result."""
+        reduced: Tensor = self._owner.allreduce_bucket([buffer], 0, True)
+        return reduced if self._owner.retain_allreduce_buffers else buffer
 
 
 def reduce_in_fp32(model: parallel.DistributedDataParallel) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,13 @@ from apex._torch.copies import moved
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+class Reduction(Protocol):
+    """What reduces a flat buffer of gradients."""
+
+    def blocking(self, buffer: Tensor) -> Tensor:
+        """Reduces ``buffer``, in place or not, and returns the result."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +97,7 @@ def _finished(reduced: Tensor, buffer: Tensor, factor: float) -> Tensor:
 @torch.no_grad()
 def reduce_gradients(
     params: Sequence[nn.Parameter],
-    reduction: GradientReduction,
+    reduction: Reduction,
     received: Collection[int] | None = None,
 ) -> None:
     """Reduces the gradients of ``params`` over processes in one call per dtype and device.
@@ -122,9 +129,7 @@ def reduce_gradients(
         _reduce_part([params[i] for i in part], [i in received for i in part], reduction)
 
 
-def _reduce_part(
-    params: list[nn.Parameter], received: list[bool], reduction: GradientReduction
-) -> None:
+def _reduce_part(params: list[nn.Parameter], received: list[bool], reduction: Reduction) -> None:
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
     marks = moved(torch.tensor(received, dtype=params[0].dtype), params[0].device)
     # The marks are sent with the gradients, which saves a second call.
