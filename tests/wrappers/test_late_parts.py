@@ -252,6 +252,17 @@ def test_a_mask_that_fp16_cannot_hold_is_named_with_the_one_that_it_can(level):
     assert model(cases.batch()[0]).isfinite().all()
 
 
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_a_mask_that_fp32_cannot_hold_gets_torch_s_own_error(level):
+    class Masked(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).float().masked_fill(x[:, :2] > 0, -1e39)
+
+    model = amp.initialize(Masked(4, 2), opt_level=level, verbosity=0)
+    with pytest.raises(RuntimeError, match=r"without overflow$"):
+        model(cases.batch()[0])
+
+
 @casting_levels
 def test_errors_of_the_users_own_pass_as_they_are(level):
     class Failing(nn.Linear):

@@ -16,7 +16,7 @@ _MIXED = re.compile("same dtype|scalar type|Half|BFloat16")
 _NOT_FLOATING = re.compile(
     r"\b((unsigned |signed )?char|short|int|long|bool|byte)\b|Complex", re.IGNORECASE
 )
-_NO_ROOM = re.compile("value cannot be converted to type .* without overflow")
+_NO_ROOM = re.compile("value cannot be converted to type .*(Half|BFloat16) without overflow")
 _NO_KERNEL = re.compile(
     "not implemented for '(Half|BFloat16)'|Low precision dtypes not supported"
     "|Unsupported dtype (Half|BFloat16)|tensors(,? but got|( of type)?:) (Half|BFloat16)"
