@@ -111,3 +111,16 @@ def test_state_dict_takes_few_calls_per_tensor_in_a_model_of_any_size(level):
 def test_initialize_takes_the_same_calls_per_tensor_in_a_model_of_any_size(count):
     work_of_initialize(40)  # imports
     assert work_of_initialize(count) <= 240 * count
+
+
+def work_of_a_group(count, level):
+    body, head = many_tensors(count), torch.nn.Linear(4, 2)
+    model, optimizer = cases.prepared(level, model=torch.nn.Sequential(body))
+    model.append(head)
+    return calls_of(lambda: optimizer.add_param_group({"params": [*head.parameters()]}))
+
+
+def test_a_new_group_takes_no_work_for_the_parameters_of_others():
+    work_of_a_group(40, "O5")  # imports
+    few, many = (work_of_a_group(n, "O5") - work_of_a_group(n, "O0") for n in (400, 1600))
+    assert many == few

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import chain
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -15,4 +17,9 @@ def is_trained(param: nn.Parameter) -> bool:
 
 def params_of(optimizer: Optimizer) -> list[nn.Parameter]:
     """Returns the parameters of all groups, in order."""
-    return [*chain.from_iterable([group["params"] for group in optimizer.param_groups])]
+    return params_in(optimizer.param_groups)
+
+
+def params_in(groups: Iterable[dict[str, Any]]) -> list[nn.Parameter]:
+    """Returns the parameters of these groups, in order."""
+    return [*chain.from_iterable([group["params"] for group in groups])]

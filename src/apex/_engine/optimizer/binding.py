@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core import dtypes
-from apex._core.param_groups import is_trained, params_of
+from apex._core.param_groups import is_trained, params_in, params_of
 from apex._engine import tracked_pair
 from apex._engine.masters import Masters
 from apex._engine.mistakes import Mistakes
@@ -172,7 +171,7 @@ class Binding:
         """Returns whether ``param`` is frozen and gets its master when unfrozen."""
         return any(each is param for each in self._frozen)
 
-    def adopt(self, groups: Iterable[dict[str, Any]], undo: Undo) -> None:
+    def adopt(self, groups: list[dict[str, Any]], undo: Undo) -> None:
         """Replaces low-precision parameters in ``groups`` with their masters, in place.
 
         Also where else the optimizer keeps them. A frozen parameter stays and gets its master when
@@ -187,7 +186,7 @@ class Binding:
         owned, waiting = self._owned, {id(param) for param in self._frozen}
         known = len(self.pairs)
         undo.push(self._undo_adopt, known, len(self._frozen))
-        params = [*chain.from_iterable([group["params"] for group in groups])]
+        params = params_in(groups)
         for param in params:
             which = id(param)
             if not dtypes.is_low_precision(param) or which in owned or which in waiting:
@@ -198,8 +197,13 @@ class Binding:
                 continue
             self.pairs.append(self._source.make(param, self))
             owned.add(which)
-        if not owned.isdisjoint(map(id, params)):
-            exchange(self.optimizer, {id(pair.model): pair.master for pair in self.pairs})
+        new = {id(pair.model): pair.master for pair in self.pairs[known:]}
+        for param in params:
+            if id(param) in owned and id(param) not in new:  # in an earlier group, too
+                new[id(param)] = self._source.make(param, self).master
+        if new:
+            every = groups is self.optimizer.param_groups
+            exchange(self.optimizer, new, None if every else groups)
 
     def _undo_adopt(self, pairs: int, frozen: int) -> None:
         """Reverts :meth:`adopt`, given the number of pairs and frozen parameters before it."""

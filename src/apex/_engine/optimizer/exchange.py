@@ -8,19 +8,33 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from apex._core.param_groups import params_in
 from apex._engine.masters import PREPARED
 
 _HOLDERS = (list, tuple, dict, set, Optimizer)
 
 
-def exchange(optimizer: Optimizer, new: Mapping[int, nn.Parameter]) -> None:
+def exchange(
+    optimizer: Optimizer,
+    new: Mapping[int, nn.Parameter],
+    groups: list[dict[str, Any]] | None = None,
+) -> None:
     """Puts other parameters in place of those with these ids; dicts, lists and sets stay the same.
 
     In the groups, the state, and what else the optimizer keeps: some have lists or sets of
     parameters, dicts by parameter, or optimizers that they step themselves. Those that amp has
     prepared are left to it.
+
+    Args:
+        optimizer: The optimizer.
+        new: Parameters by the id of the one that each replaces.
+        groups: The only groups to look at, where the others and their state cannot hold any;
+            ``None`` for all.
     """
-    for held in _held_by(optimizer):
+    for param in () if groups is None else params_in(groups):
+        if id(param) in new and param in optimizer.state:
+            optimizer.state[new[id(param)]] = optimizer.state.pop(param)
+    for held in _held_by(optimizer, groups):
         if isinstance(held, dict):
             for key in [key for key in held if id(key) in new]:
                 held[new[id(key)]] = held.pop(key)
@@ -39,10 +53,11 @@ def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
     return [optimizer, *(each for each in held if PREPARED not in vars(each))]
 
 
-def _held_by(optimizer: Optimizer) -> Iterator[Any]:
+def _held_by(optimizer: Optimizer, groups: list[dict[str, Any]] | None = None) -> Iterator[Any]:
     """Yields what may hold parameters; what is in it follows, as it then is."""
-    seen: dict[int, object] = {}
-    left: list[Any] = [optimizer.param_groups, optimizer.state, vars(optimizer)]
+    every = [optimizer.param_groups, optimizer.state]
+    seen: dict[int, object] = {} if groups is None else {id(each): each for each in every}
+    left: list[Any] = [vars(optimizer), *(every if groups is None else groups)]
     while left:
         held = left.pop()
         if id(held) in seen:
