@@ -25,6 +25,9 @@ _MAKERS = frozenset(
 )
 
 
+_VIEW_AS = torch.ops.aten.view.dtype
+
+
 class Packing(Protocol):
     """Stores fp32 values.
 
@@ -271,7 +274,7 @@ def _plan(func: Any) -> _Plan:
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if func is torch.ops.aten.view.dtype:
+    if func is _VIEW_AS:
         func, args = _without_dtype(*args), args[:1]
     plan = _plan(func)
     if plan.views and isinstance(args[0], Packed):

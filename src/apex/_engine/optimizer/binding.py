@@ -186,21 +186,21 @@ class Binding:
         owned, waiting = self._owned, {id(param) for param in self._frozen}
         known = len(self.pairs)
         undo.push(self._undo_adopt, known, len(self._frozen))
-        params = params_in(groups)
-        for param in params:
+        new: dict[int, nn.Parameter] = {}
+        for param in params_in(groups):
             which = id(param)
-            if not dtypes.is_low_precision(param) or which in owned or which in waiting:
+            if which in owned:  # in an earlier group, too
+                new[which] = self._source.make(param, self).master
+            elif not dtypes.is_low_precision(param) or which in waiting:
                 continue
-            if not is_trained(param):
+            elif is_trained(param):
+                pair = self._source.make(param, self)
+                self.pairs.append(pair)
+                owned.add(which)
+                new[which] = pair.master
+            else:
                 self._frozen.append(param)
                 waiting.add(which)
-                continue
-            self.pairs.append(self._source.make(param, self))
-            owned.add(which)
-        new = {id(pair.model): pair.master for pair in self.pairs[known:]}
-        for param in params:
-            if id(param) in owned and id(param) not in new:  # in an earlier group, too
-                new[id(param)] = self._source.make(param, self).master
         if new:
             every = groups is self.optimizer.param_groups
             exchange(self.optimizer, new, None if every else groups)
