@@ -20,8 +20,15 @@ def test_it_is_torchs(norm_type, max_norm, dtype):
     ours, theirs = with_gradients(dtype), with_gradients(dtype)
     found = clip_grad_norm_(ours, max_norm, norm_type=norm_type)
     expected = torch.nn.utils.clip_grad_norm_(theirs, max_norm, norm_type=norm_type)
-    torch.testing.assert_close(found, expected.to(torch.float32))
+    torch.testing.assert_close(found, expected)
     cases.assert_same([p.grad for p in ours], [p.grad for p in theirs])
+
+
+def test_norm_of_fp64_gradients_is_fp64():
+    param = torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))
+    param.grad = torch.full((4,), 1e100, dtype=torch.float64)
+    assert clip_grad_norm_([param], 2.0) == 2e100
+    assert param.grad.tolist() == [1.0] * 4
 
 
 def test_norm_of_fp16_gradients_does_not_overflow():

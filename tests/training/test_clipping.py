@@ -159,6 +159,18 @@ def test_it_reads_nothing_on_the_host(level):
     assert reads_of(*cases.prepared(level, cases.OPTIMIZERS["fused AdamW"]), train) == 0
 
 
+def test_the_norm_of_fp64_gradients_is_torchs():
+    model = nn.Linear(3, 2).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O0", cast_model_type=False)
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 1e100)
+    norm = amp.clip_grad_norm_(optimizer, 2.0)
+    torch.testing.assert_close(norm, torch.tensor(8.0).double().sqrt() * 1e100, rtol=1e-15, atol=0)
+    expected = torch.full((3,), 0.5**0.5).double()
+    torch.testing.assert_close(model.bias.grad, expected[:2], rtol=1e-7, atol=0)
+
+
 def test_without_gradients_the_norm_is_zero():
     _, optimizer = cases.prepared("O5")
     assert torch.equal(amp.clip_grad_norm_(optimizer, 1.0), torch.tensor(0.0))

@@ -32,7 +32,7 @@ def clip_grad_norm_(
         error_if_nonfinite: Whether to raise if the norm is inf or NaN; requires a host sync.
 
     Returns:
-        The norm before clipping, 0-d fp32; 0 without gradients.
+        The norm before clipping, 0-d, fp32 (fp64 for fp64 gradients); 0 without gradients.
 
     Raises:
         RuntimeError: If amp has not prepared the optimizer; if the gradients are still scaled; if

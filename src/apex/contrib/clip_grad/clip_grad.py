@@ -1,4 +1,4 @@
-"""Gradient clipping by the global norm, computed in fp32."""
+"""Gradient clipping by the global norm, computed in fp32 or wider."""
 
 from __future__ import annotations
 
