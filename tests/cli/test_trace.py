@@ -242,6 +242,44 @@ def test_a_value_that_fp16_lost_is_not_called_harmless_too(trace):
     assert "Harmless" not in out
 
 
+def test_a_batch_norm_in_eval_mode_spoils_no_weights(trace):
+    code, out, _ = trace("""
+        norm = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
+        for value in (1.0, 0.0):
+            train(norm.train(), [torch.randn(2, 2)])
+            with torch.no_grad():
+                norm.eval()(torch.ones(2, 2) / torch.tensor([1.0, value])).nan_to_num(0.0)
+        train(norm.train(), [torch.randn(2, 2)])
+    """)
+    assert code == exit_codes.OK, out
+    code, out, _ = trace("""
+        norm = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
+        with torch.no_grad():
+            norm(torch.ones(2, 2) / torch.tensor([1.0, 0.0])).nan_to_num(0.0)
+        train(norm, [torch.randn(2, 2)])
+    """)
+    assert code == exit_codes.NOT_FINITE  # its running mean is NaN
+    assert "First overflow: aten.div outside the model" in out
+
+
+def test_an_average_of_the_weights_counts_once_it_is_called(trace):
+    code, out, _ = trace("""
+        import copy
+        net = nn.Linear(2, 2)
+        average = copy.deepcopy(net)
+        for count in range(3):
+            train(net, [torch.ones(2, 2)])
+            with torch.no_grad():
+                for mean, now in zip(average.parameters(), net.parameters()):
+                    mean.copy_(mean + (now - mean) / count)  # from 1 would be right
+        with torch.no_grad():
+            print(average(torch.ones(2, 2)))
+    """)
+    assert code == exit_codes.NOT_FINITE
+    assert "First overflow: aten.div outside the model" in out
+    assert "cause  division by zero" in out
+
+
 def test_a_metric_that_was_harmless_before_is_so_after_the_last_step(trace):
     code, out, _ = trace("""
         def precision(found):
@@ -538,6 +576,18 @@ def test_the_script_s_own_exit_code_passes_through(trace, body, status):
     assert report_of(out)[0].endswith("made no inf or NaN that reached its training.")
     if "data" in body:
         assert err.endswith("no data\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "status"), [((), 0), (("--json", "-"), exit_codes.NOT_WRITTEN)]
+)
+def test_a_script_may_close_its_output(tmp_path, options, status):
+    (tmp_path / "train.py").write_text("import sys\nsys.stdout.close()\n")
+    command = [sys.executable, "-m", "apex", "trace", *options, str(tmp_path / "train.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stderr
+    assert "made no inf or NaN" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_an_uncaught_error_is_shown_as_python_shows_it(trace, tmp_path, monkeypatch):

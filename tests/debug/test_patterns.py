@@ -50,6 +50,8 @@ def half_norm(x, eps):
 CLOSE = torch.tensor([[1000.0056762695312, 999.9891357421875, 999.9860229492188]])
 """Its variance by a difference of means is negative in fp32."""
 
+LEAST = torch.finfo(torch.float32).min
+
 # pattern, words of the remedy, formula, the recommended one, input
 CASES = [
     (
@@ -156,6 +158,27 @@ CASES = [
         lambda x: x.exp(),
         lambda x: x.clamp(max=80).exp(),
         X + 1e5,  # beyond float64, too
+    ),
+    (
+        "a root of a negative number",
+        "squared distance",
+        lambda x: ((x * x).sum(-1) + (x * x).sum(-1) - 2.000001 * (x * x).sum(-1)).sqrt(),
+        lambda x: torch.cdist(x, x),
+        CLOSE,
+    ),
+    (
+        "an addition to a mask of the least number",
+        "masked_fill",
+        lambda x: ((x * 0 + LEAST) + LEAST).softmax(-1) * x,
+        lambda x: x.masked_fill(x < 9, LEAST).masked_fill(x < 9, LEAST).softmax(-1) * x,
+        X,
+    ),
+    (
+        "an addition to a mask of the least number",
+        "masked_fill",
+        lambda x: ((x - 90).half() + torch.full((1, 3), -65504.0).half()).softmax(-1) * x,
+        lambda x: (x - 90).half().masked_fill(x < 9, -65504.0).softmax(-1) * x,
+        X,
     ),
     (
         "a negative variance",

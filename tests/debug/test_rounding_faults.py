@@ -1,5 +1,7 @@
 """A rounding trace names the module and operator that lose digits, and accuses no healthy one."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -94,6 +96,45 @@ def test_a_running_mean_that_stands_still_is_named(momentum, op):
     assert bool((norm.running_mean == 3.0).all()) == (op is not None)
     assert getattr(trace.worst, "op", None) == op
     assert op is None or trace.worst.kind == "rounding"
+
+
+@pytest.mark.parametrize(
+    "scale", [lambda x: x * 0.999, lambda x: x.mul_(0.999), lambda x: x / 1.001]
+)
+@pytest.mark.parametrize("grad", [True, False])
+def test_an_activation_times_a_number_close_to_1_is_no_average(scale, grad):
+    class Scale(nn.Module):
+        def forward(self, x):
+            return scale(x)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), Scale(), nn.Linear(16, 4)).bfloat16()
+    with amp.debug.trace_rounding(model) as trace, torch.set_grad_enabled(grad):
+        output = model(torch.randn(8, 16, dtype=torch.bfloat16))
+        if grad:
+            output.float().square().sum().backward()
+    assert trace.worst is None, str(trace)
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        lambda average, new: average.mul_(0.999).add_(new, alpha=0.001),
+        lambda average, new: average.lerp_(new, 0.001),
+        lambda average, new: average.copy_(0.999 * average + 0.001 * new),
+    ],
+)
+def test_an_average_of_weights_that_stands_still_is_named(update):
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8).bfloat16()
+    average = copy.deepcopy(model)
+    with amp.debug.trace_rounding(model) as trace:
+        for _ in range(2):
+            model(torch.randn(4, 8, dtype=torch.bfloat16)).float().sum().backward()
+            with torch.no_grad():
+                update(average.weight, model.weight * 1.1)
+    assert trace.worst.kind == "rounding"
+    assert trace.worst.op in ("aten.mul_", "aten.lerp_", "aten.mul")
 
 
 def test_a_loss_of_large_logits_is_named():

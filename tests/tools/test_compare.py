@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import re
 from pathlib import Path
 
@@ -258,6 +259,12 @@ def test_what_makes_the_comparison_say_less_is_noted(tmp_path, every, change, sa
     assert sum(note.startswith(said) for note in found.notes) == 1
     assert not any(note.startswith(said) for note in every.notes)
     assert not found.failed
+
+
+def test_a_target_that_diverges_is_not_called_random(tmp_path):
+    found = compared(written(tmp_path, TARGET.replace("lr=1e-2", "lr=torch.inf")))
+    assert not math.isfinite(by_name(found)["O0"].training.losses[-1])
+    assert not any("random" in note for note in found.notes)
 
 
 def test_a_list_of_batches_is_gone_through_again(every):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from apex.cli import exit_codes
-from apex.cli.output import check_json, write_json
+from apex.cli.output import NotWrittenError, check_json, write_json
 
 if TYPE_CHECKING:
     from apex.debug.faults import Fault
@@ -92,8 +92,12 @@ def run(args: argparse.Namespace) -> int:
         with contextlib.suppress(ValueError):  # closed by the script
             replaced.flush()
     sys.stdout, sys.stderr = out, err
+    if out.closed:  # by the script
+        sys.stdout = stream = err
     with _until_written():
         _show(stream, f"\n{tracing_text(tracing)}")
+        if json == "-" and out.closed:
+            raise NotWrittenError("the JSON could not be written: the script closed its output")
         write_json(json, tracing.to_dict())
     if tracing.ending.interrupted:
         return exit_codes.INTERRUPTED

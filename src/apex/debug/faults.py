@@ -206,7 +206,9 @@ def cause_of(fault: Fault, loss_scale: float, *, formula: bool) -> Cause:
     unscaled = true / loss_scale if math.isfinite(true) else 0.0
     if in_backward and loss_scale > 1.0 and unscaled <= limit:
         return "loss scale"
-    return "divergence" if limit > 1e30 and fault.largest_input > 1e9 else "range"
+    grown = limit > 1e30 and fault.largest_input > 1e9
+    is_mask = fault.largest_input == limit  # torch.finfo(dtype).min
+    return "divergence" if grown and not is_mask else "range"
 
 
 _DIVIDES = {"div", "divide", "reciprocal", "rsqrt", "pow", "remainder", "fmod", "mean", "var"}

@@ -148,7 +148,7 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
             for tensor, _ in bad:
                 self._provenance.mark(tensor, origin)
             is_mask = origin.deliberate and origin.fault.cause != "update"
-            if not is_mask and self._writes_weights(call):
+            if not is_mask and self._writes_weights(call, [tensor for tensor, _ in bad]):
                 self._provenance.mark_reached(origin)
         elif call.name in _MASKS:
             self._mark_inputs(call, self._provenance.mark_masked)
@@ -184,8 +184,11 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
             if origin is not None and tensors.kind_of(tensor):
                 mark(origin)
 
-    def _writes_weights(self, call: _Call) -> bool:
+    def _writes_weights(self, call: _Call, among: Any = None) -> bool:
+        """Returns whether a call writes weights, if given those among these tensors."""
         written = _keys(call.written)
+        if among is not None:  # a batch norm in eval mode leaves its statistics as they are
+            written &= _keys(among)
         return bool(written) and not self._weights().isdisjoint(written)
 
     def _weights(self) -> set[int]:
@@ -255,6 +258,8 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         """Returns a non-finite input's origin; this operator if the values are from outside."""
         argument = call.original(tensor)
         origin = self._provenance.of(argument)
+        if origin is not None and self._spoils_weights(origin, tensor, argument):
+            self._provenance.mark_reached(origin)
         if origin is None:
             cause = self._source(argument, call)
             deliberate = cause == "data" and (call.is_constant or tensors.is_mask(tensor))
@@ -262,6 +267,12 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
             origin = self._new_origin(call, kind, tensor.dtype, cause, deliberate=deliberate)
             self._provenance.mark(argument, origin)
         return origin
+
+    def _spoils_weights(self, origin: Origin, tensor: Tensor, argument: Tensor) -> bool:
+        """Returns whether values of ``origin`` are weights: of an average that was not called."""
+        if origin.deliberate or tensors.is_mask(tensor):
+            return False
+        return tensors.storage_key(argument) in _keys(self._params())
 
     def _source(self, tensor: Tensor, call: _Call) -> Cause:
         key = tensors.storage_key(tensor)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 if TYPE_CHECKING:
     from apex.debug.faults import Fault
 
@@ -124,11 +126,19 @@ _PATTERNS = (
         "a mask beyond fp16's range before a softmax",
         lambda f: (
             _is(f, {"to_copy", "copy", "add", "sub", "mul"}, "range")
+            and f.dtype is torch.float16
             and _read_by(f, {*_SOFTMAX, "log_softmax"})
             and _lowest(f) < -65504.0
         ),
         "mask with the least number of the scores' own dtype, torch.finfo(scores.dtype).min, or "
         "with masked_fill(mask, -inf) where no row is masked as a whole",
+    ),
+    Pattern(
+        "an addition to a mask of the least number",
+        lambda f: _is(f, {"add", "sub"}, "range") and _lowest(f) == torch.finfo(f.dtype).min,
+        "set masks with scores.masked_fill(mask, torch.finfo(scores.dtype).min), several of them "
+        "combined by |, or add a smaller number, such as -1e4: the least number plus a negative "
+        "score, or plus another mask, is -inf",
     ),
     Pattern(
         "a product before a softmax",
@@ -198,7 +208,7 @@ _PATTERNS = (
             _is(f, {*_ROOTS, "pow"}, "domain")
             and f.kind == "nan"
             and _lowest(f) < 0.0
-            and _fed(f, {"Sub", "Rsub"})
+            and _fed(f, {"Sub", "Rsub"}, {"Mean", "Div"})
         ),
         "compute a variance as x.var(dim, correction=0), not as x.square().mean() - "
         "x.mean().square(), which rounding makes negative, or call clamp_min(0) before the root",
@@ -206,8 +216,9 @@ _PATTERNS = (
     Pattern(
         "a root of a negative number",
         lambda f: _is(f, _ROOTS, "domain") and f.kind == "nan" and _lowest(f) < 0.0,
-        "call clamp_min(0) before the root; a variance computed as a difference of means becomes "
-        "negative by rounding, where x.var(dim, correction=0) does not",
+        "call clamp_min(0) before the root; rounding makes a small difference negative, such as a "
+        "squared distance a*a + b*b - 2*a*b (torch.cdist has none), or a variance computed as a "
+        "difference of means, where x.var(dim, correction=0) is not",
     ),
     Pattern(
         "a power of a negative number",

@@ -200,7 +200,7 @@ class RoundingMode(OperatorMode):  # type: ignore[no-untyped-call]
 
     def _lost_change(self, call: ShadowCall, result: Any) -> float:
         """Returns the error of a small change relative to it; see Note [Small changes]."""
-        if call.first is None:
+        if call.first is None or self.tracker.direction == "backward":
             return 0.0
         low, exact = call.pairs(result, call.own, _in_fp32(call, call.own, result))[0]
         return rules.distance(low.detach() - call.first, exact - call.first).relative

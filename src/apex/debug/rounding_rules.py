@@ -30,7 +30,8 @@ Note [Small changes]
     error within one rounding, but an average that is updated so stands still, iteration for
     iteration. So where a number close to 1 multiplies a value, or a ``lerp`` moves it, the error is
     also measured relative to the change that fp32 makes, and is lost from ``LOST_CHANGE`` on. The
-    same holds for the running mean of a batch norm with a small momentum.
+    same holds for the running mean of a batch norm with a small momentum. It does not hold for an
+    activation, ``0.999 * layer(x)``, whose next value does not start from this one.
 
 Note [Decisions]
     Where an operator decides (the sign in the gradient of a relu, the index of a maximum, a
@@ -168,11 +169,14 @@ def base_name(name: str) -> str:
     return name.replace("aten._foreach_", "aten.")
 
 
-def changed_a_little(name: str, args: Sequence[Any]) -> Tensor | None:
-    """Returns the argument that an operator changes by a small share; see Note [Small changes]."""
+def changed_a_little(name: str, args: Sequence[Any]) -> int | None:
+    """Returns the place of the argument that an operator changes by a small share.
+
+    See Note [Small changes].
+    """
     if name == "aten.native_batch_norm":
-        mean, training, momentum = args[3], args[5], args[6]
-        return mean if training and 0.0 < momentum < _SMALL else None
+        training, momentum = args[5], args[6]
+        return 3 if training and 0.0 < momentum < _SMALL else None  # its running mean
     number = args[-1] if args else None
     if not isinstance(number, float) or not isinstance(args[0], Tensor):
         return None
@@ -180,7 +184,7 @@ def changed_a_little(name: str, args: Sequence[Any]) -> Tensor | None:
         small = 0.0 < abs(number - 1.0) < _SMALL
     else:
         small = name.rstrip("_") == "aten.lerp" and 0.0 < number < _SMALL
-    return args[0] if small else None
+    return 0 if small else None
 
 
 def roundoff(dtype: torch.dtype) -> float:

@@ -33,7 +33,7 @@ class ShadowCall:
         unit: Unit roundoff of the coarsest dtype that the inputs passed through.
         shadows: Positional and keyword arguments, replaced by their shadows.
         own: Positional and keyword arguments in fp32.
-        first: The first result as it was, if the call changes it by a small share.
+        first: The first result as it was, if the call changes a lasting value by a small share.
         lacks_workspace: Whether it reads a workspace that no kernel in fp32 has filled.
     """
 
@@ -58,7 +58,9 @@ class ShadowCall:
             for argument, value in zip(func._schema.arguments, args, strict=False)
         )
         changed = rules.changed_a_little(self.name, own[:count])
-        self.first: Tensor | None = None if changed is None else changed.clone()
+        self.first: Tensor | None = None
+        if changed is not None and self._may_last(args[changed], shadows):
+            self.first = own[changed].clone()
         self.shadows = wide[:count], dict(zip(kwargs, wide[count:], strict=True))
         self.own = own[:count], dict(zip(kwargs, own[count:], strict=True))
         self.inputs: list[rules.Distance] = []
@@ -81,6 +83,15 @@ class ShadowCall:
             (error * share for (error, _), share in zip(errors, shares, strict=True) if share),
             default=0.0,
         )
+
+    def _may_last(self, value: Tensor, shadows: Shadows) -> bool:
+        """Returns whether a value may be a state, such as an average, and not an activation."""
+        if self.name not in rules.LINEAR:
+            return True
+        if value.requires_grad and torch.is_grad_enabled():
+            return False
+        shadow = shadows.of(value)
+        return shadow is None or (id(value) in self._written and shadow.entry is not None)
 
     def _wide(self, values_of: Callable[[Tensor], Tensor], value: Any) -> Any:
         if isinstance(value, Tensor):

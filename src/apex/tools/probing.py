@@ -127,8 +127,11 @@ def _kept(tensor: Tensor) -> Tensor:
 
 
 def _relative(output: Tensor, fp32: Tensor) -> float:
-    size = float(fp32.double().norm())  # sync: on the CPU already
-    difference = float((output.double() - fp32.double()).norm())  # sync: on the CPU already
+    """Returns the distance relative to fp32; an equal inf, or NaN, in both is no distance."""
+    output, fp32 = output.double(), fp32.double()
+    alike = (output == fp32) | (output.isnan() & fp32.isnan())
+    size = float(fp32[fp32.isfinite()].norm())  # sync: on the CPU already
+    difference = float(torch.where(alike, 0.0, output - fp32).norm())  # sync: on the CPU already
     if not math.isfinite(difference):
         return math.inf
     return difference / size if size else difference
