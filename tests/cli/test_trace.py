@@ -278,6 +278,7 @@ def test_an_average_of_the_weights_counts_once_it_is_called(trace):
     assert code == exit_codes.NOT_FINITE
     assert "First overflow: aten.div outside the model" in out
     assert "cause  division by zero" in out
+    assert "Harmless" not in out
 
 
 def test_a_metric_that_was_harmless_before_is_so_after_the_last_step(trace):

@@ -193,6 +193,18 @@ def test_a_harmless_program_has_no_fault(name):
     assert trace.gradients == []
 
 
+def test_a_mask_that_the_forward_writes_into_a_buffer_is_no_fault():
+    def masked(h):
+        net.mask.copy_(torch.ones(4, 4).tril().log())
+        return (h + net.mask).softmax(-1)
+
+    net = Net(masked)
+    net.register_buffer("mask", torch.zeros(4, 4))
+    with trace_overflow(net) as trace:
+        net(x()).square().sum().backward()
+    assert trace.first is None, str(trace)
+
+
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
 def test_a_clean_step_of_every_level_has_no_fault(level):
     net = Net(causal_mask_that_is_filled_in)

@@ -148,7 +148,8 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
             for tensor, _ in bad:
                 self._provenance.mark(tensor, origin)
             is_mask = origin.deliberate and origin.fault.cause != "update"
-            if not is_mask and self._writes_weights(call, [tensor for tensor, _ in bad]):
+            spoiled = [tensor for tensor, _ in bad if not self._is_mask_buffer(tensor)]
+            if not is_mask and self._writes_weights(call, spoiled):
                 self._provenance.mark_reached(origin)
         elif call.name in _MASKS:
             self._mark_inputs(call, self._provenance.mark_masked)
@@ -195,6 +196,9 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         """Returns the memory of all parameters, masters and buffers, wherever it is by now."""
         masters = [pair.master for session in self._sessions() for pair in session.masters.all()]
         return self._buffers() | _keys([self._params(), masters])
+
+    def _is_mask_buffer(self, tensor: Tensor) -> bool:
+        return tensors.storage_key(tensor) in self._buffers() and tensors.is_mask(tensor)
 
     def _buffers(self) -> set[int]:
         return _keys([list(model.buffers()) for model in self.tracker.models])
@@ -286,7 +290,7 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
                 return "gradients"
             if key in _keys([list(state.values()) for state in self._stepping.state.values()]):
                 return "optimizer state"
-        if key in self._weights() and not (key in self._buffers() and tensors.is_mask(tensor)):
+        if key in self._weights() and not self._is_mask_buffer(tensor):
             return "weights"
         # Of a model that no forward has made known yet, too.
         loads = any(isinstance(written, nn.Parameter) for written in call.written)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass, field, replace
 
@@ -17,7 +17,6 @@ from apex.debug.tensors import covers_storage, dense
 _FP16 = torch.float16
 _MAX_NODES = 2**14
 _MAX_READERS = 8
-_MAX_HARMLESS = 8
 
 
 @dataclass(eq=False)
@@ -39,6 +38,11 @@ class Origin:
     masked_out: bool = False
     absorbed: bool = False
     readers: list[str] = field(default_factory=list)
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """The operator and the line of code."""
+        return self.fault.op, self.fault.location
 
     @property
     def is_lost(self) -> bool:
@@ -70,11 +74,10 @@ class Provenance:
         self.passes = 0
         self.gradients: list[str] = []  # names of parameters that a fault reached
         self.healed: set[int] = set()
-        self._harmless: list[Origin] = []  # the first of them
-        self._harmless_count = 0
+        self._harmless: dict[tuple[str, str], Origin] = {}  # the first at each operator and line
+        self._harmless_counts: Counter[tuple[str, str]] = Counter()
         self._backward = -1
         self._pending: list[Origin] = []
-        self._mended: set[tuple[str, str]] = set()
         self._lost: dict[tuple[str, str, str], Origin] = {}
         self._reached: dict[int, Origin] = {}
         self._unhealed: dict[int, Origin] = {}
@@ -172,20 +175,27 @@ class Provenance:
         """Records that a parameter received a finite gradient."""
         unreached = [o for o in self._pending if o.time not in self._reached]
         harmless = [o for o in unreached if not (o.fault.heals or o.is_lost)]
-        self._harmless_count += len(harmless)
-        self._harmless += harmless[: _MAX_HARMLESS - len(self._harmless)]
-        self._mended |= {(origin.fault.op, origin.fault.location) for origin in harmless}
+        for origin in harmless:
+            self._harmless.setdefault(origin.place, origin)
+            self._harmless_counts[origin.place] += 1
         self._pending.clear()
 
     @property
     def harmless(self) -> int:
-        """Number of origins that reached no gradient; finite ones of another loss tell nothing."""
-        return self._harmless_count - sum(o.time in self._reached for o in self._harmless)
+        """Number of origins that reached no gradient, nor did others at the same line.
+
+        Finite gradients of another loss tell nothing.
+        """
+        return sum(self._harmless_counts[place] for place in self._harmless_places())
 
     @property
     def first_harmless(self) -> Origin | None:
         """The first of them; None without one."""
-        return next((o for o in self._harmless if o.time not in self._reached), None)
+        return next((self._harmless[place] for place in self._harmless_places()), None)
+
+    def _harmless_places(self) -> list[tuple[str, str]]:
+        reached = {origin.place for origin in self._reached.values()}
+        return [place for place in self._harmless if place not in reached]
 
     @property
     def has_pending(self) -> bool:
@@ -206,8 +216,7 @@ class Provenance:
 
     def _counts(self, origin: Origin) -> bool:
         """Returns whether an origin that no backward pass has judged counts as a fault."""
-        known = (origin.fault.op, origin.fault.location) in self._mended
-        return not origin.masked_out and not known
+        return not origin.masked_out and origin.place not in self._harmless
 
     def first_origin(self, *, healing: bool = True) -> Origin | None:
         """Returns the first origin that is a fault; see Note [When an origin is a fault].
