@@ -152,6 +152,57 @@ def test_the_scale_waits_for_gradients_that_fully_shard_keeps_back(delays, on_tw
         assert close(accumulated_alone("O5"), masters)
 
 
+def accumulated_in_replicas(rank, level):
+    """Two passes summed over the shards; with the second, the sum is averaged over the replicas."""
+    scales, results = [], []
+    for shape in ((2, 1), (1, 2)):
+        over = mesh(*shape, names=("replicas", "shards"))
+        model, optimizer = growing(level, shard(net(), over))
+        for first, second in zip(DATA[::2], DATA[1::2], strict=False):
+            optimizer.zero_grad()
+            model.set_requires_all_reduce(False)
+            backward(model, optimizer, *first)
+            scales.append(amp._amp_state.loss_scalers[-1].loss_scale())
+            model.set_requires_all_reduce(True)
+            backward(model, optimizer, *second)
+            optimizer.step()
+        results.append(wholes(amp.master_params(optimizer)))
+    return scales, results
+
+
+def growing(level, model):
+    """A scale that grows after every pass that decides on it."""
+    options = {"loss_scale": "dynamic", "growth_interval": 1, "max_loss_scale": 2.0**12}
+    model, optimizer = prepared(level, model, OPTIMIZERS["SGD"], **options)
+    amp._amp_state.loss_scalers[-1]._loss_scale = 16.0
+    return model, optimizer
+
+
+@pytest.mark.parametrize("level", ["O4", "O5"])
+def test_the_scale_waits_for_gradients_that_replicas_average_later(level, on_two_ranks):
+    model, optimizer = growing(level, net())
+    for first, second in zip(DATA[::2], DATA[1::2], strict=False):
+        optimizer.zero_grad()
+        backward(model, optimizer, *first, delay_unscale=True)
+        backward(model, optimizer, *second)
+        optimizer.step()
+    for scales, results in on_two_ranks(accumulated_in_replicas, level):
+        assert scales == 2 * [16.0 * 2**step for step in range(len(DATA) // 2)]
+        for result in results:
+            assert close(wholes(amp.master_params(optimizer)), result)
+
+
+def without_replicas_to_wait_for(rank):
+    model, optimizer = sharded("O5", 2)
+    model.set_requires_all_reduce(False)  # no effect in torch: there are no replicas
+    return run(model, optimizer, DATA)
+
+
+def test_shards_without_replicas_wait_for_nothing(on_two_ranks):
+    for result in on_two_ranks(without_replicas_to_wait_for):
+        assert close(alone("O5"), result)
+
+
 def with_closures(rank):
     model, optimizer = sharded("O5", 2, OPTIMIZERS["SGD"])
     for x, y in DATA:

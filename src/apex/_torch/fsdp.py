@@ -71,11 +71,19 @@ def compute_dtype(group: Any) -> torch.dtype | None:
 
 
 def defers_reduction(groups: Iterable[Any]) -> bool:
-    """Returns whether any group leaves gradient reduction to a later pass.
+    """Returns whether any group leaves gradient reduction, or a part of it, to a later pass.
 
-    ``model.set_requires_gradient_sync(False)`` causes this.
+    ``model.set_requires_gradient_sync(False)`` causes this, and on a mesh with replicas
+    ``model.set_requires_all_reduce(False)``.
     """
-    return any(getattr(group, "reduce_grads", True) is False for group in groups)
+    return any(map(_defers, groups))
+
+
+def _defers(group: Any) -> bool:
+    if getattr(group, "reduce_grads", True) is False:
+        return True
+    replicated = getattr(getattr(group, "mesh_info", None), "replicate_mesh_dim", None) is not None
+    return replicated and getattr(group, "all_reduce_grads", True) is False
 
 
 def _call(module: nn.Module, name: str) -> Any:
