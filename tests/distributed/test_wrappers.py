@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from apex import amp
+from apex.parallel import DistributedDataParallel as ApexDistributedDataParallel
 from tests.distributed.test_data_parallel import (
     START_SCALE,
     backward,
@@ -261,3 +262,59 @@ def test_a_join_with_a_dynamic_scale_is_told_once_on_rank_zero(on_two_ranks, lev
     first, second = on_two_ranks(watch_join, level)
     assert len(first) == lines
     assert second == []
+
+
+# -- made too early --------------------------------------------------------------------------
+
+
+def wrapped_first(rank, level, compiled):
+    """Trains under a wrapper whose model is prepared afterwards; or returns the error."""
+    wrapper = DistributedDataParallel(net(rank))
+    wrapper.module, optimizer = initialized(level, wrapper.module)
+    parallel = torch.compile(wrapper, backend="eager") if compiled else wrapper
+    try:
+        with torch.no_grad():
+            wrapper(batch(rank, 0)[0])
+        for step in range(3):
+            backward(parallel, optimizer, *batch(rank, step))
+            optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        torch._dynamo.reset()
+    return state(wrapper, optimizer)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_wrapper_made_before_its_parameters_are_cast_is_told_the_order(
+    on_two_ranks, level, compiled
+):
+    for told in on_two_ranks(wrapped_first, level, compiled):
+        assert "before its parameters were cast" in told
+        assert "Call amp.initialize first" in told
+
+
+@pytest.mark.parametrize("level", ["O0", "O4"])
+def test_a_wrapper_of_parameters_that_keep_their_dtype_may_be_made_first(on_two_ranks, level):
+    first, second = on_two_ranks(wrapped_first, level, False)
+    assert not isinstance(first, str)
+    assert first == second
+
+
+def apex_wrapper_made_first(rank, delays):
+    wrapper = ApexDistributedDataParallel(net(rank), delay_allreduce=delays)
+    wrapper.module, optimizer = initialized("O5", wrapper.module)
+    try:
+        backward(wrapper, optimizer, *batch(rank, 0))
+    except RuntimeError as error:
+        return str(error)
+    optimizer.step()
+    return state(wrapper, optimizer)
+
+
+def test_apex_s_wrapper_is_told_too_unless_it_reduces_after_the_pass(on_two_ranks):
+    for told in on_two_ranks(apex_wrapper_made_first, False):
+        assert "before its parameters were cast to bfloat16" in told
+    first, second = on_two_ranks(apex_wrapper_made_first, True)
+    assert first == second

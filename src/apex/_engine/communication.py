@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from apex._core import dtypes
 from apex._core.garbage import Living
 from apex._core.packing import Stochastic
 from apex._engine import tracked_pair
@@ -33,10 +36,23 @@ class Communicator:
         self._scalers = scalers
         self._wrappers = Wrappers()
         self._join_warned = False
+        self._checked: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         _living.add(self)
 
     def note(self, wrapper: DistributedDataParallel, *, traced: bool = False) -> None:
-        """Records that a model's forward pass begins, or is traced, under a wrapper."""
+        """Records that a model's forward pass begins, or is traced, under a wrapper.
+
+        Raises:
+            RuntimeError: If the wrapper was made before its parameters were cast, so that it would
+                train each rank on gradients of its own.
+        """
+        if wrapper not in self._checked and torch.is_grad_enabled():
+            _check_order(wrapper)
+            self._checked.add(wrapper)
+        self.note_run(wrapper, traced=traced)
+
+    def note_run(self, wrapper: DistributedDataParallel, *, traced: bool) -> None:
+        """Does as :meth:`note`, without the check."""
         self._wrappers.note(wrapper, traced=traced)
 
     def forget_users(self) -> None:
@@ -81,7 +97,19 @@ def note_compiled_run() -> None:
     wrapper = ddp.active_wrapper()
     if wrapper is not None:
         for communicator in _living:
-            communicator.note(wrapper, traced=True)
+            communicator.note_run(wrapper, traced=True)
+
+
+def _check_order(wrapper: DistributedDataParallel) -> None:
+    cast = ddp.unsent_dtypes(wrapper)
+    if cast:
+        name, kind = type(wrapper.module).__name__, type(wrapper).__name__
+        listed = " and ".join(sorted(map(dtypes.name, cast)))
+        raise RuntimeError(
+            f"{kind} wrapped the model {name} before its parameters were cast to {listed}, and "
+            "does not average the gradients of parameters whose dtype has changed since. Call "
+            f"amp.initialize first, then wrap the model that it returns in {kind}."
+        )
 
 
 def _share(new: Sequence[TrackedPair], wrappers: Iterable[DistributedDataParallel]) -> None:

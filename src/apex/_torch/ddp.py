@@ -18,6 +18,14 @@ _KNOWS_ACTIVE = "_active_ddp_module" in vars(DistributedDataParallel)
 SENDS_LATER = "_apex_sends_later"
 """Key in a wrapper's ``__dict__``: whether it sends gradients later, without torch's reducer."""
 
+_NAMES_IN_C = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.float16: "c10::Half",
+    torch.bfloat16: "c10::BFloat16",
+}
+"""The names of dtypes in what a wrapper logs."""
+
 
 @dataclass(frozen=True)
 class Communication:
@@ -118,6 +126,24 @@ def sent_params(wrapper: DistributedDataParallel) -> set[int]:
     ignored = wrapper.parameters_to_ignore
     named = wrapper.module.named_parameters()
     return {id(param) for name, param in named if name not in ignored}
+
+
+def unsent_dtypes(wrapper: DistributedDataParallel) -> set[torch.dtype]:
+    """Returns the dtypes that the wrapper's parameters were cast to after it was made.
+
+    With the dtype of a parameter autograd drops the wrapper's hook, which sends the gradient.
+    """
+    # Private in torch: the parameters, and the dtypes that the reducer was made for. Without them,
+    # or where the wrapper sends or casts by itself, there is nothing to tell.
+    own = vars(wrapper)
+    report = getattr(wrapper, "_get_ddp_logging_data", None)
+    if report is None or SENDS_LATER in own or own.get("mixed_precision") is not None:
+        return set()
+    made_for = set(str(report().get("dtypes", "")).split(", "))
+    now = {param.dtype for param in own.get("_module_parameters", ()) if param.requires_grad}
+    if made_for.isdisjoint(_NAMES_IN_C.values()):
+        return set()
+    return {dtype for dtype in now if _NAMES_IN_C.get(dtype) not in (None, *made_for)}
 
 
 def is_joining(wrapper: DistributedDataParallel) -> bool:
