@@ -98,7 +98,7 @@ def multi_tensor_unscale_l2norm(
 def _reported(
     noop_flag: Tensor, tensors: list[Tensor], per_tensor: bool | None
 ) -> tuple[Tensor, Tensor]:
-    each = norms.stacked(norms.l2_norms(tensors), noop_flag.device)
+    each = norms.stacked(norms.l2_norms(tensors), noop_flag.device).float()  # as the kernel did
     norm = norms.total(each).reshape(1)
     set_noop_(noop_flag, ~torch.isfinite(norm))
     return norm, each if per_tensor else each[:0]
