@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from apex import amp
 
@@ -30,13 +31,11 @@ def loss_of(output, labels):
 
 def trained(rank, level):
     """Returns this rank's weights after training its stage."""
-    from torch.distributed import pipelining
-
     model = stage(rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    own = pipelining.PipelineStage(model, rank, 2, torch.device("cpu"))
-    run = pipelining.ScheduleGPipe(own, n_microbatches=4, loss_fn=loss_of)
+    own = PipelineStage(model, rank, 2, torch.device("cpu"))
+    run = ScheduleGPipe(own, n_microbatches=4, loss_fn=loss_of)
     x, labels = batch()
     for _ in range(STEPS):
         run.step(target=labels) if rank else run.step(x)

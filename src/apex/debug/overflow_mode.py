@@ -148,7 +148,7 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
             for tensor, _ in bad:
                 self._provenance.mark(tensor, origin)
             is_mask = origin.deliberate and origin.fault.cause != "update"
-            spoiled = [tensor for tensor, _ in bad if not self._is_mask_buffer(tensor)]
+            spoiled = (tensor for tensor, _ in bad if not self._is_mask_buffer(tensor))
             if not is_mask and self._writes_weights(call, spoiled):
                 self._provenance.mark_reached(origin)
         elif call.name in _MASKS:
@@ -185,11 +185,11 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
             if origin is not None and tensors.kind_of(tensor):
                 mark(origin)
 
-    def _writes_weights(self, call: _Call, among: Any = None) -> bool:
+    def _writes_weights(self, call: _Call, among: Iterable[Tensor] | None = None) -> bool:
         """Returns whether a call writes weights, if given those among these tensors."""
         written = _keys(call.written)
-        if among is not None:  # a batch norm in eval mode leaves its statistics as they are
-            written &= _keys(among)
+        if written and among is not None:  # batch norms in eval mode leave their statistics alone
+            written &= _keys([*among])
         return bool(written) and not self._weights().isdisjoint(written)
 
     def _weights(self) -> set[int]:
@@ -274,9 +274,9 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
 
     def _spoils_weights(self, origin: Origin, tensor: Tensor, argument: Tensor) -> bool:
         """Returns whether values of ``origin`` are weights: of an average that was not called."""
-        if origin.deliberate or tensors.is_mask(tensor):
+        if origin.deliberate or tensors.storage_key(argument) not in _keys(self._params()):
             return False
-        return tensors.storage_key(argument) in _keys(self._params())
+        return not tensors.is_mask(tensor)
 
     def _source(self, tensor: Tensor, call: _Call) -> Cause:
         key = tensors.storage_key(tensor)
