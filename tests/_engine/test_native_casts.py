@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from apex._core.op_table import DEVICE_LIMITS, NAMES, NATIVE_DIFFERENCES, CastSpec, OpTable
+from apex._core.op_names import NAMES
+from apex._core.op_table import DEVICE_LIMITS, NATIVE_DIFFERENCES, CastSpec, OpTable
 from apex._engine.autocast import kernels
 from apex._engine.autocast.region import CastRegion
 from apex._torch import dispatcher

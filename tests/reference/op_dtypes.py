@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from apex._core.op_table import COVERED_INSIDE, NAMES, CastSpec, OpTable
+from apex._core.op_names import NAMES
+from apex._core.op_table import COVERED_INSIDE, CastSpec, OpTable
 from apex._engine.autocast.region import CastRegion, _registry
 from tests._engine.op_calls import HOLDERS, calls, convert, tensor_dtypes
 

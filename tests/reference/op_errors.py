@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from apex._core.op_table import NAMES, OpTable
+from apex._core.op_names import NAMES
+from apex._core.op_table import OpTable
 from apex._torch import dispatcher
 
 PATH = Path(__file__).parents[2] / "docs/_static/op_errors.csv"

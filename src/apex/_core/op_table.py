@@ -13,6 +13,9 @@ from typing import Literal, get_args
 
 import torch
 
+from apex._core import op_names
+from apex._core.op_names import NAMES, Names
+
 Category = Literal[
     "low_precision",
     "fp32",
@@ -37,170 +40,11 @@ NotImplementedError (``x **= 2`` makes a new fp32 tensor).
 ``to_cpu``: none, but ``Tensor.cpu()`` of a low-precision tensor returns fp32.
 """
 
-Names = Mapping[str, tuple[str, ...]]
-
-
-def _same(names: str) -> dict[str, tuple[str, ...]]:
-    """Returns the names as a map to the aten operator of the same name (default overload)."""
-    return {name: (name,) for name in names.split()}
-
-
-_UNARY = "acos asin cosh erfinv exp expm1 log log10 log1p log2 reciprocal rsqrt sinh tan"
-
-_CONVOLUTIONS: Names = {
-    "conv1d": ("conv1d", "conv1d.padding"),
-    "conv2d": ("conv2d", "conv2d.padding"),
-    "conv3d": ("conv3d", "conv3d.padding"),
-    "conv_transpose1d": ("conv_transpose1d",),
-    "conv_transpose2d": ("conv_transpose2d.input",),
-    "conv_transpose3d": ("conv_transpose3d.input",),
-    "conv_tbc": ("conv_tbc",),
-}
-
-_PRODUCTS: Names = _same("prelu addmm addmv addr matmul mm mv addbmm baddbmm bmm")
-
-_CELLS: Names = _same("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell")
-
-_RECURRENT: Names = {
-    name: (f"{name}.input", f"{name}.data") for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
-}
-
-_POW: Names = {"pow": ("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar")}
-
-_NORM: Names = {
-    # torch.norm and Tensor.norm now call torch.linalg's norms; saved programs use the others.
-    "norm": (
-        *("linalg_vector_norm", "linalg_matrix_norm", "linalg_matrix_norm.str_ord"),
-        *("norm.Scalar", "norm.ScalarOpt_dim", "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim_dtype"),
-        *("nuclear_norm", "nuclear_norm.dim", "frobenius_norm.dim"),
-    )
-}
-
-# torch composes these, their results and formulas of gradients included, of matrix products.
-_MATRICES: Names = {
-    "matrix_exp": ("linalg_matrix_exp",),
-    "pinverse": (
-        *("linalg_pinv", "linalg_pinv.rcond_tensor"),
-        *("linalg_pinv.atol_rtol_float", "linalg_pinv.atol_rtol_tensor"),
-    ),
-    **_same("cov corrcoef"),
-}
-
-_REDUCTIONS: Names = {
-    **_same("cumprod cumsum dist renorm logsumexp"),
-    **_NORM,
-    "prod": ("prod", "prod.dim_int"),
-    "std": ("std", "std.dim", "std.correction"),
-    "std_mean": ("std_mean", "std_mean.dim", "std_mean.correction"),
-    "sum": ("sum", "sum.dim_IntList"),
-    "var": ("var", "var.dim", "var.correction"),
-    "var_mean": ("var_mean", "var_mean.dim", "var_mean.correction"),
-}
-
-_RESIZES = (
-    *("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "trilinear3d", "bicubic2d"),
-    *("_nearest_exact1d", "_nearest_exact2d", "_nearest_exact3d"),
-    *("_bilinear2d_aa", "_bicubic2d_aa", "_lanczos2d_aa"),
-)
-
-
-def _resize(mode: str) -> tuple[str, str]:
-    name = f"_upsample{mode}" if mode.startswith("_") else f"upsample_{mode}"
-    return name, f"{name}.vec"
-
-
-_SOFTMAX: Names = {"softmax": ("softmax.int",), "log_softmax": ("log_softmax.int",)}
-
-_FUNCTIONAL_FP32: Names = {
-    **_same("softplus gelu layer_norm group_norm rms_norm cosine_similarity"),
-    **_same("poisson_nll_loss cosine_embedding_loss hinge_embedding_loss kl_div l1_loss mse_loss"),
-    **_same(
-        "margin_ranking_loss multilabel_margin_loss multi_margin_loss smooth_l1_loss huber_loss"
-    ),
-    **_same("soft_margin_loss triplet_margin_loss binary_cross_entropy_with_logits"),
-    **_SOFTMAX,
-    "softmin": ("softmax.int",),
-    "interpolate": tuple(op for mode in _RESIZES for op in _resize(mode)),
-    "grid_sample": ("grid_sampler",),
-    "cross_entropy": ("cross_entropy_loss",),
-    "nll_loss": ("nll_loss_nd", "nll_loss", "nll_loss2d"),
-    "ctc_loss": ("ctc_loss.IntList", "ctc_loss.Tensor"),
-    # Python functions over other rows, which determine their result dtype.
-    "local_response_norm": (),
-    "multilabel_soft_margin_loss": (),
-    "normalize": (),
-}
-
-# No rows: torch itself promotes these, in-place ones to self's dtype.
-_COMPARISONS = "eq ge gt le lt ne"
-_ARITHMETIC = "add sub mul div"
-_NATIVE_PROMOTION: Names = dict.fromkeys(f"{_ARITHMETIC} {_COMPARISONS}".split(), ())
-_SEQUENCES: Names = dict.fromkeys(("cat", "stack"), ())
-_PROMOTING_OPERATORS: Names = dict.fromkeys(
-    [
-        *(f"__{name}__" for name in _COMPARISONS.split()),
-        *(f"__{i}{name}__" for name in [*_ARITHMETIC.split(), "truediv"] for i in ("", "r", "i")),
-    ],
-    (),
-)
-
-_PROMOTE: Names = _same("addcdiv addcmul atan2 cross bilinear dot vdot equal")
-
-_TORCH: Names = {
-    **_CONVOLUTIONS,
-    **_PRODUCTS,
-    **_same("einsum tensordot"),
-    **_CELLS,
-    **_RECURRENT,
-    **_same(_UNARY),
-    **_POW,
-    **_REDUCTIONS,
-    **_MATRICES,
-    **_SOFTMAX,
-    **_PROMOTE,
-    **_NATIVE_PROMOTION,
-    **_SEQUENCES,
-}
-
-_METHODS: Names = {
-    **_PRODUCTS,
-    "__matmul__": ("matmul",),
-    "__rmatmul__": ("matmul",),
-    **_same(_UNARY),
-    **_POW,
-    "__pow__": _POW["pow"],
-    "__rpow__": ("pow.Scalar", "pow.Tensor_Tensor"),
-    "__ipow__": ("pow_.Scalar", "pow_.Tensor"),
-    "cpu": ("to.dtype_layout",),
-    **{name: ops for name, ops in _REDUCTIONS.items() if not name.endswith("_mean")},
-    **_MATRICES,
-    **_SOFTMAX,
-    **_same("addcdiv addcmul atan2 cross dot vdot equal"),
-    **_NATIVE_PROMOTION,
-    **_PROMOTING_OPERATORS,
-}
-
-NAMES: Mapping[str, Names] = {
-    "torch": _TORCH,
-    "torch.nn.functional": {
-        **_CONVOLUTIONS,
-        **_same("linear scaled_dot_product_attention prelu"),
-        **_FUNCTIONAL_FP32,
-        **_same("bilinear binary_cross_entropy"),
-    },
-    "torch.Tensor": _METHODS,
-}
-"""The known names of every namespace, with the aten operators that each dispatches to.
-
-For a name without operators, torch's own promotion (arithmetic, comparisons, ``cat``, ``stack``) or
-other rows (Python functions) determine the result dtype; a row of its own could not change it.
-"""
-
 # torch calls ``pow_`` for the last, whose row would refuse 16 bits.
 _INPLACE_LOW = ("addmm_", "addmv_", "addr_", "addbmm_", "baddbmm_", "square_")
 
 _INPLACE_FP32 = (
-    *(f"{name}_" for name in _UNARY.split()),
+    *(f"{name}_" for name in op_names.UNARY),
     *("pow_.Scalar", "pow_.Tensor", "cumprod_", "cumsum_", "renorm_"),
 )
 
@@ -301,21 +145,27 @@ class OpTable:
         """Returns the one table of apex's lists and newer operators."""
         functional = NAMES["torch.nn.functional"]
         low = _ops(
-            _CONVOLUTIONS,
-            _PRODUCTS,
-            _CELLS,
+            op_names.CONVOLUTIONS,
+            op_names.PRODUCTS,
+            op_names.CELLS,
             ("linear", "einsum", "tensordot", "scaled_dot_product_attention"),
         )
-        fp32 = _ops(_same(_UNARY), _POW, _REDUCTIONS, _MATRICES, _FUNCTIONAL_FP32)
+        fp32 = _ops(
+            op_names.UNARY,
+            op_names.POW,
+            op_names.REDUCTIONS,
+            op_names.MATRICES,
+            op_names.FUNCTIONAL_FP32,
+        )
         groups: dict[Category, Iterable[str]] = {
             "low_precision": low,
             "fp32": fp32,
-            "promote": _ops(_PROMOTE),
+            "promote": _ops(op_names.PROMOTE),
             "banned": functional["binary_cross_entropy"],
             "low_precision_inplace": _INPLACE_LOW,
             "fp32_inplace": _INPLACE_FP32,
-            "recurrent": _ops(_RECURRENT),
-            "to_cpu": _METHODS["cpu"],
+            "recurrent": _ops(op_names.RECURRENT),
+            "to_cpu": NAMES["torch.Tensor"]["cpu"],
         }
         return cls({op: category for category, ops in groups.items() for op in ops})
 
@@ -374,7 +224,7 @@ def _operators_of(namespace: str, name: str) -> tuple[str, ...]:
 
 def _inherent_category(name: str) -> Category:
     """Returns the category that a name without operators has in effect."""
-    return "fp32" if name in _FUNCTIONAL_FP32 else "promote"
+    return "fp32" if name in op_names.FUNCTIONAL_FP32 else "promote"
 
 
 def _register_instead(namespace: str, name: str) -> str:

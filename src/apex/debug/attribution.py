@@ -11,7 +11,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from apex._core import dtypes
-from apex._core.op_table import NAMES, CastSpec, Category
+from apex._core.op_names import NAMES
+from apex._core.op_table import CastSpec, Category
 from apex._engine.autocast.region import CastRegion, active_spec
 from apex._engine.autocast.user_functions import Kind
 from apex._engine.model.plan import fp32_modules
