@@ -30,17 +30,17 @@ def deciders(device: str) -> dict[str, str]:
 def draw() -> str:
     """Returns the figure."""
     drawing = Drawing(
-        "devices", 600, 262,
+        "devices", 600, 324,
         says=f"Rows of the op table by device: how many torch {TORCH}'s autocast covers, and how "
         "many apex adds. "
         + "; ".join(f"{name}: {_sentence(device)}" for device, name in _DEVICES.items()),
     )  # fmt: skip
     for index, (device, name) in enumerate(_DEVICES.items()):
         _panel(drawing, 8 + index * 150, name, deciders(device))
-    drawing.squares([(8, 240)], _DOT, "plain", _FAINT)
-    drawing.text(22, 249, f"torch {TORCH}'s own autocast", "small")
-    drawing.squares([(228, 240)], _DOT, "fp16")
-    drawing.text(242, 249, "added by apex during a session", "small")
+    drawing.squares([(8, 302)], _DOT, "plain", _FAINT)
+    drawing.text(22, 311, f"torch {TORCH}'s own autocast", "small")
+    drawing.squares([(228, 302)], _DOT, "fp16")
+    drawing.text(242, 311, "added by apex during a session", "small")
     return drawing.render()
 
 

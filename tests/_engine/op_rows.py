@@ -17,6 +17,10 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _x, _y, _z = floats(2, 3), floats(2, 3, low=0.2), floats(2, 3, low=0.3, high=2.0)
 _square = floats(3, 3) + torch.eye(3)
 _classes = torch.tensor([1, 0])
+_definite = torch.tensor([[4.0, 1.0, 0.5], [1.0, 3.0, 0.25], [0.5, 0.25, 2.0]])
+_tall, _signal = floats(3, 2), floats(2, 8)
+_tensor = (floats(6, 6) + 2 * torch.eye(6)).reshape(2, 3, 6)
+_pivots = torch.tensor([1, 2, 3], dtype=torch.int32)
 _logits = floats(2, 3, low=-9.0, high=9.0)
 _CONVOLUTIONS = {
     "conv1d": (floats(2, 3, 8), floats(4, 3, 3), floats(4)),
@@ -58,6 +62,15 @@ def _network(gates: int, states: int, *, packed: bool) -> tuple[Any, ...]:
 
 
 _GATES = {"lstm": (4, 2), "gru": (3, 1), "rnn_tanh": (1, 1), "rnn_relu": (1, 1)}
+
+_OF_A_SQUARE = (
+    *("cond", "det", "eig", "eigvals", "inv", "inv_ex", "lu", "lu_factor", "lu_factor_ex"),
+    *("matrix_rank.atol_rtol_float", "matrix_rank.atol_rtol_tensor", "qr", "slogdet", "svd"),
+    "svdvals",
+)
+_OF_A_DEFINITE = (
+    *("cholesky", "cholesky_ex", "eigh", "eigvalsh", "ldl_factor", "ldl_factor_ex", "matrix_sqrth"),
+)
 
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     **_CONVOLUTIONS,
@@ -133,6 +146,31 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "bilinear": (floats(2, 3), floats(2, 4), floats(5, 3, 4), floats(5)),
     **dict.fromkeys(("dot", "vdot"), (floats(4), floats(4, low=0.2))),
     "equal": (_x, _x),
+    "convolution": (floats(2, 3, 8), floats(4, 3, 3), floats(4), [1], [0], [1], False, [0], 1),
+    "linalg_multi_dot": ([_square, _tall, _x],),
+    **dict.fromkeys(("linalg_vecdot", "cdist", "complex", "polar"), (_x, _y)),
+    "index_copy": (_x, 0, torch.tensor([1]), floats(1, 3)),
+    "index_put": (_x, [torch.tensor([0])], floats(1, 3)),
+    "scatter_add": (_x, 0, torch.tensor([[1, 0, 1]]), floats(1, 3)),
+    "view_as_complex": (_tall,),
+    **dict.fromkeys(("quantile", "nanquantile"), (_x, torch.tensor([0.25, 0.5]))),
+    **dict.fromkeys(("quantile.scalar", "nanquantile.scalar"), (_x, 0.5)),
+    **dict.fromkeys(("trace", "geqrf", "inverse", "qr", "svd"), (_square,)),
+    **dict.fromkeys(("cholesky", "cholesky_inverse"), (_definite,)),
+    **dict.fromkeys(("cholesky_solve", "triangular_solve"), (_tall, _definite)),
+    **dict.fromkeys(("orgqr", "linalg_householder_product"), (_tall, floats(2))),
+    "ormqr": (_tall, floats(2), _square),
+    "stft": (_signal, 4, None, None, torch.ones(4), False, True, True),
+    "stft.center": (_signal, 4, None, None, torch.ones(4), True, "reflect", False, True, True),
+    **{f"linalg_{name}": (_square,) for name in _OF_A_SQUARE},
+    **{f"linalg_{name}": (_definite,) for name in _OF_A_DEFINITE},
+    **{f"linalg_{name}": (_square, _tall) for name in ("lstsq", "solve", "solve_ex")},
+    **{f"linalg_{name}": (_definite, _pivots, _tall) for name in ("ldl_solve", "lu_solve")},
+    "linalg_cond.p_str": (_square, "fro"),
+    "linalg_matrix_rank": (_square, 0.25),
+    "linalg_matrix_rank.tol_tensor": (_square, torch.tensor(0.25)),
+    "linalg_tensorinv": (_tensor,),
+    "linalg_tensorsolve": (_tensor, _x),
 }
 
 _WITH_OPTIONS: dict[str, list[Arguments]] = {
@@ -145,6 +183,7 @@ _WITH_OPTIONS: dict[str, list[Arguments]] = {
     ],
     "norm.ScalarOpt_dtype": [((_x, 2), {"dtype": torch.float32})],
     "norm.ScalarOpt_dim_dtype": [((_x, 2, [1], False), {"dtype": torch.float32})],
+    "linalg_solve_triangular": [((_definite, _tall), {"upper": True})],
     "to.dtype_layout": [],  # its dtype is its result's: test_casting_ops.py
 }
 
@@ -166,8 +205,9 @@ def rows() -> list[str]:
 
 
 def floating(value: Any) -> list[Tensor]:
-    """Returns the floating tensors in ``value`` in order."""
+    """Returns the floating tensors in ``value`` in order, complex ones as real."""
     if isinstance(value, Tensor):
+        value = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
         return [value] if value.is_floating_point() else []
     if isinstance(value, list | tuple):
         return [tensor for item in value for tensor in floating(item)]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from apex._core.op_table import CastSpec, OpTable
+from apex._core.op_table import PASSED_ON, CastSpec, OpTable
 from apex._engine.autocast.region import CastRegion
 
 DEFAULT = OpTable.default()
@@ -243,6 +243,59 @@ def test_cat_and_stack_promote_as_without_casts(region, device, join, first, sec
     result = region.run(join, tensors)
     assert result.dtype is expected.dtype
     assert torch.equal(result, expected)
+
+
+def _unpool(pooled):
+    indices = torch.arange(pooled.numel(), device=pooled.device).view_as(pooled)
+    unpool = F.max_unpool2d if pooled.dim() == 3 else F.max_unpool3d
+    return unpool(pooled, indices, 2)
+
+
+KEEPING = {
+    "reflection_pad1d": (lambda x: F.pad(x, (1, 1), "reflect"), (2, 3, 4)),
+    "reflection_pad2d": (lambda x: F.pad(x, (1, 1, 1, 1), "reflect"), (2, 3, 4, 4)),
+    "replication_pad1d": (lambda x: F.pad(x, (1, 1), "replicate"), (2, 3, 4)),
+    "replication_pad2d": (lambda x: F.pad(x, (1, 1, 1, 1), "replicate"), (2, 3, 4, 4)),
+    "replication_pad3d": (lambda x: F.pad(x, (1,) * 6, "replicate"), (1, 2, 4, 4, 4)),
+    "max_pool3d": (lambda x: F.max_pool3d(x, 2), (1, 2, 4, 4, 4)),
+    "adaptive_max_pool3d": (lambda x: F.adaptive_max_pool3d(x, 2), (1, 2, 4, 4, 4)),
+    "max_unpool2d": (_unpool, (1, 2, 2)),
+    "max_unpool3d": (_unpool, (1, 2, 2, 2)),
+    "fake_quantize_per_tensor_affine": (
+        lambda x: torch.fake_quantize_per_tensor_affine(x, 0.125, 0, -127, 127),
+        (2, 3),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KEEPING)
+def test_what_moves_values_keeps_its_dtype_on_every_device(region, low, device, name):
+    """torch's own autocast runs these in fp32 on a CPU, and nowhere else."""
+    fn, shape = KEEPING[name]
+    for dtype in (low, torch.float32):
+        x = torch.randn(shape, device=device).to(dtype).requires_grad_()
+        result = region.run(fn, x)
+        assert result.dtype is dtype
+        torch.testing.assert_close(result, fn(x.float()).to(dtype), rtol=0, atol=0)
+        result.sum().backward()
+        assert x.grad.dtype is dtype
+
+
+def test_everything_that_is_passed_on_keeps_its_dtype():
+    assert {*KEEPING, "cat", "stack"} == set(PASSED_ON["cpu"])
+
+
+def test_a_spectral_layer_gets_gradients(region, low, device):
+    x = torch.randn(3, 6, device=device).to(low).requires_grad_()
+
+    def mixed(x):
+        return torch.fft.ifft(torch.fft.fft(x) * 2).real
+
+    result = region.run(mixed, x)
+    assert result.dtype is torch.float32
+    torch.testing.assert_close(result, 2 * x.float())
+    result.sum().backward()
+    torch.testing.assert_close(x.grad, torch.full_like(x, 2.0))
 
 
 def test_integers_and_complex_are_left_alone(region, device):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import re
 
 import pytest
 import torch
@@ -14,12 +15,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from apex._core.op_names import NAMES
-from apex._core.op_table import DEVICE_LIMITS, NATIVE_DIFFERENCES, CastSpec, OpTable
+from apex._core.op_names import NAMES, WITHOUT_BF16
+from apex._core.op_table import (
+    DEVICE_LIMITS,
+    LEFT,
+    NATIVE_DIFFERENCES,
+    PASSED_ON,
+    CastSpec,
+    OpTable,
+)
 from apex._engine.autocast import kernels
 from apex._engine.autocast.region import CastRegion
 from apex._torch import dispatcher
 from tests._engine.op_calls import HOLDERS, Call, calls, convert, floats, tensor_dtypes
+from tests._engine.op_rows import arguments, rows
 
 LOW, FP32 = torch.bfloat16, torch.float32
 ROWS = OpTable.default().rows
@@ -118,6 +127,38 @@ def test_torchs_own_kernels_have_the_categories_that_the_table_says(device):
     assert len(checked) > AT_LEAST[device]
     differences = NATIVE_DIFFERENCES[device].keys() - {"grid_sampler", "linalg_matrix_norm.str_ord"}
     assert differences <= checked
+
+
+# They cast what rows have cast already; the names of others begin with an underscore.
+INSIDE_ROWS = {
+    *("cudnn_convolution", "cudnn_convolution_transpose", "grid_sampler_2d", "grid_sampler_3d"),
+    *(
+        "chain_matmul",
+        "lu_solve",
+        "mkldnn_rnn_layer",
+        "multilabel_margin_loss_forward",
+        "native_layer_norm",
+        "pinverse",
+    ),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "xpu", "mps"])
+def test_what_torch_casts_on_one_device_is_cast_on_all_or_listed(device):
+    key = dispatcher.AUTOCAST_KEYS[device]
+    names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    # Until torch 2.11 some had overloads for named dimensions.
+    own = {name.removeprefix("aten::") for name in names if not re.search("imname|names_", name)}
+    listed = {*PASSED_ON.get(device, ()), *LEFT.get(device, ())}
+    assert {op for op in own - {*ROWS, *listed, *INSIDE_ROWS} if op[0] != "_"} == set()
+    assert not listed & {*ROWS}
+
+
+@pytest.mark.parametrize("row", [row for row in rows() if row in WITHOUT_BF16])
+def test_what_is_fp32_for_want_of_a_kernel_has_none(row):
+    for args, kwargs in arguments(row):
+        with pytest.raises(RuntimeError):  # NotImplementedError included
+            dispatcher.overload(row)(*convert(args, LOW), **kwargs)
 
 
 def test_a_row_that_a_device_has_no_kernel_for_runs_as_in_torchs_autocast():

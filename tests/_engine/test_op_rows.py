@@ -43,8 +43,11 @@ ONLY_ON_A_DEVICE = {("scaled_dot_product_attention", device) for device in ("xpu
 ONLY_ON_A_DEVICE |= {("gru_cell", "xpu")}
 
 
-# torch 2.15 warns of operators that only saved programs call.
-IGNORES = pytest.mark.filterwarnings("ignore:.*it is just left for JIT compatibility:UserWarning")
+# torch 2.15 warns of operators that only saved programs call, and of old ones.
+IGNORES = pytest.mark.filterwarnings(
+    "ignore:.*it is just left for JIT compatibility:UserWarning",
+    "ignore:torch.triangular_solve is deprecated:UserWarning",
+)
 
 
 @functools.cache
@@ -117,7 +120,7 @@ def assert_same(got, expected, dtype):
         return
     for one, other in zip(floating([got]), floating([expected]), strict=True):
         assert one.dtype is other.dtype is dtype
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.parametrize("row", rows())
@@ -172,7 +175,7 @@ def test_a_row_has_the_same_dtypes_on_other_devices(row, device):
                     pytest.skip("fake tensors of this torch ask for a driver")
                 raise
             assert {tensor.dtype for tensor in floating([got])} <= {dtype}
-            assert floating([got]) or got is True
+            assert floating([got]) or got is True or got.dtype is torch.int64
 
 
 def test_every_row_is_called():

@@ -154,6 +154,12 @@ def test_a_plain_model_under_torch_autocast_is_explained_too():
         (lambda self, x: x + x.bfloat16(), "add", "widest input (torch)"),
         (lambda self, x: x.tanh(), "tanh", "follows its input"),
         (lambda self, x: F.gelu(x), "gelu", "follows its input"),
+        (lambda self, x: torch.fft.rfft(x), "_fft_r2c", "fp32 list (fft_rfft)"),
+        (
+            lambda self, x: torch.logdet(x @ x.t() + torch.eye(3)),
+            "_linalg_slogdet",
+            "fp32 list (logdet)",
+        ),
     ],
 )
 def test_the_row_of_the_op_table_is_named(function, op, why):

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from apex._core.op_names import NAMES
+from apex._core.op_names import NAMES, WITHOUT_BF16
 from apex._core.op_table import OpTable
 from apex._torch import dispatcher
 
@@ -67,7 +67,7 @@ class Errors(NamedTuple):
 
 
 def names() -> dict[str, tuple[str, ...]]:
-    """Returns the names in fp32 at O1, with their operators in this torch."""
+    """Returns the names in fp32 at O1 that have kernels in bf16, with this torch's operators."""
     rows = OpTable.default().rows
     found = {**NAMES["torch"], **NAMES["torch.nn.functional"]}
     return {
@@ -75,6 +75,7 @@ def names() -> dict[str, tuple[str, ...]]:
         for name, ops in sorted(found.items())
         if (known := tuple(op for op in ops if dispatcher.has_operator(f"aten::{op}")))
         and {rows[op] for op in known} <= {*CATEGORIES}
+        and not {*known} & {*WITHOUT_BF16}
     }
 
 
@@ -185,7 +186,15 @@ def _arguments(name: str) -> list[tuple[Tensor, ...]]:
     return [found.get(name, (_normal(),))]
 
 
-_PAIRED = ("dist", "cosine_similarity", "l1_loss", "mse_loss", "smooth_l1_loss", "huber_loss")
+_PAIRED = (
+    "cdist",
+    "dist",
+    "cosine_similarity",
+    "l1_loss",
+    "mse_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+)
 
 
 def _calls() -> dict[str, list[Call]]:

@@ -59,7 +59,7 @@ MATRICES: Names = {
 }
 
 REDUCTIONS: Names = {
-    **_same("cumprod cumsum dist renorm logsumexp"),
+    **_same("cumprod cumsum dist renorm logsumexp trace"),
     **_NORM,
     "prod": ("prod", "prod.dim_int"),
     "std": ("std", "std.dim", "std.correction"),
@@ -103,6 +103,8 @@ FUNCTIONAL_FP32: Names = {
     "normalize": (),
 }
 
+TORCH_FP32: Names = _same("cdist pdist")
+
 # No rows: torch itself promotes these, in-place ones to self's dtype.
 _COMPARISONS = "eq ge gt le lt ne"
 _ARITHMETIC = "add sub mul div"
@@ -116,18 +118,60 @@ _PROMOTING_OPERATORS: Names = dict.fromkeys(
     (),
 )
 
-PROMOTE: Names = _same("addcdiv addcmul atan2 cross bilinear dot vdot equal")
+PROMOTE: Names = {
+    **_same("addcdiv addcmul atan2 cross bilinear dot vdot equal"),
+    **_same("index_copy index_put scatter_add"),
+}
+
+_SOLVERS: Names = {
+    **_same("cholesky cholesky_inverse cholesky_solve geqrf inverse orgqr ormqr qr svd"),
+    **_same("triangular_solve"),
+    "det": ("linalg_det",),
+    "lu_solve": ("linalg_lu_solve",),
+    **dict.fromkeys(("logdet", "slogdet"), ("linalg_slogdet",)),
+}
+
+_STATISTICS: Names = {
+    "quantile": ("quantile", "quantile.scalar"),
+    "nanquantile": ("nanquantile", "nanquantile.scalar"),
+    "stft": ("stft", "stft.center"),
+}
+
+_COMPLEX: Names = _same("complex polar view_as_complex")
+
+_LINALG = (
+    "cholesky cholesky_ex cond cond.p_str det eig eigh eigvals eigvalsh householder_product inv "
+    "inv_ex ldl_factor ldl_factor_ex ldl_solve lstsq lu lu_factor lu_factor_ex lu_solve "
+    "matrix_rank matrix_rank.tol_tensor matrix_rank.atol_rtol_float matrix_rank.atol_rtol_tensor "
+    "matrix_sqrth qr slogdet solve solve_ex solve_triangular svd svdvals tensorinv tensorsolve"
+)
+
+_FOURIER = (
+    "fft fft2 fftn hfft hfft2 hfftn ifft ifft2 ifftn ihfft ihfft2 ihfftn irfft irfft2 irfftn rfft "
+    "rfft2 rfftn"
+)
+
+WITHOUT_BF16: tuple[str, ...] = (
+    *(op for names in (_SOLVERS, _STATISTICS, _COMPLEX) for ops in names.values() for op in ops),
+    *(f"linalg_{op}" for op in _LINALG.split()),
+    *(f"fft_{op}" for op in _FOURIER.split()),
+)
+"""Operators of fp32 rows that have no kernel in bf16, and most none in fp16."""
 
 _TORCH: Names = {
     **CONVOLUTIONS,
     **PRODUCTS,
-    **_same("einsum tensordot"),
+    **_same("einsum tensordot convolution"),
     **CELLS,
     **RECURRENT,
     **UNARY,
     **POW,
     **REDUCTIONS,
     **MATRICES,
+    **TORCH_FP32,
+    **_SOLVERS,
+    **_STATISTICS,
+    **_COMPLEX,
     **_SOFTMAX,
     **PROMOTE,
     **_NATIVE_PROMOTION,
@@ -146,8 +190,10 @@ _METHODS: Names = {
     "cpu": ("to.dtype_layout",),
     **{name: ops for name, ops in REDUCTIONS.items() if not name.endswith("_mean")},
     **MATRICES,
+    **_SOLVERS,
+    **_STATISTICS,
     **_SOFTMAX,
-    **_same("addcdiv addcmul atan2 cross dot vdot equal"),
+    **{name: ops for name, ops in PROMOTE.items() if name != "bilinear"},
     **_NATIVE_PROMOTION,
     **_PROMOTING_OPERATORS,
 }

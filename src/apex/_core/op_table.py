@@ -85,11 +85,29 @@ NATIVE_DIFFERENCES: Mapping[str, Mapping[str, str]] = {
 are not listed here follow the table (torch 2.13).
 """
 
-PASSED_ON: Mapping[str, tuple[str, ...]] = {"cpu": ("cat", "stack")}
+PASSED_ON: Mapping[str, tuple[str, ...]] = {
+    "cpu": (
+        *("cat", "stack", "fake_quantize_per_tensor_affine"),
+        *("adaptive_max_pool3d", "max_pool3d", "max_unpool2d", "max_unpool3d"),
+        *("reflection_pad1d", "reflection_pad2d", "replication_pad1d", "replication_pad2d"),
+        "replication_pad3d",
+    )
+}
 """Operators without a row that torch's own autocast casts, by device type.
 
-torch promotes their arguments itself; its autocast does the same, but raises for the 16-bit dtype
-that is not its own ("Unexpected floating ScalarType in at::autocast::prioritize").
+torch promotes the arguments of ``cat`` and ``stack`` itself; its autocast does the same, but raises
+for the 16-bit dtype that is not its own ("Unexpected floating ScalarType in
+at::autocast::prioritize"). The others keep their input's dtype on every other device; what they
+compute is exact in it.
+"""
+
+LEFT: Mapping[str, tuple[str, ...]] = {
+    "cpu": ("adaptive_avg_pool3d", "avg_pool3d", "fractional_max_pool2d", "fractional_max_pool3d"),
+    "mps": ("batch_norm",),
+}
+"""Operators without a row that torch's own autocast runs in fp32, by device type, and ours too.
+
+The CPU has no kernel for them in 16 bits, or one that adds up in 16 bits.
 """
 
 DEVICE_LIMITS: Mapping[str, Mapping[str, Category]] = {"mps": {"conv_transpose3d.input": "fp32"}}
@@ -148,7 +166,8 @@ class OpTable:
             op_names.CONVOLUTIONS,
             op_names.PRODUCTS,
             op_names.CELLS,
-            ("linear", "einsum", "tensordot", "scaled_dot_product_attention"),
+            ("linear", "einsum", "tensordot", "scaled_dot_product_attention", "convolution"),
+            ("linalg_multi_dot", "linalg_vecdot"),
         )
         fp32 = _ops(
             op_names.UNARY,
@@ -156,6 +175,8 @@ class OpTable:
             op_names.REDUCTIONS,
             op_names.MATRICES,
             op_names.FUNCTIONAL_FP32,
+            op_names.TORCH_FP32,
+            op_names.WITHOUT_BF16,
         )
         groups: dict[Category, Iterable[str]] = {
             "low_precision": low,

@@ -163,6 +163,7 @@ def _rows(op: str, function: str) -> Iterator[tuple[str, str]]:
     for names in NAMES.values():
         for row in names.get(function, ()) or names.get(f"__{function}__", ()):
             yield function, row
+    yield function, function  # torch.fft.rfft calls itself "fft_rfft"
     for name in (*_CALLERS.get(op, ()), op):
         for names in NAMES.values():
             for row in names.get(name, ()):
