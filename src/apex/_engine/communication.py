@@ -49,10 +49,6 @@ class Communicator:
         if wrapper not in self._checked and torch.is_grad_enabled():
             _check_order(wrapper)
             self._checked.add(wrapper)
-        self.note_run(wrapper, traced=traced)
-
-    def note_run(self, wrapper: DistributedDataParallel, *, traced: bool) -> None:
-        """Does as :meth:`note`, without the check."""
         self._wrappers.note(wrapper, traced=traced)
 
     def forget_users(self) -> None:
@@ -97,7 +93,7 @@ def note_compiled_run() -> None:
     wrapper = ddp.active_wrapper()
     if wrapper is not None:
         for communicator in _living:
-            communicator.note_run(wrapper, traced=True)
+            communicator.note(wrapper, traced=True)
 
 
 def _check_order(wrapper: DistributedDataParallel) -> None:
