@@ -101,15 +101,6 @@ at::autocast::prioritize"). The others keep their input's dtype on every other d
 compute is exact in it.
 """
 
-LEFT: Mapping[str, tuple[str, ...]] = {
-    "cpu": ("adaptive_avg_pool3d", "avg_pool3d", "fractional_max_pool2d", "fractional_max_pool3d"),
-    "mps": ("batch_norm",),
-}
-"""Operators without a row that torch's own autocast runs in fp32, by device type, and ours too.
-
-The CPU has no kernel for them in 16 bits, or one that adds up in 16 bits.
-"""
-
 DEVICE_LIMITS: Mapping[str, Mapping[str, Category]] = {"mps": {"conv_transpose3d.input": "fp32"}}
 """Rows that a device has no 16-bit kernel for, by device type, and what runs there instead.
 
