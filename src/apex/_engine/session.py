@@ -6,6 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -118,6 +119,7 @@ class Session:
         plan: ModelPlan,
         *,
         mixin: type[AmpOptimizer] = AmpOptimizer,
+        undo: Undo | None = None,
     ) -> None:
         """Converts the models and binds the optimizers, all or nothing.
 
@@ -126,31 +128,33 @@ class Session:
             optimizers: Optimizers that are not bound yet.
             plan: The conversion.
             mixin: The overrides for the optimizers.
+            undo: Receives the inverse.
         """
         old_dtypes = restoring.dtypes_of(optimizers)
-        with all_or_nothing() as undo:
+        with all_or_nothing(undo) as steps:
             for model in models:
-                conversion.hand_over(model, undo)
+                conversion.hand_over(model, steps)
             lost = [(model, conversion.find_lost(model, plan)) for model in models]
             for model in models:
-                self._convert(model, plan, undo, trains=bool(optimizers))
+                self._convert(model, plan, steps, trains=bool(optimizers))
             for optimizer in optimizers:
-                self.bind(optimizer, mixin=mixin, undo=undo)
-            undo.push(self.close)
+                self.bind(optimizer, mixin=mixin, undo=steps)
+            steps.push(self.close)
             self.start()
             restoring.match_states(optimizers, old_dtypes)
-        for model, found in lost:
-            conversion.name_lost(model, plan, found)
-        self._models.update(map(conversion.module_behind, models))
-        self._prepared = frozenset(id(p) for model in models for p in named_tensors(model).values())
-        groups = (group for model in models for group in fsdp.param_groups(model))
-        self._shards += map(weakref.ref, groups)
+            self._models.update(map(conversion.module_behind, models))
+            tensors = (named_tensors(model).values() for model in models)
+            self._prepared = frozenset(map(id, chain.from_iterable(tensors)))
+            groups = (group for model in models for group in fsdp.param_groups(model))
+            self._shards += map(weakref.ref, groups)
+            for model, found in lost:
+                conversion.name_lost(model, plan, found)
 
     def _convert(self, model: nn.Module, plan: ModelPlan, undo: Undo, *, trains: bool) -> None:
         module = conversion.module_behind(model)
         before = conversion.floating_tensors(named_modules(module).items())
-        conversion.convert(model, plan, self.region, masters=self, owner=self, undo=undo)
         undo.push(conversion.undo_convert, model)
+        conversion.convert(model, plan, self.region, masters=self, owner=self, undo=undo)
         undo.push(self.masters.release, module)
         self._make_masters(module, before, trains=trains)
 
@@ -213,22 +217,19 @@ class Session:
         undo: Undo | None = None,
     ) -> None:
         """Binds one more optimizer; pushes the inverse to ``undo``."""
-        binding = Binding(
-            optimizer,
-            master_weights=bool(self.policy.master_weights),
-            sums_low=self.policy.sums_low,
-            owner=self,
-        )
-        try:
+        with all_or_nothing(undo) as steps:
+            binding = Binding(
+                optimizer,
+                master_weights=bool(self.policy.master_weights),
+                sums_low=self.policy.sums_low,
+                owner=self,
+                undo=steps,
+            )
+            steps.push(self.forget, binding)
+            steps.push(optimizer_class.unbind_class, optimizer)
+            steps.push(binding.close)
             optimizer_class.bind_class(optimizer, binding, mixin)
-        except BaseException:
-            binding.close()
-            raise
-        self.register(binding)
-        if undo is not None:
-            undo.push(self.forget, binding)
-            undo.push(optimizer_class.unbind_class, optimizer)
-            undo.push(binding.close)
+            self.register(binding)
 
     def register(self, binding: Binding) -> None:
         self._bindings.add(binding)

@@ -28,9 +28,15 @@ class Undo:
 
 
 @contextmanager
-def all_or_nothing() -> Iterator[Undo]:
-    """Yields an undo stack, and runs it if the block raises."""
+def all_or_nothing(within: Undo | None = None) -> Iterator[Undo]:
+    """Yields an undo stack, and runs it if the block raises.
+
+    Args:
+        within: The stack of a larger operation, which reverts what the block has done, too.
+    """
     done = Undo()
+    if within is not None:
+        within.push(done.undo)
     try:
         yield done
     except BaseException:

@@ -52,7 +52,7 @@ class AmpState:
         self._init_handle: AmpHandle | NoOpHandle | None = None
         self._assigned_handle: list[Any] = []
         self._sessionless_scalers: list[Scaler] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a Ctrl-C as a block ends may leave it held
 
     # -- sessions ----------------------------------------------------------------------------
 

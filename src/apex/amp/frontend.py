@@ -21,6 +21,7 @@ from apex._engine.autocast.region import CastSpec
 from apex._engine.model import ModelPlan, is_converted, module_behind
 from apex._engine.scaler import Scaler
 from apex._engine.session import Session
+from apex._engine.undo import all_or_nothing
 from apex.amp import _initialize, inputs, lists, report, scaler_states
 from apex.amp._amp_state import OptProperties, _amp_state
 from apex.amp.devices import device_types, warn_if_emulated
@@ -214,11 +215,14 @@ def initialize(
     report.start_up(defaults, properties)
     report.low_precision_models(model_list, policy, trains=bool(optimizer_list))
     own = [unwrap(optimizer) for optimizer in optimizer_list]
-    made.prepare(model_list, own, plan, mixin=AmpStashOptimizer)
-    _amp_state.add(made)
-    _amp_state.unmark_disabled([*map(module_behind, model_list), *own])
-    _amp_state.opt_properties = made.options = OptProperties(asdict(properties))
-    _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
+    with all_or_nothing() as undo:
+        made.prepare(model_list, own, plan, mixin=AmpStashOptimizer, undo=undo)
+        undo.push(_amp_state.discard, made)
+        undo.push(setattr, _amp_state, "pending_states", _amp_state.pending_states)
+        _amp_state.add(made)
+        _amp_state.unmark_disabled([*map(module_behind, model_list), *own])
+        _amp_state.opt_properties = made.options = OptProperties(asdict(properties))
+        _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
     return models if optimizers is None else (models, optimizers)
 
 

@@ -82,6 +82,7 @@ class Binding:
         sums_low: bool = False,
         owner: Owner | None = None,
         source: Masters | None = None,
+        undo: Undo | None = None,
     ) -> None:
         """Puts masters into the optimizer's groups and moves its state to them.
 
@@ -91,6 +92,7 @@ class Binding:
             sums_low: Whether gradients of several passes add up in the model's 16 bits.
             owner: The session.
             source: The registry of masters; ``None`` for the owner's, or a new one without owner.
+            undo: Receives the inverse.
         """
         self.attach(optimizer)
         self.pairs: list[TrackedPair] = []
@@ -104,8 +106,8 @@ class Binding:
         self._source = source or (Masters() if owner is None else owner.masters)
         self._frozen: list[nn.Parameter] = []
         self._owned: set[int] = set()  # ids of the pairs' model parameters
-        with all_or_nothing() as undo:
-            self.adopt(optimizer.param_groups, undo)
+        with all_or_nothing(undo) as steps:
+            self.adopt(optimizer.param_groups, steps)
 
     # -- parameters --------------------------------------------------------------------------
 

@@ -162,10 +162,12 @@ def bind_class(optimizer: Optimizer, binding: Binding, mixin: type[AmpOptimizer]
 
 
 def unbind_class(optimizer: Optimizer) -> None:
-    """Removes both, and restores the instance's own ``step``."""
-    binding = optimizer.__dict__.pop(ATTRIBUTE)
-    optimizer.__class__ = own_class(type(optimizer))
-    if binding.inner_step is not None:
+    """Removes both, as far as they are there, and restores the instance's own ``step``."""
+    binding = optimizer.__dict__.pop(ATTRIBUTE, None)
+    own = own_class(type(optimizer))
+    if type(optimizer) is not own:
+        optimizer.__class__ = own
+    if binding is not None and binding.inner_step is not None:
         optimizer.__dict__["step"] = binding.inner_step
 
 
