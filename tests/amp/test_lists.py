@@ -16,16 +16,21 @@ NAMESPACES = {
     "torch_overrides": torch,
     "tensor_overrides": torch.Tensor,
 }
-LISTS = ("FP16_FUNCS", "FP32_FUNCS", "CASTS", "SEQUENCE_CASTS", "BANNED_FUNCS")
+LISTS = ("FP16_FUNCS", "FP32_FUNCS", "CASTS", "SEQUENCE_CASTS")
+BANNED = "BANNED_FUNCS"
 
 
 @pytest.fixture
-def lists():
+def lists(monkeypatch):
     """``amp.lists``, put back afterwards."""
-    kept = {(n, k): list(getattr(getattr(amp.lists, n), k)) for n in NAMESPACES for k in LISTS}
-    yield amp.lists
-    for (namespace, kind), value in kept.items():
-        setattr(getattr(amp.lists, namespace), kind, value)
+    for module in (getattr(amp.lists, namespace) for namespace in NAMESPACES):
+        for kind in (*LISTS, BANNED):
+            if kind in vars(module):
+                monkeypatch.setattr(module, kind, list(getattr(module, kind)))
+            else:
+                monkeypatch.setattr(module, kind, None, raising=False)
+                monkeypatch.delattr(module, kind)
+    return amp.lists
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
@@ -43,6 +48,19 @@ def test_the_lists_hold_apex_s_names(lists):
     assert lists.torch_overrides.SEQUENCE_CASTS == ["cat", "stack"]
     assert "__matmul__" in lists.tensor_overrides.FP16_FUNCS
     assert [name for name, _ in lists.functional_overrides.BANNED_FUNCS] == ["binary_cross_entropy"]
+
+
+def test_only_functional_overrides_bans_functions_as_in_apex(lists):
+    modules = (lists.functional_overrides, lists.torch_overrides, lists.tensor_overrides)
+    assert [hasattr(module, BANNED) for module in modules] == [True, False, False]
+
+
+def test_a_script_may_ban_a_function_of_another_namespace(lists):
+    lists.torch_overrides.BANNED_FUNCS = [("exp", "")]
+    keep = prepared("O1")
+    with pytest.raises(NotImplementedError, match="exp"):
+        torch.exp(torch.ones(1, dtype=torch.float16))
+    del keep
 
 
 def dtype_of(function, *shape):
@@ -82,7 +100,7 @@ def test_a_name_that_no_operator_is_known_for_is_refused_with_the_remedy(lists):
 @pytest.mark.parametrize("entry", [torch.exp, None, 3, ()])
 @pytest.mark.parametrize("name", ["FP32_FUNCS", "BANNED_FUNCS"])
 def test_what_is_no_name_is_refused(lists, name, entry):
-    getattr(lists.torch_overrides, name).append(entry)
+    setattr(lists.torch_overrides, name, [entry])
     with pytest.raises(TypeError, match=r"amp\.lists holds .*; it takes names of functions"):
         prepared("O4")
 

@@ -1,8 +1,9 @@
 """apex's op lists, which scripts may modify before ``amp.initialize``.
 
 One module per namespace: ``functional_overrides``, ``torch_overrides`` and ``tensor_overrides``,
-each with the mutable lists ``FP16_FUNCS``, ``FP32_FUNCS``, ``CASTS`` (promotion),
-``SEQUENCE_CASTS`` and ``BANNED_FUNCS``. ``amp.initialize`` builds its session's op table from them.
+each with the mutable lists ``FP16_FUNCS``, ``FP32_FUNCS``, ``CASTS`` (promotion) and
+``SEQUENCE_CASTS``; the first also has ``BANNED_FUNCS``, which scripts may add to the others.
+``amp.initialize`` builds its session's op table from them.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def _changes(*, removed: bool) -> Iterator[tuple[str, str, str]]:
     for namespace, module in _MODULES.items():
         for list_name in _LISTS:
             before = set(ORIGINAL[namespace][list_name])
-            now = {_name(entry) for entry in getattr(module, list_name)}
+            now = {_name(entry) for entry in getattr(module, list_name, ())}
             for name in sorted(before - now if removed else now - before):
                 yield namespace, list_name, name
 

@@ -13,4 +13,3 @@ FP16_FUNCS: list[str] = list(_SPACE["FP16_FUNCS"])
 FP32_FUNCS: list[str] = list(_SPACE["FP32_FUNCS"])
 CASTS: list[str] = list(_SPACE["CASTS"])
 SEQUENCE_CASTS: list[str] = list(_SPACE["SEQUENCE_CASTS"])
-BANNED_FUNCS: list[tuple[str, str]] = []
