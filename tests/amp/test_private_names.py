@@ -1,6 +1,7 @@
 """The names behind the public ones that scripts use; one test for each of docs/compatibility.md."""
 
 import copy
+import functools
 import importlib
 import pickle
 
@@ -292,3 +293,68 @@ def test_a_replaced_applier_casts_inputs_and_outputs(monkeypatch):
     model = amp.initialize(BatchNet(2, 2), opt_level="O5", verbosity=0)
     out = model(Batch(torch.ones(3, 2)))
     assert out.x.dtype is torch.float32
+
+
+class Samples(dict):
+    """A batch type whose ``to`` moves it to a device and knows no dtypes."""
+
+    def to(self, device):
+        raise TypeError(f"{device} is no device")
+
+
+class SamplesNet(nn.Linear):
+    def forward(self, samples):
+        return super().forward(samples["x"])
+
+
+def samples_to_type(dtype, t):
+    if isinstance(t, dict):
+        return {key: value.to(dtype) for key, value in t.items()}
+    return kept_to_type(dtype, t)
+
+
+kept_to_type = _initialize.to_type
+
+
+def test_a_replaced_to_type_casts_batches_with_a_to_of_their_own(monkeypatch):
+    monkeypatch.setattr(_initialize, "to_type", samples_to_type)
+    model = amp.initialize(SamplesNet(2, 2), opt_level="O5", verbosity=0)
+    model = pickle.loads(pickle.dumps(model))
+    assert model(Samples(x=torch.ones(3, 2))).dtype is torch.float32
+
+
+class Moved:
+    """A batch type with a ``to`` of its own, which works in place."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def to(self, dtype):
+        self.x = self.x.to(dtype)
+
+
+def every_object_with_to(value, fn):
+    if isinstance(value, (tuple, dict)):
+        return kept_applier(value, fn)
+    return fn(value)
+
+
+@pytest.mark.parametrize("replacement", [None, every_object_with_to])
+def test_an_applier_passes_objects_with_a_to_of_their_own_to_the_function(monkeypatch, replacement):
+    if replacement is not None:
+        monkeypatch.setattr(_initialize, "applier", replacement)
+    batch = Moved(torch.ones(3, 2))
+    cast = functools.partial(_initialize.to_type, torch.float16)
+    assert _initialize.applier((batch,), cast)[0] is batch
+    assert batch.x.dtype is torch.float16
+
+
+def test_a_replaced_applier_may_pass_a_packed_sequence_to_its_function(monkeypatch):
+    class Packed(nn.LSTM):
+        def forward(self, packed):
+            return super().forward(packed)[1][0]
+
+    monkeypatch.setattr(_initialize, "applier", every_object_with_to)
+    model = amp.initialize(Packed(2, 2), opt_level="O5", verbosity=0)
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 2)])
+    assert model(packed).dtype is torch.float32

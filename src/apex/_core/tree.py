@@ -86,7 +86,7 @@ def cast_tensors(obj: T, dtype: torch.dtype) -> T:
         return dtypes.cast(obj, dtype)  # type: ignore[return-value, arg-type]
     if kind in _LEAVES:
         return obj
-    return map_tensors(lambda t: dtypes.cast(t, dtype), obj, lambda o: _converted(o, dtype))
+    return map_tensors(lambda t: dtypes.cast(t, dtype), obj, lambda o: converted(o, dtype))
 
 
 def cast_arguments(
@@ -96,11 +96,12 @@ def cast_arguments(
     if len(args) == 1 and not kwargs:
         return (cast_tensors(args[0], dtype),), kwargs
     return map_arguments(
-        lambda t: dtypes.cast(t, dtype), args, kwargs, lambda o: _converted(o, dtype)
+        lambda t: dtypes.cast(t, dtype), args, kwargs, lambda o: converted(o, dtype)
     )
 
 
-def _converted(obj: Any, dtype: torch.dtype) -> Any:
+def converted(obj: Any, dtype: torch.dtype) -> Any:
+    """Returns ``obj.to(dtype)``."""
     result = obj.to(dtype)
     # A ``to`` without a return value works in place.
     return obj if result is None else result

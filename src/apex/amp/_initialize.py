@@ -1,7 +1,8 @@
-"""apex's ``applier``, which scripts call, or replace to cast custom batch types."""
+"""apex's ``applier`` and ``to_type``, which scripts call, or replace to cast custom batch types."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,40 +26,56 @@ __getattr__ = _unavailable.names_instead(
     },
 )
 
-Applier = Callable[[Any, Callable[[Tensor], Tensor]], Any]
+Applier = Callable[[Any, Callable[[Any], Any]], Any]
+ToType = Callable[[torch.dtype, Any], Any]
 
 
-def applier(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    """Returns ``value`` with ``fn`` applied to every tensor; keeps container types."""
-    return tree.map_tensors(fn, value)
+def applier(value: Any, fn: Callable[[Any], Any]) -> Any:
+    """Returns ``value`` with ``fn`` applied to every tensor and every object with a ``to`` method.
+
+    Keeps container types.
+    """
+    return tree.map_tensors(fn, value, fn)
 
 
 def to_type(dtype: torch.dtype, t: Any) -> Any:
     """Casts floating-point tensors, and other objects through their ``to``; keeps other tensors."""
-    return dtypes.cast(t, dtype) if isinstance(t, Tensor) else t.to(dtype)
+    return dtypes.cast(t, dtype) if isinstance(t, Tensor) else tree.converted(t, dtype)
 
 
 _default_applier = applier
+_default_to_type = to_type
 
 
 class AppliedCast:
-    """Casts inputs and outputs through an ``applier`` that a script assigned to this module."""
+    """Casts inputs and outputs through what a script assigned to this module.
 
-    def __init__(self, custom_applier: Applier) -> None:
-        self._applier = custom_applier
+    Keeps only the script's own functions, so that saved files name none of this module.
+    """
+
+    def __init__(
+        self, custom_applier: Applier | None, custom_to_type: ToType | None = None
+    ) -> None:
+        self._custom = custom_applier, custom_to_type
 
     def __call__(self, value: Any, dtype: torch.dtype) -> Any:
         """Returns ``value`` with its floating-point tensors in ``dtype``."""
-        return self._applier(value, lambda tensor: dtypes.cast(tensor, dtype))
+        custom_applier, custom_to_type = self._custom
+        cast = functools.partial(custom_to_type or _default_to_type, dtype)
+        return (custom_applier or _default_applier)(value, cast)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles by kind; see :mod:`apex._pickle`."""
-        return rebuild, ("cast", self._applier)
+        return rebuild, ("cast", *self._custom)
 
 
 def custom_cast() -> AppliedCast | None:
-    """Returns a cast through a script's ``applier``; ``None`` for the default one.
+    """Returns a cast through a script's ``applier`` or ``to_type``; ``None`` for the default ones.
 
-    ``amp.initialize`` calls this once, so replace ``apex.amp._initialize.applier`` before that.
+    ``amp.initialize`` calls this once, so replace them in ``apex.amp._initialize`` before that.
     """
-    return None if applier is _default_applier else AppliedCast(applier)
+    custom_applier = None if applier is _default_applier else applier
+    custom_to_type = None if to_type is _default_to_type else to_type
+    if custom_applier is custom_to_type is None:
+        return None
+    return AppliedCast(custom_applier, custom_to_type)

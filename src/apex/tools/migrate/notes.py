@@ -32,7 +32,7 @@ NOTES: Mapping[str, str] = {
         "Only make_cast_wrapper and make_promote_wrapper exist, because no torch function is "
         "replaced. Use amp.register_half_function and the like for your own functions."
     ),
-    "apex.amp._initialize": "A replaced applier takes effect at the next amp.initialize.",
+    "apex.amp._initialize": "A replaced applier or to_type takes effect at the next initialize.",
     # -- optimizers
     "apex.optimizers.FusedNovoGrad": (
         "Running norms are per-parameter state: apex's optimizer checkpoints do not load."
