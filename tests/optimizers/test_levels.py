@@ -1,10 +1,13 @@
 """The optimizers under amp, at every level."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 from apex import amp
+from apex.optimizers import FusedAdam
 from tests.optimizers import cases
 
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
@@ -73,3 +76,39 @@ def test_o2_masters_are_what_is_stepped(name):
     assert {master.dtype for master in masters} == {torch.float32}
     for model, master in zip(training.model.parameters(), masters, strict=True):
         assert torch.equal(model, master.to(model.dtype))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", cases.MAKERS)
+def test_a_prepared_optimizer_continues_from_a_loaded_state(name, level):
+    training = Training(name, level, loss_scale=1.0)
+    training.step()
+    other = Training(name, level, loss_scale=1.0)
+    other.model.load_state_dict(copy.deepcopy(training.model.state_dict()))
+    other.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
+    assert [other.step() for _ in range(2)] == [training.step() for _ in range(2)]
+
+
+class Past(FusedAdam):
+    """A subclass that would find itself by ``super`` in a subclass of it."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+    def zero_grad(self, set_to_none=True):
+        super(self.__class__, self).zero_grad(set_to_none)
+
+
+@pytest.mark.parametrize("kind", [FusedAdam, Past])
+def test_what_type_of_a_prepared_optimizer_makes_steps_and_leaves_the_prepared_one_alone(kind):
+    model = nn.Linear(2, 2)
+    optimizer = kind(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
+    weight = nn.Parameter(torch.ones(2))
+    made = type(optimizer)([weight], lr=0.1)
+    optimizer.load_state_dict(optimizer.state_dict())
+    for stepped, params in ((made, [weight]), (optimizer, list(model.parameters()))):
+        before = [param.detach().clone() for param in params]
+        cases.give(params, [torch.ones_like(param) for param in params])
+        stepped.step()
+        assert not any(torch.equal(a, b) for a, b in zip(params, before, strict=True))

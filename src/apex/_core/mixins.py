@@ -112,7 +112,7 @@ class _MixinFirst(type):
 
 def _goes_past_its_class(own: type) -> bool:
     """Returns whether a method may call ``super`` with the class of its object."""
-    kinds = [kind for kind in own.__mro__ if not kind.__module__.startswith("torch.")]
+    kinds = [kind for kind in own.__mro__ if not kind.__module__.startswith(("torch.", "apex."))]
     methods = [each for kind in kinds for each in vars(kind).values() if inspect.isfunction(each)]
     codes = [getattr(inspect.unwrap(method), "__code__", None) for method in methods]
     used = [set(code.co_names) for code in codes if code is not None]

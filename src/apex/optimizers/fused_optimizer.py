@@ -18,6 +18,7 @@ from apex._core.foreach.adam import AdamRule
 from apex._core.foreach.gate import Gate, Scalar, as_scalar
 from apex._core.foreach.norms import l2_norms, stacked, total
 from apex._core.foreach.working import math_dtype, store, working
+from apex._core.mixins import mixin_of
 from apex._core.param_groups import params_of
 from apex._torch.copies import moved
 from apex._torch.grad_scaler import StepOfInstances, signals
@@ -101,7 +102,7 @@ class FusedOptimizer(Optimizer):
                 "or parameter groups. Pass model.parameters()."
             )
         super().__init__(params, defaults)
-        StepOfInstances.install(type(self))
+        self._hide_grad_scaler()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group.
@@ -286,7 +287,12 @@ class FusedOptimizer(Optimizer):
                 group.update({"step": max(counts)} if counts else {})
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
-        StepOfInstances.install(type(self))
+        self._hide_grad_scaler()
+
+    def _hide_grad_scaler(self) -> None:
+        # amp's generated class has amp's step, and may stand behind the own class.
+        if mixin_of(type(self)) is None:
+            StepOfInstances.install(type(self))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict; fp32 state of 16-bit parameters stays fp32.
