@@ -1,0 +1,44 @@
+"""apex's private helpers for autocast, which fused layers of other projects import.
+
+A package, as the file ``_autocast_utils.py`` reveals NVIDIA's apex in this folder (`_conflict`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apex._core import dtypes, tree
+
+__all__ = ["_cast_if_autocast_enabled"]
+
+
+def _cast_if_autocast_enabled(*args: Any) -> tuple[Any, ...]:
+    """Returns ``args`` with the tensors of each device that autocasts in its autocast dtype.
+
+    Casts in any nesting; keeps fp64 tensors, as autocast does.
+    """
+    return tree.map_tensors(_cast, args)
+
+
+def _get_current_dtype(dtype: torch.dtype | None = None) -> torch.dtype:
+    """Returns autocast's dtype on CUDA, or fp32 where autocast is off; ignores ``dtype``."""
+    del dtype  # as in apex
+    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else torch.float32
+
+
+def _get_autocast_dtypes() -> list[torch.dtype]:
+    """Returns the 16-bit dtypes that autocast supports on CUDA; both where there is no GPU."""
+    if torch.cuda.is_available() and not torch.cuda.is_bf16_supported():
+        return [torch.float16]
+    return [torch.float16, torch.bfloat16]
+
+
+def _cast(tensor: Tensor) -> Tensor:
+    device = tensor.device.type
+    # Querying autocast raises for meta tensors.
+    if tensor.dtype is torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
+        return tensor
+    return dtypes.cast(tensor, torch.get_autocast_dtype(device))
