@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 from apex._core.op_table import COVERED_INSIDE, OpTable
@@ -14,7 +15,7 @@ TORCH = "2.13"
 """The torch release whose autocast the figure shows."""
 
 _DEVICES = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "mps": "MPS"}
-_COLUMNS, _STEP, _DOT, _FAINT = 12, 11, 8, 0.45
+_COLUMNS, _TOP, _STEP, _DOT, _FAINT = 12, 54, 11, 8, 0.45
 
 
 def deciders(device: str) -> dict[str, str]:
@@ -29,18 +30,20 @@ def deciders(device: str) -> dict[str, str]:
 
 def draw() -> str:
     """Returns the figure."""
+    lines = math.ceil(len(OpTable.default().rows) / _COLUMNS)
+    legend = _TOP + lines * _STEP + 6
     drawing = Drawing(
-        "devices", 600, 324,
+        "devices", 600, legend + 22,
         says=f"Rows of the op table by device: how many torch {TORCH}'s autocast covers, and how "
         "many apex adds. "
         + "; ".join(f"{name}: {_sentence(device)}" for device, name in _DEVICES.items()),
     )  # fmt: skip
     for index, (device, name) in enumerate(_DEVICES.items()):
         _panel(drawing, 8 + index * 150, name, deciders(device))
-    drawing.squares([(8, 302)], _DOT, "plain", _FAINT)
-    drawing.text(22, 311, f"torch {TORCH}'s own autocast", "small")
-    drawing.squares([(228, 302)], _DOT, "fp16")
-    drawing.text(242, 311, "added by apex during a session", "small")
+    drawing.squares([(8, legend)], _DOT, "plain", _FAINT)
+    drawing.text(22, legend + 9, f"torch {TORCH}'s own autocast", "small")
+    drawing.squares([(228, legend)], _DOT, "fp16")
+    drawing.text(242, legend + 9, "added by apex during a session", "small")
     return drawing.render()
 
 
@@ -49,7 +52,7 @@ def _panel(drawing: Drawing, x: float, name: str, found: dict[str, str]) -> None
     drawing.text(x, 20, name, "head")
     drawing.text(x, 40, f"{added} of {len(found)} added", "small muted")
     places = [
-        (x + index % _COLUMNS * _STEP, 54 + index // _COLUMNS * _STEP)
+        (x + index % _COLUMNS * _STEP, _TOP + index // _COLUMNS * _STEP)
         for index in range(len(found))
     ]
     native = len(found) - added

@@ -69,7 +69,8 @@ _OF_A_SQUARE = (
     "svdvals",
 )
 _OF_A_DEFINITE = (
-    *("cholesky", "cholesky_ex", "eigh", "eigvalsh", "ldl_factor", "ldl_factor_ex", "matrix_sqrth"),
+    *("cholesky", "cholesky_ex", "eigh", "eigvalsh", "ldl_factor", "ldl_factor_ex"),
+    "matrix_sqrth",
 )
 
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {

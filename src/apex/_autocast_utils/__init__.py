@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from apex._core import dtypes, tree
+from apex._torch.dispatcher import is_under_autocast
 
 __all__ = ["_cast_if_autocast_enabled"]
 
@@ -37,8 +38,6 @@ def _get_autocast_dtypes() -> list[torch.dtype]:
 
 
 def _cast(tensor: Tensor) -> Tensor:
-    device = tensor.device.type
-    # Querying autocast raises for meta tensors.
-    if tensor.dtype is torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
+    if tensor.dtype is torch.float64 or not is_under_autocast(tensor):
         return tensor
-    return dtypes.cast(tensor, torch.get_autocast_dtype(device))
+    return dtypes.cast(tensor, torch.get_autocast_dtype(tensor.device.type))

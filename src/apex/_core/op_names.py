@@ -118,20 +118,16 @@ _PROMOTING_OPERATORS: Names = dict.fromkeys(
     (),
 )
 
-PROMOTE: Names = {
-    **_same("addcdiv addcmul atan2 cross bilinear dot vdot equal"),
-    **_same("index_copy index_put scatter_add"),
-}
+PROMOTE: Names = _same(
+    "addcdiv addcmul atan2 cross bilinear dot vdot equal index_copy index_put scatter_add"
+)
 
-_SOLVERS: Names = {
+_METHODS_WITHOUT_BF16: Names = {
     **_same("cholesky cholesky_inverse cholesky_solve geqrf inverse orgqr ormqr qr svd"),
     **_same("triangular_solve"),
     "det": ("linalg_det",),
     "lu_solve": ("linalg_lu_solve",),
     **dict.fromkeys(("logdet", "slogdet"), ("linalg_slogdet",)),
-}
-
-_STATISTICS: Names = {
     "quantile": ("quantile", "quantile.scalar"),
     "nanquantile": ("nanquantile", "nanquantile.scalar"),
     "stft": ("stft", "stft.center"),
@@ -152,7 +148,7 @@ _FOURIER = (
 )
 
 WITHOUT_BF16: tuple[str, ...] = (
-    *(op for names in (_SOLVERS, _STATISTICS, _COMPLEX) for ops in names.values() for op in ops),
+    *(op for names in (_METHODS_WITHOUT_BF16, _COMPLEX) for ops in names.values() for op in ops),
     *(f"linalg_{op}" for op in _LINALG.split()),
     *(f"fft_{op}" for op in _FOURIER.split()),
 )
@@ -169,8 +165,7 @@ _TORCH: Names = {
     **REDUCTIONS,
     **MATRICES,
     **TORCH_FP32,
-    **_SOLVERS,
-    **_STATISTICS,
+    **_METHODS_WITHOUT_BF16,
     **_COMPLEX,
     **_SOFTMAX,
     **PROMOTE,
@@ -190,8 +185,7 @@ _METHODS: Names = {
     "cpu": ("to.dtype_layout",),
     **{name: ops for name, ops in REDUCTIONS.items() if not name.endswith("_mean")},
     **MATRICES,
-    **_SOLVERS,
-    **_STATISTICS,
+    **_METHODS_WITHOUT_BF16,
     **_SOFTMAX,
     **{name: ops for name, ops in PROMOTE.items() if name != "bilinear"},
     **_NATIVE_PROMOTION,

@@ -1,7 +1,6 @@
 """Which operators run in low precision, fp32 or their widest input dtype, on every device.
 
-Maps the names in apex's lists (``amp.lists``) to the aten operators that ``torch.autocast`` sees.
-Newer operators of the same families are added.
+Each row is an aten operator that ``torch.autocast`` sees; :mod:`.op_names` has their functions.
 """
 
 from __future__ import annotations

@@ -227,7 +227,6 @@ class Session:
             )
             steps.push(self.forget, binding)
             steps.push(optimizer_class.unbind_class, optimizer)
-            steps.push(binding.close)
             optimizer_class.bind_class(optimizer, binding, mixin)
             self.register(binding)
 

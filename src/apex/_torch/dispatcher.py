@@ -41,6 +41,12 @@ Before torch 2.11 a weight whose first use is under ``no_grad`` gets no gradient
 """
 
 
+def is_under_autocast(tensor: torch.Tensor) -> bool:
+    """Returns whether autocast is on for the tensor's device type."""
+    device = tensor.device.type
+    return device != "meta" and torch.is_autocast_enabled(device)  # raises for meta tensors
+
+
 def autocast_key(device: str) -> Any:
     """Returns the dispatch key of a device type's autocast."""
     return getattr(torch._C.DispatchKey, AUTOCAST_KEYS[device])

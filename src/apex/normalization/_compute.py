@@ -18,12 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from apex._core.dtypes import CASTABLE, LOW_PRECISION
+from apex._torch.dispatcher import is_under_autocast
 
 Shape = int | Sequence[int]
 """Sizes of the last dimensions; an integer means one dimension."""
 
 _is_compiling = torch.compiler.is_compiling
-_is_on, _set_on = torch.is_autocast_enabled, torch.set_autocast_enabled
+_set_on = torch.set_autocast_enabled
 
 
 def layer_norm(
@@ -53,7 +54,7 @@ def layer_norm(
     Raises:
         TypeError: If dtypes differ and one is not fp16, bf16, fp32 or fp64.
     """
-    if _under_autocast(input):
+    if is_under_autocast(input):
         return _without_autocast(_layer_norm, input, out, autocasts, shape, weight, bias, eps)
     return _layer_norm(input, out, shape, weight, bias, eps)
 
@@ -68,14 +69,9 @@ def rms_norm(
     autocasts: bool = False,
 ) -> Tensor:
     """Returns ``x / sqrt(mean(x^2) + eps) * weight``; arguments and precision as `layer_norm`."""
-    if _under_autocast(input):
+    if is_under_autocast(input):
         return _without_autocast(_rms_norm, input, out, autocasts, shape, weight, eps)
     return _rms_norm(input, out, shape, weight, eps)
-
-
-def _under_autocast(input: Tensor) -> bool:
-    device = input.device.type
-    return device != "meta" and _is_on(device)  # querying autocast raises for meta tensors
 
 
 def _without_autocast(
