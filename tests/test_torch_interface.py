@@ -21,7 +21,7 @@ THEIRS = {
 
 
 def files():
-    tops = "apex", "amp_C", "apex_C", "fused_adam_cuda"
+    tops = "apex", "amp_C", "apex_C", "fused_adam_cuda", "fused_layer_norm_cuda"
     return [f for top in tops for f in sorted((SOURCES / top).rglob("*.py"))]
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from apex.normalization._compute import Shape, layer_norm, rms_norm
+from apex.normalization._gradients import norm_gradients
 
 
 class _NormFunction(torch.autograd.Function):
@@ -156,25 +157,19 @@ def _save(ctx: Any, shape: Shape, eps: float, *tensors: Tensor, centered: bool) 
 
 
 def _gradients(ctx: Any, grad_output: Tensor) -> list[Tensor]:
-    """Returns the gradients of the saved tensors: the input, and where there are, weight and bias.
-
-    With ``y`` the input over its deviation, and ``g`` the gradient that reaches ``y``, that of the
-    input is ``(g - y * mean(g * y)) / deviation``, less its mean where the input is centered.
-    """
+    """Returns the gradients of the saved tensors: the input, and where given, weight and bias."""
     saved = ctx.saved_tensors
     shape = ctx.normalized_shape
     dims = tuple(range(-1 if isinstance(shape, int) else -len(shape), 0))
     wide = functools.reduce(
         torch.promote_types, (t.dtype for t in (grad_output, *saved)), torch.float32
     )
-    x, grad = saved[0].to(wide), grad_output.to(wide)
+    x = saved[0].to(wide)
     if ctx.centered:
         x = x - x.mean(dims, keepdim=True)
     factor = torch.rsqrt(x.square().mean(dims, keepdim=True) + ctx.eps)
-    y = x * factor
-    inner = grad * saved[1].to(wide) if len(saved) > 1 else grad
-    of_x = inner - y * (inner * y).mean(dims, keepdim=True)
-    if ctx.centered:
-        of_x = of_x - inner.mean(dims, keepdim=True)
-    found = [of_x * factor, grad * y, grad]
+    weight = saved[1].to(wide) if len(saved) > 1 else None
+    found = norm_gradients(
+        grad_output.to(wide), x * factor, factor, weight, dims, centered=ctx.centered
+    )
     return [f.sum_to_size(t.shape).to(t.dtype) for f, t in zip(found, saved, strict=False)]

@@ -58,7 +58,7 @@ __getattr__ = _unavailable.names_instead(
         for part in ("fwd", "fwd_fake", "bwd", "bwd_fake")
     }
     | {
-        "fused_layer_norm_cuda": "torch.nn.functional.layer_norm, which has a kernel per device",
+        "fused_layer_norm_cuda": "the module of that name: import fused_layer_norm_cuda",
         "supports_custom_op": "torch.library.custom_op, which every supported torch has",
     },
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import apex
 
-MODULES = ("amp_C", "apex_C", "fused_adam_cuda")
+MODULES = ("amp_C", "apex_C", "fused_adam_cuda", "fused_layer_norm_cuda")
 """Our top-level modules that in NVIDIA's apex are compiled extensions."""
 
 

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-ROOTS = ("apex", "amp_C", "apex_C", "fused_adam_cuda")
+ROOTS = ("apex", "amp_C", "apex_C", "fused_adam_cuda", "fused_layer_norm_cuda")
 """The top-level modules of this distribution."""
 
 

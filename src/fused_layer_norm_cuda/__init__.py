@@ -1,0 +1,204 @@
+"""apex's ``fused_layer_norm_cuda``: layer norm and RMS norm with their statistics, and backward.
+
+Autograd functions of other projects call it (NVIDIA's Transformer, Fast-LLM, VeOmni). It runs on
+every device, in any mix of floating dtypes: computed in fp32 (fp64 for fp64 tensors), rounded once.
+Statistics are fp32 or wider, of shape ``[rows]``. Nothing here records gradients.
+"""
+
+# ruff: noqa: A002 - `input` is apex's and torch's name for it
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apex.normalization._gradients import norm_gradients
+
+__all__ = [
+    "backward",
+    "backward_affine",
+    "forward",
+    "forward_affine",
+    "forward_affine_mixed_dtypes",
+    "rms_backward",
+    "rms_backward_affine",
+    "rms_forward",
+    "rms_forward_affine",
+    "rms_forward_affine_mixed_dtypes",
+]
+
+
+def forward(input: Tensor, normalized_shape: Sequence[int], eps: float) -> list[Tensor]:
+    """Returns the normalized input, the rows' means, and one over their deviations."""
+    return _layer_norm(input, normalized_shape, None, None, eps, input.dtype)
+
+
+def forward_affine(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor, bias: Tensor, eps: float
+) -> list[Tensor]:
+    """Returns the same with weight and bias; the result has the input's dtype."""
+    return _layer_norm(input, normalized_shape, weight, bias, eps, input.dtype)
+
+
+def forward_affine_mixed_dtypes(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor, bias: Tensor, eps: float
+) -> list[Tensor]:
+    """Returns the same with weight and bias; the result has the weight's dtype."""
+    return _layer_norm(input, normalized_shape, weight, bias, eps, weight.dtype)
+
+
+def backward(
+    grad: Tensor,
+    mean: Tensor | None,
+    invvar: Tensor,
+    input_or_output: Tensor,
+    normalized_shape: Sequence[int],
+    eps: float,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """Returns the input's gradient; see `backward_affine`."""
+    saved = (mean, invvar, input_or_output, normalized_shape, None, None)
+    return _backward(grad, *saved, eps, memory_efficient, centered=True)[0]
+
+
+def backward_affine(
+    grad: Tensor,
+    mean: Tensor | None,
+    invvar: Tensor,
+    input_or_output: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    memory_efficient: bool = False,
+) -> list[Tensor]:
+    """Returns the gradients of input, weight and bias.
+
+    Args:
+        grad: Gradient of the result.
+        mean: Mean of each row, ``[rows]``; not read if ``memory_efficient``.
+        invvar: One over each row's deviation, ``[rows]``.
+        input_or_output: What was normalized, or the result if ``memory_efficient``.
+        normalized_shape: Sizes of the last dimensions.
+        weight: Weight of the norm.
+        bias: Bias of the norm.
+        eps: Least magnitude of a weight that the result is divided by.
+        memory_efficient: Whether the input is computed from the result.
+    """
+    saved = (mean, invvar, input_or_output, normalized_shape, weight, bias)
+    return _backward(grad, *saved, eps, memory_efficient, centered=True)
+
+
+def rms_forward(input: Tensor, normalized_shape: Sequence[int], eps: float) -> list[Tensor]:
+    """Returns the input over each row's root mean square, and one over these."""
+    return _rms_norm(input, normalized_shape, None, eps, input.dtype)
+
+
+def rms_forward_affine(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor, eps: float
+) -> list[Tensor]:
+    """Returns the same with a weight; the result has the input's dtype."""
+    return _rms_norm(input, normalized_shape, weight, eps, input.dtype)
+
+
+def rms_forward_affine_mixed_dtypes(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor, eps: float
+) -> list[Tensor]:
+    """Returns the same with a weight; the result has the weight's dtype."""
+    return _rms_norm(input, normalized_shape, weight, eps, weight.dtype)
+
+
+def rms_backward(
+    grad: Tensor,
+    invvar: Tensor,
+    input_or_output: Tensor,
+    normalized_shape: Sequence[int],
+    eps: float,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """Returns the input's gradient; see `backward_affine`."""
+    saved = (None, invvar, input_or_output, normalized_shape, None, None)
+    return _backward(grad, *saved, eps, memory_efficient, centered=False)[0]
+
+
+def rms_backward_affine(
+    grad: Tensor,
+    invvar: Tensor,
+    input_or_output: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor,
+    eps: float,
+    memory_efficient: bool = False,
+) -> list[Tensor]:
+    """Returns the gradients of input and weight; see `backward_affine`."""
+    saved = (None, invvar, input_or_output, normalized_shape, weight, None)
+    return _backward(grad, *saved, eps, memory_efficient, centered=False)
+
+
+@torch.no_grad()
+def _layer_norm(
+    input: Tensor,
+    shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    out: torch.dtype,
+) -> list[Tensor]:
+    x, wide_weight, wide_bias = _widened(input, weight, bias)
+    result, mean, invvar = torch.native_layer_norm(x, list(shape), wide_weight, wide_bias, eps)
+    return [result.to(out), mean.flatten(), invvar.flatten()]
+
+
+@torch.no_grad()
+def _rms_norm(
+    input: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float, out: torch.dtype
+) -> list[Tensor]:
+    x, wide_weight = _widened(input, weight)
+    invvar = torch.rsqrt(x.square().mean(_dims(shape), keepdim=True) + eps)
+    y = x * invvar
+    return [(y if wide_weight is None else y * wide_weight).to(out), invvar.flatten()]
+
+
+@torch.no_grad()
+def _backward(
+    grad: Tensor,
+    mean: Tensor | None,
+    invvar: Tensor,
+    input_or_output: Tensor,
+    shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    memory_efficient: bool,
+    *,
+    centered: bool,
+) -> list[Tensor]:
+    wide_grad, saved, wide_weight, wide_bias = _widened(grad, input_or_output, weight, bias)
+    rows = (*saved.shape[: saved.dim() - len(shape)], *(1 for _ in shape))
+    factor = invvar.to(saved.dtype).view(rows)
+    if memory_efficient:
+        y = saved if wide_bias is None else saved - wide_bias
+        y = y if wide_weight is None else y / _away_from_zero(wide_weight, eps)
+    else:
+        y = (saved if mean is None else saved - mean.to(saved.dtype).view(rows)) * factor
+    found = norm_gradients(wide_grad, y, factor, wide_weight, _dims(shape), centered=centered)
+    like = [each for each in (input_or_output, weight, bias) if each is not None]
+    return [f.sum_to_size(t.shape).to(t.dtype) for f, t in zip(found, like, strict=False)]
+
+
+def _widened(input: Tensor, *others: Tensor | None) -> list[Any]:
+    given = [input.dtype, *(other.dtype for other in others if other is not None)]
+    wide = functools.reduce(torch.promote_types, given, torch.float32)
+    return [None if each is None else each.to(wide) for each in (input, *others)]
+
+
+def _dims(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(range(-len(shape), 0))
+
+
+def _away_from_zero(weight: Tensor, eps: float) -> Tensor:
+    return torch.where(weight >= 0, weight.clamp(min=eps), weight.clamp(max=-eps))
