@@ -95,12 +95,22 @@ class Mistakes:
     def __init__(self) -> None:
         self._warned: set[Mistake] = set()
         self._scaled: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._averaged = False
         self.blocks_left = _INSPECTED_BLOCKS
 
     @property
     def has_blocks(self) -> bool:
         """Whether the session has scaled a loss in a ``scale_loss`` block."""
         return self.blocks_left < _INSPECTED_BLOCKS
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether gradients may be averaged over ranks, which writes them."""
+        return self._averaged or ranks.is_running()
+
+    def note_average(self) -> None:
+        """Records that an optimizer averages gradients without ``torch.distributed``."""
+        self._averaged = True
 
     def note_scaled(self, param: Tensor) -> None:
         """Records that the gradient of ``param`` stays scaled when its block ends."""
@@ -193,9 +203,9 @@ class BlockInspection:
         if self._written and self._from_loss == []:
             self._found.append(Mistake.UNSCALED_BACKWARD)
         # Averaging gradients over ranks writes them, in wrappers even with a single rank.
-        if written and all(written) and not ranks.is_running():
+        if written and all(written) and not self._mistakes.has_ranks:
             self._found.append(Mistake.CLIPPED_INSIDE)
-        if self._is_for_others() and not ranks.is_running():
+        if self._is_for_others() and not self._mistakes.has_ranks:
             self._found.append(Mistake.OTHER_OPTIMIZER)
         if self._loss is not None and not (self._from_loss or self._written or delayed):
             late: Any = functools.partial(_warn_of_late_backward, self._mistakes)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -266,6 +267,23 @@ class Binding:
         return not self.gradients.overflow.checked and any(
             not pair.mirrors_grad and pair.model.grad is not None for pair in self.pairs
         )
+
+    @contextmanager
+    def averaging(self) -> Iterator[None]:
+        """Around a call that averages gradients over ranks. A context manager.
+
+        While a pass is unfinished, the model's parameters have the gradients; those of masters are
+        not unscaled yet. Until then the optimizer keeps them beside its groups.
+        """
+        if self.owner is not None:
+            self.owner.mistakes.note_average()
+        unsettled = self.gradients.unfinished or self.has_plain_gradients()
+        pairs = [*self.pairs] if unsettled else []
+        try:
+            exchange(self.optimizer, {id(pair.master): pair.model for pair in pairs}, [])
+            yield
+        finally:
+            exchange(self.optimizer, {id(pair.model): pair.master for pair in pairs}, [])
 
     def _begin_step_in_backward(self) -> None:
         if self.gradients.is_scaled:

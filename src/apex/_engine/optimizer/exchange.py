@@ -31,13 +31,15 @@ def exchange(
         groups: The only groups to look at, where the others and their state cannot hold any;
             ``None`` for all.
     """
+    if not new:
+        return
     for param in () if groups is None else params_in(groups):
         if id(param) in new and param in optimizer.state:
             optimizer.state[new[id(param)]] = optimizer.state.pop(param)
     for held in _held_by(optimizer, groups):
         if isinstance(held, dict):
-            for key in [key for key in held if id(key) in new]:
-                held[new[id(key)]] = held.pop(key)
+            for key in [key for key in held if _renewed(key, new) is not key]:
+                held[_renewed(key, new)] = held.pop(key)
             _exchange_at(held, held.keys(), held.values(), new)
         elif isinstance(held, list):
             _exchange_at(held, range(len(held)), held, new)
@@ -80,8 +82,14 @@ def _contents(held: Any) -> list[Any]:
 def _exchange_at(
     held: Any, keys: Iterable[Any], items: Collection[Any], new: Mapping[int, nn.Parameter]
 ) -> None:
-    for key, which, item in zip(keys, map(id, items), items, strict=True):
-        if which in new:
-            held[key] = new[which]
-        elif item.__class__ is tuple and not new.keys().isdisjoint(map(id, item)):
-            held[key] = tuple(new.get(id(each), each) for each in item)
+    for key, item in zip(keys, items, strict=True):
+        other = _renewed(item, new)
+        if other is not item:
+            held[key] = other
+
+
+def _renewed(item: Any, new: Mapping[int, nn.Parameter]) -> Any:
+    """Returns what takes the place of a parameter or a tuple of them; other items as they are."""
+    if item.__class__ is tuple and not new.keys().isdisjoint(map(id, item)):
+        return tuple(new.get(id(each), each) for each in item)
+    return new.get(id(item), item)

@@ -179,7 +179,30 @@ def own_class(kind: type[Optimizer]) -> type[Optimizer]:
 def generated_class(mixin: type[AmpOptimizer], own: type[Optimizer]) -> type[Optimizer]:
     """Returns the subclass of ``own`` with ``mixin``'s overrides, always the same one."""
     known = known_with_mixin(mixin, own)
-    return cast("type[Optimizer]", with_mixin(mixin, own, {}) if known is None else known)
+    made = with_mixin(mixin, own, _averaging(own)) if known is None else known
+    return cast("type[Optimizer]", made)
+
+
+def _averaging(own: type[Optimizer]) -> dict[str, Any]:
+    """Returns the override of ``synchronize``, where the optimizer's own class has that method.
+
+    Note [Synchronize]
+        The optimizers of Horovod and BytePS average gradients over ranks by themselves: in
+        ``synchronize``, which ``step`` calls, or scripts inside the ``scale_loss`` block, so that
+        an overflow in any rank reaches all. There the gradients are still the model's, while what
+        the optimizer keeps beside its groups are masters.
+    """
+    method: Callable[..., Any] | None = getattr(own, "synchronize", None)
+    if method is None:
+        return {}
+
+    @functools.wraps(method)
+    def synchronize(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        binding = binding_of(self)
+        with nullcontext() if binding is None else binding.averaging():
+            return method(self, *args, **kwargs)
+
+    return {"synchronize": untraced(synchronize)}
 
 
 def _mixin_of(generated: type[Optimizer]) -> type[AmpOptimizer]:
