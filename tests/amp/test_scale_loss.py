@@ -28,6 +28,18 @@ def grads(optimizer):
     return [p.grad for p in amp.master_params(optimizer)]
 
 
+@every_level
+def test_an_optimizer_that_is_given_twice_counts_once(level):
+    model, optimizer = prepared(level)
+    with amp.scale_loss(loss_of(model), [optimizer]) as scaled_loss:
+        scaled_loss.backward()
+    once = grads(optimizer)
+    model.zero_grad()
+    with amp.scale_loss(loss_of(model), [optimizer, optimizer]) as scaled_loss:
+        scaled_loss.backward()
+    assert all(map(torch.equal, grads(optimizer), once))
+
+
 def test_the_arguments_have_apex_order_and_defaults():
     parameters = inspect.signature(amp.scale_loss).parameters.values()
     assert [(p.name, p.default) for p in parameters] == [

@@ -96,7 +96,7 @@ def scale_loss(
 
 
 def disable_casts() -> AbstractContextManager[None]:
-    """Returns a context in which no op casts its inputs, at any level.
+    """Returns a context, or a decorator, in which no op casts its inputs, at any level.
 
     Contexts may be nested. Converted models (O2, O3, O5) keep their dtype.
     """
@@ -253,8 +253,10 @@ def handle_of(session: Session | None) -> AmpHandle | NoOpHandle:
 
 
 def _unwrapped(optimizers: Optimizers) -> list[Optimizer]:
-    several: Sequence[Any] = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-    return list(map(unwrap, several))
+    """Returns the optimizers inside wrappers, each once: a pass moves its gradients only once."""
+    if not isinstance(optimizers, (list, tuple)):
+        return [unwrap(optimizers)]
+    return list({id(each): each for each in map(unwrap, optimizers)}.values())
 
 
 def session_of(
