@@ -171,6 +171,24 @@ def test_a_dynamic_scale_says_nothing_to_a_static_one_nor_the_other_way(
     del keep
 
 
+@pytest.mark.parametrize(
+    ("saved", "present", "words"),
+    [("O5", ("O2", 128.0), "static (128)"), ("O2", ("O5", 1.0), "static (1)")],
+)
+def test_a_scale_of_1_that_scales_nothing_is_not_exchanged_for_another(
+    saved, present, words, caplog
+):
+    keep = prepared(saved, loss_scale=None if saved == "O5" else 128.0)
+    state = amp.state_dict()
+    del keep
+    level, loss_scale = present
+    keep = prepared(level, loss_scale=loss_scale)
+    amp.load_state_dict(state)
+    assert scale() == loss_scale
+    assert f"amp skipped loss_scaler0: this scaler is {words}" in caplog.text
+    del keep
+
+
 @pytest.mark.parametrize(("present", "count"), [("dynamic", 3), (64.0, 3)])
 def test_apex_s_file_fits_a_dynamic_scale_and_a_static_one_of_the_same_value(
     present, count, caplog

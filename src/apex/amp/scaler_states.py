@@ -75,8 +75,9 @@ def entry(state: State) -> tuple[str, dict[str, Any]]:
 def set_scalers(scalers: Sequence[Scaler], states: Sequence[State]) -> None:
     """Sets the scalers from the states, in order; ignores extra scalers and states.
 
-    Skips and logs a static state for a dynamic scaler, and the reverse. A state of unknown kind (of
-    apex) is accepted by a dynamic scaler, or by a static one with the same scale.
+    Skips and logs a static state for a dynamic scaler, and the reverse, and a static scale of 1,
+    which scales nothing, for a static scaler of another scale, and the reverse. A state of unknown
+    kind (of apex) is accepted by a dynamic scaler, or by a static one with the same scale.
     """
     for scaler, state in zip(scalers, states, strict=False):
         if scaler.rounding is not None and state.rounding is not None:
@@ -198,9 +199,12 @@ def _rounding(key: str, added: Any) -> tuple[int, int] | None:
 
 
 def _accepts(scaler: Scaler, state: State) -> bool:
-    if state.static is not None:
-        return state.static is not scaler.dynamic
-    return scaler.dynamic or state.loss_scale == scaler.read_scale()
+    if scaler.dynamic:
+        return not state.static
+    scales = state.loss_scale, scaler.read_scale()
+    return state.static is not False and (
+        scales[0] == scales[1] or (state.static is True and 1.0 not in scales)
+    )
 
 
 def _log_skipped(state: State, scaler: Scaler) -> None:
