@@ -425,6 +425,19 @@ def test_a_copy_of_a_model_with_fp32_parameters_goes_to_half_and_back(level):
     assert close([twin.float()(x)], [model(x)], eps=torch.finfo(torch.float16).eps + EPS[level])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_model_at_o0_computes_in_the_dtype_that_it_is_given_later(dtype, caplog):
+    model, optimizer = prepared("O0")
+    x = cases.batch()[0]
+    before = model(x)
+    twin = copy.deepcopy(model).to(dtype)
+    for given in (x, x.to(dtype)):
+        assert close([twin(given)], [before], eps=8 * torch.finfo(dtype).eps)
+    assert f"now computes in {dtype}" in caplog.text
+    assert cases.same([twin.to(torch.float32)(x).dtype, model(x)], [torch.float32, before])
+    train(model.to(dtype), optimizer)
+
+
 @pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "trained"])
 @pytest.mark.parametrize(
     "change",

@@ -56,11 +56,14 @@ class ConvertedModule(nn.Module):
 
         A 16-bit model that is cast to another dtype first gets its exact fp32 values, computes in
         that dtype from then on, and logs a warning. Modules that the plan keeps in fp32, such as
-        batch norm, are never cast to 16 bits.
+        batch norm, are never cast to 16 bits. A model at O0 casts its inputs to its new dtype.
         """
         state = self._apex_state
         if state is None or not state.given.casts_down:
-            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            applied = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            if state is not None:
+                state.follow_dtype(self)
+            return applied
         try:
             return super()._apply(_keeping(fn, state), recurse)  # type: ignore[no-untyped-call]
         except _AnotherDtype as asked:

@@ -164,10 +164,25 @@ class ModelState:
                     value = rounding.exact_value(tensor, [] if exact is None else [exact])
                     set_in_place(tensor, value, undo)
             self.apply(model)
+        self._warn_of_dtype(model, dtype, before.param_dtype)
+
+    def follow_dtype(self, model: nn.Module) -> None:
+        """Casts inputs to the dtype of the model's parameters, where the plan made these fp32."""
+        before = self.plan.input_dtype
+        found = {param.dtype for param in model.parameters() if dtypes.is_castable(param)}
+        if self.plan.param_dtype is None or before is None or len(found) != 1 or before in found:
+            return
+        dtype = found.pop()
+        self.plan = replace(self.plan, input_dtype=dtype)
+        self._warn_of_dtype(model, dtype, before)
+
+    def _warn_of_dtype(
+        self, model: nn.Module, dtype: torch.dtype, before: torch.dtype | None
+    ) -> None:
         _log.warning(
             "%s.to(%s): the model now computes in %s, with its exact fp32 values, and no longer in "
             "%s, as amp.initialize set up. model.to(%s) switches back.",
-            *(type(model).__name__, dtype, dtype, before.param_dtype, self.given.param_dtype),
+            *(type(model).__name__, dtype, dtype, before, self.given.param_dtype),
         )
 
     def late_parts(self, model: nn.Module, wanted: Set[int]) -> Parts:
