@@ -265,6 +265,19 @@ def test_disable_casts_nests():
     del keep
 
 
+def test_disable_casts_decorates_functions_before_and_after_initialize():
+    @amp.disable_casts()
+    def early(x):
+        return (x @ x).dtype
+
+    keep = prepared("O4")
+    late = amp.disable_casts()(lambda x: (x @ x).dtype)
+    x = torch.ones(2, 2)
+    assert [early(x), early(x), late(x), (x @ x).dtype] == [FP32, FP32, FP32, BF16]
+    assert early.__name__ == "early"
+    del keep
+
+
 def test_casts_are_on_again_after_an_exception():
     keep = prepared("O4")
     x = torch.ones(2, 2)

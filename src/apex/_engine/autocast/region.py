@@ -238,7 +238,21 @@ def casts_off() -> AbstractContextManager[Any]:
     if _is_compiling():
         return _traced_off([device for device in DEVICE_TYPES if is_on(device)])
     # In autograd's device threads torch.utils.checkpoint turns casts on to recompute.
-    return no_casts([device for device in DEVICE_TYPES if is_on(device) and _rules.spec(device)])
+    return _CastsOff([device for device in DEVICE_TYPES if is_on(device) and _rules.spec(device)])
+
+
+class _CastsOff(no_casts):
+    """A block without casts that is also a decorator, as contextlib's are."""
+
+    def __call__(self, fn: Callable[P, R]) -> Callable[P, R]:
+        """Returns ``fn`` with casts off in each call, also those of later sessions."""
+
+        @functools.wraps(fn)
+        def uncast(*args: P.args, **kwargs: P.kwargs) -> R:
+            with casts_off():
+                return fn(*args, **kwargs)
+
+        return uncast
 
 
 def active_spec() -> CastSpec | None:
