@@ -170,6 +170,7 @@ def test_a_model_that_raises_is_left_as_it_was(fails, level):
     [
         (lambda: explain(lambda x: x, torch.ones(1)), TypeError, "takes a torch.nn.Module"),
         (lambda: explain(net()), ValueError, "no tensor among the inputs"),
+        (lambda: explain(net(), torch.ones(1), loss_fn=3), TypeError, "got int as loss_fn"),
         (lambda: explain(net(), 3, [None]), ValueError, "no tensor among the inputs"),
         (lambda: explain(nn.LazyLinear(2), torch.ones(1, 2)), ValueError, "'weight' has no values"),
         (

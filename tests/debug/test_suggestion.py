@@ -230,6 +230,7 @@ class Uncopyable(nn.Linear):
         ([], {}, TypeError, "got list as the model; it takes a torch.nn.Module"),
         (nn.Linear(4, 4), {"opt_level": "O0"}, ValueError, "opt_level='O0'; it takes a level that"),
         (nn.Linear(4, 4).bfloat16(), {}, ValueError, "'weight' is torch.bfloat16 on cpu"),
+        (nn.Linear(4, 4), {"loss_fn": "mse"}, TypeError, "got str as loss_fn; it takes a function"),
         (nn.Linear(4, 4), {"loss_fn": lambda output: 1.0}, TypeError, "loss_fn returned float"),
         (nn.Linear(4, 4), {"loss_fn": lambda output: output}, ValueError, r"shape \(2, 4\)"),
         (Draws(), {}, ValueError, "between two runs in fp32"),

@@ -68,6 +68,15 @@ def floating_outputs(caller: str, output: object, *, instead: str = "") -> list[
     return floating
 
 
+def check_loss_fn(caller: str, loss_fn: object) -> None:
+    """Raises TypeError if ``loss_fn`` is neither None nor callable."""
+    if loss_fn is not None and not callable(loss_fn):
+        raise TypeError(
+            f"{caller} got {type(loss_fn).__name__} as loss_fn; it takes a function of the model's "
+            "output that returns the loss."
+        )
+
+
 def check_loss(caller: str, loss: object, *, instead: str = "") -> None:
     """Raises unless ``loss`` is one number with a gradient, for which there may be a remedy."""
     if not isinstance(loss, Tensor):

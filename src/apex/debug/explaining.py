@@ -12,7 +12,13 @@ from torch import Tensor, nn
 
 from apex._core import dtypes, finite, tree
 from apex._core.scale import checked_static
-from apex.debug.arguments import check_loss, check_scaler, checked_model, floating_outputs
+from apex.debug.arguments import (
+    check_loss,
+    check_loss_fn,
+    check_scaler,
+    checked_model,
+    floating_outputs,
+)
 from apex.debug.attribution import CallTracker, DtypeRules
 from apex.debug.clock import Stopwatch, clock_for
 from apex.debug.explanation import Explanation
@@ -85,6 +91,7 @@ def explain(
         1.0
     """
     check_scaler("explain", scaler)
+    check_loss_fn("explain", loss_fn)
     inner = checked_model("explain", model, (inputs, keywords))
     tracker = ModuleTracker(inner)
     rules = DtypeRules(inner, tracker.names)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from apex._core import dtypes
 from apex._engine.model.state import state_of
-from apex.debug.arguments import check_loss, checked_model, floating_outputs
+from apex.debug.arguments import check_loss, check_loss_fn, checked_model, floating_outputs
 from apex.debug.explanation import within
 from apex.debug.rounding import RoundingTrace
 from apex.debug.suggestion import Suggestion
@@ -92,6 +92,7 @@ def suggest_fp32(
         >>> found.setting
         "amp.initialize(model, optimizer, opt_level='O5', fp32_modules=['1'])"
     """
+    check_loss_fn("suggest_fp32", loss_fn)
     inner = _checked(model, (inputs, keywords), opt_level)
     return suggestion(
         inner,
