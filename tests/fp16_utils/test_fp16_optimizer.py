@@ -81,6 +81,32 @@ class Reference:
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.filterwarnings("ignore:FP16_Optimizer got gradients of a backward pass")
+def test_passes_that_a_script_scales_itself_are_divided_by_the_scale(mode):
+    model = net()
+    dynamic = mode.get("dynamic_loss_scale", False)
+    reference = Reference(OPTIMIZERS["SGD"], mode.get("static_loss_scale", 64.0), dynamic)
+    optimizer = FP16_Optimizer(sgd(model), **mode)
+    for step in range(4):
+        optimizer.zero_grad()
+        (loss_of(model, batch(step)) * optimizer.loss_scale).backward()
+        optimizer.update_master_grads()
+        optimizer.step()
+        reference.step(batch(step))
+        assert same(masters(optimizer), [p.detach() for p in reference.params])
+
+
+def test_a_step_after_a_plain_backward_pass_says_what_is_missing():
+    model = net()
+    optimizer = FP16_Optimizer(sgd(model), static_loss_scale=128.0)
+    before = masters(optimizer)
+    loss_of(model, batch()).backward()
+    with pytest.raises(RuntimeError, match=r"optimizer\.backward\(loss\) in place of loss\."):
+        optimizer.step()
+    assert same(masters(optimizer), before)
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_it_trains_like_a_loop_by_hand(name, mode):
     dynamic = mode.get("dynamic_loss_scale", False)

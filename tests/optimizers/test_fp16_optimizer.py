@@ -61,6 +61,21 @@ def test_steps_masters_as_by_hand(wrapper, options):
 
 
 @both
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_pass_that_a_script_scales_itself_is_divided_by_the_scale_with_a_warning(wrapper, after):
+    model, optimizer = setup(wrapper, static_loss_scale=128.0)
+    for _ in range(after):
+        backward(model, optimizer)
+        optimizer.step()
+    optimizer.zero_grad()
+    (model(INPUTS.bfloat16()).float().square().mean() * 128.0).backward()
+    with pytest.warns(UserWarning, match=r"its loss scale, 128, as in apex\. Call optimizer\.back"):
+        optimizer.step()
+    for ours, theirs in zip(masters_of(optimizer), fp32_run(after + 1), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@both
 def test_model_holds_the_rounded_masters(wrapper):
     model, optimizer = setup(wrapper)
     backward(model, optimizer)

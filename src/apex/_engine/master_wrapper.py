@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -12,6 +13,12 @@ from apex._core import arguments, dtypes, finite, master
 from apex._core.scale import checked_static
 from apex._engine.host_scale import HostScale
 from apex._engine.optimizer.optimizer_class import binding_of
+
+_OWN_PASS = (
+    "FP16_Optimizer got gradients of a backward pass that it did not run, and divides them by its "
+    "loss scale, {:g}, as in apex. Call optimizer.backward(loss), not loss.backward(), unless the "
+    "script multiplies the loss by optimizer.loss_scale itself."
+)
 
 
 def dynamic_options(given: Any, accepted: Collection[str]) -> dict[str, Any]:
@@ -96,8 +103,9 @@ class MasterWrapper:
         self.verbose = verbose
         self._pairs: list[list[Pair]] = []
         self._direct: list[list[nn.Parameter]] = []
-        # The scale of the model's present gradients.
-        self._scale_of_low = self._scale_of_direct = 1.0
+        # The scale of the model's present gradients; None for those of the script's own passes.
+        self._scale_of_low: float | None = None
+        self._scale_of_direct: float | None = None
         self._pending = False
         for group in optimizer.param_groups:
             self._adopt(group)
@@ -163,14 +171,15 @@ class MasterWrapper:
                 param.grad = None
             elif param.grad is not None:
                 param.grad.detach_().zero_()
+        self._scale_of_low = self._scale_of_direct = None
         self._pending = False
 
     def _backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Runs the backward pass of the scaled loss; the masters do not receive gradients yet."""
         arguments.loss("FP16_Optimizer.backward", loss)
         scale = self.loss_scale
-        _rescale_([pair.model for pair in self._all_pairs()], scale / self._scale_of_low)
-        _rescale_(self._all_direct(), scale / self._scale_of_direct)
+        _rescale_([pair.model for pair in self._all_pairs()], scale / (self._scale_of_low or scale))
+        _rescale_(self._all_direct(), scale / (self._scale_of_direct or scale))
         self._scale_of_low = self._scale_of_direct = scale
         self._pending = True
         torch.autograd.backward(loss.float() * scale, retain_graph=retain_graph)
@@ -179,15 +188,28 @@ class MasterWrapper:
     def _give_masters_grads(self, *, check: bool) -> None:
         """Gives the masters unscaled fp32 gradients; with ``check``, also sets ``overflow``.
 
-        The model keeps its scaled 16-bit gradients. A check is one host sync.
+        The model keeps its scaled 16-bit gradients. A check is one host sync. Gradients of passes
+        that the script ran itself count as multiplied by the present scale, as in apex.
         """
-        pairs = self._all_pairs()
+        pairs, present = self._all_pairs(), self.loss_scale
         fresh = master.copy_grads([pair.model for pair in pairs], [pair.master for pair in pairs])
         direct = finite.values_of(self._all_direct())
-        scaled = [(fresh, self._scale_of_low), (direct, self._scale_of_direct)]
+        if self._scale_of_low is None and present != 1.0 and (fresh or direct):
+            warnings.warn(_OWN_PASS.format(present), stacklevel=4)
+        scaled = [
+            (fresh, self._scale_of_low or present),
+            (direct, self._scale_of_direct or present),
+        ]
         self.overflow = _unscale_(scaled, check=check)
-        self._scale_of_direct = 1.0
+        if self._scale_of_direct is not None:
+            self._scale_of_direct = 1.0
         self._pending = False
+
+    def _lacks_grads(self) -> bool:
+        """Returns whether a master has yet to receive the gradient of its parameter."""
+        if self._pending:
+            return True
+        return any(p.model.grad is not None and p.master.grad is None for p in self._all_pairs())
 
     def _all_direct(self) -> list[nn.Parameter]:
         return [param for params in self._direct for param in params]

@@ -160,14 +160,15 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
 
         Raises:
             RuntimeError: If the masters lack gradients because ``update_master_grads`` was not
-                called, or a closure overflows at the smallest loss scale.
+                called, nor ``backward``, or a closure overflows at the smallest loss scale.
         """
         if closure is not None:
             return self._step_with_closure(closure)
-        if self._pending:
+        if self._lacks_grads():
             raise RuntimeError(
                 "FP16_Optimizer.step got gradients that the masters do not have yet. Call "
-                "update_master_grads() after the last backward(..., update_master_grads=False)."
+                "update_master_grads() after the last backward(..., update_master_grads=False), "
+                "and optimizer.backward(loss) in place of loss.backward()."
             )
         if self.overflow:
             self._report("Gradient overflow.  Skipping step")
