@@ -425,6 +425,25 @@ def test_a_copy_of_a_model_with_fp32_parameters_goes_to_half_and_back(level):
     assert close([twin.float()(x)], [model(x)], eps=torch.finfo(torch.float16).eps + EPS[level])
 
 
+@pytest.mark.parametrize(
+    ("level", "part", "dtype"),
+    [
+        ("O0", "2", torch.float16),
+        ("O0", "2", torch.float64),
+        ("O1", "", torch.float64),
+        ("O4", "", torch.float64),
+        ("O4", "2", torch.float64),
+    ],
+)
+def test_an_error_names_parameters_that_were_cast_later(level, part, dtype):
+    model, _ = prepared(level)
+    model.get_submodule(part).to(dtype)
+    with pytest.raises(RuntimeError, match=f"{dtype}"[6:] + r"\).*cast or added after amp\.init"):
+        model(cases.batch()[0])
+    model.float()
+    model(cases.batch()[0])
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_a_model_at_o0_computes_in_the_dtype_that_it_is_given_later(dtype, caplog):
     model, optimizer = prepared("O0")

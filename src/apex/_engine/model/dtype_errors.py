@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import torch
 from torch import nn
 
 from apex._core import dtypes
@@ -47,6 +48,9 @@ def explain(model: nn.Module, plan: ModelPlan, error: RuntimeError) -> None:
     if _NO_ROOM.search(str(error)):
         raise kind(f"{error}\n{_too_large(model)}") from error
     if not plan.casts_down:
+        cast = _not_in(plan.input_dtype or torch.float32, model)
+        if cast and mixes_dtypes(error) and not _NOT_FLOATING.search(str(error)):
+            raise kind(f"{error}\n{_uneven(model, cast)}") from error
         return
     if _NO_KERNEL.search(str(error)):
         raise kind(f"{error}\n{_without_kernel(model)}") from error
@@ -68,6 +72,22 @@ def _mismatches(model: nn.Module, plan: ModelPlan) -> list[str]:
         if dtypes.is_castable(tensor)
         and (tensor.dtype is not dtype or (yields and not isinstance(tensor, KeptBuffer)))
     ]
+
+
+def _not_in(dtype: torch.dtype, model: nn.Module) -> list[str]:
+    """Returns the names and dtypes of floating-point parameters of another dtype."""
+    return [
+        f"{name} ({dtypes.name(param.dtype)})"
+        for name, param in model.named_parameters()
+        if dtypes.is_castable(param) and param.dtype is not dtype
+    ]
+
+
+def _uneven(model: nn.Module, cast: list[str]) -> str:
+    return (
+        f"amp prepared the model {type(model).__name__} with parameters in fp32, but it now holds "
+        f"{_shown(cast)}, cast or added after amp.initialize. Call model.float()."
+    )
 
 
 def _mixed(model: nn.Module, plan: ModelPlan, mismatches: list[str]) -> str:
