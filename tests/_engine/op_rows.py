@@ -196,6 +196,8 @@ def arguments(row: str) -> list[Arguments]:
     if "upsample" in row:
         return [(_resized(row), {})]
     plain = row if row in _ARGUMENTS else row.removesuffix("_")
+    if row.endswith(".out"):
+        return []  # test_op_table.py
     return [(_ARGUMENTS.get(plain, (_x,)), {})]
 
 

@@ -180,4 +180,5 @@ def test_a_row_has_the_same_dtypes_on_other_devices(row, device):
 
 def test_every_row_is_called():
     known = {row for row in CATEGORY if dispatcher.has_operator(f"aten::{row}")}
-    assert set(rows()) == known - {"to.dtype_layout"}
+    elsewhere = {row for row in known if row == "to.dtype_layout" or row.endswith(".out")}
+    assert set(rows()) == known - elsewhere

@@ -131,8 +131,11 @@ def ops_of(category: str) -> list[str]:
     return [op for op, own in OpTable.default().rows.items() if own == category]
 
 
+_PRODUCTS = [op for op in ops_of("low_precision_inplace") if op != "square_"]
+
+
 @DEVICES
-@pytest.mark.parametrize("op", [op for op in ops_of("low_precision_inplace") if op != "square_"])
+@pytest.mark.parametrize("op", [op for op in _PRODUCTS if not op.endswith(".out")])
 def test_in_place_product_casts_its_arguments_to_self(op, device):
     (call,) = (c for c in calls() if (c.namespace, c.name) == ("torch.Tensor", op.rstrip("_")))
     for low, own in itertools.product(LOW, (torch.float32, "low")):
@@ -142,6 +145,21 @@ def test_in_place_product_casts_its_arguments_to_self(op, device):
         assert region(low, device).run(getattr(x, op), *rest) is x
         assert x.dtype is dtype
         torch.testing.assert_close(x, expected)
+
+
+@DEVICES
+@pytest.mark.parametrize("op", [op for op in _PRODUCTS if op.endswith(".out")])
+def test_product_with_out_casts_its_arguments_to_out(op, device):
+    name = op.removesuffix(".out")
+    (call,) = (c for c in calls() if (c.namespace, c.name) == ("torch", name))
+    for low, own in itertools.product(LOW, (torch.float32, "low")):
+        dtype = low if own == "low" else own
+        args = convert(call.args, low, torch.float32, device=device)
+        expected = getattr(torch, name)(*convert(args, dtype, device=device))
+        out = torch.empty_like(expected)
+        assert region(low, device).run(getattr(torch, name), *args, out=out) is out
+        assert out.dtype is dtype
+        torch.testing.assert_close(out, expected)
 
 
 @DEVICES

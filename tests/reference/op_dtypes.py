@@ -1,7 +1,7 @@
 """The result dtype of every function of apex's lists under op casts, and who decides it.
 
-``python -m tests.reference.op_dtypes`` writes it for the running torch, as
-``op_dtypes_torch_<version>.json``: to be read, and committed, when torch changes.
+``python -m tests.reference.op_dtypes`` writes it for the running torch, as ``op_dtypes.json``, to
+be read and committed. The results hold for every release of torch; who decides them changes.
 """
 
 import copy
@@ -29,16 +29,19 @@ DECIDERS = {
 }
 
 
-def path(version=torch.__version__):
-    """Returns where the table of a torch release is: patch releases share one."""
-    release = ".".join(version.split(".")[:2])
-    return Path(__file__).with_name(f"op_dtypes_torch_{release}.json")
+PATH = Path(__file__).with_suffix(".json")
+
+
+def release():
+    """Returns the running torch's release: patch releases share a table."""
+    return ".".join(torch.__version__.split(".")[:2])
 
 
 def table():
     """Returns the table of the running torch: who decides by operator, dtypes by function."""
     return {
         "about": __doc__.splitlines()[0],
+        "torch": release(),
         "decides": {device: deciders(device) for device in DEVICE_TYPES},
         "results": {
             device: {name(low): results(device, low) for low in LOW} for device in DEVICE_TYPES
@@ -139,5 +142,5 @@ def because(function, now, device):
 if __name__ == "__main__":
     text = json.dumps(table(), indent=1)
     text = re.sub(r'{\s*("fp32"[^}]*)}', lambda m: f"{{{' '.join(m[1].split())}}}", text)
-    path().write_text(text + "\n", encoding="utf-8")
-    print(f"wrote {path()}")
+    PATH.write_text(text + "\n", encoding="utf-8")
+    print(f"wrote {PATH}")

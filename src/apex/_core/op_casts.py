@@ -116,8 +116,8 @@ def _all_to_fp32(args: Args, kwargs: Kwargs, low: torch.dtype) -> tuple[Args, Kw
     return [cast_to_fp32(arg) if isinstance(arg, (Tensor, list)) else arg for arg in args], kwargs
 
 
-def _all_to_self(args: Args, kwargs: Kwargs, low: torch.dtype) -> tuple[Args, Kwargs]:
-    own = args[0].dtype
+def _all_to_result(args: Args, kwargs: Kwargs, low: torch.dtype) -> tuple[Args, Kwargs]:
+    own = kwargs.get("out", args[0]).dtype
     return _all_to(args, kwargs, own) if own in CASTABLE else (args, kwargs)
 
 
@@ -180,7 +180,7 @@ def _to_cpu_as_fp32(args: Args, kwargs: Kwargs, low: torch.dtype) -> tuple[Args,
 
 _RULES: dict[Category, CastRule] = {
     "low_precision": _all_to,
-    "low_precision_inplace": _all_to_self,
+    "low_precision_inplace": _all_to_result,
     "recurrent": _all_to,
     "fp32": _all_to_fp32,
     "promote": _all_to_widest,

@@ -32,7 +32,8 @@ Category = Literal[
 ``fp32``: fp16 and bf16 to fp32; float64 and a ``dtype=`` argument are kept.
 ``promote``: all to the widest floating-point dtype among them.
 ``banned``: as ``fp32``, but fp16 raises NotImplementedError unless the spec allows it.
-``low_precision_inplace``: all to the dtype of ``self``, which receives the result.
+``low_precision_inplace``: all to the dtype of the tensor that receives the result: ``self``, or
+``out``.
 ``fp32_inplace``: none; a low-precision ``self``, which cannot hold an fp32 result, raises
 NotImplementedError (``x **= 2`` makes a new fp32 tensor).
 ``recurrent``: input, state and weights of a whole RNN to the region's dtype.
@@ -40,7 +41,10 @@ NotImplementedError (``x **= 2`` makes a new fp32 tensor).
 """
 
 # torch calls ``pow_`` for the last, whose row would refuse 16 bits.
-_INPLACE_LOW = ("addmm_", "addmv_", "addr_", "addbmm_", "baddbmm_", "square_")
+_INPLACE_LOW = (
+    *("addmm_", "addmv_", "addr_", "addbmm_", "baddbmm_", "square_"),
+    *(f"{product}.out" for product in op_names.PRODUCTS if product != "prelu"),
+)
 
 _INPLACE_FP32 = (
     *(f"{name}_" for name in op_names.UNARY),
@@ -126,7 +130,7 @@ class OpTable:
     promotes mixed floating-point arguments (``add``, ``mul``, comparisons, ``cat``, ``stack``), by
     which a 0-d tensor does not widen the result. In ``promote`` rows, a 0-d tensor counts like any
     other, as in ``torch.autocast``. ``mean`` has no row and keeps low precision, as in apex.
-    Factories and ``out=`` variants have no rows.
+    Factories have no rows, nor have ``out=`` variants other than those of products.
 
     Differences from apex's lists, and effects of other rows:
 
