@@ -180,8 +180,8 @@ class ModelState:
         self, model: nn.Module, dtype: torch.dtype, before: torch.dtype | None
     ) -> None:
         _log.warning(
-            "%s.to(%s): the model now computes in %s, with its exact fp32 values, and no longer in "
-            "%s, as amp.initialize set up. model.to(%s) switches back.",
+            "%s.to(%s): the model now computes in %s, and no longer in %s, as amp.initialize set "
+            "up. model.to(%s) switches back.",
             *(type(model).__name__, dtype, dtype, before, self.given.param_dtype),
         )
 
