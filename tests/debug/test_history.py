@@ -5,11 +5,22 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex import amp
 from apex.debug.history import Pass, passes_text
 from benchmarks.counting import counted_syncs
-from tests.training.cases import backward, batch, batches, net, overflowing, prepared, train_step
+from tests.training.cases import (
+    backward,
+    batch,
+    batches,
+    loss_of,
+    net,
+    overflowing,
+    prepared,
+    sgd,
+    train_step,
+)
 
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
 
@@ -67,6 +78,65 @@ def test_passes_of_another_optimizer_are_ignored():
         backward(model, optimizer, *batch())
     assert len(history.passes) == 1
     assert history.passes[0].grad_norm == pytest.approx(norm_of(optimizers[0]), rel=1e-6)
+
+
+class Seen(TorchDispatchMode):
+    """Lists the operators inside, as a trace sees them."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+def plain_step(scaler):
+    model = net()
+    optimizer = sgd(model.parameters())
+
+    def step():
+        optimizer.zero_grad()
+        loss = loss_of(model, *batch())
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    return {"model": model, "scaler": scaler}, optimizer, step
+
+
+def amp_step(level):
+    model, optimizer = prepared(level)
+    return {"model": model}, optimizer, lambda: train_step(model, optimizer, *batch())
+
+
+@pytest.mark.parametrize("tool", [amp.debug.History, amp.debug.arm])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: amp_step("O2"),
+        lambda: amp_step("O4"),
+        lambda: plain_step(None),
+        lambda: plain_step(torch.amp.GradScaler("cpu", init_scale=8.0)),
+    ],
+    ids=["O2", "O4", "plain", "GradScaler"],
+)
+def test_no_trace_sees_the_operators_of_a_tool(make, tool):
+    options, optimizer, step = make()
+    step()
+    with Seen() as alone:
+        step()
+    handle = tool(optimizer, **options)
+    step()
+    with Seen() as watched:
+        step()
+    assert watched.names == alone.names
+    del handle
 
 
 def test_the_norm_excludes_scaled_gradients_left_in_another_network():

@@ -16,6 +16,7 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
 from apex._torch.copies import moved
+from apex._torch.dispatch_modes import suspend_modes
 
 
 def signals(scaler: Any, optimizer: Optimizer) -> tuple[Tensor | None, Tensor | None]:
@@ -159,7 +160,9 @@ class _WatchedScaler(GradScaler):
         flags = [*self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()]
         if flags and _STEPS in self.__dict__:
             # A copy: `update` adds up the flags of all optimizers in place.
-            found = torch.stack([moved(flag.reshape(()), flags[0].device) for flag in flags]).sum()
+            with suspend_modes():
+                each = [moved(flag.reshape(()), flags[0].device) for flag in flags]
+                found = torch.stack(each).sum()
             self.__dict__[_STEPS].append((optimizer, found))
         return result
 

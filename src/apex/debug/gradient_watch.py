@@ -13,6 +13,7 @@ from apex._core import finite
 from apex._core.foreach import norms
 from apex._engine.readback import Readback
 from apex._torch import dtensor
+from apex._torch.dispatch_modes import suspend_modes
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,13 @@ class GradientWatch:
         """Starts to copy what tells whether the gradients of a pass are finite."""
         self._passes += 1
         own = {id(p): grad for p in params if (grad := p.grad) is not None}
-        grads = [finite.summed_values(dtensor.local(grad)) for grad in own.values()]
-        if not grads:
+        if not own:
             return
-        largest = [_in_range(norm) for norm in norms.max_norms(grads)]
-        source = self._passes, loss_id, list(own)
-        self._readback.send(source, norms.stacked(largest, largest[0].device))
+        with suspend_modes():
+            grads = [finite.summed_values(dtensor.local(grad)) for grad in own.values()]
+            largest = [_in_range(norm) for norm in norms.max_norms(grads)]
+            source = self._passes, loss_id, list(own)
+            self._readback.send(source, norms.stacked(largest, largest[0].device))
 
     def poll(self) -> NonfinitePass | None:
         """Returns the first pass that was not finite, of those that have arrived since."""

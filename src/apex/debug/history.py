@@ -20,6 +20,7 @@ from apex._core.arguments import integer
 from apex._core.foreach import norms
 from apex._engine.readback import Readback
 from apex._torch import dtensor
+from apex._torch.dispatch_modes import suspend_modes
 from apex.debug.loops import LoopPass, loop_of
 from apex.debug.module_tracker import owner_of
 from apex.debug.rendering.formatting import counted, percent
@@ -213,6 +214,7 @@ class History:
         return _norm(params) if self._grad_norms else None
 
     @torch.no_grad()
+    @suspend_modes()
     def end_of_pass(self, end: LoopPass) -> None:
         """Records a pass; called by the loop."""
         if end.failed:
@@ -287,13 +289,15 @@ def _norm_line(passes: Sequence[Pass]) -> Iterator[str]:
 
 @torch.no_grad()
 def _norm(params: Iterable[Tensor]) -> Tensor:
-    grads = [finite.summed_values(param.grad) for param in params if param.grad is not None]
-    if dtensor.any_dtensor(grads):
-        norm = torch.nn.utils.get_total_norm(grads)
-        return norm.full_tensor() if dtensor.is_dtensor(norm) else norm
-    device = grads[0].device if grads else torch.device("cpu")
-    # In fp32: of 16-bit gradients, torch returns a 16-bit norm.
-    return norms.total(norms.stacked(norms.l2_norms(grads), device))
+    read = [grad for param in params if (grad := param.grad) is not None]
+    with suspend_modes():  # a trace is of the script's operators; reading a master's may be one
+        grads = [finite.summed_values(grad) for grad in read]
+        if dtensor.any_dtensor(grads):
+            norm = torch.nn.utils.get_total_norm(grads)
+            return norm.full_tensor() if dtensor.is_dtensor(norm) else norm
+        device = grads[0].device if grads else torch.device("cpu")
+        # In fp32: of 16-bit gradients, torch returns a 16-bit norm.
+        return norms.total(norms.stacked(norms.l2_norms(grads), device))
 
 
 def _plain(item: Pass) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from apex._engine.readback import Readback
 from apex._engine.session import Session
 from apex._torch import grad_scaler
 from apex._torch.copies import moved
+from apex._torch.dispatch_modes import suspend_modes
 from apex._torch.dynamo import untraced
 from apex.debug.arguments import check_scaler, inner
 from apex.debug.module_tracker import unwrapped
@@ -279,7 +280,8 @@ class _PlainLoop(Loop):
         if index is not None and self._listener is not None:
             measured = self._listener.measure(index, params_of(inner(optimizer)))
             if measured is not None and scale is not None:
-                measured = measured / moved(scale, measured.device)
+                with suspend_modes():
+                    measured = measured / moved(scale, measured.device)
             self._measured[index] = measured
 
     def scale_updated(self, steps: Sequence[tuple[Optimizer, Tensor]], scale: Tensor) -> None:
@@ -288,7 +290,8 @@ class _PlainLoop(Loop):
             index = self._index(optimizer)
             if index is None or self._listener is None:
                 continue
-            self._readback.send(index, torch.stack([scale, found_inf]))
+            with suspend_modes():
+                self._readback.send(index, torch.stack([scale, found_inf]))
             updates = [self._update(i, *values) for i, values in self._readback.poll()]
             measured = self._measured.pop(index, None)
             self._listener.end_of_pass(LoopPass(index, updates, measured, scale, found_inf))
@@ -332,7 +335,8 @@ class _PlainLoop(Loop):
             return
         measured = self._listener.measure(index, params_of(optimizer))
         device = torch.device("cpu") if measured is None else measured.device
-        one, zero = torch.ones((), device=device), torch.zeros((), device=device)
+        with suspend_modes():
+            one, zero = torch.ones((), device=device), torch.zeros((), device=device)
         self._in_hook = True
         try:
             self._listener.end_of_pass(LoopPass(index, (), measured, one, zero))
