@@ -1,5 +1,9 @@
 """The bytes that a comparison counts."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -29,6 +33,20 @@ def test_growth_is_the_most_that_is_allocated_at_once():
     assert growth(work, cpu) == pytest.approx(2 * 4000, abs=32)  # and the numbers as tensors
     assert growth(lambda: None, cpu) == 0
     assert growth(work, torch.device("meta")) is None
+
+
+def test_the_profiler_behind_the_growth_writes_nothing():
+    """In a process of its own, because the tests' has silenced torch's log since its start."""
+    code = (
+        "import os, torch\n"
+        "from apex.tools.memory import growth\n"
+        "growth(lambda: os.write(2, b'kept'), torch.device('cpu'))\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if "KINETO" not in name}
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert (ended.stdout, ended.stderr) == ("", "kept")
 
 
 def test_saved_tensors_count_by_storage_and_without_what_is_ignored():

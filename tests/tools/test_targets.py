@@ -40,6 +40,15 @@ def test_a_file_gives_fresh_objects_each_time(tmp_path, text, function):
         assert torch.equal(one, other)
 
 
+def test_a_target_that_parses_arguments_gets_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["apex", "compare", "target.py", "--steps", "3"])
+    parses = "import argparse, sys\nargparse.ArgumentParser().parse_args()\nmodel.argv = sys.argv\n"
+    target = written(tmp_path, TARGET + parses)
+    with open_target(target) as build:
+        assert build().model.argv == [target]
+    assert sys.argv[0] == "apex"
+
+
 @pytest.fixture
 def module(tmp_path, monkeypatch):
     """Makes a module that can be imported; its name is good for one test."""

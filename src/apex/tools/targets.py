@@ -106,14 +106,16 @@ def open_target(target: str, *, seed: int = 0) -> Iterator[Build]:
     """Yields a function that builds the experiment of ``target``.
 
     ``apex compare --help`` defines targets. Random numbers are seeded with ``seed`` before each
-    build. Inside the block, a file's folder is on ``sys.path``, as when Python runs the file.
+    build. Inside the block, a file's folder is on ``sys.path``, as when Python runs the file, and
+    ``sys.argv`` holds no arguments: those of the command are not the target's.
 
     Raises:
         TargetError: If there is no such target, or it lacks a part.
     """
     place, function = _split(target)
-    path = list(sys.path)
+    path, argv = list(sys.path), sys.argv
     try:
+        sys.argv = [place]
         sys.path.insert(0, str(Path(place).resolve().parent) if _is_file(place) else "")
 
         def make() -> Experiment:
@@ -126,7 +128,7 @@ def open_target(target: str, *, seed: int = 0) -> Iterator[Build]:
 
         yield _repeatable(target, make)
     finally:
-        sys.path[:] = path
+        sys.path[:], sys.argv = path, argv
         sys.modules.pop(_MODULE, None)
 
 
