@@ -96,6 +96,27 @@ def test_the_remedy_for_a_norm_and_for_weights_is_the_level_that_converts_them()
     assert explained(normed(), level="O5").findings == ()
 
 
+@pytest.mark.parametrize(
+    ("middle", "remedy"),
+    [
+        (nn.LayerNorm(4), "level 'O5', which converts its weights, too"),
+        (nn.Softmax(-1), "level 'O5', in which its input is bf16, too"),
+    ],
+    ids=["layer_norm", "softmax"],
+)
+def test_a_round_trip_of_the_backward_pass_alone_blames_no_float_that_is_not_there(middle, remedy):
+    def forward(self, x):
+        return self.b(self.middle(x + self.a(x)))  # the sum is fp32
+
+    body = Body(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 4), middle=middle)
+    found = explained(body)
+    assert [trip.direction for trip in found.round_trips] == ["backward"]
+    (saved,) = (each for each in found.findings if "runs in fp32" in each.title)
+    assert saved.remedy == f"to keep it in bf16: {remedy}"
+    again = Body(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 4), middle=middle)
+    assert explained(again, level="O5").findings == ()
+
+
 def test_modules_kept_in_fp32_are_named_with_what_keeps_them():
     found = explained(normed(), level="O5", fp32_modules=["1"])
     [saved] = [each for each in found.findings if "runs in fp32" in each.title]

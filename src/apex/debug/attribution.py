@@ -21,6 +21,7 @@ from apex._engine.session import Session
 from apex._torch.dispatcher import AUTOCAST_KEYS, has_kernel, has_operator
 from apex.amp._amp_state import _amp_state
 from apex.debug.module_tracker import Direction, active_autocast
+from apex.debug.records import OF_FORWARD
 
 FOLLOWS = "follows its input"
 
@@ -101,7 +102,7 @@ class DtypeRules:
             call: The :class:`Call` from which it came; None if unknown.
         """
         if direction == "backward":  # autograd's formulas follow the forward
-            return "dtypes of the forward"
+            return OF_FORWARD
         if call is None and inside and self._region is not None:
             call = Call("", self._region, None)  # called from C++
         if call is not None and call.spec is not None:

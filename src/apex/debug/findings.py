@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from apex.amp import lists
-from apex.debug.records import SHORT, RoundTrip, WeightCasts, share
+from apex.debug.records import OF_FORWARD, SHORT, RoundTrip, WeightCasts, share
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def _through_operators(trips: list[RoundTrip], whole: float) -> Iterator[Finding
     for (name, reason, path), group in groups.items():
         wide, low = SHORT.get(path[1], path[1]), SHORT.get(path[2], path[2])
         title = f"{_function(reason) or name} runs in {wide}"
-        remedy = f"to keep it in {low}: {_to_keep_low(reason, low)}"
+        remedy = f"to keep it in {low}: {_to_keep_low(reason, name, low)}"
         yield _finding(title, group, whole, remedy)
 
 
@@ -111,10 +111,13 @@ def _function(reason: str) -> str:
     return reason.rpartition(" (")[2].removesuffix(")") if reason.endswith(")") else ""
 
 
-def _to_keep_low(reason: str, low: str) -> str:
-    name = _function(reason)
+def _to_keep_low(reason: str, op: str, low: str) -> str:
+    in_backward = reason == OF_FORWARD  # a forward without a round trip: its input is fp32
+    name = op if in_backward else _function(reason)
     if name in _WITH_WEIGHTS:
         return f"level {_CONVERTS[low]!r}, which converts its weights, too"
+    if in_backward:
+        return f"level {_CONVERTS[low]!r}, in which its input is {low}, too"
     if reason.startswith(("fp32 list", "banned list")):
         modules = (lists.functional_overrides, lists.torch_overrides, lists.tensor_overrides)
         place = next((each for each in modules if name in each.FP32_FUNCS), None)

@@ -18,6 +18,9 @@ SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "b
 CAST = "aten._to_copy"
 """The operator that lists casts whose result no other operator consumed."""
 
+OF_FORWARD = "dtypes of the forward"
+"""What decides the dtype of an operator of the backward pass."""
+
 
 @dataclass(frozen=True)
 class CastCount:
