@@ -61,6 +61,7 @@ def test_a_syntax_error_is_exit_code_1_and_the_rest_is_there(apex, tmp_path):
     [
         (["no_such.py"], "There is no file or folder no_such.py."),
         (["latin.py"], "latin.py cannot be decoded"),
+        (["lab.ipynb"], "lab.ipynb is a notebook. Convert it to a script first: jupyter nb"),
         (["train.py", "--to", "torch"], "unrecognized arguments: --to torch. To move a script"),
         (["train.py", "--write"], "see the table in docs/migrating.md."),
         ([], "PATH"),
@@ -68,6 +69,7 @@ def test_a_syntax_error_is_exit_code_1_and_the_rest_is_there(apex, tmp_path):
 )
 def test_bad_usage_is_exit_code_2_and_says_what_is_wrong(apex, tmp_path, arguments, message):
     (tmp_path / "latin.py").write_bytes(b"# \xe9\n")
+    (tmp_path / "lab.ipynb").write_text('{"cells": [{"source": ["from apex import amp"]}]}')
     code, out, err = apex(*arguments)
     assert (code, out) == (exit_codes.BAD_INPUT, "")
     assert message in err

@@ -60,8 +60,10 @@ def read(path: Path) -> str:
     """Returns the source, decoded as the file declares; line ends are kept.
 
     Raises:
-        UnreadableError: If it is a pipe or a device, or cannot be read or decoded.
+        UnreadableError: If it is a notebook, a pipe or a device, or cannot be read or decoded.
     """
+    if path.suffix == ".ipynb":  # JSON, most of which is a Python expression, too
+        raise UnreadableError(path, f"{_NOTEBOOK} {path}")
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe waits for its writer
             raise UnreadableError(path, _SPECIAL)
@@ -76,6 +78,8 @@ def read(path: Path) -> str:
         reason = " ".join(str(error).split())
         raise UnreadableError(path, f"cannot be decoded: {reason}.") from error
 
+
+_NOTEBOOK = "is a notebook. Convert it to a script first: jupyter nbconvert --to script"
 
 _SPECIAL = "cannot be read: it is neither a file nor a folder but a pipe, socket or device."
 
