@@ -16,7 +16,10 @@ from apex.cli.arguments import Parser
 from apex.cli.output import NotWrittenError
 
 SUBCOMMANDS = ("compare", "doctor", "migrate", "trace")
-"""Modules of this package, in help order: each has texts, ``add_arguments`` and ``run``."""
+"""Modules of this package, in help order: each has texts, ``add_arguments`` and ``run``.
+
+``EXIT_CODES`` are the codes that mean something else than in :mod:`.exit_codes`.
+"""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -37,7 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
             name,
             help=command.HELP,
             description=command.DESCRIPTION,
-            epilog=command.EPILOG + exit_codes.epilog(),
+            epilog=command.EPILOG + exit_codes.epilog(exit_codes.of_command(command.EXIT_CODES)),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         subparser.set_defaults(command=name, run=command.run)

@@ -53,6 +53,8 @@ examples:
 
 """
 
+EXIT_CODES = {exit_codes.FAILED: "a level failed; the output names it and reports the others"}
+
 EMULATED_STEPS = 10
 
 

@@ -17,6 +17,10 @@ pages gain on a CPU (some seconds more), and which level to start with and why."
 
 EPILOG = ""
 
+EXIT_CODES = {
+    exit_codes.FAILED: "another package conflicts, or a fused optimizer waits for the device"
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 OK, FAILED, BAD_INPUT, NOT_WRITTEN, NOT_FINITE, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
 MEANINGS = {
@@ -14,6 +16,12 @@ MEANINGS = {
 }
 
 
-def epilog() -> str:
+def of_command(own: Mapping[int, str]) -> dict[int, str]:
+    """Returns what exit codes mean for one command: those of all, and its ``own``."""
+    shared = {code: MEANINGS[code] for code in (OK, BAD_INPUT, NOT_WRITTEN, INTERRUPTED)}
+    return dict(sorted({**shared, **own}.items()))
+
+
+def epilog(meanings: Mapping[int, str] = MEANINGS) -> str:
     """Returns the exit codes for the end of a help text."""
-    return "exit codes:\n" + "\n".join(f"  {code:<4} {text}" for code, text in MEANINGS.items())
+    return "exit codes:\n" + "\n".join(f"  {code:<4} {text}" for code, text in meanings.items())

@@ -21,6 +21,8 @@ examples:
 
 """
 
+EXIT_CODES = {exit_codes.FAILED: "a use is not supported, or a file could not be read or parsed"}
+
 HINT = (
     ". To move a script to torch.autocast and GradScaler by hand, "
     "see the table in docs/migrating.md."

@@ -42,11 +42,13 @@ examples:
   apex trace train.py --epochs 1
   apex trace --json trace.json -m project.train --config small.yaml
 
-exit code of a script:
-  4 if inf or NaN was found, 130 if interrupted, else the script's own: 0, the status of sys.exit,
-  or 1 after an uncaught error.
-
 """
+
+EXIT_CODES = {
+    exit_codes.OK: "the script succeeded, without inf or NaN",
+    exit_codes.FAILED: "an uncaught error ended the script; any other sys.exit status is passed on",
+    exit_codes.NOT_FINITE: "inf or NaN was found",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
