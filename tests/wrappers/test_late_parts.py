@@ -235,6 +235,23 @@ def test_an_input_that_no_level_casts_gets_torch_s_own_error(level, dtype):
         model(cases.batch()[0].to(dtype))
 
 
+@casting_levels
+@pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_state_that_a_forward_makes_in_fp32_is_told_with_the_remedy(level, cell):
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell = cell(4, 4)
+
+        def forward(self, x):
+            state = torch.zeros(1, 4)
+            return self.cell(x, (state, state) if cell is nn.LSTM else state)[0]
+
+    model, _ = prepared(level, Recurrent())
+    with pytest.raises(RuntimeError, match=r"the forward makes itself(.|\n)*fp32_modules"):
+        model(cases.batch()[0])
+
+
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_a_mask_that_fp16_cannot_hold_is_named_with_the_one_that_it_can(level):
     class Masked(nn.Linear):

@@ -12,8 +12,9 @@ from apex._engine.model.kept_buffers import KeptBuffer
 from apex._engine.model.plan import ModelPlan, planned_dtypes
 from apex._engine.model.state import is_converted
 
-_ABOUT_DTYPES = re.compile("type|Half|BFloat16|Float")
-_MIXED = re.compile("same dtype|scalar type|Half|BFloat16")
+_LSTM = "primitive descriptor for the LSTM"  # oneDNN, if the state has another dtype than the rest
+_ABOUT_DTYPES = re.compile(f"type|Half|BFloat16|Float|{_LSTM}")
+_MIXED = re.compile(f"same dtype|scalar type|Half|BFloat16|{_LSTM}")
 _NOT_FLOATING = re.compile(
     r"\b((unsigned |signed )?char|short|int|long|bool|byte)\b|Complex", re.IGNORECASE
 )
