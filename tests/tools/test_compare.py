@@ -340,7 +340,14 @@ def test_a_loss_of_one_element_trains(tmp_path):
 
 @pytest.mark.parametrize(
     ("body", "errors"),
-    [("1 / 0", ("evaluating failed: ZeroDivisionError: division by zero",)), ("0.75", ())],
+    [
+        ("1 / 0", ("evaluating failed: ZeroDivisionError: division by zero",)),
+        (
+            "{'accuracy': 0.75}",
+            ("evaluating failed: evaluate(model) returned dict; it must return one number",),
+        ),
+        ("0.75", ()),
+    ],
 )
 def test_the_target_s_own_figure_is_shown_and_costs_nothing_where_it_fails(tmp_path, body, errors):
     text = TARGET + f"\n\ndef evaluate(model):\n    return {body}\n"

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from apex._core import tree
+from apex._core.arguments import kind
 from apex.debug.frozen import frozen_updates
 from apex.debug.storages import Storages
 from apex.tools import memory
+from apex.tools.errors import TargetError
 from apex.tools.results import Distance, Sample, Training
 from apex.tools.targets import Experiment
 from apex.tools.trainers import Trainer
@@ -81,11 +83,21 @@ def train(
 
 
 def evaluated(record: Training, trainer: Trainer, experiment: Experiment) -> Training:
-    """Returns the record with the result of the target's ``evaluate``, if it has one."""
+    """Returns the record with the result of the target's ``evaluate``, if it has one.
+
+    Raises:
+        TargetError: If the result is not one number.
+    """
     if experiment.evaluate is None:
         return record
     with torch.no_grad():
-        return replace(record, evaluation=float(trainer.run(experiment.evaluate, trainer.model)))
+        found: Any = trainer.run(experiment.evaluate, trainer.model)
+        try:
+            return replace(record, evaluation=float(found))
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TargetError(
+                f"evaluate(model) returned {kind(found)}; it must return one number"
+            ) from error
 
 
 def with_peak(record: Training, trainer: Trainer, batch: Any, *, device: torch.device) -> Training:
