@@ -1,1 +1,1 @@
-"""The functions behind the command line: compare levels, examine a machine, check scripts."""
+"""The work of the command line: compares levels, examines a machine, checks and traces scripts."""

@@ -27,6 +27,9 @@ LETTER = 6.4
 LABEL_GAP = 13.0
 """Least distance of two labels' baselines."""
 
+_DECAY = 0.8
+"""Of a smoothed line's moving average, per step."""
+
 
 @dataclass(frozen=True)
 class Line:
@@ -128,15 +131,15 @@ def picture(chart: Chart, *, width: int, height: int, kind: str) -> Picture:
     return Picture(kind, chart.title, frame, tuple(elements))
 
 
-def smooth(values: Sequence[float], keep: float = 0.8) -> tuple[float, ...]:
-    """Returns the exponential moving average with decay ``keep``.
+def smooth(values: Sequence[float]) -> tuple[float, ...]:
+    """Returns the exponential moving average.
 
     It is divided by the sum of the weights, so that the first values are not biased towards zero.
     """
     mean, weight, means = 0.0, 0.0, []
     for value in values:
-        mean = keep * mean + (1 - keep) * value
-        weight = keep * weight + (1 - keep)
+        mean = _DECAY * mean + (1 - _DECAY) * value
+        weight = _DECAY * weight + (1 - _DECAY)
         means.append(mean / weight)
     return tuple(means)
 
