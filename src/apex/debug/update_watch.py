@@ -28,7 +28,7 @@ SAMPLES = 256
 """Elements sampled of each parameter: a share is then known to 0.03 from one measurement."""
 
 FROZEN = 0.5
-"""Share of a module's weights that do not move, from which :func:`frozen` modules are named.
+"""Share of a module's weights that do not move, above which they are too many.
 
 A weight large against its neighbours often keeps its value for a few updates and nothing is wrong;
 where most do, the module no longer learns.

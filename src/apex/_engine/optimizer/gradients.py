@@ -192,7 +192,7 @@ class Gradients:
                 each.settle()
 
     def commit(self, *, sent: bool = True) -> None:
-        """Installs the gradients that :meth:`accumulate` computed. Cannot fail.
+        """Installs the gradients that ``current.accumulate`` computed. Cannot fail.
 
         Args:
             sent: Whether the gradients are reduced across ranks, or need not be.
