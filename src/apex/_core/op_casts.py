@@ -117,7 +117,8 @@ def _all_to_fp32(args: Args, kwargs: Kwargs, low: torch.dtype) -> tuple[Args, Kw
 
 
 def _all_to_result(args: Args, kwargs: Kwargs, low: torch.dtype) -> tuple[Args, Kwargs]:
-    own = kwargs.get("out", args[0]).dtype
+    result: Tensor = kwargs["out"] if "out" in kwargs else args[0]
+    own = result.dtype
     return _all_to(args, kwargs, own) if own in CASTABLE else (args, kwargs)
 
 

@@ -64,7 +64,12 @@ def growth(work: Callable[[], object], device: torch.device) -> int | None:
 @contextmanager
 def _without_log() -> Iterator[None]:
     """Discards what C++ writes to standard error: torch's profiler logs its start and its end."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        kept = os.dup(2)
+    except OSError:  # the shell has closed it
+        yield
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
         yield
