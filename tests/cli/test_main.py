@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from importlib.metadata import version
@@ -230,6 +231,20 @@ def test_a_reader_that_is_gone_costs_no_report_and_is_exit_code_3(tmp_path):
     assert ended.returncode == exit_codes.NOT_WRITTEN
     assert "Traceback" not in ended.stderr
     assert "BrokenPipe" not in ended.stderr
+    assert (tmp_path / "report.html").exists()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="it needs a POSIX shell")
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_a_closed_stream_costs_no_report(closed, tmp_path):
+    target = written(tmp_path)
+    command = [sys.executable, "-m", "apex", "compare", target, "--levels", "O0", *FEW]
+    line = f"{shlex.join(map(str, command))} {closed}"
+    ended = subprocess.run(
+        ["sh", "-c", line], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert ended.returncode == exit_codes.OK
+    assert "Traceback" not in ended.stderr
     assert (tmp_path / "report.html").exists()
 
 

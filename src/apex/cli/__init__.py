@@ -64,9 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_codes.BAD_INPUT
     from apex.tools.errors import InputError  # not for --help, which loads no tool
 
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # file names may not be text, a terminal ASCII
-            stream.reconfigure(errors="backslashreplace")
+    _prepare_streams()
     try:
         try:
             code = int(args.run(args))
@@ -82,3 +80,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return exit_codes.INTERRUPTED
+
+
+def _prepare_streams() -> None:
+    """Makes standard output and error take any text, and none where the shell has closed them."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # as in `apex compare x.py 2>&-`
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+        elif isinstance(stream, io.TextIOWrapper):  # file names may not be text, a terminal ASCII
+            stream.reconfigure(errors="backslashreplace")
