@@ -32,6 +32,14 @@ def test_every_element_is_in_one_block_and_small_tensors_stay_whole(sizes):
     assert all(tensor.eq(1).all() for tensor in seen)
 
 
+def test_small_tensors_fill_what_large_ones_leave_unless_the_order_counts():
+    tensors = [torch.zeros(size) for size in (16, 32, 16, 70, 10)]
+    filled, in_order = blocks.cuts(tensors), blocks.cuts(tensors, in_order=True)
+    assert [len(cuts.blocks) for cuts in (filled, in_order)] == [5, 6]
+    assert [id(piece) for piece in filled.of_all(tensors)[:2]] == [id(tensors[0]), id(tensors[2])]
+    assert [piece.numel() for piece in in_order.of_all(tensors)] == [16, 32, 16, 32, 32, 6, 10]
+
+
 def test_blocks_of_a_device_hold_a_share_of_all_elements():
     cuda = torch.device("cuda")
     assert blocks.elements(10, cuda) == 32

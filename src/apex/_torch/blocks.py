@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -53,12 +54,17 @@ def parts(tensor: Tensor) -> Sequence[Tensor]:
     return flat(tensor).split(_LEAST) if tensor.numel() else ()  # type: ignore[no-untyped-call]
 
 
+_OPEN = 8
+"""How many of the last blocks take further pieces, so that small ones fill what large ones left."""
+
+
 class Cuts:
     """Cuts through a list of tensors, and others that are laid out alike.
 
     Large tensors are cut into pieces in the order of memory; a block is a slice of the list of all
-    pieces. A small tensor is one piece, and one without elements has none. Blocks are not filled up
-    with a part of the next tensor: each piece costs the kernels one more barrier.
+    pieces, in the order of the blocks. A small tensor is one piece, and one without elements has
+    none. Blocks are not filled up with a part of the next tensor: each piece costs the kernels one
+    more barrier.
 
     Attributes:
         offsets: For each piece, the elements before it in the buffers of its block.
@@ -66,49 +72,67 @@ class Cuts:
         greatest: Elements of the greatest block, each piece at the start of a vector.
     """
 
-    def __init__(self, sizes: Sequence[int], length: int) -> None:
+    def __init__(self, sizes: Sequence[int], length: int, in_order: bool) -> None:
         """Cuts tensors with these numbers of elements into blocks; see :func:`cuts`."""
         self._length = length
         self._divided = [i for i, size in enumerate(sizes) if not 0 < size <= length]
-        self._positions: list[int] = []
-        self.offsets: list[int] = []
-        self.blocks: list[slice] = []
-        self.greatest = start = filled = 0
+        filled: list[int] = []
+        places: list[tuple[int, int, int]] = []  # of each piece: block, tensor, offset
         for position, size in enumerate(sizes):
             for first in range(0, size, length):
-                count = min(length, size - first)
-                if filled + _aligned(count) > length:
-                    self.blocks.append(slice(start, len(self.offsets)))
-                    start, filled = len(self.offsets), 0
-                self._positions.append(position)
-                self.offsets.append(filled)
-                filled += _aligned(count)
-                self.greatest = max(self.greatest, filled)
-        if self.offsets:
-            self.blocks.append(slice(start, len(self.offsets)))
+                count = _aligned(min(length, size - first))
+                last = range(len(filled))[-1 if in_order else -_OPEN :]
+                block = next((b for b in last if filled[b] + count <= length), len(filled))
+                if block == len(filled):
+                    filled.append(0)
+                places.append((block, position, filled[block]))
+                filled[block] += count
+        order = sorted(range(len(places)), key=lambda i: places[i][0])
+        self._order = order if order != list(range(len(order))) else None
+        self._positions = [places[i][1] for i in order]
+        self.offsets = [places[i][2] for i in order]
+        counts = Counter(block for block, _, _ in places)
+        ends = accumulate((counts[block] for block in range(len(filled))), initial=0)
+        self.blocks = [slice(start, end) for start, end in pairwise(ends)]
+        self.greatest = max(filled, default=0)
 
     def of(self, tensor: Tensor) -> list[Tensor]:
         """Returns the pieces of one tensor: itself, or 1-d views."""
-        if tensor.numel() > self._length:
-            return list(flat(tensor).split(self._length))  # type: ignore[no-untyped-call]
-        return [tensor] if tensor.numel() else []
+        size, length = tensor.numel(), self._length
+        if size <= length:
+            return [tensor] if size else []
+        start = tensor.storage_offset()  # without a flat view, which takes as long as a piece
+        return [
+            tensor.as_strided((min(length, size - first),), (1,), start + first)
+            for first in range(0, size, length)
+        ]
 
     def of_all(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Returns the pieces of tensors that are laid out as those that were cut."""
         pieces = list(tensors)
         for position in reversed(self._divided if pieces else ()):
             pieces[position : position + 1] = self.of(pieces[position])
-        return pieces
+        return self.arranged(pieces)
+
+    def arranged(self, pieces: list[T]) -> list[T]:
+        """Returns the pieces of all tensors, one after the other, in the order of the blocks."""
+        return pieces if self._order is None or not pieces else [pieces[i] for i in self._order]
 
     def each(self, values: Sequence[T]) -> list[T]:
         """Returns for each piece the value of its tensor."""
-        return [values[i] for i in self._positions] if self._divided else list(values)
+        return [values[i] for i in self._positions]
 
 
-def cuts(tensors: Sequence[Tensor], buffers: int = 1) -> Cuts:
-    """Returns cuts through tensors of one device, into blocks that take a number of buffers."""
+def cuts(tensors: Sequence[Tensor], buffers: int = 1, *, in_order: bool = False) -> Cuts:
+    """Returns cuts through tensors of one device.
+
+    Args:
+        tensors: The tensors.
+        buffers: How many buffers each block takes.
+        in_order: Whether pieces stay in the order of the tensors, in up to twice as many blocks.
+    """
     sizes = tuple(map(Tensor.numel, tensors))
-    return _cuts(sizes, elements(sum(sizes), tensors[0].device, buffers))
+    return _cuts(sizes, elements(sum(sizes), tensors[0].device, buffers), in_order)
 
 
 _cuts = functools.lru_cache(maxsize=32)(Cuts)  # an optimizer cuts the same tensors in each step

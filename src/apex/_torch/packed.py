@@ -427,7 +427,7 @@ def unpacked(cuts: blocks.Cuts, params: Sequence[Packed]) -> blocks.Buffered:
     memory = torch.empty(cuts.greatest, dtype=torch.int32, device=params[0].device)
     for param in params:
         param.packing.begin_write()
-    packings = [packing for param in params for packing in param.viewed(cuts.of)]
+    packings = cuts.arranged([packing for param in params for packing in param.viewed(cuts.of)])
 
     def each(block: slice, values: Sequence[Tensor]) -> Iterator[tuple[Packing, Tensor, Tensor]]:
         for packing, value in zip(packings[block], values, strict=True):

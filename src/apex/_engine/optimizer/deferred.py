@@ -249,12 +249,12 @@ def in_fp32(
 
     Args:
         deferred: Gradients.
-        use: Takes tensors that are overwritten afterwards.
+        use: Takes tensors that are overwritten afterwards, in the order of the gradients.
         scaled: Whether the copies leave out the factors.
     """
     for same in by_device(deferred):
         lows = [each.values for each in same]
-        cuts = blocks.cuts(lows)
+        cuts = blocks.cuts(lows, in_order=True)
         operand = gradients(cuts, same, cuts.of_all(lows), scaled=scaled)
         with torch.no_grad(), without_counting():
             for block in cuts.blocks:
