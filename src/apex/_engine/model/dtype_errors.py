@@ -12,7 +12,7 @@ from apex._engine.model.kept_buffers import KeptBuffer
 from apex._engine.model.plan import ModelPlan, planned_dtypes
 from apex._engine.model.state import is_converted
 
-_LSTM = "primitive descriptor for the LSTM"  # oneDNN, if the state has another dtype than the rest
+_LSTM = "primitive descriptor for (the|an) LSTM"  # oneDNN: of a state in another dtype
 _ABOUT_DTYPES = re.compile(f"type|Half|BFloat16|Float|{_LSTM}")
 _MIXED = re.compile(f"same dtype|scalar type|Half|BFloat16|{_LSTM}")
 _NOT_FLOATING = re.compile(
