@@ -185,9 +185,10 @@ def _backward(
         y = y if wide_weight is None else y / _away_from_zero(wide_weight, eps)
     else:
         y = (saved if mean is None else saved - mean.to(saved.dtype).view(rows)) * factor
-    found = norm_gradients(wide_grad, y, factor, wide_weight, _dims(shape), centered=centered)
     like = [each for each in (input_or_output, weight, bias) if each is not None]
-    return [f.sum_to_size(t.shape).to(t.dtype) for f, t in zip(found, like, strict=False)]
+    return norm_gradients(
+        wide_grad, y, factor, wide_weight, _dims(shape), centered=centered, like=like
+    )
 
 
 def _widened(input: Tensor, *others: Tensor | None) -> list[Any]:

@@ -9,6 +9,7 @@ from torch import nn
 
 from apex.contrib import xentropy
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
+from tests import features
 from tests.reference.norms import assert_close
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -130,6 +131,7 @@ def test_module_can_be_pickled():
     assert torch.equal(again(logits, labels), module(logits, labels))
 
 
+@features.properties_of_metaclasses_compile
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_apply_compiles_whole():
     def loss(logits, labels):

@@ -15,6 +15,12 @@ _LOAD = nn.Module.load_state_dict.__code__.co_filename, "load"
 _SAVE_OWN = nn.Module._save_to_state_dict
 _EXTRA_STATE = nn.Module.get_extra_state
 _NAMED_MODULES = nn.Module.named_modules
+_GLOBAL_HOOKS = (
+    "_global_forward_pre_hooks",
+    "_global_forward_hooks",
+    "_global_backward_pre_hooks",
+    "_global_backward_hooks",
+)
 
 
 def non_persistent(module: nn.Module) -> Container[str]:
@@ -28,8 +34,7 @@ def non_persistent(module: nn.Module) -> Container[str]:
 
 def has_global_hooks() -> bool:
     """Returns whether hooks run at the calls of all modules; False where torch does not tell."""
-    tells = getattr(nn.modules.module, "_has_any_global_hook", bool)
-    return bool(tells())
+    return any(getattr(nn.modules.module, name, None) for name in _GLOBAL_HOOKS)
 
 
 def named_modules(model: nn.Module, name: str = "") -> dict[str, nn.Module]:

@@ -169,7 +169,6 @@ def _gradients(ctx: Any, grad_output: Tensor) -> list[Tensor]:
         x = x - x.mean(dims, keepdim=True)
     factor = torch.rsqrt(x.square().mean(dims, keepdim=True) + ctx.eps)
     weight = saved[1].to(wide) if len(saved) > 1 else None
-    found = norm_gradients(
-        grad_output.to(wide), x * factor, factor, weight, dims, centered=ctx.centered
+    return norm_gradients(
+        grad_output.to(wide), x * factor, factor, weight, dims, centered=ctx.centered, like=saved
     )
-    return [f.sum_to_size(t.shape).to(t.dtype) for f, t in zip(found, saved, strict=False)]
