@@ -182,3 +182,22 @@ def test_the_view_names_the_masters_and_leaves_the_model_alone():
     assert all(param.dtype is torch.bfloat16 for param in model.parameters())
     names = get_optimizer_state_dict(with_masters(model, optimizer), optimizer)["state"]
     assert [*names] == [name for name, _ in model.named_parameters()]
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_model_without_its_masters_is_refused_with_the_remedy(level):
+    model, optimizer = prepared(level, net())
+    run(model, optimizer, BEFORE[:1])
+    remedy = r"with_masters\(model, optimizer\), from apex\.amp\.distributed_checkpoint"
+    with pytest.raises(ValueError, match=remedy):
+        get_state_dict(model, optimizer)
+    with pytest.raises(ValueError, match=remedy):
+        get_optimizer_state_dict(model, optimizer)
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_a_model_without_masters_needs_no_view(level):
+    model, optimizer = prepared(level, net())
+    run(model, optimizer, BEFORE[:1])
+    names = get_optimizer_state_dict(model, optimizer)["state"]
+    assert [*names] == [name for name, _ in model.named_parameters()]

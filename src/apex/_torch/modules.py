@@ -15,6 +15,7 @@ _LOAD = nn.Module.load_state_dict.__code__.co_filename, "load"
 _SAVE_OWN = nn.Module._save_to_state_dict
 _EXTRA_STATE = nn.Module.get_extra_state
 _NAMED_MODULES = nn.Module.named_modules
+_NAMING = "torch.distributed.checkpoint.state_dict", "_get_optim_state_dict"
 _GLOBAL_HOOKS = (
     "_global_forward_pre_hooks",
     "_global_forward_hooks",
@@ -196,6 +197,18 @@ def is_loaded_by_torch(module: nn.Module) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def that_names_parameters() -> nn.Module | None:
+    """Returns the model in which ``torch.distributed.checkpoint`` will look up parameters.
+
+    None if the caller of the calling function is not its ``get_state_dict`` for an optimizer.
+    """
+    frame = sys._getframe(2)
+    if (frame.f_globals.get("__name__"), frame.f_code.co_name) != _NAMING:
+        return None
+    model = frame.f_locals.get("model")
+    return model if isinstance(model, nn.Module) else None
 
 
 def _find(module: nn.Module, prefix: str, kind: type, found: Plain, plain: set[type]) -> bool:

@@ -1,4 +1,4 @@
-"""The generated subclass of a bound optimizer: overrides step, zero_grad and add_param_group."""
+"""The generated subclass of a bound optimizer, which overrides the methods that amp adds to."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -22,6 +23,7 @@ from apex._engine.optimizer.binding import Binding
 from apex._engine.undo import all_or_nothing
 from apex._pickle import rebuild
 from apex._torch.dynamo import untraced, untraced_frame
+from apex._torch.modules import that_names_parameters
 from apex._torch.overrides import without_overrides
 
 ATTRIBUTE = PREPARED
@@ -115,6 +117,14 @@ class AmpOptimizer(Optimizer):
             if binding.owner is not None:
                 binding.owner.convert_late(group["params"])
             binding.adopt([group], undo)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Returns the optimizer's own, unless torch is about to look for masters in the model."""
+        binding, model = binding_of(self), that_names_parameters()
+        if binding is not None and model is not None:
+            _validate_names(binding, model)
+        state: dict[str, Any] = super().state_dict(*args, **kwargs)
+        return state
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles and copies by the optimizer's own class, so that no generated class is named."""
@@ -260,4 +270,15 @@ def _validate_group(binding: Binding, param_group: object) -> None:
         raise ValueError(
             "add_param_group got a parameter that is already in a group of this optimizer, as its "
             "fp32 master. Each parameter may be in one group only."
+        )
+
+
+def _validate_names(binding: Binding, model: nn.Module) -> None:
+    held = set(map(id, model.parameters()))
+    if any(id(pair.master) not in held for pair in binding.pairs):
+        raise ValueError(
+            "torch.distributed.checkpoint got a model that does not hold the fp32 masters that its "
+            "optimizer steps, and so cannot name them. Pass get_state_dict and set_state_dict a "
+            "view of the model: with_masters(model, optimizer), from "
+            "apex.amp.distributed_checkpoint."
         )
