@@ -24,5 +24,6 @@ def machine() -> dict[str, object]:
 
 
 def _cpu_name() -> str:
-    capability = torch.backends.cpu.get_cpu_capability()
-    return f"{torch.cpu.get_capabilities().get('cpu_name', platform.machine())} ({capability})"
+    known = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.6 has no such function
+    name = known.get("cpu_name", platform.machine())
+    return f"{name} ({torch.backends.cpu.get_cpu_capability()})"

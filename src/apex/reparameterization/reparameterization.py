@@ -239,11 +239,10 @@ class _WithParts:
     """A module with the parts that torch computes with, such as those of a replica."""
 
     def __init__(self, module: nn.Module, parts: dict[str, Tensor]) -> None:
-        self.__dict__.update(parts)
-        self._module = module
+        self._module, self._parts = module, parts
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+        return self._parts[name] if name in self._parts else getattr(self._module, name)
 
 
 def _parametrizations(module: nn.Module, name: str) -> Sequence[nn.Module]:
