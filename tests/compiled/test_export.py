@@ -82,6 +82,21 @@ def test_traced_prepared_model_keeps_its_casts_without_the_session(level):
     assert same(loaded(batch(3)), wanted)
 
 
+class Reshaping(nn.Module):
+    """Its trace has constants of sizes, which TorchScript compares."""
+
+    def forward(self, x):
+        return x.view(x.shape[0], 4, x.shape[1] // 4).view(x.shape[0], 4, x.shape[1] // 4) * 2
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_traced_constants_are_compared(level):
+    model, _ = prepared(level, model=nn.Sequential(nn.Linear(8, 8), Reshaping()))
+    x = torch.ones(2, 8)
+    traced = torch.jit.trace(model, x)
+    assert all(same(traced(x), model(x)) for _ in range(2))
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_prepared_model_is_not_scripted(level):

@@ -208,15 +208,35 @@ def build_kernel(op: str, device: str, rules: ThreadRules, native: Any) -> Kerne
         finally:
             exclude(key, not (on if here.applied is applied else device in here.applied))
 
-    return _of_scripts(kernel, op, device) if default in ("to_cpu", "fp32_inplace") else kernel
+    return _of_scripts(kernel, op, device)
+
+
+def _of_constants(kernel: Kernel) -> Kernel:
+    """Returns ``kernel`` for TorchScript's passes, too.
+
+    They compare constants of equal dtypes, of which some come as numbers.
+    """
+
+    @untraced
+    def outer(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if all(isinstance(arg, Tensor) for arg in args):
+            return kernel(keyset, *args, **kwargs)
+        one, other = (arg.tolist() if isinstance(arg, Tensor) else arg for arg in args)
+        return one == other
+
+    return outer
 
 
 def _of_scripts(kernel: Kernel, op: str, device: str) -> Kernel:
-    """Returns ``kernel`` for the calls that come from above autograd.
+    """Returns ``kernel`` for the calls of scripts, where torch's own must not be cast.
 
-    torch's own kernels copy with ``to``, too, and rely on the dtype; they may pass a number. They
-    work in place on memory of their own.
+    torch's kernels copy with ``to``, too, and rely on the dtype; they may pass a number. They work
+    in place on memory of their own. Those calls do not come from above autograd.
     """
+    if op == "equal":
+        return _of_constants(kernel)
+    if OpTable.default().rows.get(op) not in ("to_cpu", "fp32_inplace"):
+        return kernel
     redispatch, below = dispatcher.overload(op).redispatch, dispatcher.keys_below_autocast(device)
     key, call = dispatcher.autocast_key(device), dispatcher.direct_call(op)
 
