@@ -11,6 +11,7 @@ from torch import nn
 
 from apex import amp
 from apex._engine.optimizer import deferred, one_pass
+from apex._torch import blocks
 from apex.optimizers import FusedAdam, FusedLAMB
 from apex.tools.memory import growth
 from benchmarks.memory import storages
@@ -558,6 +559,39 @@ def test_the_same_seed_gives_the_same_bits():
         outcomes.append(cases.masters(optimizer))
     assert cases.same(outcomes[0], outcomes[1])
     assert not cases.same(outcomes[0], outcomes[2])
+
+
+class Transposed(nn.Sequential):
+    """Its second weight has another layout than fused kernels can take by blocks."""
+
+    def __init__(self):
+        super().__init__(*[nn.Linear(8, 8) for _ in range(3)])
+        self[1].weight = nn.Parameter(self[1].weight.detach().t())
+
+
+@pytest.mark.parametrize("name", ["fused AdamW", "fused SGD", "FusedAdam"])
+def test_reading_a_gradient_on_one_rank_rounds_as_on_the_others(name, monkeypatch):
+    monkeypatch.setattr(one_pass, "least_elements", 1)
+    monkeypatch.setattr(blocks, "_LEAST", 32)
+
+    def trained(read):
+        torch.manual_seed(0)
+        model, optimizer = prepared("stochastic", name, Transposed())
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 8)).square().mean()
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            masters = list(amp.master_params(optimizer))
+            assert all(masters[index].grad is not None for index in read)
+            optimizer.step()
+        return cases.masters(optimizer)
+
+    expected = trained([])
+    for read in ([0], [2], [5], [0, 3], range(6)):
+        assert cases.same(trained(read), expected)
+    with amp.debug.two_pass_steps():
+        assert cases.same(trained([]), expected)
 
 
 @pytest.mark.parametrize("scale", [None, "dynamic"])

@@ -178,11 +178,12 @@ class OnePassStep(TorchDispatchMode):
         """Runs a fused operator: by blocks where gradients are deferred, as it is on the others."""
         lent = self._lent_for_blocks(func, args, kwargs)
         taken, rest = blocks.divide(args, [each is not None for each in lent])
-        if rest[0]:
-            func(rest[0], [self._real(grad) for grad in rest[1]], *rest[2:], **kwargs)
-        if taken[0]:
+        own = [self._real(grad) for grad in rest[1]]
+        if taken[0]:  # first, as where no gradient is deferred: masters number their writes
             lists = [dtensor.locals_of(each) for each in taken]
             self._run_blocks(func, lists, [each for each in lent if each is not None], kwargs)
+        if rest[0]:
+            func(rest[0], own, *rest[2:], **kwargs)
 
     def _lent_for_blocks(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -195,12 +196,36 @@ class OnePassStep(TorchDispatchMode):
         for i, each in enumerate(lent):
             if each is not None:
                 values[i], models[i] = each.gradient.values, each.pair.model
-        states = filter(None, args[2 : dispatch_modes.OPERANDS[func]])
+        states = [each for each in args[2 : dispatch_modes.OPERANDS[func]] if each]
         alike = blocks.alike(*map(dtensor.locals_of, (args[0], values, models, *states)))
-        return [
+        found = [
             each if same and each is not None and each.gradient.stand_in is not None else None
             for same, each in zip(alike, lent, strict=True)
         ]
+        return found if None not in found else self._with_fp32(found, args, states)
+
+    def _with_fp32(
+        self, found: list[_Lent | None], args: tuple[Any, ...], states: Sequence[Any]
+    ) -> list[_Lent | None]:
+        """Adds the fp32 gradients of packed masters to those that are taken by blocks.
+
+        Blocks and their order decide how stochastic masters round. Whether somebody has read a
+        gradient, perhaps on one rank only, must not.
+        """
+        pairs = {id(pair.master): pair for pair in self._pairs if pair.packing is not None}
+        if not pairs:
+            return found
+        grads = [
+            self._real(grad) if each is None else grad
+            for each, grad in zip(found, args[1], strict=True)
+        ]
+        alike = blocks.alike(*map(dtensor.locals_of, (args[0], grads, *states)))
+        for i, (param, grad) in enumerate(zip(args[0], grads, strict=True)):
+            pair = pairs.get(id(param))
+            if alike[i] and found[i] is None and pair is not None:
+                own = deferred.Deferred(pair, dtensor.local(grad), ())
+                found[i] = _Lent(None, pair, own)
+        return found
 
     def _run_blocks(
         self, func: Any, lists: blocks.Lists, lent: Sequence[_Lent], kwargs: dict[str, Any]
