@@ -386,6 +386,35 @@ def test_a_change_of_what_a_failed_pass_has_left_runs_no_step(level, scale):
     assert not cases.same(before, cases.masters(optimizer))
 
 
+@pytest.mark.parametrize("level", LOW)
+def test_a_change_of_sums_that_start_again_after_an_overflow_runs_no_step(level):
+    model, optimizer = prepared(level, loss_scale="dynamic")
+    before = cases.masters(optimizer)
+    accumulate(model, optimizer, cases.batches(2, overflow_at={0}))
+    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1e-3)
+    accumulate(model, optimizer, cases.batches(1))
+    optimizer.step()
+    assert cases.same(before, cases.masters(optimizer))
+    assert amp.step_was_skipped(optimizer)
+
+
+@pytest.mark.parametrize("side", ["model", "masters"])
+@level_scales
+def test_gradients_that_a_script_zeroes_end_what_a_failed_pass_has_left(level, scale, side):
+    model, optimizer = prepared(level, loss_scale=scale)
+    accumulate(model, optimizer, cases.batches(1))
+    with pytest.raises(ZeroDivisionError):
+        fail(model, optimizer, *cases.batch())
+    for _ in range(3):
+        before = cases.masters(optimizer)
+        for param in model.parameters() if side == "model" else amp.master_params(optimizer):
+            param.grad.zero_()
+        accumulate(model, optimizer, cases.batches(2))
+        optimizer.step()
+    assert not cases.same(before, cases.masters(optimizer))
+    assert not amp.step_was_skipped(optimizer)
+
+
 @level_scales
 def test_a_pass_that_fails_skips_the_steps_of_all_that_share_a_weight(level, scale):
     model = cases.net()

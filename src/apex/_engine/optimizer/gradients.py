@@ -165,6 +165,8 @@ class Gradients:
                 # An overflow that no other rank knows of yet is sent to them, as inf in the sum.
                 known = self.overflow.checked and self.state is not GradState.LOCAL
                 flag = self.overflow.found_inf if known else None
+                if flag is not None:
+                    self.overflow.keep()
                 summed = new.take_sums(pairs, low_scale, flag)
                 pairs = [pair for pair in pairs if id(pair.master) not in summed]
                 params = [param for param in params if id(param) not in summed]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from apex._core import finite
+from apex._core.foreach import norms
 from apex._torch.copies import HostCopy, capturing
 from apex._torch.dynamo import untraced
 
@@ -27,6 +28,7 @@ class OverflowFlag:
         self.found_inf: Tensor | None = None
         self.checked = False
         self._lost = False
+        self._zeroed = False
         self.skipped: Tensor | bool = False
         self.steps = 0
         self._skip_copy: HostCopy | None = None
@@ -45,13 +47,17 @@ class OverflowFlag:
         self.checked = True
 
     def raise_for_lost(self, device: torch.device) -> None:
-        """Makes steps skip, for gradients are lost, whatever becomes of the others."""
+        """Makes steps skip, for gradients are lost, and those that are left may be zero."""
         self.raise_by(torch.ones((), device=device))
+        self._lost = self._zeroed = True
+
+    def keep(self) -> None:
+        """Lets a set flag stay until every gradient is zero: sums start again without their inf."""
         self._lost = True
 
     def clear(self) -> None:
         """Makes steps run again: there are no gradients."""
-        self.checked = self._lost = False
+        self.checked = self._lost = self._zeroed = False
 
     @torch.no_grad()
     def recheck(self, params: list[nn.Parameter], others: list[nn.Parameter]) -> None:
@@ -61,12 +67,18 @@ class OverflowFlag:
             params: The optimizer's parameters.
             others: Those of optimizers that share one: a set flag stays while they overflow.
         """
-        if not self.checked or self._lost or self.found_inf is None:
+        if not self.checked or self.found_inf is None:
+            return
+        if self._zeroed:  # not by the script
+            self._zeroed = False
             return
         flag = self._to_write(self.found_inf)
         before = flag.clone()
         flag.zero_()
-        _raise_by_grads(flag, others)
+        if self._lost:
+            _raise_if_any(flag, params)
+        else:
+            _raise_by_grads(flag, others)
         flag.mul_(before)
         _raise_by_grads(flag, params)
 
@@ -99,6 +111,15 @@ class OverflowFlag:
 
 
 def _raise_by_grads(flag: Tensor, params: Iterable[nn.Parameter]) -> None:
-    grads = finite.dense_values([grad for p in params if (grad := p.grad) is not None])
+    grads = _grads(params)
     if grads:
         finite.unscale_and_check_(grads, torch.ones_like(flag), flag)
+
+
+def _raise_if_any(flag: Tensor, params: Iterable[nn.Parameter]) -> None:
+    greatest = [norm for same in finite.group(_grads(params)) for norm in norms.max_norms(same)]
+    finite.raise_flag_(flag, (norms.stacked(greatest, flag.device) != 0).any().to(flag.dtype))
+
+
+def _grads(params: Iterable[nn.Parameter]) -> list[Tensor]:
+    return finite.dense_values([grad for p in params if (grad := p.grad) is not None])
