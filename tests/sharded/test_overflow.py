@@ -68,6 +68,25 @@ def test_nan_in_a_shard_skips_on_ranks_that_hold_nothing_of_another_parameter(on
         assert found == dict.fromkeys(MIXED, (False, 2.0**11, [True] * 4))
 
 
+def changed_between_passes(rank, options):
+    """Whether a step moved anything, and was skipped: NaN in one shard, then a change of all."""
+    model, optimizer = sharded("O5", 2, loss_scale="dynamic", **options)
+    before = local_values(model)
+    in_one_shard(model, optimizer, last=rank == 1)
+    for param in amp.master_params(optimizer):
+        param.grad.mul_(0.5)
+    backward(model, optimizer, *batch(seed=2))
+    optimizer.step()
+    after = local_values(model)
+    moved = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    return moved, amp.step_was_skipped(optimizer)
+
+
+@pytest.mark.parametrize("options", [{}, {"grad_accum_dtype": torch.bfloat16}])
+def test_an_overflow_in_one_shard_outlasts_a_change_of_all_gradients(options, on_two_ranks):
+    assert on_two_ranks(changed_between_passes, options) == [(False, True)] * 2
+
+
 class Scaled(nn.Module):
     """A net with a parameter that stays whole on every rank."""
 

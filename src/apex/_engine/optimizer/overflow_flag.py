@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from apex._core import finite
 from apex._core.foreach import norms
+from apex._torch import dtensor
 from apex._torch.copies import HostCopy, capturing
 from apex._torch.dynamo import untraced
 
@@ -61,7 +62,7 @@ class OverflowFlag:
 
     @torch.no_grad()
     def recheck(self, params: list[nn.Parameter], others: list[nn.Parameter]) -> None:
-        """Sets a valid flag from the present gradients, which a script has changed.
+        """Sets a valid flag from the present gradients, which a script has changed on all ranks.
 
         Args:
             params: The optimizer's parameters.
@@ -81,6 +82,8 @@ class OverflowFlag:
             _raise_by_grads(flag, others)
         flag.mul_(before)
         _raise_by_grads(flag, params)
+        # A rank that alone sees what is left of an overflow would skip alone.
+        dtensor.all_reduce_(flag, dtensor.groups(params + others), "MAX")
 
     def _to_write(self, flag: Tensor) -> Tensor:
         """Returns the flag; keeps its value elsewhere if it tells whether the last step skipped."""
