@@ -57,6 +57,19 @@ def test_skipped_first_step_counts_as_none(name, dtype):
 
 
 @every
+def test_a_state_has_the_same_types_whether_or_not_a_flag_decided_about_the_step(name):
+    """A distributed checkpoint loads numbers into numbers only, and tensors into tensors."""
+    params, twins = cases.parameters(), cases.parameters()
+    optimizer, plain = cases.MAKERS[name](params), cases.MAKERS[name](twins)
+    step(optimizer, params, cases.gradients(params, 0), 0)
+    cases.run(plain, twins, 1)
+    groups, own = (each.state_dict()["param_groups"] for each in (optimizer, plain))
+    assert [{key: type(value) for key, value in group.items()} for group in groups] == [
+        {key: type(value) for key, value in group.items()} for group in own
+    ]
+
+
+@every
 def test_flag_that_is_down_changes_nothing(name):
     params, twins = cases.parameters(), cases.parameters()
     optimizer, reference = cases.MAKERS[name](params), cases.MAKERS[name](twins)

@@ -15,7 +15,17 @@ from torch.distributed.checkpoint.state_dict import (
 from apex import amp
 from apex.amp.distributed_checkpoint import with_masters
 from tests.features import shards_on_cpu
-from tests.sharded.cases import close, net, outcome, prepared, run, sharded, whole, wholes
+from tests.sharded.cases import (
+    OPTIMIZERS,
+    close,
+    net,
+    outcome,
+    prepared,
+    run,
+    sharded,
+    whole,
+    wholes,
+)
 from tests.training.cases import MIXED, batches, same
 
 DATA = list(batches(6, overflow_at={1}))
@@ -76,6 +86,25 @@ def test_a_run_of_two_ranks_resumes_on_two_bit_for_bit_and_on_one(on_two_ranks, 
         assert agree(before[1][level], after[1][level], bits=True), level
         alone = resumed(0, str(tmp_path), level, None)
         assert agree(before[0][level], alone, bits=False), level
+
+
+def fused_adam(rank, folder):
+    make = OPTIMIZERS["FusedAdam"]
+    model, optimizer = sharded("O5", 2, make)
+    run(model, optimizer, BEFORE)
+    dcp.save(states(model, optimizer), checkpoint_id=folder)
+    before = outcome(model, optimizer), run(model, optimizer, AFTER)
+    del model, optimizer
+    gc.collect()
+    model, optimizer = sharded("O5", 2, make, model=net(seed=5))
+    load(model, optimizer, folder)
+    return before, (outcome(model, optimizer), run(model, optimizer, AFTER))
+
+
+@shards_on_cpu
+def test_counts_that_a_flag_decided_about_load_into_a_new_optimizer(on_two_ranks, tmp_path):
+    for before, after in on_two_ranks(fused_adam, str(tmp_path)):
+        assert agree(before, after, bits=True)
 
 
 @shards_on_cpu

@@ -127,6 +127,11 @@ class FusedAdam(FusedOptimizer):
         self.set_grad_none = flag("set_grad_none", set_grad_none)
         self.master_weights = flag("master_weights", master_weights)
 
+    @property
+    def counts_in_tensors(self) -> bool:
+        """Whether step counts are tensors from the start."""
+        return self.capturable
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group."""
         super().add_param_group(param_group)

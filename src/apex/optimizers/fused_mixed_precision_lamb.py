@@ -71,6 +71,11 @@ class FusedMixedPrecisionLamb(FusedLAMB):
             group["step"] = step
             put_on_device(group)
 
+    @property
+    def counts_in_tensors(self) -> bool:
+        """Whether step counts are tensors from the start."""
+        return True
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group."""
         super().add_param_group(param_group)

@@ -127,6 +127,11 @@ class FusedOptimizer(Optimizer):
         """
 
     @property
+    def counts_in_tensors(self) -> bool:
+        """Whether step counts are tensors from the start, as for CUDA graphs."""
+        return False
+
+    @property
     def kernel_unscales(self) -> bool:
         """Whether ``update`` divides gradients by the gate's scale; else ``step`` does so first."""
         return bool(self.gradient_methods)
@@ -293,6 +298,17 @@ class FusedOptimizer(Optimizer):
         # amp's generated class has amp's step, and may stand behind the own class.
         if mixin_of(type(self)) is None:
             StepOfInstances.install(type(self))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns torch's, with step counts as numbers, whether or not a flag decided about steps.
+
+        ``torch.distributed.checkpoint`` loads a value into one of its own type only.
+        """
+        saved = super().state_dict()
+        for group in saved["param_groups"]:
+            if isinstance(group.get("step"), Tensor) and not self.counts_in_tensors:
+                group["step"] = int(group["step"])  # sync: to save
+        return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict; fp32 state of 16-bit parameters stays fp32.
