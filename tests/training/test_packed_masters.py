@@ -616,6 +616,20 @@ def test_a_resumed_run_rounds_as_the_uninterrupted_one(name, early, scale):
     assert cases.same(cases.masters(optimizer), expected)
 
 
+@pytest.mark.parametrize("name", ["fused AdamW", "Adam", "LBFGS closure"])
+@pytest.mark.parametrize("scale", [None, "dynamic"])
+def test_a_closure_that_fails_leaves_the_random_numbers(name, scale):
+    model, optimizer = prepared("stochastic", name, loss_scale=scale)
+    other = prepared("stochastic", name, loss_scale=scale)
+    cases.train_step_with_closure(model, optimizer, *cases.batch())
+    cases.train_step_with_closure(*other, *cases.batch())
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(lambda: 1 / 0)
+    cases.train_step_with_closure(model, optimizer, *cases.batch(2))
+    cases.train_step_with_closure(*other, *cases.batch(2))
+    assert cases.same(cases.masters(optimizer), cases.masters(other[1]))
+
+
 def test_moments_are_fp32():
     model, optimizer = prepared("stochastic", "Adam")
     train(model, optimizer, cases.batches(1))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core import dtypes
+from apex._core.packing import Kind
 from apex._core.param_groups import is_trained, params_in, params_of
 from apex._engine import tracked_pair
 from apex._engine.masters import Masters
@@ -166,9 +167,9 @@ class Binding:
         return [self, *(() if self.owner is None else self.owner.sharers([self]))]
 
     @property
-    def packs_masters(self) -> bool:
-        """Whether masters are stored in fewer bytes than fp32."""
-        return self._source.kind is not None
+    def packing(self) -> Kind | None:
+        """How masters are stored in fewer bytes than fp32; ``None`` if they are not."""
+        return self._source.kind
 
     def is_frozen(self, param: Tensor) -> bool:
         """Returns whether ``param`` is frozen and gets its master when unfrozen."""

@@ -6,7 +6,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +50,7 @@ def step(binding: Binding, run: Run, closure: Closure | None) -> Any:
     Returns:
         The result of the step; ``None`` for a skipped one without a closure.
     """
-    if binding.packs_masters:
+    if binding.packing is not None:
         run = functools.partial(_run_eagerly, run)
     if closure is not None:
         return _step_with_closure(binding, run, closure)
@@ -243,7 +243,7 @@ def _step_with_closure(binding: Binding, run: Run, closure: Closure) -> Any:
 @untraced_frame
 def _run_or_restore(binding: Binding, run: Run, closure: Closure) -> Any:
     """Runs the step, and reverts all of it if any evaluation of ``closure`` overflows."""
-    params, state = _snapshot(binding)
+    before = _snapshot(binding)
     losses: list[Any] = []
     skipped: list[bool] = []
 
@@ -258,13 +258,13 @@ def _run_or_restore(binding: Binding, run: Run, closure: Closure) -> Any:
     try:
         result = run(evaluate)
     except BaseException as error:
-        _restore_snapshot(binding, params, state)
+        _restore_snapshot(binding, before)
         if not isinstance(error, _SkipStep):
             raise
         binding.gradients.overflow.skipped = True
         return losses[0]
     if skipped:  # the optimizer caught _SkipStep
-        _restore_snapshot(binding, params, state)
+        _restore_snapshot(binding, before)
         binding.gradients.overflow.skipped = True
         return losses[0]
     return result
@@ -296,21 +296,32 @@ def _evaluation(
     return evaluate
 
 
+class _Snapshot(NamedTuple):
+    """What an optimizer steps, its state, and the random numbers of stochastic masters."""
+
+    params: list[Tensor]
+    state: dict[Any, Any]
+    rounding: dict[str, Any]
+
+
 @untraced
-def _snapshot(binding: Binding) -> tuple[list[Tensor], dict[Any, Any]]:
+def _snapshot(binding: Binding) -> _Snapshot:
     # An optimizer that evaluates several times in one step (LBFGS) must have its values and state
     # restored if a later evaluation overflows, so both are kept until the step ends.
     params = [param.detach().clone() for param in binding.params()]
-    return params, {param: copy.deepcopy(kept) for param, kept in binding.optimizer.state.items()}
+    state = {param: copy.deepcopy(kept) for param, kept in binding.optimizer.state.items()}
+    return _Snapshot(params, state, {} if binding.packing is None else {**vars(binding.packing)})
 
 
 @untraced
 @torch.no_grad()
-def _restore_snapshot(binding: Binding, values: list[Tensor], state: dict[Any, Any]) -> None:
-    for param, value in zip(binding.params(), values, strict=True):
+def _restore_snapshot(binding: Binding, before: _Snapshot) -> None:
+    for param, value in zip(binding.params(), before.params, strict=True):
         param.copy_(value)
     binding.optimizer.state.clear()
-    binding.optimizer.state.update(state)
+    binding.optimizer.state.update(before.state)
+    if binding.packing is not None:
+        vars(binding.packing).update(before.rounding)  # last: the copies count as writes
 
 
 @contextmanager
