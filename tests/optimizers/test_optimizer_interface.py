@@ -33,6 +33,17 @@ def test_save_load_continue_is_the_uninterrupted_run(name, dtype):
     cases.assert_same(params, resumed, rtol=0, atol=0)
 
 
+@every
+def test_loading_adds_nothing_to_the_groups(name):
+    """A later load of a distributed checkpoint would look for it in the file."""
+    params = cases.parameters()
+    optimizer = cases.MAKERS[name](params)
+    cases.run(optimizer, params, 1)
+    before = [{*group} for group in optimizer.param_groups]
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert [{*group} for group in optimizer.param_groups] == before
+
+
 @pytest.mark.parametrize(
     ("name", "torch_s"),
     [

@@ -291,7 +291,8 @@ class FusedOptimizer(Optimizer):
                 counts = [int(each["step"]) for each in states if "step" in each]  # sync: to load
                 group.update({"step": max(counts)} if counts else {})
             for name, value in self.defaults.items():
-                group.setdefault(name, value)
+                if name != "differentiable":  # torch's, not of a new optimizer's groups
+                    group.setdefault(name, value)
         self._hide_grad_scaler()
 
     def _hide_grad_scaler(self) -> None:
