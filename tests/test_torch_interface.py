@@ -134,6 +134,7 @@ KNOWN = {
     "torch._guards": (TRACING, "asked only where dynamo is loaded"),
     "torch._fused_adagrad_": (FOREACH, FUSED),
     "torch._fused_adam_": (FOREACH, FUSED),
+    "torch._neg_view": (DEBUG, TOOL),
     "torch._fused_adamw_": (FOREACH, FUSED),
     "torch._fused_sgd_": (FOREACH, FUSED),
     "torch._weight_norm": (

@@ -207,7 +207,30 @@ class Recurrent(nn.Module):
         return self.head(self.rnn(self.embedding(tokens))[0])
 
 
+class GraphAttention(nn.Module):
+    """A softmax over the edges of each node, written with scatters, as graph networks do."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.key, self.value, self.head = (
+            nn.Linear(width, 1),
+            nn.Linear(width, width),
+            nn.Linear(width, 10),
+        )
+
+    def forward(self, x):
+        source, target = torch.randint(len(x), (2, 4 * len(x)))
+        scores = F.leaky_relu(self.key(x[source] + x[target]).squeeze(-1))
+        largest = torch.full_like(scores[: len(x)], float("-inf"))
+        largest = largest.scatter_reduce(0, target, scores, "amax")
+        weights = (scores - largest[target]).exp()
+        sums = torch.zeros_like(weights[: len(x)]).index_add(0, target, weights)
+        messages = (weights / (sums[target] + 1e-6)).unsqueeze(-1) * self.value(x)[source]
+        return self.head(torch.zeros_like(messages[: len(x)]).index_add(0, target, messages))
+
+
 HEALTHY = {
+    "graph attention": GraphAttention,
     "mlp": mlp,
     "mlp, tanh, layer norm": lambda: mlp(nn.Tanh, nn.LayerNorm),
     "mlp, gelu, batch norm": lambda: mlp(nn.GELU, nn.BatchNorm1d),
@@ -256,13 +279,13 @@ def cross_entropy(output, targets):
 class Training:
     """A model with its optimizer, prepared for a mode."""
 
-    def __init__(self, model, mode, loss=cross_entropy):
+    def __init__(self, model, mode, loss=cross_entropy, loss_scale=128.0):
         self.mode, self.loss = mode, loss
         if mode == "bf16":
             model = model.bfloat16()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         if mode.startswith("O"):
-            scale = {"loss_scale": 128.0} if mode in ("O1", "O2") else {}
+            scale = {"loss_scale": loss_scale} if mode in ("O1", "O2") else {}
             model, optimizer = amp.initialize(
                 model, optimizer, opt_level=mode, verbosity=0, **scale
             )

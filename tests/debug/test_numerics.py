@@ -42,6 +42,18 @@ def test_each_role_is_told_with_its_counts():
     assert "2.weight (parameter, bfloat16): 1 inf, 1 nan of 16" in str(found)
 
 
+def test_infinities_of_a_mask_are_no_fault_in_a_buffer():
+    model = torch.nn.BatchNorm1d(3)
+    model.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
+    found = amp.debug.check_numerics(model)
+    assert found, str(found)
+    assert {item.name: item.inf for item in found}["mask"] == 3
+    model.running_var.fill_(torch.inf)
+    model.mask[0, 0] = torch.nan
+    bad = amp.debug.check_numerics(model).nonfinite
+    assert [item.name for item in bad] == ["running_var", "mask"]
+
+
 def test_gradients_are_looked_at():
     model, optimizer = prepared("O1")
     backward(model, optimizer, *overflowing())

@@ -4,6 +4,7 @@ import copy
 import gc
 import json
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -74,6 +75,40 @@ def test_the_run_computes_the_same_bits_as_without_the_trace(name, mode):
         assert hooks == after
         results.append([*losses, *state_of(training), torch.rand(3)])
     assert all(map(torch.equal, *results))
+
+
+def test_a_loss_scale_that_backs_off_and_grows_does_so_once_and_is_no_fault():
+    """``aten._amp_update_scale_`` writes integers, and decides on the overflows of the run."""
+    results = []
+    for is_traced in (False, True):
+        torch.manual_seed(0)
+        training = Training(nn.Linear(8, 4), "O1", loss_scale="dynamic")
+        plain = torch.amp.GradScaler("cpu", init_scale=2.0**17)
+        optimizer = torch.optim.SGD(training.model.parameters(), 0.1)
+        with amp.debug.trace_rounding(training.model) if is_traced else nullcontext() as trace:
+            for size in (2.0, 1.0, 1.0, 1.0):
+                x = torch.full((2, 8), 0.5 * size)
+                training.step(x, torch.zeros(2, dtype=torch.int64))
+                plain.scale(training.model(x).float().mean() * size).backward()
+                plain.step(optimizer)
+                plain.update()
+        assert trace is None or trace.worst is None, str(trace)
+        results.append((amp.state_dict(), plain.state_dict()))
+    assert results[0] == results[1]
+    assert results[0][1]["scale"] < 2.0**17
+
+
+def test_integers_that_an_operator_writes_are_those_of_the_run():
+    results = []
+    for is_traced in (False, True):
+        torch.manual_seed(0)
+        layer = nn.Linear(8, 64).bfloat16()
+        values, places = torch.zeros(16, 5).bfloat16(), torch.zeros(16, 5, dtype=torch.int64)
+        with amp.debug.trace_rounding(layer) if is_traced else nullcontext(), torch.no_grad():
+            wide = layer(torch.randn(16, 8, dtype=torch.bfloat16)).tanh() * 30
+            torch.topk(wide, 5, out=(values, places))
+        results.append(places)
+    assert torch.equal(*results)
 
 
 def test_the_report_names_place_cause_and_remedy():
@@ -176,6 +211,26 @@ class InPlace(nn.Module):
         elif self.how == "foreach":
             y = torch._foreach_add([y, x], 1000)[0]
         return y - 1000 + x
+
+
+def through_conjugates(x):
+    y = torch.fft.rfft(x.float())
+    y.conj().mul_(2j)
+    y.conj().imag.mul_(3.0)
+    return (y.conj() * y).real + y.conj().imag + torch.fft.irfft(y.conj(), n=8)[:, :5]
+
+
+def test_views_that_conjugate_and_negate_are_followed():
+    class Spectrum(nn.Module):
+        def forward(self, x):
+            return through_conjugates(x)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Spectrum()).bfloat16()
+    trace = traced(model, torch.randn(4, 8, dtype=torch.bfloat16))
+    assert trace.worst is None, str(trace)
+    assert trace.skipped == ()
+    assert max(row.error for row in trace.rows) < 0.05
 
 
 @pytest.mark.parametrize("how", ["view", "slice", "copy", "out", "foreach"])

@@ -14,6 +14,7 @@ from apex._core import arguments, dtypes, finite
 from apex._core.param_groups import params_of
 from apex._engine.optimizer.optimizer_class import binding_of
 from apex._torch import copies, dtensor
+from apex.debug import tensors
 from apex.debug.arguments import inner
 
 _COUNT = "state step"
@@ -36,6 +37,8 @@ class TensorNumerics:
         elements: Number of elements; of a sharded tensor, those on this rank.
         largest: Largest finite absolute value.
         limit: Largest finite value of the dtype.
+        mask: Whether it is a buffer whose infinities are those of a mask: all of one sign, among
+            numbers that are all equal.
     """
 
     name: str
@@ -46,11 +49,12 @@ class TensorNumerics:
     elements: int
     largest: float
     limit: float
+    mask: bool = False
 
     @property
     def finite(self) -> bool:
-        """Whether it holds neither inf nor NaN."""
-        return not self.inf and not self.nan
+        """Whether it holds neither inf nor NaN, except for the infinities of a mask."""
+        return self.mask or not (self.inf or self.nan)
 
     @property
     def headroom(self) -> float:
@@ -120,10 +124,10 @@ def check_numerics(model: nn.Module, optimizer: Any = None) -> Numerics:
           weight (parameter, float32): 1 nan of 2
     """
     arguments.module("amp.debug.check_numerics", model)
-    tensors = [*_of_model(model), *(() if optimizer is None else _of_optimizer(model, optimizer))]
+    named = [*_of_model(model), *(() if optimizer is None else _of_optimizer(model, optimizer))]
     held = [
         (name, role, finite.summed_values(dtensor.local(tensor.detach())))
-        for name, role, tensor in tensors
+        for name, role, tensor in named
     ]
     held = [item for item in held if item[2].numel() and item[2].is_floating_point()]
     counts = _counted([values for _, _, values in held])
@@ -137,6 +141,7 @@ def check_numerics(model: nn.Module, optimizer: Any = None) -> Numerics:
             elements=values.numel(),
             largest=largest,
             limit=torch.finfo(values.dtype).max,
+            mask=role == "buffer" and 0 < inf < values.numel() and tensors.is_mask(values),
         )
         for (name, role, values), (inf, nan, largest) in zip(held, counts, strict=True)
     )
@@ -169,7 +174,7 @@ def _of_optimizer(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, str, 
 
 
 @torch.no_grad()
-def _counted(tensors: list[Tensor]) -> list[list[float]]:
+def _counted(held: list[Tensor]) -> list[list[float]]:
     """Returns, for each tensor, the counts of inf and NaN and the largest finite magnitude."""
     found = [
         torch.stack(
@@ -179,6 +184,6 @@ def _counted(tensors: list[Tensor]) -> list[list[float]]:
                 torch.where(torch.isfinite(values), values, 0.0).abs().max().double(),
             ]
         )
-        for values in tensors
+        for values in held
     ]
     return [counts.tolist() for counts in copies.fetched(found)]  # sync: a diagnosis, asked for

@@ -92,7 +92,7 @@ DECIDED_BY_SECOND = _operators(
 
 DECISIONS = _operators(
     *("sign", "sgn", "round", "floor", "ceil", "trunc", "heaviside", "frac"), in_place=True
-)
+) | {"aten._amp_update_scale_"}
 """Operators whose result is a decision."""
 
 _SUMS = _operators(
@@ -132,7 +132,7 @@ def distance(values: Tensor, shadow: Tensor) -> Distance:
     far below all others: their size would hide the error of the rest.
     """
     if values.is_complex():
-        values, shadow = torch.view_as_real(values), torch.view_as_real(shadow)
+        values, shadow = (torch.view_as_real(each.resolve_conj()) for each in (values, shadow))
     if not values.numel():
         return Distance(0.0, 0.0)
     wide, shadow = values.double(), shadow.double()
@@ -224,7 +224,7 @@ def least_sizes(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any
 
     Arguments are those in fp32.
     """
-    if name in _SUMS:
+    if name in _SUMS | _IN_PLACE_SUMS:
         sums = func(*map(_absolute, args), **kwargs)
         sums = [sums] if isinstance(sums, Tensor) else sums
         return [0.0 if each is None else norm(each) for each in sums]

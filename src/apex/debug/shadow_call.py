@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex._core import dtypes
+from apex._core import dtypes, tree
 from apex.debug import rounding_rules as rules
 from apex.debug import tensors
 from apex.debug.shadows import Shadows, can_shadow
@@ -41,7 +41,7 @@ class ShadowCall:
         func, traits, args, kwargs = call
         self.func, self.name = func, rules.base_name(traits.name)
         self._arguments = [*args, *kwargs.values()]
-        self._written = {id(tensor) for tensor in call.written()}
+        self._written = {id(tensor) for tensor in tree.tensors(call.overwritten())}
         own = [self._wide(shadows.own_values_of, value) for value in self._arguments]
         wide = [self._wide(shadows.values_of, value) for value in self._arguments]
         if traits.name in rules.DECIDED_BY_SECOND:

@@ -42,7 +42,9 @@ class Shadow:
         values = self.values
         if tensor.is_complex():
             values = torch.view_as_complex(values.view(-1, 2))
-        return values.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+        values = values.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+        values = values.conj() if tensor.is_conj() else values
+        return torch._neg_view(values) if tensor.is_neg() else values
 
 
 class Shadows:
@@ -112,6 +114,5 @@ def widened(tensor: Tensor) -> Tensor:
 
 def _whole(tensor: Tensor) -> Tensor:
     """Returns a copy of all values of a tensor's storage, in the dtype of shadows."""
-    own = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    count = tensor.untyped_storage().nbytes() // own.itemsize
-    return widened(own.as_strided((count,), (1,), 0)).clone()
+    stored = torch.empty(0, dtype=_REAL[tensor.dtype], device=tensor.device)
+    return widened(stored.set_(tensor.untyped_storage())).clone()

@@ -87,12 +87,15 @@ class OperatorCall(NamedTuple):
 
     def written(self) -> list[Tensor]:
         """Returns the floating-point tensors that the call writes."""
-        values = [
+        return list(floating(self.overwritten()))
+
+    def overwritten(self) -> list[Any]:
+        """Returns the arguments that the call writes, of any dtype."""
+        return [
             self.kwargs.get(place) if isinstance(place, str) else self.args[place]
             for place in self.traits.writes
             if isinstance(place, str) or place < len(self.args)
         ]
-        return list(floating(values))
 
 
 @functools.cache
