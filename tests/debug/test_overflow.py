@@ -298,6 +298,39 @@ def test_the_remedy_for_a_cast_that_overflows_is_to_scale_down():
     assert "disable_casts" not in trace.first.remedy
 
 
+class Steep(nn.Module):
+    def forward(self, x):
+        return (x.float() * 1e6).to(x.dtype)
+
+
+@pytest.mark.parametrize("kept", [[], ["1"]])
+def test_a_module_that_is_in_fp32_already_is_not_to_be_kept_so(kept):
+    net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(Steep()))
+    net = amp.initialize(net, opt_level="O3", fp32_modules=kept, verbosity=0)
+    with trace_overflow(net) as trace:
+        net(torch.ones(1, 2)).sum().backward()
+    assert ("keep the modules next to it in fp32, too" in trace.first.remedy) == bool(kept)
+
+
+def test_the_gradient_of_a_cast_is_no_cast_that_a_script_can_scale():
+    net = nn.Linear(2, 2)
+    with trace_overflow(net) as trace:
+        (net(torch.ones(1, 2)).half().float() * 1e6).sum().backward()
+    assert (trace.first.op, trace.first.direction) == ("aten._to_copy", "backward")
+    assert trace.first.remedy.startswith("make the loss smaller")
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_a_weight_that_does_not_fit_the_dtype_of_its_cast_is_traced(level):
+    """torch holds the lock of autocast's cache while it casts a weight."""
+    net = nn.Linear(2, 2)
+    net, optimizer = amp.initialize(net, cases.sgd(net.parameters()), opt_level=level, verbosity=0)
+    nn.init.constant_(net.bias, 3.4e38)
+    with trace_overflow(net) as trace:
+        backward(net(torch.ones(1, 2)).float().sum(), optimizer)
+    assert (trace.first.op, trace.first.kind) == ("aten._to_copy", "inf")
+
+
 def test_the_remedy_for_weights_that_outgrow_fp16_names_nothing_that_is_there_already():
     net = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e6)

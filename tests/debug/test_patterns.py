@@ -191,14 +191,14 @@ CASES = [
         "a negative variance",
         "x.var(dim, correction=0)",
         lambda x: x * variance(x).rsqrt(),
-        lambda x: x * (variance(x).clamp_min(0) + 1e-5).rsqrt(),
+        lambda x: x * variance(x).clamp_min(1e-5).rsqrt(),
         CLOSE,
     ),
     (
         "a root of a negative number",
-        "clamp_min(0)",
+        "clamp_min(eps)",
         lambda x: (x * 1.0).sqrt(),
-        lambda x: (x.clamp_min(0) + 1e-6).sqrt(),
+        lambda x: x.clamp_min(1e-6).sqrt(),
         X,
     ),
     (
@@ -367,6 +367,13 @@ def test_a_power_is_a_division_where_its_base_is_0_and_undefined_where_it_is_neg
     assert (negative.cause, negative.pattern) == ("domain", "a power of a negative number")
 
 
+def test_a_wider_dtype_is_no_remedy_for_what_exceeds_it_too():
+    for largest, is_wider in ((20.0, True), (200.0, False), (2000.0, False)):
+        first = first_of(lambda x, top=largest: (x.half() * 0 + top).exp(), X)
+        assert first.pattern == "exp of a large number"
+        assert ("bf16" in first.remedy) == is_wider, first.remedy
+
+
 def test_a_quotient_by_an_exp_is_no_softmax():
     first = first_of(lambda x: (x - 3).square() / (x * 100).exp() + x, X)
     assert (first.op, first.pattern) == ("aten.exp", "exp of a large number")
@@ -382,3 +389,75 @@ def test_a_layer_before_a_loss_is_no_attention():
     nn.init.constant_(head.weight, 6e4)
     first = first_of(lambda x: F.cross_entropy(head(x.half()), torch.tensor([0])), X)
     assert (first.op, first.pattern) == ("aten.addmm", "")
+
+
+SMALL = {torch.float32: 1e-6, torch.float16: 1e-2, torch.bfloat16: 1e-6}
+BELOW_1 = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+
+# words of the remedy, formula, what the words say
+LITERAL = {
+    "root": (
+        "clamp_min(eps)",
+        lambda x, e: (x - 9).sqrt(),
+        lambda x, e: (x - 9).clamp_min(e).sqrt(),
+    ),
+    "inverse root": (
+        "clamp_min(eps)",
+        lambda x, e: (x - 9).rsqrt(),
+        lambda x, e: (x - 9).clamp_min(e).rsqrt(),
+    ),
+    "norm": (
+        "(x.square().sum(dim) + eps).sqrt()",
+        lambda x, e: (x * 0).square().sum(-1).sqrt(),
+        lambda x, e: ((x * 0).square().sum(-1) + e).sqrt(),
+    ),
+    "root at 0": (
+        "(x + eps).sqrt()",
+        lambda x, e: (x * 0) ** 0.5,
+        lambda x, e: (x * 0 + e) ** 0.5,
+    ),
+    "masked quotient": (
+        "a / b.clamp_min(",
+        lambda x, e: torch.where(x > 9, x / (x * 0), 0.0),
+        lambda x, e: torch.where(x > 9, x / (x * 0).clamp_min(e), 0.0),
+    ),
+    "constant row": (
+        "a / b.clamp_min(",
+        lambda x, e: (x - x.amin(-1, True)) / (x * 0).amax(-1, True),
+        lambda x, e: (x - x.amin(-1, True)) / (x * 0).amax(-1, True).clamp_min(e),
+    ),
+    "normalization": (
+        "eps",
+        lambda x, e: (x * 0) / (x * 0).square().mean(-1, True).sqrt(),
+        lambda x, e: (x * 0) / ((x * 0).square().mean(-1, True) + e).sqrt(),
+    ),
+    "logarithm": (
+        "clamp_min(",
+        lambda x, e: (x - 9).log(),
+        lambda x, e: (x - 9).float().clamp_min(e).log(),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", SMALL)
+@pytest.mark.parametrize("name", LITERAL)
+def test_a_remedy_mends_as_it_is_written_in_every_dtype(name, dtype):
+    words, formula, mended = LITERAL[name]
+    first, after = (
+        first_of(lambda x, f=form: f(x.to(dtype), SMALL[dtype]).sum(), X)
+        for form in (formula, mended)
+    )
+    assert words in first.remedy
+    assert dtype is not torch.float16 or "fp16" in first.remedy
+    assert after is None, after
+
+
+@pytest.mark.parametrize("dtype", BELOW_1)
+def test_the_margin_of_an_inverse_function_is_above_the_rounding_of_its_dtype(dtype):
+    eps, one = BELOW_1[dtype], torch.ones(1, 3)
+    first = first_of(lambda x: x.to(dtype).acos(), one)
+    assert (
+        f"{eps:g}".replace("e-06", "e-6").replace("0.001", "1e-3").replace("0.01", "1e-2")
+        in first.remedy
+    )
+    assert first_of(lambda x: x.to(dtype).clamp(-1 + eps, 1 - eps).acos(), one) is None

@@ -119,10 +119,16 @@ class Fault:
     @property
     def remedy(self) -> str:
         """The recommended remedy at the active level, in one or two sentences."""
+        text = self._remedy
+        small = self.dtype is torch.float16 and "eps" in text and "fp16" not in text
+        return f"{text} {_EPS_IN_FP16}" if small else text
+
+    @property
+    def _remedy(self) -> str:
         found = pattern_of(self)
         if found is not None:
-            in_fp16 = self.cause == "range" and self.dtype is torch.float16
-            return f"{found.remedy}; or {_for_range(self)}" if in_fp16 else f"{found.remedy}."
+            wider = self.cause == "range" and _fits_fp32(self)
+            return f"{found.remedy}; or {_for_range(self)}" if wider else f"{found.remedy}."
         if self.cause == "loss scale":
             return _for_loss_scale(self)
         if self.cause == "range":
@@ -267,8 +273,9 @@ _EXPLANATIONS = {
 _REMEDIES = {
     "divergence": "lower the learning rate or warm it up, and clip the gradients; check the losses "
     "of the preceding steps.",
-    "division by zero": "add an epsilon to the divisor (eps of a norm), or exclude the empty case "
-    "(a batch of one value, targets that are all ignored).",
+    "division by zero": "keep the divisor away from 0, a / b.clamp_min(eps), or a norm's eps above "
+    "0, or exclude the empty case (a batch of one value, targets that are all ignored); masking "
+    "the quotient afterwards does not help, because its derivative is 0 * inf, which is NaN.",
     "domain": "clamp the input to the domain before the call: log(x.clamp_min(eps)).",
     "derivative": "add an epsilon inside the root or norm, or clamp the input away from the "
     "boundary; masking the result afterwards does not help, because 0 * inf is NaN.",
@@ -296,6 +303,8 @@ _REMEDIES = {
     "uninitialized": "use torch.zeros, or write the whole tensor before reading it.",
 }
 
+_EPS_IN_FP16 = "In fp16, use 1e-2 as eps: slopes as steep as 1 / eps**2 have to fit."
+
 _LOWER_RATE = "lower the learning rate, because weights beyond 65504 do not fit fp16"
 _EPS = "because an optimizer's eps of 1e-8 is 0 in fp16."
 _MASTERS = f"step fp32 masters (O2, or master_weights=True), {_EPS}"
@@ -318,14 +327,20 @@ def _for_loss_scale(fault: Fault) -> str:
     )
 
 
+def _fits_fp32(fault: Fault) -> bool:
+    """Returns whether what exceeds fp16 is, as far as known, in the range of fp32 and bf16."""
+    true = fault.largest_true or 0.0
+    return fault.dtype is torch.float16 and true <= torch.finfo(torch.float32).max
+
+
 def _for_range(fault: Fault) -> str:
-    if fault.dtype is not torch.float16:
+    if not _fits_fp32(fault):
         return (
             "use a form that does not overflow (logsumexp instead of log of a sum of exp, or "
             "subtract the maximum), scale or clamp the input, or lower the learning rate."
         )
     ways = [_in_fp32(fault)] if fault.inside and fault.direction == "forward" else []
-    if fault.op in _CASTS:
+    if fault.op in _CASTS and fault.direction == "forward":
         ways = ["scale the values down before the cast", *_modules(fault)]
     elif fault.direction == "backward":
         ways = [*_modules(fault), *([] if fault.dynamic else [_SMALLER_LOSS])]

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from apex._engine.model.plan import fp32_modules
+from apex._engine.model.state import state_of
 from apex._torch.dispatcher import AUTOCAST_KEYS
 from apex.debug import frames
 from apex.debug.patterns import node_name, nodes_behind
@@ -128,10 +130,13 @@ class ModuleTracker:
                 self.names.setdefault(module, prefix + name)
 
     def in_fp32(self, name: str) -> bool:
-        """Returns whether the module of this name has parameters of its own, all in fp32."""
-        found = (each for each, known in self.names.items() if known == name)
+        """Returns whether amp keeps a module in fp32, or its own parameters are all in fp32."""
+        found = {each for each, known in self.names.items() if known == name}
         dtypes = {p.dtype for module in found for p in module.parameters(recurse=False)}
-        return dtypes == {torch.float32}
+        parts = [part for model in self.models for part in model.modules()]
+        states = [(part, state) for part in parts if (state := state_of(part)) is not None]
+        kept = (fp32_modules(part, state.plan) for part, state in states)
+        return dtypes == {torch.float32} or any(found & each for each in kept)
 
     # -- queries -------------------------------------------------------------------------------
 

@@ -211,13 +211,13 @@ _PATTERNS = (
             and _fed(f, {"Sub", "Rsub"}, {"Mean", "Div"})
         ),
         "compute a variance as x.var(dim, correction=0), not as x.square().mean() - "
-        "x.mean().square(), which rounding makes negative, or call clamp_min(0) before the root",
+        "x.mean().square(), which rounding makes negative, or call clamp_min(eps) before the root",
     ),
     Pattern(
         "a root of a negative number",
         lambda f: _is(f, _ROOTS, "domain") and f.kind == "nan" and _lowest(f) < 0.0,
-        "call clamp_min(0) before the root; rounding makes a small difference negative, such as a "
-        "squared distance a*a + b*b - 2*a*b (torch.cdist has none), or a variance computed as a "
+        "call clamp_min(eps) before the root; rounding makes a small difference negative, such as "
+        "a squared distance a*a + b*b - 2*a*b (torch.cdist has none), or a variance computed as a "
         "difference of means, where x.var(dim, correction=0) is not",
     ),
     Pattern(
@@ -249,8 +249,8 @@ _PATTERNS = (
             _is(f, _BOUNDED, "domain") or _differentiates(f, "Acos", "Asin", "Atanh", "Erfinv")
         ),
         "clamp the input into the open interval, x.clamp(-1 + eps, 1 - eps) with an eps of 1e-6 in "
-        "fp32 and 1e-3 in fp16: a cosine of unit vectors exceeds 1 by rounding, and the derivative "
-        "is infinite at 1",
+        "fp32, 1e-3 in fp16 and 1e-2 in bf16: a cosine of unit vectors exceeds 1 by rounding, and "
+        "the derivative is infinite at 1",
     ),
     Pattern(
         "a norm by hand at 0",
@@ -291,8 +291,9 @@ _PATTERNS = (
     Pattern(
         "division by 0 in fp16",
         lambda f: _is(f, {"div", "reciprocal", "rsqrt"}, "division by zero") and _in_fp16(f),
-        "add an epsilon of 1e-4 to the divisor, or compute it in fp32 with a smaller one: in fp16, "
-        "numbers below 6e-8, and so a smaller epsilon, round to 0",
+        "add an epsilon of 1e-4 to the divisor (inside its root, if it is one), or clamp it where "
+        "the dividend is not 0, a / b.clamp_min(1e-2), or compute it in fp32 with a smaller one: "
+        "in fp16, numbers below 6e-8, and so a smaller epsilon, round to 0",
     ),
     Pattern(
         "division by a norm that is 0",

@@ -233,10 +233,11 @@ def largest_in_double(call: OperatorCall) -> float | None:
     """
     if torch.Tag.nondeterministic_seeded in call.func.tags:
         return None
-    devices = {tensor.device.type for tensor in floating([call.args, call.kwargs])} or {"cpu"}
     try:
         wide = call._replace(args=_doubled(call.args), kwargs=_doubled(call.kwargs))
-        with torch.autocast(devices.pop(), enabled=False), torch.no_grad():
+        # autocast is off in a dispatch mode. Ending a block of it here would wait for itself: torch
+        # holds the lock of its weight cache while it casts a weight.
+        with torch.no_grad():
             result = wide.run()
     except (RuntimeError, NotImplementedError, TypeError):  # some kernels and devices lack float64
         return None
