@@ -572,3 +572,28 @@ def test_a_forked_process_is_not_traced():
 def test_arguments_that_are_not_models_are_refused():
     with pytest.raises(TypeError, match=r"trace_overflow got list; it takes models"):
         trace_overflow([nn.Linear(2, 2)])
+
+
+def test_a_skip_that_finds_the_scale_hides_no_fault_behind_it():
+    net = nn.Linear(2, 2)
+    net, optimizer = amp.initialize(net, cases.sgd(net.parameters()), opt_level="O1", verbosity=0)
+    with trace_overflow(net) as trace:
+        backward((net(torch.ones(1, 2)).float() * 1e2).sum(), optimizer)
+        assert trace.first.heals
+        backward((net(torch.ones(1, 2)).float() * 0).sqrt().sum(), optimizer)
+    assert (trace.first.node, trace.first.cause) == ("Sqrt", "derivative")
+
+
+@pytest.mark.parametrize("low_sums", [False, True])
+def test_a_sum_of_gradients_that_masters_hold_in_fp32_is_no_overflow(low_sums):
+    sums = {"grad_accum_dtype": torch.float16} if low_sums else {}
+    net = nn.Linear(2, 2, bias=False)
+    net, optimizer = amp.initialize(
+        net, cases.sgd(net.parameters()), opt_level="O2", loss_scale=1.0, verbosity=0, **sums
+    )
+    with trace_overflow(net) as trace:
+        for _ in range(3):
+            backward((net(torch.ones(1, 2)) * 3e4).sum(), optimizer)
+    finite = all(bool(p.grad.isfinite().all()) for p in amp.master_params(optimizer))
+    assert finite == (not low_sums)
+    assert (trace.first is None) == finite, trace

@@ -185,6 +185,13 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
             if origin is not None and tensors.kind_of(tensor):
                 mark(origin)
 
+    def _mirrors_gradients(self, call: _Call) -> bool:
+        """Returns whether amp shows a model the gradients that its masters hold in fp32."""
+        if self.tracker.inside or call.name not in ("aten._foreach_copy_", "aten.copy_"):
+            return False
+        sessions = [s for s in self._sessions() if not s.policy.sums_low]
+        return _keys(call.written) <= _gradients(p.model for s in sessions for p in s.masters.all())
+
     def _writes_weights(self, call: _Call, among: Iterable[Tensor] | None = None) -> bool:
         """Returns whether a call writes weights, if given those among these tensors."""
         written = _keys(call.written)
@@ -252,7 +259,8 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         elif call.is_constant:
             stepping = self._stepping is not None and self._is_update(call)
             cause = "update" if stepping else "constant"
-        origin = self._new_origin(call, kind, dtype, cause, deliberate=cause is not None)
+        deliberate = cause is not None or self._mirrors_gradients(call)
+        origin = self._new_origin(call, kind, dtype, cause, deliberate=deliberate)
         site = self.tracker.created_site
         if site is not None:
             self._provenance.link_site(site, origin)

@@ -221,12 +221,13 @@ class Provenance:
     def first_origin(self, *, healing: bool = True) -> Origin | None:
         """Returns the first origin that is a fault; see Note [When an origin is a fault].
 
-        With ``healing``, an overflow from which a dynamic loss scale backs off counts as one.
+        With ``healing``, an overflow from which a dynamic loss scale backs off counts as one, if
+        there is no other.
         """
-        reached = self._reached if healing else self._unhealed
         lost = [origin for origin in self._lost.values() if origin.is_lost]
+        healed = self._reached.values() if healing else ()
         pending = [o for o in self._pending if self._counts(o) and (healing or not o.fault.heals)]
-        for origins in ([*reached.values(), *lost], pending):
+        for origins in ([*self._unhealed.values(), *lost], healed, pending):
             origin = self.most_severe(origins)
             if origin is not None:
                 return origin
