@@ -117,6 +117,28 @@ def test_a_round_trip_of_the_backward_pass_alone_blames_no_float_that_is_not_the
     assert explained(again, level="O5").findings == ()
 
 
+@pytest.mark.parametrize("followed", [False, True])
+def test_the_remedy_for_an_fp32_operand_saves_the_casts_of_the_backward_pass(followed):
+    def forward(self, x):
+        low = self.a(x)
+        return self.b(low + (self.offset.to(low.dtype) if followed else self.offset))
+
+    body = Body(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 4))
+    body.register_buffer("offset", torch.ones(1, 4))
+    saved = finding(explained(body), "casts from bf16 to fp32 to bf16 undo one another")
+    assert (saved is None) == followed
+    remedy = "cast the fp32 tensor that meets a bf16 one in the forward pass to bf16"
+    assert followed or saved.remedy == remedy
+
+
+def test_a_cast_to_fp64_is_called_by_its_name():
+    def forward(self, x):
+        return self.b((self.a(x).double() * 2).to(x.dtype))
+
+    found = explained(Body(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 4)), level="O5")
+    assert finding(found, "mul runs in fp64").remedy.endswith("remove the .double() before it")
+
+
 def test_modules_kept_in_fp32_are_named_with_what_keeps_them():
     found = explained(normed(), level="O5", fp32_modules=["1"])
     [saved] = [each for each in found.findings if "runs in fp32" in each.title]

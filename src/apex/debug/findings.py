@@ -59,16 +59,21 @@ def _through_operators(trips: list[RoundTrip], whole: float) -> Iterator[Finding
     for (name, reason, path), group in groups.items():
         wide, low = SHORT.get(path[1], path[1]), SHORT.get(path[2], path[2])
         title = f"{_function(reason) or name} runs in {wide}"
-        remedy = f"to keep it in {low}: {_to_keep_low(reason, name, low)}"
+        change = _to_keep_low(reason, name, low) or f"remove the {_cast_to(wide)} before it"
+        remedy = f"to keep it in {low}: {change}"
         yield _finding(title, group, whole, remedy)
 
 
 def _undone(trips: list[RoundTrip], whole: float) -> Iterator[Finding]:
     for path in dict.fromkeys(trip.path for trip in trips):
-        steps = " to ".join(SHORT.get(dtype, dtype) for dtype in path)
+        low, wide, _ = steps = [SHORT.get(dtype, dtype) for dtype in path]
         group = [trip for trip in trips if trip.path == path]
-        remedy = "remove the first of the two casts, usually a .float() in the model's code"
-        yield _finding(f"casts from {steps} undo one another", group, whole, remedy)
+        if any(trip.direction == "forward" for trip in group):
+            cast = f"usually a {_cast_to(wide)} in the model's code"
+            remedy = f"remove the first of the two casts, {cast}"
+        else:  # a sum or product of both dtypes is in the wider one
+            remedy = f"cast the {wide} tensor that meets a {low} one in the forward pass to {low}"
+        yield _finding(f"casts from {' to '.join(steps)} undo one another", group, whole, remedy)
 
 
 def _weights(casts: Iterable[WeightCasts], whole: float) -> Iterator[Finding]:
@@ -100,6 +105,10 @@ def _finding(title: str, trips: list[RoundTrip], whole: float, remedy: str) -> F
     )
 
 
+def _cast_to(dtype: str) -> str:
+    return {"fp32": ".float()", "fp64": ".double()"}.get(dtype, f"cast to {dtype}")
+
+
 def _forward_name(op: str) -> str:
     """Returns the forward's name of an operator, without underscores."""
     name = op.rpartition(".")[2].strip("_")
@@ -112,6 +121,7 @@ def _function(reason: str) -> str:
 
 
 def _to_keep_low(reason: str, op: str, low: str) -> str:
+    """Returns what keeps an operator in 16 bits; ``""`` if only the model's code does."""
     in_backward = reason == OF_FORWARD  # a forward without a round trip: its input is fp32
     name = op if in_backward else _function(reason)
     if name in _WITH_WEIGHTS:
@@ -131,7 +141,7 @@ def _to_keep_low(reason: str, op: str, low: str) -> str:
     for start, remedy in _REMEDIES.items():
         if reason.startswith(start):
             return remedy
-    return "remove the .float() before it"
+    return ""
 
 
 _CONVERTS = {"fp16": "O2", "bf16": "O5"}
