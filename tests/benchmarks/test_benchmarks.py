@@ -139,7 +139,7 @@ def test_a_gradient_counts():
 def test_amp_stores_what_the_level_needs_and_no_more(level, count):
     params = sum(param.numel() for param in small_model().parameters())
     # The batch and some scalars add 0.3 bytes; a hidden copy of anything would add 2 or more.
-    assert count(small_task(), level) / params == pytest.approx(memory.BYTES[level], abs=0.5)
+    assert count(small_task(), level) / params == pytest.approx(memory.BYTES[level], abs=1.0)
 
 
 # -- timing ----------------------------------------------------------------------------------
