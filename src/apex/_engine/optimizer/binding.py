@@ -150,10 +150,6 @@ class Binding:
         """Returns whether gradients stay in 16 bits until they are read."""
         return self.sums_low or one_pass.takes(self)
 
-    def owns(self, param: Tensor) -> bool:
-        """Returns whether the optimizer has a master of ``param``, a model's parameter."""
-        return id(param) in self._owned
-
     def steps_any(self, params: Iterable[Tensor]) -> bool:
         """Returns whether a group holds the master of one of ``params``, models' parameters."""
         owned = self._owned.intersection(map(id, params))
