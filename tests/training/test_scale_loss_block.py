@@ -159,6 +159,32 @@ def test_a_gradient_taken_in_one_block_trains_in_the_next_through_double_backwar
     )
 
 
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("scale", [128.0, "dynamic"])
+@pytest.mark.parametrize("level", cases.LEVELS)
+def test_gradients_of_a_block_with_a_graph_train_through_double_backward(level, scale, passes):
+    model, optimizer = cases.prepared(level, loss_scale=scale, max_loss_scale=128.0)
+    for _ in range(passes):
+        with amp.scale_loss(cases.loss_of(model, *cases.batch()), optimizer) as scaled_loss:
+            scaled_loss.backward(create_graph=True)
+    penalty = sum(param.grad.float().square().sum() for param in model.parameters())
+    optimizer.zero_grad()
+    with amp.scale_loss(penalty, optimizer) as scaled_loss:
+        scaled_loss.backward()
+
+    plain = cases.net()
+    grads = torch.autograd.grad(
+        passes * cases.loss_of(plain, *cases.batch()), list(plain.parameters()), create_graph=True
+    )
+    sum(grad.square().sum() for grad in grads).backward()
+    eps = torch.finfo(cases.LEVELS[level].compute).eps
+    for stepped, param in zip(amp.master_params(optimizer), plain.parameters(), strict=True):
+        torch.testing.assert_close(
+            stepped.grad.float(), param.grad, rtol=64 * eps, atol=64 * eps * param.grad.abs().max()
+        )
+
+
 def _penalty_gradient(x):
     model = cases.net()
     (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)

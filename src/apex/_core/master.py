@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from apex._core import dtypes
 from apex._core.packing import Kind
-from apex._torch import dtensor
+from apex._torch import dtensor, foreach
 from apex._torch.dynamo import untraced
 from apex._torch.packed import Packed
 
@@ -110,7 +110,7 @@ def _fp32_copies_like(grads: list[Tensor], like: Sequence[Tensor]) -> list[Tenso
         for each in like
     ]
     if copies:
-        torch._foreach_copy_(dtensor.locals_of(copies), dtensor.locals_of(grads))
+        foreach.assign_(dtensor.locals_of(copies), dtensor.locals_of(grads))
     return copies
 
 

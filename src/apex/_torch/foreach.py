@@ -5,6 +5,7 @@ The form is chosen at import, except where a device or dtype lacks the kernel.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from apex._torch.dispatcher import has_kernel
 
 _BACKENDS = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "mps": "MPS"}
+_has_graph = operator.attrgetter("requires_grad")
 
 
 def plain_check_and_unscale_(grads: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
@@ -73,12 +75,18 @@ _check_and_unscale_kernel_ = _found(
 def check_and_unscale_(grads: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
     """Does the same as :func:`plain_check_and_unscale_`, in fewer kernels.
 
+    The product is part of the graph that gradients of a pass with ``create_graph=True`` have.
+
     Args:
         grads: Gradients of one device and one real floating-point dtype.
         found_inf: 0-d fp32 on the same device.
         inverse: 0-d fp32 on the same device.
     """
-    if grads and grads[0].dtype is torch.bfloat16 and grads[0].device.type != "cpu":
+    if _are_recorded(grads):  # but the kernel is not
+        with torch.no_grad():
+            check_and_unscale_([grad.detach() for grad in grads], found_inf, inverse.new_ones(()))
+        torch._foreach_mul_(grads, inverse)
+    elif grads and grads[0].dtype is torch.bfloat16 and grads[0].device.type != "cpu":
         # Only the CPU kernel accepts bf16 (torch 2.13).
         wide = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
         torch._foreach_copy_(wide, grads)
@@ -86,6 +94,20 @@ def check_and_unscale_(grads: list[Tensor], found_inf: Tensor, inverse: Tensor) 
         torch._foreach_copy_(grads, wide)
     else:
         _check_and_unscale_kernel_(grads, found_inf, inverse)
+
+
+def assign_(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copies each source into its target, as part of the graph that a source may have."""
+    if _are_recorded(sources):  # but the kernel has no derivative
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+    else:
+        torch._foreach_copy_(targets, sources)
+
+
+def _are_recorded(tensors: list[Tensor]) -> bool:
+    """Returns whether autograd records what happens to ``tensors``."""
+    return torch.is_grad_enabled() and any(map(_has_graph, tensors))
 
 
 update_scale_ = _found(torch, "_amp_update_scale_", plain_update_scale_)

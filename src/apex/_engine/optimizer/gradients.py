@@ -8,6 +8,7 @@ from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from apex._engine.events import Iteration
@@ -319,7 +320,7 @@ class Gradients:
         with without_overrides():
             before = [(param, parameters.grad_of(param), _version(param)) for param in params]
         yield
-        with without_overrides():
+        with without_overrides(), torch.no_grad():
             kept = {
                 id(param)
                 for param, grad, version in before

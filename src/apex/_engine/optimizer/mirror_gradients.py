@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from apex._core.foreach import norms
 from apex._engine.tracked_pair import TrackedPair
-from apex._torch import dtensor
+from apex._torch import dtensor, foreach
 from apex._torch.counted import count_writes
 
 _MARK = "_apex_mirrored"
@@ -81,9 +81,8 @@ def is_modified(pair: TrackedPair, grad: Tensor, *, in_buckets: bool) -> bool:
     return bool(version != grad._version or pair.mirror_id != id(grad))
 
 
-@torch.no_grad()
 def write(pairs: Sequence[TrackedPair], totals: Sequence[Tensor]) -> None:
-    """Rounds gradients of masters into the models' present gradients."""
+    """Rounds gradients of masters into the models' present gradients, with their graphs if any."""
     mirrors: list[Tensor] = []
     dense: list[Tensor] = []
     for pair, total in zip(pairs, totals, strict=True):
@@ -96,7 +95,7 @@ def write(pairs: Sequence[TrackedPair], totals: Sequence[Tensor]) -> None:
             mirrors.append(grad)
             dense.append(total)
     if mirrors:
-        torch._foreach_copy_(dtensor.locals_of(mirrors), dtensor.locals_of(dense))
+        foreach.assign_(dtensor.locals_of(mirrors), dtensor.locals_of(dense))
 
 
 def write_again(pairs: Iterable[TrackedPair]) -> None:
