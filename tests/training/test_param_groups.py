@@ -426,3 +426,17 @@ def test_copies_of_two_optimizers_of_one_weight_leave_it_its_memory(level):
     pairs = [pair for optimizer in copies for pair in optimizer._apex_binding.pairs]
     assert pairs
     assert not any(pair.model_written for pair in pairs)
+
+
+@pytest.mark.parametrize("level", cases.WITH_MASTERS)
+def test_a_module_added_to_a_deep_copy_is_cast(level):
+    original = cases.prepared(level)
+    ends = []
+    for model, optimizer in (original, copy.deepcopy(original)):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(7)
+            model.append(nn.Linear(2, 2))
+        optimizer.add_param_group({"params": model[3].parameters()})
+        train(model, optimizer)
+        ends.append((cases.masters(optimizer), cases.values(model.parameters())))
+    assert cases.same(*ends)

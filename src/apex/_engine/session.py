@@ -102,6 +102,7 @@ class Session:
                 first.rounding = kind
         self._bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._communicator = Communicator(self.scalers)
         self._shards: list[weakref.ref[object]] = []
         self._prepared: frozenset[int] = frozenset()
@@ -334,6 +335,10 @@ class Session:
 
     # -- called by models --------------------------------------------------------------------
 
+    def note_copy(self, model: nn.Module) -> None:
+        """Adds a deep copy of a model, which an optimizer copied with it may add modules to."""
+        self._copies.add(model)
+
     def master_of(self, param: Tensor) -> Tensor | None:
         return self.masters.master_of(param)
 
@@ -384,7 +389,7 @@ class Session:
     def convert_late(self, params: Iterable[Tensor]) -> None:
         self._communicator.forget_users()  # they may belong to another wrapper
         unknown = {id(param) for param in params if self.masters.pair_of(param) is None}
-        for model in self._models if unknown else ():
+        for model in (*self._models, *self._copies) if unknown else ():
             late = conversion.convert_late(model, unknown)
             self._make_masters(model, late, trains=True)
 

@@ -26,7 +26,7 @@ from apex._core import dtypes, tree
 from apex._core.mixins import known_with_mixin, mixin_of, with_mixin
 from apex._core.reduced import copied_by
 from apex._engine.model import dtype_errors, kept_buffers
-from apex._engine.model.state import STATE, ModelState, stash_forward
+from apex._engine.model.state import STATE, ModelState, module_behind, stash_forward, state_of
 from apex._pickle import rebuild
 from apex._torch.dynamo import untraced
 from apex._torch.modules import saves_plainly
@@ -122,6 +122,11 @@ class ConvertedModule(nn.Module):
         """Returns a converted model with its own parameters; optimizers copy the masters."""
         if self._apex_state is not None:
             self._apex_state.link.write_back()
+        new = self._deep_copied(memo)
+        _note_copy(new)
+        return new
+
+    def _deep_copied(self, memo: dict[int, Any]) -> Any:
         own = getattr(super(), "__deepcopy__", None)
         if own is not None:
             return own(memo)
@@ -156,6 +161,13 @@ class ConvertedModule(nn.Module):
             state.apply(self)
         state.model = weakref.ref(self)
         kept_buffers.mark_plain(state.kept(self))  # plain in files
+
+
+def _note_copy(model: nn.Module) -> None:
+    """Tells the session of a model's copy."""
+    state = state_of(model)
+    if state is not None and state.link.source is not None:
+        state.link.source.note_copy(module_behind(model))
 
 
 class _AnotherDtype(Exception):  # noqa: N818 - a signal, not an error
@@ -275,6 +287,7 @@ def _of_graph(base: Any, name: str) -> Callable[..., Any]:
             swap_class(result, converted_class(type(result)))
             own = result.__dict__[STATE] = copy.deepcopy(state, *memo) if memo else state
             cast(ConvertedModule, result).__setstate__((own, None))
+            _note_copy(result)
         return result
 
     return run
