@@ -221,3 +221,15 @@ def test_a_learning_rate_scheduler_takes_the_optimizer_inside():
     optimizer.step()
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 0.05
+
+
+@pytest.mark.parametrize("level", cases.WITH_MASTERS)
+def test_master_params_of_larc_have_the_gradients_of_a_plain_backward_pass(level):
+    model, optimizer = cases.prepared(level, lambda p: LARC(sgd(p)), loss_scale=1.0)
+    cases.loss_of(model, *cases.batch()).backward()
+    norm = torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1e-3)
+    assert norm > 1e-3
+    grads = cases.grads(amp.master_params(optimizer))
+    torch.testing.assert_close(torch.nn.utils.get_total_norm(grads), torch.tensor(1e-3))
+    model[0].weight.grad = None
+    assert next(amp.master_params(optimizer)).grad is None

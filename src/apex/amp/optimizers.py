@@ -28,16 +28,21 @@ def unwrap(optimizer: Any) -> Optimizer:
     Raises:
         TypeError: If it is neither.
     """
+    found = _inside(optimizer)
+    if found is None:
+        raise TypeError(
+            f"amp got {kind(optimizer)} instead of an optimizer. It accepts a "
+            "torch.optim.Optimizer, apex.parallel.LARC around one, or (in initialize, restore and "
+            "scale_loss) a list of these."
+        )
+    return found
+
+
+def _inside(optimizer: Any) -> Optimizer | None:
     if isinstance(optimizer, Optimizer):
         return optimizer
-    for attribute in ("optim", "_optimizer"):
-        inner = getattr(optimizer, attribute, None)
-        if isinstance(inner, Optimizer):
-            return inner
-    raise TypeError(
-        f"amp got {kind(optimizer)} instead of an optimizer. It accepts a torch.optim.Optimizer, "
-        "apex.parallel.LARC around one, or (in initialize, restore and scale_loss) a list of these."
-    )
+    inner = (getattr(optimizer, name, None) for name in ("optim", "_optimizer"))
+    return next((each for each in inner if isinstance(each, Optimizer)), None)
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:
@@ -54,7 +59,8 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
         raise TypeError(
             f"amp.master_params got {kind}{type(optimizer).__name__}; it takes an optimizer."
         )
-    binding = None if not isinstance(optimizer, Optimizer) else binding_of(optimizer)
+    own = _inside(optimizer)
+    binding = None if own is None else binding_of(own)
     if binding is not None:
         _warn_inside_block(binding)
         binding.gradients.absorb_raw()
