@@ -195,6 +195,24 @@ def test_delayed_a_parameter_used_nowhere_has_no_gradient(on_two_ranks):
         assert never is None
 
 
+def run_branches_in_no_sync(rank):
+    wrapped = DistributedDataParallel(Branches(), delay_allreduce=True)
+    with wrapped.no_sync():
+        wrapped(torch.full((1, 2), 1.0 + rank), True)["out"][0].sum().backward()
+    wrapped(torch.ones(1, 2), False)["out"][0].sum().backward()
+    return grads(wrapped)
+
+
+@two_ranks
+def test_delayed_a_parameter_used_in_no_sync_only_is_reduced(on_two_ranks):
+    model = Branches()
+    apart = [model(torch.full((1, 2), value), True)["out"][0].sum() for value in (1.0, 2.0)]
+    (sum(apart) / 2 + model(torch.ones(1, 2), False)["out"][0].sum()).backward()
+    for always, once, never in on_two_ranks(run_branches_in_no_sync):
+        assert_close([always, once], [model.always.weight.grad, model.once.weight.grad])
+        assert never is None
+
+
 class Checkpointed(nn.Module):
     """A layer that two checkpointed segments share."""
 

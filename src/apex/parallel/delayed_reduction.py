@@ -27,6 +27,7 @@ class DelayedReduction:
         self.params = [param for param in params if param.requires_grad]
         self.reduction = reduction
         self._received: set[int] = set()
+        self._unsent: set[int] = set()
         self._on = False
         self._queued = False
         for index, param in enumerate(self.params):
@@ -48,6 +49,8 @@ class DelayedReduction:
         if self._on:
             self._received.add(index)
             self._queue()
+        else:
+            self._unsent.add(index)
 
     def _register_output(self, tensor: Tensor) -> Tensor:
         # An output's hook runs in the outermost backward pass. A parameter's may run in a nested
@@ -66,9 +69,11 @@ class DelayedReduction:
             Variable._execution_engine.queue_callback(self._finish)
 
     def _finish(self) -> None:
-        received = set(self._received)
+        unsent = {index for index in self._unsent if self.params[index].grad is not None}
+        received = self._received | unsent
         self._queued = False
         self._received.clear()
+        self._unsent.clear()
         reduce_gradients(self.params, self.reduction, received)
 
 
