@@ -409,3 +409,15 @@ def test_inputs_may_be_nested_and_named():
     found = explain(Net(4, 2), {"x": [torch.randn(3, 4)]}, shift=torch.ones(2))
     assert row_of(found, "add").calls == 1
     assert {row.parameter for row in found.gradients} == {"weight", "bias"}
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"loss_fn": nn.MSELoss}, "explain got the class MSELoss as loss_fn; it takes a function"),
+        ({"loss_scale": "dynamic"}, "takes the multiplier on the loss, a number. Leave it out"),
+    ],
+)
+def test_an_option_of_another_kind_is_refused_with_what_it_takes(option, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        explain(net(), torch.randn(3, 4), **option)

@@ -2,6 +2,7 @@
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -52,6 +53,18 @@ def test_the_report_of_a_clean_trace_counts_the_operators():
     net = nn.Linear(2, 2)
     assert str(trace_of(net)).startswith("No overflow: ")
     assert "0 operators" not in str(trace_of(net))
+
+
+@pytest.mark.parametrize("tool", [amp.debug.trace_overflow, amp.debug.trace_rounding])
+def test_a_trace_ends_in_its_own_thread_only(tool):
+    net = nn.Linear(2, 2).bfloat16()
+    x = torch.ones(1, 2, dtype=torch.bfloat16)
+    with ThreadPoolExecutor() as pool, tool(net) as trace:
+        with pytest.raises(RuntimeError, match="ends in another thread than it began in"):
+            pool.submit(trace.__exit__, None, None, None).result()
+        net(x).sum().backward()
+    assert _get_current_dispatch_mode() is None
+    assert "No " in str(trace)  # it went on
 
 
 def test_a_trace_in_which_nothing_ran_is_no_clean_one():

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from apex import amp
+from apex.amp import debug
 from apex.debug.faults import Fault
 from apex.debug.loops import loop_of
 from apex.optimizers import FP16_Optimizer
@@ -650,3 +651,11 @@ def test_on_a_device_arm_traces_after_skips(log):
         scaler.update()
     assert handle.trace.first.module == "0"
     assert len(log()) == 1
+
+
+@pytest.mark.parametrize("models", ["net", 3, ["net"], list(nn.Linear(2, 2).parameters())])
+@pytest.mark.parametrize("tool", [debug.arm, debug.History, debug.why_skipped])
+def test_a_model_that_is_none_is_refused(tool, models):
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)
+    with pytest.raises(TypeError, match=rf"amp\.debug\.{tool.__name__} got \w+"):
+        tool(optimizer, model=models)

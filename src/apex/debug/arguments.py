@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from apex._core import tree
+from apex._core import arguments, tree
 from apex.amp.optimizers import unwrap
 from apex.debug.module_tracker import unwrapped
 
@@ -35,8 +36,17 @@ def check_scaler(caller: str, scaler: Any) -> None:
         )
 
 
-def checked_model(caller: str, model: Any, arguments: object) -> nn.Module:
-    """Returns the model inside wrappers; raises unless it and its ``arguments`` can be run."""
+def checked_models(caller: str, models: Any) -> list[nn.Module]:
+    """Returns one model or several as a list; raises TypeError if any is no module."""
+    single = isinstance(models, nn.Module) or not isinstance(models, Iterable)
+    found = [models] if single else list(models)
+    for model in found:
+        arguments.module(f"amp.debug.{caller}", model)
+    return found
+
+
+def checked_model(caller: str, model: Any, given: object) -> nn.Module:
+    """Returns the model inside wrappers; raises unless it and the arguments given can be run."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"{caller} got {type(model).__name__} as the model; it takes a torch.nn.Module, "
@@ -49,7 +59,7 @@ def checked_model(caller: str, model: Any, arguments: object) -> nn.Module:
                 f"{caller} got a model whose parameter {name!r} has no values yet (lazy, or on the "
                 "meta device). Run the model once or initialize it first."
             )
-    if not tree.tensors(arguments):
+    if not tree.tensors(given):
         raise ValueError(
             f"{caller} got no tensor among the inputs of {type(inner).__name__}. Pass the model's "
             f"arguments: {caller}(model, x) or {caller}(model, input_ids=...)."
@@ -69,11 +79,11 @@ def floating_outputs(caller: str, output: object, *, instead: str = "") -> list[
 
 
 def check_loss_fn(caller: str, loss_fn: object) -> None:
-    """Raises TypeError if ``loss_fn`` is neither None nor callable."""
-    if loss_fn is not None and not callable(loss_fn):
+    """Raises TypeError if ``loss_fn`` is neither None nor a function; a class is none."""
+    if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, type)):
         raise TypeError(
-            f"{caller} got {type(loss_fn).__name__} as loss_fn; it takes a function of the model's "
-            "output that returns the loss."
+            f"{caller} got {arguments.kind(loss_fn)} as loss_fn; it takes a function of the "
+            "model's output that returns the loss."
         )
 
 

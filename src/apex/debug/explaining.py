@@ -208,7 +208,12 @@ def _device(model: nn.Module, inputs: Any, keywords: Any) -> torch.device:
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
-def _scale(given: float | None, scaler: Any, rules: DtypeRules) -> float:
+def _scale(given: float | str | None, scaler: Any, rules: DtypeRules) -> float:
+    if given == "dynamic":
+        raise ValueError(
+            "explain got loss_scale='dynamic'; it takes the multiplier on the loss, a number. "
+            "Leave it out for the current scale of amp, or pass a GradScaler as scaler=."
+        )
     if given is not None:
         return checked_static(given)
     if scaler is not None:

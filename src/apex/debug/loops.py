@@ -23,7 +23,7 @@ from apex._torch import grad_scaler
 from apex._torch.copies import moved
 from apex._torch.dispatch_modes import suspend_modes
 from apex._torch.dynamo import untraced
-from apex.debug.arguments import check_scaler, inner
+from apex.debug.arguments import check_scaler, checked_models, inner
 from apex.debug.module_tracker import unwrapped
 
 StepHook = Callable[..., None]
@@ -373,11 +373,11 @@ def loop_of(
         only: Whether to watch no other optimizers of the session.
 
     Raises:
-        TypeError: If ``scaler`` is not a ``GradScaler``.
+        TypeError: If ``scaler`` is not a ``GradScaler``, or a model is not a module.
         ValueError: If the optimizers belong to several loops, or have a session and a ``scaler``.
     """
     check_scaler(caller, scaler)
-    models = [models] if isinstance(models, nn.Module) else models
+    models = None if models is None else checked_models(caller, models)
     own = [inner(optimizer) for optimizer in optimizers]
     bindings = [binding for o in own if (binding := binding_of(o)) is not None]
     if not bindings:

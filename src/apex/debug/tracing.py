@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -92,9 +93,11 @@ class Trace:
         for model in models:
             if not isinstance(model, nn.Module):
                 raise TypeError(
-                    f"{self._NAME} got {type(model).__name__}; it takes models (nn.Module)."
+                    f"{self._NAME} got {type(model).__name__}; it takes models (nn.Module), one "
+                    "by one, and a GradScaler as scaler=."
                 )
         self._models = models
+        self._thread = 0
         self._entered = False
         self._hooks, self._modes = ExitStack(), ExitStack()
         self.mode: TorchDispatchMode | None = None
@@ -109,7 +112,7 @@ class Trace:
             raise RuntimeError(
                 f"This trace was entered before, and a trace traces once. Call {self._NAME} again."
             )
-        self._entered = True
+        self._entered, self._thread = True, threading.get_ident()
         self.mode = mode = self._new_mode()
         with ExitStack() as hooks, ExitStack() as modes:
             hooks.enter_context(mode.tracker)
@@ -121,7 +124,16 @@ class Trace:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Stops tracing, removes all hooks and releases the models."""
+        """Stops tracing, removes all hooks and releases the models.
+
+        Raises:
+            RuntimeError: If another thread entered the trace, and goes on tracing.
+        """
+        if self.mode is not None and self._thread != threading.get_ident():
+            raise RuntimeError(
+                f"{self._NAME} ends in another thread than it began in, whose operators it traces. "
+                "End it in that one: `with` the trace in the function that the thread runs."
+            )
         self.stop_mode()
         self._hooks.close()
         self._models = ()
