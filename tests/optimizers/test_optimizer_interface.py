@@ -79,6 +79,39 @@ def test_resume_after_steps_by_flag_is_exact(name):
     cases.assert_same(params, resumed, rtol=0, atol=0)
 
 
+def check_refused(name, state, message):
+    optimizer = cases.MAKERS[name](cases.parameters())
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=rf"{name} got the state of another {message}"):
+        optimizer.load_state_dict(state)
+    assert optimizer.state_dict() == before
+
+
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedSGD", "FusedLAMB", "FusedNovoGrad"])
+def test_the_state_of_another_model_is_refused(name):
+    """torch's fused kernels would write outside the memory of what is too small."""
+    params = cases.parameters(shapes=[(3, 2), *cases.SHAPES[1:]])
+    optimizer = cases.MAKERS[name](params)
+    cases.run(optimizer, params, 1)
+    check_refused(name, optimizer.state_dict(), r"model or .*shape \(3, 2\) for .*shape \(3, 4\)")
+
+
+@pytest.mark.parametrize(
+    ("name", "saved", "message"),
+    [
+        ("FusedAdam", "FusedNovoGrad", r"model or optimizer: exp_avg_sq has the shape \(\) for"),
+        ("FusedNovoGrad", "FusedAdam", r"model or optimizer: .*FusedNovoGrad keeps \(\)\. Load"),
+        ("FusedAdam", "FusedSGD", r"optimizer: its parameter groups have no betas\. Load"),
+        ("FusedSGD", "FusedAdam", r"optimizer: its parameter groups have no momentum\. Load"),
+    ],
+)
+def test_the_state_of_another_optimizer_is_refused(name, saved, message):
+    params = cases.parameters()
+    optimizer = cases.MAKERS[saved](params)
+    cases.run(optimizer, params, 1)
+    check_refused(name, optimizer.state_dict(), message)
+
+
 @every
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
 def test_copy_continues_alike(name, how):

@@ -21,6 +21,7 @@ class FusedAdagrad(FusedOptimizer):
         adagrad_w_mode: 1 for decoupled weight decay, else 0.
     """
 
+    shaped_state: ClassVar[tuple[str, ...]] = ("sum",)
     gradient_methods: ClassVar[tuple[str, ...]] = IN_KERNELS
     settings: ClassVar[tuple[str, ...]] = ("adagrad_w_mode",)
 

@@ -36,6 +36,8 @@ class FusedNovoGrad(FusedOptimizer):
             (1).
     """
 
+    shaped_state: ClassVar[tuple[str, ...]] = ("exp_avg",)
+    scalar_state: ClassVar[tuple[str, ...]] = (NORM,)
     settings: ClassVar[tuple[str, ...]] = ("moment_mode",)
 
     multi_tensor_novograd = staticmethod(amp_C.multi_tensor_novograd)

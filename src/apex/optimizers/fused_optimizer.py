@@ -89,6 +89,12 @@ class FusedOptimizer(Optimizer):
     steps_dtensors: ClassVar[bool] = False
     """Whether the rule supports DTensors: takes norms over all ranks, mixes in no plain tensors."""
 
+    shaped_state: ClassVar[tuple[str, ...]] = "exp_avg", "exp_avg_sq"
+    """State of the parameter's shape, which kernels do not check."""
+
+    scalar_state: ClassVar[tuple[str, ...]] = ()
+    """State of one number per parameter, 0-d."""
+
     gradient_methods: ClassVar[tuple[str, ...]] = ()
     """The methods that handle gradients, if they leave their values to torch's fused kernels.
 
@@ -283,7 +289,12 @@ class FusedOptimizer(Optimizer):
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Takes over options and the step count that a state of torch's own class lacks."""
+        """Takes over options and the step count that a state of torch's own class lacks.
+
+        Raises:
+            ValueError: If it is the state of another optimizer or model; nothing is changed.
+        """
+        self._check_state(state)
         super().__setstate__(state)
         for group in self.param_groups:
             if "step" not in group:
@@ -294,6 +305,27 @@ class FusedOptimizer(Optimizer):
                 if name != "differentiable":  # torch's, not of a new optimizer's groups
                     group.setdefault(name, value)
         self._hide_grad_scaler()
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        name, remedy = type(self).__name__, "Load the one that was saved with this model."
+        defaults = state.get("defaults") or self.defaults
+        for group in state["param_groups"]:
+            missing = {"betas", "momentum"} & defaults.keys() - group.keys()
+            if missing:
+                raise ValueError(
+                    f"{name} got the state of another optimizer: its parameter groups have no "
+                    f"{missing.pop()}. {remedy}"
+                )
+        for param, own in state["state"].items():
+            shapes = dict.fromkeys((*self.shaped_state, MASTER), param.shape)
+            for key, shape in {**shapes, **dict.fromkeys(self.scalar_state, torch.Size())}.items():
+                tensor = own.get(key)
+                if isinstance(tensor, Tensor) and tensor.shape != shape:
+                    raise ValueError(
+                        f"{name} got the state of another model or optimizer: {key} has the shape "
+                        f"{tuple(tensor.shape)} for a parameter of shape {tuple(param.shape)}, "
+                        f"where {name} keeps {tuple(shape)}. {remedy}"
+                    )
 
     def _hide_grad_scaler(self) -> None:
         # amp's generated class has amp's step, and may stand behind the own class.

@@ -30,6 +30,7 @@ class FusedSGD(FusedOptimizer):
         materialize_master_grads: Has no effect; kept for compatibility.
     """
 
+    shaped_state: ClassVar[tuple[str, ...]] = (BUFFER,)
     gradient_methods: ClassVar[tuple[str, ...]] = IN_KERNELS
     settings: ClassVar[tuple[str, ...]] = ("wd_after_momentum", "materialize_master_grads")
 
