@@ -187,6 +187,24 @@ def test_a_step_with_gradients_that_stay_scaled_is_warned_of(level, way):
     assert sum(found) == (way == "forgotten")
 
 
+@pytest.mark.parametrize("level", cases.MIXED)
+@pytest.mark.parametrize("clears", [False, True])
+def test_a_step_with_gradients_of_a_loss_that_was_only_scaled_is_warned_of(level, clears):
+    model, optimizer = cases.prepared(level, cases.sgd, loss_scale=128.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x, y in cases.batches(2):
+            with amp.scale_loss(cases.loss_of(model, x, y), []) as scaled_loss:
+                scaled_loss.backward()
+            if clears:  # as after an attack on the inputs
+                optimizer.zero_grad()
+                cases.backward(model, optimizer, x, y)
+            optimizer.step()
+    assert ["did not get this optimizer" in str(each.message) for each in caught] == [True] * (
+        not clears
+    )
+
+
 def test_clipping_the_masters_inside_the_block_is_warned_of():
     assert_warns_once("O1", masters_inside, CLIPPED)
     assert_warns_once("O2", masters_inside, MASTERS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from itertools import chain, compress
 from types import TracebackType
@@ -21,7 +21,7 @@ from apex._torch.overrides import without_overrides
 if TYPE_CHECKING:
     from apex._core.op_table import CastSpec
     from apex._engine.events import ScaleUpdate
-    from apex._engine.optimizer.binding import Binding
+    from apex._engine.optimizer.binding import Binding, Owner
     from apex._engine.optimizer.gradients import OpenPass
     from apex._engine.scaler import Scaler
     from apex._torch.ddp import Communication
@@ -49,6 +49,7 @@ class BackwardPass(ExitStack):
         *,
         communication: Callable[[Binding], Communication],
         ended: Callable[[Sequence[ScaleUpdate], bool], None],
+        owners: Iterable[Owner] = (),
         flagged: Sequence[Binding] | None = None,
         casts: CastSpec | None = None,
         mistakes: Mistakes | None = None,
@@ -64,6 +65,7 @@ class BackwardPass(ExitStack):
             communication: Returns whether and how a binding's gradients are sent to other ranks.
             ended: Called with the scale updates that are readable on the host by now, and whether
                 an exception ended the pass; not after a pass that defers its scale update.
+            owners: The sessions whose other optimizers may get gradients that stay scaled.
             flagged: The optimizers whose next step an overflow skips; ``None`` for ``bindings``.
             casts: The casts of Python code inside the pass that mixes dtypes; ``None`` for the
                 thread's.
@@ -77,6 +79,7 @@ class BackwardPass(ExitStack):
         self._scaler = scaler
         self._communication = communication
         self._ended = ended
+        self._owners = owners
         self._flagged = bindings if flagged is None else flagged
         self._delay_unscale = delay_unscale
         self._delay_overflow_check = delay_overflow_check
@@ -176,7 +179,7 @@ class BackwardPass(ExitStack):
 
     def _inspect(self, mistakes: Mistakes, scaled_loss: Tensor) -> None:
         params = [param for binding in self._bindings for param in binding.trained()]
-        siblings = chain.from_iterable(b.owner.bindings for b in self._bindings if b.owner)
+        siblings = chain.from_iterable(owner.bindings for owner in self._owners)
         others = chain.from_iterable(b.trained() for b in siblings if b not in self._bindings)
         self._inspection = BlockInspection(mistakes, params, others)
         self._inspection.observe(scaled_loss)

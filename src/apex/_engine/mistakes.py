@@ -214,7 +214,7 @@ class BlockInspection:
 
     def _is_for_others(self) -> bool:
         reached = self._written or any(param.grad is not None for param in self._params)
-        return self._elsewhere and not reached
+        return self._elsewhere and bool(self._params) and not reached
 
     def close(self) -> None:
         """Removes the hooks; idempotent."""

@@ -282,6 +282,7 @@ class Session:
             mistakes=self.mistakes,
             communication=_communication_of_pass,
             ended=functools.partial(self._end_pass, scaler.loss_id, bindings, owners),
+            owners=owners,
             flagged=flagged,
             delay_unscale=delays,
             delay_overflow_check=delay_overflow_check,
