@@ -213,7 +213,7 @@ def test_a_failed_session_puts_back_its_own_alone(module):
     registry.register(module, "fn", "float")
     registry.apply()
     ours = module.fn
-    registry.register(dict, "fromkeys", "float")
+    registry._entries["fails"] = _Entry(dict, "fromkeys", "float")
     with pytest.raises(TypeError):
         registry.apply()
     assert module.fn is ours
@@ -240,14 +240,15 @@ def test_sessions_begin_and_end_in_threads_at_once(module):
         registry.undo()
 
 
-def test_function_registered_between_sessions_counts_from_the_next(module):
+def test_function_registered_in_a_session_is_replaced_until_the_last_one_ends(module):
     registry = UserRegistry()
     registry.apply()
     registry.register(module, "fn", "float")
-    assert module.fn is dtypes
+    ours = module.fn
+    assert ours is not dtypes
     registry.apply()
-    assert module.fn is not dtypes
     registry.undo()
+    assert module.fn is ours
     registry.undo()
     assert module.fn is dtypes
 

@@ -190,6 +190,27 @@ def test_a_registered_function_is_left_alone_without_function_casts(level, modul
     del keep
 
 
+@every_kind
+@pytest.mark.parametrize("level", CAST_LEVELS)
+def test_a_function_that_is_registered_late_is_cast_at_once(kind, level, module):
+    own = module.seen
+    keep = prepared(level)
+    KINDS["half"][1](module, "seen")
+    KINDS[kind][1](module, "seen")
+    given = torch.ones(1, dtype=FP16)
+    assert module.seen(given) == wanted(kind, level, [FP16])
+    del keep
+    assert module.seen is own
+
+
+def test_a_late_registration_that_fails_is_none():
+    keep = prepared("O4")
+    with pytest.raises(TypeError, match="immutable type"):
+        amp.register_half_function(str, "upper")
+    del keep
+    prepared("O4")
+
+
 def test_a_registered_function_stays_cast_until_the_last_session_ends(module):
     amp.register_half_function(module, "seen")
     own = module.seen

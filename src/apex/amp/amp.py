@@ -51,7 +51,7 @@ def promote_function(fn: Callable[P, R]) -> Callable[P, R]:
 def register_half_function(module: Any, name: str) -> None:
     """Makes ``module.name`` a :func:`half_function` during sessions with op casts.
 
-    Call it before ``amp.initialize``.
+    Call it before or after ``amp.initialize``.
 
     Raises:
         ValueError: If ``module`` has no function ``name``.

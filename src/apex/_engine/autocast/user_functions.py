@@ -78,7 +78,7 @@ class UserRegistry:
         self._sessions = 0
 
     def register(self, module: ModuleType | type, name: str, kind: Kind) -> None:
-        """Registers ``module.name`` to be cast from the next ``apply`` on; the latest kind wins.
+        """Registers ``module.name`` to be cast while a session lives; the latest kind wins.
 
         Raises:
             ValueError: If the module has no such function, or the kind is unknown.
@@ -97,7 +97,11 @@ class UserRegistry:
                 f"No function {name!r} in {where}. Pass the module that holds the function and its "
                 "name there: amp.register_half_function(torch, 'einsum')."
             )
-        self._entries[id(module), name] = _Entry(module, name, kind)
+        entry = _Entry(module, name, kind)
+        with self._lock:
+            if self._sessions:
+                self._applied += entry.replace()
+            self._entries[id(module), name] = entry
 
     def kinds(self) -> dict[str, Kind]:
         """Returns the kind of every registered function by its name."""
