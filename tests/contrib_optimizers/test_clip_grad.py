@@ -90,3 +90,8 @@ def test_sparse_gradients_are_refused():
     param.grad = torch.ones(3, 2).to_sparse()
     with pytest.raises(TypeError, match="sparse"):
         clip_grad_norm_([param], 1.0)
+
+
+def test_a_model_in_place_of_its_parameters_is_refused():
+    with pytest.raises(TypeError, match=r"got the model Linear; .*Pass model\.parameters\(\)"):
+        clip_grad_norm_(torch.nn.Linear(2, 2), 1.0)

@@ -419,6 +419,8 @@ def test_parameters_of_other_dtypes_are_refused_and_nothing_changed(dtype):
 def test_anything_but_an_optimizer_is_refused():
     with pytest.raises(TypeError, match="FP16_Optimizer got Linear; it wraps an optimizer"):
         FP16_Optimizer(nn.Linear(1, 1))
+    with pytest.raises(TypeError, match="FP16_Optimizer got FP16_Optimizer; it wraps an optimizer"):
+        FP16_Optimizer(FP16_Optimizer(sgd(net())))
 
 
 def test_unknown_dynamic_loss_args_are_refused():

@@ -174,6 +174,14 @@ def test_unknown_keywords_are_refused(kind):
         kind(SIZE, momentum=0.1)
 
 
+@pytest.mark.parametrize("name", ["elementwise_affine", "memory_efficient"])
+@pytest.mark.parametrize("kind", MODULES)
+def test_a_flag_is_a_bool_or_its_name(kind, name):
+    with pytest.raises(TypeError, match=f"{name} is 'no'; it must be a bool"):
+        kind(SIZE, **{name: "no"})
+    assert kind(SIZE, **{name: "True"}).weight is not None
+
+
 @pytest.mark.parametrize("shape", ["8", 8.0, None, [8.0]])
 @pytest.mark.parametrize("kind", MODULES)
 def test_a_shape_of_another_type_is_refused(kind, shape):

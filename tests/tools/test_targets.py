@@ -103,8 +103,21 @@ def test_a_model_that_must_be_copied_and_cannot_is_refused_with_the_remedy(modul
         ("import torch\nsetup = torch.nn.ReLU()\n", r"setup\(\) raised TypeError"),
         (TARGET + "model = 3\n", "model is int, not a torch.nn.Module"),
         (TARGET + "loss = 3\nbatches = 4\n", "batches is int.*; loss is int"),
+        (TARGET + "model.to('meta')\n", r"the model's parameter '0.weight' has no values yet"),
+        (TARGET + "model = torch.nn.LazyLinear(2)\n", r"the model's parameter 'weight' has no v"),
     ],
-    ids=["raises", "import", "exit", "nothing", "two", "module", "model", "several"],
+    ids=[
+        "raises",
+        "import",
+        "exit",
+        "nothing",
+        "two",
+        "module",
+        "model",
+        "several",
+        "meta",
+        "lazy",
+    ],
 )
 def test_a_target_that_gives_no_experiment_is_refused(tmp_path, text, message):
     with pytest.raises(TargetError, match=message), open_target(written(tmp_path, text)):

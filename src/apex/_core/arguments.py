@@ -139,6 +139,14 @@ def module(caller: str, value: object) -> None:
         raise TypeError(f"{caller} got {kind(value)}; it takes a torch.nn.Module.")
 
 
+def parameters(caller: str, value: object) -> None:
+    """Raises TypeError if ``value``, in place of parameters, is a module."""
+    if isinstance(value, nn.Module):
+        raise TypeError(
+            f"{caller} got the model {kind(value)}; it takes parameters. Pass model.parameters()."
+        )
+
+
 def loss(caller: str, value: object) -> None:
     """Raises TypeError unless ``value`` is a tensor that autograd can differentiate."""
     if not isinstance(value, Tensor):

@@ -53,18 +53,25 @@ def checked_model(caller: str, model: Any, given: object) -> nn.Module:
             f"followed by its inputs: {caller}(model, x, loss_fn=...)."
         )
     inner = unwrapped(model)
-    for name, param in inner.named_parameters():
-        if isinstance(param, nn.UninitializedParameter) or param.device.type == "meta":
-            raise ValueError(
-                f"{caller} got a model whose parameter {name!r} has no values yet (lazy, or on the "
-                "meta device). Run the model once or initialize it first."
-            )
+    if missing := missing_values(inner):
+        raise ValueError(f"{caller} got a model whose {missing}")
     if not tree.tensors(given):
         raise ValueError(
             f"{caller} got no tensor among the inputs of {type(inner).__name__}. Pass the model's "
             f"arguments: {caller}(model, x) or {caller}(model, input_ids=...)."
         )
     return inner
+
+
+def missing_values(model: nn.Module) -> str:
+    """Returns which parameter of a model has no values, and what to do; empty if all have."""
+    for name, param in model.named_parameters():
+        if isinstance(param, nn.UninitializedParameter) or param.is_meta:
+            return (
+                f"parameter {name!r} has no values yet (lazy, or on the meta device). Run the "
+                "model once or initialize it first."
+            )
+    return ""
 
 
 def floating_outputs(caller: str, output: object, *, instead: str = "") -> list[Tensor]:

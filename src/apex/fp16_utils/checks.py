@@ -23,7 +23,7 @@ _KEYS = (
 def check_optimizer(optimizer: Any) -> None:
     """Raises TypeError unless it is an optimizer over fp16, bf16 and fp32 parameters."""
     groups = getattr(optimizer, "param_groups", None)
-    if not isinstance(groups, list):
+    if not isinstance(groups, list) or isinstance(optimizer, master_wrapper.MasterWrapper):
         raise TypeError(
             f"FP16_Optimizer got {type(optimizer).__name__}; it wraps an optimizer, such as "
             "torch.optim.SGD(model.parameters(), lr=0.1)."

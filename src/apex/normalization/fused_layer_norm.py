@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.jit import is_scripting  # type: ignore[attr-defined]
 
 from apex import _unavailable
+from apex._core.arguments import flag
 from apex._core.dtypes import LOW_PRECISION
 from apex.normalization._compute import Shape, layer_norm, rms_norm
 from apex.normalization._functions import (
@@ -81,8 +82,8 @@ class _FusedNorm(nn.Module):
         super().__init__()
         self.normalized_shape = _size(type(self).__name__, normalized_shape)
         self.eps = eps
-        self.elementwise_affine = elementwise_affine
-        self.memory_efficient = memory_efficient
+        self.elementwise_affine = flag("elementwise_affine", elementwise_affine)
+        self.memory_efficient = flag("memory_efficient", memory_efficient)
         self.weight: nn.Parameter | None
         self.bias: nn.Parameter | None
         self.register_parameter("weight", self._new_parameter())
@@ -319,7 +320,7 @@ def _check_affine(
             f"{module} got the keyword {next(iter(unknown))!r}; it takes normalized_shape, eps, "
             "memory_efficient and elementwise_affine. Remove it."
         )
-    if not elementwise_affine:
+    if not flag("elementwise_affine", elementwise_affine):
         raise RuntimeError(
             f"{module} got elementwise_affine=False; its result has the weight's dtype, so it "
             f"needs a weight. Use {other}(..., elementwise_affine=False)."

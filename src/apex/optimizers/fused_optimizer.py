@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from apex._core import arguments
 from apex._core.arguments import in_range
 from apex._core.dtypes import is_low_precision
 from apex._core.foreach.adam import AdamRule
@@ -102,11 +103,7 @@ class FusedOptimizer(Optimizer):
     """
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
-        if isinstance(params, nn.Module):
-            raise TypeError(
-                f"{type(self).__name__} got the model {type(params).__name__}; it takes parameters "
-                "or parameter groups. Pass model.parameters()."
-            )
+        arguments.parameters(type(self).__name__, params)
         super().__init__(params, defaults)
         self._hide_grad_scaler()
 

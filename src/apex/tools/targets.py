@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from apex import amp
 from apex._engine.session import Session
+from apex.debug.arguments import missing_values
 from apex.tools.errors import TargetError, format_error, place_of
 from apex.tools.migrate.script import Script
 from apex.tools.migrate.sources import UnreadableError, read
@@ -218,6 +219,8 @@ def _checked(target: str, given: Any) -> Experiment:
     ]
     if wrong:
         raise TargetError(f"{target}: {'; '.join(wrong)}.")
+    if missing := missing_values(given["model"]):
+        raise TargetError(f"{target}: the model's {missing}")
     return Experiment(
         given["model"],
         given["optimizer"],

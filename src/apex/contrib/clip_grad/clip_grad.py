@@ -39,10 +39,11 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: If ``error_if_nonfinite`` is set and the norm is not finite.
-        TypeError: If a gradient is sparse, or a norm no number.
+        TypeError: If a gradient is sparse, a norm no number, or ``parameters`` a module.
         ValueError: If ``max_norm`` or ``norm_type`` is negative or NaN.
     """
     del foreach
+    arguments.parameters("clip_grad_norm_", parameters)
     max_norm, norm_type = arguments.clipping("clip_grad_norm_", max_norm, norm_type)
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [param.grad.detach() for param in parameters if param.grad is not None]
