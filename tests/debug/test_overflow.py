@@ -226,6 +226,33 @@ def test_the_remedy_for_an_operator_sign_in_o1_fixes_it():
     assert first_with(Mended()) is None
 
 
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_the_remedy_for_a_line_of_the_model_itself_fixes_it(level):
+    class Pooled(nn.Module):
+        def __init__(self, *, mended):
+            super().__init__()
+            self.body, self.head, self.mended = nn.Linear(2, 2), nn.Linear(2, 1), mended
+
+        def forward(self, x):
+            x = self.body(x) * 1000
+            if self.mended:
+                return self.head(x.float().square().mean(1, keepdim=True).sqrt().to(x.dtype) / x)
+            return self.head(x.square().mean(1, keepdim=True).sqrt() / x)
+
+    def first_with(net):
+        nn.init.constant_(net.body.weight, 1.0)
+        options = {"opt_level": level, "loss_scale": 1.0, "verbosity": 0}
+        net, optimizer = amp.initialize(net, cases.sgd(net.parameters()), **options)
+        with trace_overflow(net) as trace:
+            backward(net(torch.ones(1, 2)).float().mean(), optimizer)
+        return trace.first
+
+    remedy = first_with(Pooled(mended=False)).remedy
+    assert "compute squares, norms and variances in fp32, x.float()" in remedy
+    assert "run that line on .float() inputs, and cast its result back, .to(x.dtype)" in remedy
+    assert first_with(Pooled(mended=True)) is None
+
+
 def test_an_operator_without_a_python_function_has_none_to_register():
     net = nn.Conv1d(1, 1, 1, dtype=torch.float16)
     nn.init.constant_(net.weight, 6e4)

@@ -384,6 +384,20 @@ def test_a_product_that_no_softmax_reads_is_none():
     assert (first.op, first.pattern) == ("aten.mm", "")
 
 
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda x: (x * 1e6).half() @ torch.eye(3).half(),
+        lambda x: (x.half() * 100) @ (torch.eye(3).half() * 600) @ torch.eye(3).half(),
+    ],
+    ids=["a cast", "a product"],
+)
+def test_what_only_a_later_product_feeds_to_a_softmax_is_neither_mask_nor_scores(layer):
+    first = first_of(lambda x: layer(x).softmax(-1), torch.tensor([[1.0, -2.0, 3.0]]))
+    assert first.cause == "range"
+    assert first.pattern == ""
+
+
 def test_a_layer_before_a_loss_is_no_attention():
     head = nn.Linear(3, 3).half()
     nn.init.constant_(head.weight, 6e4)

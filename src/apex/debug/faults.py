@@ -359,7 +359,7 @@ def _in_fp32(fault: Fault) -> str:
         namespace, name = fault.function
         return f"amp.register_float_function({namespace}, {name!r}) before it (O1)"
     # The line may call a method or `@`, which registering a function in torch does not cover.
-    return f"run that line on .float() inputs{_WITHOUT_CASTS.get(fault.level, '')}"
+    return f"run that line on .float() inputs{_AROUND_FP32.get(fault.level, '')}"
 
 
 def _modules(fault: Fault) -> list[str]:
@@ -376,7 +376,8 @@ def _modules(fault: Fault) -> list[str]:
     return [f"keep the module in fp32 with amp.initialize(..., fp32_modules=[{name!r}])"]
 
 
-_WITHOUT_CASTS = {
+_AROUND_FP32 = {
+    **dict.fromkeys(("O2", "O3", "16-bit model"), ", and cast its result back, .to(x.dtype)"),
     "O1": " `with amp.disable_casts():` (O1)",
     "torch.autocast": " `with torch.autocast(device_type, enabled=False):`",
 }

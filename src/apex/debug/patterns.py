@@ -27,6 +27,7 @@ _TRANSPARENT = (
 )
 
 _PRODUCTS = {"mm", "bmm", "baddbmm"}  # of two values; a layer adds its bias in an addmm
+_LAYERS = {*_PRODUCTS, "addmm", "convolution"}
 _SOFTMAX = {"softmax", "safe_softmax"}  # of attention; losses call log_softmax
 _LOGS = {"log", "log2", "log10"}
 _ROOTS = {"sqrt", "rsqrt"}
@@ -98,8 +99,10 @@ def _read(fault: Fault, *ops: str) -> bool:
 
 
 def _read_by(fault: Fault, ops: set[str]) -> bool:
-    """Returns whether any of these operators read the non-finite values."""
-    return not ops.isdisjoint(operator_name(op) for op in fault.read_by)
+    """Returns whether one of these operators read the non-finite values before a product did."""
+    readers = [operator_name(op) for op in fault.read_by]
+    first = next((name for name in readers if name in ops or name in _LAYERS), "")
+    return first in ops
 
 
 def _lowest(fault: Fault) -> float:
