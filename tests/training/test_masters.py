@@ -363,6 +363,40 @@ def test_weights_swapped_for_an_evaluation_leave_masters_as_they_were(level, by)
 
 
 @pytest.mark.parametrize("level", MASTERS)
+@pytest.mark.parametrize("by", ["copy_", "data"])
+def test_weights_perturbed_for_some_passes_leave_masters_as_they_were(level, by):
+    model, optimizer = cases.prepared(level, lambda params: cases.sgd(params, lr=0.0))
+    cases.train_step(model, optimizer, *cases.batch())
+    before = cases.masters(optimizer)
+    params = list(model.parameters())
+    backup = [param.data.clone() for param in params]
+    for perturbation in (0.5, 0.25, 0.0):  # adversarial: Madry et al., ICLR 2018
+        for param, value in zip(params, backup, strict=True):
+            if by == "data":
+                param.data = value + perturbation
+            else:
+                with torch.no_grad():
+                    param.copy_(value + perturbation)
+        with amp.scale_loss(cases.loss_of(model, *cases.batch()), optimizer) as scaled_loss:
+            scaled_loss.backward()
+    optimizer.step()
+    assert cases.same(cases.masters(optimizer), before)
+
+
+@pytest.mark.parametrize("level", MASTERS)
+def test_master_params_follow_a_weight_that_was_written_before_the_pass(level):
+    model, optimizer = cases.prepared(level, lambda params: cases.sgd(params, lr=0.0))
+    cases.train_step(model, optimizer, *cases.batch())
+    nn.init.constant_(next(model.parameters()), 0.25)
+    with amp.scale_loss(cases.loss_of(model, *cases.batch()), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    for master in amp.master_params(optimizer):  # weight decay by hand
+        master.data.mul_(0.5)
+    optimizer.step()
+    assert (next(model.parameters()) == 0.125).all()
+
+
+@pytest.mark.parametrize("level", MASTERS)
 def test_a_master_refuses_data_of_another_dtype(level):
     _, optimizer = cases.prepared(level)
     before = cases.masters(optimizer)

@@ -199,7 +199,7 @@ class BackwardPass(ExitStack):
 
     def _prepared(self, binding: Binding) -> Communication:
         communication = self._communication(binding)
-        binding.read_model()
+        binding.begin_pass()
         binding.gradients.absorb_changes()
         return communication
 

@@ -63,6 +63,7 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
     binding = None if own is None else binding_of(own)
     if binding is not None:
         _warn_inside_block(binding)
+        binding.read_written()
         binding.gradients.absorb_raw()
     for group in optimizer.param_groups:
         yield from group["params"]
@@ -178,7 +179,7 @@ class AmpStashOptimizer(AmpOptimizer):
     def _prepare_amp_backward(self) -> None:
         """Sets existing gradients aside before a backward pass."""
         binding = _require_binding(self)
-        binding.read_model()
+        binding.begin_pass()
         binding.gradients.absorb_changes()
         binding.gradients.begin(identity=False)
 

@@ -232,6 +232,21 @@ class Binding:
 
     # -- before a pass or a step -------------------------------------------------------------
 
+    def begin_pass(self) -> None:
+        """Copies writes from before the first pass to the masters; adopts unfrozen parameters.
+
+        Later writes wait for the step: a script may perturb weights for a pass and restore them.
+        """
+        new = [pair for pair in self.pairs if pair.new]
+        if new:
+            tracked_pair.read_model(new)
+        if self._frozen:
+            self.adopt_unfrozen()
+
+    def read_written(self) -> None:
+        """Copies writes since the first pass to the masters, which a script asks for."""
+        tracked_pair.read_model(pair for pair in self.pairs if not pair.new)
+
     def read_model(self) -> None:
         """Copies writes to the model to the masters, and adopts unfrozen parameters."""
         if self.pairs:
