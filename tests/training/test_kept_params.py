@@ -98,6 +98,18 @@ class Container(Optimizer):
         ]
 
 
+class Counting(SGD):
+    """Keeps a number in its state, beside that of its parameters (SPAM)."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.state["steps"] = 0
+
+    def step(self, closure=None):
+        self.state["steps"] += 1
+        return super().step(closure)
+
+
 def trained(make, level, **options):
     model, optimizer = cases.prepared(level, make, **options)
     for x, y in cases.batches(3):
@@ -114,6 +126,21 @@ def test_an_optimizer_finds_masters_where_it_kept_its_parameters(level, kind):
     rates = [optimizer.times(param) for param in amp.master_params(optimizer)]
     amp.restore(model, optimizer)
     assert [optimizer.times(param) for param in model.parameters()] == rates
+
+
+@pytest.mark.parametrize("level", cases.LEVELS)
+def test_an_optimizer_may_keep_a_number_in_its_state(level):
+    model, optimizer = trained(Counting, level, loss_scale=128.0)
+    other, _ = trained(lambda params: SGD(params, lr=0.1, momentum=0.9), level, loss_scale=128.0)
+    assert cases.same(model.state_dict(), other.state_dict())
+    saved = optimizer.state_dict()
+    amp.restore(model, optimizer)
+    optimizer.load_state_dict(saved)
+    assert optimizer.state["steps"] == 3
+    optimizer.state[next(model.parameters())]["momentum_buffer"].fill_(torch.inf)
+    with amp.debug.trace_overflow(model) as trace, amp.debug.frozen_updates(optimizer):
+        optimizer.step()
+    assert trace.first.cause == "optimizer state"
 
 
 @pytest.mark.parametrize("options", [{}, {"master_weights": "split"}], ids=str)

@@ -1,12 +1,12 @@
-"""The parameters that an optimizer steps."""
+"""The parameters that an optimizer steps, and their state."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
@@ -23,3 +23,13 @@ def params_of(optimizer: Optimizer) -> list[nn.Parameter]:
 def params_in(groups: Iterable[dict[str, Any]]) -> list[nn.Parameter]:
     """Returns the parameters of these groups, in order."""
     return [*chain.from_iterable([group["params"] for group in groups])]
+
+
+def states_in(optimizer: Optimizer) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    """Yields parameters and their state, without what an optimizer keeps beside it.
+
+    torch's ``state_dict`` allows other keys: some optimizers count their steps under a name.
+    """
+    for param, state in optimizer.state.items():
+        if isinstance(param, Tensor):
+            yield param, state

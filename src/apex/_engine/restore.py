@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from apex._core import dtypes, tree
-from apex._core.param_groups import params_of
+from apex._core.param_groups import params_of, states_in
 from apex._engine import model as conversion
 from apex._engine.optimizer import optimizer_class
 from apex._engine.optimizer.binding import Binding
@@ -89,7 +89,7 @@ def _matched(
     least_dim = 0 if isinstance(optimizer, LBFGS) else 1
     pairs = () if binding is None else binding.pairs
     behind = {id(pair.master): id(pair.model) for pair in pairs}
-    for param, state in optimizer.state.items():
+    for param, state in states_in(optimizer):
         old = before.get(behind.get(id(param), id(param)), param.dtype)
         # A frozen parameter's state is for the fp32 master that it gets when unfrozen.
         frozen = binding is not None and binding.is_frozen(param)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from apex._core import finite, tree
-from apex._core.param_groups import params_of
+from apex._core.param_groups import params_of, states_in
 from apex._engine.optimizer.optimizer_class import ATTRIBUTE, binding_of, own_class
 from apex._torch.grad_scaler import holds_unscaled
 from apex.debug.arguments import check_scaler, inner
@@ -132,7 +132,7 @@ def _shadow(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     shadow = object.__new__(kind)
     shadow.__dict__.update(copy.deepcopy(own, memo))
     shadow.__dict__.update({name: OrderedDict() for name in _HOOKS})
-    for param, state in shadow.state.items():
+    for param, state in states_in(shadow):
         match = functools.partial(_match_dtype, dtype=param.dtype)
         for name, value in state.items():
             state[name] = tree.map_tensors(match, value)

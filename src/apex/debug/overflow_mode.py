@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from apex._core import tree
 from apex._core.dtypes import is_low_precision
-from apex._core.param_groups import params_of
+from apex._core.param_groups import params_of, states_in
 from apex._engine.model.state import state_of
 from apex._engine.session import Session
 from apex._torch import ranks
@@ -296,7 +296,7 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         if self._stepping is not None:
             if key in _gradients(params_of(self._stepping)):
                 return "gradients"
-            if key in _keys([list(state.values()) for state in self._stepping.state.values()]):
+            if key in _keys([list(state.values()) for _, state in states_in(self._stepping)]):
                 return "optimizer state"
         if key in self._weights() and not self._is_mask_buffer(tensor):
             return "weights"

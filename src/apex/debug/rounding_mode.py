@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from apex._core import dtypes
-from apex._core.param_groups import params_of
+from apex._core.param_groups import params_of, states_in
 from apex._torch.dispatch_modes import suspend_modes
 from apex._torch.overrides import without_functions
 from apex.debug import rounding_rules as rules
@@ -66,7 +66,7 @@ class RoundingMode(OperatorMode):  # type: ignore[no-untyped-call]
         """Makes the new weights and the optimizer's state exact: an iteration has ended."""
         self._stepping = False
         own = [list(model.parameters()) for model in self.tracker.models]
-        state = [list(each.values()) for each in optimizer.state.values() if isinstance(each, dict)]
+        state = [list(each.values()) for _, each in states_in(optimizer)]
         for tensor in tensors.floating([own, params_of(optimizer), state]):
             self._shadows.discard(tensor)
 
