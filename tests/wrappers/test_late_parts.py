@@ -1,6 +1,7 @@
 """What a prepared model is given or told later: heads, buffers, devices, dtypes, compilation."""
 
 import copy
+import pickle
 import sys
 
 import pytest
@@ -358,6 +359,19 @@ def test_after_float_training_goes_on_and_half_goes_back(level):
         level == "O3"
     )
     train(model, optimizer)
+
+
+@pytest.mark.parametrize("level", cases.WITH_MASTERS)
+def test_after_float_state_dicts_and_files_have_what_was_written_to_masters(level):
+    model, optimizer = cases.prepared(level)
+    model.float()
+    first = next(amp.master_params(optimizer))
+    with torch.no_grad():
+        first.mul_(0.7)
+    assert cases.same(model.state_dict()["0.weight"], first.detach())
+    with torch.no_grad():
+        first.mul_(0.7)
+    assert cases.same(pickle.loads(pickle.dumps(model))[0].weight.detach(), first.detach())
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])

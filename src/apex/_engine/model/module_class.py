@@ -94,9 +94,10 @@ class ConvertedModule(nn.Module):
         state = self._apex_state
         if not is_generated(type(self)):
             return super().__reduce_ex__(protocol)
+        if state is not None:
+            state.link.write_back()
         if state is None or not state.plan.casts_down:
             return self._reduced_as_plain(state)
-        state.link.write_back()
         return self._reduced(state, protocol)
 
     def _reduced_as_plain(self, state: ModelState | None) -> Any:
@@ -122,19 +123,15 @@ class ConvertedModule(nn.Module):
         """Returns a converted model with its own parameters; optimizers copy the masters."""
         if self._apex_state is not None:
             self._apex_state.link.write_back()
-        new = self._deep_copied(memo)
-        _note_copy(new)
-        return new
-
-    def _deep_copied(self, memo: dict[int, Any]) -> Any:
         own = getattr(super(), "__deepcopy__", None)
         if own is not None:
-            return own(memo)
-        if is_generated(type(self)):
-            return self._copied(memo, functools.partial(copy.deepcopy, memo=memo))
-        # A class added on top, such as a parametrization's, which does not pickle.
-        new = memo[id(self)] = type(self).__new__(type(self))
-        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+            new = own(memo)
+        elif is_generated(type(self)):
+            new = self._copied(memo, functools.partial(copy.deepcopy, memo=memo))
+        else:  # a class added on top, such as a parametrization's, which does not pickle
+            new = memo[id(self)] = type(self).__new__(type(self))
+            new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        _note_copy(new)
         return new
 
     def _copied(self, memo: dict[int, Any], copied: Callable[[Any], Any]) -> Any:
@@ -331,8 +328,10 @@ def _fp32_state_dict(base: Any) -> Callable[..., Any]:
     def state_dict(self: ConvertedModule, *args: Any, **kwargs: Any) -> Any:
         state: ModelState | None = getattr(self, STATE, None)
         found = None
-        if state is not None and not args and saves_plainly(base):
-            found = state.link.state_dict(self, **kwargs)
+        if state is not None:
+            state.link.write_back()
+            if not args and saves_plainly(base):
+                found = state.link.state_dict(self, **kwargs)
         return base.state_dict(self, *args, **kwargs) if found is None else found
 
     return state_dict
