@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from apex import amp
+from apex._engine.optimizer import one_pass
+from apex.optimizers import FusedAdam
 from tests.training import cases
 
 
@@ -439,4 +441,43 @@ def test_a_module_added_to_a_deep_copy_is_cast(level):
         optimizer.add_param_group({"params": model[3].parameters()})
         train(model, optimizer)
         ends.append((cases.masters(optimizer), cases.values(model.parameters())))
+    assert cases.same(*ends)
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("scale", [8.0, "dynamic"])
+@pytest.mark.parametrize("make_optimizer", [cases.OPTIMIZERS["fused AdamW"], FusedAdam])
+@pytest.mark.parametrize("level", cases.WITH_MASTERS)
+def test_a_group_is_filled_before_an_iteration(monkeypatch, level, make_optimizer, scale, clips):
+    monkeypatch.setattr(one_pass, "least_elements", 1)  # gradients wait in 16 bits
+    ends = []
+    for fills in (False, True):
+        model, optimizer = cases.prepared(level, make_optimizer, loss_scale=scale)
+        cases.train_step(model, optimizer, *cases.batch())
+        if fills:
+            optimizer.param_groups[0]["params"] = list(model.parameters())
+        optimizer.zero_grad()
+        for x, y in cases.batches(2, seed=3):
+            cases.backward(model, optimizer, x, y)
+        if clips:
+            torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.1)
+        optimizer.step()
+        ends.append(cases.masters(optimizer))
+    assert cases.same(*ends)
+
+
+@pytest.mark.parametrize("level", cases.WITH_MASTERS)
+def test_the_state_is_saved_and_loaded_after_a_group_was_filled(level):
+    ends = []
+    for fills in (False, True):
+        model, optimizer = cases.prepared(level, cases.OPTIMIZERS["Adam"])
+        train(model, optimizer)
+        if fills:
+            optimizer.param_groups[0]["params"] = list(model.parameters())
+        saved = copy.deepcopy(optimizer.state_dict())
+        if fills:
+            optimizer.param_groups[0]["params"] = list(model.parameters())
+        optimizer.load_state_dict(saved)
+        train(model, optimizer)
+        ends.append((saved["state"], cases.masters(optimizer)))
     assert cases.same(*ends)

@@ -198,6 +198,7 @@ class BackwardPass(ExitStack):
             self._begin(binding, communication, begun)
 
     def _prepared(self, binding: Binding) -> Communication:
+        binding.regroup()
         communication = self._communication(binding)
         binding.begin_pass()
         binding.gradients.absorb_changes()

@@ -63,6 +63,7 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
     binding = None if own is None else binding_of(own)
     if binding is not None:
         _warn_inside_block(binding)
+        binding.regroup()
         binding.read_written()
         binding.gradients.absorb_raw()
     for group in optimizer.param_groups:

@@ -315,6 +315,7 @@ class Gradients:
 
         Afterwards the models' gradients follow.
         """
+        self._optimized.regroup()
         self.absorb_raw()
         params = self._optimized.params()
         with without_overrides():

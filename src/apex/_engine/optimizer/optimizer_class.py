@@ -121,10 +121,19 @@ class AmpOptimizer(Optimizer):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Returns the optimizer's own, unless torch is about to look for masters in the model."""
         binding, model = binding_of(self), that_names_parameters()
+        if binding is not None:
+            binding.regroup()
         if binding is not None and model is not None:
             _validate_names(binding, model)
         state: dict[str, Any] = super().state_dict(*args, **kwargs)
         return state
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Loads a state for the masters, also where a script has built the groups anew."""
+        binding = binding_of(self)
+        if binding is not None:
+            binding.regroup()
+        super().load_state_dict(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles and copies by the optimizer's own class, so that no generated class is named."""
