@@ -44,6 +44,7 @@ class GradientRules(Machine):
         if looks:
             for which in BOTH:
                 assert all(p.grad is None for p in amp.master_params(self.optimizers[which]))
+                self.shadow.ask(self.names[which])
                 self.notices(which)
 
     @precondition(lambda self: self.prepared and self.delayed is None)
@@ -62,6 +63,7 @@ class GradientRules(Machine):
         for param in amp.master_params(self.optimizers[which]):
             if param.grad is not None:
                 param.grad.mul_(0.5)
+        self.shadow.ask(self.names[which])
         self.notices(which)
         self.shadow.multiply(self.names[which], HALF)
         self.unlike |= {name for name in self.names[which] if self.shadow.has_master(name)}
@@ -83,6 +85,7 @@ class GradientRules(Machine):
     @rule(which=WHICH, index=INDEX)
     def read_by_master_params(self, which, index):
         params = list(amp.master_params(self.optimizers[which]))
+        self.shadow.ask(self.names[which])
         self.notices(which)
         index %= len(params)
         assert cases.same(params[index].grad, self.shadow.sums[self.names[which][index]])

@@ -114,6 +114,7 @@ class Machine(RuleBasedStateMachine):
         self.stale = set()  # optimizers that have not seen what became of their model's gradients
         self.unlike = set()  # names of model gradients that do not follow their masters'
         self.delayed = None  # the loss whose scaled gradients wait for a pass
+        self.passed = set()  # optimizers of which a pass has begun since their last step
 
     # -- what is predicted -------------------------------------------------------------------
 
@@ -161,7 +162,7 @@ class Machine(RuleBasedStateMachine):
         }
 
     def settles(self, which):
-        """A pass or a step of an optimizer begins."""
+        """A step or clipping of an optimizer begins."""
         self.shadow.take(self.names[which])
         self.notices(which)
 
@@ -190,6 +191,7 @@ class Machine(RuleBasedStateMachine):
         self.shadow.show(self.shadow.weights)
 
     def masters(self, which):
+        self.shadow.ask(self.names[which])
         self.notices(which)
         return cases.masters(self.optimizers[which])
 
@@ -237,7 +239,9 @@ class Machine(RuleBasedStateMachine):
         try:
             with recording(self.model, raw), block as scaled:
                 for each in which:
-                    self.settles(each)
+                    self.shadow.begin_pass(self.names[each], first=each not in self.passed)
+                    self.passed.add(each)
+                    self.notices(each)
                     self.mirrors(each)
                     self.asks(each)
                 # Unfrozen ones have got their masters as the pass began.

@@ -47,7 +47,8 @@ class Shadow:
         weights: What optimizers step, in its own dtype: fp32 where there is a master.
         sums: The gradients that optimizers step by; ``None`` where there are none.
         scaled: Sums of gradients that delayed passes have left scaled, in the model's dtype.
-        written: Values that were written into the model since the last pass or step.
+        new: Names whose masters no pass or step has used yet.
+        written: Values that were written into the model since the last step.
         unseen: Names whose masters were written since the model was last used.
         away: Names whose weights have got memory of their own since they shared their masters'.
     """
@@ -58,6 +59,7 @@ class Shadow:
         self.weights = {name: store.loaded(v, low[name]) for name, v in weights.items()}
         self.sums = dict.fromkeys(weights)
         self.scaled, self.written, self.unseen, self.away = {}, {}, set(), set()
+        self.new = set(filter(self.has_master, weights))
 
     def has_master(self, name):
         return self.low[name] is not self.weights[name].dtype
@@ -134,11 +136,20 @@ class Shadow:
         return torch.where(self.shown(name) == low, weight, low.to(weight.dtype))
 
     def take(self, names):
-        """A pass or a step begins: what was written into the model goes to the masters."""
+        """What was written into the model goes to the masters."""
+        self.new.difference_update(names)
         for name in names:
             if name not in self.unseen:
                 self.weights[name] = self.merged(name)
                 self.forget_write(name)
+
+    def begin_pass(self, names, *, first):
+        """A pass begins: after the first since a step, what is written waits for the step."""
+        self.take(names if first else self.new & set(names))
+
+    def ask(self, names):
+        """A script asks for the masters."""
+        self.take(set(names) - self.new)
 
     def forget_write(self, name):
         self.written.pop(name, None)
@@ -153,7 +164,9 @@ class Shadow:
     def adopt(self, stepped):
         """Parameters that were unfrozen have got a master."""
         for name, param in stepped.items():
-            self.weights[name] = self.weights[name].to(param.dtype)
+            if self.weights[name].dtype is not param.dtype:
+                self.weights[name] = self.weights[name].to(param.dtype)
+                self.new.add(name)
 
     def write_both(self, name, value):
         value = value.to(self.weights[name].dtype)

@@ -128,6 +128,7 @@ class Training(WeightRules, GradientRules):
     def step(self, order):
         for which in order:
             self.settles(which)
+            self.passed.discard(which)
             optimizer, stepped = self.optimizers[which], self.stepped(which)
             self.unfreezes(which)
             self.asks(which)
@@ -152,6 +153,8 @@ class Training(WeightRules, GradientRules):
                 value = self.params()[name].detach()
                 self.shadow.weights[name] = value.to(param.dtype, copy=True)
                 self.shadow.low[name] = value.dtype
+                if self.shadow.has_master(name):
+                    self.shadow.new.add(name)
                 self.shadow.sums[name] = None
 
     @precondition(lambda self: self.prepared and self.delayed is None)
@@ -273,6 +276,7 @@ class Training(WeightRules, GradientRules):
                     self.shows()
                 self.backward_pass(self.loss(part, seed), which, 0, after=place)
                 self.settles("one")
+                self.passed.discard("one")
                 one.step()
         except kind:
             self.shadow.adopt(self.stepped())

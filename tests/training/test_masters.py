@@ -364,33 +364,37 @@ def test_weights_swapped_for_an_evaluation_leave_masters_as_they_were(level, by)
 
 @pytest.mark.parametrize("level", MASTERS)
 @pytest.mark.parametrize("by", ["copy_", "data"])
-def test_weights_perturbed_for_some_passes_leave_masters_as_they_were(level, by):
+def test_weights_perturbed_after_a_pass_leave_masters_as_they_were(level, by):
     model, optimizer = cases.prepared(level, lambda params: cases.sgd(params, lr=0.0))
     cases.train_step(model, optimizer, *cases.batch())
     before = cases.masters(optimizer)
     params = list(model.parameters())
     backup = [param.data.clone() for param in params]
     for perturbation in (0.5, 0.25, 0.0):  # adversarial: Madry et al., ICLR 2018
+        with amp.scale_loss(cases.loss_of(model, *cases.batch()), optimizer) as scaled_loss:
+            scaled_loss.backward()
         for param, value in zip(params, backup, strict=True):
             if by == "data":
                 param.data = value + perturbation
             else:
                 with torch.no_grad():
                     param.copy_(value + perturbation)
-        with amp.scale_loss(cases.loss_of(model, *cases.batch()), optimizer) as scaled_loss:
-            scaled_loss.backward()
     optimizer.step()
     assert cases.same(cases.masters(optimizer), before)
 
 
 @pytest.mark.parametrize("level", MASTERS)
-def test_master_params_follow_a_weight_that_was_written_before_the_pass(level):
+@pytest.mark.parametrize("passes", [0, 1])
+def test_masters_follow_a_weight_that_was_written_before_a_pass(level, passes):
     model, optimizer = cases.prepared(level, lambda params: cases.sgd(params, lr=0.0))
     cases.train_step(model, optimizer, *cases.batch())
-    nn.init.constant_(next(model.parameters()), 0.25)
-    with amp.scale_loss(cases.loss_of(model, *cases.batch()), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    for master in amp.master_params(optimizer):  # weight decay by hand
+    for index in range(passes + 1):
+        if index == passes:
+            nn.init.constant_(next(model.parameters()), 0.25)
+        with amp.scale_loss(cases.loss_of(model, *cases.batch()), optimizer) as scaled_loss:
+            scaled_loss.backward()
+    asked = amp.master_params(optimizer) if passes else optimizer.param_groups[0]["params"]
+    for master in asked:  # weight decay by hand
         master.data.mul_(0.5)
     optimizer.step()
     assert (next(model.parameters()) == 0.125).all()

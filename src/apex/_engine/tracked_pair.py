@@ -5,10 +5,10 @@ Note [Which side is newer]
     a WGAN's clipping write to masters; ``load_state_dict`` or ``init`` write to the model.
     Comparing autograd's version counters with those recorded when the two were last in sync shows
     which was written. A written master is rounded into the model before the model is next used. A
-    written weight is copied to its master when the next step begins, or the first pass, or a script
-    asks for the masters, and only in the elements that differ from the rounded master. So swapping
-    averaged weights in for an evaluation and back out, or perturbed ones for some passes, leaves
-    the master bit-identical. If both were written, the master wins.
+    written weight is copied to its master when the next step begins, or the first pass since a
+    step, or a script asks for the masters, and only in the elements that differ from the rounded
+    master. So swapping averaged weights in for an evaluation and back out, or perturbed ones for a
+    second pass, leaves the master bit-identical. If both were written, the master wins.
 
     Torch's fused kernels, and those of other libraries, do not increment the counters. So masters
     count as written from the start of their optimizer's step until they are rounded at its end, and

@@ -233,18 +233,20 @@ class Binding:
     # -- before a pass or a step -------------------------------------------------------------
 
     def begin_pass(self) -> None:
-        """Copies writes from before the first pass to the masters; adopts unfrozen parameters.
+        """Does as :meth:`read_model` before the first pass since a step.
 
-        Later writes wait for the step: a script may perturb weights for a pass and restore them.
+        What is written before a later pass waits for the step: a script that perturbs weights for
+        a pass restores them after it.
         """
-        new = [pair for pair in self.pairs if pair.new]
-        if new:
-            tracked_pair.read_model(new)
+        if not self.gradients.passed:
+            self.read_model()
+            return
+        tracked_pair.read_model(pair for pair in self.pairs if pair.new)
         if self._frozen:
             self.adopt_unfrozen()
 
     def read_written(self) -> None:
-        """Copies writes since the first pass to the masters, which a script asks for."""
+        """Copies writes since the very first pass to the masters, for which a script asks."""
         tracked_pair.read_model(pair for pair in self.pairs if not pair.new)
 
     def read_model(self) -> None:
