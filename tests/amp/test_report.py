@@ -57,6 +57,44 @@ def test_defaults_stand_before_and_overrides_after(capsys):
     assert re.search(r"^cast_model_type +: torch\.float16$", after, re.MULTILINE)
 
 
+def untrained(capsys, net, params, level="O1", **options):
+    amp.initialize(net, torch.optim.SGD(params, lr=0.1), opt_level=level, **options)
+    return [line for line in capsys.readouterr().out.splitlines() if "in no optimizer" in line]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_parameters_that_no_optimizer_steps_are_named_in_one_line(capsys, level):
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    (line,) = untrained(capsys, net, [*net[2].parameters()], level)
+    assert line.startswith(
+        "Sequential: 4 of 6 parameters that require gradients are in no optimizer "
+        "(0.weight, 0.bias, 1.weight, ...). Nothing steps them, and amp.scale_loss leaves their"
+    )
+    assert untrained(capsys, net[0], [*net[0].parameters()], "O0", verbosity=0) == []
+
+
+def test_a_layer_replaced_after_the_optimizer_was_created_is_named(capsys):
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    params = [*net.parameters()]
+    net[1] = nn.Linear(2, 3)
+    (line,) = untrained(capsys, net, params)
+    assert "2 of 4 parameters" in line
+    assert "(1.weight, 1.bias)" in line
+
+
+def test_frozen_parameters_and_models_that_are_not_trained_are_not_named(capsys):
+    net, teacher = (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))
+    net[0].requires_grad_(False)
+    assert untrained(capsys, [net, teacher], net[1].parameters()) == []
+
+
+def test_parameters_of_an_optimizer_of_an_earlier_call_are_not_named(capsys):
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    first = torch.optim.SGD(net[0].parameters(), lr=0.1)
+    net, first = amp.initialize(net, first, opt_level="O1", verbosity=0)
+    assert untrained(capsys, net, net[1].parameters()) == []
+
+
 def test_nothing_goes_to_stderr(capsys):
     prepared("O5", verbosity=1)
     assert capsys.readouterr().err == ""

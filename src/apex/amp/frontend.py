@@ -215,6 +215,7 @@ def initialize(
     report.start_up(defaults, properties)
     report.low_precision_models(model_list, policy, trains=bool(optimizer_list))
     own = [unwrap(optimizer) for optimizer in optimizer_list]
+    report.untrained_parameters(model_list, own)
     with all_or_nothing() as undo:
         made.prepare(model_list, own, plan, mixin=AmpStashOptimizer, undo=undo)
         undo.push(_amp_state.discard, made)

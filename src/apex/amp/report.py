@@ -9,8 +9,10 @@ from dataclasses import asdict
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from apex._core import dtypes
+from apex._core.param_groups import params_of
 from apex._core.policy import Policy
 from apex._engine.events import ScaleUpdate
 from apex._engine.session import Session
@@ -21,6 +23,9 @@ from apex.amp.nonfinite import count_nonfinite, nonfinite_gradients, summary
 from apex.amp.properties import DESCRIPTIONS, Properties
 
 SKIPS_BEFORE_WARNING = 50
+
+_NAMED = 3
+"""Parameters that a line names."""
 
 _UNREPORTED = ("cast_model_outputs", "grad_accum_dtype")
 """Options that the start-up report, whose lines are apex's, leaves out."""
@@ -76,6 +81,27 @@ def low_precision_models(models: Sequence[nn.Module], policy: Policy, *, trains:
         f"{kinds}: {len(low)} of {len(tensors)} parameters and buffers arrived in "
         f"{' and '.join(found)}; {then}."
     )
+
+
+def untrained_parameters(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+    """Reports in one line which parameters of a model that is trained no optimizer steps.
+
+    A layer that was replaced after the optimizer was created is among them.
+    """
+    known = (binding.trained() for session in _amp_state.sessions() for binding in session.bindings)
+    held = {id(param) for params in (*map(params_of, optimizers), *known) for param in params}
+    for model in models:
+        own = [id(param) for param in model.parameters() if param.requires_grad]
+        left = {*own}.difference(held)
+        if 0 < len(left) < len(own):
+            found = [name for name, param in model.named_parameters() if id(param) in left]
+            names = ", ".join(found[:_NAMED]) + (", ..." if len(left) > _NAMED else "")
+            print_rank0(
+                f"{type(model).__name__}: {len(left)} of {len(own)} parameters that require "
+                f"gradients are in no optimizer ({names}). Nothing steps them, and amp.scale_loss "
+                "leaves their gradients scaled. Pass them to the optimizer, or freeze them with "
+                "requires_grad_(False)."
+            )
 
 
 def scale_update(session: Session, update: ScaleUpdate) -> None:
