@@ -49,6 +49,9 @@ class Masters:
     def write_back_before_each_run(self):
         pass
 
+    def note_copy(self, *models):
+        pass
+
     @torch.no_grad()
     def set_exact(self, values):
         for param, value in values:

@@ -328,10 +328,10 @@ def _fp32_state_dict(base: Any) -> Callable[..., Any]:
     def state_dict(self: ConvertedModule, *args: Any, **kwargs: Any) -> Any:
         state: ModelState | None = getattr(self, STATE, None)
         found = None
-        if state is not None:
+        if state is not None and state.hooked is None:  # else the hooks do so
             state.link.write_back()
-            if not args and saves_plainly(base):
-                found = state.link.state_dict(self, **kwargs)
+        if state is not None and not args and saves_plainly(base):
+            found = state.link.state_dict(self, **kwargs)
         return base.state_dict(self, *args, **kwargs) if found is None else found
 
     return state_dict

@@ -118,6 +118,7 @@ class MasterLink:
             return None
         if any(hook._link is not self for hook in found.hooks.values()):
             return None
+        self.write_back()
         if destination is None:
             destination = new_state_dict()
         self._replace(destination, save_plainly(found, destination), {})
