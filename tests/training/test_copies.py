@@ -53,6 +53,21 @@ def test_a_loaded_checkpoint_continues_bit_exactly(level, name, model_first):
     assert cases.loss_scale() == scale
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_deep_copy_keeps_fp32_values_of_buffers_and_frozen_weights(level, keeps):
+    model = cases.net()
+    model[2].requires_grad_(False)
+    model[0].register_buffer("shift", torch.rand(8))
+    original = cases.prepared(level, model=model, keep_fp32_values=keeps)
+    copied = copy.deepcopy(original)
+    for part, own in zip(copied, original, strict=True):
+        assert cases.same(part.state_dict(), own.state_dict())
+    before = original[0].state_dict()
+    copied[0].load_state_dict({name: value * 3.0 for name, value in before.items()})
+    assert cases.same(original[0].state_dict(), before)
+
+
 @pytest.mark.parametrize("name", [*STEPPED, "fused SGD"])
 @pytest.mark.parametrize("level", ["O0", *cases.MIXED])
 def test_a_deep_copy_of_model_and_optimizer_trains_equally(level, name):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -180,6 +180,19 @@ class Masters:
             elif pair is not None and pair.packing is None:
                 pair.set_exact(value)
                 increment_version(param)
+
+    def keep_alike(
+        self, tensors: Mapping[str, Tensor], copies: Mapping[str, Tensor], model: nn.Module
+    ) -> None:
+        """Keeps the values of tensors without a master for their copies of the same name, too."""
+        found = ((t, copies.get(name), self._kept_value(t)) for name, t in tensors.items())
+        kept = [
+            (copied, value.clone())
+            for tensor, copied, value in found
+            if value is not None and copied is not None and copied.shape == tensor.shape
+        ]
+        if kept:
+            self.keep(kept, model)
 
     def clear_grads(self, params: Container[int], *, set_to_none: bool) -> None:
         """Clears the master gradients of the parameters with these ids."""

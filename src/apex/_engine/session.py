@@ -336,9 +336,10 @@ class Session:
 
     # -- called by models --------------------------------------------------------------------
 
-    def note_copy(self, model: nn.Module) -> None:
-        """Adds a deep copy of a model, which an optimizer copied with it may add modules to."""
-        self._copies.add(model)
+    def note_copy(self, model: nn.Module, copied: nn.Module) -> None:
+        """Adds a deep copy of a model, to which an optimizer copied with it may add modules."""
+        self._copies.add(copied)
+        self.masters.keep_alike(named_tensors(model), named_tensors(copied), copied)
 
     def master_of(self, param: Tensor) -> Tensor | None:
         return self.masters.master_of(param)

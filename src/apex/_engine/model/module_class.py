@@ -131,7 +131,7 @@ class ConvertedModule(nn.Module):
         else:  # a class added on top, such as a parametrization's, which does not pickle
             new = memo[id(self)] = type(self).__new__(type(self))
             new.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        _note_copy(new)
+        _note_copy(self, new)
         return new
 
     def _copied(self, memo: dict[int, Any], copied: Callable[[Any], Any]) -> Any:
@@ -160,11 +160,11 @@ class ConvertedModule(nn.Module):
         kept_buffers.mark_plain(state.kept(self))  # plain in files
 
 
-def _note_copy(model: nn.Module) -> None:
+def _note_copy(model: nn.Module, copied: nn.Module) -> None:
     """Tells the session of a model's copy."""
-    state = state_of(model)
+    state = state_of(copied)
     if state is not None and state.link.source is not None:
-        state.link.source.note_copy(module_behind(model))
+        state.link.source.note_copy(model, module_behind(copied))
 
 
 class _AnotherDtype(Exception):  # noqa: N818 - a signal, not an error
@@ -284,7 +284,7 @@ def _of_graph(base: Any, name: str) -> Callable[..., Any]:
             swap_class(result, converted_class(type(result)))
             own = result.__dict__[STATE] = copy.deepcopy(state, *memo) if memo else state
             cast(ConvertedModule, result).__setstate__((own, None))
-            _note_copy(result)
+            _note_copy(self, result)
         return result
 
     return run

@@ -56,8 +56,8 @@ class MasterSource(Protocol):
     def write_back(self) -> None:
         """Rounds written masters into their model parameters."""
 
-    def note_copy(self, model: nn.Module) -> None:
-        """Adds a deep copy of a model."""
+    def note_copy(self, model: nn.Module, copied: nn.Module) -> None:
+        """Adds a deep copy of ``model``."""
 
     def write_back_before_each_run(self) -> None:
         """Has the code that is being traced do so each time before it runs."""
