@@ -24,8 +24,10 @@ from apex._engine.tracked_pair import (
     round_into_model,
     write_back,
 )
+from apex._torch import dtensor
 from apex._torch.autograd import backward_id
 from apex._torch.dynamo import untraced
+from apex._torch.packed import plain
 
 PREPARED = "_apex_binding"
 """Attribute that marks the optimizers prepared by amp."""
@@ -134,6 +136,19 @@ class Masters:
         if not pair.low_bits and pair.model_written:
             read_model([pair])
         return pair.known
+
+    def packed_value(self, param: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Returns ``param`` in ``dtype``, with the upper halves of a packed master.
+
+        Elements that are not the master's are rounded to nearest. ``None`` without such a master.
+        """
+        pair = self.pair_of(param)
+        packing = None if pair is None else pair.packing
+        if pair is None or packing is None or packing.high.dtype is not dtype:
+            return None
+        own, high = dtensor.local(param.detach()), packing.high.to(param.device)
+        known = plain(dtensor.local(pair.master.detach())).to(own)
+        return dtensor.with_local(param, torch.where(own == known, high, own.to(high.dtype)))
 
     def _kept_value(self, param: Tensor) -> Tensor | None:
         for values in self._kept.values():

@@ -348,6 +348,9 @@ class Session:
         """Returns :meth:`master_of` of each parameter or buffer."""
         return self.masters.masters_of(params)
 
+    def packed_value(self, param: Tensor, dtype: torch.dtype) -> Tensor | None:
+        return self.masters.packed_value(param, dtype)
+
     def set_exact(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:
         self.masters.set_exact(values)
 

@@ -163,6 +163,8 @@ class ModelState:
                     exact = None if source is None else source.master_of(tensor)
                     value = rounding.exact_value(tensor, [] if exact is None else [exact])
                     set_in_place(tensor, value, undo)
+                elif source and (low := source.packed_value(tensor, dtype)) is not None:
+                    set_in_place(tensor, low, undo)
             self.apply(model)
         self._warn_of_dtype(model, dtype, before.param_dtype)
 
