@@ -272,3 +272,22 @@ def test_a_gan_in_two_calls_trains_each_by_its_own_scale():
             train(model, optimizer, steps=1)
     assert [entry["loss_scale"] for entry in amp.state_dict().values()] == [8.0, 2.0]
     assert [entry["unskipped"] for entry in amp.state_dict().values()] == [3, 3]
+
+
+@pytest.mark.parametrize("level", ["O1", "O5"])
+def test_an_optimizer_whose_pass_is_still_held_may_go(level):
+    """By a variable, or by the frames of a traceback."""
+    nets = [Net(), Net()]
+    optimizers = [sgd(net) for net in nets]
+    nets, optimizers = amp.initialize(nets, optimizers, opt_level=level, verbosity=0)
+    held = amp.scale_loss(loss_of(nets[0]), optimizers[0])
+    with held as scaled_loss:
+        scaled_loss.backward()
+    del optimizers[0]
+    gc.collect()
+    train(nets[1], optimizers[0])
+    with amp.debug.trace_overflow(nets[1]) as trace:
+        train(nets[1], optimizers[0])
+    assert trace.first is None
+    prepared(level)
+    assert held is not None

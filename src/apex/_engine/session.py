@@ -332,7 +332,7 @@ class Session:
     @property
     def bindings(self) -> list[Binding]:
         """The bindings of the session's live optimizers, copies included."""
-        return list(self._bindings)
+        return [binding for binding in self._bindings if binding.is_live]
 
     # -- called by models --------------------------------------------------------------------
 
@@ -372,7 +372,7 @@ class Session:
         Inside, gradients are on the masters alone. Afterwards the models mirror them again: the
         rounded values that they had would look like a change of the exact ones.
         """
-        mirrored = [pair for each in self.bindings for pair in each.gradients.take_mirrors()]
+        mirrored = [pair for each in self._bindings for pair in each.gradients.take_mirrors()]
         try:
             yield
         finally:
@@ -387,7 +387,7 @@ class Session:
         """Returns every other optimizer that trains a parameter of ``bindings``."""
         if len(self._bindings) == [binding.owner for binding in bindings].count(self):
             return ()
-        others = [other for other in self._bindings if other not in bindings]
+        others = [other for other in self.bindings if other not in bindings]
         trained = {id(param) for binding in bindings for param in binding.trained()}
         return [each for each in others if any(id(param) in trained for param in each.trained())]
 

@@ -121,6 +121,11 @@ class Binding:
             raise RuntimeError("The optimizer of this amp state has been deleted.")
         return optimizer
 
+    @property
+    def is_live(self) -> bool:
+        """Whether the optimizer exists: a pass, or a traceback, may outlive it."""
+        return self._optimizer() is not None
+
     def attach(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
 
