@@ -88,6 +88,8 @@ def untrained_parameters(models: Sequence[nn.Module], optimizers: Sequence[Optim
 
     A layer that was replaced after the optimizer was created is among them.
     """
+    if not _amp_state.verbosity:
+        return
     known = (binding.trained() for session in _amp_state.sessions() for binding in session.bindings)
     held = {id(param) for params in (*map(params_of, optimizers), *known) for param in params}
     for model in models:
