@@ -113,6 +113,18 @@ def test_the_state_of_another_optimizer_is_refused(name, saved, message):
 
 
 @every
+@pytest.mark.parametrize("kept", [3, {"count": 3}])
+def test_an_entry_beside_the_state_of_parameters_is_loaded(name, kept):
+    params = cases.parameters()
+    optimizer = cases.MAKERS[name](params)
+    cases.run(optimizer, params, 1)
+    optimizer.state["steps"] = kept
+    other = cases.MAKERS[name](cases.parameters())
+    other.load_state_dict(optimizer.state_dict())
+    assert other.state["steps"] == kept
+
+
+@every
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
 def test_copy_continues_alike(name, how):
     params = cases.parameters()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -25,11 +25,11 @@ def params_in(groups: Iterable[dict[str, Any]]) -> list[nn.Parameter]:
     return [*chain.from_iterable([group["params"] for group in groups])]
 
 
-def states_in(optimizer: Optimizer) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-    """Yields parameters and their state, without what an optimizer keeps beside it.
+def states_in(state: Mapping[Any, Any]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    """Yields parameters and their state in an optimizer's, without what it keeps beside them.
 
     torch's ``state_dict`` allows other keys: some optimizers count their steps under a name.
     """
-    for param, state in optimizer.state.items():
+    for param, own in state.items():
         if isinstance(param, Tensor):
-            yield param, state
+            yield param, own

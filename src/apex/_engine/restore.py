@@ -89,7 +89,7 @@ def _matched(
     least_dim = 0 if isinstance(optimizer, LBFGS) else 1
     pairs = () if binding is None else binding.pairs
     behind = {id(pair.master): id(pair.model) for pair in pairs}
-    for param, state in states_in(optimizer):
+    for param, state in states_in(optimizer.state):
         old = before.get(behind.get(id(param), id(param)), param.dtype)
         # A frozen parameter's state is for the fp32 master that it gets when unfrozen.
         frozen = binding is not None and binding.is_frozen(param)

@@ -132,7 +132,7 @@ def _shadow(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     shadow = object.__new__(kind)
     shadow.__dict__.update(copy.deepcopy(own, memo))
     shadow.__dict__.update({name: OrderedDict() for name in _HOOKS})
-    for param, state in states_in(shadow):
+    for param, state in states_in(shadow.state):
         match = functools.partial(_match_dtype, dtype=param.dtype)
         for name, value in state.items():
             state[name] = tree.map_tensors(match, value)

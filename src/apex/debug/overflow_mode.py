@@ -296,7 +296,7 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         if self._stepping is not None:
             if key in _gradients(params_of(self._stepping)):
                 return "gradients"
-            if key in _keys([list(state.values()) for _, state in states_in(self._stepping)]):
+            if key in _keys([list(state.values()) for _, state in states_in(self._stepping.state)]):
                 return "optimizer state"
         if key in self._weights() and not self._is_mask_buffer(tensor):
             return "weights"

@@ -66,7 +66,7 @@ class RoundingMode(OperatorMode):  # type: ignore[no-untyped-call]
         """Makes the new weights and the optimizer's state exact: an iteration has ended."""
         self._stepping = False
         own = [list(model.parameters()) for model in self.tracker.models]
-        state = [list(each.values()) for _, each in states_in(optimizer)]
+        state = [list(each.values()) for _, each in states_in(optimizer.state)]
         for tensor in tensors.floating([own, params_of(optimizer), state]):
             self._shadows.discard(tensor)
 

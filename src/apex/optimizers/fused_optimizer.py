@@ -20,7 +20,7 @@ from apex._core.foreach.gate import Gate, Scalar, as_scalar
 from apex._core.foreach.norms import l2_norms, stacked, total
 from apex._core.foreach.working import math_dtype, store, working
 from apex._core.mixins import mixin_of
-from apex._core.param_groups import params_of
+from apex._core.param_groups import params_of, states_in
 from apex._torch.copies import moved
 from apex._torch.grad_scaler import StepOfInstances, signals
 
@@ -313,7 +313,7 @@ class FusedOptimizer(Optimizer):
                     f"{name} got the state of another optimizer: its parameter groups have no "
                     f"{missing.pop()}. {remedy}"
                 )
-        for param, own in state["state"].items():
+        for param, own in states_in(state["state"]):
             shapes = dict.fromkeys((*self.shaped_state, MASTER), param.shape)
             for key, shape in {**shapes, **dict.fromkeys(self.scalar_state, torch.Size())}.items():
                 tensor = own.get(key)
