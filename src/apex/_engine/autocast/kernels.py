@@ -208,7 +208,7 @@ def build_kernel(op: str, device: str, rules: ThreadRules, native: Any) -> Kerne
         finally:
             exclude(key, not (on if here.applied is applied else device in here.applied))
 
-    return _of_scripts(kernel, op, device)
+    return _of_scripts(kernel, op, device, default)
 
 
 def _of_constants(kernel: Kernel) -> Kernel:
@@ -227,7 +227,7 @@ def _of_constants(kernel: Kernel) -> Kernel:
     return outer
 
 
-def _of_scripts(kernel: Kernel, op: str, device: str) -> Kernel:
+def _of_scripts(kernel: Kernel, op: str, device: str, category: str | None) -> Kernel:
     """Returns ``kernel`` for the calls of scripts, where torch's own must not be cast.
 
     torch's kernels copy with ``to``, too, and rely on the dtype; they may pass a number. They work
@@ -235,7 +235,7 @@ def _of_scripts(kernel: Kernel, op: str, device: str) -> Kernel:
     """
     if op == "equal":
         return _of_constants(kernel)
-    if OpTable.default().rows.get(op) not in ("to_cpu", "fp32_inplace"):
+    if category not in ("to_cpu", "fp32_inplace"):
         return kernel
     redispatch, below = dispatcher.overload(op).redispatch, dispatcher.keys_below_autocast(device)
     key, call = dispatcher.autocast_key(device), dispatcher.direct_call(op)

@@ -243,21 +243,19 @@ class Binding:
         What is written before a later pass waits for the step: a script that perturbs weights for
         a pass restores them after it.
         """
-        if not self.gradients.passed:
-            self.read_model()
-            return
-        tracked_pair.read_model(pair for pair in self.pairs if pair.new)
-        if self._frozen:
-            self.adopt_unfrozen()
+        self.read_model(only_new=self.gradients.passed)
 
     def read_written(self) -> None:
         """Copies writes since the very first pass to the masters, for which a script asks."""
         tracked_pair.read_model(pair for pair in self.pairs if not pair.new)
 
-    def read_model(self) -> None:
-        """Copies writes to the model to the masters, and adopts unfrozen parameters."""
+    def read_model(self, *, only_new: bool = False) -> None:
+        """Copies writes to the model to the masters, or those that no pass has used yet.
+
+        Adopts unfrozen parameters.
+        """
         if self.pairs:
-            tracked_pair.read_model(self.pairs)
+            tracked_pair.read_model([p for p in self.pairs if p.new] if only_new else self.pairs)
         if self._frozen:
             self.adopt_unfrozen()
 
