@@ -161,9 +161,9 @@ class Machine(RuleBasedStateMachine):
             )
         }
 
-    def settles(self, which):
+    def settles(self, which, *, steps=False):
         """A step or clipping of an optimizer begins."""
-        self.shadow.take(self.names[which])
+        self.shadow.take(self.names[which], steps=steps)
         self.notices(which)
 
     def unfreezes(self, which):

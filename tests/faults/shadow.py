@@ -49,6 +49,7 @@ class Shadow:
         scaled: Sums of gradients that delayed passes have left scaled, in the model's dtype.
         new: Names whose masters no pass or step has used yet.
         written: Values that were written into the model since the last step.
+        earlier: Weights from before they followed what was written, until the next step.
         unseen: Names whose masters were written since the model was last used.
         away: Names whose weights have got memory of their own since they shared their masters'.
     """
@@ -58,7 +59,8 @@ class Shadow:
         self.low = low
         self.weights = {name: store.loaded(v, low[name]) for name, v in weights.items()}
         self.sums = dict.fromkeys(weights)
-        self.scaled, self.written, self.unseen, self.away = {}, {}, set(), set()
+        self.scaled, self.written, self.earlier = {}, {}, {}
+        self.unseen, self.away = set(), set()
         self.new = set(filter(self.has_master, weights))
 
     def has_master(self, name):
@@ -127,21 +129,33 @@ class Shadow:
     def shown(self, name):
         return self.store.shown(self.weights[name], self.low[name])
 
+    def shown_before(self, name):
+        """Returns what the model showed before its weight was written."""
+        return self.store.shown(self.earlier.get(name, self.weights[name]), self.low[name])
+
     def merged(self, name):
         """Returns the weight with what was written into the model, where that differs from it."""
         weight = self.weights[name]
         if name not in self.written:
             return weight
         low = self.written[name]
-        return torch.where(self.shown(name) == low, weight, low.to(weight.dtype))
+        merged = low.to(weight.dtype)
+        for known in (weight, self.earlier.get(name, weight)):
+            merged = torch.where(self.store.shown(known, self.low[name]) == low, known, merged)
+        return merged
 
-    def take(self, names):
-        """What was written into the model goes to the masters."""
+    def take(self, names, *, steps=False):
+        """What was written into the model goes to the masters; before a step, for now."""
         self.new.difference_update(names)
-        for name in names:
-            if name not in self.unseen:
+        for name in set(names) & self.written.keys() - self.unseen:
+            if steps:
                 self.weights[name] = self.merged(name)
                 self.forget_write(name)
+            elif not self.shows_at_once(name):  # else both are one memory, and wait
+                merged = self.merged(name)
+                self.earlier.setdefault(name, self.weights[name])
+                self.weights[name] = merged
+                self.away.discard(name)
 
     def begin_pass(self, names, *, first):
         """A pass begins: after the first since a step, what is written waits for the step."""
@@ -153,6 +167,7 @@ class Shadow:
 
     def forget_write(self, name):
         self.written.pop(name, None)
+        self.earlier.pop(name, None)
         self.away.discard(name)
 
     def show(self, names):

@@ -127,7 +127,7 @@ class Training(WeightRules, GradientRules):
     @rule(order=ORDERS)
     def step(self, order):
         for which in order:
-            self.settles(which)
+            self.settles(which, steps=True)
             self.passed.discard(which)
             optimizer, stepped = self.optimizers[which], self.stepped(which)
             self.unfreezes(which)
@@ -275,7 +275,7 @@ class Training(WeightRules, GradientRules):
                 if part == "all":
                     self.shows()
                 self.backward_pass(self.loss(part, seed), which, 0, after=place)
-                self.settles("one")
+                self.settles("one", steps=True)
                 self.passed.discard("one")
                 one.step()
         except kind:

@@ -64,6 +64,16 @@ class WeightRules(Machine):
             param.data = value
         self.shadow.write_model(name, value, elsewhere=how == "assign")
 
+    @precondition(lambda self: self.prepared and self.shadow.written)
+    @rule(index=INDEX)
+    def put_back_what_torch_does_not_count(self, index):
+        names = sorted(self.shadow.written.keys() - self.shadow.unseen)
+        if names:
+            name = names[index % len(names)]
+            before = self.shadow.shown_before(name)
+            self.params()[name].data.copy_(before)
+            self.shadow.written[name] = before
+
     @precondition(lambda self: self.prepared)
     @rule(part=st.sampled_from(["first", "norm", "second", "last"]), seed=SEEDS)
     def load_a_submodule(self, part, seed):

@@ -1,8 +1,10 @@
 """One master per weight: what is written on either side, by whoever steps, reaches the other."""
 
 import copy
+import functools
 import io
 import threading
+from itertools import product
 
 import pytest
 import torch
@@ -381,6 +383,48 @@ def test_weights_perturbed_after_a_pass_leave_masters_as_they_were(level, by):
                     param.copy_(value + perturbation)
     optimizer.step()
     assert cases.same(cases.masters(optimizer), before)
+
+
+def change(params, values, by):
+    for param, value in zip(params, values, strict=True):
+        if by == "data":
+            param.data = value.clone()
+        elif by == "data.copy_":
+            param.data.copy_(value)
+        else:
+            with torch.no_grad():
+                param.copy_(value)
+
+
+@pytest.mark.parametrize(("level", "kind"), [("O2", True), ("O5", True), ("O5", "split")])
+@pytest.mark.parametrize("clips", ["", "amp", "torch"])
+@pytest.mark.parametrize(
+    ("by", "back"),
+    [("data", "data"), *product(("data", "copy_"), ("data.copy_", "copy_"))],
+)
+def test_weights_changed_for_the_passes_alone_leave_masters_as_they_were(
+    level, kind, by, back, clips
+):
+    make = functools.partial(cases.sgd, lr=0.0)
+    model, optimizer = cases.prepared(level, make, master_weights=kind)
+    before = cases.masters(optimizer)
+    params = list(model.parameters())
+    own = [param.data.clone() for param in params]
+    for _ in range(2):  # as binary networks do: Courbariaux et al., NeurIPS 2015
+        for _ in range(2):
+            change(params, map(torch.sign, own), by)
+            with amp.scale_loss(cases.loss_of(model, *cases.batch()), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            if clips == "amp":
+                amp.clip_grad_norm_(optimizer, 1.0)
+            elif clips == "torch":
+                torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+            change(params, own, back)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert cases.same(cases.masters(optimizer), before)
+        forward(model)
+        assert cases.same(cases.values(params), own)
 
 
 @pytest.mark.parametrize("level", MASTERS)

@@ -163,22 +163,23 @@ def makes_equal(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @torch.no_grad()
-def update_master(param: Tensor, master: Tensor, *, keep_low_bits: bool = True) -> None:
-    """Copies ``param`` into its fp32 ``master``, in place.
+def update_master(param: Tensor, master: Tensor, known: Sequence[Tensor]) -> None:
+    """Copies ``param`` into its fp32 ``master``, in place, as :func:`exact_value` of it.
+
+    Nothing is read on the host, not even on the CPU.
 
     Args:
         param: A low-precision tensor.
         master: Its fp32 master.
-        keep_low_bits: Whether to keep the master's elements that already round to the parameter's.
+        known: Possible unrounded values, laid out as ``master``, such as its present ones.
     """
-    value, exact = dtensor.locals_of([param, master])
-    rounded = value.to(device=exact.device, dtype=torch.float32)
-    if keep_low_bits:
-        known = plain(exact)
-        same = _rounded(exact, known, value.dtype).to(torch.float32) == rounded
-        rounded = torch.where(same, known, rounded)
+    low, exact = dtensor.locals_of([param, master])
+    result = low = low.to(exact.device)
+    for candidate in dtensor.locals_of(known):
+        values = plain(candidate)
+        result = torch.where(_rounded(candidate, values, low.dtype) == low, values, result)
     if isinstance(exact, Packed):
-        exact.packing.load(rounded)
+        exact.packing.load(result)
         return
     # Not counted by autograd: a loss that uses masters directly may have saved them for backward.
-    parameters.uncounted(exact).copy_(rounded)
+    parameters.uncounted(exact).copy_(result)

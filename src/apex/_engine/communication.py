@@ -126,7 +126,9 @@ def _share(new: Sequence[TrackedPair], wrappers: Iterable[DistributedDataParalle
             ddp.broadcast_from_first_rank([state], wrapper)
             rule.set_state(state)
         for pair, value in zip(shared, exact, strict=True):
-            if pair.packing is None:
-                pair.mark_master_written()
-            else:
+            if pair.packing is not None:
                 pair.set_exact(value)
+            elif pair.model_written:  # perhaps for this pass alone
+                pair.mark_followed()
+            else:
+                pair.mark_master_written()

@@ -42,9 +42,9 @@ from apex._torch.overrides import without_overrides
 from apex._torch.packed import Packed, Packing, plain
 
 _WRITTEN, _STEPPED = -1, -2
-"""Versions that no tensor has, so the master counts as written.
+"""Versions that no tensor has, so the master or the model counts as written.
 
-A stepped one does until the step ends: code in the step (a hook that runs the model) may have it
+A stepped master does until the step ends: code in the step (a hook that runs the model) may have it
 rounded before the kernel writes it.
 """
 
@@ -96,6 +96,8 @@ class TrackedPair:
         mirrors_grad: Whether the model's gradient mirrors the master's; see
             Note [Gradients of a pair].
         mirror_id: The ``id`` of the gradient that does.
+        earlier: The master's values before it followed the model for a pass; ``None`` if it has
+            not since the last step.
         kind: How the master is packed; ``None`` for a plain one.
         packing: The packed master's values.
     """
@@ -103,7 +105,8 @@ class TrackedPair:
     __slots__ = (
         *("__weakref__", "_master_version", "_model_alias", "_model_version", "model_address"),
         "_sent",  # a process that is spawned gets memory by a number, which must not be reused
-        *("low_bits", "master", "model", "new", "mirror_id", "mirrors_grad", "kind", "packing"),
+        *("earlier", "low_bits", "master", "model", "new", "mirror_id", "mirrors_grad", "kind"),
+        "packing",
     )
 
     def __init__(
@@ -123,6 +126,7 @@ class TrackedPair:
         self.new = True
         self.mirrors_grad = False
         self.mirror_id = 0
+        self.earlier: Tensor | None = None
         self.mark_synced()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -137,7 +141,7 @@ class TrackedPair:
 
     def _followed(self) -> Tensor | None:
         """Returns the master's values after it has followed the model; ``None`` if it has them."""
-        value = rounding.exact_value(self.model, [self.known] if self.low_bits else [])
+        value = rounding.exact_value(self.model, self.candidates(low_bits=self.low_bits))
         own = plain(dtensor.local(self.master.detach()))
         return None if torch.equal(dtensor.local(value), own.to(value.device)) else value
 
@@ -147,10 +151,17 @@ class TrackedPair:
         self._model_version = self.model._version
         self.model_address = self.model.data_ptr()
         self._sent = None
+        self.earlier = None
         # Held so that the address is not reused by another storage. A DTensor has no address.
         self._model_alias = None if dtensor.is_dtensor(self.model) else self.model.detach()
         if self.packing is not None:
             self.packing.note()
+
+    def mark_followed(self, earlier: Tensor | None = None) -> None:
+        """Records that the master holds what the model has for now; the step looks again."""
+        self.mark_synced()
+        self._model_version = _WRITTEN
+        self.earlier = earlier
 
     def mark_master_written(self) -> None:
         """Marks the master as written, whether or not its version changes."""
@@ -211,6 +222,21 @@ class TrackedPair:
         if packing is None or self.master_written:
             return self.master
         return dtensor.with_local(self.master, Packed(packing.followed()))
+
+    def candidates(self, *, low_bits: bool) -> list[Tensor]:
+        """Returns what the master may hold beyond 16 bits, the likelier last.
+
+        Args:
+            low_bits: Whether its present values count.
+        """
+        earlier = [] if self.earlier is None else [self.earlier]
+        return [self.known, *earlier] if low_bits else earlier
+
+    def copied(self) -> Tensor:
+        """Returns a copy of the master's values, packed alike."""
+        own = dtensor.local(self.master.detach())
+        copied = Packed(own.packing.copied({})) if isinstance(own, Packed) else own.clone()
+        return dtensor.with_local(self.master, copied)
 
     @property
     def is_current(self) -> bool:
@@ -303,12 +329,13 @@ def mark_rounded(pairs: Iterable[TrackedPair]) -> None:
     """Records that masters were rounded into their model parameters, where these were."""
     for pair in pairs:
         pair._master_version, pair._model_version = pair.master._version, pair.model._version
+        pair.earlier = None
         if pair.packing is not None:
             pair.packing.note()
 
 
 @untraced
-def read_model(pairs: Iterable[TrackedPair], *, alike: bool = False) -> None:
+def read_model(pairs: Iterable[TrackedPair], *, alike: bool = False, steps: bool = False) -> None:
     """Copies written model parameters to their masters, except to masters written as well.
 
     Never writes to the model: autograd may have saved its weights for the backward pass.
@@ -316,6 +343,8 @@ def read_model(pairs: Iterable[TrackedPair], *, alike: bool = False) -> None:
     Args:
         pairs: Masters and parameters.
         alike: Whether the caller synchronizes the masters across ranks next.
+        steps: Whether masters are stepped next. Until then, the model may have been changed for
+            its passes alone.
     """
     for pair in pairs:
         model = pair.model  # inlines ``model_written``: this runs in every pass and step
@@ -323,19 +352,39 @@ def read_model(pairs: Iterable[TrackedPair], *, alike: bool = False) -> None:
         if same and not pair.new:
             continue
         if not pair.master_written:
-            _follow_model(pair, low_bits=pair.low_bits and (alike or _alone(pair)))
+            low_bits = pair.low_bits and (alike or _alone(pair))
+            waits = not (same or steps)
+            _follow_model(pair, low_bits=low_bits, waits=waits, keeps=low_bits and not alike)
         pair.new = False
 
 
-def _follow_model(pair: TrackedPair, *, low_bits: bool) -> None:
+def _follow_model(pair: TrackedPair, *, low_bits: bool, waits: bool, keeps: bool) -> None:
+    """Copies a model parameter to its master.
+
+    Args:
+        pair: Both.
+        low_bits: Whether the master keeps its low bits where they agree.
+        waits: Whether the step looks again.
+        keeps: Whether the master's earlier values are there for it.
+    """
     packing = pair.packing
     if packing is not None:
+        if waits and keeps and pair.is_shared:
+            return  # one memory: the lower halves wait, too
         packing.follow(keep_low=low_bits)  # first, where the weight was before it got other storage
-    if not pair.is_shared:
-        pair.leave_memory()
-        rounding.update_master(pair.model, pair.master, keep_low_bits=low_bits)
+    earlier = pair.earlier
+    if earlier is not None or not pair.is_shared:
+        known = pair.candidates(low_bits=low_bits)
+        if waits and keeps and earlier is None:
+            earlier = pair.copied()
+        if not pair.is_shared:
+            pair.leave_memory()
+        rounding.update_master(pair.model, pair.master, known)
         pair.share(write=False)
-    pair.mark_synced()
+    if waits:
+        pair.mark_followed(earlier)
+    else:
+        pair.mark_synced()
 
 
 def _alone(pair: TrackedPair) -> bool:

@@ -241,7 +241,7 @@ class Binding:
         """Does as :meth:`read_model` before the first pass since a step.
 
         What is written before a later pass waits for the step: a script that perturbs weights for
-        a pass restores them after it.
+        a pass restores them after it; see Note [Which side is newer].
         """
         self.read_model(only_new=self.gradients.passed)
 
@@ -249,13 +249,16 @@ class Binding:
         """Copies writes since the very first pass to the masters, for which a script asks."""
         tracked_pair.read_model(pair for pair in self.pairs if not pair.new)
 
-    def read_model(self, *, only_new: bool = False) -> None:
-        """Copies writes to the model to the masters, or those that no pass has used yet.
+    def read_model(self, *, only_new: bool = False, steps: bool = False) -> None:
+        """Copies writes to the model to the masters; adopts unfrozen parameters.
 
-        Adopts unfrozen parameters.
+        Args:
+            only_new: Whether to copy only to masters that no pass has used yet.
+            steps: Whether they are stepped next.
         """
         if self.pairs:
-            tracked_pair.read_model([p for p in self.pairs if p.new] if only_new else self.pairs)
+            pairs = [pair for pair in self.pairs if pair.new] if only_new else self.pairs
+            tracked_pair.read_model(pairs, steps=steps)
         if self._frozen:
             self.adopt_unfrozen()
 
@@ -267,8 +270,12 @@ class Binding:
                 self.adopt(self.optimizer.param_groups, undo)
 
     @untraced
-    def settle(self) -> None:
-        """Finishes an open pass, so that the masters hold every gradient unscaled."""
+    def settle(self, *, steps: bool = False) -> None:
+        """Finishes an open pass, so that the masters hold every gradient unscaled.
+
+        Args:
+            steps: Whether masters are stepped or given back next.
+        """
         self.regroup()
         gradients = self.gradients
         if gradients.open_pass is not None:
@@ -276,7 +283,7 @@ class Binding:
                 gradients.open_pass.finish()
             else:
                 self._begin_step_in_backward()
-        self.read_model()
+        self.read_model(steps=steps)
         gradients.absorb_raw()
 
     def has_plain_gradients(self) -> bool:

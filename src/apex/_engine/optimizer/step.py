@@ -54,7 +54,7 @@ def step(binding: Binding, run: Run, closure: Closure | None) -> Any:
         run = functools.partial(_run_eagerly, run)
     if closure is not None:
         return _step_with_closure(binding, run, closure)
-    binding.settle()
+    binding.settle(steps=True)
     gradients = binding.gradients
     if not (gradients.used and gradients.overflow.steps):
         _inspect(binding)
@@ -221,7 +221,7 @@ def _overflowed(binding: Binding) -> bool:
 @untraced_frame
 def _step_with_closure(binding: Binding, run: Run, closure: Closure) -> Any:
     binding.regroup()
-    binding.read_model()
+    binding.read_model(steps=True)
     off = UncastBlock()
     one_pass: list[OnePassStep] = []
     ended: list[bool] = []
@@ -286,7 +286,7 @@ def _evaluation(
         tracked_pair.write_back(binding.pairs, ends_step=True)
         with _suspended(off):
             loss = closure()
-        binding.settle()
+        binding.settle(steps=True)
         if not binding.gradients.used and any(p.grad is not None for p in binding.params()):
             _inspect(binding)
         _mark_masters_written(binding)
