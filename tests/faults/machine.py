@@ -114,7 +114,6 @@ class Machine(RuleBasedStateMachine):
         self.stale = set()  # optimizers that have not seen what became of their model's gradients
         self.unlike = set()  # names of model gradients that do not follow their masters'
         self.delayed = None  # the loss whose scaled gradients wait for a pass
-        self.passed = set()  # optimizers of which a pass has begun since their last step
 
     # -- what is predicted -------------------------------------------------------------------
 
@@ -239,8 +238,7 @@ class Machine(RuleBasedStateMachine):
         try:
             with recording(self.model, raw), block as scaled:
                 for each in which:
-                    self.shadow.begin_pass(self.names[each], first=each not in self.passed)
-                    self.passed.add(each)
+                    self.shadow.take(self.names[each])
                     self.notices(each)
                     self.mirrors(each)
                     self.asks(each)

@@ -157,10 +157,6 @@ class Shadow:
                 self.weights[name] = merged
                 self.away.discard(name)
 
-    def begin_pass(self, names, *, first):
-        """A pass begins: after the first since a step, what is written waits for the step."""
-        self.take(names if first else self.new & set(names))
-
     def ask(self, names):
         """A script asks for the masters."""
         self.take(set(names) - self.new)

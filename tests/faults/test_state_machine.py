@@ -128,7 +128,6 @@ class Training(WeightRules, GradientRules):
     def step(self, order):
         for which in order:
             self.settles(which, steps=True)
-            self.passed.discard(which)
             optimizer, stepped = self.optimizers[which], self.stepped(which)
             self.unfreezes(which)
             self.asks(which)
@@ -276,7 +275,6 @@ class Training(WeightRules, GradientRules):
                     self.shows()
                 self.backward_pass(self.loss(part, seed), which, 0, after=place)
                 self.settles("one", steps=True)
-                self.passed.discard("one")
                 one.step()
         except kind:
             self.shadow.adopt(self.stepped())

@@ -200,7 +200,7 @@ class BackwardPass(ExitStack):
     def _prepared(self, binding: Binding) -> Communication:
         binding.regroup()
         communication = self._communication(binding)
-        binding.begin_pass()
+        binding.read_model()
         binding.gradients.absorb_changes()
         return communication
 

@@ -5,10 +5,15 @@ Note [Which side is newer]
     a WGAN's clipping write to masters; ``load_state_dict`` or ``init`` write to the model.
     Comparing autograd's version counters with those recorded when the two were last in sync shows
     which was written. A written master is rounded into the model before the model is next used. A
-    written weight is copied to its master when the next step begins, or the first pass since a
-    step, or a script asks for the masters, and only in the elements that differ from the rounded
-    master. So swapping averaged weights in for an evaluation and back out, or perturbed ones for a
-    second pass, leaves the master bit-identical. If both were written, the master wins.
+    written weight is copied to its master when the next pass or step begins, or a script asks for
+    the masters, and only in the elements that differ from the rounded master. So swapping averaged
+    weights in for an evaluation and back out leaves the master bit-identical. If both were written,
+    the master wins.
+
+    Some scripts change weights for the passes alone: they binarize or perturb them, and put them
+    back before the step, perhaps through ``data``, which torch does not count. So a master that
+    follows a weight before the step keeps its earlier values, too. The step looks again: elements
+    that were changed back get their earlier bits.
 
     Torch's fused kernels, and those of other libraries, do not increment the counters. So masters
     count as written from the start of their optimizer's step until they are rounded at its end, and
@@ -344,7 +349,7 @@ def read_model(pairs: Iterable[TrackedPair], *, alike: bool = False, steps: bool
         pairs: Masters and parameters.
         alike: Whether the caller synchronizes the masters across ranks next.
         steps: Whether masters are stepped next. Until then, the model may have been changed for
-            its passes alone.
+            the passes alone.
     """
     for pair in pairs:
         model = pair.model  # inlines ``model_written``: this runs in every pass and step

@@ -180,7 +180,7 @@ class AmpStashOptimizer(AmpOptimizer):
     def _prepare_amp_backward(self) -> None:
         """Sets existing gradients aside before a backward pass."""
         binding = _require_binding(self)
-        binding.begin_pass()
+        binding.read_model()
         binding.gradients.absorb_changes()
         binding.gradients.begin(identity=False)
 

@@ -237,28 +237,18 @@ class Binding:
 
     # -- before a pass or a step -------------------------------------------------------------
 
-    def begin_pass(self) -> None:
-        """Does as :meth:`read_model` before the first pass since a step.
-
-        What is written before a later pass waits for the step: a script that perturbs weights for
-        a pass restores them after it; see Note [Which side is newer].
-        """
-        self.read_model(only_new=self.gradients.passed)
-
     def read_written(self) -> None:
         """Copies writes since the very first pass to the masters, for which a script asks."""
         tracked_pair.read_model(pair for pair in self.pairs if not pair.new)
 
-    def read_model(self, *, only_new: bool = False, steps: bool = False) -> None:
+    def read_model(self, *, steps: bool = False) -> None:
         """Copies writes to the model to the masters; adopts unfrozen parameters.
 
         Args:
-            only_new: Whether to copy only to masters that no pass has used yet.
-            steps: Whether they are stepped next.
+            steps: Whether masters are stepped next.
         """
         if self.pairs:
-            pairs = [pair for pair in self.pairs if pair.new] if only_new else self.pairs
-            tracked_pair.read_model(pairs, steps=steps)
+            tracked_pair.read_model(self.pairs, steps=steps)
         if self._frozen:
             self.adopt_unfrozen()
 

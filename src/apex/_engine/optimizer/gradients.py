@@ -75,7 +75,6 @@ class Gradients:
         open_pass: The backward pass still to be finished, if any.
         overflow: Whether a present gradient overflowed, so that the next step is skipped.
         used: Whether a pass has begun.
-        passed: Whether one has begun since the last step.
     """
 
     def __init__(self, stepped: Binding) -> None:
@@ -84,7 +83,7 @@ class Gradients:
         self.state = GradState.READY
         self.open_pass: OpenPass | None = None
         self.overflow = OverflowFlag()
-        self.used = self.passed = False
+        self.used = False
         self._steps = 0
         self.current = GradientPass(GradState.READY)
         self._sentinel: tuple[nn.Parameter, int | None] | None = None
@@ -178,7 +177,7 @@ class Gradients:
         # Nothing below can fail, and what abort() reads is set before any gradient.
         self.current = new
         self._in_buckets = not keeps
-        self.used = self.passed = True
+        self.used = True
         self.open_pass = opened
         if not delayed:
             self.state = GradState.OPEN
@@ -389,7 +388,6 @@ class Gradients:
     def begin_step(self) -> None:
         """Ends the iteration, and hands plain gradients to the optimizer."""
         self.end_iteration()
-        self.passed = False
         self._count_on_sentinel(False)
 
     def end_step(self) -> None:
