@@ -346,7 +346,7 @@ def test_watching_static_scales_reads_nothing_from_a_device(level):
     model, optimizer = cases.prepared(level, lambda p: torch.optim.Adam(p, fused=True))
     handle = arm(optimizer)
     sent = []
-    handle._watch._readback.send = lambda _, values: sent.append(values)
+    handle._readback.send = lambda _, values: sent.append(values)
     with HostReads() as reads:
         for x, y in cases.batches(3):
             cases.train_step(model, optimizer, x, y)

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from apex._core import finite
 from apex._core.arguments import integer
+from apex._core.foreach import norms
 from apex._engine.events import ScaleUpdate
 from apex._engine.optimizer.optimizer_class import binding_of
+from apex._engine.readback import Readback
 from apex._torch import dtensor
 from apex._torch.dispatch_modes import suspend_modes
 from apex.debug.arguments import inner
-from apex.debug.gradient_watch import GradientWatch, NonfinitePass
 from apex.debug.loops import Loop, LoopPass, loop_of
 from apex.debug.overflow import OverflowTrace
 from apex.debug.rendering.formatting import listed, percent
@@ -106,6 +109,20 @@ def arm(
     return AutoTrace(loop, scaler, after_skips)
 
 
+class _Pass(NamedTuple):
+    """A pass whose gradients are looked at.
+
+    Attributes:
+        number: Position among these passes, counted from 1.
+        loss_id: Index of the loss.
+        params: Ids of the stepped parameters that have a gradient.
+    """
+
+    number: int
+    loss_id: int
+    params: list[int]
+
+
 class AutoTrace:
     """The handle that :func:`arm` returns.
 
@@ -118,8 +135,9 @@ class AutoTrace:
         self._loop = loop
         self._scaler = None if scaler is None else weakref.ref(scaler)
         self._after_skips = after_skips
-        self._watch = None if loop.dynamic else GradientWatch()
-        self._nonfinite: NonfinitePass | None = None
+        self._readback: Readback[_Pass] = Readback()
+        self._passes = 0
+        self._nonfinite: tuple[_Pass, set[int]] | None = None  # and the ids of the parameters
         self._skips_at_trace: dict[int, int] = {}
         self._traced_loss: int | None = None
         self._thread = 0
@@ -148,10 +166,18 @@ class AutoTrace:
         self._stop()
         self._remove_hooks()
 
+    @torch.no_grad()
     def measure(self, loss_id: int, params: Iterable[Tensor]) -> None:
         """Sends the gradients' largest values to the host; called by the loop."""
-        if self._watch is not None and not self.watching:
-            self._watch.send(loss_id, params)
+        if self._loop.dynamic or self.watching:
+            return
+        self._passes += 1
+        own = {id(p): grad for p in params if (grad := p.grad) is not None}
+        if own:
+            with suspend_modes():
+                grads = [finite.summed_values(dtensor.local(grad)) for grad in own.values()]
+                largest = norms.stacked(norms.max_norms(grads), grads[0].device)
+                self._readback.send(_Pass(self._passes, loss_id, list(own)), largest)
 
     def end_of_pass(self, end: LoopPass) -> None:
         """Starts a trace if one is due, or ends one; called by the loop."""
@@ -166,11 +192,17 @@ class AutoTrace:
         if due is not None:
             self._skips_at_trace[due.loss_id] = due.skipped_in_row
             self._start(due.loss_id)
-        elif self._watch is not None and not end.failed:
-            found = self._watch.poll()
-            if found is not None:
-                self._nonfinite = found
-                self._start(found.loss_id)
+        elif not end.failed:
+            self._start_if_nonfinite()
+
+    def _start_if_nonfinite(self) -> None:
+        for own, largest in self._readback.poll():
+            values = zip(own.params, largest, strict=True)
+            bad = {param for param, value in values if not math.isfinite(value)}
+            if bad:
+                self._nonfinite = own, bad
+                self._start(own.loss_id)
+                return
 
     def _measured(self, measured: Measured) -> None:
         """Reports weights that do not move and gradients that underflow, each once."""
@@ -240,23 +272,23 @@ class AutoTrace:
             if first.cause == "gradients":
                 return None  # clean, apart from gradients left by the skipped step
             return f"{self._after_skips} or more consecutive steps were skipped. {self.trace}"
-        message = f"{self._gradients(found)} The trace of the next pass: {self.trace}"
+        message = f"{self._gradients(*found)} The trace of the next pass: {self.trace}"
         if first.cause not in _EARLIER:
             return message
         weights = map(dtensor.local, self._loop.params())
         if all(bool(torch.isfinite(weight).all()) for weight in weights):  # sync: a diagnosis
             return None  # the script did not step on these gradients
         return (
-            f"{self._gradients(found)} The weights are no longer finite: without a dynamic loss "
+            f"{self._gradients(*found)} The weights are no longer finite: without a dynamic loss "
             "scale no step is skipped. To find the operator, go back to an earlier checkpoint and "
             f"run this iteration inside amp.debug.trace_overflow(model). {self._loop.remedy}"
         )
 
-    def _gradients(self, found: NonfinitePass) -> str:
-        names = [name for key, name in self._loop.names().items() if key in found.params]
+    def _gradients(self, own: _Pass, bad: set[int]) -> str:
+        names = [name for key, name in self._loop.names().items() if key in bad]
         return (
-            f"Gradients are not finite since {self._loop.unit} {found.index} after amp.debug.arm: "
-            f"{listed(names, _MAX_NAMED)} ({len(found.params)} of {found.of} gradients)."
+            f"Gradients are not finite since {self._loop.unit} {own.number} after amp.debug.arm: "
+            f"{listed(names, _MAX_NAMED)} ({len(bad)} of {len(own.params)} gradients)."
         )
 
     # Hooks of the models while a step is traced. torch is iterating over them when they run, so
