@@ -16,11 +16,11 @@ from apex._core.op_table import CastSpec, Category
 from apex._engine.autocast.region import CastRegion, active_spec
 from apex._engine.autocast.user_functions import Kind
 from apex._engine.model.plan import fp32_modules
-from apex._engine.model.state import ModelState, state_of
+from apex._engine.model.state import ModelState
 from apex._engine.session import Session
 from apex._torch.dispatcher import AUTOCAST_KEYS, has_kernel, has_operator
 from apex.amp._amp_state import _amp_state
-from apex.debug.module_tracker import Direction, active_autocast
+from apex.debug.module_tracker import Direction, ModuleTracker, active_autocast
 from apex.debug.records import OF_FORWARD
 
 FOLLOWS = "follows its input"
@@ -75,13 +75,13 @@ class DtypeRules:
         level: What sets dtypes, such as ``"O4"``, ``"torch.autocast"`` or ``"none"``.
     """
 
-    def __init__(self, model: nn.Module, names: Mapping[nn.Module, str]) -> None:
+    def __init__(self, tracker: ModuleTracker) -> None:
         """Reads how each module was treated; any submodule of the model may be converted."""
         self._converted: dict[str, str] = {}
         self._region: CastSpec | None = None
-        states = [(m, state) for m in model.modules() if (state := state_of(m)) is not None]
+        states = tracker.prepared()
         for module, state in states:
-            self._converted.update(_converted(module, state, names))
+            self._converted.update(_converted(module, state, tracker.names))
             if isinstance(state.region, CastRegion):
                 self._region = state.region.spec
         self._registered = _amp_state.functions.kinds()

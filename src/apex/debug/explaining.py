@@ -94,7 +94,7 @@ def explain(
     check_loss_fn("explain", loss_fn)
     inner = checked_model("explain", model, (inputs, keywords))
     tracker = ModuleTracker(inner)
-    rules = DtypeRules(inner, tracker.names)
+    rules = DtypeRules(tracker)
     scale = _scale(loss_scale, scaler, rules)
 
     def loss() -> Any:

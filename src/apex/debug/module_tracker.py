@@ -6,14 +6,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from apex._engine.model.plan import fp32_modules
-from apex._engine.model.state import state_of
+from apex._engine.model.state import ModelState, state_of
 from apex._torch.dispatcher import AUTOCAST_KEYS
 from apex.debug import frames
 from apex.debug.patterns import node_name, nodes_behind
@@ -29,18 +29,21 @@ _MAX_SITES = 2**17
 """Autograd nodes whose sites are kept, the latest; a graph seldom has more."""
 
 
-class Site(NamedTuple):
+@dataclass(eq=False)
+class Site:
     """Where an operator was called.
 
     Attributes:
         module: Qualified name of the innermost module; ``""`` for the model itself and outside it.
         inside: Whether a model was running.
         location: ``"file:line"`` of user code; ``""`` if there is none.
+        origin: What made the operator's result non-finite; None if nothing did.
     """
 
     module: str
     inside: bool
     location: str
+    origin: Any = None
 
 
 @dataclass
@@ -129,13 +132,16 @@ class ModuleTracker:
             for name, module in model.named_modules():
                 self.names.setdefault(module, prefix + name)
 
+    def prepared(self) -> list[tuple[nn.Module, ModelState]]:
+        """Returns the models, and modules inside them, that amp has prepared."""
+        parts = (part for model in self.models for part in model.modules())
+        return [(part, state) for part in parts if (state := state_of(part)) is not None]
+
     def in_fp32(self, name: str) -> bool:
         """Returns whether amp keeps a module in fp32, or its own parameters are all in fp32."""
         found = {each for each, known in self.names.items() if known == name}
         dtypes = {p.dtype for module in found for p in module.parameters(recurse=False)}
-        parts = [part for model in self.models for part in model.modules()]
-        states = [(part, state) for part in parts if (state := state_of(part)) is not None]
-        kept = (fp32_modules(part, state.plan) for part, state in states)
+        kept = (fp32_modules(part, state.plan) for part, state in self.prepared())
         return dtypes == {torch.float32} or any(found & each for each in kept)
 
     # -- queries -------------------------------------------------------------------------------
@@ -210,7 +216,7 @@ class ModuleTracker:
         if name is not None:
             return name, True
         site = None if task == -1 else self.forward_site
-        return ("", False) if site is None else site[:2]
+        return ("", False) if site is None else (site.module, site.inside)
 
     def _running(self, task: int) -> str | None:
         """Returns the name of the innermost module if it was called in backward pass ``task``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from apex._core import tree
 from apex._core.dtypes import is_low_precision
 from apex._core.param_groups import params_of, states_in
-from apex._engine.model.state import state_of
 from apex._engine.session import Session
 from apex._torch import ranks
 from apex._torch.grad_scaler import enabled_scalers
@@ -250,9 +249,9 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
     def _first_origin(self, call: _Call, kind: Kind, dtype: torch.dtype) -> Origin:
         """Returns the origin of non-finite outputs of finite inputs."""
         if self.tracker.direction == "backward":
-            forward = self._provenance.of_site(self.tracker.forward_site)
-            if forward is not None:
-                return forward
+            forward = self.tracker.forward_site
+            if forward is not None and forward.origin is not None:
+                return cast(Origin, forward.origin)  # its derivative is infinite, too
         cause: Cause | None = None
         if is_uninitialized(call.name):
             cause = "uninitialized"
@@ -261,9 +260,8 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
             cause = "update" if stepping else "constant"
         deliberate = cause is not None or self._mirrors_gradients(call)
         origin = self._new_origin(call, kind, dtype, cause, deliberate=deliberate)
-        site = self.tracker.created_site
-        if site is not None:
-            self._provenance.link_site(site, origin)
+        if self.tracker.created_site is not None:
+            self.tracker.created_site.origin = origin
         return origin
 
     def _input_origin(self, tensor: Tensor, kind: Kind, call: _Call) -> Origin:
@@ -315,23 +313,23 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
     ) -> Origin:
         inputs = call.inputs()
         direction, formula = self.tracker.direction, self.tracker.runs_formula
-        module, inside, location = self.tracker.site()
+        site = self.tracker.site()
         fault = Fault(
-            module,
+            site.module,
             call.name,
             direction,
             kind,
             dtype,
             tensors.largest(inputs),
-            location,
+            site.location,
             cause or "update",
-            inside,
+            site.inside,
             call.largest_in_double() if cause is None else None,
             level=self._level(),
             inputs=() if deliberate else tuple(map(tensors.values_of, inputs[:_MAX_INPUTS])),
             node=self.tracker.node if direction == "backward" else "",
             fed_by=() if deliberate else self._fed_by(call, direction),
-            in_fp32=self.tracker.in_fp32(module),
+            in_fp32=self.tracker.in_fp32(site.module),
             written=cause in ("constant", "update") and call.is_constant,
         )
         if cause is None and not self._is_update(call):
@@ -386,10 +384,8 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
 
     def _sessions(self) -> list[Session]:
         """Returns the sessions of the models and of modules inside them."""
-        modules = (module for model in self.tracker.models for module in model.modules())
-        states = (state_of(module) for module in modules)
-        owners = [state.owner for state in states if state is not None]
-        return [owner for owner in dict.fromkeys(owners) if isinstance(owner, Session)]
+        owners = dict.fromkeys(state.owner for _, state in self.tracker.prepared())
+        return [owner for owner in owners if isinstance(owner, Session)]
 
 
 def _gradients(params: Iterable[Tensor]) -> set[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass, field, replace
 
@@ -11,11 +11,9 @@ from torch import Tensor, UntypedStorage
 from torch.utils.weak import WeakIdKeyDictionary
 
 from apex.debug.faults import Fault
-from apex.debug.module_tracker import Site
 from apex.debug.tensors import covers_storage, dense
 
 _FP16 = torch.float16
-_MAX_NODES = 2**14
 _MAX_READERS = 8
 
 
@@ -66,7 +64,8 @@ class Provenance:
 
     Note [Long traces]
         A trace may last as long as a training. So origins are discarded once they are harmless, one
-        lost value is kept per line of code, and only the latest autograd nodes are remembered.
+        lost value is kept per line of code, and only the latest autograd nodes are remembered (by
+        the ``ModuleTracker``).
     """
 
     def __init__(self) -> None:
@@ -82,7 +81,6 @@ class Provenance:
         self._reached: dict[int, Origin] = {}
         self._unhealed: dict[int, Origin] = {}
         self._by_memory: MutableMapping[UntypedStorage, Origin] = WeakIdKeyDictionary()
-        self._by_node: OrderedDict[int, tuple[Site, Origin]] = OrderedDict()
 
     # -- values ----------------------------------------------------------------------------------
 
@@ -100,9 +98,8 @@ class Provenance:
             self._by_memory.pop(dense(tensor).untyped_storage(), None)
 
     def close(self) -> None:
-        """Releases everything except the origins, once tracing has ended."""
+        """Releases all values, once tracing has ended."""
         self._by_memory.clear()
-        self._by_node.clear()
 
     def add_origin(self, fault: Fault, *, deliberate: bool = False) -> Origin:
         """Returns a new origin at the current operator."""
@@ -134,18 +131,6 @@ class Provenance:
     def _severity(self, origin: Origin) -> tuple[bool, bool, bool, int]:
         stale = origin.fault.cause == "gradients"  # left by an earlier step
         return origin.deliberate, stale, origin.masked_out, origin.time
-
-    # -- autograd nodes --------------------------------------------------------------------------
-
-    def link_site(self, site: Site, origin: Origin) -> None:
-        """Records that the forward operator at ``site`` produced ``origin``."""
-        self._by_node[id(site)] = site, origin  # holding the site keeps its id unique
-        if len(self._by_node) > _MAX_NODES:
-            self._by_node.popitem(last=False)
-
-    def of_site(self, site: Site | None) -> Origin | None:
-        """Returns the origin that a node's forward produced: its derivative is infinite too."""
-        return self._by_node.get(id(site), (None, None))[1]
 
     # -- faults ----------------------------------------------------------------------------------
 
