@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +12,9 @@ from typing import Any
 
 from apex.debug.findings import Finding, findings_of
 from apex.debug.records import CAST, LOW, GradientRow, OpRow, RoundTrip, WeightCasts, share
-from apex.debug.rendering.files import save
+from apex.debug.rendering import formatting
+from apex.debug.rendering.files import render, save
+from apex.debug.rendering.text import text
 
 
 @dataclass(frozen=True)
@@ -165,7 +168,7 @@ class Explanation:
         return tuple(self._module(name) for name in self.kinds)
 
     def _module(self, name: str) -> ModuleRow:
-        rows = [row for row in self.ops if row.inside and within(row.module, name)]
+        rows = self._inside(name)
         casts = [cast for row in rows for cast in row.casts]
         near = _least_headroom(rows)
         forward = [row for row in rows if row.direction == "forward"]
@@ -183,6 +186,10 @@ class Explanation:
             nonfinite=sum(row.nonfinite for row in rows),
         )
 
+    def _inside(self, name: str) -> list[OpRow]:
+        """Returns the records of a module and its submodules."""
+        return [row for row in self.ops if row.inside and within(row.module, name)]
+
     def time_share(self, row: OpRow) -> float:
         """Returns the share of all measured time that an operator and its casts took."""
         return share(row.seconds, self.seconds) or 0.0
@@ -196,23 +203,41 @@ class Explanation:
             rows: Largest number of operators to show, those that took the most time; None for all.
             colour: Whether to colour dtypes with ANSI sequences.
         """
-        from apex.debug.rendering.text import text
-
         return text(self, rows=rows, colour=colour)
 
     def to_markdown(self) -> str:
         """Returns Markdown tables."""
-        from apex.debug.rendering import formatting
-        from apex.debug.rendering.pages import render
-
         names = {"explanation": self, "formatting": formatting}
         return render("apex.debug.rendering", "explanation.md.jinja", **names)
 
     def to_html(self) -> str:
         """Returns a self-contained page that shows the model's tree coloured by dtype."""
-        from apex.debug.rendering.html import page
+        outside = [row for row in self.ops if not row.inside]
+        found = {_tone(row.computed_in) for row in self.ops}
 
-        return page(self)
+        def shares(rows: Iterable[OpRow]) -> list[tuple[str, float]]:
+            """Returns the share of all time by dtype, for a bar."""
+            sums: defaultdict[str, float] = defaultdict(float)
+            for row in rows:
+                sums[_tone(row.computed_in)] += self.time_share(row)
+            return sorted(sums.items())
+
+        return render(
+            "apex.debug.rendering",
+            "explanation.html.jinja",
+            explanation=self,
+            lines=list(formatting.lines(self)),
+            findings=formatting.findings(self),
+            formatting=formatting,
+            tone=_tone,
+            cast_op=CAST,
+            legend=[name for name in _DTYPES if name in found],
+            parts=formatting.parts(self.modules),
+            inside=self._inside,
+            outside=outside,
+            outside_casts=sum(cast.count for row in outside for cast in row.casts),
+            shares=shares,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all data in plain containers."""
@@ -246,6 +271,14 @@ class Explanation:
 
     def __str__(self) -> str:
         return self.to_text()
+
+
+_DTYPES = ("fp16", "bf16", "fp32", "fp64")
+
+
+def _tone(dtype: str) -> str:
+    """Returns the CSS class that colours a dtype."""
+    return formatting.short(dtype) if dtype else "none"
 
 
 def _low_flops(rows: Iterable[OpRow]) -> int:

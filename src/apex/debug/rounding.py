@@ -11,7 +11,8 @@ from torch import nn
 
 from apex.debug.arguments import check_scaler
 from apex.debug.module_tracker import ModuleTracker
-from apex.debug.rendering.files import save
+from apex.debug.rendering import formatting
+from apex.debug.rendering.files import render, save
 from apex.debug.rounding_mode import RoundingMode
 from apex.debug.rounding_records import RoundingLog, RoundingRow, Skipped
 from apex.debug.tracing import Trace
@@ -110,15 +111,48 @@ class RoundingTrace(Trace):
         Args:
             rows: Largest number of operators to show; None for all.
         """
-        from apex.debug.rendering.rounding import text
-
-        return text(self, rows=rows)
+        lines, worst = [self._verdict], self.worst
+        if worst is not None:
+            lines += [f"  at     {worst.location}"] if worst.location else []
+            lines += [f"  cause  {worst.cause}", f"  remedy {worst.remedy}"]
+        shown = [_cells(row) for row in self.rows[:rows]]
+        if shown:
+            table = formatting.aligned([_HEAD, *shown], [True] * len(_HEAD))
+            lines += ["", *("  ".join(line).rstrip() for line in table)]
+        return "\n".join([*lines, *(f"skipped: {line}" for line in self._skips)])
 
     def to_html(self) -> str:
-        """Returns a self-contained page."""
-        from apex.debug.rendering.rounding import page
+        """Returns a self-contained page, which loads nothing and runs no script."""
+        return render(
+            "apex.debug.rendering",
+            "rounding.html.jinja",
+            verdict=self._verdict,
+            worst=self.worst,
+            head=_HEAD,
+            rows=[(_cells(row), row.suspicion, bool(row.kind)) for row in self.rows],
+            skips=self._skips,
+        )
 
-        return page(self)
+    @property
+    def _verdict(self) -> str:
+        """What was found, in one line."""
+        worst = self.worst
+        if worst is None:
+            rest = f"; {len(self.skipped)} without a verdict" if self.skipped else ""
+            return (
+                f"No digits lost: {self.operators} operators traced, all within their "
+                f"tolerance{rest}."
+            )
+        return (
+            f"Digits first lost: {worst.op} {worst.place}, {worst.direction}, in {worst.dtype}: "
+            f"error {worst.error:.2g}, explained {worst.tolerance:.2g}, "
+            f"inherited {worst.inherited:.2g}"
+        )
+
+    @property
+    def _skips(self) -> list[str]:
+        """A line for each operator without a verdict."""
+        return [f"{e.op} in {e.module or '(no module)'}: {e.reason}" for e in self.skipped]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all data in plain containers; an infinite number as None."""
@@ -149,3 +183,19 @@ class RoundingTrace(Trace):
     def _repr_html_(self) -> str:
         """Returns the page, for notebooks."""
         return self.to_html()
+
+
+_HEAD = ("module", "operator", "pass", "dtype", "calls", "error", "tolerance", "inherited")
+"""The columns of both tables."""
+
+
+def _cells(row: RoundingRow) -> tuple[str, ...]:
+    """Returns one line of a table."""
+    return (
+        formatting.place(row.module, row.inside),
+        row.op.removeprefix("aten."),
+        row.direction,
+        formatting.short(row.dtype),
+        formatting.amount(row.calls),
+        *(f"{value:.2g}" for value in (row.error, row.tolerance, row.inherited)),
+    )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from apex.debug.explanation import Explanation, ModuleRow, Totals
-from apex.debug.findings import Finding
 from apex.debug.records import SHORT, OpRow
+
+if TYPE_CHECKING:
+    from apex.debug.explanation import Explanation, ModuleRow, Totals
+    from apex.debug.findings import Finding
 
 _NEAR = 2.0
 """Headroom (powers of two) below which a row is marked."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from apex.debug.explanation import Explanation, ModuleRow
 from apex.debug.records import OpRow
 from apex.debug.rendering import formatting
+
+if TYPE_CHECKING:
+    from apex.debug.explanation import Explanation, ModuleRow
 
 _COLOURS = {"fp32": "34", "fp64": "34", "fp16": "33", "bf16": "32", "mixed": "35"}
 _BLOCKS = " ▏▎▍▌▋▊▉█"

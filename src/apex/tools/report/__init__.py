@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from apex.debug.rendering.pages import render
+from apex.debug.rendering.files import render
 from apex.tools.report.bars import bar_figures
 from apex.tools.report.curves import curve_figures
 from apex.tools.results import Comparison
