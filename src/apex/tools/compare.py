@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from apex.debug.rendering.formatting import counted
-from apex.debug.suggesting import suggestion
-from apex.debug.suggestion import Suggestion
+from apex.debug.suggestion import Suggestion, suggestion_for
 from apex.tools import probing, training
 from apex.tools.errors import TargetError, format_error
 from apex.tools.load import current_load
@@ -204,7 +203,7 @@ class _Run:
         experiment.model.to(self.options.device)
         batch = training.to_device(self.batches[0], self.options.device)
         seed_all(self.options.seed)
-        return suggestion(
+        return suggestion_for(
             experiment.model, lambda model: experiment.loss(model, batch), batch, name
         )
 
