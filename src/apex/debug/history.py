@@ -205,9 +205,22 @@ class History:
         Raises:
             ImportError: If matplotlib is not installed.
         """
-        from apex.debug.history_plot import figure
-
-        return figure(self.passes)
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError(
+                "amp.debug.History.plot needs matplotlib: pip install 'apex-amp[plot]'. "
+                "history.to_json() has the same data."
+            ) from error
+        passes = self.passes
+        with_norms = any(item.grad_norm is not None for item in passes)
+        result = Figure(figsize=(9, 5.5 if with_norms else 3), layout="constrained")
+        panels: Any = result.subplots(1 + with_norms, 1, sharex=True, squeeze=False)[:, 0]
+        _scales(panels[0], passes)
+        if with_norms:
+            _norms(panels[1], passes)
+        panels[-1].set_xlabel("backward pass")
+        return result
 
     def measure(self, loss_id: int, params: Iterable[Tensor]) -> Tensor | None:
         """Returns the norm of a pass's gradients; called by the loop."""
@@ -243,13 +256,17 @@ def passes_text(passes: Sequence[Pass]) -> str:
     """Returns a few lines for each loss, however many passes there are."""
     if not passes:
         return "No backward pass recorded yet."
-    losses = sorted({item.loss_id for item in passes})
+    losses = _by_loss(passes)
     lines = []
-    for loss_id in losses:
-        own = [item for item in passes if item.loss_id == loss_id]
+    for loss_id, own in losses.items():
         name = f"Loss {loss_id}: " if len(losses) > 1 else ""
         lines += [name + _title(own), *(f"  {line}" for line in _details(own))]
     return "\n".join(lines)
+
+
+def _by_loss(passes: Sequence[Pass]) -> dict[int, list[Pass]]:
+    losses = sorted({item.loss_id for item in passes})
+    return {loss_id: [item for item in passes if item.loss_id == loss_id] for loss_id in losses}
 
 
 def _title(passes: Sequence[Pass]) -> str:
@@ -306,3 +323,30 @@ def _plain(item: Pass) -> dict[str, Any]:
         name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in values
     }
+
+
+def _scales(panel: Any, passes: Sequence[Pass]) -> None:
+    losses = _by_loss(passes)
+    for loss_id, own in losses.items():
+        points = zip(*[(item.index, item.loss_scale) for item in own], strict=True)
+        panel.step(*points, where="post", label=f"loss {loss_id}")
+    over = [(item.index, item.loss_scale) for item in passes if item.overflow]
+    if over:
+        label = f"overflow, step skipped ({len(over)})"
+        panel.plot(*zip(*over, strict=True), "v", color="tab:red", label=label)
+    panel.set_yscale("log", base=2)
+    panel.set_ylabel("loss scale")
+    panel.grid(alpha=0.3)
+    if over or len(losses) > 1:
+        panel.legend()
+
+
+def _norms(panel: Any, passes: Sequence[Pass]) -> None:
+    for loss_id, own in _by_loss(passes).items():
+        found = [(item.index, item.grad_norm) for item in own]
+        known = [(index, n) for index, n in found if n is not None and math.isfinite(n) and n > 0]
+        if known:
+            panel.plot(*zip(*known, strict=True), label=f"loss {loss_id}")
+    panel.set_yscale("log")
+    panel.set_ylabel("gradient norm")
+    panel.grid(alpha=0.3)
