@@ -18,8 +18,7 @@ from apex.debug import rounding_rules as rules
 from apex.debug import tensors
 from apex.debug.module_tracker import ModuleTracker
 from apex.debug.rounding_records import Kind, RoundingLog, RoundingRow
-from apex.debug.shadow_call import Arguments, ShadowCall, is_touched
-from apex.debug.shadows import Shadows, can_shadow
+from apex.debug.shadows import Arguments, ShadowCall, Shadows, can_shadow
 from apex.debug.tensors import OperatorCall
 from apex.debug.tracing import OperatorMode, is_uninitialized
 
@@ -89,7 +88,7 @@ class RoundingMode(OperatorMode):  # type: ignore[no-untyped-call]
         with _apart():
             # What the call overwrites has to be read before it runs.
             given = [call.args, call.kwargs]
-            if call.traits.writes and not self._stepping and is_touched(given, self._shadows):
+            if call.traits.writes and not self._stepping and self._shadows.touch(given):
                 before = self._shadow_call(call)
         result = call.run()
         with _apart():
@@ -110,7 +109,7 @@ class RoundingMode(OperatorMode):  # type: ignore[no-untyped-call]
         Returns:
             Why its results are without: ``""`` if they are exact, None if they have shadows.
         """
-        if self._stepping or not is_touched([call.args, call.kwargs, result], self._shadows):
+        if self._stepping or not self._shadows.touch([call.args, call.kwargs, result]):
             return ""
         reason = _without_verdict(call, result)
         if reason is not None:
