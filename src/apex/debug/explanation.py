@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -131,17 +131,12 @@ class Explanation:
     @functools.cached_property
     def totals(self) -> Totals:
         """Totals of the run."""
-        casts = [cast for row in self.ops for cast in row.casts]
-        down = [cast for cast in casts if cast.target in LOW]
-        flops, low = sum(row.flops for row in self.ops), _low_flops(self.ops)
-        near = _least_headroom(self.ops)
+        down = [cast for row in self.ops for cast in row.casts if cast.target in LOW]
+        sums, near = _sums(self.ops), _least_headroom(self.ops)
         return Totals(
+            **sums,
             seconds=self.seconds,
-            flops=flops,
-            low_precision_flops=low,
-            low_precision_share=share(low, flops),
-            casts=sum(cast.count for cast in casts),
-            cast_bytes=sum(cast.bytes for cast in casts),
+            low_precision_share=share(sums["low_precision_flops"], sums["flops"]),
             round_trips=sum(trip.count for trip in self.round_trips),
             wasted_casts=sum(trip.casts for trip in self.round_trips if not trip.op),
             wasted_bytes=sum(trip.bytes for trip in self.round_trips if not trip.op),
@@ -169,19 +164,15 @@ class Explanation:
 
     def _module(self, name: str) -> ModuleRow:
         rows = self._inside(name)
-        casts = [cast for row in rows for cast in row.casts]
         near = _least_headroom(rows)
         forward = [row for row in rows if row.direction == "forward"]
         dtypes = {row.computed_in for row in forward or rows if row.op != CAST} - {""}
         return ModuleRow(
+            **_sums(rows),
             name=name,
             kind=self.kinds[name],
             dtype=dtypes.pop() if len(dtypes) == 1 else "mixed" if dtypes else "",
             time_share=share(sum(row.seconds for row in rows), self.seconds) or 0.0,
-            flops=sum(row.flops for row in rows),
-            low_precision_flops=_low_flops(rows),
-            casts=sum(cast.count for cast in casts),
-            cast_bytes=sum(cast.bytes for cast in casts),
             headroom=near.headroom if near else None,
             nonfinite=sum(row.nonfinite for row in rows),
         )
@@ -281,8 +272,15 @@ def _tone(dtype: str) -> str:
     return formatting.short(dtype) if dtype else "none"
 
 
-def _low_flops(rows: Iterable[OpRow]) -> int:
-    return sum(row.flops for row in rows if row.computed_in in LOW)
+def _sums(rows: Sequence[OpRow]) -> dict[str, int]:
+    """Returns what the totals and the record of a module have in common."""
+    casts = [cast for row in rows for cast in row.casts]
+    return {
+        "flops": sum(row.flops for row in rows),
+        "low_precision_flops": sum(row.flops for row in rows if row.computed_in in LOW),
+        "casts": sum(cast.count for cast in casts),
+        "cast_bytes": sum(cast.bytes for cast in casts),
+    }
 
 
 def _least_headroom(rows: Iterable[OpRow]) -> OpRow | None:
