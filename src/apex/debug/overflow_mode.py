@@ -40,19 +40,16 @@ class _Call:
     def __init__(self, call: OperatorCall) -> None:
         self.name, self.args, self.kwargs = call.traits.name, call.args, call.kwargs
         self.written = call.written()
-        self._call = call
-        self._before: OperatorCall | None = call
+        self._before = call
         self._originals: dict[int, Tensor] = {}
         self._saves = self.name.rpartition(".")[2].startswith(tensors.SAVES_INFINITIES)
-        if self.written and call.traits.reads_written:
-            written = {id(t): t for t in self.written}
-            small = {key: t for key, t in written.items() if t.numel() <= _SNAPSHOT_LIMIT}
-            copies = {key: t.detach().clone() for key, t in small.items()}
-            self._before = None
-            if len(copies) == len(written):
-                args = tree.map_arguments(lambda t: copies.get(id(t), t), call.args, call.kwargs)
-                self._before = OperatorCall(call.func, call.traits, *args)
-            self._originals = {id(copies[key]): t for key, t in small.items()}
+        reads = self.written and call.traits.reads_written
+        self._is_known = not reads or all(t.numel() <= _SNAPSHOT_LIMIT for t in self.written)
+        if reads and self._is_known:
+            copies = {id(t): t.detach().clone() for t in self.written}
+            args = tree.map_arguments(lambda t: copies.get(id(t), t), call.args, call.kwargs)
+            self._before = OperatorCall(call.func, call.traits, *args)
+            self._originals = {id(copies[id(t)]): t for t in self.written}
 
     @property
     def is_constant(self) -> bool:
@@ -76,7 +73,7 @@ class _Call:
 
     def inputs(self) -> list[Tensor]:
         """Returns the floating-point tensors that the call read, as they were before it."""
-        call = self._before or self._call
+        call = self._before
         read = list(tensors.floating([call.args, call.kwargs]))
         if not call.traits.reads_written:
             written = {id(tensor) for tensor in self.written}
@@ -85,7 +82,7 @@ class _Call:
 
     def largest_in_double(self) -> float | None:
         """Returns the largest absolute result in float64, or None if unknown."""
-        return None if self._before is None else tensors.largest_in_double(self._before)
+        return tensors.largest_in_double(self._before) if self._is_known else None
 
 
 class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ from torch import nn
 from apex.debug.arguments import check_scaler
 from apex.debug.module_tracker import ModuleTracker
 from apex.debug.rendering import formatting
-from apex.debug.rendering.files import render, save
+from apex.debug.rendering.files import json_types, render, save
 from apex.debug.rounding_mode import RoundingMode
 from apex.debug.rounding_records import RoundingLog, RoundingRow, Skipped
 from apex.debug.tracing import Trace
@@ -81,7 +81,7 @@ class RoundingTrace(Trace):
     @property
     def rows(self) -> tuple[RoundingRow, ...]:
         """One record per module, operator, direction and dtype, most suspicious first."""
-        return self._log.rows()
+        return tuple(sorted(self._log.rows.values(), key=lambda row: -row.suspicion))
 
     @property
     def worst(self) -> RoundingRow | None:
@@ -91,7 +91,7 @@ class RoundingTrace(Trace):
     @property
     def lost(self) -> tuple[RoundingRow, ...]:
         """The rows beyond tolerance in order of time; later ones may only pass on the damage."""
-        return self._log.lost()
+        return tuple(self._log.rows[place] for place in self._log.lost)
 
     @property
     def skipped(self) -> tuple[Skipped, ...]:
@@ -156,13 +156,13 @@ class RoundingTrace(Trace):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all data in plain containers; an infinite number as None."""
-        worst = self.worst
-        return {
-            "worst": None if worst is None else worst.as_dict(),
-            "rows": [row.as_dict() for row in self.rows],
-            "skipped": [asdict(each) for each in self.skipped],
+        found = {
+            "worst": None if self.worst is None else asdict(self.worst),
+            "rows": list(map(asdict, self.rows)),
+            "skipped": list(map(asdict, self.skipped)),
             "operators": self.operators,
         }
+        return dict(json_types(found))
 
     def to_json(self) -> str:
         """Returns all data as JSON."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from apex.debug.module_tracker import Direction, place_in_words
-from apex.debug.rendering.files import json_types
 
 Kind = Literal["rounding", "cancellation", "chain", ""]
 
@@ -76,10 +75,6 @@ class RoundingRow:
         place = _FP32_MODULE.format(name=name) if name else "compute it in fp32, on .float() inputs"
         return f"{place}, or {_FORMS[self.kind]}."
 
-    def as_dict(self) -> dict[str, Any]:
-        """Returns all attributes in JSON types, an infinite number as None."""
-        return dict(json_types(asdict(self)))
-
 
 _FP32_MODULE = (
     "keep the module in fp32 with amp.initialize(..., fp32_modules=[{name!r}]) (O2, O3, O5) or run "
@@ -117,38 +112,32 @@ class Skipped:
     reason: str
 
 
+@dataclass
 class RoundingLog:
     """Collects the records of a trace.
 
     Attributes:
         operators: Number of operator calls that were compared with fp32.
         skipped: The operators without a verdict.
+        rows: One record per place.
+        lost: The places at which digits were lost, in order of time.
     """
 
-    def __init__(self) -> None:
-        self.operators = 0
-        self.skipped: dict[Skipped, None] = {}
-        self._rows: dict[_Place, RoundingRow] = {}
-        self._lost: dict[_Place, None] = {}
+    operators: int = 0
+    skipped: dict[Skipped, None] = field(default_factory=dict)
+    rows: dict[_Place, RoundingRow] = field(default_factory=dict)
+    lost: dict[_Place, None] = field(default_factory=dict)
 
     def add(self, row: RoundingRow) -> None:
         """Records one result of one call."""
         place = row.module, row.inside, row.direction, row.op, row.dtype
         if row.error > row.tolerance:
-            self._lost.setdefault(place)
-        known = self._rows.setdefault(place, row)
+            self.lost.setdefault(place)
+        known = self.rows.setdefault(place, row)
         if known is not row:
             worst = max(known, row, key=lambda each: each.suspicion)
-            self._rows[place] = replace(worst, calls=known.calls + 1)
+            self.rows[place] = replace(worst, calls=known.calls + 1)
 
     def skip(self, module: str, op: str, reason: str) -> None:
         """Records that an operator has no verdict."""
         self.skipped.setdefault(Skipped(module, op, reason))
-
-    def rows(self) -> tuple[RoundingRow, ...]:
-        """Returns all records, the most suspicious first."""
-        return tuple(sorted(self._rows.values(), key=lambda row: -row.suspicion))
-
-    def lost(self) -> tuple[RoundingRow, ...]:
-        """Returns the records beyond their tolerance, in order of time."""
-        return tuple(self._rows[place] for place in self._lost)
