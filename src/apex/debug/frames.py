@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 import sysconfig
+from collections.abc import Iterator
 from types import FrameType
 from typing import Literal
 
@@ -20,12 +21,7 @@ _CHECKPOINT = _TORCH + os.path.join("utils", "checkpoint.py")
 
 def innermost_line() -> str:
     """Returns ``"file:line"`` of the innermost user frame, or ``""`` if there is none."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if _is_user(frame):
-            return _line(frame)
-        frame = frame.f_back
-    return ""
+    return next((_line(frame) for frame in _frames() if _is_user(frame)), "")
 
 
 def within_backward() -> tuple[str, bool]:
@@ -35,8 +31,7 @@ def within_backward() -> tuple[str, bool]:
     not have.
     """
     line = ""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in _frames():
         kind = _kind(frame.f_code.co_filename)
         if kind == "engine":
             break
@@ -44,13 +39,19 @@ def within_backward() -> tuple[str, bool]:
             return line, True
         if not line and _is_user(frame):
             line = _line(frame)
-        frame = frame.f_back
     return line, False
 
 
 def is_user_file(filename: str) -> bool:
     """Returns whether a file belongs to neither torch, apex nor the standard library."""
     return _kind(filename) == "user"
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def _line(frame: FrameType) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass, field, replace
 
@@ -28,6 +27,7 @@ class Origin:
         masked_out: Whether values were masked out.
         absorbed: Whether a softmax or exp mapped -inf to 0, as is right.
         readers: Operators that read the values, in order, at most eight.
+        times: Number of harmless origins at its place, of which it is the first.
     """
 
     fault: Fault
@@ -36,6 +36,7 @@ class Origin:
     masked_out: bool = False
     absorbed: bool = False
     readers: list[str] = field(default_factory=list)
+    times: int = 0
 
     @property
     def place(self) -> tuple[str, str]:
@@ -73,13 +74,12 @@ class Provenance:
         self.passes = 0
         self.gradients: list[str] = []  # names of parameters that a fault reached
         self.healed: set[int] = set()
+        self.is_certain = False  # whether values of a fault that no scale heals got that far
         self._harmless: dict[tuple[str, str], Origin] = {}  # the first at each operator and line
-        self._harmless_counts: Counter[tuple[str, str]] = Counter()
         self._backward = -1
         self._pending: list[Origin] = []
         self._lost: dict[tuple[str, str, str], Origin] = {}
-        self._reached: dict[int, Origin] = {}
-        self._unhealed: dict[int, Origin] = {}
+        self._reached: dict[Origin, None] = {}
         self._by_memory: MutableMapping[UntypedStorage, Origin] = WeakIdKeyDictionary()
 
     # -- values ----------------------------------------------------------------------------------
@@ -143,13 +143,13 @@ class Provenance:
         """
         if gradient and gradient not in self.gradients:
             self.gradients.append(gradient)
-        self._reached[origin.time] = origin
+        self._reached.setdefault(origin)
         if origin.fault.heals and backward != -1:
             self.healed.add(backward)
             return
         if origin.fault.heals:
             origin.fault = replace(origin.fault, stepped=True)
-        self._unhealed[origin.time] = origin
+        self.is_certain = True
 
     def mark_backward(self, backward: int) -> None:
         """Counts a backward pass that has reached a gradient."""
@@ -158,50 +158,29 @@ class Provenance:
 
     def mark_finite_gradient(self) -> None:
         """Records that a parameter received a finite gradient."""
-        unreached = [o for o in self._pending if o.time not in self._reached]
-        harmless = [o for o in unreached if not (o.fault.heals or o.is_lost)]
-        for origin in harmless:
-            self._harmless.setdefault(origin.place, origin)
-            self._harmless_counts[origin.place] += 1
+        for origin in self._pending:
+            if not (origin in self._reached or origin.fault.heals or origin.is_lost):
+                self._harmless.setdefault(origin.place, origin).times += 1
         self._pending.clear()
 
     @property
-    def harmless(self) -> int:
-        """Number of origins that reached no gradient, nor did others at the same line.
+    def harmless(self) -> list[Origin]:
+        """The first origin at each place of which none reached a gradient.
 
         Finite gradients of another loss tell nothing.
         """
-        return sum(self._harmless_counts[place] for place in self._harmless_places())
-
-    @property
-    def first_harmless(self) -> Origin | None:
-        """The first of them; None without one."""
-        return next((self._harmless[place] for place in self._harmless_places()), None)
-
-    def _harmless_places(self) -> list[tuple[str, str]]:
-        reached = {origin.place for origin in self._reached.values()}
-        return [place for place in self._harmless if place not in reached]
+        reached = {origin.place for origin in self._reached}
+        return [origin for place, origin in self._harmless.items() if place not in reached]
 
     @property
     def has_pending(self) -> bool:
         """Whether an origin may yet turn out to be a fault."""
         return bool(self._pending)
 
-    @property
-    def is_certain(self) -> bool:
-        """Whether a fault has reached a gradient, the loss or a weight, and no scale heals it."""
-        return bool(self._unhealed)
-
     def first(self, *, healing: bool = True) -> Fault | None:
         """Returns the fault of the first origin that is one."""
         origin = self.first_origin(healing=healing)
-        if origin is None:
-            return None
-        return replace(origin.fault, read_by=tuple(origin.readers))
-
-    def _counts(self, origin: Origin) -> bool:
-        """Returns whether an origin that no backward pass has judged counts as a fault."""
-        return not origin.masked_out and origin.place not in self._harmless
+        return None if origin is None else replace(origin.fault, read_by=tuple(origin.readers))
 
     def first_origin(self, *, healing: bool = True) -> Origin | None:
         """Returns the first origin that is a fault; see Note [When an origin is a fault].
@@ -210,10 +189,8 @@ class Provenance:
         there is no other.
         """
         lost = [origin for origin in self._lost.values() if origin.is_lost]
-        healed = self._reached.values() if healing else ()
-        pending = [o for o in self._pending if self._counts(o) and (healing or not o.fault.heals)]
-        for origins in ([*self._unhealed.values(), *lost], healed, pending):
-            origin = self.most_severe(origins)
-            if origin is not None:
-                return origin
-        return None
+        unhealed = [origin for origin in self._reached if not origin.fault.heals]
+        unjudged = [o for o in self._pending if not o.masked_out and o.place not in self._harmless]
+        pending = [o for o in unjudged if healing or not o.fault.heals]
+        kinds = [*unhealed, *lost], self._reached if healing else (), pending
+        return next((self.most_severe(origins) for origins in kinds if origins), None)

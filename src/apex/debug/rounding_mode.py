@@ -191,7 +191,8 @@ class RoundingMode(OperatorMode):  # type: ignore[no-untyped-call]
             return found.relative, tolerance
         size = found.size
         if self.tracker.direction == "backward" or low.numel() < _FEW:
-            size = max(size, _least_size(call, index))
+            least = rules.least_sizes(call.func, call.name, *call.shadows)
+            size = max(size, least[index] if index < len(least) else 0.0)
         if not size or rules.has_no_digits(call.name, [each.size for each in call.inputs], size):
             return 0.0, tolerance
         tolerance += rules.sum_bound(call.name, call.own[0], low) + rules.underflow(low) / size
@@ -215,14 +216,6 @@ class RoundingMode(OperatorMode):  # type: ignore[no-untyped-call]
             return "rounding"
         largest = max(each.relative for each in call.inputs)
         return "chain" if rules.AMPLIFICATION * largest > error else "cancellation"
-
-
-def _least_size(call: ShadowCall, index: int) -> float:
-    try:
-        sizes = rules.least_sizes(call.func, call.name, *call.shadows)
-    except RuntimeError:  # no such kernel: as if the operator were no sum
-        return 0.0
-    return sizes[index] if index < len(sizes) else 0.0
 
 
 def _in_fp32(call: ShadowCall, arguments: Arguments, result: Any) -> Any:

@@ -115,7 +115,7 @@ class ScriptTrace(OverflowTrace):
         """Returns what the trace has seen so far."""
         started, origins = self._script_mode.started, self._provenance
         seconds = 0.0 if started is None else time.perf_counter() - started
-        origin, harmless = origins.first_origin(healing=False), origins.first_harmless
+        origin, harmless = origins.first_origin(healing=False), origins.harmless
         steps = len(self._steps)
         before = steps if origin is None else bisect.bisect_left(self._steps, origin.time)
         first = self.first
@@ -130,8 +130,8 @@ class ScriptTrace(OverflowTrace):
             steps=steps,
             passes=origins.passes,
             healed=len(origins.healed),
-            harmless=origins.harmless,
-            first_harmless=None if harmless is None else harmless.fault,
+            harmless=sum(each.times for each in harmless),
+            first_harmless=harmless[0].fault if harmless else None,
             compiled=self._tracker.compiled,
             seconds=seconds,
             own_seconds=self._script_mode.seconds + origins.time * _unseen_seconds(),
