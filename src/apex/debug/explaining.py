@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -92,25 +91,25 @@ def explain(
     """
     check_scaler("explain", scaler)
     check_loss_fn("explain", loss_fn)
-    inner = checked_model("explain", model, (inputs, keywords))
-    tracker = ModuleTracker(inner)
+    given = inputs, keywords
+    inner = checked_model("explain", model, given)
+    tracker, calls = ModuleTracker(inner), CallTracker()
     rules = DtypeRules(tracker)
     scale = _scale(loss_scale, scaler, rules)
+    clock = clock_for(_device(inner, given))
 
-    def loss() -> Any:
-        output = inner(*inputs, **keywords)
-        if loss_fn is not None:
-            return loss_fn(output)
-        return _sum_of(output) if backward else None
+    def run(watch: Stopwatch) -> tuple[GradientRow, ...]:
+        clock.begin()
+        with preserve_state(inner, given), torch.set_grad_enabled(backward), tracker:
+            with watch, calls:
+                loss = inner(*inputs, **keywords)
+                if loss_fn is not None or backward:
+                    loss = (loss_fn or _sum_of)(loss)
+            return _gradients(inner, given, loss, scale, watch) if backward else ()
 
-    run = functools.partial(_run, inner, (inputs, keywords), loss, scale if backward else None)
-    calls = CallTracker()
-    clock = clock_for(_device(inner, inputs, keywords))
     recorder = Recorder(tracker, calls, rules, clock)
-    clock.begin()
-    run(nullcontext(), nullcontext(), Stopwatch(clock))
-    clock.begin()
-    gradients = run(tracker, calls, recorder)
+    run(Stopwatch(clock))
+    gradients = run(recorder)
     ops = recorder.records()
     notes = [f"Time is {clock.measures}, the shorter of two passes."]
     if loss_fn is None and backward:
@@ -131,42 +130,29 @@ def explain(
     )
 
 
-def _run(
-    model: nn.Module,
-    arguments: tuple[Any, ...],
-    loss: Callable[[], Any],
-    scale: float | None,
-    tracker: AbstractContextManager[Any],
-    calls: AbstractContextManager[Any],
-    recorder: AbstractContextManager[Any],
+def _gradients(
+    model: nn.Module, given: object, loss: Any, scale: float, watch: Stopwatch
 ) -> tuple[GradientRow, ...]:
-    """Runs the model once and returns one record per parameter's gradient.
+    """Runs the backward pass; returns one record per parameter's gradient.
 
-    Enters ``tracker`` around the run, ``calls`` around the forward pass, and ``recorder`` around
-    each pass. ``scale`` is the multiplier on the loss, None for no backward pass.
+    ``scale`` is the multiplier on the loss.
     """
-    with preserve_state(model, arguments), torch.set_grad_enabled(scale is not None), tracker:
-        with recorder, calls:
-            value = loss()
-        if scale is None:
-            return ()
-        check_loss("explain", value, instead=" Pass backward=False to run only the forward pass.")
-        with casts_off():
-            # As amp.scale_loss does, scale the loss in fp32, which can hold the scale.
-            scaled = value if value.dtype is torch.float64 else value.float()
-            scaled = scaled if scale == 1.0 else scaled * scale
-            start = torch.ones_like(scaled)
-            params = {n: p for n, p in model.named_parameters() if p.requires_grad}
-            given = [t for t in tree.tensors(arguments) if t.requires_grad]
-            targets = [*params.values(), *given]
-            with recorder:
-                # Unlike backward(), grad() neither writes .grad nor runs its hooks.
-                grads: tuple[Tensor | None, ...] = torch.autograd.grad(
-                    scaled, targets, start, allow_unused=True
-                )
-        # strict=False: the gradients of inputs follow those of parameters
-        pairs = zip(params, grads, strict=False)
-        return tuple(_gradient(name, grad) for name, grad in pairs if grad is not None)
+    check_loss("explain", loss, instead=" Pass backward=False to run only the forward pass.")
+    with casts_off():
+        # As amp.scale_loss does, scale the loss in fp32, which can hold the scale.
+        scaled = loss if loss.dtype is torch.float64 else loss.float()
+        scaled = scaled if scale == 1.0 else scaled * scale
+        start = torch.ones_like(scaled)
+        params = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        targets = [*params.values(), *(t for t in tree.tensors(given) if t.requires_grad)]
+        with watch:
+            # Unlike backward(), grad() neither writes .grad nor runs its hooks.
+            grads: tuple[Tensor | None, ...] = torch.autograd.grad(
+                scaled, targets, start, allow_unused=True
+            )
+    # strict=False: the gradients of inputs follow those of parameters
+    pairs = zip(params, grads, strict=False)
+    return tuple(_gradient(name, grad) for name, grad in pairs if grad is not None)
 
 
 def _level(rules: DtypeRules, model: nn.Module, ops: tuple[OpRow, ...]) -> str:
@@ -202,8 +188,8 @@ def _gradient(name: str, grad: Tensor) -> GradientRow:
     return GradientRow(name, dtype, values.numel(), zeros, vanished, subnormal, beyond)
 
 
-def _device(model: nn.Module, inputs: Any, keywords: Any) -> torch.device:
-    tensors = (*model.parameters(), *model.buffers(), *tree.tensors((inputs, keywords)))
+def _device(model: nn.Module, given: object) -> torch.device:
+    tensors = (*model.parameters(), *model.buffers(), *tree.tensors(given))
     devices = (tensor.device for tensor in tensors)
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
