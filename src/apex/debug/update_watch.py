@@ -148,7 +148,7 @@ def summary(
 
 
 class _Layout(NamedTuple):
-    """Where the samples of some parameters on one device belong.
+    """Where the samples of an optimizer's parameters belong.
 
     Attributes:
         key: Identifies the parameters.
@@ -168,7 +168,7 @@ class _Layout(NamedTuple):
 
 
 class _Window(NamedTuple):
-    """A measurement that has begun on one device.
+    """A measurement that has begun, on one device.
 
     Attributes:
         layout: Of its samples.
@@ -203,9 +203,8 @@ class UpdateWatch:
         self._arrived: Callable[[Measured], None] | None = arrived
         self._every, self._span = every, span
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._open: weakref.WeakKeyDictionary[Optimizer, list[_Window]]
-        self._open = weakref.WeakKeyDictionary()
-        self._layouts: dict[torch.device, _Layout] = {}
+        self._open: weakref.WeakKeyDictionary[Optimizer, _Window] = weakref.WeakKeyDictionary()
+        self._layouts: weakref.WeakKeyDictionary[Optimizer, _Layout] = weakref.WeakKeyDictionary()
         self._readback: Readback[list[str]] = Readback()
         loop.add_step_hooks(self._before_step, self._after_step)
 
@@ -233,11 +232,7 @@ class UpdateWatch:
         if not params or any(capturing(param.device) for param in params):
             return
         with suspend_modes():
-            found_inf = getattr(optimizer, "found_inf", None)
-            scale = self._loop.gradient_scale(optimizer)
-            devices = dict.fromkeys(param.device for param in params)
-            by_device = [[p for p in params if p.device == device] for device in devices]
-            self._open[optimizer] = [self._begin(part, scale, found_inf) for part in by_device]
+            self._open[optimizer] = self._begin(optimizer, params)
 
     @untraced
     @torch.no_grad()
@@ -246,18 +241,18 @@ class UpdateWatch:
         self._steps[optimizer] = step + 1
         if self._arrived is None or step % self._every != self._span - 1:
             return
-        with suspend_modes():
-            for window in self._open.pop(optimizer, ()):
-                device = window.counts.device
-                counts = None if capturing(device) else _ended(window, optimizer)
+        window = self._open.pop(optimizer, None)
+        if window is not None and not capturing(window.counts.device):
+            with suspend_modes():
+                counts = _ended(window, optimizer)
                 if counts is not None:
                     self._readback.send(window.layout.modules, counts)
         self.poll()
 
-    def _begin(
-        self, params: list[Tensor], scale: Tensor | None, found_inf: Tensor | None
-    ) -> _Window:
-        layout = self._layout(params)
+    def _begin(self, optimizer: Optimizer, params: list[Tensor]) -> _Window:
+        found_inf = getattr(optimizer, "found_inf", None)
+        scale = self._loop.gradient_scale(optimizer)
+        layout = self._layout(optimizer, params)
         device = layout.owner.device
         values = _sampled([p.grad for p in params if p.grad is not None], device)
         wanted = (values != 0.0) & torch.isfinite(values)
@@ -277,10 +272,11 @@ class UpdateWatch:
         low = [param for param in params if is_low_precision(param)]
         return _Window(layout, [*map(weakref.ref, low)], _sampled(low, device), wanted, counts)
 
-    def _layout(self, params: list[Tensor]) -> _Layout:
-        device = params[0].device
+    def _layout(self, optimizer: Optimizer, params: list[Tensor]) -> _Layout:
+        # Not the host, which would wait for the others.
+        device = min((param.device for param in params), key=lambda each: each.type == "cpu")
         key = (*map(id, params), *(param.numel() for param in params))
-        known = self._layouts.get(device)
+        known = self._layouts.get(optimizer)
         if known is not None and known.key == key:
             return known
         names = self._loop.names()
@@ -293,7 +289,7 @@ class UpdateWatch:
         def spread(values: list[Any]) -> Tensor:
             return torch.tensor(values).repeat_interleave(counts)
 
-        self._layouts[device] = _Layout(
+        self._layouts[optimizer] = _Layout(
             key,
             modules,
             moved(spread([modules.index(owner) for owner in owners]), device),
@@ -301,7 +297,7 @@ class UpdateWatch:
             moved(spread([dtype is torch.float16 for dtype in dtypes]), device),
             moved(spread([is_low_precision(p) for p in params]).nonzero().flatten(), device),
         )
-        return self._layouts[device]
+        return self._layouts[optimizer]
 
 
 def _ended(window: _Window, optimizer: Optimizer) -> Tensor | None:
@@ -380,5 +376,6 @@ def _sampled(tensors: list[Tensor], device: torch.device) -> Tensor:
     for values in dtensor.locals_of(tensors):
         size = values.numel()
         # take() reads these alone; flattening would copy a channels_last tensor whole
-        parts.append(values.take(torch.arange(0, size, _stride(size), device=device)))
+        places = torch.arange(0, size, _stride(size), device=values.device)
+        parts.append(moved(values.take(places), device))
     return torch.cat(parts).float() if parts else torch.zeros(0, device=device)
