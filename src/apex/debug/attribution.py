@@ -72,7 +72,7 @@ class DtypeRules:
 
     Attributes:
         session: The session that prepared the model, or whose casts are active; None without one.
-        level: What sets dtypes, such as ``"O4"``, ``"torch.autocast"`` or ``"none"``.
+        prepared: Whether amp has prepared the model, or the one of which it is a copy.
     """
 
     def __init__(self, tracker: ModuleTracker) -> None:
@@ -86,7 +86,7 @@ class DtypeRules:
                 self._region = state.region.spec
         self._registered = _amp_state.functions.kinds()
         self.session = _session(states)
-        self.level = self._level(states)
+        self.prepared = bool(states)
 
     def decided_by(
         self, op: str, computed_in: str, module: str, inside: bool, direction: Direction, call: Any
@@ -122,13 +122,6 @@ class DtypeRules:
             if row in rows:
                 return f"{_LISTS[rows[row]]} ({name})"
         return "widest input (torch)" if op.strip("_") in _PROMOTING else FOLLOWS
-
-    def _level(self, states: list[tuple[nn.Module, ModelState]]) -> str:
-        if self.session is not None:
-            return self.session.policy.opt_level
-        if states:
-            return "a copy of a prepared model"
-        return "none" if active_autocast() is None else "torch.autocast"
 
 
 def _session(states: list[tuple[nn.Module, ModelState]]) -> Session | None:

@@ -21,7 +21,7 @@ from apex.debug.arguments import (
 from apex.debug.attribution import CallTracker, DtypeRules
 from apex.debug.clock import Stopwatch, clock_for
 from apex.debug.explanation import Explanation
-from apex.debug.module_tracker import ModuleTracker
+from apex.debug.module_tracker import ModuleTracker, active_autocast
 from apex.debug.preserve_state import casts_off, preserve_state
 from apex.debug.recording import Recorder
 from apex.debug.records import GradientRow, OpRow
@@ -157,10 +157,14 @@ def _gradients(
 
 def _level(rules: DtypeRules, model: nn.Module, ops: tuple[OpRow, ...]) -> str:
     """Returns what set the dtypes; of a plain model known only after the run."""
-    if rules.level != "none":
-        return rules.level
-    if any(row.decided_by.startswith("torch.autocast") for row in ops):
-        return "torch.autocast"  # entered in the model, as accelerate does
+    if rules.session is not None:
+        return rules.session.policy.opt_level
+    if rules.prepared:
+        return "a copy of a prepared model"
+    # The model may enter autocast itself, as accelerate's do.
+    entered = any(row.decided_by.startswith("torch.autocast") for row in ops)
+    if entered or active_autocast() is not None:
+        return "torch.autocast"
     low = {dtypes.name(p.dtype) for p in model.parameters() if dtypes.is_low_precision(p)}
     return f"{', '.join(sorted(low))} parameters" if low else "none"
 

@@ -55,11 +55,7 @@ def trace_overflow(*models: nn.Module, scaler: Any = None) -> OverflowTrace:
 
 
 class OverflowTrace(Trace):
-    """The result of :func:`trace_overflow`.
-
-    Attributes:
-        mode: The active dispatch mode; None before and after the trace.
-    """
+    """The result of :func:`trace_overflow`."""
 
     _NAME = "trace_overflow"
 

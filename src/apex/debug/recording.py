@@ -388,9 +388,8 @@ def _flop_formulas() -> dict[Any, Callable[..., int]]:
     from torch.utils.flop_counter import flop_registry
 
     formulas: dict[Any, Callable[..., int]] = dict(flop_registry)
+    name = "_scaled_dot_product_flash_attention"
     for suffix in ("", "_backward"):
-        known = formulas.get(getattr(aten, f"_scaled_dot_product_flash_attention{suffix}"))
-        on_cpu = getattr(aten, f"_scaled_dot_product_flash_attention_for_cpu{suffix}", None)
-        if known is not None and on_cpu is not None:
-            formulas.setdefault(on_cpu, known)
+        known = formulas[getattr(aten, f"{name}{suffix}")]
+        formulas.setdefault(getattr(aten, f"{name}_for_cpu{suffix}"), known)
     return formulas

@@ -114,14 +114,7 @@ class Skipped:
 
 @dataclass
 class RoundingLog:
-    """Collects the records of a trace.
-
-    Attributes:
-        operators: Number of operator calls that were compared with fp32.
-        skipped: The operators without a verdict.
-        rows: One record per place.
-        lost: The places at which digits were lost, in order of time.
-    """
+    """Collects what a :class:`RoundingTrace` shows; ``lost`` are places, in order of time."""
 
     operators: int = 0
     skipped: dict[Skipped, None] = field(default_factory=dict)

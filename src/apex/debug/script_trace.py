@@ -255,30 +255,26 @@ def _unseen_seconds() -> float:
         torch.autocast("cpu", enabled=False),
         torch.device("cpu"),
     ):
-        return _measured_unseen_seconds()
+        with torch.random.fork_rng(devices=[]):
+            net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.0)
+        x = torch.ones(4, 8)
 
+        def train() -> float:
+            start = time.perf_counter()
+            for _ in range(20):
+                optimizer.zero_grad()
+                net(x).square().mean().backward()
+                optimizer.step()
+            return time.perf_counter() - start
 
-def _measured_unseen_seconds() -> float:
-    with torch.random.fork_rng(devices=[]):
-        net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.0)
-    x = torch.ones(4, 8)
-
-    def train() -> float:
-        start = time.perf_counter()
-        for _ in range(20):
-            optimizer.zero_grad()
-            net(x).square().mean().backward()
-            optimizer.step()
-        return time.perf_counter() - start
-
-    train()
-    plain = min(train(), train())
-    with ScriptTrace(on_fault=lambda: None) as trace:
         train()
-        operators, seconds = trace._provenance.time, trace._script_mode.seconds
-        unseen = train() - plain - (trace._script_mode.seconds - seconds)
-    return max(0.0, unseen / (trace._provenance.time - operators))
+        plain = min(train(), train())
+        with ScriptTrace(on_fault=lambda: None) as trace:
+            train()
+            operators, seconds = trace._provenance.time, trace._script_mode.seconds
+            unseen = train() - plain - (trace._script_mode.seconds - seconds)
+        return max(0.0, unseen / (trace._provenance.time - operators))
 
 
 class _Passing(TorchDispatchMode):  # type: ignore[no-untyped-call]
