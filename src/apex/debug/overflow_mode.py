@@ -330,9 +330,10 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
             written=cause in ("constant", "update") and call.is_constant,
         )
         if cause is None and not self._is_update(call):
-            scale = self._loss_scale() if direction == "backward" else 1.0
-            found = cause_of(fault, scale, formula=formula)
-            dynamic = found == "loss scale" and self._has_dynamic_scale()
+            scales = self._loss_scales() if direction == "backward" else []
+            largest = max((scale for scale, _ in scales), default=1.0)
+            found = cause_of(fault, largest, formula=formula)
+            dynamic = found == "loss scale" and any(is_dynamic for _, is_dynamic in scales)
             fault = replace(fault, cause=found, dynamic=dynamic)
         return self._provenance.add_origin(fault, deliberate=deliberate)
 
@@ -363,21 +364,17 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         params = (param for model in self.tracker.models for param in model.parameters())
         return "16-bit model" if any(map(is_low_precision, params)) else ""
 
-    def _loss_scale(self) -> float:
-        """Returns the largest loss scale of the models' sessions, else of GradScalers, else 1."""
-        sessions = self._sessions()
-        own = [scaler.read_scale() for session in sessions for scaler in session.scalers]
-        return max(own or [each.get_scale() for each in self._grad_scalers()], default=1.0)
+    def _loss_scales(self) -> list[tuple[float, bool]]:
+        """Returns the scales of the models' sessions, else of GradScalers, and if each is dynamic.
 
-    def _has_dynamic_scale(self) -> bool:
-        own = [scaler.dynamic for session in self._sessions() for scaler in session.scalers]
-        return any(own) if own else bool(self._grad_scalers())
-
-    def _grad_scalers(self) -> list[Any]:
-        """Returns the enabled GradScalers; searched until there is one, when a pass overflows."""
+        GradScalers are searched until there is an enabled one, when a pass overflows.
+        """
+        own = [each for session in self._sessions() for each in session.scalers]
+        if own:
+            return [(scaler.read_scale(), scaler.dynamic) for scaler in own]
         if not self._scalers:
             self._scalers.update(enabled_scalers())
-        return list(self._scalers)
+        return [(scaler.get_scale(), True) for scaler in self._scalers]
 
     def _sessions(self) -> list[Session]:
         """Returns the sessions of the models and of modules inside them."""
