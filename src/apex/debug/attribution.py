@@ -21,7 +21,7 @@ from apex._engine.session import Session
 from apex._torch.dispatcher import AUTOCAST_KEYS, has_kernel, has_operator
 from apex.amp._amp_state import _amp_state
 from apex.debug.module_tracker import Direction, ModuleTracker, active_autocast
-from apex.debug.records import OF_FORWARD
+from apex.debug.records import CAST, OF_FORWARD
 
 FOLLOWS = "follows its input"
 
@@ -75,8 +75,9 @@ class DtypeRules:
         prepared: Whether amp has prepared the model, or the one of which it is a copy.
     """
 
-    def __init__(self, tracker: ModuleTracker) -> None:
+    def __init__(self, tracker: ModuleTracker, calls: CallTracker) -> None:
         """Reads how each module was treated; any submodule of the model may be converted."""
+        self._calls = calls
         self._converted: dict[str, str] = {}
         self._region: CastSpec | None = None
         states = tracker.prepared()
@@ -89,38 +90,41 @@ class DtypeRules:
         self.prepared = bool(states)
 
     def decided_by(
-        self, op: str, computed_in: str, module: str, inside: bool, direction: Direction, call: Any
+        self, op: str, computed_in: str, module: str, inside: bool, direction: Direction
     ) -> str:
-        """Returns a phrase that says why an operator computed in its dtype.
+        """Returns a phrase that says why the running operator computes in its dtype.
 
         Args:
             op: The operator without overload, such as ``"addmm"``.
-            computed_in: Name of the dtype in which it computed.
-            module: Qualified name of the module in which it ran.
-            inside: Whether the model ran it.
+            computed_in: Name of the dtype in which it computes.
+            module: Qualified name of the module in which it runs.
+            inside: Whether the model runs it.
             direction: ``"forward"`` or ``"backward"``.
-            call: The :class:`Call` from which it came; None if unknown.
         """
+        call = self._calls.current
+        if f"aten.{op}" == CAST:
+            if direction == "backward":
+                return "gradient in the dtype before the cast"
+            return f"cast by {call.name}()" if call and call.name else "cast"
         if direction == "backward":  # autograd's formulas follow the forward
             return OF_FORWARD
         if call is None and inside and self._region is not None:
             call = Call("", self._region, None)  # called from C++
         if call is not None and call.spec is not None:
-            return self._by_table(op, call)
+            return self._by_table(op, call.name, call.spec)
         if call is not None and call.autocast is not None:
-            return _by_autocast(op, computed_in, call)
+            return _by_autocast(op, computed_in, call.name, *call.autocast)
         if inside and self._region is not None:
             return "op casts off here"
         return self._converted.get(module, FOLLOWS) if inside else FOLLOWS
 
-    def _by_table(self, op: str, call: Call) -> str:
-        kind = self._registered.get(call.name)
+    def _by_table(self, op: str, function: str, spec: CastSpec) -> str:
+        kind = self._registered.get(function)
         if kind is not None:
-            return f"registered by you: {_KINDS[kind]} ({call.name})"
-        rows = call.spec.table.rows if call.spec is not None else {}
-        for name, row in _rows(op, call.name):
-            if row in rows:
-                return f"{_LISTS[rows[row]]} ({name})"
+            return f"registered by you: {_KINDS[kind]} ({function})"
+        for name, row in _rows(op, function):
+            if row in spec.table.rows:
+                return f"{_LISTS[spec.table.rows[row]]} ({name})"
         return "widest input (torch)" if op.strip("_") in _PROMOTING else FOLLOWS
 
 
@@ -165,16 +169,14 @@ def _rows(op: str, function: str) -> Iterator[tuple[str, str]]:
         yield name, name
 
 
-def _by_autocast(op: str, computed_in: str, call: Call) -> str:
+def _by_autocast(op: str, computed_in: str, function: str, device: str, dtype: torch.dtype) -> str:
     """Returns the decision of torch's own autocast, inferred from its kernels."""
-    device, dtype = call.autocast or ("cpu", torch.float32)
     key = AUTOCAST_KEYS[device]
-    rows = [f"aten::{row}" for _, row in _rows(op, call.name)]
+    rows = [f"aten::{row}" for _, row in _rows(op, function)]
     if not any(has_operator(row) and has_kernel(row, key) for row in rows):
         return FOLLOWS
-    if computed_in == dtypes.name(dtype):
-        return f"torch.autocast: {computed_in} ({call.name})"
-    return f"torch.autocast: fp32 or widest ({call.name})"
+    found = computed_in if computed_in == dtypes.name(dtype) else "fp32 or widest"
+    return f"torch.autocast: {found} ({function})"
 
 
 _LISTS: dict[Category, str] = {

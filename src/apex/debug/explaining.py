@@ -94,7 +94,7 @@ def explain(
     given = inputs, keywords
     inner = checked_model("explain", model, given)
     tracker, calls = ModuleTracker(inner), CallTracker()
-    rules = DtypeRules(tracker)
+    rules = DtypeRules(tracker, calls)
     scale = _scale(loss_scale, scaler, rules)
     clock = clock_for(_device(inner, given))
 
@@ -107,7 +107,7 @@ def explain(
                     loss = (loss_fn or _sum_of)(loss)
             return _gradients(inner, given, loss, scale, watch) if backward else ()
 
-    recorder = Recorder(tracker, calls, rules, clock)
+    recorder = Recorder(tracker, rules, clock)
     run(Stopwatch(clock))
     gradients = run(recorder)
     ops = recorder.records()

@@ -15,18 +15,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from apex._core import dtypes
 from apex._core.dtypes import is_castable
 from apex.debug import tensors
-from apex.debug.attribution import CallTracker, DtypeRules
+from apex.debug.attribution import DtypeRules
 from apex.debug.clock import Clock, Span, Stopwatch
 from apex.debug.module_tracker import Direction, ModuleTracker
-from apex.debug.records import (
-    CAST,
-    LOW,
-    CastCount,
-    OpRow,
-    RoundTrip,
-    WeightCasts,
-    computed_in,
-)
+from apex.debug.records import LOW, CastCount, OpRow, RoundTrip, WeightCasts, computed_in
 from apex.debug.tracing import is_uninitialized
 
 aten = torch.ops.aten
@@ -142,14 +134,11 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
     them after the run.
     """
 
-    def __init__(
-        self, tracker: ModuleTracker, calls: CallTracker, rules: DtypeRules, clock: Clock
-    ) -> None:
-        """Creates a recorder; the caller enters ``tracker`` and ``calls`` around it."""
+    def __init__(self, tracker: ModuleTracker, rules: DtypeRules, clock: Clock) -> None:
+        """Creates a recorder; the caller enters ``tracker`` around it."""
         super().__init__(clock, tracker.record_site)
         self.without_formula: set[str] = set()
         self._tracker = tracker
-        self._calls = calls
         self._rules = rules
         self._flops = _flop_formulas()
         self._stats: defaultdict[Key, OpStats] = defaultdict(OpStats)
@@ -263,15 +252,7 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
         name = func._overloadpacket.__name__
         op = f"{func.namespace}.{name}"
         module, inside, direction = tracker.module, tracker.inside, tracker.direction
-        call = self._calls.current
-        if op == CAST and direction == "backward":
-            why = "gradient in the dtype before the cast"
-        elif op == CAST:
-            why = f"cast by {call.name}()" if call and call.name else "cast"
-        else:
-            why = self._rules.decided_by(
-                name, computed_in(ins, out), module, inside, direction, call
-            )
+        why = self._rules.decided_by(name, computed_in(ins, out), module, inside, direction)
         return Key(module, inside, direction, op, ins, out, why)
 
     # -- results ---------------------------------------------------------------------------------
