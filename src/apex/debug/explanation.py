@@ -217,8 +217,6 @@ class Explanation:
             "apex.debug.rendering",
             "explanation.html.jinja",
             explanation=self,
-            lines=list(formatting.lines(self)),
-            findings=formatting.findings(self),
             formatting=formatting,
             tone=_tone,
             cast_op=CAST,
