@@ -373,6 +373,26 @@ def test_on_a_device_nothing_waits_until_modules_are_read(dtype):
     assert all(item.weights + item.gradients > 0 for item in history.modules)
 
 
+@pytest.mark.gpu(devices=2)
+def test_parameters_on_several_devices_are_measured_without_a_wait():
+    sizes = {"cpu": 3, "cuda:0": 4, "cuda:1": 5}
+    weights = [
+        nn.Parameter(torch.ones(size, dtype=torch.bfloat16, device=device))
+        for device, size in sizes.items()
+    ]
+    optimizer = torch.optim.SGD(weights, lr=1e-3)
+    history = amp.debug.History(optimizer, updates_every=1, grad_norms=False)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    (found,) = history.modules
+    assert (found.weights, found.frozen) == (12, 1.0)
+
+
 def test_no_measurement_leaves_the_step_alone():
     loop = bf16_model()
     history = amp.debug.History(loop.optimizer, updates_every=None)
