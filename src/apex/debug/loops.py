@@ -239,10 +239,9 @@ class _PlainLoop(Loop):
         self.dynamic = scaler is not None and scaler.is_enabled()
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self._scaler: Callable[[], Any] = weakref.ref(scaler) if self.dynamic else lambda: None
-        self._measured: dict[int, Tensor | None] = {}
+        self._measured: dict[int | None, Tensor | None] = {}  # since the scale was updated
         self._readback: Readback[int] = Readback()
         self._skipped_in_row: dict[int, int] = {}
-        self._unscaled: set[int | None] = set()
         self._warned = False
 
     def listen(self, listener: Listener) -> None:
@@ -275,17 +274,16 @@ class _PlainLoop(Loop):
 
     @untraced
     def gradients_complete(self, optimizer: Optimizer, scale: Tensor | None) -> None:
-        index = self._index(optimizer)
-        self._unscaled.add(index)
+        index, measured = self._index(optimizer), None
         if index is not None and self._listener is not None:
             measured = self._listener.measure(index, params_of(inner(optimizer)))
             if measured is not None and scale is not None:
                 with suspend_modes():
                     measured = measured / moved(scale, measured.device)
-            self._measured[index] = measured
+        self._measured[index] = measured
 
     def scale_updated(self, steps: Sequence[tuple[Optimizer, Tensor]], scale: Tensor) -> None:
-        self._unscaled.clear()
+        measured, self._measured = self._measured, {}
         for optimizer, found_inf in steps:
             index = self._index(optimizer)
             if index is None or self._listener is None:
@@ -293,13 +291,13 @@ class _PlainLoop(Loop):
             with suspend_modes():
                 self._readback.send(index, torch.stack([scale, found_inf]))
             updates = [self._update(i, *values) for i, values in self._readback.poll()]
-            measured = self._measured.pop(index, None)
-            self._listener.end_of_pass(LoopPass(index, updates, measured, scale, found_inf))
+            end = LoopPass(index, updates, measured.get(index), scale, found_inf)
+            self._listener.end_of_pass(end)
 
     @untraced
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         scaler = self._scaler()
-        if self._warned or scaler is None or self._index(optimizer) in self._unscaled:
+        if self._warned or scaler is None or self._index(optimizer) in self._measured:
             return
         if grad_scaler.current_scale(scaler) is None:  # no loss was scaled yet
             return
