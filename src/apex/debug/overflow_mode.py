@@ -152,7 +152,8 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         elif operator_name(call.name) in _MAP_TO_ZERO:
             self._mark_inputs(call, self._provenance.mark_absorbed)
         if call.name == "aten.ones_like" and call.args[0].numel() == 1:
-            self._check_loss(call.args[0])  # autograd starts a backward pass this way
+            # Autograd starts a backward pass this way, from the loss.
+            self._mark_inputs(call, self._provenance.mark_reached)
 
     def _mark_read(self, call: _Call) -> None:
         if not self._provenance.has_pending or self.tracker.direction == "backward":
@@ -211,20 +212,15 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         own = [param for model in self.tracker.models for param in model.parameters()]
         return [*own, *(param for each in self._optimizers for param in params_of(each))]
 
-    def _check_loss(self, loss: Tensor) -> None:
-        origin = self._provenance.of(loss)
-        if origin is not None and any(map(tensors.kind_of, tensors.floating(loss))):
-            self._provenance.mark_reached(origin)
-
     def _check_gradient(self, result: Any) -> None:
-        self._provenance.mark_backward(self.tracker.backward)
+        backward = self.tracker.backward
+        self._provenance.mark_backward(backward)
         for grad in tensors.floating(result):
             origin = self._provenance.of(grad) if tensors.kind_of(grad) else None
             if origin is None:
                 self._provenance.mark_finite_gradient()
                 continue
             name = self.tracker.parameter or "(a tensor of no model)"
-            backward = self.tracker.backward
             self._provenance.mark_reached(origin, backward=backward, gradient=name)
 
     # -- origins -------------------------------------------------------------------------------
@@ -236,12 +232,10 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         dtype = bad[0][0].dtype
         if not origins:
             return self._first_origin(call, kind, dtype)
-        worst = self._provenance.most_severe(origins)
+        worst = min(origins, key=Origin.rank)
         is_new_nan = kind == "nan" and all(found != "nan" for _, found in inputs)
-        is_mask = worst is not None and worst.deliberate and worst.fault.cause == "constant"
-        if worst is None or (is_mask and is_new_nan):
-            return self._new_origin(call, kind, dtype, "constant")
-        return worst
+        is_mask = worst.deliberate and worst.fault.cause == "constant"
+        return self._new_origin(call, kind, dtype, "constant") if is_mask and is_new_nan else worst
 
     def _first_origin(self, call: _Call, kind: Kind, dtype: torch.dtype) -> Origin:
         """Returns the origin of non-finite outputs of finite inputs."""
@@ -277,9 +271,8 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
 
     def _spoils_weights(self, origin: Origin, tensor: Tensor, argument: Tensor) -> bool:
         """Returns whether values of ``origin`` are weights: of an average that was not called."""
-        if origin.deliberate or tensors.storage_key(argument) not in _keys(self._params()):
-            return False
-        return not tensors.is_mask(tensor)
+        is_weight = tensors.storage_key(argument) in _keys(self._params())
+        return is_weight and not origin.deliberate and not tensors.is_mask(tensor)
 
     def _source(self, tensor: Tensor, call: _Call) -> Cause:
         key = tensors.storage_key(tensor)

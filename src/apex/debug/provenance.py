@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -42,6 +42,11 @@ class Origin:
     def place(self) -> tuple[str, str]:
         """The operator and the line of code."""
         return self.fault.op, self.fault.location
+
+    def rank(self) -> tuple[bool, bool, bool, int]:
+        """Returns what sorts origins, the most severe first."""
+        stale = self.fault.cause == "gradients"  # left by an earlier step
+        return self.deliberate, stale, self.masked_out, self.time
 
     @property
     def is_lost(self) -> bool:
@@ -124,14 +129,6 @@ class Provenance:
         if len(origin.readers) < _MAX_READERS and op not in origin.readers:
             origin.readers.append(op)
 
-    def most_severe(self, origins: Iterable[Origin]) -> Origin | None:
-        """Returns the most severe origin; among equals, the first."""
-        return min(origins, key=self._severity, default=None)
-
-    def _severity(self, origin: Origin) -> tuple[bool, bool, bool, int]:
-        stale = origin.fault.cause == "gradients"  # left by an earlier step
-        return origin.deliberate, stale, origin.masked_out, origin.time
-
     # -- faults ----------------------------------------------------------------------------------
 
     def mark_reached(self, origin: Origin, *, backward: int = -1, gradient: str = "") -> None:
@@ -193,4 +190,4 @@ class Provenance:
         unjudged = [o for o in self._pending if not o.masked_out and o.place not in self._harmless]
         pending = [o for o in unjudged if healing or not o.fault.heals]
         kinds = [*unhealed, *lost], self._reached if healing else (), pending
-        return next((self.most_severe(origins) for origins in kinds if origins), None)
+        return next((min(origins, key=Origin.rank) for origins in kinds if origins), None)
