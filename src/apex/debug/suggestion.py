@@ -25,8 +25,7 @@ from apex.debug.arguments import check_loss, check_loss_fn, checked_model, float
 from apex.debug.explanation import within
 from apex.debug.rendering import formatting
 from apex.debug.rendering.files import json_types
-from apex.debug.rounding import RoundingTrace
-from apex.debug.trials import Loss, Trials
+from apex.debug.trials import Loss, Outcome, Trials
 
 _EXPLAINED = 1.1
 """Errors up to this multiple of what remains with all faulty modules in fp32 are explained."""
@@ -196,16 +195,15 @@ def suggestion_for(model: nn.Module, loss: Loss, arguments: object, opt_level: s
             "Python and numpy, or keep state outside itself; eval() may help."
         )
     before = trials.run([], trace=True)
-    found, notes = _faulty(model, trials, before.trace)
-    after = trials.run(found) if found else before
-    limit = max(_EXPLAINED * after.error, trials.noise)
+    found, notes = _faulty(model, trials, before)
+    limit = max(_EXPLAINED * trials.run(found).error, trials.noise)
     errors = {name: trials.run(_without(found, name)).error for name in found}
     modules = list(found)
     for name in sorted(found, key=lambda each: errors[each]):
         fewer = _without(modules, name)
-        if (before if not fewer else trials.run(fewer)).error <= limit:
+        if trials.run(fewer).error <= limit:
             modules = fewer
-    last = before if not modules else after if modules == found else trials.run(modules)
+    last = trials.run(modules)
     return Suggestion(
         modules=modules,
         opt_level=opt_level,
@@ -217,16 +215,14 @@ def suggestion_for(model: nn.Module, loss: Loss, arguments: object, opt_level: s
     )
 
 
-def _faulty(
-    model: nn.Module, trials: Trials, trace: RoundingTrace | None
-) -> tuple[list[str], list[str]]:
+def _faulty(model: nn.Module, trials: Trials, found: Outcome) -> tuple[list[str], list[str]]:
     """Returns the modules that lose digits, and notes on what no module in fp32 repairs."""
     names: list[str] = []
-    notes = [f"{each.op} has no verdict: {each.reason}." for each in trace.skipped] if trace else []
+    notes = [f"{each.op} has no verdict: {each.reason}." for each in found.skipped]
     kinds = {name: type(module) for name, module in model.named_modules()}
     unrepaired: set[str] = set()
     for _ in range(_ROUNDS):
-        lost = [] if trace is None else [row for row in trace.lost if row.module not in unrepaired]
+        lost = [row for row in found.lost if row.module not in unrepaired]
         if not lost:
             break
         first = lost[0]
@@ -245,7 +241,7 @@ def _faulty(
             and kinds[row.module] is kinds[first.module]
             and not _is_within(row.module, names)
         )
-        trace = trials.run(names, trace=True).trace
+        found = trials.run(names, trace=True)
     return [name for name in names if not _is_within(name, _without(names, name))], notes
 
 

@@ -22,6 +22,7 @@ from apex.amp import frontend, inputs
 from apex.amp.properties import level_defaults, to_policy
 from apex.debug.preserve_state import casts_off, preserve_state
 from apex.debug.rounding import RoundingTrace
+from apex.debug.rounding_records import RoundingRow, Skipped
 from apex.debug.storages import Storages
 
 Loss = Callable[[nn.Module], Tensor]
@@ -43,12 +44,13 @@ class Outcome:
     Attributes:
         error: Error of the gradients, see ``Suggestion``.
         bytes: Memory of weights, masters, gradients and activations saved for backward.
-        trace: The rounding trace of the run, if there was one.
+        lost, skipped: As of the rounding trace of the run; empty without one.
     """
 
     error: float
     bytes: int
-    trace: RoundingTrace | None
+    lost: tuple[RoundingRow, ...]
+    skipped: tuple[Skipped, ...]
 
 
 class Trials:
@@ -65,6 +67,7 @@ class Trials:
         """
         self._model, self._loss, self._arguments = model, loss, arguments
         self._policy: Policy = to_policy(level_defaults(opt_level))
+        self._known: dict[tuple[str, ...], Outcome] = {}
         self._reference = self._in_fp32()
         self.noise = self._error(self._in_fp32())
 
@@ -80,27 +83,29 @@ class Trials:
         return self._policy.compute_dtype is not None
 
     def run(self, fp32: Sequence[str], *, trace: bool = False) -> Outcome:
-        """Runs the model at the level with the modules ``fp32`` in fp32."""
-        scales = _SCALES if self._policy.low_precision is torch.float16 else (1.0,)
-        for scale in scales:
-            outcome = self._run(fp32, scale, trace=trace)
-            if math.isfinite(outcome.error):
-                break
-        return outcome
+        """Runs the model at the level with the modules ``fp32`` in fp32; once without a trace."""
+        key = tuple(fp32)
+        if trace or key not in self._known:
+            scales = _SCALES if self._policy.low_precision is torch.float16 else (1.0,)
+            for scale in scales:
+                self._known[key] = self._run(fp32, scale, trace=trace)
+                if math.isfinite(self._known[key].error):
+                    break
+        return self._known[key]
 
     def _run(self, fp32: Sequence[str], scale: float, *, trace: bool) -> Outcome:
         model = self._copy()
         with self._prepared(model, fp32) as session:
-            found = RoundingTrace(model) if trace else None
+            found = RoundingTrace(model)
 
             def forward() -> Tensor:
                 with nullcontext() if self.has_op_casts else casts_off():
                     return session.region.run(self._loss, model)
 
-            with found or nullcontext():
+            with found if trace else nullcontext():
                 grads, saved = self._gradients(model, forward, scale)
             size = saved + self._stored(model)
-        return Outcome(self._error(grads), size, found)
+        return Outcome(self._error(grads), size, found.lost, found.skipped)
 
     def _in_fp32(self) -> Gradients:
         model = self._copy()
