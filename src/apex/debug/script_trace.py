@@ -20,7 +20,6 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
@@ -87,7 +86,6 @@ class ScriptTrace(OverflowTrace):
     def __init__(self, *, on_fault: Callable[[], None]) -> None:
         """Prepares a trace. If ``on_fault`` returns, the program runs on, untraced."""
         super().__init__()
-        self._steps: list[int] = []  # operators traced until each of them
         self._tracker = _DiscoveringTracker()
         self._script_mode = _ScriptMode(self._tracker, self._provenance, on_fault)
 
@@ -97,7 +95,6 @@ class ScriptTrace(OverflowTrace):
         super().__enter__()
         self._hooks.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message=_ABOUT_GLOBAL_HOOKS)
-        self._hooks.callback(register_optimizer_step_post_hook(self._count_step).remove)
         self._hooks.callback(threading.setprofile, threading.getprofile())
         threading.setprofile(self._enter_thread)
         return self
@@ -116,8 +113,8 @@ class ScriptTrace(OverflowTrace):
         started, origins = self._script_mode.started, self._provenance
         seconds = 0.0 if started is None else time.perf_counter() - started
         origin, harmless = origins.first_origin(healing=False), origins.harmless
-        steps = len(self._steps)
-        before = steps if origin is None else bisect.bisect_left(self._steps, origin.time)
+        steps = self._script_mode.steps
+        before = len(steps) if origin is None else bisect.bisect_left(steps, origin.time)
         first = self.first
         if first is not None and first.cause == "divergence" and not before:
             first = replace(first, cause="range")  # no learning rate has acted yet
@@ -127,7 +124,7 @@ class ScriptTrace(OverflowTrace):
             certain=origins.is_certain,
             gradients=tuple(self.gradients),
             operators=origins.time,
-            steps=steps,
+            steps=len(steps),
             passes=origins.passes,
             healed=len(origins.healed),
             harmless=sum(each.times for each in harmless),
@@ -140,14 +137,12 @@ class ScriptTrace(OverflowTrace):
     def _new_mode(self) -> OverflowMode:
         return self._script_mode
 
-    def _count_step(self, *_: Any) -> None:
-        self._steps.append(self._provenance.time)
-
 
 class _ScriptMode(OverflowMode):  # type: ignore[no-untyped-call]
     """Checks operators until a fault is certain, and measures what that costs.
 
     Attributes:
+        steps: Operators traced until each step of an optimizer.
         seconds: Time spent in the mode, without the operators themselves.
         started: When the first operator ran.
     """
@@ -156,10 +151,15 @@ class _ScriptMode(OverflowMode):  # type: ignore[no-untyped-call]
         self, tracker: ModuleTracker, provenance: Provenance, on_fault: Callable[[], None]
     ) -> None:
         super().__init__(tracker, provenance)
+        self.steps: list[int] = []
         self.seconds = 0.0
         self.started: float | None = None
         self._on_fault = on_fault
         self._done = False
+
+    def leave_step(self, *_: Any) -> None:
+        super().leave_step()
+        self.steps.append(self._provenance.time)
 
     def _traced(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if self._done:
@@ -208,10 +208,8 @@ class _DiscoveringTracker(ModuleTracker):
     @property
     def parameters(self) -> dict[torch.Tensor, str]:
         """Qualified name of each parameter of these models, as they are now."""
-        self._parameters.clear()
-        parameters = super().parameters.copy()
-        self._parameters.clear()
-        return parameters
+        found, self._parameters = super().parameters, {}  # a cache would keep them alive
+        return found
 
     def _hooks(self) -> Iterator[RemovableHandle]:
         yield register_module_forward_pre_hook(self._enter_module)
