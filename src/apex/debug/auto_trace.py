@@ -257,10 +257,9 @@ class AutoTrace:
 
     def _report(self) -> None:
         message = self._message()
-        if message is None:
-            return
-        _log.warning(message)
-        self.disarm()
+        if message is not None:
+            _log.warning(message)
+            self.disarm()
 
     def _message(self) -> str | None:
         """Returns the report, or None if the traced step shows no fault."""

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from apex.amp import lists
-from apex.debug.records import OF_FORWARD, SHORT, RoundTrip, WeightCasts, share
+from apex.debug.records import OF_FORWARD, RoundTrip, WeightCasts, share
+from apex.debug.rendering.formatting import short
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def _through_operators(trips: list[RoundTrip], whole: float) -> Iterator[Finding
         reason = reasons.get((name, trip.module), trip.decided_by)
         groups.setdefault((name, reason, trip.path), []).append(trip)
     for (name, reason, path), group in groups.items():
-        wide, low = SHORT.get(path[1], path[1]), SHORT.get(path[2], path[2])
+        _, wide, low = map(short, path)
         title = f"{_function(reason) or name} runs in {wide}"
         change = _to_keep_low(reason, name, low) or f"remove the {_cast_to(wide)} before it"
         remedy = f"to keep it in {low}: {change}"
@@ -66,7 +67,7 @@ def _through_operators(trips: list[RoundTrip], whole: float) -> Iterator[Finding
 
 def _undone(trips: list[RoundTrip], whole: float) -> Iterator[Finding]:
     for path in dict.fromkeys(trip.path for trip in trips):
-        low, wide, _ = steps = [SHORT.get(dtype, dtype) for dtype in path]
+        low, wide, _ = steps = [short(dtype) for dtype in path]
         group = [trip for trip in trips if trip.path == path]
         if any(trip.direction == "forward" for trip in group):
             cast = f"usually a {_cast_to(wide)} in the model's code"
@@ -78,7 +79,7 @@ def _undone(trips: list[RoundTrip], whole: float) -> Iterator[Finding]:
 
 def _weights(casts: Iterable[WeightCasts], whole: float) -> Iterator[Finding]:
     for made in casts:
-        dtype = SHORT.get(made.target, made.target)
+        dtype = short(made.target)
         yield Finding(
             f"weights are cast to {dtype} in every pass",
             made.count,

@@ -12,9 +12,6 @@ from apex.debug.module_tracker import Direction
 LOW = ("float16", "bfloat16")
 """Names of the 16-bit dtypes."""
 
-SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-"""Short names of dtypes, by name."""
-
 CAST = "aten._to_copy"
 """The operator that lists casts whose result no other operator consumed."""
 

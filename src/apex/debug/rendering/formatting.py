@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from apex.debug.records import SHORT, OpRow
-
 if TYPE_CHECKING:
     from apex.debug.explanation import Explanation, ModuleRow, Totals
     from apex.debug.findings import Finding
+    from apex.debug.records import OpRow
+
+_SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 _NEAR = 2.0
 """Headroom (powers of two) below which a row is marked."""
@@ -31,7 +32,7 @@ def is_near(headroom: float | None) -> bool:
 
 def short(dtype: str) -> str:
     """Returns a dtype's short name, such as ``"bf16"``, or a dash."""
-    return SHORT.get(dtype, dtype) or "—"
+    return _SHORT.get(dtype, dtype) or "—"
 
 
 def percent(share: float | None) -> str:
