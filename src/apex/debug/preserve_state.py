@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -80,11 +80,7 @@ def _random_numbers(model: nn.Module) -> Iterator[None]:
             numpy.random.set_state(state)
 
 
-@contextmanager
-def eager() -> Iterator[None]:
-    """Runs compiled parts eagerly; skipped if dynamo, whose import is slow, is not loaded."""
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
+def eager() -> AbstractContextManager[Any]:
+    """Returns a context that runs compiled parts eagerly, if dynamo, slow to import, is loaded."""
+    loaded = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if loaded else nullcontext()
