@@ -179,17 +179,14 @@ def _gradient(name: str, grad: Tensor) -> GradientRow:
     values = finite.summed_values(grad)
     half = values.half()
     size = half.abs()
-    zeros, vanished, subnormal, beyond = (
-        int(mask.count_nonzero())  # sync: a report, after the run
-        for mask in (
-            values == 0.0,
-            (values != 0.0) & (size == 0.0),
-            (size != 0.0) & (size < torch.finfo(torch.float16).smallest_normal),
-            ~torch.isfinite(half),
-        )
+    masks = (
+        values == 0.0,
+        (values != 0.0) & (size == 0.0),
+        (size != 0.0) & (size < torch.finfo(torch.float16).smallest_normal),
+        ~torch.isfinite(half),
     )
-    dtype = dtypes.name(grad.dtype)
-    return GradientRow(name, dtype, values.numel(), zeros, vanished, subnormal, beyond)
+    counts = [int(mask.count_nonzero()) for mask in masks]  # sync: a report, after the run
+    return GradientRow(name, dtypes.name(grad.dtype), values.numel(), *counts)
 
 
 def _device(model: nn.Module, given: object) -> torch.device:
