@@ -41,11 +41,9 @@ def _title(explanation: Explanation) -> str:
 
 
 def _totals(explanation: Explanation) -> Iterator[str]:
-    lines = list(formatting.lines(explanation))
-    names = max(len(line.name) for line in lines)
-    values = max(len(line.value) for line in lines)
-    for line in lines:
-        yield f"  {line.name:<{names}}  {line.value:>{values}}  {line.remark}"
+    cells = [line[:3] for line in formatting.lines(explanation)]
+    for line in formatting.aligned(cells, (True, False, True)):
+        yield f"  {'  '.join(line).rstrip()}"
 
 
 def _findings(explanation: Explanation) -> Iterator[str]:
