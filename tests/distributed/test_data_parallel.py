@@ -87,6 +87,32 @@ def test_clipping_the_model_clips_the_masters_alike_on_all_ranks(on_two_ranks, l
     torch.testing.assert_close(first[0], [2.0**-4] * 3, rtol=0.02, atol=0.0)
 
 
+def binarize(rank, level, steps=3):
+    """Each pass sees the signs of the weights, which are put back before the step."""
+    model, optimizer = prepare(level, seed=rank)
+    parallel = DistributedDataParallel(model)
+    for step in range(steps):
+        params = list(parallel.parameters())
+        own = [param.data.clone() for param in params]
+        for param in params:
+            param.data = param.data.sign()
+        optimizer.zero_grad()
+        backward(parallel, optimizer, *batch(rank, step))
+        for param, value in zip(params, own, strict=True):
+            param.data.copy_(value)
+        optimizer.step()
+    return state(parallel, optimizer)
+
+
+@pytest.mark.parametrize("level", WITH_MASTERS)
+def test_weights_binarized_for_each_pass_train_alike_on_all_ranks(on_two_ranks, level):
+    first, second = on_two_ranks(binarize, level)
+    assert first == second
+    plain, _ = on_two_ranks(binarize, "O0")
+    for ours, expected in zip(first["masters"], plain["masters"], strict=True):
+        torch.testing.assert_close(torch.tensor(ours), torch.tensor(expected), rtol=0.05, atol=0.02)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_four_ranks_stay_alike(on_four_ranks, level):
     first, *others = on_four_ranks(train, level, "torch")
