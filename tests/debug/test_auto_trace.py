@@ -301,6 +301,20 @@ def test_with_a_static_scale_the_first_nonfinite_gradients_are_named(log, level,
     assert handle.trace.first is not None
 
 
+def test_a_pass_for_optimizers_of_two_calls_is_watched_by_each(log):
+    pairs = [prepared("O4"), prepared("O4")]  # the loss is scaled by the second call's scale
+    arm(pairs[0][1])
+    for loss_of_batch in (good_batch, bad_batch, good_batch):
+        loss = sum(loss_of_batch(model) for model, _ in pairs)
+        with amp.scale_loss(loss, [optimizer for _, optimizer in pairs]) as scaled_loss:
+            scaled_loss.backward()
+        for _, optimizer in pairs:
+            optimizer.step()
+            optimizer.zero_grad()
+    (message,) = log()
+    assert "not finite since backward pass 2 after amp.debug.arm: first.weight" in message
+
+
 @STATIC
 def test_with_a_static_scale_the_operator_is_named_if_the_script_skips_by_itself(
     log, level, options
