@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -10,8 +9,6 @@ from typing import Any
 from apex._core.op_table import CastSpec
 from apex._engine.autocast.thread_casts import State, ThreadCasts, threads
 from apex._torch.dynamo import untraced
-
-_is_on = operator.itemgetter(1)
 
 
 class UncastBlock:
@@ -21,20 +18,12 @@ class UncastBlock:
     two ``finally`` clauses; see Note [Interrupted blocks].
 
     Args:
-        for_passes: Whether Python code in backward passes inside may mix dtypes, if casts are on or
-            the thread has none; by the thread's ``pass_casts``.
         others: Device types to turn off beside those of this thread's own casts.
     """
 
     _before: State | None = None
 
-    def __init__(
-        self,
-        *,
-        for_passes: bool = False,
-        others: Sequence[str] = (),
-    ) -> None:
-        self._for_passes = for_passes
+    def __init__(self, others: Sequence[str] = ()) -> None:
         self._others = others
 
     @untraced
@@ -45,13 +34,7 @@ class UncastBlock:
         self._here = here
         devices = {*here.specs, *self._others} if self._others else here.specs
         self._before = here.state_with(devices)
-        self._before = before = here.turn_off(self._before, for_runs=True)
-        if self._for_passes:
-            _, specs, _, off, mixes, _, _, switches = before
-            here.mixes = mixes or not (specs or off) or any(map(_is_on, switches))
-            casts = here.pass_casts
-            if casts is not None:
-                here.specs = here.specs | dict.fromkeys(casts.device_types, casts)
+        self._before = here.turn_off(self._before, for_runs=True)
 
     @untraced
     def __exit__(self, *error: object) -> None:
@@ -96,7 +79,7 @@ class no_casts(ExitStack):  # noqa: N801 - reads as a function, like torch.no_gr
 
     @untraced
     def __enter__(self) -> Any:
-        block = UncastBlock(others=self._others)
+        block = UncastBlock(self._others)
         self.push(block.__exit__)
         self.push(block.__exit__)
         try:

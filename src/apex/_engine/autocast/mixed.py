@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch.overrides import TorchFunctionMode
 
 from apex._core.op_casts import widest
 from apex._core.op_table import CastSpec
 from apex._engine.autocast.blocks import UncastBlock
-from apex._engine.autocast.thread_casts import threads
+from apex._engine.autocast.thread_casts import State, threads
 from apex._torch.dynamo import untraced, untraced_if_called
 from apex._torch.function_modes import exit_function_modes, function_modes, push_function_mode
 
@@ -18,7 +18,7 @@ Cast = Callable[[Mapping[str, CastSpec], Callable[..., Any], Any, Any], Any]
 """Calls a function with positional and keyword arguments, by the spec of each device type."""
 
 
-class resolve_mixed:  # noqa: N801 - reads as a function
+class resolve_mixed(UncastBlock):  # noqa: N801 - reads as a function
     """Context of a backward pass of this thread; does nothing if neither it nor a block has casts.
 
     Note [Casts in a backward pass]
@@ -33,28 +33,35 @@ class resolve_mixed:  # noqa: N801 - reads as a function
     Its exit is idempotent; see Note [Interrupted blocks].
     """
 
+    _modes: int | None = None
+
     @untraced
     def __init__(self, cast: Cast) -> None:
+        super().__init__()
         self._cast = cast
-        self._modes: int | None = None
 
     @untraced
     def __enter__(self) -> None:
         here = threads.current
         if here.stale:
             here.settle()
-        if here.specs or here.pass_casts is not None:
-            self._off = UncastBlock(for_passes=True)
-            self._modes = function_modes()
-            self._off.__enter__()
-            if here.mixes:
-                push_function_mode(_ResolveMixed(self._cast, here.specs))
+        casts = here.pass_casts
+        if not here.specs and casts is None:
+            return
+        self._modes = function_modes()
+        super().__enter__()
+        _, specs, _, off, mixes, _, _, switches = cast(State, self._before)
+        here.mixes = mixes or not (specs or off) or any(on for _, on, _ in switches)
+        if casts is not None:
+            here.specs = here.specs | dict.fromkeys(casts.device_types, casts)
+        if here.mixes:
+            push_function_mode(_ResolveMixed(self._cast, here.specs))
 
     @untraced
     def __exit__(self, *error: object) -> None:
         if self._modes is not None:
             exit_function_modes(self._modes)
-            self._off.__exit__()
+            super().__exit__()
             self._modes = None
 
 
