@@ -6,6 +6,12 @@ for inf and NaN set it to 1 without a host sync and never reset it; functions do
 nothing if it is set. ``tensor_lists`` contain tensors of one device and any floating-point dtypes;
 each position is one parameter. All functions compute in fp32 (fp64 for fp64 tensors) and round
 once.
+
+Arguments of one name mean the same in each: ``step`` counts from 1, ``bias_correction`` is 1 or 0,
+``mode`` is 0 for weight decay in the gradient, 1 for decoupled decay. The weight of a gradient in
+its average is ``1 - beta1`` if ``grad_averaging`` is 1, else 1. ``inv_scale``, one element, is the
+reciprocal of the loss scale. Learning rates and scales may be tensors of one element, which stay on
+the device.
 """
 
 from amp_C.adam import (

@@ -29,20 +29,8 @@ def multi_tensor_adam(
 ) -> None:
     """Takes one step in place; ignores the flag, so that inf and NaN pass through, as in apex.
 
-    Args:
-        chunk_size: Ignored.
-        noop_flag: Ignored.
-        tensor_lists: ``[grads, params, exp_avgs, exp_avg_sqs]``.
-        lr: Learning rate.
-        beta1: Decay of the average of gradients.
-        beta2: Decay of the average of their squares.
-        epsilon: Term added to the denominator.
-        step: Number of this step, counted from 1.
-        mode: 0 for weight decay in the gradient (Adam), 1 for decoupled decay (AdamW).
-        bias_correction: Whether to correct the bias of the averages: 1 or 0.
-        weight_decay: Decay rate.
+    ``tensor_lists`` are ``[grads, params, exp_avgs, exp_avg_sqs]``.
     """
-    del chunk_size
     grads, params, firsts, seconds = checked("multi_tensor_adam", noop_flag, tensor_lists, 4)
     rule = adam_rule(noop_flag, lr, beta1, beta2, epsilon, mode, bias_correction, weight_decay)
     adam_(params, grads, firsts, seconds, rule=rule, step=step, gate=Gate())
@@ -65,11 +53,8 @@ def multi_tensor_adam_capturable(
 ) -> None:
     """Unscales the gradients in place and takes one step; does nothing if the flag is set.
 
-    The flag, one int32 element, is read on the device, where ``lr`` and ``step`` may be, too.
-    ``inv_scale``, one element, multiplies the gradients; the others are as in
-    :func:`multi_tensor_adam`.
+    ``inv_scale`` multiplies the gradients; ``lr`` and ``step`` may be on the device, too.
     """
-    del chunk_size
     lists = checked("multi_tensor_adam_capturable", noop_flag, tensor_lists, 4)
     options = (lr, beta1, beta2, epsilon, mode, bias_correction, weight_decay)
     _unscale_and_step(noop_flag, lists, step, inv_scale, *options)
@@ -94,7 +79,6 @@ def multi_tensor_adam_capturable_master(
 
     ``tensor_lists`` are ``[grads, params, exp_avgs, exp_avg_sqs, masters]``.
     """
-    del chunk_size
     lists = checked("multi_tensor_adam_capturable_master", noop_flag, tensor_lists, 5)
     options = (lr, beta1, beta2, epsilon, mode, bias_correction, weight_decay)
     _unscale_and_step(noop_flag, lists, step, inv_scale, *options)

@@ -16,18 +16,12 @@ from apex._core.foreach.working import working
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, per_tensor: bool | None = False
 ) -> tuple[Tensor, Tensor]:
-    """Returns the 2-norm over all tensors; sets the flag if it is not finite.
-
-    Args:
-        chunk_size: Ignored.
-        noop_flag: One int32 element.
-        tensor_lists: ``[tensors]``.
-        per_tensor: Whether to also return each tensor's norm.
+    """Returns the 2-norm over all of ``[tensors]``; sets the flag if it is not finite.
 
     Returns:
-        The norm (``[1]`` fp32, 0 of no tensors) and the norms (``[N]`` fp32, or ``[0]``).
+        The norm (``[1]`` fp32, 0 of no tensors) and, with ``per_tensor``, each tensor's (``[N]``
+        fp32, else ``[0]``).
     """
-    del chunk_size
     (tensors,) = checked("multi_tensor_l2norm", noop_flag, tensor_lists, 1)
     return _reported(noop_flag, tensors, per_tensor)
 
@@ -40,7 +34,6 @@ def multi_tensor_l2norm_mp(
 
     In apex, the result is undefined if the flag is already set; here, it is the norm.
     """
-    del chunk_size
     (tensors,) = checked("multi_tensor_l2norm_mp", noop_flag, tensor_lists, 1)
     return _reported(noop_flag, tensors, per_tensor)
 
@@ -53,16 +46,10 @@ def multi_tensor_l2norm_scale(
     scale: float | Tensor,
     per_tensor: bool | None = False,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the norms of the unscaled sources and writes ``scale * source`` to the targets.
+    """Returns :func:`multi_tensor_l2norm` of the sources, and writes ``scale * source`` to targets.
 
-    Args:
-        chunk_size: Ignored.
-        noop_flag: One int32 element; set if the norm is not finite.
-        tensor_lists: ``[sources, targets]``.
-        scale: The multiplier.
-        per_tensor: Whether to also return each tensor's norm.
+    ``tensor_lists`` are ``[sources, targets]``.
     """
-    del chunk_size
     sources, targets = checked("multi_tensor_l2norm_scale", noop_flag, tensor_lists, 2)
     result = _reported(noop_flag, sources, per_tensor)
     if sources:
@@ -78,16 +65,7 @@ def multi_tensor_unscale_l2norm(
     inv_scale: float | Tensor,
     per_tensor: bool | None = False,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the norms of ``inv_scale * tensor``; the tensors stay unchanged.
-
-    Args:
-        chunk_size: Ignored.
-        noop_flag: One int32 element; set if the norm is not finite.
-        tensor_lists: ``[tensors]``.
-        inv_scale: Reciprocal of the loss scale, one element.
-        per_tensor: Whether to also return each tensor's norm.
-    """
-    del chunk_size
+    """Returns :func:`multi_tensor_l2norm` of ``inv_scale * tensor``; the tensors stay unchanged."""
     (tensors,) = checked("multi_tensor_unscale_l2norm", noop_flag, tensor_lists, 1)
     if tensors:
         (wide,) = working(tensors)

@@ -33,26 +33,10 @@ def multi_tensor_lamb(
 ) -> None:
     """Takes one step in place; ignores the flag, so that inf and NaN pass through, as in apex.
 
-    Unlike in apex, the gradients stay unchanged.
-
-    Args:
-        chunk_size: Ignored.
-        noop_flag: Ignored.
-        tensor_lists: ``[grads, params, exp_avgs, exp_avg_sqs]``.
-        lr: Learning rate.
-        beta1: Decay of the average of gradients.
-        beta2: Decay of the average of their squares.
-        epsilon: Term added to the denominator.
-        step: Number of this step, counted from 1.
-        bias_correction: Whether to correct the bias of the averages: 1 or 0.
-        weight_decay: Decay rate.
-        grad_averaging: Weight of the gradient in its average: ``1 - beta1`` if 1, else 1.
-        mode: 0 for weight decay in the gradient, 1 for decoupled decay.
-        global_grad_norm: Norm over all gradients, one element.
-        max_grad_norm: The norm to which gradients are clipped.
-        use_nvlamb: Whether tensors without weight decay get a trust ratio too.
+    ``tensor_lists`` are ``[grads, params, exp_avgs, exp_avg_sqs]``. Unlike in apex, the gradients
+    stay unchanged. They are clipped from ``global_grad_norm``, one element, to ``max_grad_norm``.
+    With ``use_nvlamb``, tensors without weight decay get a trust ratio, too.
     """
-    del chunk_size
     grads, params, firsts, seconds = checked("multi_tensor_lamb", noop_flag, tensor_lists, 4)
     options = (lr, beta1, beta2, epsilon, mode, bias_correction, weight_decay)
     rule = adam_rule(noop_flag, *options, averaged=bool(grad_averaging))
@@ -95,10 +79,9 @@ def multi_tensor_lamb_mp(
 
     - ``noop_flag``, one int32 element, is read on the device; ``found_inf`` is ignored, as in apex,
     - ``tensor_lists`` may have the parameters' 16-bit copies as a fifth list, to be updated,
-    - ``global_grad_norm`` and ``max_grad_norm`` are norms of the scaled gradients,
-    - ``inv_scale`` is the reciprocal of the loss scale, one element.
+    - ``global_grad_norm`` and ``max_grad_norm`` are norms of the scaled gradients.
     """
-    del chunk_size, found_inf
+    del found_inf
     lists = checked("multi_tensor_lamb_mp", noop_flag, tensor_lists, 4, 5)
     grads, params, firsts, seconds = lists[:4]
     if not params:
@@ -135,21 +118,11 @@ def multi_tensor_lamb_stage1_cuda(
     global_grad_norm: float | Tensor,
     max_global_grad_norm: float,
 ) -> None:
-    """Updates the averages and writes the update that the second stage applies.
+    """Updates the averages and writes the update that the second stage applies; ignores the flag.
 
-    Args:
-        chunk_size: Ignored.
-        noop_flag: Ignored.
-        tensor_lists: ``[grads, params, exp_avgs, exp_avg_sqs, updates]``.
-        per_tensor_decay: Decoupled weight decay of each tensor, ``[N]``.
-        step: Number of previous steps.
-        beta1: Decay of the average of gradients.
-        beta2: Decay of the average of their squares.
-        epsilon: Term added to the denominator.
-        global_grad_norm: Norm over all gradients.
-        max_global_grad_norm: The norm to which gradients are clipped.
+    ``tensor_lists`` are ``[grads, params, exp_avgs, exp_avg_sqs, updates]``, ``per_tensor_decay``
+    is each tensor's decoupled weight decay, ``[N]``, and ``step`` the number of previous steps.
     """
-    del chunk_size
     name = "multi_tensor_lamb_stage1_cuda"
     grads, params, firsts, seconds, updates = checked(name, noop_flag, tensor_lists, 5)
     decays = _one_each(name, "per_tensor_decay", per_tensor_decay, params)
@@ -183,20 +156,12 @@ def multi_tensor_lamb_stage2_cuda(
     weight_decay: float | None = None,
     use_nvlamb: bool | None = False,
 ) -> None:
-    """Subtracts each update from its parameter, with a separate rate per tensor.
+    """Subtracts each update from its parameter, with a separate rate per tensor; ignores the flag.
 
-    Args:
-        chunk_size: Ignored.
-        noop_flag: Ignored.
-        tensor_lists: ``[params, updates]``.
-        per_tensor_param_norm: Norm of each parameter, ``[N]``.
-        per_tensor_update_norm: Norm of each update, ``[N]``.
-        lr: Learning rate.
-        weight_decay: Weight decay; 0 disables the trust ratio. ``None`` enables it for all tensors,
-            as in apex's first version, which lacked this argument.
-        use_nvlamb: Whether tensors without weight decay get a trust ratio too.
+    ``tensor_lists`` are ``[params, updates]``, whose norms are ``[N]`` each. ``weight_decay=0``
+    disables the trust ratio, unless ``use_nvlamb``. ``None`` enables it for all tensors, as in
+    apex's first version, which lacked this argument.
     """
-    del chunk_size
     name = "multi_tensor_lamb_stage2_cuda"
     params, updates = checked(name, noop_flag, tensor_lists, 2)
     param_norms = _one_each(name, "per_tensor_param_norm", per_tensor_param_norm, params)

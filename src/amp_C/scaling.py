@@ -20,13 +20,8 @@ def multi_tensor_scale(
 ) -> None:
     """Writes ``scale * source`` to the targets; sets the flag if a source is not finite.
 
-    Args:
-        chunk_size: Ignored.
-        noop_flag: One int32 element.
-        tensor_lists: ``[sources, targets]``, any mix of dtypes; both may be the same tensors.
-        scale: The multiplier; a tensor of one element stays on the device.
+    ``tensor_lists`` are ``[sources, targets]``; both may be the same tensors.
     """
-    del chunk_size
     sources, targets = checked("multi_tensor_scale", noop_flag, tensor_lists, 2)
     if sources:
         set_noop_(noop_flag, scale_(sources, targets, as_scalar(scale, noop_flag.device)))
@@ -43,15 +38,9 @@ def multi_tensor_axpby(
 ) -> None:
     """Writes ``a * x + b * y`` to the targets; sets the flag if an input is not finite.
 
-    Args:
-        chunk_size: Ignored.
-        noop_flag: One int32 element.
-        tensor_lists: ``[xs, ys, targets]``, any mix of dtypes; targets may be xs or ys.
-        a: Multiplier of x.
-        b: Multiplier of y.
-        arg_to_check: Which inputs to check: 0 for x, 1 for y, -1 for both.
+    ``tensor_lists`` are ``[xs, ys, targets]``; targets may be xs or ys. ``arg_to_check`` says which
+    inputs to check: 0 for x, 1 for y, -1 for both.
     """
-    del chunk_size
     if arg_to_check not in (-1, 0, 1):
         raise ValueError(
             f"multi_tensor_axpby got arg_to_check={arg_to_check!r}; it must be 0 (check x), "
@@ -91,18 +80,9 @@ def update_scale_hysteresis(
     resets the tracker to ``hysteresis``; ``growth_interval`` consecutive ones multiply the scale by
     ``growth_factor``, unless the result exceeds fp32.
 
-    Args:
-        current_scale: Loss scale, one fp32 element.
-        growth_tracker: Clean steps since the last change, one int32 element.
-        hysteresis_tracker: Remaining overflows before backing off, one int32 element.
-        found_inf: Positive in case of an overflow, one element.
-        growth_factor: Multiplier after ``growth_interval`` clean steps.
-        backoff_factor: Multiplier when backing off.
-        growth_interval: Clean steps before growth.
-        hysteresis: Number of consecutive overflows before backing off.
-
-    Returns:
-        ``current_scale``.
+    The scale is one fp32 element, ``growth_tracker`` (clean steps since the last change) and
+    ``hysteresis_tracker`` (overflows left before backing off) are one int32 element each, and
+    ``found_inf``, one element, is positive in case of an overflow. Returns ``current_scale``.
     """
     scale = current_scale
     overflow = moved(found_inf, scale.device).reshape(scale.shape) > 0

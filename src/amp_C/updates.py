@@ -27,23 +27,13 @@ def multi_tensor_sgd(
     wd_after_momentum: bool,
     scale: float = 1.0,
 ) -> None:
-    """Takes one step in place; does nothing if the flag is set.
+    """Takes one step in place; does nothing if the flag is set, which is read on the device.
 
-    Args:
-        chunk_size: Ignored.
-        noop_flag: One int32 element; read on the device.
-        tensor_lists: ``[grads, params, momenta]``, or with the parameters' 16-bit copies as a
-            fourth list, which are updated too.
-        wd: Weight decay.
-        momentum: Decay of the momentum; 0 for none.
-        dampening: Share of the gradient that does not enter the momentum.
-        lr: Learning rate.
-        nesterov: Whether to use Nesterov momentum.
-        first_run: Whether to initialize the momentum with the gradient.
-        wd_after_momentum: Whether to add weight decay after the momentum.
-        scale: Multiplier on the gradients: the reciprocal of the loss scale.
+    ``tensor_lists`` are ``[grads, params, momenta]``, or with the parameters' 16-bit copies as a
+    fourth list, which are updated, too. ``first_run`` initializes the momentum with the gradient,
+    ``wd_after_momentum`` adds weight decay after the momentum, and ``scale``, the reciprocal of the
+    loss scale, multiplies the gradients.
     """
-    del chunk_size
     lists = checked("multi_tensor_sgd", noop_flag, tensor_lists, 3, 4)
     grads, params, momenta = lists[:3]
     if not params:
@@ -77,16 +67,8 @@ def multi_tensor_adagrad(
 ) -> None:
     """Takes one step in place; ignores the flag, so that inf and NaN pass through, as in apex.
 
-    Args:
-        chunk_size: Ignored.
-        noop_flag: Ignored.
-        tensor_lists: ``[grads, params, sums]``.
-        lr: Learning rate.
-        epsilon: Term added to the denominator.
-        mode: 0 for weight decay in the gradient, 1 for decoupled decay.
-        weight_decay: Decay rate.
+    ``tensor_lists`` are ``[grads, params, sums]``.
     """
-    del chunk_size
     grads, params, sums = checked("multi_tensor_adagrad", noop_flag, tensor_lists, 3)
     rule = AdagradRule(as_scalar(lr, noop_flag.device), epsilon, weight_decay, decoupled=mode == 1)
     adagrad_(params, grads, sums, rule=rule, gate=Gate())
@@ -111,23 +93,10 @@ def multi_tensor_novograd(
 ) -> None:
     """Takes one step in place; ignores the flag, so that inf and NaN pass through, as in apex.
 
-    Args:
-        chunk_size: Ignored.
-        noop_flag: Ignored.
-        tensor_lists: ``[grads, params, exp_avgs]``.
-        grad_norms: Running norm of each gradient, ``[N]`` fp32; updated with this step's norms.
-        lr: Learning rate.
-        beta1: Decay of the average of gradients.
-        beta2: Decay of the average of norms.
-        epsilon: Term added to the denominator.
-        step: Number of this step, counted from 1.
-        bias_correction: Whether to correct the bias of the averages: 1 or 0.
-        weight_decay: Decay rate.
-        grad_averaging: Weight of the gradient in its average: ``1 - beta1`` if 1, else 1.
-        mode: Whether to normalize and decay the gradient before averaging (0) or after (1).
-        norm_type: 2 for the 2-norm, 0 for the largest absolute value.
+    ``tensor_lists`` are ``[grads, params, exp_avgs]``; ``grad_norms``, ``[N]`` fp32, the gradients'
+    running norms, are updated. ``mode`` is 0 to normalize and decay gradients before averaging, 1
+    after it; ``norm_type`` is 2 for the 2-norm, 0 for the largest absolute value.
     """
-    del chunk_size
     grads, params, averages = checked("multi_tensor_novograd", noop_flag, tensor_lists, 3)
     if norm_type not in (0, 2):
         raise ValueError(

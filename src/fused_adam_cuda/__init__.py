@@ -35,21 +35,11 @@ def adam(
 ) -> None:
     """Takes one step in place, computed in fp32 (fp64 for fp64 tensors) and rounded once.
 
-    Args:
-        p: Parameter.
-        out_p: Receives the new parameter in its own dtype; an empty tensor for none.
-        m: Average of gradients.
-        v: Average of their squares.
-        g: Gradient, not changed.
-        lr: Learning rate; also multiplies the weight decay.
-        beta1: Decay of the average of gradients.
-        beta2: Decay of the average of their squares.
-        eps: Term added to the denominator.
-        scale: Divisor of the gradient.
-        step: Number of this step, counted from 1.
-        mode: 0 to add ``eps`` inside the square root, 1 outside.
-        bias_correction: Whether to correct the bias of the averages in the step size: 1 or 0.
-        weight_decay: Decay rate, decoupled.
+    ``m`` and ``v`` are the averages of the gradients and of their squares, and ``out_p`` receives
+    the new parameter in its own dtype; an empty tensor for none. ``g``, not changed, is divided by
+    ``scale``. ``step`` counts from 1; ``mode`` is 0 to add ``eps`` inside the square root, 1
+    outside. With ``bias_correction``, 1 or 0, the step size is corrected. Weight decay is decoupled
+    and multiplied by ``lr``.
 
     Raises:
         TypeError: If ``g`` is sparse.
