@@ -16,7 +16,6 @@ import torch
 from apex._core.arguments import shown
 from apex._core.op_table import Category, OpTable
 from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
-from apex.amp.lists._original import ORIGINAL
 
 __all__ = ["functional_overrides", "op_table", "tensor_overrides", "torch_overrides"]
 
@@ -50,13 +49,20 @@ def op_table(dtype: torch.dtype) -> OpTable:
     return table
 
 
+def _names() -> dict[tuple[str, str], set[str]]:
+    """Returns the names in each list, by namespace and list."""
+    return {
+        (namespace, list_name): set(map(_name, getattr(module, list_name, ())))
+        for namespace, module in _MODULES.items()
+        for list_name in _LISTS
+    }
+
+
 def _changes(*, removed: bool) -> Iterator[tuple[str, str, str]]:
-    for namespace, module in _MODULES.items():
-        for list_name in _LISTS:
-            before = set(ORIGINAL[namespace][list_name])
-            now = {_name(entry) for entry in getattr(module, list_name, ())}
-            for name in sorted(before - now if removed else now - before):
-                yield namespace, list_name, name
+    for (namespace, list_name), now in _names().items():
+        before = _ORIGINAL[namespace, list_name]
+        for name in sorted(before - now if removed else now - before):
+            yield namespace, list_name, name
 
 
 def _name(entry: object) -> str:
@@ -68,3 +74,6 @@ def _name(entry: object) -> str:
         f"amp.lists holds {shown(name)}; it takes names of functions, such as 'einsum'. For a "
         "function of your own, use amp.half_function(fn) or amp.register_half_function."
     )
+
+
+_ORIGINAL = _names()
