@@ -6,19 +6,22 @@ import logging
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 
-from apex._core import arguments
+from apex._core import arguments, dtypes
 from apex._core.scale import checked_static
 from apex._engine.host_scale import HostScale
-from apex._engine.master_wrapper import MasterWrapper, dynamic_options
-from apex.fp16_utils import checks
+from apex._engine.master_wrapper import MasterWrapper, check_state, dynamic_options
 from apex.fp16_utils.fp16util import clip_grad_norm
 
 _log = logging.getLogger("apex")
 
-
 _OPTIONS = "init_scale", "scale_factor", "scale_window", "min_loss_scale", "max_loss_scale"
+_KEYS = (
+    *("loss_scaler", "dynamic_loss_scale", "overflow", "first_closure_call_this_step"),
+    *("optimizer_state_dict", "fp32_from_fp16"),
+)
 
 
 class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
@@ -60,7 +63,7 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
             ValueError: If a scale is out of range.
             RuntimeError: If ``amp.initialize`` has prepared the optimizer.
         """
-        checks.check_optimizer(init_optimizer)
+        _check_optimizer(init_optimizer)
         dynamic = arguments.flag("dynamic_loss_scale", dynamic_loss_scale)
         args = dynamic_options(dynamic_loss_args, _OPTIONS) if dynamic else {}
         scale = _Scale(**args) if dynamic else _Scale(static_loss_scale, dynamic=False)
@@ -235,7 +238,8 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
         Raises:
             ValueError: If it does not fit this optimizer; nothing has changed then.
         """
-        checks.check_state(state_dict, self.fp32_from_fp16_groups)
+        check_state(state_dict, _KEYS)
+        _check_masters(state_dict["fp32_from_fp16"], self.fp32_from_fp16_groups)
         before = self.loss_scaler.state()
         self.loss_scaler.load(state_dict["loss_scaler"])
         try:
@@ -256,6 +260,31 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
     def __setstate__(self, state: object) -> NoReturn:
         """Refuses unpickling, as apex did."""
         raise RuntimeError("FP16_Optimizer is restored by load_state_dict(), not by pickle.")
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    groups = getattr(optimizer, "param_groups", None)
+    if not isinstance(groups, list) or isinstance(optimizer, MasterWrapper):
+        raise TypeError(
+            f"FP16_Optimizer got {type(optimizer).__name__}; it wraps an optimizer, such as "
+            "torch.optim.SGD(model.parameters(), lr=0.1)."
+        )
+    accepted = (*dtypes.LOW_PRECISION, torch.float32)
+    for param in (param for group in groups for param in group["params"]):
+        if param.requires_grad and param.dtype not in accepted:
+            raise TypeError(
+                f"FP16_Optimizer got a parameter of {param.dtype} and shape {tuple(param.shape)}; "
+                "it takes float16, bfloat16 and float32."
+            )
+
+
+def _check_masters(saved: list[list[Tensor]], masters: list[list[nn.Parameter]]) -> None:
+    given, own = ([[tuple(t.shape) for t in group] for group in each] for each in (saved, masters))
+    if given != own:
+        raise ValueError(
+            f"FP16_Optimizer.load_state_dict got masters of shapes {given}; this one has {own}. "
+            "Build the optimizer over the same half-precision model as the saved one."
+        )
 
 
 class _Scale(HostScale):
