@@ -9,14 +9,14 @@ Statistics are fp32 or wider, of shape ``[rows]``. Nothing here records gradient
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from apex.normalization._gradients import norm_gradients
+from apex._core.foreach.working import math_dtype
+from apex.normalization._compute import norm_gradients
 
 __all__ = [
     "backward",
@@ -192,9 +192,9 @@ def _backward(
 
 
 def _widened(input: Tensor, *others: Tensor | None) -> list[Any]:
-    given = [input.dtype, *(other.dtype for other in others if other is not None)]
-    wide = functools.reduce(torch.promote_types, given, torch.float32)
-    return [None if each is None else each.to(wide) for each in (input, *others)]
+    given = (input, *others)
+    wide = math_dtype(*(each for each in given if each is not None))
+    return [None if each is None else each.to(wide) for each in given]
 
 
 def _dims(shape: Sequence[int]) -> tuple[int, ...]:

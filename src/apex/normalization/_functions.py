@@ -9,14 +9,13 @@ effect: the input is kept for the backward.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from apex.normalization._compute import Shape, layer_norm, rms_norm
-from apex.normalization._gradients import norm_gradients
+from apex._core.foreach.working import math_dtype
+from apex.normalization._compute import Shape, layer_norm, norm_gradients, rms_norm
 
 
 class _NormFunction(torch.autograd.Function):
@@ -161,9 +160,7 @@ def _gradients(ctx: Any, grad_output: Tensor) -> list[Tensor]:
     saved = ctx.saved_tensors
     shape = ctx.normalized_shape
     dims = tuple(range(-1 if isinstance(shape, int) else -len(shape), 0))
-    wide = functools.reduce(
-        torch.promote_types, (t.dtype for t in (grad_output, *saved)), torch.float32
-    )
+    wide = math_dtype(grad_output, *saved)
     x = saved[0].to(wide)
     if ctx.centered:
         x = x - x.mean(dims, keepdim=True)

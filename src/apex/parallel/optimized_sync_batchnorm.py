@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from apex._core import dtypes
+from apex._core.foreach.working import math_dtype
 from apex.parallel.process_groups import checked_group, syncing_group
 from apex.parallel.sync_batch_norm_function import Running, sync_batch_norm
 
@@ -134,8 +135,7 @@ class SyncBatchNorm(_BatchNorm):
     def _normalized_by_running(self, x: Tensor) -> Tensor:
         tensors = [self.running_mean, self.running_var, self.weight, self.bias]
         if not self._fits_torch(x):
-            exact = torch.promote_types(x.dtype, torch.float32)
-            tensors = [None if t is None else t.to(exact) for t in tensors]
+            tensors = [None if t is None else t.to(math_dtype(x)) for t in tensors]
         mean, var, weight, bias = tensors
         return F.batch_norm(x, mean, var, weight, bias, False, 0.0, self.eps)
 

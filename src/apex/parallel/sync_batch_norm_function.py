@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from apex._core.foreach.working import math_dtype
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -62,7 +64,7 @@ def sync_batch_norm(
             count would sync).
     """
     # The parameters are cast here so that autograd casts their gradients back.
-    dtype = _exact_dtype(x)
+    dtype = math_dtype(x)
     weight = None if weight is None else weight.to(dtype)
     bias = None if bias is None else bias.to(dtype)
     result: Tensor = _SyncBatchNorm.apply(x, weight, bias, running, eps, group)  # type: ignore[no-untyped-call]
@@ -153,14 +155,14 @@ def _move(running: Running, moments: Moments) -> None:
 
 
 def _local_moments(x: Tensor, eps: float) -> Moments:
-    count = torch.full((), x.numel() // x.size(1), dtype=_exact_dtype(x), device=x.device)
+    count = torch.full((), x.numel() // x.size(1), dtype=math_dtype(x), device=x.device)
     if x.numel() == 0:
         none = count.new_zeros(x.size(1))
         return Moments(none, none, count)
     if x.is_cuda:
         mean, invstd = torch.batch_norm_stats(x, eps)
         return Moments(mean, invstd.pow(-2).sub_(eps).clamp_(min=0.0), count)
-    var, mean = torch.var_mean(x.to(_exact_dtype(x)), _other_dims(x), correction=0)
+    var, mean = torch.var_mean(x.to(math_dtype(x)), _other_dims(x), correction=0)
     return Moments(mean, var, count)
 
 
@@ -182,7 +184,7 @@ def _local_sums(x: Tensor, grad: Tensor, moments: Moments, invstd: Tensor) -> tu
             grad, x, moments.mean, invstd, None, True, False, False
         )
         return grad_sum, grad_dot
-    exact, dims = _exact_dtype(x), _other_dims(x)
+    exact, dims = math_dtype(x), _other_dims(x)
     grad = grad.to(exact)
     centered = x.to(exact) - _spread(moments.mean, x)
     return grad.sum(dims), (grad * centered).sum(dims)
@@ -198,17 +200,13 @@ def _input_grad(
         return torch.batch_norm_backward_elemt(
             grad, x, moments.mean, invstd, weight, sums[0], sums[1], count
         )
-    exact = _exact_dtype(x)
+    exact = math_dtype(x)
     grad_mean, dot_mean = sums / moments.total
     slope = dot_mean * invstd.square()
     centered = x.to(exact) - _spread(moments.mean, x)
     factor = invstd if weight is None else invstd * weight
     result = grad.to(exact) - _spread(grad_mean, x) - centered * _spread(slope, x)
     return (result * _spread(factor, x)).to(x.dtype)
-
-
-def _exact_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype is torch.float64 else torch.float32
 
 
 def _other_dims(x: Tensor) -> list[int]:
