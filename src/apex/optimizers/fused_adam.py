@@ -39,7 +39,7 @@ class FusedAdam(FusedOptimizer):
 
     # Those of optimizers in files of earlier releases.
     adam_w_mode = eps_mode = 1
-    capturable = master_weights = False
+    master_weights = False
 
     steps_dtensors = True
     gradient_methods: ClassVar[tuple[str, ...]] = IN_KERNELS
@@ -127,17 +127,6 @@ class FusedAdam(FusedOptimizer):
         self.set_grad_none = flag("set_grad_none", set_grad_none)
         self.master_weights = flag("master_weights", master_weights)
 
-    @property
-    def counts_in_tensors(self) -> bool:
-        """Whether step counts are tensors from the start."""
-        return self.capturable
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a parameter group."""
-        super().add_param_group(param_group)
-        if self.capturable:
-            put_on_device(self.param_groups[-1])
-
     def step(  # type: ignore[override]  # apex's order
         self,
         closure: Callable[[], Any] | None = None,
@@ -214,13 +203,3 @@ def _clip(batches: list[Batch], max_norm: float, known: float | Tensor | None) -
     for batch in batches:
         (wide,) = working(batch.grads)
         batch.grads = list(torch._foreach_div(wide, moved(divisor, batch.device)))
-
-
-def put_on_device(group: dict[str, Any]) -> None:
-    """Moves a group's learning rate and step count to tensors on its parameters' device."""
-    if not group["params"]:
-        return
-    device = group["params"][0].device
-    group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(device, copy=True)
-    step = torch.as_tensor(group.get("step", 0), dtype=torch.int32)
-    group["step"] = step.to(device, copy=True)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 import amp_C
-from apex.optimizers.fused_adam import put_on_device
 from apex.optimizers.fused_lamb import FusedLAMB
+from apex.optimizers.fused_optimizer import put_on_device
 
 
 class FusedMixedPrecisionLamb(FusedLAMB):
@@ -20,6 +20,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         reduced_precision_dtype: Dtype of the parameters that get fp32 masters.
     """
 
+    capturable = True
     settings: ClassVar[tuple[str, ...]] = (*FusedLAMB.settings, "reduced_precision_dtype")
 
     multi_tensor_l2norm = staticmethod(amp_C.multi_tensor_l2norm_mp)
@@ -70,13 +71,3 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         for group in self.param_groups:
             group["step"] = step
             put_on_device(group)
-
-    @property
-    def counts_in_tensors(self) -> bool:
-        """Whether step counts are tensors from the start."""
-        return True
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a parameter group."""
-        super().add_param_group(param_group)
-        put_on_device(self.param_groups[-1])

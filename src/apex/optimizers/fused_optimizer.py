@@ -87,6 +87,9 @@ class FusedOptimizer(Optimizer):
 
     set_grad_none = True
 
+    capturable = False
+    """Whether learning rates and step counts are tensors from the start, as for CUDA graphs."""
+
     steps_dtensors: ClassVar[bool] = False
     """Whether the rule supports DTensors: takes norms over all ranks, mixes in no plain tensors."""
 
@@ -118,6 +121,8 @@ class FusedOptimizer(Optimizer):
                 if name in self.defaults and isinstance(value, str):
                     raise TypeError(f"{name} is {value!r}; it must be a number or a bool.")
         super().add_param_group(param_group)
+        if self.capturable:
+            put_on_device(self.param_groups[-1])
 
     @abstractmethod
     def update(self, batch: Batch, step: Scalar, gate: Gate) -> None:
@@ -128,11 +133,6 @@ class FusedOptimizer(Optimizer):
             step: Count of this step, from 1.
             gate: Whether to skip the step; with a scale only if ``kernel_unscales``.
         """
-
-    @property
-    def counts_in_tensors(self) -> bool:
-        """Whether step counts are tensors from the start, as for CUDA graphs."""
-        return False
 
     @property
     def kernel_unscales(self) -> bool:
@@ -336,7 +336,7 @@ class FusedOptimizer(Optimizer):
         """
         saved = super().state_dict()
         for group in saved["param_groups"]:
-            if isinstance(group.get("step"), Tensor) and not self.counts_in_tensors:
+            if isinstance(group.get("step"), Tensor) and not self.capturable:
                 group["step"] = int(group["step"])  # sync: to save
         return saved
 
@@ -352,6 +352,16 @@ class FusedOptimizer(Optimizer):
                 wide = isinstance(saved, Tensor) and saved.dtype in (torch.float32, torch.float64)
                 if wide and is_low_precision(param):
                     self.state[param][name] = saved.detach().to(param.device, copy=True)
+
+
+def put_on_device(group: dict[str, Any]) -> None:
+    """Moves a group's learning rate and step count to tensors on its parameters' device."""
+    if not group["params"]:
+        return
+    device = group["params"][0].device
+    group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(device, copy=True)
+    step = torch.as_tensor(group.get("step", 0), dtype=torch.int32)
+    group["step"] = step.to(device, copy=True)
 
 
 def global_norm(batches: Sequence[Batch]) -> Tensor:
