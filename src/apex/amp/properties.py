@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -240,25 +240,16 @@ def _as_master_weights(name: str, value: object) -> MasterWeights:
     return cast(MasterWeights, value) if value in PACKED else flag(name, value, *map(repr, PACKED))
 
 
-def _as_dtype(name: str, value: object) -> torch.dtype | bool:
-    if value is False or (isinstance(value, torch.dtype) and value in CASTABLE):
-        return value
-    raise TypeError(
-        f"{name} is {value!r}; it must be torch.float16, torch.bfloat16, torch.float32 or "
-        "torch.float64, or False for no conversion."
-    )
+def _dtype_parser(accepted: Collection[object], described: str) -> Callable[[str, object], object]:
+    def parse(name: str, value: object) -> object:
+        if (value is False or isinstance(value, torch.dtype)) and value in accepted:
+            return value
+        raise TypeError(f"{name} is {value!r}; it must be {described}.")
+
+    return parse
 
 
-def _as_output_dtype(name: str, value: object) -> torch.dtype:
-    if isinstance(value, torch.dtype) and value in CASTABLE:
-        return value
-    raise TypeError(f"{name} is {value!r}; it must be a floating-point torch.dtype or None.")
-
-
-def _as_low_precision(name: str, value: object) -> torch.dtype:
-    if isinstance(value, torch.dtype) and value in LOW_PRECISION:
-        return value
-    raise TypeError(f"{name} is {value!r}; it must be torch.float16 or torch.bfloat16.")
+_as_output_dtype = _dtype_parser(CASTABLE, "a floating-point torch.dtype or None")
 
 
 def as_loss_scale(name: str, value: object) -> LossScale:
@@ -267,9 +258,12 @@ def as_loss_scale(name: str, value: object) -> LossScale:
 
 
 _PARSERS: Mapping[str, Any] = {
-    "cast_model_type": _as_dtype,
+    "cast_model_type": _dtype_parser(
+        {*CASTABLE, False},
+        "torch.float16, torch.bfloat16, torch.float32 or torch.float64, or False for no conversion",
+    ),
     "patch_torch_functions": flag,
-    "patch_torch_functions_type": _as_low_precision,
+    "patch_torch_functions_type": _dtype_parser(LOW_PRECISION, "torch.float16 or torch.bfloat16"),
     "keep_batchnorm_fp32": flag,
     "master_weights": _as_master_weights,
     "loss_scale": as_loss_scale,

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from apex._core import arguments
+from apex._engine.master_wrapper import forwarded
 from apex._engine.optimizer.optimizer_class import binding_of
 
 
@@ -124,19 +125,8 @@ class LARC:
 
     # -- the optimizer's own -----------------------------------------------------------------
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's parameter groups."""
-        return self.optim.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optim.param_groups = value
-
-    @property
-    def state(self) -> Any:
-        """The optimizer's state."""
-        return self.optim.state
+    param_groups = forwarded("optim", "param_groups", "The optimizer's parameter groups.")
+    state = forwarded("optim", "state", "The optimizer's state.")
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clears the gradients."""
