@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -205,7 +206,7 @@ def _loss_scales(comparison: Comparison) -> CurveFigure | None:
             tuple(Line(name, r.loss_scales, marks=r.skipped) for name, r in scaled),
             axis="log2",
             shape="stairs",
-            first_step=0,
+            steps=range(sys.maxsize),
         ),
     )
 
@@ -223,8 +224,7 @@ def _figure(title: str, caption: str, chart: Chart) -> CurveFigure:
         return line.values if chart.axis in AROUND_ZERO else line.raw or line.values
 
     values = {line.level: [_short(value * factor) for value in shown(line)] for line in chart.lines}
-    longest = max(len(line.values) for line in chart.lines)
-    steps: Sequence[str | int] = chart.names or [chart.step(index) for index in range(longest)]
+    steps: Sequence[str | int] = chart.names or list(chart.drawn_steps)
     return CurveFigure(
         title,
         caption,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -58,8 +60,7 @@ class Chart:
         lines: In drawing order, the last on top.
         axis: Scale of the value axis.
         shape: "line" joins the values, "stairs" holds each until the next, "dots" adds dots.
-        first_step: Step of every line's first value.
-        steps: Step of every value, unless they are one apart.
+        steps: Step of every value, and of those that no line has; from 1 on by default.
         rules: Values with a horizontal line, and their labels.
         unit: What a step is.
         names: Names of the steps, written below a wide chart if they are few.
@@ -71,22 +72,17 @@ class Chart:
     lines: tuple[Line, ...]
     axis: Axis = "log10"
     shape: Literal["line", "stairs", "dots"] = "line"
-    first_step: int = 1
-    steps: tuple[int, ...] = ()
+    steps: Sequence[int] = range(1, sys.maxsize)
     rules: tuple[tuple[float, str], ...] = ()
     unit: str = "step"
     names: tuple[str, ...] = ()
     band: tuple[tuple[float, float], ...] = ()
     limit: float = math.inf
 
-    def step(self, index: int) -> int:
-        """Returns the step of each line's value ``index``."""
-        return self.steps[index] if self.steps else self.first_step + index
-
     @property
-    def last_step(self) -> int:
-        """The step of the longest line's last value."""
-        return self.step(max(len(line.values) for line in self.lines) - 1)
+    def drawn_steps(self) -> Sequence[int]:
+        """The steps of the longest line."""
+        return self.steps[: max(len(line.values) for line in self.lines)]
 
 
 @dataclass(frozen=True)
@@ -117,7 +113,7 @@ def picture(chart: Chart, *, width: int, height: int, kind: str) -> Picture:
         width,
         height + (NAME_ROOM // 2 if named else 0),
         chart.axis,
-        (chart.step(0), chart.last_step),
+        (chart.drawn_steps[0], chart.drawn_steps[-1]),
         values,
         right=max(_label_room(chart), NAME_ROOM - 14 if named else 14),
         bottom=NAME_ROOM if named else 30,
@@ -189,10 +185,11 @@ def _ticks(chart: Chart, frame: Frame) -> list[Element]:
 
 def _name_ticks(chart: Chart, frame: Frame) -> list[Element]:
     y = frame.plot_bottom + 16
-    places = [frame.x(chart.step(index)) - 4 for index in range(len(chart.names))]
     return [
-        _element("text", "tick", name, transform=f"translate({x:.1f} {y}) rotate(30)")
-        for x, name in zip(places, chart.names, strict=True)
+        _element(
+            "text", "tick", name, transform=f"translate({frame.x(step) - 4:.1f} {y}) rotate(30)"
+        )
+        for step, name in zip(chart.steps, chart.names, strict=False)
     ]
 
 
@@ -212,8 +209,8 @@ def _grid(chart: Chart, frame: Frame) -> list[Element]:
 
 def _band(chart: Chart, frame: Frame) -> list[Element]:
     ends = [
-        (frame.x(chart.step(index)), frame.y(low), frame.y(high))
-        for index, (low, high) in enumerate(chart.band)
+        (frame.x(step), frame.y(low), frame.y(high))
+        for step, (low, high) in zip(chart.steps, chart.band, strict=False)
         if math.isfinite(low) and math.isfinite(high)
     ]
     if len(ends) < 2:
@@ -266,7 +263,7 @@ def _curve(chart: Chart, line: Line, frame: Frame, *, width: float) -> list[Elem
             for x, y in _points(chart, line.values, frame)
         ]
     for step in line.marks:
-        x, y = frame.x(step), frame.y(line.values[step - chart.first_step])
+        x, y = frame.x(step), frame.y(line.values[chart.steps.index(step)])
         cross = f"M{x - 8:.1f} {y - 8:.1f}l16 16m0 -16l-16 16"
         drawn.append(_element("path", f"mark {line.level}", d=cross))
     return drawn
@@ -283,5 +280,5 @@ def _path(chart: Chart, values: Sequence[float], frame: Frame) -> str:
 
 
 def _points(chart: Chart, values: Sequence[float], frame: Frame) -> list[tuple[float, float]]:
-    stop = next((at for at, value in enumerate(values) if not math.isfinite(value)), len(values))
-    return [(frame.x(chart.step(i)), frame.y(value)) for i, value in enumerate(values[:stop])]
+    finite = itertools.takewhile(math.isfinite, values)
+    return [(frame.x(step), frame.y(v)) for v, step in zip(finite, chart.steps, strict=False)]
