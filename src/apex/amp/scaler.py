@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, cast, overload
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -306,13 +306,7 @@ class LossScalers(MutableSequence[LossScaler]):
     def __len__(self) -> int:
         return len(self._scalers)
 
-    @overload
-    def __getitem__(self, index: int) -> LossScaler: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[LossScaler]: ...
-
-    def __getitem__(self, index: int | slice) -> LossScaler | list[LossScaler]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [LossScaler.over(scaler) for scaler in self._scalers[index]]
         return LossScaler.over(self._scalers[index])

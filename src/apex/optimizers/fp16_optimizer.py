@@ -15,7 +15,8 @@ from apex._engine.host_scale import HostScale
 from apex._engine.master_wrapper import MasterWrapper, check_state, dynamic_options, forwarded
 
 _LOG = logging.getLogger("apex")
-_REQUIRED = "dynamic_loss_scale", "cur_scale", "cur_iter", "optimizer_state_dict"
+_REQUIRED = "dynamic_loss_scale", "cur_scale", "cur_iter"
+_SCALE_STATE = (*_REQUIRED, "last_overflow_iter", "scale_factor", "scale_window")
 _DYNAMIC = {"init_scale": 2.0**16, "scale_factor": 2.0, "scale_window": 1000}
 
 
@@ -158,12 +159,7 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
     def state_dict(self) -> dict[str, Any]:
         """Returns loss scale, optimizer and masters."""
         return {
-            "dynamic_loss_scale": self.dynamic_loss_scale,
-            "cur_scale": self.cur_scale,
-            "cur_iter": self.cur_iter,
-            "last_overflow_iter": self.last_overflow_iter,
-            "scale_factor": self.scale_factor,
-            "scale_window": self.scale_window,
+            **{name: getattr(self, name) for name in _SCALE_STATE},
             "optimizer_state_dict": self.optimizer.state_dict(),
             **self._saved_masters(),
         }
@@ -174,16 +170,14 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
         Raises:
             ValueError: If the state or its masters do not fit; nothing has changed then.
         """
-        check_state(state_dict, (*_REQUIRED, self._masters_key))
+        check_state(state_dict, (*_REQUIRED, "optimizer_state_dict", self._masters_key))
         scale = checked_static(state_dict["cur_scale"], "cur_scale")
         masters = self._masters_from(state_dict)
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
         self._load_masters(list(self._stepped()), masters)
-        self.cur_scale = scale
-        for name in ("dynamic_loss_scale", "cur_iter"):
-            setattr(self, name, state_dict[name])
-        for name in ("last_overflow_iter", "scale_factor", "scale_window"):
+        for name in _SCALE_STATE:
             setattr(self, name, state_dict.get(name, getattr(self, name)))
+        self.cur_scale = scale
 
     def _saved_masters(self) -> dict[str, Any]:
         flat = [
