@@ -35,6 +35,7 @@ class AmpState:
         max_loss_scale: Likewise.
         functions: Functions that the user registered for casting.
         pending_states: Loss scales of a checkpoint that was loaded before any session existed.
+        disabled: Models and optimizers that ``initialize(enabled=False)`` was the last to receive.
     """
 
     opt_properties: OptProperties
@@ -48,7 +49,7 @@ class AmpState:
         self.functions = UserRegistry()
         self.pending_states: list[scaler_states.State] = []
         self._sessions: list[weakref.ref[Session]] = []
-        self._disabled: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.disabled: weakref.WeakSet[Any] = weakref.WeakSet()
         self._init_handle: AmpHandle | NoOpHandle | None = None
         self._assigned_handle: list[Any] = []
         self._sessionless_scalers: list[Scaler] = []
@@ -82,18 +83,6 @@ class AmpState:
         """Returns the newest session of ``scaling``, if any."""
         sessions = self.scaling()
         return sessions[-1] if sessions else None
-
-    def mark_disabled(self, given: Iterable[object]) -> None:
-        """Marks models and optimizers that ``initialize(enabled=False)`` received."""
-        self._disabled.update(given)
-
-    def unmark_disabled(self, given: Iterable[object]) -> None:
-        """Removes the mark from objects that a later ``initialize`` prepared."""
-        self._disabled.difference_update(given)
-
-    def is_disabled(self, given: object) -> bool:
-        """Returns whether amp is disabled for ``given``."""
-        return given in self._disabled
 
     @property
     def initialized(self) -> bool:

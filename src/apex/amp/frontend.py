@@ -173,7 +173,7 @@ def initialize(
     if not _is_enabled(enabled, opt_level):
         _amp_state.verbosity = verbosity
         _amp_state.opt_properties = OptProperties({"enabled": False})
-        _amp_state.mark_disabled(inputs.models_and_optimizers(models, optimizers))
+        _amp_state.disabled.update(inputs.models_and_optimizers(models, optimizers))
         return models if optimizers is None else (models, optimizers)
     _check_cudnn()
     defaults = level_defaults(opt_level)
@@ -221,7 +221,7 @@ def initialize(
         undo.push(_amp_state.discard, made)
         undo.push(setattr, _amp_state, "pending_states", _amp_state.pending_states)
         _amp_state.add(made)
-        _amp_state.unmark_disabled([*map(module_behind, model_list), *own])
+        _amp_state.disabled.difference_update([*map(module_behind, model_list), *own])
         _amp_state.opt_properties = made.options = OptProperties(asdict(properties))
         _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
     return models if optimizers is None else (models, optimizers)
@@ -253,10 +253,10 @@ def restore(models: Any, optimizers: Any = None) -> Any:
         >>> amp.restore(model).weight.dtype
         torch.float32
     """
-    skip = _amp_state.is_disabled
-    model_list = [model for model in inputs.model_list(models) if not skip(module_behind(model))]
+    skip = _amp_state.disabled
+    model_list = [model for model in inputs.model_list(models) if module_behind(model) not in skip]
     given = map(unwrap, inputs.optimizer_list(optimizers))
-    own = [optimizer for optimizer in given if not skip(optimizer)]
+    own = [optimizer for optimizer in given if optimizer not in skip]
     inputs.check_prepared(model_list, own)
     restoring.restore(filter(is_converted, model_list), own)
     return models if optimizers is None else (models, optimizers)

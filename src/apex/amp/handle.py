@@ -104,7 +104,14 @@ def disable_casts() -> AbstractContextManager[None]:
 
 
 class AmpHandle:
-    """The handle of ``amp.init``: op casts in this thread, and loss scaling."""
+    """The handle of ``amp.init``: op casts in this thread, and loss scaling.
+
+    Attributes:
+        verbose: The argument of this name.
+        has_cache: The argument ``enable_caching``; no cast is cached in any case.
+    """
+
+    verbose, has_cache = False, True
 
     def __init__(
         self,
@@ -125,8 +132,7 @@ class AmpHandle:
         from apex.amp.amp import start_o1_session
 
         self._session = start_o1_session(loss_scale) if session is None else session
-        self._enable_caching = enable_caching
-        self._verbose = verbose
+        self.verbose, self.has_cache = verbose, enable_caching
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def cast_in_fp16_models(self, sessions: Iterable[Session]) -> None:
@@ -142,16 +148,6 @@ class AmpHandle:
         return self._session.casting
 
     _is_active = property(is_active)
-
-    @property
-    def verbose(self) -> bool:
-        """The ``verbose`` argument."""
-        return self._verbose
-
-    @property
-    def has_cache(self) -> bool:
-        """The ``enable_caching`` argument."""
-        return self._enable_caching
 
     @property
     def cache(self) -> dict[Tensor, Tensor]:
@@ -274,16 +270,13 @@ def session_of(
         return current if _amp_state.is_on(current) else None
     owners = {binding and binding.owner for binding in bindings}
     if None in owners or not owners:
-        if not any(bindings) and (not _amp_state.enabled or _disabled(optimizers)):
+        disabled = bool(optimizers) and _amp_state.disabled.issuperset(optimizers)
+        if not any(bindings) and (disabled or not _amp_state.enabled):
             return None
         raise RuntimeError(_not_prepared(bindings, caller))
     newest = [session for session in _amp_state.sessions() if session in owners][-1:]
     session = newest[0] if newest else cast(Session, owners.pop())
     return session if _amp_state.is_on(session) else None
-
-
-def _disabled(optimizers: Sequence[Optimizer]) -> bool:
-    return bool(optimizers) and all(map(_amp_state.is_disabled, optimizers))
 
 
 def _not_prepared(bindings: Sequence[Binding | None], caller: str) -> str:
