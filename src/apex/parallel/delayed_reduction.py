@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from apex._core import tree
-from apex.parallel.gradient_reduction import Reduction, reduce_gradients
+from apex.parallel.gradient_reduction import Reduce, reduce_gradients
 
 
 class DelayedReduction:
@@ -22,10 +22,10 @@ class DelayedReduction:
     used inside a checkpointed segment.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], reduction: Reduction) -> None:
+    def __init__(self, params: Sequence[nn.Parameter], reduce: Reduce) -> None:
         """Registers a hook on every trainable parameter for the lifetime of this object."""
         self.params = [param for param in params if param.requires_grad]
-        self.reduction = reduction
+        self.reduce = reduce
         self._received: set[int] = set()
         self._unsent: set[int] = set()
         self._on = False
@@ -74,7 +74,7 @@ class DelayedReduction:
         self._queued = False
         self._received.clear()
         self._unsent.clear()
-        reduce_gradients(self.params, self.reduction, received)
+        reduce_gradients(self.params, self.reduce, received)
 
 
 def _received(reference: weakref.ref[DelayedReduction], index: int, param: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -148,9 +149,11 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         late: DelayedReduction | None = None
         reduction = self._reduction()
         if type(self).allreduce_bucket is not DistributedDataParallel.allreduce_bucket:
-            late = DelayedReduction(self._reduced_params(), _OwnReduction(self))
+            # Weakly, as this object holds the reduction.
+            own = functools.partial(_reduce_by, weakref.proxy(self))
+            late = DelayedReduction(self._reduced_params(), own)
         elif self.delay_allreduce:
-            late = DelayedReduction(self._reduced_params(), reduction)
+            late = DelayedReduction(self._reduced_params(), reduction.blocking)
         elif not reduction.is_plain:
             super().register_comm_hook(reduction, _in_background)
         self.__dict__[_LATE] = late
@@ -198,7 +201,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
         A gradient missing in some processes counts as zero there.
         """
-        reduce_gradients(self._reduced_params(), self._reduction())
+        reduce_gradients(self._reduced_params(), self._reduction().blocking)
 
     @torch.no_grad()
     def allreduce_bucket(
@@ -283,16 +286,10 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self.create_hooks()
 
 
-class _OwnReduction:
-    """The reduction of a subclass that overrides ``allreduce_bucket``."""
-
-    def __init__(self, owner: DistributedDataParallel) -> None:
-        self._owner: Any = weakref.proxy(owner)  # which holds this object
-
-    def blocking(self, buffer: Tensor) -> Tensor:
-        """Reduces ``buffer`` and returns the result."""
-        reduced: Tensor = self._owner.allreduce_bucket([buffer], 0, True)
-        return reduced if self._owner.retain_allreduce_buffers else buffer
+def _reduce_by(owner: Any, buffer: Tensor) -> Tensor:
+    """Reduces by the ``allreduce_bucket`` of a subclass."""
+    reduced: Tensor = owner.allreduce_bucket([buffer], 0, True)
+    return reduced if owner.retain_allreduce_buffers else buffer
 
 
 def reduce_in_fp32(model: parallel.DistributedDataParallel) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class Reduction(Protocol):
-    """What reduces a flat buffer of gradients."""
-
-    def blocking(self, buffer: Tensor) -> Tensor:
-        """Reduces ``buffer``, in place or not, and returns the result."""
+Reduce = Callable[[Tensor], Tensor]
+"""Reduces a flat buffer of gradients, in place or not, and returns the result."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +93,7 @@ def _finished(reduced: Tensor, buffer: Tensor, factor: float) -> Tensor:
 
 @torch.no_grad()
 def reduce_gradients(
-    params: Sequence[nn.Parameter],
-    reduction: Reduction,
-    received: Collection[int] | None = None,
+    params: Sequence[nn.Parameter], reduce: Reduce, received: Collection[int] | None = None
 ) -> None:
     """Reduces the gradients of ``params`` over processes in one call per dtype and device.
 
@@ -126,15 +121,15 @@ def reduce_gradients(
             )
         parts.setdefault((param.device, param.dtype), []).append(index)
     for part in parts.values():
-        _reduce_part([params[i] for i in part], [i in received for i in part], reduction)
+        _reduce_part([params[i] for i in part], [i in received for i in part], reduce)
 
 
-def _reduce_part(params: list[nn.Parameter], received: list[bool], reduction: Reduction) -> None:
+def _reduce_part(params: list[nn.Parameter], received: list[bool], reduce: Reduce) -> None:
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
     marks = moved(torch.tensor(received, dtype=params[0].dtype), params[0].device)
     # The marks are sent with the gradients, which saves a second call.
     flat = torch.cat([*(grad.reshape(-1) for grad in grads), marks])
-    reduced = reduction.blocking(flat)
+    reduced = reduce(flat)
     *values, marks = torch.split(reduced, [*(grad.numel() for grad in grads), len(params)])
     anywhere = received
     if not all(received):
