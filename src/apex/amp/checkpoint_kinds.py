@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -12,7 +12,6 @@ from apex._core.scale import ScaleRule
 from apex.amp import scaler_states
 
 Dict = Mapping[str, Any]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -69,18 +68,16 @@ class Contents:
 
     def scales(self) -> Scales:
         """Returns the loss scales; raises ValueError if there are none or several sets."""
-        part = self._single("scales")
-        return self._require(None if part is None else part.scales, "a loss scale")
+        return cast(Scales, self._required("scales", "a loss scale").scales)
 
     def optimizer(self) -> Part:
         """Returns the part with an optimizer's state; ValueError as for ``scales``."""
-        return self._require(self._single("optimizer"), "an optimizer's state")
+        return self._required("optimizer", "an optimizer's state")
 
     def model(self) -> Mapping[str, Any]:
         """Returns the model's state dict; ValueError as for ``scales``."""
-        part = self._single("model")
-        state = None if part is None else part.model
-        return self._require(state, "a model's state dict (for names and shapes)")
+        part = self._required("model", "a model's state dict (for names and shapes)")
+        return cast(Dict, part.model)
 
     def masters(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Returns the optimizer's fp32 masters, single and flat; none without an optimizer."""
@@ -97,7 +94,8 @@ class Contents:
             )
         return having[0] if having else None
 
-    def _require(self, found: T | None, description: str) -> T:
+    def _required(self, name: str, description: str) -> Part:
+        found = self._single(name)
         if found is None:
             raise ValueError(
                 f"amp.checkpoint.convert needs {description}; the checkpoint, with the keys "
