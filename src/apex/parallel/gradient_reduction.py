@@ -102,7 +102,7 @@ def reduce_gradients(
 
     Args:
         params: The same parameters, in the same order, in every process.
-        reduction: Options of the sum.
+        reduce: Reduces a flat buffer, in place or not, and returns the result.
         received: Indices of the parameters that received a gradient in this process; by default,
             of those that have one.
 
