@@ -427,6 +427,26 @@ def test_weights_changed_for_the_passes_alone_leave_masters_as_they_were(
         assert cases.same(cases.values(params), own)
 
 
+@pytest.mark.parametrize(("level", "kind"), [("O2", True), ("O5", True), ("O5", "split")])
+@pytest.mark.parametrize("back", ["data", "data.copy_", "copy_"])
+def test_weights_changed_for_the_first_pass_uncounted_are_back_at_the_step(level, kind, back):
+    make = functools.partial(cases.sgd, lr=0.0)
+    model, optimizer = cases.prepared(level, make, master_weights=kind)
+    params = list(model.parameters())
+    own = [param.data.clone() for param in params]
+    for _ in range(2):
+        change(params, map(torch.sign, own), "data.copy_")
+        with amp.scale_loss(cases.loss_of(model, *cases.batch()), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+        change(params, own, back)
+        optimizer.step()
+        optimizer.zero_grad()
+        forward(model)
+        assert cases.same(cases.values(params), own)
+        assert agree(model, optimizer)
+
+
 @pytest.mark.parametrize("level", MASTERS)
 @pytest.mark.parametrize("passes", [0, 1])
 def test_masters_follow_a_weight_that_was_written_before_a_pass(level, passes):

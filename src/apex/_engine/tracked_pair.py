@@ -96,8 +96,10 @@ class TrackedPair:
         model_address: The address of the model's parameter when the two were last in sync.
         low_bits: Whether the master keeps its low bits where a write to the model leaves the
             rounded value unchanged; False if those bits may differ between ranks.
-        new: Whether no pass has used the pair yet. Until then, writes that autograd does not count
-            (``dist.broadcast(p.data)``) are found by comparing values.
+        new: Whether no pass has used the pair yet.
+        compares: Whether no step has. Writes that autograd does not count
+            (``dist.broadcast(p.data)``) are found by comparing values, at the first pass and once
+            more at the first step: they may have been for the passes alone.
         mirrors_grad: Whether the model's gradient mirrors the master's; see
             Note [Gradients of a pair].
         mirror_id: The ``id`` of the gradient that does.
@@ -110,8 +112,8 @@ class TrackedPair:
     __slots__ = (
         *("__weakref__", "_master_version", "_model_alias", "_model_version", "model_address"),
         "_sent",  # a process that is spawned gets memory by a number, which must not be reused
-        *("earlier", "low_bits", "master", "model", "new", "mirror_id", "mirrors_grad", "kind"),
-        "packing",
+        *("compares", "earlier", "low_bits", "master", "model", "new", "mirror_id"),
+        *("mirrors_grad", "kind", "packing"),
     )
 
     def __init__(
@@ -128,7 +130,7 @@ class TrackedPair:
             _pass_on_attributes(model, self.master)
         self.packing = packing_of(self.master)
         self.low_bits = True
-        self.new = True
+        self.new = self.compares = True
         self.mirrors_grad = False
         self.mirror_id = 0
         self.earlier: Tensor | None = None
@@ -291,7 +293,8 @@ def rebuild_pair(
     _pass_on_attributes(model, made)
     pair = TrackedPair.__new__(TrackedPair)
     pair.model, pair.master, pair.kind, pair.packing = model, made, kind, packing_of(made)
-    pair.new, pair.low_bits, pair.mirrors_grad, pair.mirror_id = new, low_bits, False, 0
+    pair.new = pair.compares = new
+    pair.low_bits, pair.mirrors_grad, pair.mirror_id = low_bits, False, 0
     pair.share(write=True)
     pair.mark_synced()
     if followed is not None:
@@ -354,13 +357,15 @@ def read_model(pairs: Iterable[TrackedPair], *, alike: bool = False, steps: bool
     for pair in pairs:
         model = pair.model  # inlines ``model_written``: this runs in every pass and step
         same = model._version == pair._model_version and model.data_ptr() == pair.model_address
-        if same and not pair.new:
+        if same and not pair.compares:
             continue
-        if not pair.master_written:
+        if not (pair.master_written or (same and not (pair.new or steps))):
             low_bits = pair.low_bits and (alike or _alone(pair))
             waits = not (same or steps)
             _follow_model(pair, low_bits=low_bits, waits=waits, keeps=low_bits and not alike)
         pair.new = False
+        if steps:
+            pair.compares = False
 
 
 def _follow_model(pair: TrackedPair, *, low_bits: bool, waits: bool, keeps: bool) -> None:
