@@ -20,6 +20,7 @@ from apex._engine.mistakes import Mistakes
 from apex._engine.optimizer import one_pass
 from apex._engine.optimizer.exchange import exchange
 from apex._engine.optimizer.gradients import Gradients
+from apex._engine.optimizer.state import find_by_itself, find_by_model
 from apex._engine.tracked_pair import TrackedPair
 from apex._engine.undo import Undo, all_or_nothing
 from apex._pickle import empty
@@ -163,6 +164,11 @@ class Binding:
         masters_of = {id(pair.master) for pair in self.pairs if id(pair.model) in owned}
         return not masters_of.isdisjoint(map(id, self.params()))
 
+    def stepped(self, param: Any) -> Any:
+        """Returns the master of a model's parameter; anything else as it is."""
+        pair = self._source.pair_of(param) if id(param) in self._owned else None
+        return param if pair is None else pair.master
+
     def sharing(self) -> list[Binding]:
         """Returns this one, and the session's others that train one of its parameters."""
         return [self, *(() if self.owner is None else self.owner.sharers([self]))]
@@ -209,9 +215,12 @@ class Binding:
         if new:
             every = groups is self.optimizer.param_groups
             exchange(self.optimizer, new, None if every else groups)
+            find_by_model(self.optimizer, self)
 
     def _undo_adopt(self, pairs: int, frozen: int) -> None:
         """Reverts :meth:`adopt`, given the number of pairs and frozen parameters before it."""
+        if not pairs:
+            find_by_itself(self.optimizer)
         added = self.pairs[pairs:]
         exchange(self.optimizer, {id(pair.master): pair.model for pair in added})
         self._owned.difference_update(id(pair.model) for pair in added)
@@ -232,6 +241,7 @@ class Binding:
 
         Allocates nothing, so it works out of memory.
         """
+        find_by_itself(self.optimizer)
         exchange(self.optimizer, {id(pair.master): pair.model for pair in self.pairs})
         self.pairs, self._owned = [], set()
 
@@ -254,8 +264,14 @@ class Binding:
 
     @untraced
     def regroup(self) -> None:
-        """Puts the masters of models' parameters into groups that a script has built anew."""
-        if self._owned and not self._owned.isdisjoint(map(id, self.params())):
+        """Puts the masters of models' parameters into groups that a script has built anew.
+
+        The state may be new as well.
+        """
+        if not self._owned:
+            return
+        find_by_model(self.optimizer, self)
+        if not self._owned.isdisjoint(map(id, self.params())):
             with all_or_nothing() as undo:
                 self.adopt(self.optimizer.param_groups, undo)
 
