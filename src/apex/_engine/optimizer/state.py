@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
+from apex._torch.dynamo import untraced
+
 if TYPE_CHECKING:
     from apex._engine.optimizer.binding import Binding
 
@@ -25,16 +27,20 @@ class MasterState(defaultdict[Any, Any]):
         binding = None if super().__contains__(param) else self.binding()
         return param if binding is None else binding.stepped(param)
 
+    @untraced
     def __missing__(self, param: Any) -> Any:
         key = self._key(param)
         return super().__missing__(param) if key is param else self[key]
 
+    @untraced
     def __contains__(self, param: object) -> bool:
         return super().__contains__(self._key(param))
 
+    @untraced
     def get(self, param: Any, default: Any = None) -> Any:
         return super().get(self._key(param), default)
 
+    @untraced
     def pop(self, param: Any, *default: Any) -> Any:
         return super().pop(self._key(param), *default)
 
