@@ -359,7 +359,7 @@ def read_model(pairs: Iterable[TrackedPair], *, alike: bool = False, steps: bool
         same = model._version == pair._model_version and model.data_ptr() == pair.model_address
         if same and not pair.compares:
             continue
-        if not (pair.master_written or (same and not (pair.new or steps))):
+        if (pair.new or steps or not same) and not pair.master_written:
             low_bits = pair.low_bits and (alike or _alone(pair))
             waits = not (same or steps)
             _follow_model(pair, low_bits=low_bits, waits=waits, keeps=low_bits and not alike)
