@@ -120,6 +120,35 @@ def assert_warns_once(level, train, message, optimizer="SGD", **options):
     assert optimizer == "SGD" or reads.count == 0
 
 
+def clipped_weights(model, optimizer, x, y):
+    optimizer.zero_grad()
+    cases.backward(model, optimizer, x, y)
+    optimizer.step()
+    for param in model.parameters():
+        param.data.clamp_(-0.01, 0.01)
+
+
+def perturbed_weights(model, optimizer, x, y):
+    """Finite differences, which restore the weights but for their rounding."""
+    for share in (0.01, -0.02, 0.01):
+        for param in model.parameters():
+            param.data.add_(share)
+    cases.train_step(model, optimizer, x, y)
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "fused AdamW"])
+@pytest.mark.parametrize("level", cases.WITH_MASTERS)
+def test_weights_written_uncounted_are_warned_of_once(level, optimizer):
+    assert_warns_once(level, clipped_weights, r"\.data(?s:.*)torch\.no_grad", optimizer)
+
+
+@pytest.mark.parametrize("level", cases.WITH_MASTERS)
+def test_weights_put_back_but_for_their_rounding_are_no_mistake(level):
+    pair = cases.prepared(level)
+    for x, y in cases.batches(4):
+        perturbed_weights(*pair, x, y)
+
+
 @FP16
 @pytest.mark.parametrize(
     ("train", "message"),

@@ -16,11 +16,12 @@ from apex._core.packing import Kind
 from apex._core.param_groups import is_trained, params_in, params_of
 from apex._engine import tracked_pair
 from apex._engine.masters import Masters
-from apex._engine.mistakes import Mistakes
+from apex._engine.mistakes import Mistake, Mistakes
 from apex._engine.optimizer import one_pass
 from apex._engine.optimizer.exchange import exchange
 from apex._engine.optimizer.gradients import Gradients
 from apex._engine.optimizer.state import find_by_itself, find_by_model
+from apex._engine.optimizer.unseen_writes import UnseenWrites
 from apex._engine.tracked_pair import TrackedPair
 from apex._engine.undo import Undo, all_or_nothing
 from apex._pickle import empty
@@ -108,6 +109,7 @@ class Binding:
         self.view: object = None
         self._source = source or (Masters() if owner is None else owner.masters)
         self._frozen: list[nn.Parameter] = []
+        self._unseen_writes = UnseenWrites()
         self._owned: set[int] = set()  # ids of the pairs' model parameters
         with all_or_nothing(undo) as steps:
             self.adopt(optimizer.param_groups, steps)
@@ -290,6 +292,8 @@ class Binding:
             else:
                 self._begin_step_in_backward()
         self.read_model(steps=steps)
+        if steps and self.pairs and self._unseen_writes.look(self.pairs) and self.owner is not None:
+            self.owner.mistakes.warn(Mistake.UNSEEN_WRITE)
         gradients.absorb_raw()
 
     def has_plain_gradients(self) -> bool:
@@ -346,7 +350,7 @@ class Binding:
         """Leaves out what belongs to this process: the optimizer, the session, the gradients."""
         tracked_pair.write_back(self.pairs)
         state = self.__dict__.copy()
-        for name in ("_optimizer", "_source", "_owned", "gradients"):
+        for name in ("_optimizer", "_source", "_owned", "_unseen_writes", "gradients"):
             del state[name]
         state.update(owner=None, inner_step=None, view=None, packing=self._source.kind)
         return state
@@ -360,4 +364,5 @@ class Binding:
         self.__dict__.update(state)
         self._source = Masters(self.__dict__.pop("packing", None))
         self._owned = {id(pair.model) for pair in self.pairs}
+        self._unseen_writes = UnseenWrites()
         self.gradients = Gradients(self)  # copies and files hold no gradients
