@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -38,11 +39,13 @@ class UnseenWrites:
         if self._left:
             self._left -= 1
             stride = -(-len(pairs) // _WEIGHTS)
+            found: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
             with suspend_modes():
-                for pair in pairs[self._left % stride :: stride]:
-                    if _is_comparable(pair):
-                        self._readback.send(None, _differs(pair).float().reshape(1))
-        return any(value for _, (value,) in self._readback.poll())
+                for pair in filter(_is_comparable, pairs[self._left % stride :: stride]):
+                    found[pair.model.device].append(_differs(pair))
+                for same in found.values():
+                    self._readback.send(None, torch.stack(same).float())
+        return any(any(values) for _, values in self._readback.poll())
 
 
 def _is_comparable(pair: TrackedPair) -> bool:
