@@ -33,14 +33,13 @@ class UnseenWrites:
         self._left = _STEPS
         self._readback: Readback[None] = Readback()
 
-    @torch.no_grad()
     def look(self, pairs: Sequence[TrackedPair]) -> bool:
         """Returns whether one has been found since the last call, without waiting for a device."""
         if self._left:
             self._left -= 1
             stride = -(-len(pairs) // _WEIGHTS)
             found: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
-            with suspend_modes():
+            with torch.no_grad(), suspend_modes():
                 for pair in filter(_is_comparable, pairs[self._left % stride :: stride]):
                     found[pair.model.device].append(_differs(pair))
                 for same in found.values():
