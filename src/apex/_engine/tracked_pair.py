@@ -362,7 +362,8 @@ def read_model(pairs: Iterable[TrackedPair], *, alike: bool = False, steps: bool
         if (pair.new or steps or not same) and not pair.master_written:
             low_bits = pair.low_bits and (alike or _alone(pair))
             waits = not (same or steps)
-            _follow_model(pair, low_bits=low_bits, waits=waits, keeps=low_bits and not alike)
+            keeps = waits and low_bits and not alike
+            _follow_model(pair, low_bits=low_bits, waits=waits, keeps=keeps)
         pair.new = False
         if steps:
             pair.compares = False
@@ -375,17 +376,17 @@ def _follow_model(pair: TrackedPair, *, low_bits: bool, waits: bool, keeps: bool
         pair: Both.
         low_bits: Whether the master keeps its low bits where they agree.
         waits: Whether the step looks again.
-        keeps: Whether the master's earlier values are there for it.
+        keeps: Whether it finds the master's earlier values then.
     """
     packing = pair.packing
     if packing is not None:
-        if waits and keeps and pair.is_shared:
+        if keeps and pair.is_shared:
             return  # one memory: the lower halves wait, too
         packing.follow(keep_low=low_bits)  # first, where the weight was before it got other storage
     earlier = pair.earlier
     if earlier is not None or not pair.is_shared:
         known = pair.candidates(low_bits=low_bits)
-        if waits and keeps and earlier is None:
+        if keeps and earlier is None:
             earlier = pair.copied()
         if not pair.is_shared:
             pair.leave_memory()

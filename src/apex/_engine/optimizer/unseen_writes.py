@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from apex._core import dtypes
 from apex._engine.readback import Readback
@@ -17,8 +17,6 @@ from apex._torch.dispatch_modes import suspend_modes
 
 _STEPS, _WEIGHTS, _PER_DIMENSION = 16, 8, 16
 """Steps that look, weights that each looks at, and elements along each dimension of these."""
-
-_PLAIN = (Tensor, nn.Parameter)
 
 
 class UnseenWrites:
@@ -40,24 +38,27 @@ class UnseenWrites:
             stride = -(-len(pairs) // _WEIGHTS)
             found: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
             with torch.no_grad(), suspend_modes():
-                for pair in filter(_is_comparable, pairs[self._left % stride :: stride]):
-                    found[pair.model.device].append(_differs(pair))
+                for pair in pairs[self._left % stride :: stride]:
+                    flag = _differs(pair)
+                    if flag is not None:
+                        found[flag.device].append(flag)
                 for same in found.values():
                     self._readback.send(None, torch.stack(same).float())
         return any(any(values) for _, values in self._readback.poll())
 
 
-def _is_comparable(pair: TrackedPair) -> bool:
-    known = pair.packing is None and not (pair.new or pair.master_written or pair.model_written)
-    weight = dtensor.local(pair.model.detach())
-    plain = type(weight) in _PLAIN and weight.numel() > 0
-    # A captured graph would compare at every replay.
-    return known and plain and dtypes.is_low_precision(weight) and not capturing(weight.device)
+def _differs(pair: TrackedPair) -> Tensor | None:
+    """Returns whether some elements of a weight differ from the rounded master's: 0-d bool.
 
-
-def _differs(pair: TrackedPair) -> Tensor:
-    """Returns whether some elements of a weight differ from the rounded master's: 0-d bool."""
+    ``None`` if the two are not in sync, or cannot be compared.
+    """
+    if pair.packing is not None or pair.new or pair.master_written or pair.model_written:
+        return None
     weight, own = dtensor.local(pair.model.detach()), dtensor.local(pair.master.detach())
+    if type(weight) is not Tensor or not weight.numel() or not dtypes.is_low_precision(weight):
+        return None
+    if capturing(weight.device):  # the graph would compare at every replay
+        return None
     some = tuple(slice(None, None, max(1, size // _PER_DIMENSION)) for size in weight.shape)
     limits = torch.finfo(weight.dtype)
     known = own[some].to(weight.device, weight.dtype).float()
