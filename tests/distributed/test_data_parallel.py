@@ -23,7 +23,7 @@ from tests.distributed.cases import (
     state,
     train_steps,
 )
-from tests.training.cases import LEVELS, WITH_MASTERS, masters
+from tests.training.cases import LEVELS, WITH_MASTERS, change, masters
 
 pytestmark = pytest.mark.distributed
 
@@ -94,12 +94,10 @@ def binarize(rank, level, steps=3):
     for step in range(steps):
         params = list(parallel.parameters())
         own = [param.data.clone() for param in params]
-        for param in params:
-            param.data = param.data.sign()
+        change(params, map(torch.sign, own), "data")
         optimizer.zero_grad()
         backward(parallel, optimizer, *batch(rank, step))
-        for param, value in zip(params, own, strict=True):
-            param.data.copy_(value)
+        change(params, own, "data.copy_")
         optimizer.step()
     return state(parallel, optimizer)
 

@@ -93,12 +93,7 @@ class WeightRules(Machine):
         params = list(self.model.parameters())
         own = cases.values(params)
         for values in ([value * 0.5 for value in own], own):
-            for param, value in zip(params, values, strict=True):
-                if assign:
-                    param.data = value
-                else:
-                    with torch.no_grad():
-                        param.copy_(value)
+            cases.change(params, values, "data" if assign else "copy_")
             with torch.no_grad():
                 self.model(cases.batch()[0])
         if assign:

@@ -128,6 +128,18 @@ def saved_and_loaded(item):
     return torch.load(file, weights_only=False)
 
 
+def change(params, values, by):
+    """Writes parameters in a way that torch counts (``"data"``: assigned, ``"copy_"``) or not."""
+    for param, value in zip(params, values, strict=True):
+        if by == "data":
+            param.data = value.clone()
+        elif by == "data.copy_":
+            param.data.copy_(value)
+        else:
+            with torch.no_grad():
+                param.copy_(value)
+
+
 def same(first, second):
     """Whether two nestings hold bit-identical values; NaNs of one place count as equal."""
     if isinstance(first, torch.Tensor):

@@ -341,25 +341,18 @@ def test_weights_swapped_for_an_evaluation_leave_masters_as_they_were(level, by)
     low = {k: v.detach().clone() for k, v in model.named_parameters()}
     backup = [param.data.clone() for param in model.parameters()]
     params = list(model.parameters())
-    with torch.no_grad():
-        if by == "state_dict":
-            model.load_state_dict(cases.net(seed=3).state_dict())
-        for param in params:
-            if by in ("copy_", "16-bit state_dict"):
-                param.copy_(torch.zeros_like(param))
-            elif by == "data":
-                param.data = torch.zeros_like(param)
-        forward(model)
-        model.state_dict()
-        if by == "state_dict":
-            model.load_state_dict(own)
-        if by == "16-bit state_dict":
-            model.load_state_dict(low)
-        for param, value in zip(params, backup, strict=True):
-            if by == "copy_":
-                param.copy_(value)
-            elif by == "data":
-                param.data = value
+    if by == "state_dict":
+        model.load_state_dict(cases.net(seed=3).state_dict())
+    else:
+        cases.change(params, map(torch.zeros_like, backup), "data" if by == "data" else "copy_")
+    forward(model)
+    model.state_dict()
+    if by == "state_dict":
+        model.load_state_dict(own)
+    elif by == "16-bit state_dict":
+        model.load_state_dict(low)
+    else:
+        cases.change(params, backup, by)
     cases.train_step(model, optimizer, *cases.batch())
     assert cases.same(cases.masters(optimizer), before)
 
@@ -375,25 +368,9 @@ def test_weights_perturbed_after_a_pass_leave_masters_as_they_were(level, by):
     for perturbation in (0.5, 0.25, 0.0):  # adversarial: Madry et al., ICLR 2018
         with amp.scale_loss(cases.loss_of(model, *cases.batch()), optimizer) as scaled_loss:
             scaled_loss.backward()
-        for param, value in zip(params, backup, strict=True):
-            if by == "data":
-                param.data = value + perturbation
-            else:
-                with torch.no_grad():
-                    param.copy_(value + perturbation)
+        cases.change(params, [value + perturbation for value in backup], by)
     optimizer.step()
     assert cases.same(cases.masters(optimizer), before)
-
-
-def change(params, values, by):
-    for param, value in zip(params, values, strict=True):
-        if by == "data":
-            param.data = value.clone()
-        elif by == "data.copy_":
-            param.data.copy_(value)
-        else:
-            with torch.no_grad():
-                param.copy_(value)
 
 
 @pytest.mark.parametrize(("level", "kind"), [("O2", True), ("O5", True), ("O5", "split")])
@@ -412,14 +389,14 @@ def test_weights_changed_for_the_passes_alone_leave_masters_as_they_were(
     own = [param.data.clone() for param in params]
     for _ in range(2):  # as binary networks do: Courbariaux et al., NeurIPS 2015
         for _ in range(2):
-            change(params, map(torch.sign, own), by)
+            cases.change(params, map(torch.sign, own), by)
             with amp.scale_loss(cases.loss_of(model, *cases.batch()), optimizer) as scaled_loss:
                 scaled_loss.backward()
             if clips == "amp":
                 amp.clip_grad_norm_(optimizer, 1.0)
             elif clips == "torch":
                 torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
-            change(params, own, back)
+            cases.change(params, own, back)
         optimizer.step()
         optimizer.zero_grad()
         assert cases.same(cases.masters(optimizer), before)
@@ -435,11 +412,11 @@ def test_weights_changed_for_the_first_pass_uncounted_are_back_at_the_step(level
     params = list(model.parameters())
     own = [param.data.clone() for param in params]
     for _ in range(2):
-        change(params, map(torch.sign, own), "data.copy_")
+        cases.change(params, map(torch.sign, own), "data.copy_")
         with amp.scale_loss(cases.loss_of(model, *cases.batch()), optimizer) as scaled_loss:
             scaled_loss.backward()
         torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
-        change(params, own, back)
+        cases.change(params, own, back)
         optimizer.step()
         optimizer.zero_grad()
         forward(model)
