@@ -239,6 +239,30 @@ def test_an_optimizer_that_amp_has_not_seen_may_step_the_masters(level):
     assert agree(model, optimizer)
 
 
+@pytest.mark.parametrize("clears_first", [False, True])
+@pytest.mark.parametrize("base", ["SGD", "fused AdamW"])
+@pytest.mark.parametrize("level", MASTERS)
+def test_an_optimizer_that_amp_has_not_seen_trains_after_plain_passes(level, base, clears_first):
+    """The same optimizer as the prepared one, made anew by the script, over its groups."""
+
+    def trained(anew):
+        model, optimizer = cases.prepared(level, cases.OPTIMIZERS[base], loss_scale=1.0)
+        steps = cases.OPTIMIZERS[base](optimizer.param_groups) if anew else optimizer
+        for step, (x, y) in enumerate(cases.batches(4)):
+            if clears_first:
+                steps.zero_grad()
+            cases.loss_of(model, x, y).backward()
+            steps.step()
+            if not clears_first:
+                steps.zero_grad()
+            if step == 1:
+                model[0].load_state_dict(cases.net(seed=3)[0].state_dict())
+        assert agree(model, optimizer)
+        return cases.masters(optimizer)
+
+    assert all(map(torch.equal, trained(anew=True), trained(anew=False)))
+
+
 @pytest.mark.parametrize("level", MASTERS)
 def test_parameters_follow_a_step_of_an_optimizer_inside_the_prepared_one(level):
     model, optimizer = cases.prepared(level, lambda params: sam(params, rho=0.5), loss_scale=1.0)

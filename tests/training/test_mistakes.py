@@ -142,6 +142,50 @@ def test_weights_written_uncounted_are_warned_of_once(level, optimizer):
     assert_warns_once(level, clipped_weights, r"\.data(?s:.*)torch\.no_grad", optimizer)
 
 
+class Preconditioner(torch.optim.Optimizer):
+    """As those of K-FAC: writes the gradients of the model's parameters, and no weight."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for param in self.param_groups[0]["params"]:
+            param.grad.mul_(0.5)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "fused AdamW"])
+@pytest.mark.parametrize("level", cases.WITH_MASTERS)
+def test_an_optimizer_of_the_models_own_16_bit_weights_is_warned_of_once(level, kind):
+    model, optimizer = cases.prepared(level)
+    cases.train_step(model, optimizer, *cases.batch())
+    other = cases.OPTIMIZERS[kind](model.parameters())
+
+    def train(x, y):
+        other.zero_grad()
+        cases.loss_of(model, x, y).backward()
+        other.step()
+
+    with pytest.warns(UserWarning, match=r"amp has not prepared(?s:.*)amp\.initialize"):
+        train(*cases.batch())
+    train(*cases.batch())  # pytest makes warnings errors
+    pairs = zip(model.parameters(), amp.master_params(optimizer), strict=True)
+    assert all(torch.equal(param, master.to(param.dtype)) for param, master in pairs)
+
+
+@pytest.mark.parametrize("level", cases.LEVELS)
+def test_an_optimizer_of_other_weights_or_of_gradients_alone_is_no_mistake(level):
+    model, optimizer = cases.prepared(level, loss_scale=1.0)
+    x, y = cases.batch()
+    plain = cases.net()
+    cases.loss_of(plain, x, y).backward()
+    cases.sgd(plain.parameters()).step()
+    preconditioner = Preconditioner(model.parameters())
+    cases.loss_of(model, x, y).backward()
+    preconditioner.step()
+    optimizer.step()
+
+
 @pytest.mark.parametrize("level", cases.WITH_MASTERS)
 def test_weights_put_back_but_for_their_rounding_are_no_mistake(level):
     pair = cases.prepared(level)

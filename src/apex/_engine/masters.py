@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from apex._core import rounding
 from apex._core.garbage import Living
 from apex._core.packing import Kind
-from apex._core.param_groups import params_of
-from apex._engine.tracked_pair import (
-    Master,
-    TrackedPair,
-    packing_of,
-    read_model,
-    round_into_model,
-    write_back,
-)
+from apex._engine.tracked_pair import TrackedPair, read_model, round_into_model, write_back
 from apex._torch import dtensor
-from apex._torch.autograd import backward_id
 from apex._torch.dynamo import untraced
 from apex._torch.packed import plain
 
@@ -80,7 +68,6 @@ class Masters:
         """Registers pairs that live as long as ``holder``."""
         if pairs:
             _living.add(self)
-            _watch_steps()
         held = self._by_holder.setdefault(holder, [])
         for pair in pairs:
             which = id(pair.model)
@@ -226,44 +213,6 @@ def write_back_all() -> None:
     """Rounds every written master of every session into its model parameter."""
     for masters in _living:
         masters.write_back()
-
-
-@functools.cache
-def _watch_steps() -> None:
-    """Has every step of the process round masters.
-
-    Once and for good: a hook that comes or goes, perhaps in another thread or in a garbage
-    collection, breaks off a step for which torch is calling the hooks.
-    """
-    register_optimizer_step_post_hook(_round_after_step)
-
-
-def _round_after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    """Rounds masters into the model that an optimizer not prepared by amp has stepped."""
-    if not _living or PREPARED in optimizer.__dict__:
-        return  # amp rounds the masters of prepared ones itself
-    stepped = False
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if isinstance(param, Master) or packing_of(param) is not None:
-                increment_version(param)  # fused kernels do not
-                stepped = True
-    if stepped:
-        if backward_id() != -1:
-            _check_gradients(optimizer)
-        write_back_all()
-
-
-def _check_gradients(optimizer: Optimizer) -> None:
-    """Raises if a step in a hook of a backward pass has missed gradients, which models have."""
-    stepped = set(map(id, params_of(optimizer)))
-    pairs = (pair for masters in _living for pair in masters.all() if id(pair.master) in stepped)
-    if any(pair.master.grad is None and pair.model.grad is not None for pair in pairs):
-        raise RuntimeError(
-            f"{type(optimizer).__name__}.step() was called during a backward pass (by a hook) on "
-            "fp32 masters, which have no gradients yet: amp has prepared another optimizer, which "
-            "holds this one. Pass those that step to amp.initialize instead, as a list."
-        )
 
 
 def clear_grad(param: nn.Parameter, *, set_to_none: bool) -> None:

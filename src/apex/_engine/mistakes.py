@@ -83,6 +83,13 @@ class Mistake(enum.Enum):
         + BLOCK
         + "    optimizer.step()"
     )
+    UNPREPARED_OPTIMIZER = (
+        "An optimizer that amp has not prepared steps 16-bit weights of the model itself, not "
+        "their fp32 masters. Small updates are lost: bf16 rounds away those below 1/512 of a "
+        "weight, fp16 those below 1/4096. Pass every optimizer to amp.initialize:\n"
+        "    model, [optimizer, other] = amp.initialize(model, [optimizer, other], ...)\n"
+        "or make a new one over the masters: torch.optim.SGD(amp.master_params(optimizer), ...)"
+    )
     UNSEEN_WRITE = (
         "The model's weights were changed through param.data (or by NumPy or a collective), which "
         "PyTorch does not count. The fp32 masters do not have that change, so this step overwrites "

@@ -17,7 +17,7 @@ from apex._core.param_groups import is_trained, params_in, params_of
 from apex._engine import tracked_pair
 from apex._engine.masters import Masters
 from apex._engine.mistakes import Mistake, Mistakes
-from apex._engine.optimizer import one_pass
+from apex._engine.optimizer import one_pass, other_steps
 from apex._engine.optimizer.exchange import exchange
 from apex._engine.optimizer.gradients import Gradients
 from apex._engine.optimizer.state import find_by_itself, find_by_model
@@ -218,6 +218,7 @@ class Binding:
             every = groups is self.optimizer.param_groups
             exchange(self.optimizer, new, None if every else groups)
             find_by_model(self.optimizer, self)
+            other_steps.watch(self)
 
     def _undo_adopt(self, pairs: int, frozen: int) -> None:
         """Reverts :meth:`adopt`, given the number of pairs and frozen parameters before it."""
@@ -366,3 +367,4 @@ class Binding:
         self._owned = {id(pair.model) for pair in self.pairs}
         self._unseen_writes = UnseenWrites()
         self.gradients = Gradients(self)  # copies and files hold no gradients
+        other_steps.watch(self)

@@ -1,0 +1,122 @@
+"""Steps of optimizers that amp has not prepared: the one inside a SAM, or a script's own.
+
+Those of masters read and write the model; those of the model's 16-bit weights are a mistake.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from apex._core import dtypes
+from apex._core.garbage import Living
+from apex._core.param_groups import params_of
+from apex._engine.masters import PREPARED, write_back_all
+from apex._engine.mistakes import Mistake, Mistakes
+from apex._engine.tracked_pair import Master, packing_of
+from apex._torch.autograd import backward_id
+from apex._torch.dynamo import untraced
+
+if TYPE_CHECKING:
+    from apex._engine.optimizer.binding import Binding
+
+_living: Living[Binding] = Living()
+
+_first_steps: WeakKeyDictionary[Optimizer, list[tuple[Mistakes, nn.Parameter, int]]] = (
+    WeakKeyDictionary()
+)
+"""16-bit weights, with their versions, that another optimizer would write in its first step."""
+
+
+def watch(binding: Binding) -> None:
+    """Has other optimizers' steps of the binding's masters read and write the model."""
+    _living.add(binding)
+    _watch_steps()
+
+
+@functools.cache
+def _watch_steps() -> None:
+    """Hooks into every step of the process.
+
+    Once and for good: a hook that comes or goes, perhaps in another thread or in a garbage
+    collection, breaks off a step for which torch is calling the hooks.
+    """
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _is_other(optimizer: Optimizer) -> bool:
+    return bool(_living) and PREPARED not in optimizer.__dict__
+
+
+@untraced
+def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """Hands masters what a plain backward pass, or a script, left in the model."""
+    if not _is_other(optimizer) or backward_id() != -1:
+        return
+    if optimizer not in _first_steps:
+        _first_steps[optimizer] = [*_written_to(optimizer)]
+    stepped = {id(param) for param in params_of(optimizer) if _is_master(param)}
+    for binding in _living if stepped else ():
+        if not binding.is_live or stepped.isdisjoint(id(pair.master) for pair in binding.pairs):
+            continue
+        alone = optimizer.param_groups is not binding.optimizer.param_groups
+        plain = alone and binding.has_plain_gradients()
+        binding.settle(steps=True)
+        if plain:  # the optimizer's zero_grad does not clear the model's gradients
+            binding.gradients.take_mirrors()
+
+
+@untraced
+def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """Counts what the step wrote, and rounds masters into the model."""
+    if not _is_other(optimizer):
+        return  # amp rounds the masters of prepared ones itself
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    for mistakes, param, version in _first_steps.get(optimizer, ()):
+        if fused or param._version != version:
+            mistakes.warn(Mistake.UNPREPARED_OPTIMIZER)
+    _first_steps[optimizer] = []
+    stepped = [param for param in params_of(optimizer) if _is_master(param)]
+    for param in (*stepped, *(param for _, param, _ in _written_to(optimizer))):
+        increment_version(param)  # fused kernels do not
+    if stepped:
+        if backward_id() != -1:
+            _check_gradients(optimizer)
+        write_back_all()
+
+
+def _is_master(param: nn.Parameter) -> bool:
+    return isinstance(param, Master) or packing_of(param) is not None
+
+
+def _written_to(optimizer: Optimizer) -> Iterator[tuple[Mistakes, nn.Parameter, int]]:
+    """Yields the 16-bit weights among the optimizer's parameters that have masters."""
+    low = [param for param in params_of(optimizer) if dtypes.is_low_precision(param)]
+    owners = {id(owner): owner for each in _living if low and (owner := each.owner) is not None}
+    for owner in owners.values():
+        for param in low:
+            if owner.masters.pair_of(param) is not None:
+                yield owner.mistakes, param, param._version
+
+
+def _check_gradients(optimizer: Optimizer) -> None:
+    """Raises if a step in a hook of a backward pass has missed gradients, which models have."""
+    stepped = set(map(id, params_of(optimizer)))
+    pairs = (pair for binding in _living for pair in binding.pairs if id(pair.master) in stepped)
+    if any(pair.master.grad is None and pair.model.grad is not None for pair in pairs):
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step() was called during a backward pass (by a hook) on "
+            "fp32 masters, which have no gradients yet: amp has prepared another optimizer, which "
+            "holds this one. Pass those that step to amp.initialize instead, as a list."
+        )
