@@ -209,7 +209,8 @@ KNOWN = {
     "._version": (
         "apex/_engine/tracked_pair.py apex/_engine/mistakes.py apex/_engine/model/state_dict.py "
         "apex/_engine/optimizer/deferred.py apex/_engine/optimizer/gradients.py "
-        f"apex/_engine/optimizer/mirror_gradients.py {MODULES}",
+        "apex/_engine/optimizer/mirror_gradients.py apex/_engine/optimizer/other_steps.py "
+        f"{MODULES}",
         "autograd's count of in-place writes, in the docs of torch.autograd; of a module, the "
         "version that state_dict writes into its metadata, in the docs of nn.Module",
     ),

@@ -345,6 +345,7 @@ class Binding:
             new._source = new.owner.masters
             new.owner.register(new)
         new._source.hold(new.pairs, new)
+        other_steps.watch(new)
         return new
 
     def __getstate__(self) -> dict[str, Any]:
@@ -367,4 +368,3 @@ class Binding:
         self._owned = {id(pair.model) for pair in self.pairs}
         self._unseen_writes = UnseenWrites()
         self.gradients = Gradients(self)  # copies and files hold no gradients
-        other_steps.watch(self)
