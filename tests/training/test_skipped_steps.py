@@ -73,6 +73,63 @@ def test_zero_grad_forgets_an_overflow(level):
     assert not cases.same(before, cases.values(model.parameters()))
 
 
+def cleared(model, optimizer, clear):
+    if clear == "optimizer":
+        optimizer.zero_grad()
+    elif clear == "model":
+        model.zero_grad()
+    else:
+        for param in model.parameters():
+            if param.grad is not None:
+                param.grad.zero_()
+
+
+def step_with_kept_gradients(model, optimizer, clear, batches):
+    """One pass a batch; the step takes the sum of copies of their gradients, as PCGrad does."""
+    kept = []
+    for x, y in batches:
+        cleared(model, optimizer, clear)
+        cases.backward(model, optimizer, x, y)
+        kept.append(cases.grads(model.parameters()))
+    cleared(model, optimizer, clear)
+    for param, *grads in zip(model.parameters(), *kept, strict=True):
+        param.grad = sum(grads)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("clear", ["optimizer", "model", "in place"])
+@pytest.mark.parametrize("name", ["fused AdamW", "SGD"])
+@pytest.mark.parametrize("level", ["O0", *cases.MIXED])
+def test_an_overflow_that_is_cleared_and_put_back_skips_the_step(level, name, clear):
+    model, optimizer = cases.prepared(level, cases.OPTIMIZERS[name], loss_scale="dynamic")
+    small = [0.01 * v for v in cases.batch()]
+    before = cases.values(model.parameters()), cases.masters(optimizer)
+    step_with_kept_gradients(model, optimizer, clear, [cases.overflowing(), small])
+    assert amp.step_was_skipped(optimizer).item()
+    assert cases.same(before, (cases.values(model.parameters()), cases.masters(optimizer)))
+    step_with_kept_gradients(model, optimizer, clear, [small, small])
+    assert not amp.step_was_skipped(optimizer).item()
+    assert not cases.same(before[1], cases.masters(optimizer))
+
+
+def test_gradients_that_become_nan_without_an_overflow_are_stepped_as_without_amp():
+    model, optimizer = cases.prepared("O1")
+    cases.backward(model, optimizer, *cases.batch())
+    optimizer.zero_grad()
+    for param in model.parameters():
+        param.grad = torch.full_like(param, float("nan"))
+    optimizer.step()
+    assert all(param.isnan().all() for param in model.parameters())
+
+
+def test_checking_what_was_put_back_reads_nothing_on_the_host():
+    model, optimizer = cases.prepared("O2", cases.OPTIMIZERS["fused AdamW"])
+    with HostReads() as reads:
+        step_with_kept_gradients(model, optimizer, "optimizer", [cases.overflowing()])
+        skipped = amp.step_was_skipped(optimizer)
+    assert (reads.count, bool(skipped)) == (0, True)
+
+
 def test_delay_overflow_check_moves_the_scale_once_for_two_passes():
     model, optimizer = cases.prepared("O1")
     cases.backward(model, optimizer, *cases.overflowing(), delay_overflow_check=True)

@@ -296,6 +296,8 @@ class Binding:
         if steps and self.pairs and self._unseen_writes.look(self.pairs) and self.owner is not None:
             self.owner.mistakes.warn(Mistake.UNSEEN_WRITE)
         gradients.absorb_raw()
+        if steps:
+            gradients.recheck()
 
     def has_plain_gradients(self) -> bool:
         """Whether the model has gradients of a plain backward pass that masters do not have yet."""

@@ -205,9 +205,7 @@ class Gradients:
         mirror_gradients.mark(optimized.pairs)
         self._end_pass(GradState.READY if sent else GradState.LOCAL)
         if self.overflow.checked:
-            first = self._first_with_grad()
-            self._sentinel = None if first is None else (first, _version(first))
-            self._count_on_sentinel(True)
+            self._watch_writes()
 
     def roll_back(self) -> None:
         """Discards a pass that could not be unscaled, and the delayed passes before it.
@@ -275,6 +273,11 @@ class Gradients:
             own, *others = [each.params() for each in self._optimized.sharing()]
             self.overflow.recheck(own, [param for params in others for param in params])
         self._modified = False
+
+    def recheck(self) -> None:
+        """Has the next step skip gradients that overflowed, were cleared and are back."""
+        if self.overflow.begin_step(self._optimized.params):
+            self._watch_writes()
 
     def take_mirrors(self) -> list[TrackedPair]:
         """Leaves gradients on the masters alone; returns the pairs whose models mirrored them."""
@@ -392,6 +395,12 @@ class Gradients:
 
     def end_step(self) -> None:
         """Notices again what a script writes into gradients; idempotent."""
+        self._count_on_sentinel(True)
+
+    def _watch_writes(self) -> None:
+        """Has writes to the first gradient tell that a script changes them."""
+        first = self._first_with_grad()
+        self._sentinel = None if first is None else (first, _version(first))
         self._count_on_sentinel(True)
 
     def _count_on_sentinel(self, counts: bool) -> None:

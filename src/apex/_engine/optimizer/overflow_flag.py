@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,8 @@ class OverflowFlag:
         self.checked = False
         self._lost = False
         self._zeroed = False
+        self._cleared: Tensor | None = None  # an overflow since the last step, of cleared gradients
+        self._waits = False  # for a step
         self.skipped: Tensor | bool = False
         self.steps = 0
         self._skip_copy: HostCopy | None = None
@@ -45,7 +47,7 @@ class OverflowFlag:
             finite.raise_flag_(flag, found_inf)
         else:
             flag.copy_(found_inf)
-        self.checked = True
+        self.checked = self._waits = True
 
     def raise_for_lost(self, device: torch.device) -> None:
         """Makes steps skip, for gradients are lost, and those that are left may be zero."""
@@ -58,6 +60,8 @@ class OverflowFlag:
 
     def clear(self) -> None:
         """Makes steps run again: there are no gradients."""
+        if self.checked:
+            self._note_cleared()
         self.checked = self._lost = self._zeroed = False
 
     @torch.no_grad()
@@ -73,6 +77,7 @@ class OverflowFlag:
         if self._zeroed:  # not by the script
             self._zeroed = False
             return
+        self._note_cleared()
         flag = self._to_write(self.found_inf)
         before = flag.clone()
         flag.zero_()
@@ -84,6 +89,30 @@ class OverflowFlag:
         _raise_by_grads(flag, params)
         # A rank that alone sees what is left of an overflow would skip alone.
         dtensor.all_reduce_(flag, dtensor.groups(params + others), "MAX")
+
+    def _note_cleared(self) -> None:
+        if self._waits and self.found_inf is not None:
+            earlier = self.found_inf if self._cleared is None else self._cleared
+            self._cleared = torch.maximum(earlier, self.found_inf)
+
+    @torch.no_grad()
+    def begin_step(self, params: Callable[[], list[nn.Parameter]]) -> bool:
+        """Sets the flag again if gradients that were cleared since the last step are back.
+
+        A script may have kept copies of what overflowed (PCGrad): then some are inf or NaN.
+
+        Returns:
+            Whether gradients were checked.
+        """
+        cleared, self._cleared = self._cleared, None
+        if cleared is not None:
+            back = torch.zeros_like(cleared)
+            stepped = params()
+            _raise_by_grads(back, stepped)
+            dtensor.all_reduce_(back, dtensor.groups(stepped), "MAX")
+            self.raise_by(back.mul_(cleared))
+        self._waits = False
+        return cleared is not None
 
     def _to_write(self, flag: Tensor) -> Tensor:
         """Returns the flag; keeps its value elsewhere if it tells whether the last step skipped."""
