@@ -9,6 +9,7 @@ import torch
 from apex import amp
 from tests.training import cases
 from tests.training.test_cost import HostReads
+from tests.training.test_masters import SAM, Lookahead
 
 
 @pytest.mark.parametrize("name", cases.OPTIMIZERS)
@@ -40,6 +41,60 @@ def test_a_later_evaluation_of_lbfgs_that_overflows_puts_everything_back(level):
     optimizer.step(closure)
     assert len(evaluations) == 2
     assert cases.same(before, (cases.values(model.parameters()), cases.masters(optimizer)))
+
+
+@pytest.mark.parametrize("overflows_at", [1, 2])
+@pytest.mark.parametrize("base", ["SGD", "fused SGD", "fused AdamW", "Adam"])
+@pytest.mark.parametrize("level", ["O0", *cases.MIXED])
+def test_an_overflow_skips_the_step_of_the_optimizer_inside_a_sam(level, base, overflows_at):
+    """In the form with two calls, which ``SAM.step`` does not see."""
+    make = cases.OPTIMIZERS[base]
+    model, optimizer = cases.prepared(
+        level, lambda params: SAM(params, lambda groups, **_: make(groups)), loss_scale="dynamic"
+    )
+
+    def train(first, second):
+        cases.backward(model, optimizer, *first)
+        optimizer.first_step()
+        cases.backward(model, optimizer, *second)
+        optimizer.second_step()
+
+    for batch in cases.batches(2):
+        train(batch, batch)
+    before = cases.values(model.parameters()), cases.masters(optimizer)
+    state = copy.deepcopy(optimizer.base_optimizer.state_dict()["state"])
+    train(*[cases.overflowing() if n == overflows_at else cases.batch() for n in (1, 2)])
+    assert cases.same(before, (cases.values(model.parameters()), cases.masters(optimizer)))
+    assert cases.same(state, optimizer.base_optimizer.state_dict()["state"])
+    train(cases.batch(), cases.batch())
+    assert not cases.same(before[1], cases.masters(optimizer))
+
+
+@pytest.mark.parametrize("base", ["SGD", "fused AdamW"])
+@pytest.mark.parametrize("level", cases.MIXED)
+def test_an_overflow_skips_the_step_of_an_optimizer_that_amp_has_not_seen(level, base):
+    model, optimizer = cases.prepared(level, cases.OPTIMIZERS[base], loss_scale="dynamic")
+    other = cases.OPTIMIZERS[base](optimizer.param_groups)
+    for batch in (*cases.batches(2), cases.overflowing(), cases.batch()):
+        before = cases.masters(optimizer)
+        cases.backward(model, optimizer, *[0.1 * values for values in batch])
+        other.step()
+        other.zero_grad()
+        skipped = not batch[0].isfinite().all()
+        assert cases.same(before, cases.masters(optimizer)) == skipped
+
+
+@pytest.mark.parametrize("level", cases.MIXED)
+def test_what_wraps_a_prepared_optimizer_adds_no_host_read(level):
+    name = "fused AdamW"
+    model, optimizer = cases.prepared(level, cases.OPTIMIZERS[name], loss_scale="dynamic")
+    outer = Lookahead(optimizer)
+    for batch in cases.batches(3):
+        cases.backward(model, optimizer, *batch)
+        with HostReads() as reads:
+            outer.step()
+        outer.zero_grad()
+        assert reads.count == 0
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -113,6 +113,7 @@ class Binding:
         self._owned: set[int] = set()  # ids of the pairs' model parameters
         with all_or_nothing(undo) as steps:
             self.adopt(optimizer.param_groups, steps)
+        other_steps.watch(self)
 
     # -- parameters --------------------------------------------------------------------------
 
@@ -218,7 +219,6 @@ class Binding:
             every = groups is self.optimizer.param_groups
             exchange(self.optimizer, new, None if every else groups)
             find_by_model(self.optimizer, self)
-            other_steps.watch(self)
 
     def _undo_adopt(self, pairs: int, frozen: int) -> None:
         """Reverts :meth:`adopt`, given the number of pairs and frozen parameters before it."""

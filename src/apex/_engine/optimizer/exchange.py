@@ -55,6 +55,11 @@ def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
     return [optimizer, *(each for each in held if PREPARED not in vars(each))]
 
 
+def holds(optimizer: Optimizer, inner: Optimizer) -> bool:
+    """Returns whether an optimizer keeps another one, as a wrapper does that steps it."""
+    return any(each is inner for each in _held_by(optimizer))
+
+
 def _held_by(optimizer: Optimizer, groups: list[dict[str, Any]] | None = None) -> Iterator[Any]:
     """Yields what may hold parameters; what is in it follows, as it then is."""
     every = [optimizer.param_groups, optimizer.state]

@@ -75,6 +75,7 @@ class Gradients:
         open_pass: The backward pass still to be finished, if any.
         overflow: Whether a present gradient overflowed, so that the next step is skipped.
         used: Whether a pass has begun.
+        stepping: Whether the optimizer is in its step.
     """
 
     def __init__(self, stepped: Binding) -> None:
@@ -83,7 +84,7 @@ class Gradients:
         self.state = GradState.READY
         self.open_pass: OpenPass | None = None
         self.overflow = OverflowFlag()
-        self.used = False
+        self.used = self.stepping = False
         self._steps = 0
         self.current = GradientPass(GradState.READY)
         self._sentinel: tuple[nn.Parameter, int | None] | None = None
@@ -390,11 +391,13 @@ class Gradients:
 
     def begin_step(self) -> None:
         """Ends the iteration, and hands plain gradients to the optimizer."""
+        self.stepping = True
         self.end_iteration()
         self._count_on_sentinel(False)
 
     def end_step(self) -> None:
         """Notices again what a script writes into gradients; idempotent."""
+        self.stepping = False
         self._count_on_sentinel(True)
 
     def _watch_writes(self) -> None:

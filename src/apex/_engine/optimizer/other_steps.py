@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -23,6 +23,8 @@ from apex._core.garbage import Living
 from apex._core.param_groups import params_of
 from apex._engine.masters import PREPARED, write_back_all
 from apex._engine.mistakes import Mistake, Mistakes
+from apex._engine.optimizer import step
+from apex._engine.optimizer.exchange import holds
 from apex._engine.tracked_pair import Master, packing_of
 from apex._torch.autograd import backward_id
 from apex._torch.dynamo import untraced
@@ -37,9 +39,12 @@ _first_steps: WeakKeyDictionary[Optimizer, list[tuple[Mistakes, nn.Parameter, in
 )
 """16-bit weights, with their versions, that another optimizer would write in its first step."""
 
+_skips: WeakKeyDictionary[Optimizer, list[tuple[nn.Parameter, Tensor | None]]] = WeakKeyDictionary()
+"""Gradients that overflowed, hidden from a step; none where its kernel reads the flag."""
+
 
 def watch(binding: Binding) -> None:
-    """Has other optimizers' steps of the binding's masters read and write the model."""
+    """Has other optimizers' steps of the binding's parameters do what the binding's own do."""
     _living.add(binding)
     _watch_steps()
 
@@ -61,20 +66,48 @@ def _is_other(optimizer: Optimizer) -> bool:
 
 @untraced
 def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    """Hands masters what a plain backward pass, or a script, left in the model."""
+    """Hands masters what a plain backward pass, or a script, left in the model.
+
+    The step does nothing where prepared optimizers skip theirs.
+    """
     if not _is_other(optimizer) or backward_id() != -1:
         return
+    _end_skip(optimizer)  # of a step that failed: what overflowed is of no use
     if optimizer not in _first_steps:
         _first_steps[optimizer] = [*_written_to(optimizer)]
-    stepped = {id(param) for param in params_of(optimizer) if _is_master(param)}
-    for binding in _living if stepped else ():
-        if not binding.is_live or stepped.isdisjoint(id(pair.master) for pair in binding.pairs):
+    stepped = set(map(id, params_of(optimizer)))
+    for binding in _living:
+        if not binding.is_live or binding.gradients.stepping:
+            continue
+        if stepped.isdisjoint(map(id, binding.params())):
             continue
         alone = optimizer.param_groups is not binding.optimizer.param_groups
         plain = alone and binding.has_plain_gradients()
         binding.settle(steps=True)
         if plain:  # the optimizer's zero_grad does not clear the model's gradients
             binding.gradients.take_mirrors()
+        if binding.gradients.overflow.checked and not holds(optimizer, binding.optimizer):
+            _skip_overflow(optimizer, binding)
+
+
+def _skip_overflow(optimizer: Any, binding: Binding) -> None:
+    """Has a step do nothing if a gradient overflowed: its kernel reads that, or gets none."""
+    if step.reads_flag(optimizer, binding):
+        _skips[optimizer] = []
+        optimizer.found_inf = binding.gradients.overflow.found_inf
+    elif step.overflowed(binding):
+        binding.gradients.settle()
+        _skips[optimizer] = [(param, param.grad) for param in params_of(optimizer)]
+        for param, _ in _skips[optimizer]:
+            param.grad = None
+
+
+def _end_skip(optimizer: Optimizer) -> list[tuple[nn.Parameter, Tensor | None]]:
+    """Returns the gradients that a step was not to see."""
+    hidden = _skips.pop(optimizer, None)
+    if hidden is not None:
+        vars(optimizer).pop("found_inf", None)
+    return hidden or []
 
 
 @untraced
@@ -82,6 +115,8 @@ def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     """Counts what the step wrote, and rounds masters into the model."""
     if not _is_other(optimizer):
         return  # amp rounds the masters of prepared ones itself
+    for param, grad in _end_skip(optimizer):
+        param.grad = grad
     fused = any(group.get("fused") for group in optimizer.param_groups)
     for mistakes, param, version in _first_steps.get(optimizer, ()):
         if fused or param._version != version:

@@ -187,10 +187,10 @@ def _starts_momentum(optimizer: Optimizer) -> bool:
 def _run_unless_overflow(binding: Binding, run: Run) -> Any:
     optimizer: Any = binding.optimizer
     overflow = binding.gradients.overflow
-    if not skips_in_kernel(optimizer) or _spans_devices(binding):
-        overflowed = _overflowed(binding)
-        overflow.note_step(skipped=overflowed)
-        return None if overflowed else run()
+    if not reads_flag(optimizer, binding):
+        skipped = overflowed(binding)
+        overflow.note_step(skipped=skipped)
+        return None if skipped else run()
     flag = overflow.found_inf
     overflow.note_step(skipped=False if flag is None else flag)
     optimizer.found_inf = flag
@@ -198,6 +198,11 @@ def _run_unless_overflow(binding: Binding, run: Run) -> Any:
         return run()
     finally:
         del optimizer.found_inf
+
+
+def reads_flag(optimizer: Optimizer, binding: Binding) -> bool:
+    """Returns whether an optimizer of the binding's parameters can be handed its overflow flag."""
+    return skips_in_kernel(optimizer) and not _spans_devices(binding)
 
 
 def _spans_devices(binding: Binding) -> bool:
@@ -211,7 +216,8 @@ def _spans_devices(binding: Binding) -> bool:
 
 
 @untraced
-def _overflowed(binding: Binding) -> bool:
+def overflowed(binding: Binding) -> bool:
+    """Returns whether a gradient overflowed, so that the next step is skipped."""
     overflow = binding.gradients.overflow
     if not overflow.checked or overflow.found_inf is None:
         return False
@@ -250,7 +256,7 @@ def _run_or_restore(binding: Binding, run: Run, closure: Closure) -> Any:
     @untraced_frame
     def evaluate() -> Any:
         losses.append(closure())
-        if _overflowed(binding):
+        if overflowed(binding):
             skipped.append(True)
             raise _SkipStep
         return losses[-1]
