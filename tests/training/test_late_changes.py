@@ -29,6 +29,39 @@ def test_a_write_before_the_first_pass_reaches_the_masters(level, write):
     assert torch.equal(next(amp.master_params(optimizer)), torch.full((8, 4), 2.0))
 
 
+@pytest.mark.parametrize(("level", "master_weights"), [("O2", True), ("O5", True), ("O5", "split")])
+@pytest.mark.parametrize("counted", [True, False])
+def test_masters_that_a_script_asks_for_before_the_first_pass_hold_what_it_wrote(
+    level, master_weights, counted
+):
+    model, optimizer = cases.prepared(
+        level, lambda params: cases.sgd(params, lr=0.0), master_weights=master_weights
+    )
+    weights = list(model.parameters())
+    exact = cases.masters(optimizer)
+    if counted:
+        weights[0].data = torch.full_like(weights[0], 2.0)
+    else:
+        weights[0].data.fill_(2.0)
+    read = cases.masters(optimizer)
+    assert torch.equal(read[0], torch.full((8, 4), 2.0))
+    assert cases.same(read[1:], exact[1:])
+    for master in amp.master_params(optimizer):  # as a WGAN clips
+        master.data.clamp_(-1.0, 1.0)
+    cases.train_step(model, optimizer, *cases.batch())
+    assert torch.equal(model[0].weight.float(), torch.ones(8, 4))
+    assert cases.same(cases.masters(optimizer)[1:], exact[1:])
+
+
+@pytest.mark.parametrize("level", MASTERS)
+def test_a_write_for_the_first_pass_is_found_after_a_script_has_asked_for_masters(level):
+    model, optimizer = cases.prepared(level, lambda params: cases.sgd(params, lr=0.0))
+    cases.masters(optimizer)
+    model[0].weight.data.fill_(2.0)
+    cases.train_step(model, optimizer, *cases.batch())
+    assert torch.equal(next(amp.master_params(optimizer)), torch.full((8, 4), 2.0))
+
+
 @pytest.mark.parametrize("level", MASTERS)
 def test_a_write_before_the_first_closure_reaches_the_masters(level):
     model, optimizer = cases.prepared(level, lambda params: cases.sgd(params, lr=0.0))

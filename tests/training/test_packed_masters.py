@@ -366,9 +366,10 @@ def test_weights_that_exchange_their_memory_exchange_their_values(kind):
 def test_masters_written_after_their_weights_exchanged_memory_reach_the_model(kind):
     model, optimizer = prepared(kind, model=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     first, second = model[0].weight, model[1].weight
-    expected = [master.detach() * 0.5 for master in amp.master_params(optimizer)]
+    masters = list(amp.master_params(optimizer))  # asked again, they would follow the exchange
+    expected = [master.detach() * 0.5 for master in masters]
     first.data, second.data = second.data, first.data
-    for master in amp.master_params(optimizer):
+    for master in masters:
         master.data.mul_(0.5)
     model(torch.ones(2, 4))
     stored = [value.bfloat16() for value in expected]

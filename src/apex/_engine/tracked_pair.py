@@ -343,7 +343,9 @@ def mark_rounded(pairs: Iterable[TrackedPair]) -> None:
 
 
 @untraced
-def read_model(pairs: Iterable[TrackedPair], *, alike: bool = False, steps: bool = False) -> None:
+def read_model(
+    pairs: Iterable[TrackedPair], *, alike: bool = False, steps: bool = False, asked: bool = False
+) -> None:
     """Copies written model parameters to their masters, except to masters written as well.
 
     Never writes to the model: autograd may have saved its weights for the backward pass.
@@ -353,6 +355,8 @@ def read_model(pairs: Iterable[TrackedPair], *, alike: bool = False, steps: bool
         alike: Whether the caller synchronizes the masters across ranks next.
         steps: Whether masters are stepped next. Until then, the model may have been changed for
             the passes alone.
+        asked: Whether a script asks for the masters. Ranks may differ in that, so the first pass
+            still comes.
     """
     for pair in pairs:
         model = pair.model  # inlines ``model_written``: this runs in every pass and step
@@ -360,11 +364,11 @@ def read_model(pairs: Iterable[TrackedPair], *, alike: bool = False, steps: bool
         if same and not pair.compares:
             continue
         if (pair.new or steps or not same) and not pair.master_written:
-            low_bits = pair.low_bits and (alike or _alone(pair))
+            low_bits = pair.low_bits and (alike or asked or _alone(pair))
             waits = not (same or steps)
             keeps = waits and low_bits and not alike
             _follow_model(pair, low_bits=low_bits, waits=waits, keeps=keeps)
-        pair.new = False
+        pair.new = pair.new and asked
         if steps:
             pair.compares = False
 

@@ -251,8 +251,8 @@ class Binding:
     # -- before a pass or a step -------------------------------------------------------------
 
     def read_written(self) -> None:
-        """Copies writes since the very first pass to the masters, for which a script asks."""
-        tracked_pair.read_model(pair for pair in self.pairs if not pair.new)
+        """Copies writes to the model to the masters, for which a script asks."""
+        tracked_pair.read_model(self.pairs, asked=True)
 
     def read_model(self, *, steps: bool = False) -> None:
         """Copies writes to the model to the masters; adopts unfrozen parameters.
