@@ -208,6 +208,27 @@ def test_the_session_ends_with_it(level):
     assert not torch.is_autocast_enabled("cpu")
 
 
+@pytest.mark.parametrize("fails", ["forward", "step"])
+@every_level
+def test_the_session_ends_also_while_the_traceback_of_a_failure_lives(level, fails):
+    model, optimizer = prepared(level)
+
+    def fail(*given):
+        raise ValueError
+
+    owner = model.last if fails == "forward" else optimizer
+    register = f"register_{fails}_pre_hook"
+    handle = getattr(owner, register)(fail)
+    try:
+        train(model, optimizer, steps=1)
+    except ValueError:  # falls back to fp32
+        handle.remove()
+        amp.restore(model, optimizer)
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
+        assert amp.state_dict() == {}
+    assert not torch.is_autocast_enabled("cpu")
+
+
 @pytest.mark.parametrize("level", ["O1", "O4"])
 def test_casts_stay_on_for_a_model_that_is_not_restored(level):
     models = [Net(), Net()]

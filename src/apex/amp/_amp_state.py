@@ -70,6 +70,17 @@ class AmpState:
         with self._lock:
             self._sessions = [ref for ref in self._sessions if ref() not in (None, session)]
 
+    def end_unused(self) -> None:
+        """Ends the sessions of ``initialize`` that have no model and no optimizer any longer.
+
+        Other references may keep them: tracebacks hold the frames of a forward or a step that
+        failed, and other threads those that run.
+        """
+        for session in self.sessions():
+            if session.options is not None and not (session.models or session.bindings):
+                session.close()
+                self.discard(session)
+
     def sessions(self) -> list[Session]:
         """Returns the live sessions, oldest first."""
         return [session for ref in self._sessions if (session := ref()) is not None]

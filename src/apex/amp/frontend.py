@@ -232,6 +232,7 @@ def restore(models: Any, optimizers: Any = None) -> Any:
 
     The objects are changed in place: parameters hold their masters' fp32 values, optimizers step
     the models' own parameters and keep their state, and the original classes and hooks return.
+    Op casts end with the last model and optimizer of their call.
 
     Args:
         models: A prepared model, or a list or tuple of them.
@@ -259,6 +260,7 @@ def restore(models: Any, optimizers: Any = None) -> Any:
     own = [optimizer for optimizer in given if optimizer not in skip]
     inputs.check_prepared(model_list, own)
     restoring.restore(filter(is_converted, model_list), own)
+    _amp_state.end_unused()
     return models if optimizers is None else (models, optimizers)
 
 
