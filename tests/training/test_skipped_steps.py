@@ -84,6 +84,27 @@ def test_an_overflow_skips_the_step_of_an_optimizer_that_amp_has_not_seen(level,
         assert cases.same(before, cases.masters(optimizer)) == skipped
 
 
+@pytest.mark.parametrize("overflows", [0, 1])
+@pytest.mark.parametrize("base", ["SGD", "fused AdamW"])
+@pytest.mark.parametrize("level", cases.MIXED)
+def test_an_overflow_of_one_of_two_optimizers_skips_the_step_of_one_over_both(
+    level, base, overflows
+):
+    make = cases.OPTIMIZERS[base]
+    models = [cases.net(seed=n) for n in range(2)]
+    optimizers = [make(model.parameters()) for model in models]
+    models, optimizers = amp.initialize(
+        models, optimizers, opt_level=level, loss_scale="dynamic", verbosity=0
+    )
+    other = make([group for optimizer in optimizers for group in optimizer.param_groups])
+    before = [cases.masters(optimizer) for optimizer in optimizers]
+    for n, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+        batch = cases.overflowing() if n == overflows else cases.batch()
+        cases.backward(model, optimizer, *[0.1 * values for values in batch])
+    other.step()
+    assert cases.same(before, [cases.masters(optimizer) for optimizer in optimizers])
+
+
 @pytest.mark.parametrize("level", cases.MIXED)
 def test_what_wraps_a_prepared_optimizer_adds_no_host_read(level):
     name = "fused AdamW"

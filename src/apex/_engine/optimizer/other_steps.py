@@ -6,7 +6,7 @@ Those of masters read and write the model; those of the model's 16-bit weights a
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -76,6 +76,7 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     if optimizer not in _first_steps:
         _first_steps[optimizer] = [*_written_to(optimizer)]
     stepped = set(map(id, params_of(optimizer)))
+    checked: list[Binding] = []
     for binding in _living:
         if not binding.is_live or binding.gradients.stepping:
             continue
@@ -87,16 +88,19 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
         if plain:  # the optimizer's zero_grad does not clear the model's gradients
             binding.gradients.take_mirrors()
         if binding.gradients.overflow.checked and not holds(optimizer, binding.optimizer):
-            _skip_overflow(optimizer, binding)
+            checked.append(binding)
+    if checked:
+        _skip_overflow(optimizer, checked)
 
 
-def _skip_overflow(optimizer: Any, binding: Binding) -> None:
+def _skip_overflow(optimizer: Any, checked: Sequence[Binding]) -> None:
     """Has a step do nothing if a gradient overflowed: its kernel reads that, or gets none."""
-    if step.reads_flag(optimizer, binding):
+    if len(checked) == 1 and step.reads_flag(optimizer, checked[0]):
         _skips[optimizer] = []
-        optimizer.found_inf = binding.gradients.overflow.found_inf
-    elif step.overflowed(binding):
-        binding.gradients.settle()
+        optimizer.found_inf = checked[0].gradients.overflow.found_inf
+    elif any(map(step.overflowed, checked)):
+        for binding in checked:
+            binding.gradients.settle()
         _skips[optimizer] = [(param, param.grad) for param in params_of(optimizer)]
         for param, _ in _skips[optimizer]:
             param.grad = None
@@ -117,6 +121,8 @@ def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
         return  # amp rounds the masters of prepared ones itself
     for param, grad in _end_skip(optimizer):
         param.grad = grad
+    if not any(binding.pairs for binding in _living):
+        return
     fused = any(group.get("fused") for group in optimizer.param_groups)
     for mistakes, param, version in _first_steps.get(optimizer, ()):
         if fused or param._version != version:
@@ -132,7 +138,8 @@ def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
 
 
 def _is_master(param: nn.Parameter) -> bool:
-    return isinstance(param, Master) or packing_of(param) is not None
+    own = type(param) is not nn.Parameter  # a fast way out: isinstance runs Python for parameters
+    return own and (isinstance(param, Master) or packing_of(param) is not None)
 
 
 def _written_to(optimizer: Optimizer) -> Iterator[tuple[Mistakes, nn.Parameter, int]]:
