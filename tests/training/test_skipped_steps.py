@@ -84,6 +84,25 @@ def test_an_overflow_skips_the_step_of_an_optimizer_that_amp_has_not_seen(level,
         assert cases.same(before, cases.masters(optimizer)) == skipped
 
 
+@pytest.mark.parametrize("base", ["SGD", "fused AdamW"])
+@pytest.mark.parametrize("level", cases.MIXED)
+def test_an_overflow_before_the_closure_of_an_optimizer_that_amp_has_not_seen_skips_nothing(
+    level, base
+):
+    model, optimizer = cases.prepared(level, cases.OPTIMIZERS[base], loss_scale="dynamic")
+    other = cases.OPTIMIZERS[base](optimizer.param_groups)
+    before = cases.masters(optimizer)
+    cases.backward(model, optimizer, *cases.overflowing())
+
+    def closure():
+        other.zero_grad()
+        return cases.backward(model, optimizer, *[0.1 * values for values in cases.batch()])
+
+    other.step(closure)
+    assert not cases.same(before, cases.masters(optimizer))
+    assert all(grad.isfinite().all() for grad in cases.grads(amp.master_params(optimizer)))
+
+
 @pytest.mark.parametrize("overflows", [0, 1])
 @pytest.mark.parametrize("base", ["SGD", "fused AdamW"])
 @pytest.mark.parametrize("level", cases.MIXED)

@@ -6,7 +6,7 @@ Those of masters read and write the model; those of the model's 16-bit weights a
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -65,10 +65,11 @@ def _is_other(optimizer: Optimizer) -> bool:
 
 
 @untraced
-def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Hands masters what a plain backward pass, or a script, left in the model.
 
-    The step does nothing where prepared optimizers skip theirs.
+    The step does nothing where prepared optimizers skip theirs, unless a closure makes other
+    gradients.
     """
     if not _is_other(optimizer) or backward_id() != -1:
         return
@@ -89,7 +90,7 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
             binding.gradients.take_mirrors()
         if binding.gradients.overflow.checked and not holds(optimizer, binding.optimizer):
             checked.append(binding)
-    if checked:
+    if checked and not any(map(callable, (*args[1:], *kwargs.values()))):
         _skip_overflow(optimizer, checked)
 
 
