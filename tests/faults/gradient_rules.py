@@ -44,12 +44,14 @@ class GradientRules(Machine):
         if looks:
             for which in BOTH:
                 assert all(p.grad is None for p in amp.master_params(self.optimizers[which]))
-                self.shadow.ask(self.names[which])
+                self.shadow.take(self.names[which])
                 self.notices(which)
 
     @precondition(lambda self: self.prepared and self.delayed is None)
     @rule(which=WHICH, max_norm=NORMS)
     def clip(self, which, max_norm):
+        if self.poisoned and not all(self.flags.values()):
+            return  # a NaN norm would spoil shared gradients that the other one steps
         self.settles(which)
         self.unfreezes(which)
         norm = amp.clip_grad_norm_(self.optimizers[which], max_norm)
@@ -63,7 +65,7 @@ class GradientRules(Machine):
         for param in amp.master_params(self.optimizers[which]):
             if param.grad is not None:
                 param.grad.mul_(0.5)
-        self.shadow.ask(self.names[which])
+        self.shadow.take(self.names[which])
         self.notices(which)
         self.shadow.multiply(self.names[which], HALF)
         self.unlike |= {name for name in self.names[which] if self.shadow.has_master(name)}
@@ -85,7 +87,7 @@ class GradientRules(Machine):
     @rule(which=WHICH, index=INDEX)
     def read_by_master_params(self, which, index):
         params = list(amp.master_params(self.optimizers[which]))
-        self.shadow.ask(self.names[which])
+        self.shadow.take(self.names[which])
         self.notices(which)
         index %= len(params)
         assert cases.same(params[index].grad, self.shadow.sums[self.names[which][index]])

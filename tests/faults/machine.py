@@ -190,7 +190,7 @@ class Machine(RuleBasedStateMachine):
         self.shadow.show(self.shadow.weights)
 
     def masters(self, which):
-        self.shadow.ask(self.names[which])
+        self.shadow.take(self.names[which])
         self.notices(which)
         return cases.masters(self.optimizers[which])
 

@@ -47,7 +47,6 @@ class Shadow:
         weights: What optimizers step, in its own dtype: fp32 where there is a master.
         sums: The gradients that optimizers step by; ``None`` where there are none.
         scaled: Sums of gradients that delayed passes have left scaled, in the model's dtype.
-        new: Names whose masters no pass or step has used yet.
         written: Values that were written into the model since the last step.
         earlier: Weights from before they followed what was written, until the next step.
         unseen: Names whose masters were written since the model was last used.
@@ -61,7 +60,6 @@ class Shadow:
         self.sums = dict.fromkeys(weights)
         self.scaled, self.written, self.earlier = {}, {}, {}
         self.unseen, self.away = set(), set()
-        self.new = set(filter(self.has_master, weights))
 
     def has_master(self, name):
         return self.low[name] is not self.weights[name].dtype
@@ -146,7 +144,6 @@ class Shadow:
 
     def take(self, names, *, steps=False):
         """What was written into the model goes to the masters; before a step, for now."""
-        self.new.difference_update(names)
         for name in set(names) & self.written.keys() - self.unseen:
             if steps:
                 self.weights[name] = self.merged(name)
@@ -156,10 +153,6 @@ class Shadow:
                 self.earlier.setdefault(name, self.weights[name])
                 self.weights[name] = merged
                 self.away.discard(name)
-
-    def ask(self, names):
-        """A script asks for the masters."""
-        self.take(set(names) - self.new)
 
     def forget_write(self, name):
         self.written.pop(name, None)
@@ -177,7 +170,6 @@ class Shadow:
         for name, param in stepped.items():
             if self.weights[name].dtype is not param.dtype:
                 self.weights[name] = self.weights[name].to(param.dtype)
-                self.new.add(name)
 
     def write_both(self, name, value):
         value = value.to(self.weights[name].dtype)

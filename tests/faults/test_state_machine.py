@@ -22,6 +22,7 @@ from tests.faults.machine import (
     LATE,
     LEAST,
     LOSSES,
+    MAKERS,
     PAIRS,
     PARTS,
     SEEDS,
@@ -35,6 +36,7 @@ from tests.training import cases
 BAD = {"inf": torch.inf, "NaN": torch.nan}
 COPIES = st.sampled_from([copy.deepcopy, lambda parts: pickle.loads(pickle.dumps(parts))])
 ORDERS = st.sampled_from([("one",), ("two",), BOTH, ("two", "one")])
+OTHERS = st.sampled_from([cases.sgd, MAKERS["fused SGD"]])
 PASSES = st.tuples(
     st.sampled_from(PARTS),
     SEEDS,
@@ -95,7 +97,7 @@ class Training(WeightRules, GradientRules):
     @precondition(lambda self: self.prepared and self.delayed is None)
     @rule(
         passes=st.lists(PASSES, min_size=1, max_size=3),
-        order=ORDERS,
+        order=ORDERS | OTHERS,
         writes=WRITES,
         between=GRADIENT_CALLS,
     )
@@ -106,8 +108,12 @@ class Training(WeightRules, GradientRules):
             self.backward(one)
         for call, which, value in between:
             getattr(self, call)(which, value)
-        if self.dynamic or not self.poisoned:
+        if self.poisoned and not self.dynamic:
+            return
+        if isinstance(order, tuple):
             self.step(order)
+        elif not self.awaits_masters():
+            self.step_of_another(order)
 
     @precondition(lambda self: self.prepared)
     @rule(part=st.sampled_from(sorted({part for part, _ in PARTS})), seed=SEEDS)
@@ -138,6 +144,18 @@ class Training(WeightRules, GradientRules):
             self.shadow.show(stepped)
             self.shadow.round_at_random(self.stepped(which))  # unfrozen ones have masters now
 
+    def step_of_another(self, make):
+        """Another optimizer, which amp has not prepared, steps by the rules of both."""
+        another = make(list(self.stepped("one").values()))
+        for which in BOTH:
+            self.settles(which, steps=True)
+            self.asks(which)
+        if not self.flagged:
+            self.shadow.step(make, another, self.stepped("one"))
+        another.step()
+        self.shows()
+        self.shadow.round_at_random(self.stepped())
+
     # -- late changes, files, copies ---------------------------------------------------------
 
     @precondition(lambda self: self.prepared and self.delayed is None)
@@ -152,8 +170,6 @@ class Training(WeightRules, GradientRules):
                 value = self.params()[name].detach()
                 self.shadow.weights[name] = value.to(param.dtype, copy=True)
                 self.shadow.low[name] = value.dtype
-                if self.shadow.has_master(name):
-                    self.shadow.new.add(name)
                 self.shadow.sums[name] = None
 
     @precondition(lambda self: self.prepared and self.delayed is None)

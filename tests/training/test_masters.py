@@ -421,6 +421,7 @@ def test_weights_changed_for_the_passes_alone_leave_masters_as_they_were(
             elif clips == "torch":
                 torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
             cases.change(params, own, back)
+        assert cases.same([*model.state_dict().values()], before)
         optimizer.step()
         optimizer.zero_grad()
         assert cases.same(cases.masters(optimizer), before)

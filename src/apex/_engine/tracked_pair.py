@@ -224,8 +224,13 @@ class TrackedPair:
 
     @property
     def known(self) -> Tensor:
-        """The master, without the lower halves of what was written to the weight alone."""
+        """The master, without the lower halves of what was written to the weight alone.
+
+        Of a weight that was changed for a pass, what it is changed back to.
+        """
         packing = self.packing
+        if self.earlier is not None and not self.master_written:
+            return rounding.exact_value(self.model, [self.master, self.earlier])
         if packing is None or self.master_written:
             return self.master
         return dtensor.with_local(self.master, Packed(packing.followed()))
@@ -247,7 +252,9 @@ class TrackedPair:
 
     @property
     def is_current(self) -> bool:
-        """Whether the master's values are those of its parameter, where both are one memory."""
+        """Whether the master's values are those that :attr:`known` gives."""
+        if self.earlier is not None:
+            return False
         return self.packing is None or not (self.new or self.model_written)
 
     @property
