@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -80,3 +81,51 @@ def first_when_sharded(rank):
 @shards_on_cpu
 def test_a_sharded_model_is_traced_on_every_rank(on_two_ranks):
     assert on_two_ranks(first_when_sharded) == [("aten.exp", "1", "forward")] * 2
+
+
+def first_of_received(rank):
+    model = nn.Linear(2, 2)
+    received = torch.full((4,), float("nan" if rank else 0))  # as memory of torch.empty may be
+    with trace_overflow(model) as trace:
+        torch.distributed.all_gather_into_tensor(received, torch.ones(2))
+        model(received.reshape(2, 2))
+    return trace.first, received.tolist()
+
+
+def test_memory_that_a_collective_overwrites_is_no_input(on_two_ranks):
+    assert on_two_ranks(first_of_received) == [(None, [1.0] * 4)] * 2
+
+
+def first_of_activations(rank, functional):
+    model = net()
+    with trace_overflow(model) as trace:
+        out = model(torch.full((1, 2), 1.0 if rank else 0.01))
+        if functional:
+            own = functional_collectives.all_reduce(
+                out.detach(), "sum", torch.distributed.group.WORLD
+            )
+        else:
+            own = out.detach()
+            torch.distributed.all_reduce(own)
+        (out * own).sum().backward()
+    return trace.first.cause, trace.first.op
+
+
+@pytest.mark.parametrize("functional", [False, True])
+def test_activations_of_another_rank_are_no_data(on_two_ranks, functional):
+    (cause_0, _), (cause_1, op_1) = on_two_ranks(first_of_activations, functional)
+    assert cause_0 == "another rank"
+    assert (cause_1, op_1) == ("range", "aten.exp")
+
+
+def first_of_sum(rank):
+    model = nn.Linear(2, 2).bfloat16()
+    total = torch.full((2,), 3e38, dtype=torch.bfloat16)
+    with trace_overflow(model) as trace:
+        torch.distributed.all_reduce(total)
+        (model(torch.ones(1, 2, dtype=torch.bfloat16)) * total).sum().backward()
+    return trace.first.cause, "a sum of finite values" in trace.first.remedy
+
+
+def test_a_sum_over_ranks_that_overflows_is_not_computed_twice(on_two_ranks):
+    assert on_two_ranks(first_of_sum) == [("another rank", True)] * 2

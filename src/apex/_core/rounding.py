@@ -176,7 +176,7 @@ def update_master(param: Tensor, master: Tensor, known: Sequence[Tensor]) -> Non
     low, exact = dtensor.locals_of([param, master])
     result = low = low.to(exact.device)
     for candidate in dtensor.locals_of(known):
-        values = plain(candidate)
+        values = plain(candidate).to(exact.device)
         result = torch.where(_rounded(candidate, values, low.dtype) == low, values, result)
     if isinstance(exact, Packed):
         exact.packing.load(result)

@@ -258,7 +258,7 @@ _EXPLANATIONS = {
     "or left so by an earlier step.",
     "optimizer state": "the optimizer's state was already non-finite.",
     "gradients": "the gradients were already non-finite when the trace started.",
-    "another rank": "the gradients were finite on this rank and came back non-finite from their "
+    "another rank": "the values were finite on this rank and came back non-finite from their "
     "exchange.",
     "constant by a number": "the script itself gives inf or NaN here, as a constant or a number in "
     "the expression, and it reached a gradient or the loss.",
@@ -291,7 +291,8 @@ _REMEDIES = {
     "gradients": "trace the backward pass too: enter trace_overflow before the forward pass, with "
     "the gradients cleared.",
     "another rank": "read the reports of the other ranks: the one that made the values names the "
-    "operator.",
+    "operator. If none does, a sum of finite values exceeded the dtype's range: exchange them in "
+    "fp32, or divide them by the number of ranks first.",
     "constant by a number": "correct the number, unless it is meant as a mask. Set a mask with "
     "masked_fill, because 0 * inf is NaN, and leave masked elements out of the loss (a masked "
     "class is no target), or mask with a finite number, such as -1e4.",

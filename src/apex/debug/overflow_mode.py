@@ -124,7 +124,10 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
             return self._run(call.func, call.args, call.kwargs)
         before = _Call(call)
         result = self._run(call.func, call.args, call.kwargs)
-        self._check(before, result)
+        if call.traits.exchanges:
+            self._follow_exchange(before, result)
+        else:
+            self._check(before, result)
         if accumulating:
             self._check_gradient(result)
         return result
@@ -154,6 +157,16 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         if call.name == "aten.ones_like" and call.args[0].numel() == 1:
             # Autograd starts a backward pass this way, from the loss.
             self._mark_inputs(call, self._provenance.mark_reached)
+
+    def _follow_exchange(self, call: _Call, result: Any) -> None:
+        """Passes on what a collective sends; what it receives may come later."""
+        self._mark_read(call)
+        origins = [origin for _, origin in self._nonfinite_inputs(call)]
+        for tensor in call.outputs(result):
+            if origins:
+                self._provenance.mark(tensor, min(origins, key=Origin.rank))
+            else:
+                self._provenance.mark_received(tensor)
 
     def _mark_read(self, call: _Call) -> None:
         if not self._provenance.has_pending or self.tracker.direction == "backward":
@@ -227,13 +240,12 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
 
     def _origin(self, call: _Call, bad: list[tuple[Tensor, Kind]]) -> Origin:
         kind: Kind = "nan" if any(kind == "nan" for _, kind in bad) else "inf"
-        inputs = [(tensor, tensors.kind_of(tensor)) for tensor in call.inputs()]
-        origins = [self._input_origin(tensor, found, call) for tensor, found in inputs if found]
+        inputs = self._nonfinite_inputs(call)
         dtype = bad[0][0].dtype
-        if not origins:
+        if not inputs:
             return self._first_origin(call, kind, dtype)
-        worst = min(origins, key=Origin.rank)
-        is_new_nan = kind == "nan" and all(found != "nan" for _, found in inputs)
+        worst = min((origin for _, origin in inputs), key=Origin.rank)
+        is_new_nan = kind == "nan" and all(found != "nan" for found, _ in inputs)
         is_mask = worst.deliberate and worst.fault.cause == "constant"
         return self._new_origin(call, kind, dtype, "constant") if is_mask and is_new_nan else worst
 
@@ -254,6 +266,10 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         if self.tracker.created_site is not None:
             self.tracker.created_site.origin = origin
         return origin
+
+    def _nonfinite_inputs(self, call: _Call) -> list[tuple[Kind, Origin]]:
+        found = [(tensor, tensors.kind_of(tensor)) for tensor in call.inputs()]
+        return [(kind, self._input_origin(tensor, kind, call)) for tensor, kind in found if kind]
 
     def _input_origin(self, tensor: Tensor, kind: Kind, call: _Call) -> Origin:
         """Returns a non-finite input's origin; this operator if the values are from outside."""
@@ -280,6 +296,8 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
             return "gradients"
         in_backward = self.tracker.direction == "backward"
         if ranks.world_size() > 1 and (in_backward or key in _gradients(self._params())):
+            return "another rank"
+        if self._provenance.is_received(tensor):
             return "another rank"
         if self._stepping is not None:
             if key in _gradients(params_of(self._stepping)):

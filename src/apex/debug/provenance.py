@@ -86,6 +86,7 @@ class Provenance:
         self._lost: dict[tuple[str, str, str], Origin] = {}
         self._reached: dict[Origin, None] = {}
         self._by_memory: MutableMapping[UntypedStorage, Origin] = WeakIdKeyDictionary()
+        self._received: MutableMapping[UntypedStorage, None] = WeakIdKeyDictionary()
 
     # -- values ----------------------------------------------------------------------------------
 
@@ -97,6 +98,15 @@ class Provenance:
         """Records ``origin`` for the non-finite values of a tensor."""
         self._by_memory[dense(tensor).untyped_storage()] = origin
 
+    def mark_received(self, tensor: Tensor) -> None:
+        """Records that other processes write to a tensor."""
+        self._received[dense(tensor).untyped_storage()] = None
+        self.clear(tensor)
+
+    def is_received(self, tensor: Tensor) -> bool:
+        """Returns whether other processes wrote to the memory of a tensor."""
+        return dense(tensor).untyped_storage() in self._received
+
     def clear(self, tensor: Tensor) -> None:
         """Records that a tensor was written and is finite."""
         if self._by_memory and covers_storage(tensor):
@@ -105,6 +115,7 @@ class Provenance:
     def close(self) -> None:
         """Releases all values, once tracing has ended."""
         self._by_memory.clear()
+        self._received.clear()
 
     def add_origin(self, fault: Fault, *, deliberate: bool = False) -> Origin:
         """Returns a new origin at the current operator."""

@@ -36,7 +36,7 @@ _SAVES_FOR_BACKWARD = (
 _FEW = 64
 """Results with fewer elements may be small by chance."""
 
-_FOREIGN = ("c10d", "_c10d", "symm_mem", "fsdp", "inductor", "prim", "prims", "profiler")
+_FOREIGN = (*tensors.EXCHANGES, "fsdp", "inductor", "prim", "prims", "profiler")
 """Namespaces whose operators have effects beyond their results."""
 
 

@@ -24,7 +24,11 @@ _CHECKED |= {torch.complex32, torch.complex64, torch.complex128}
 SAVES_INFINITIES = ("_ctc_loss", "_scaled_dot_product", "_flash_attention", "_efficient")
 """How operators begin whose outputs after the first, saved for backward, may hold infinities."""
 
+EXCHANGES = ("c10d", "_c10d", "symm_mem", "_dtensor")
+"""How the namespaces begin whose operators take part in what several processes compute."""
+
 _OVERWRITES = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "uniform_", "normal_"}
+_RECEIVED = {"Tensor", "List[Tensor]", "List[List[Tensor]]"}
 # They write the running mean and variance, which their schemas do not say.
 _WRITES_RUNNING_STATISTICS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
 
@@ -65,12 +69,15 @@ class Traits(NamedTuple):
         view: Whether it returns a view of its input and writes nothing.
         writes: Positions (names if keyword-only) of the arguments that it writes.
         reads_written: Whether the result depends on the previous values of these arguments.
+        exchanges: Whether other processes take part. What such a call writes and returns may come
+            later, and a second call would wait for theirs.
     """
 
     name: str
     view: bool
     writes: tuple[int | str, ...]
     reads_written: bool
+    exchanges: bool
 
 
 class OperatorCall(NamedTuple):
@@ -112,9 +119,14 @@ def traits(func: Any) -> Traits:
         written = [(3, False), (4, False)]
     if name == "set_":  # gives the tensor other memory: a loaded file's, a worker process's
         written = []
+    if namespace == "c10d" and name.endswith("_"):  # the first argument, which schemas do not say
+        tensors = [each for each in schema.arguments if str(each.type) in _RECEIVED]
+        written = [(0, len(tensors) > 1)]
     view = not written and any(result.alias_info is not None for result in schema.returns)
     reads = name not in _OVERWRITES and not any(out for _, out in written)
-    return Traits(f"{namespace}.{name}", view, tuple(place for place, _ in written), reads)
+    exchanges = namespace.startswith(EXCHANGES) and name != "wait_tensor"
+    places = tuple(place for place, _ in written)
+    return Traits(f"{namespace}.{name}", view, places, reads, exchanges)
 
 
 def floating(value: Any) -> Iterator[Tensor]:
@@ -231,7 +243,7 @@ def largest_in_double(call: OperatorCall) -> float | None:
     ``inf`` if the result is infinite or NaN in float64 too; None if the operator cannot be rerun.
     The arguments are as they were before the call.
     """
-    if torch.Tag.nondeterministic_seeded in call.func.tags:
+    if call.traits.exchanges or torch.Tag.nondeterministic_seeded in call.func.tags:
         return None
     try:
         wide = call._replace(args=_doubled(call.args), kwargs=_doubled(call.kwargs))
