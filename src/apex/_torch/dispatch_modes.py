@@ -79,6 +79,24 @@ def arguments(
             yield argument.alias_info, kwargs[argument.name]
 
 
+def receives(func: Any) -> bool:
+    """Returns whether an operator is a collective that writes to its first argument, when it can.
+
+    It returns an object to wait for.
+    """
+    name = func._schema.name
+    return bool(name.startswith("c10d::") and name.endswith("_"))
+
+
+def written_arguments(func: Any) -> list[tuple[int, Any]]:
+    """Returns the positions and schemas of the arguments that an operator writes."""
+    places = [*enumerate(func._schema.arguments)]
+    if receives(func):  # its schema does not say
+        return places[:1]
+    aliased = [(place, each) for place, each in places if each.alias_info is not None]
+    return [(place, each) for place, each in aliased if each.alias_info.is_write]
+
+
 def listed_writes(func: Any, args: tuple[Any, ...]) -> Iterator[Tensor]:
     """Yields the tensors that an operator writes in lists, which autograd does not count."""
     for alias, value in arguments(func, args, {}):

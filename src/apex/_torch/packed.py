@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from apex._torch import blocks
-from apex._torch.dispatch_modes import OPERANDS
+from apex._torch.dispatch_modes import OPERANDS, receives, written_arguments
 from apex._torch.dynamo import untraced
 from apex._torch.parameters import allow_foreach
 
@@ -255,21 +255,14 @@ class _Plan(NamedTuple):
 def _plan(func: Any) -> _Plan:
     schema = func._schema
     returned = schema.returns[0].alias_info if schema.returns else None
-    written = tuple(
-        (index, argument.name)
-        for index, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
+    written = tuple((place, argument.name) for place, argument in written_arguments(func))
     name = schema.name.removeprefix("aten::")
-    waits = name.startswith("c10d::") and name.endswith("_")
-    if waits:  # writes to its first argument, which its schema does not say
-        written = ((0, schema.arguments[0].name),)
     return _Plan(
         views=returned is not None and not returned.is_write,
         makes=name in _MAKERS,
         written=written,
         lists=name.startswith(("_foreach_", "_fused_")),
-        waits=waits,
+        waits=receives(func),
     )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from apex._core import dtypes
 from apex._torch import dtensor
 from apex._torch.copies import capturing
+from apex._torch.dispatch_modes import receives, written_arguments
 from apex._torch.packed import stored_tensors
 from apex._torch.sparse import stored_values, with_memory
 
@@ -28,7 +29,7 @@ EXCHANGES = ("c10d", "_c10d", "symm_mem", "_dtensor")
 """How the namespaces begin whose operators take part in what several processes compute."""
 
 _OVERWRITES = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "uniform_", "normal_"}
-_RECEIVED = {"Tensor", "List[Tensor]", "List[List[Tensor]]"}
+_OVERWRITES |= {"recv_", "recv_any_source_"}
 # They write the running mean and variance, which their schemas do not say.
 _WRITES_RUNNING_STATISTICS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
 
@@ -112,18 +113,16 @@ def traits(func: Any) -> Traits:
     namespace, _, name = schema.name.partition("::")
     written = [
         (argument.name if argument.kwarg_only else place, argument.is_out)
-        for place, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
+        for place, argument in written_arguments(func)
     ]
     if name in _WRITES_RUNNING_STATISTICS:
         written = [(3, False), (4, False)]
     if name == "set_":  # gives the tensor other memory: a loaded file's, a worker process's
         written = []
-    if namespace == "c10d" and name.endswith("_"):  # the first argument, which schemas do not say
-        tensors = [each for each in schema.arguments if str(each.type) in _RECEIVED]
-        written = [(0, len(tensors) > 1)]
     view = not written and any(result.alias_info is not None for result in schema.returns)
     reads = name not in _OVERWRITES and not any(out for _, out in written)
+    if receives(func) and "Tensor" in str(schema.arguments[1].type):  # what it sends
+        reads = False
     exchanges = namespace.startswith(EXCHANGES) and name != "wait_tensor"
     places = tuple(place for place, _ in written)
     return Traits(f"{namespace}.{name}", view, places, reads, exchanges)
