@@ -327,6 +327,28 @@ def test_masters_are_shared_in_the_wrapper_s_own_group(on_four_ranks, level):
     assert first["masters"] != third["masters"]
 
 
+def train_after_a_rank_alone(rank, level, alone):
+    """Rank 0 first tries its model out, on gradients that it clears."""
+    model, optimizer = prepare(level, seed=rank)
+    parallel = DistributedDataParallel(model)
+    if rank == 0:
+        called = model if alone == "module" else parallel
+        with parallel.no_sync():
+            backward(called, optimizer, *batch(0, 99))
+        amp.clip_grad_norm_(optimizer, 1.0)
+        optimizer.zero_grad()
+    train_steps(parallel, optimizer, (batch(rank, step) for step in range(2)))
+    return state(parallel, optimizer)
+
+
+@pytest.mark.parametrize("alone", ["module", "wrapper"])
+@pytest.mark.parametrize("level", WITH_MASTERS)
+def test_masters_are_shared_after_a_pass_of_one_rank_alone(on_two_ranks, level, alone):
+    first, second = on_two_ranks(train_after_a_rank_alone, level, alone)
+    assert first["masters"] == second["masters"]
+    assert first["model"] == second["model"]
+
+
 def train_unseen(rank, level):
     """As on a torch that does not tell which wrapper's forward pass runs."""
     ddp._KNOWS_ACTIVE = False

@@ -37,6 +37,7 @@ class Communicator:
         self._wrappers = Wrappers()
         self._join_warned = False
         self._checked: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        self._shared: weakref.WeakSet[TrackedPair] = weakref.WeakSet()
         _living.add(self)
 
     def note(self, wrapper: DistributedDataParallel, *, traced: bool = False) -> None:
@@ -58,17 +59,34 @@ class Communicator:
     def of_pass(self, binding: Binding) -> Communication:
         """Returns whether and how a pass of an optimizer that begins now sends its gradients.
 
-        At an optimizer's first pass, makes its masters equal on all ranks.
+        Before an optimizer's first step, the first pass that sends makes its masters equal on all
+        ranks: other passes, a single rank may run.
         """
         if not self._wrappers.seen:
             return NO_WRAPPER
         wrappers = self._wrappers.of(binding, binding.trained)
-        new = [pair for pair in binding.pairs if pair.new]
-        if new:
-            _share(new, [wrapper for wrapper in wrappers if not ddp.is_joining(wrapper)])
+        communication = self._wrappers.communication(wrappers)
+        waiting = [p for p in binding.pairs if p.compares and p not in self._shared]
+        for wrapper in wrappers if waiting else ():
+            if not ddp.is_joining(wrapper):
+                self._share(waiting, wrapper, sends=communication.sends)
         if any(map(ddp.is_joining, wrappers)):
             self._join(binding)
-        return self._wrappers.communication(wrappers)
+        return communication
+
+    def _share(
+        self, pairs: Iterable[TrackedPair], wrapper: DistributedDataParallel, *, sends: bool
+    ) -> None:
+        """Makes the masters of a wrapper's parameters equal on all ranks.
+
+        If the pass does not send, they only keep their exact values, for one that does.
+        """
+        sent = ddp.sent_params(wrapper)
+        own = [p for p in pairs if id(p.model) in sent and p not in self._shared]
+        tracked_pair.read_model(own, alike=True)
+        if sends and own:
+            _broadcast(own, wrapper)
+            self._shared.update(own)
 
     def _join(self, binding: Binding) -> None:
         # A join ends by broadcasting the last rank's rounded weights; ranks that kept low bits of
@@ -108,27 +126,23 @@ def _check_order(wrapper: DistributedDataParallel) -> None:
         )
 
 
-def _share(new: Sequence[TrackedPair], wrappers: Iterable[DistributedDataParallel]) -> None:
-    """Broadcasts exact master values from the first rank of each wrapper's group.
+def _broadcast(pairs: Sequence[TrackedPair], wrapper: DistributedDataParallel) -> None:
+    """Broadcasts exact master values from the first rank of the wrapper's group.
 
     So that replicas stay equal, this includes the state of stochastic rounding. The wrapper itself
     broadcasts rounded weights only. Every rank is about to send gradients in the same order, so
     this cannot deadlock, which a collective in ``initialize`` could.
     """
-    for wrapper in wrappers:
-        sent = ddp.sent_params(wrapper)
-        shared = [pair for pair in new if id(pair.model) in sent and pair.new]
-        tracked_pair.read_model(shared, alike=True)
-        exact = [plain(pair.master.detach()) for pair in shared]
-        ddp.broadcast_from_first_rank(exact, wrapper)
-        for rule in {id(p.kind): p.kind for p in shared if isinstance(p.kind, Stochastic)}.values():
-            state = rule.state().to(exact[0].device)
-            ddp.broadcast_from_first_rank([state], wrapper)
-            rule.set_state(state)
-        for pair, value in zip(shared, exact, strict=True):
-            if pair.packing is not None:
-                pair.set_exact(value)
-            elif pair.model_written:  # perhaps for this pass alone
-                pair.mark_followed()
-            else:
-                pair.mark_master_written()
+    exact = [plain(pair.master.detach()) for pair in pairs]
+    ddp.broadcast_from_first_rank(exact, wrapper)
+    for rule in {id(p.kind): p.kind for p in pairs if isinstance(p.kind, Stochastic)}.values():
+        state = rule.state().to(exact[0].device)
+        ddp.broadcast_from_first_rank([state], wrapper)
+        rule.set_state(state)
+    for pair, value in zip(pairs, exact, strict=True):
+        if pair.packing is not None:
+            pair.set_exact(value)
+        elif pair.model_written:  # perhaps for this pass alone
+            pair.mark_followed()
+        else:
+            pair.mark_master_written()
