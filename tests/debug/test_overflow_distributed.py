@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from apex import amp
 from apex.debug.overflow import trace_overflow
 from apex.debug.skips import why_skipped
+from apex.parallel import SyncBatchNorm
 from tests.amp.cases import backward
 from tests.features import shards_on_cpu
 
@@ -129,3 +130,51 @@ def first_of_sum(rank):
 
 def test_a_sum_over_ranks_that_overflows_is_not_computed_twice(on_two_ranks):
     assert on_two_ranks(first_of_sum) == [("another rank", True)] * 2
+
+
+def first_of_sent(rank, send):
+    model = nn.Linear(2, 2)
+    values = torch.full((2,), float("nan" if rank else 1))
+    with trace_overflow(model) as trace:
+        if send == "broadcast":
+            torch.distributed.broadcast(values, 0)
+        elif rank:
+            torch.distributed.recv(values, 0)
+        else:
+            torch.distributed.send(values, 1)
+        model(values)
+    return trace.first, values.tolist()
+
+
+@pytest.mark.parametrize("send", ["broadcast", "send"])
+def test_memory_that_one_rank_fills_is_no_input_on_the_others(on_two_ranks, send):
+    assert on_two_ranks(first_of_sent, send) == [(None, [1.0] * 2)] * 2
+
+
+def first_broadcast(rank):
+    model = nn.Linear(2, 2)
+    values = torch.full((2,), float(1 if rank else "nan"))
+    with trace_overflow(model) as trace:
+        torch.distributed.broadcast(values, 0)
+        model(values)
+    return trace.first.cause
+
+
+def test_what_one_rank_broadcasts_is_its_own_data(on_two_ranks):
+    assert on_two_ranks(first_broadcast) == ["data", "another rank"]
+
+
+def first_of_statistics(rank):
+    model = nn.Sequential(nn.Linear(2, 2), Exp(), SyncBatchNorm(2))
+    nn.init.constant_(model[0].weight, 60.0)
+    torch.use_deterministic_algorithms(True)  # which fills new memory with NaN
+    try:
+        with trace_overflow(model) as trace:
+            model(torch.tensor([[1.0, 1.0] if rank else [0.01, 0.01], [0.02, 0.01]]))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return trace.first.cause
+
+
+def test_statistics_of_another_rank_are_no_uninitialized_memory(on_two_ranks):
+    assert on_two_ranks(first_of_statistics) == ["another rank", "range"]

@@ -160,8 +160,10 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
 
     def _follow_exchange(self, call: _Call, result: Any) -> None:
         """Passes on what a collective sends; what it receives may come later."""
-        self._mark_read(call)
-        origins = [origin for _, origin in self._nonfinite_inputs(call)]
+        origins: list[Origin] = []
+        if call.name != "c10d.broadcast_" or ranks.has_rank(*call.args[1:3]):
+            self._mark_read(call)
+            origins = [origin for _, origin in self._nonfinite_inputs(call)]
         for tensor in call.outputs(result):
             if origins:
                 self._provenance.mark(tensor, min(origins, key=Origin.rank))

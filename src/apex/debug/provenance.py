@@ -100,7 +100,11 @@ class Provenance:
 
     def mark_received(self, tensor: Tensor) -> None:
         """Records that other processes write to a tensor."""
-        self._received[dense(tensor).untyped_storage()] = None
+        storage = dense(tensor).untyped_storage()
+        self._received[storage] = None
+        known = self._by_memory.get(storage)
+        if known is not None and known.fault.cause == "uninitialized":  # parts come one by one
+            del self._by_memory[storage]
         self.clear(tensor)
 
     def is_received(self, tensor: Tensor) -> bool:
