@@ -6,7 +6,7 @@ import copy
 import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from apex._core import finite, tree
 from apex._core.param_groups import params_of, states_in
 from apex._engine.optimizer.optimizer_class import ATTRIBUTE, binding_of, own_class
+from apex._torch import dtensor
 from apex._torch.grad_scaler import holds_unscaled
 from apex.debug.arguments import check_scaler, inner
 
@@ -59,6 +60,7 @@ def frozen_updates(optimizer: Any, *, scaler: Any = None) -> Iterator[FrozenUpda
     exist. A step with a non-finite gradient counts nothing.
 
     Costs a copy of weights and state, an additional step, and host syncs: use it for single steps.
+    Of a sharded model, every rank counts its own shards, and every rank must use it.
 
     Args:
         optimizer: An optimizer that steps without a closure, prepared by amp or plain.
@@ -94,7 +96,7 @@ def frozen_updates(optimizer: Any, *, scaler: Any = None) -> Iterator[FrozenUpda
         binding.settle()
     updates = FrozenUpdates()
     params = [param for param in params_of(own) if param.grad is not None]
-    if not _finite(params):
+    if not _finite(params_of(own)):
         yield updates
         return
     before = [param.detach().clone() for param in params]
@@ -156,7 +158,12 @@ def _widened(param: Tensor, scale: float) -> Tensor:
     return wide
 
 
-def _finite(params: Iterable[Tensor]) -> bool:
-    grads = [param.grad for param in params if param.grad is not None]
+def _finite(params: Sequence[Tensor]) -> bool:
+    """Returns whether all gradients are finite, those of other ranks' shards included."""
+    grads = [dtensor.local(param.grad) for param in params if param.grad is not None]
     dense = map(finite.summed_values, grads)
-    return all(bool(torch.isfinite(grad).all()) for grad in dense)  # sync: a diagnosis on request
+    bad = not all(bool(torch.isfinite(grad).all()) for grad in dense)  # sync: a diagnosis
+    found = torch.tensor(bad, dtype=torch.float32)
+    # The copy's step may communicate, and a rank whose shards are finite skips with the others.
+    dtensor.all_reduce_(found, dtensor.groups(params), "MAX")
+    return not found  # sync: as above
