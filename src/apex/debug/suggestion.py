@@ -77,7 +77,8 @@ def suggest_fp32(
         TypeError: If ``model`` is not a module or cannot be copied, or the loss is not a tensor.
         ValueError: If the level is none of these, the model is prepared or not in fp32, the inputs
             hold no tensor, the loss is not one floating-point number that requires gradients, or
-            two runs in fp32 give different gradients, or gradients that are not finite.
+            two runs in fp32 give different gradients, or gradients that are not finite, or other
+            processes take part in a run.
 
     Example:
         >>> import torch

@@ -12,14 +12,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex._core import dtypes, tree
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine.autocast.region import CastRegion
 from apex._engine.session import Session
+from apex._torch import ranks
 from apex.amp import frontend, inputs
 from apex.amp.properties import level_defaults, to_policy
+from apex.debug import tensors
 from apex.debug.preserve_state import casts_off, preserve_state
 from apex.debug.rounding import RoundingTrace
 from apex.debug.rounding_records import RoundingRow, Skipped
@@ -64,11 +67,16 @@ class Trials:
         """Runs the model twice in fp32.
 
         ``arguments`` is what the loss reads; its tensors are restored after each run.
+
+        Raises:
+            ValueError: If other processes take part in a run.
         """
         self._model, self._loss, self._arguments = model, loss, arguments
         self._policy: Policy = to_policy(level_defaults(opt_level))
         self._known: dict[tuple[str, ...], Outcome] = {}
-        self._reference = self._in_fp32()
+        alone = _Alone() if ranks.world_size() > 1 else nullcontext()  # type: ignore[no-untyped-call]
+        with alone:
+            self._reference = self._in_fp32()
         self.noise = self._error(self._in_fp32())
 
     @property
@@ -179,6 +187,24 @@ class Trials:
                 for name in fp32:
                     _run_without_casts(model.get_submodule(name))
             yield session
+
+
+class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses collectives: ranks that decide by their own errors differ in what they run."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if isinstance(func, torch._ops.OpOverload) and tensors.traits(func).exchanges:
+            raise ValueError(
+                "suggest_fp32 got a model that exchanges values with other processes "
+                f"({tensors.traits(func).name}), and each would run it another number of times. "
+                "Call it in a single process, before torch.distributed.init_process_group: there, "
+                "SyncBatchNorm is a plain batch norm."
+            )
+        return func(*args, **kwargs or {})
 
 
 def _run_without_casts(module: nn.Module) -> None:
