@@ -62,3 +62,46 @@ def frozen_with_nan_on_the_last_rank(rank, kind, level):
 def test_a_skipped_step_of_a_sharded_model_freezes_nothing_on_any_rank(on_two_ranks, kind, level):
     expected = [(False, 0), (True, 0)]
     assert on_two_ranks(frozen_with_nan_on_the_last_rank, kind, level) == [expected] * 2
+
+
+@torch.library.custom_op("apex_tests::from_next", mutates_args=())
+def from_next(x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(x)
+    torch.distributed.all_to_all_single(out, x.flip(0).contiguous())
+    return out
+
+
+from_next.register_autograd(lambda ctx, grad: grad)
+
+
+class Exchange(nn.Module):
+    def forward(self, x):
+        return from_next(x)
+
+
+class Shift(nn.Module):
+    def __init__(self, by):
+        super().__init__()
+        self.by = by
+
+    def forward(self, x):
+        return (x + self.by) - self.by
+
+
+def traced_through_an_operator_that_communicates(rank):
+    """The first rank receives inf; only the second loses digits."""
+    model = nn.Sequential(nn.Linear(4, 4), Shift(1000.0 * rank), Exchange(), nn.Linear(4, 1))
+    model.bfloat16()
+    x = torch.ones(2, 4, dtype=torch.bfloat16)
+    with amp.debug.trace_rounding(model) as rounding:
+        model(x).float().sum().backward()
+    with amp.debug.trace_overflow(model) as overflow:
+        model(x * (float("inf") if rank else 1.0)).float().sum().backward()
+    torch.distributed.all_reduce(total := torch.ones(1))
+    worst = rounding.worst
+    return worst and worst.module, overflow.first is not None, total.tolist()
+
+
+def test_a_library_s_operator_that_communicates_runs_once(on_two_ranks):
+    found = on_two_ranks(traced_through_an_operator_that_communicates)
+    assert found == [(None, True, [2.0]), ("1", True, [2.0])]

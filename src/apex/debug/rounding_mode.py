@@ -274,7 +274,7 @@ def _without_verdict(call: OperatorCall, result: Any) -> str | None:
     """Returns why the results of a call count as exact; "" if they are, None if they do not."""
     func, full_name = call.func, call.traits.name
     namespace, _, name = full_name.partition(".")
-    if namespace.startswith(_FOREIGN):
+    if namespace.startswith(_FOREIGN) or call.may_communicate:
         return "its effects on other processes forbid running it twice"
     if is_uninitialized(full_name) or full_name in rules.DECISIONS:
         return ""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from apex._core import dtypes
-from apex._torch import dtensor
+from apex._torch import dtensor, ranks
 from apex._torch.copies import capturing
 from apex._torch.dispatch_modes import receives, written_arguments
 from apex._torch.packed import stored_tensors
@@ -27,6 +27,9 @@ SAVES_INFINITIES = ("_ctc_loss", "_scaled_dot_product", "_flash_attention", "_ef
 
 EXCHANGES = ("c10d", "_c10d", "symm_mem", "_dtensor")
 """How the namespaces begin whose operators take part in what several processes compute."""
+
+_LOCAL = ("aten.", "torchvision.")
+"""Namespaces whose operators compute in this process alone."""
 
 _OVERWRITES = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "uniform_", "normal_"}
 _OVERWRITES |= {"recv_", "recv_any_source_"}
@@ -92,6 +95,12 @@ class OperatorCall(NamedTuple):
     def run(self) -> Any:
         """Runs the operator."""
         return self.func(*self.args, **self.kwargs)
+
+    @property
+    def may_communicate(self) -> bool:
+        """Whether other processes may take part: a library's operator hides what it calls."""
+        known = self.traits.name.startswith(_LOCAL) or ranks.world_size() == 1
+        return self.traits.exchanges or not known
 
     def written(self) -> list[Tensor]:
         """Returns the floating-point tensors that the call writes."""
@@ -242,7 +251,7 @@ def largest_in_double(call: OperatorCall) -> float | None:
     ``inf`` if the result is infinite or NaN in float64 too; None if the operator cannot be rerun.
     The arguments are as they were before the call.
     """
-    if call.traits.exchanges or torch.Tag.nondeterministic_seeded in call.func.tags:
+    if call.may_communicate or torch.Tag.nondeterministic_seeded in call.func.tags:
         return None
     try:
         wide = call._replace(args=_doubled(call.args), kwargs=_doubled(call.kwargs))
