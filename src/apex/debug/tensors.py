@@ -128,6 +128,9 @@ def traits(func: Any) -> Traits:
         written = [(3, False), (4, False)]
     if name == "set_":  # gives the tensor other memory: a loaded file's, a worker process's
         written = []
+    if name == "all_gather_copy_in":  # FSDP2's, to memory of which a part is this rank's
+        names = [argument.name for argument in schema.arguments]
+        written = [(place, False) for place, n in enumerate(names) if n == "all_gather_output"]
     view = not written and any(result.alias_info is not None for result in schema.returns)
     reads = name not in _OVERWRITES and not any(out for _, out in written)
     if receives(func) and "Tensor" in str(schema.arguments[1].type):  # what it sends
