@@ -349,6 +349,31 @@ def test_masters_are_shared_after_a_pass_of_one_rank_alone(on_two_ranks, level, 
     assert first["model"] == second["model"]
 
 
+def train_without_sending(rank, level):
+    """Each rank's own weights round to nearly the same; the script averages gradients itself."""
+    model = net(0)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(1.0 + 1e-4 * rank)
+    model, optimizer = initialized(level, model)
+    parallel = DistributedDataParallel(model)
+    for step in range(2):
+        with parallel.no_sync():
+            backward(parallel, optimizer, *batch(rank, step))
+        for master in amp.master_params(optimizer):
+            torch.distributed.all_reduce(master.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+    return state(parallel, optimizer)
+
+
+@pytest.mark.parametrize("level", WITH_MASTERS)
+def test_masters_are_equal_if_no_pass_sends_before_a_step(on_two_ranks, level):
+    first, second = on_two_ranks(train_without_sending, level)
+    assert first["masters"] == second["masters"]
+    assert first["model"] == second["model"]
+
+
 def train_unseen(rank, level):
     """As on a torch that does not tell which wrapper's forward pass runs."""
     ddp._KNOWS_ACTIVE = False

@@ -16,7 +16,7 @@ from apex._engine import tracked_pair
 from apex._engine.optimizer.binding import Binding
 from apex._engine.scaler import Scaler
 from apex._engine.tracked_pair import TrackedPair
-from apex._torch import ddp
+from apex._torch import ddp, ranks
 from apex._torch.ddp import NO_WRAPPER, Communication, Wrappers
 from apex._torch.dynamo import untraced
 from apex._torch.packed import plain
@@ -79,10 +79,14 @@ class Communicator:
     ) -> None:
         """Makes the masters of a wrapper's parameters equal on all ranks.
 
-        If the pass does not send, they only keep their exact values, for one that does.
+        If the pass does not send, they only keep their exact values, for one that does before the
+        first step.
         """
         sent = ddp.sent_params(wrapper)
         own = [p for p in pairs if id(p.model) in sent and p not in self._shared]
+        waits = not sends and ranks.world_size() > 1
+        for pair in own:
+            pair.unshared = waits and (pair.unshared or pair.new)
         tracked_pair.read_model(own, alike=True)
         if sends and own:
             _broadcast(own, wrapper)

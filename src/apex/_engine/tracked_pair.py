@@ -97,6 +97,8 @@ class TrackedPair:
         low_bits: Whether the master keeps its low bits where a write to the model leaves the
             rounded value unchanged; False if those bits may differ between ranks.
         new: Whether no pass has used the pair yet.
+        unshared: Whether the low bits are this rank's own, until a pass makes all ranks' equal. A
+            step that comes first takes the rounded values, which ranks share.
         compares: Whether no step has. Writes that autograd does not count
             (``dist.broadcast(p.data)``) are found by comparing values, at the first pass and once
             more at the first step: they may have been for the passes alone.
@@ -113,7 +115,7 @@ class TrackedPair:
         *("__weakref__", "_master_version", "_model_alias", "_model_version", "model_address"),
         "_sent",  # a process that is spawned gets memory by a number, which must not be reused
         *("compares", "earlier", "low_bits", "master", "model", "new", "mirror_id"),
-        *("mirrors_grad", "kind", "packing"),
+        *("mirrors_grad", "kind", "packing", "unshared"),
     )
 
     def __init__(
@@ -130,6 +132,7 @@ class TrackedPair:
             _pass_on_attributes(model, self.master)
         self.packing = packing_of(self.master)
         self.low_bits = True
+        self.unshared = False
         self.new = self.compares = True
         self.mirrors_grad = False
         self.mirror_id = 0
@@ -301,7 +304,7 @@ def rebuild_pair(
     pair = TrackedPair.__new__(TrackedPair)
     pair.model, pair.master, pair.kind, pair.packing = model, made, kind, packing_of(made)
     pair.new = pair.compares = new
-    pair.low_bits, pair.mirrors_grad, pair.mirror_id = low_bits, False, 0
+    pair.low_bits, pair.mirrors_grad, pair.mirror_id, pair.unshared = low_bits, False, 0, False
     pair.share(write=True)
     pair.mark_synced()
     if followed is not None:
@@ -371,13 +374,15 @@ def read_model(
         if same and not pair.compares:
             continue
         if (pair.new or steps or not same) and not pair.master_written:
+            if steps and pair.unshared:
+                pair.new, pair.earlier = True, None
             low_bits = pair.low_bits and (alike or asked or _alone(pair))
             waits = not (same or steps)
             keeps = waits and low_bits and not alike
             _follow_model(pair, low_bits=low_bits, waits=waits, keeps=keeps)
         pair.new = pair.new and asked
         if steps:
-            pair.compares = False
+            pair.compares = pair.unshared = False
 
 
 def _follow_model(pair: TrackedPair, *, low_bits: bool, waits: bool, keeps: bool) -> None:
