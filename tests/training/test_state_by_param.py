@@ -112,3 +112,17 @@ def test_copies_files_and_restored_optimizers_have_a_plain_state():
     amp.restore(model, optimizer)
     assert type(optimizer.state) is defaultdict
     assert all("momentum_buffer" in optimizer.state[param] for param in model.parameters())
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_who_holds_the_state_has_it_again_after_restore(level):
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    held = optimizer.state
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0)
+    with amp.scale_loss(model(torch.ones(2, 4)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    amp.restore(model, optimizer)
+    assert optimizer.state is held
+    assert set(held) == set(model.parameters())

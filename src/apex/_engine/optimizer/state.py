@@ -23,6 +23,9 @@ class MasterState(defaultdict[Any, Any]):
     binding: Any = staticmethod(lambda: None)
     """Returns that of the optimizer, while it exists."""
 
+    original: defaultdict[Any, Any] | None = None
+    """The optimizer's own object, which a script may hold; it gets the state back."""
+
     def _key(self, param: Any) -> Any:
         binding = None if super().__contains__(param) else self.binding()
         return param if binding is None else binding.stepped(param)
@@ -53,7 +56,7 @@ def find_by_model(optimizer: Optimizer, binding: Binding) -> None:
     state = vars(optimizer).get("state")
     if type(state) is defaultdict:
         found = MasterState(state.default_factory, state)
-        found.binding = weakref.ref(binding)
+        found.binding, found.original = weakref.ref(binding), state
         optimizer.state = found
 
 
@@ -61,4 +64,8 @@ def find_by_itself(optimizer: Optimizer) -> None:
     """Reverts :func:`find_by_model`."""
     state = vars(optimizer).get("state")
     if isinstance(state, MasterState):
-        optimizer.state = defaultdict(state.default_factory, state)
+        plain = defaultdict(state.default_factory) if state.original is None else state.original
+        own = dict(state)
+        plain.clear()
+        plain.update(own)
+        optimizer.state = plain
