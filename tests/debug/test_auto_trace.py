@@ -213,7 +213,7 @@ def test_a_user_s_dispatch_mode_around_each_step_stays_active(log):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_only_rank_0_logs(log, rank):
+def test_rank_0_logs_the_report_and_others_a_line(log, rank):
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
     try:
         model, optimizer = pair()
@@ -222,8 +222,10 @@ def test_only_rank_0_logs(log, rank):
         bad_step(model, optimizer)
     finally:
         torch.distributed.destroy_process_group()
-    assert handle.trace.first is not None
-    assert len(log()) == (rank == 0)
+    (message,) = log()
+    assert handle.trace.first.headline in message
+    assert ("remedy" in message) == (rank == 0)
+    assert message.startswith("Rank 1: ") == (rank == 1)
 
 
 # -- a dynamic scale that is finding its value -----------------------------------------------

@@ -31,12 +31,12 @@ _UNREPORTED = ("cast_model_outputs", "grad_accum_dtype")
 """Options that the start-up report, whose lines are apex's, leaves out."""
 
 
-def _is_on_rank_zero(record: logging.LogRecord) -> bool:
-    return ranks.rank() == 0
+def _emits(record: logging.LogRecord) -> bool:
+    return ranks.rank() == 0 or getattr(record, "any_rank", False)
 
 
-# Every rank logs the same messages, so only rank 0 emits them.
-logging.getLogger("apex").addFilter(_is_on_rank_zero)
+# Every rank logs the same messages, so only rank 0 emits them, except those of one rank alone.
+logging.getLogger("apex").addFilter(_emits)
 
 
 def print_rank0(message: str) -> None:

@@ -19,7 +19,7 @@ from apex._core.foreach import norms
 from apex._engine.events import ScaleUpdate
 from apex._engine.optimizer.optimizer_class import binding_of
 from apex._engine.readback import Readback
-from apex._torch import dtensor
+from apex._torch import dtensor, ranks
 from apex._torch.dispatch_modes import suspend_modes
 from apex.debug.arguments import inner
 from apex.debug.loops import Loop, LoopPass, loop_of
@@ -50,9 +50,10 @@ def arm(
     Where a loss scale is dynamic (O1, O2), the handle waits for ``after_skips`` consecutive skips
     of one loss. Then :func:`apex.debug.trace_overflow` traces everything up to the end of that
     loss's next backward pass. If it finds a fault, rank 0 logs the report as a warning to the
-    logger ``apex``, and the handle disarms itself. It stays armed, silently, if the step is clean
-    or if only the scaled gradients overflow: a dynamic scale finds its value by such skips. Steps
-    that are not traced cost no extra host sync, and no extra kernel but in one of 16 (see below).
+    logger ``apex``, other ranks a line if they computed inf or NaN themselves, and the handle
+    disarms itself. It stays armed, silently, if the step is clean or if only the scaled gradients
+    overflow: a dynamic scale finds its value by such skips. Steps that are not traced cost no extra
+    host sync, and no extra kernel but in one of 16 (see below).
 
     Where all scales are static (O0, O3, O4, O5), nothing is skipped, and one step on inf or NaN
     destroys the weights. So the handle looks for non-finite gradients on the device after each
@@ -258,8 +259,19 @@ class AutoTrace:
     def _report(self) -> None:
         message = self._message()
         if message is not None:
-            _log.warning(message)
+            _log.warning(message)  # on rank 0 only
+            self._report_own()
             self.disarm()
+
+    def _report_own(self) -> None:
+        """Logs what a rank other than 0 computed itself, in one line: rank 0 may not see it."""
+        rank, first = ranks.rank(), self.trace.first if self.trace is not None else None
+        if rank and first is not None and first.cause not in (*_EARLIER, "another rank"):
+            _log.warning(
+                f"Rank {rank}: {first.headline}; cause: {first.cause}. "
+                "The handle's `trace` on this rank has the report.",
+                extra={"any_rank": True},
+            )
 
     def _message(self) -> str | None:
         """Returns the report, or None if the traced step shows no fault."""

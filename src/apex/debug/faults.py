@@ -165,11 +165,18 @@ class Fault:
         found = {"source": self.source, "pattern": self.pattern, "remedy": self.remedy}
         return {**json_types(asdict(self)), **found}
 
+    @property
+    def headline(self) -> str:
+        """The operator, its module, and what it returned."""
+        return (
+            f"{self.op} {self._place}, {self.direction}, returned {self.kind} in "
+            f"{dtypes.name(self.dtype)} (largest finite input {self.largest_input:.4g})"
+        )
+
     def __str__(self) -> str:
         pattern = f" This is {self.pattern}." if self.pattern else ""
         lines = [
-            f"{self.op} {self._place}, {self.direction}, returned {self.kind} in "
-            f"{dtypes.name(self.dtype)} (largest finite input {self.largest_input:.4g})",
+            self.headline,
             *([f"  at     {self.location}"] if self.location else []),
             *([f"         {self.source}"] if self.source else []),
             *([f"  in     {', '.join(map(str, self.inputs))}"] if self.inputs else []),
