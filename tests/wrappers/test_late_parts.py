@@ -175,6 +175,20 @@ def test_what_is_late_and_uncast_is_named_with_the_remedy(level, change):
     assert model(cases.batch()[0]).dtype is torch.float32
 
 
+@casting_levels
+def test_values_of_another_dtype_that_a_script_assigns_are_named_with_the_remedy(level):
+    model = nn.Sequential(nn.Linear(4, 2))
+    average = model[0].weight.detach().clone()
+    amp.initialize(model, opt_level=level, verbosity=0)
+    own = model[0].weight.data
+    model[0].weight.data = average
+    with pytest.raises(RuntimeError, match=r"(?s)0.weight \(float32\).*param.data = value"):
+        model(cases.batch()[0])
+    model[0].weight.data = own
+    model[0].weight.data = average.to(model[0].weight.dtype)
+    assert model(cases.batch()[0]).dtype is torch.float32
+
+
 class Time(nn.Module):
     """A diffusion model's embedding of its step, which is an integer."""
 

@@ -94,11 +94,11 @@ def _uneven(model: nn.Module, cast: list[str]) -> str:
 def _mixed(model: nn.Module, plan: ModelPlan, mismatches: list[str]) -> str:
     return (
         f"amp prepared the model {type(model).__name__} to compute in {plan.param_dtype}, but it "
-        f"now holds {_shown(mismatches)}, added or replaced after amp.initialize or passed to "
-        "functional_call. To cast an added module and make its fp32 masters, pass its parameters "
-        "to optimizer.add_param_group; if no optimizer trains it, call "
-        f".to({plan.param_dtype}). For functional_call, cast the values: value.to(param.dtype). "
-        "If a copy of the model was cast as a whole, make it plain with amp.restore(copy)."
+        f"now holds {_shown(mismatches)}, added or replaced after amp.initialize, assigned "
+        "(param.data = value) or passed to functional_call. To cast an added module and make its "
+        "fp32 masters, pass its parameters to optimizer.add_param_group; if no optimizer trains "
+        f"it, call .to({plan.param_dtype}). Assign or pass value.to(param.dtype). If a copy "
+        "of the model was cast as a whole, make it plain with amp.restore(copy)."
     )
 
 
