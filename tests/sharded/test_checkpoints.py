@@ -230,3 +230,4 @@ def test_a_model_without_masters_needs_no_view(level):
     run(model, optimizer, BEFORE[:1])
     names = get_optimizer_state_dict(model, optimizer)["state"]
     assert [*names] == [name for name, _ in model.named_parameters()]
+    amp.restore(model, optimizer)  # torch 2.6 keeps the model in a cache
