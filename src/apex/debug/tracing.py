@@ -15,6 +15,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from apex._engine.model.kept_buffers import KeptBuffer
 from apex._engine.tracked_pair import Master
 from apex._torch.dispatch_modes import computes_shapes_only
 from apex.debug import tensors
@@ -27,7 +28,7 @@ SomeTrace = TypeVar("SomeTrace", bound="Trace")
 _EMPTY = ("empty", "new_empty", "resize", "set_")
 """How the names of operators begin that give uninitialized memory."""
 
-_PLAIN = {Tensor, nn.Parameter, Master}
+_PLAIN = {Tensor, nn.Parameter, Master, KeptBuffer}
 
 
 def is_uninitialized(name: str) -> bool:
