@@ -1,5 +1,8 @@
 """``amp.debug.arm``: after consecutive skips the next step is traced, and no other."""
 
+import copy
+import io
+
 import pytest
 import torch
 from torch import nn
@@ -419,3 +422,16 @@ def test_the_handle_keeps_neither_model_nor_optimizer_alive():
     del model, optimizer
     gc.collect()
     assert [reference() for reference in gone] == [None, None]
+
+
+def test_a_model_can_be_copied_and_saved_in_the_traced_iteration():
+    model, optimizer = pair()
+    handle = arm(optimizer, 1)
+    bad_step(model, optimizer)
+    assert tracing()
+    made = copy.deepcopy(model)
+    torch.save(model, io.BytesIO())
+    made(torch.ones(3, 4))
+    assert tracing()  # a call of the copy is none of the model, which would end the trace
+    bad_step(model, optimizer)
+    assert handle.trace.first.module == "first"

@@ -1,5 +1,7 @@
 """The running module, direction and line, as every operator sees them."""
 
+import copy
+import io
 import threading
 
 import pytest
@@ -251,3 +253,28 @@ def test_a_caught_exception_leaves_the_module_that_raised():
     net = Net(Catches())
     log = logged(lambda: net(x()), net)
     assert log.of("exp") == [("body.0", "forward")]
+
+
+@pytest.mark.parametrize("how", ["copied", "saved"])
+def test_a_copy_made_while_tracking_runs_untracked(how):
+    net = Net(Exp())
+
+    def run():
+        if how == "copied":
+            made = copy.deepcopy(net)
+        else:
+            file = io.BytesIO()
+            torch.save(net, file)
+            assert b"apex.debug" not in file.getvalue()
+            file.seek(0)
+            made = torch.load(file, weights_only=False)
+        made(x()), net(x())
+
+    assert logged(run, net).of("exp") == [("", "forward"), ("body.0", "forward")]
+
+
+def test_a_replica_of_data_parallel_runs_untracked():
+    exp = Exp()
+    with ModuleTracker(exp) as tracker, Log(tracker) as log:
+        exp._replicate_for_data_parallel()(x())
+    assert log.of("exp") == [("", "forward")]

@@ -23,6 +23,7 @@ from apex._torch import dtensor, ranks
 from apex._torch.dispatch_modes import suspend_modes
 from apex.debug.arguments import inner
 from apex.debug.loops import Loop, LoopPass, loop_of
+from apex.debug.module_tracker import UncopiedHook
 from apex.debug.overflow import OverflowTrace
 from apex.debug.rendering.formatting import listed, percent
 from apex.debug.update_watch import (
@@ -236,10 +237,11 @@ class AutoTrace:
         with suspend_modes():
             trace.__enter__()
         self.trace, self._traced_loss, self._thread = trace, loss_id, threading.get_ident()
+        before, after = UncopiedHook(self._before_forward), UncopiedHook(self._after_forward)
         for model in models:
             self._handles += [
-                model.register_forward_pre_hook(self._before_forward),
-                model.register_forward_hook(self._after_forward, always_call=True),
+                model.register_forward_pre_hook(before),
+                model.register_forward_hook(after, always_call=True),
             ]
 
     def _stop(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -53,6 +54,24 @@ class _ThreadState(threading.local):
     stack: list[tuple[nn.Module, str, int]] = field(default_factory=list)
     last_sequence: int = -1
     created_site: Site | None = None
+
+
+class UncopiedHook:
+    """A module's hook that does nothing in a copy of the module and in its file.
+
+    Scripts copy (for an average of the weights) and save models in a traced iteration, too.
+    """
+
+    def __init__(self, hook: Callable[..., None]) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any) -> None:
+        """Calls the hook."""
+        self._hook(*args)
+
+    def __reduce__(self) -> Any:
+        """Copies as a function of Python's own that takes anything and returns None."""
+        return getattr, (nullcontext(), "__exit__")
 
 
 class ModuleTracker:
@@ -107,9 +126,10 @@ class ModuleTracker:
         self._sites.clear()
 
     def _hooks(self) -> Iterator[RemovableHandle]:
+        enter, leave = UncopiedHook(self._enter_module), UncopiedHook(self._leave_module)
         for module in self.names:
-            yield module.register_forward_pre_hook(self._enter_module, prepend=True)
-            yield module.register_forward_hook(self._leave_module, always_call=True)
+            yield module.register_forward_pre_hook(enter, prepend=True)
+            yield module.register_forward_hook(leave, always_call=True)
 
     # -- names -----------------------------------------------------------------------------------
 
@@ -285,7 +305,9 @@ class ModuleTracker:
         active = active_autocast()
         if active is not None or not self._state.stack:  # accelerate enters it inside the model
             self.autocast = None if active is None else active[1]
-        self._state.stack.append((module, self.names[module], _graph_task()))
+        name = self.names.get(module)
+        if name is not None:  # a replica of DataParallel has its original's hooks, and no name
+            self._state.stack.append((module, name, _graph_task()))
 
     def _leave_module(self, module: nn.Module, *_: Any) -> None:
         stack = self._state.stack

@@ -218,8 +218,7 @@ class _DiscoveringTracker(ModuleTracker):
     def _enter_module(self, module: nn.Module, inputs: Any) -> None:
         if module not in self.names and module not in self._nameless:
             self._discover(module)
-        if module in self.names:
-            super()._enter_module(module, inputs)
+        super()._enter_module(module, inputs)
 
     def _discover(self, module: nn.Module) -> None:
         model = unwrapped(module)
