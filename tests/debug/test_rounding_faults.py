@@ -86,6 +86,49 @@ def test_an_overflow_has_no_verdict():
     assert "within their tolerance; 1 without a verdict." in str(trace)
 
 
+@pytest.mark.parametrize("scale", [2.0**14, 2.0**17], ids=["sums", "the gradient's cast"])
+@pytest.mark.parametrize("then", ["clip", "nan_to_num"])
+def test_nothing_is_accused_behind_an_overflow(scale, then):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).half()
+    with amp.debug.trace_rounding(model) as trace:
+        output = model(torch.randn(16, 8, dtype=torch.float16))
+        (output.float().square().sum() * scale).backward()
+        if then == "clip":
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        else:
+            for weight in model.parameters():
+                weight.grad.nan_to_num_()
+    assert trace.worst is None, str(trace)
+    assert {each.op for each in trace.skipped} <= {"aten.mm", "aten.sum", "aten._to_copy"}
+    assert all("returned inf" in each.reason for each in trace.skipped)
+    assert trace.skipped
+
+
+@pytest.mark.parametrize(("shift", "found"), [(1e3, "lost"), (1e6, "skipped"), (1e7, "skipped")])
+def test_a_difference_that_cancels_in_fp32_too_is_not_called_healthy(shift, found):
+    class Shift(nn.Module):
+        def forward(self, x):
+            return (x + shift) - shift
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Shift(), nn.Linear(8, 4)).bfloat16()
+    with amp.debug.trace_rounding(model) as trace:
+        model(torch.randn(4, 8, dtype=torch.bfloat16)).float().sum().backward()
+    assert [(each.module, each.op) for each in getattr(trace, found)] == [("1", "aten.sub")]
+    assert len(trace.lost) + len(trace.skipped) == 1
+    assert found == "lost" or "fp32 holds hardly a digit" in trace.skipped[0].reason
+
+
+def test_a_call_with_several_results_counts_once():
+    model = nn.Sequential(nn.Conv1d(2, 2, 3), nn.Conv1d(2, 2, 3)).bfloat16()
+    with amp.debug.trace_rounding(model) as trace:
+        for _ in range(2):
+            model(torch.randn(2, 2, 9, dtype=torch.bfloat16)).sum().backward()
+    backward = [row for row in trace.rows if row.op == "aten.convolution_backward"]
+    assert {row.module: row.calls for row in backward} == {"0": 2, "1": 2}
+
+
 @pytest.mark.parametrize(("momentum", "op"), [(1e-3, "aten.native_batch_norm"), (0.1, None)])
 def test_a_running_mean_that_stands_still_is_named(momentum, op):
     torch.manual_seed(0)

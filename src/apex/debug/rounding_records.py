@@ -129,7 +129,7 @@ class RoundingLog:
         known = self.rows.setdefault(place, row)
         if known is not row:
             worst = max(known, row, key=lambda each: each.suspicion)
-            self.rows[place] = replace(worst, calls=known.calls + 1)
+            self.rows[place] = replace(worst, calls=known.calls + row.calls)
 
     def skip(self, module: str, op: str, reason: str) -> None:
         """Records that an operator has no verdict."""

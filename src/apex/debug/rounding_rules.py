@@ -219,6 +219,12 @@ def has_no_digits(name: str, inputs: Sequence[float], result: float) -> bool:
     return name in _DIFFERENCES and result < noise * max(inputs, default=0.0)
 
 
+def within_range(values: Tensor, shadow: Tensor) -> Tensor:
+    """Returns the shadow, with ``values`` themselves where they or their dtype overflow."""
+    out = values.isfinite().logical_not_() | (shadow.abs() > torch.finfo(values.dtype).max)
+    return torch.where(out, values.to(shadow.dtype), shadow)
+
+
 def least_sizes(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[float]:
     """Returns, for each result of a sum, its norm if all terms had one sign; of others, nothing.
 
