@@ -1005,6 +1005,25 @@ def test_a_pass_of_a_thread_without_casts_may_mix_dtypes_in_a_block_that_names_t
     assert in_thread(work) == [torch.bfloat16]
 
 
+def test_a_pass_of_a_thread_without_casts_mixes_dtypes_by_the_newest_sessions(region):
+    def work():
+        results, x = [], torch.ones(2, 2, requires_grad=True)
+        x.register_hook(lambda g: results.append(torch.cat([g.bfloat16(), g]).dtype))
+        x.register_hook(lambda g: results.append((g.bfloat16() @ g).dtype))
+        x.sum().backward()
+        return results
+
+    def uncast():
+        with no_casts(), pytest.raises(RuntimeError, match="dtype"):
+            work()
+        return "raised"
+
+    cuda = CastRegion(CastSpec(torch.float16, ("cuda",), OpTable.default()))
+    assert in_thread(work) == [torch.float32, torch.bfloat16]
+    assert in_thread(uncast) == "raised"
+    del cuda
+
+
 def test_the_function_that_runs_passes_is_torch_s_own_after_the_last_region():
     before = torch.autograd._engine_run_backward, torch.autograd.graph._engine_run_backward
     region, other = CastRegion(BF16), CastRegion(FP16)

@@ -86,9 +86,9 @@ def test_gradients_of_a_loss_under_disable_casts_are_those_of_fp32(level, where)
     assert cases.same(ours, grads(contextlib.nullcontext(), "plain"))
 
 
-def dtypes_of_pass(model, optimizer):
+def dtypes_of_pass(model, optimizer, where="scale_loss"):
     loss = model(torch.randn(3, 4)).float().pow(2).mean()
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
+    with around(loss, optimizer, where) as scaled_loss:
         scaled_loss.backward()
     return Product.dtypes
 
@@ -100,12 +100,13 @@ def test_a_block_mixes_dtypes_by_the_casts_of_its_own_session():
     assert dtypes_of_pass(*second) == [torch.bfloat16] * 3 + [torch.float32]
 
 
+@PASSES
 @CASTING
-def test_a_block_in_a_thread_without_casts_mixes_dtypes_alike(level):
+def test_a_pass_in_a_thread_without_casts_mixes_dtypes_alike(level, where):
     low = cases.LEVELS[level].compute
     made = cases.prepared(level, model=Mixing(), loss_scale=1.0)
     found = []
-    thread = threading.Thread(target=lambda: found.extend(dtypes_of_pass(*made)))
+    thread = threading.Thread(target=lambda: found.extend(dtypes_of_pass(*made, where)))
     thread.start()
     thread.join()
     assert found == [low, low, low, torch.float32]

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from apex._core.op_casts import widest
 from apex._core.op_table import CastSpec
 from apex._engine.autocast.blocks import UncastBlock
-from apex._engine.autocast.thread_casts import State, threads
+from apex._engine.autocast.thread_casts import DEVICE_TYPES, State, threads
 from apex._torch.dynamo import untraced, untraced_if_called
 from apex._torch.function_modes import exit_function_modes, function_modes, push_function_mode
 
@@ -19,26 +19,31 @@ Cast = Callable[[Mapping[str, CastSpec], Callable[..., Any], Any, Any], Any]
 
 
 class resolve_mixed(UncastBlock):  # noqa: N801 - reads as a function
-    """Context of a backward pass of this thread; does nothing if neither it nor a block has casts.
+    """Context of a backward pass of this thread; does nothing without casts.
 
     Note [Casts in a backward pass]
         autograd's formulas compute in the dtypes of the forward. Python code in the same pass (a
         function's own backward, a hook, a recompute) may mix dtypes, which apex cast. autocast
         cannot distinguish the two. So it is off during the pass, and a function mode, which
         formulas bypass, casts the arguments of Python calls that mix dtypes, by the rows of the
-        session of the ``scale_loss`` block, or else of the thread that began the pass. It leaves
-        all others, and all in a pass that began with casts off. Compiled code called in the pass
-        has these casts traced in.
+        session of the ``scale_loss`` block, or else of the thread that began the pass; of the
+        newest session in a thread that has none. It leaves all others, and all in a pass that
+        began with casts off. Compiled code called in the pass has these casts traced in.
 
     Its exit is idempotent; see Note [Interrupted blocks].
+
+    Args:
+        cast: Calls a function by these rows.
+        newest: Returns the rows of the newest session for a device type.
     """
 
     _modes: int | None = None
 
     @untraced
-    def __init__(self, cast: Cast) -> None:
+    def __init__(self, cast: Cast, newest: Callable[[str], CastSpec | None]) -> None:
         super().__init__()
         self._cast = cast
+        self._newest = newest
 
     @untraced
     def __enter__(self) -> None:
@@ -46,14 +51,18 @@ class resolve_mixed(UncastBlock):  # noqa: N801 - reads as a function
         if here.stale:
             here.settle()
         casts = here.pass_casts
-        if not here.specs and casts is None:
+        named = {} if casts is None else dict.fromkeys(casts.device_types, casts)
+        if not (here.specs or named or here.off):
+            found = {device: self._newest(device) for device in DEVICE_TYPES}
+            named = {device: spec for device, spec in found.items() if spec is not None}
+        if not (here.specs or named):
             return
         self._modes = function_modes()
         super().__enter__()
         _, specs, _, off, mixes, _, _, switches = cast(State, self._before)
         here.mixes = mixes or not (specs or off) or any(on for _, on, _ in switches)
-        if casts is not None:
-            here.specs = here.specs | dict.fromkeys(casts.device_types, casts)
+        if named:
+            here.specs = here.specs | named
         if here.mixes:
             push_function_mode(_ResolveMixed(self._cast, here.specs))
 

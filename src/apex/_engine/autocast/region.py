@@ -64,7 +64,7 @@ class _Rules:
 
     @untraced_frame
     def run_backward(self, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        inside = resolve_mixed(_cast_by)
+        inside = resolve_mixed(_cast_by, _registry.newest)
         try:
             try:
                 inside.__enter__()
