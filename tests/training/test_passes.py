@@ -215,6 +215,12 @@ CLEARS = {
     "wrapper, to zero": lambda model, optimizer: Around(model).zero_grad(set_to_none=False),
     "by hand, to zero": lambda model, optimizer: [p.grad.zero_() for p in model.parameters()],
     "by hand": lambda model, optimizer: [setattr(p, "grad", None) for p in model.parameters()],
+    "by hand, by zeros": lambda model, optimizer: [
+        setattr(p, "grad", torch.zeros_like(p)) for p in model.parameters()
+    ],
+    "masters by hand, by zeros": lambda model, optimizer: [
+        setattr(p, "grad", torch.zeros_like(p)) for p in amp.master_params(optimizer)
+    ],
     "masters by hand, to zero": lambda model, optimizer: [
         p.grad.zero_() for p in amp.master_params(optimizer)
     ],

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
 from apex._engine.events import Iteration
 from apex._engine.masters import clear_grad
@@ -25,6 +26,8 @@ from apex._torch.overrides import without_overrides
 if TYPE_CHECKING:
     from apex._engine.optimizer.binding import Binding
     from apex._engine.scaler import Scaler
+
+    _Mark = tuple[int | None, TensorWeakRef | None]
 
 
 class GradState(enum.Enum):
@@ -87,7 +90,7 @@ class Gradients:
         self.used = self.stepping = False
         self._steps = 0
         self.current = GradientPass(GradState.READY)
-        self._sentinel: tuple[nn.Parameter, int | None] | None = None
+        self._sentinel: tuple[nn.Parameter, _Mark] | None = None
         self._in_buckets = False
         self._modified = False
 
@@ -270,7 +273,7 @@ class Gradients:
         if self.state is GradState.DELAYED:
             return
         sentinel = self._sentinel
-        if self._modified or (sentinel is not None and _version(sentinel[0]) != sentinel[1]):
+        if self._modified or (sentinel is not None and _is_changed(*sentinel)):
             own, *others = [each.params() for each in self._optimized.sharing()]
             self.overflow.recheck(own, [param for params in others for param in params])
         self._modified = False
@@ -403,7 +406,7 @@ class Gradients:
     def _watch_writes(self) -> None:
         """Has writes to the first gradient tell that a script changes them."""
         first = self._first_with_grad()
-        self._sentinel = None if first is None else (first, _version(first))
+        self._sentinel = None if first is None else (first, _mark(first))
         self._count_on_sentinel(True)
 
     def _count_on_sentinel(self, counts: bool) -> None:
@@ -441,3 +444,19 @@ def _version(param: nn.Parameter) -> int | None:
     if grad is None:
         return None
     return -1 if deferred.is_as_computed(grad) else grad._version
+
+
+def _mark(param: nn.Parameter) -> _Mark:
+    """Returns what :func:`_is_changed` compares: the version, and the tensor unless deferred."""
+    version, grad = _version(param), None
+    if version is not None and version >= 0:
+        grad = parameters.grad_of(param)
+    return version, None if grad is None else TensorWeakRef(grad)
+
+
+def _is_changed(param: nn.Parameter, mark: _Mark) -> bool:
+    """Returns whether the gradient of ``param`` was written or replaced; alike on all ranks."""
+    version, grad = mark
+    if _version(param) != version:
+        return True
+    return grad is not None and grad() is not parameters.grad_of(param)
