@@ -102,6 +102,26 @@ def test_sparse_gradients_and_integer_buffers_are_no_trouble():
     assert [i.name for i in amp.debug.check_numerics(model).nonfinite] == ["0.weight"]
 
 
+def test_complex_numbers_are_looked_at():
+    model = torch.nn.ParameterDict({"filter": torch.tensor([1j, 3 - 4j, 0])})
+    (found,) = amp.debug.check_numerics(model)
+    assert (found.finite, found.dtype, found.elements, found.largest) == (True, "complex64", 3, 4.0)
+    model.register_buffer("window", torch.tensor([complex(torch.inf, 1), 0, complex(0, torch.nan)]))
+    model["filter"].data[0] = complex(torch.nan, torch.nan)
+    bad = amp.debug.check_numerics(model).nonfinite
+    assert [(i.name, i.inf, i.nan) for i in bad] == [("filter", 0, 1), ("window", 1, 1)]
+    model.window[2] = 0  # infinities of one sign, but of no mask
+    model["filter"].data.zero_()
+    assert [i.name for i in amp.debug.check_numerics(model).nonfinite] == ["window"]
+
+
+def test_what_holds_no_values_or_only_8_bits_is_left_out():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2, device="meta"), torch.nn.BatchNorm1d(2))
+    model.register_buffer("small", torch.ones(2).to(torch.float8_e4m3fn))
+    found = amp.debug.check_numerics(model)
+    assert [i.name for i in found] == ["1.weight", "1.bias", "1.running_mean", "1.running_var"]
+
+
 def test_anything_else_is_refused():
     with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module"):
         amp.debug.check_numerics([net()])

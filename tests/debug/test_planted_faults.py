@@ -349,6 +349,12 @@ def batch_with_infinity():
     return through_net(lambda self, x: x, torch.tensor([[1.0, INF, 2.0]]))
 
 
+@planted("mul", "inf", "data", dtype=torch.complex64)
+def spectrum_with_infinity():
+    spectrum = torch.tensor([complex(-INF, 1), 1j, 2])
+    return through_net(lambda self, x: (x * spectrum).abs())
+
+
 @planted("sub", "nan", "data", module="")
 def target_with_nan():
     net = Net(nn.Identity())

@@ -35,7 +35,7 @@ class TensorNumerics:
         inf: Number of infinite elements, of either sign.
         nan: Number of NaN elements.
         elements: Number of elements; of a sharded tensor, those on this rank.
-        largest: Largest finite absolute value.
+        largest: Largest finite absolute value; of complex numbers, of their parts.
         limit: Largest finite value of the dtype.
         mask: Whether it is a buffer whose infinities are those of a mask: all of one sign, among
             numbers that are all equal.
@@ -128,8 +128,9 @@ def check_numerics(model: nn.Module, optimizer: Any = None) -> Numerics:
     held = [
         (name, role, finite.summed_values(dtensor.local(tensor.detach())))
         for name, role, tensor in named
+        if tensors.is_checked(tensor)
     ]
-    held = [item for item in held if item[2].numel() and item[2].is_floating_point()]
+    held = [item for item in held if item[2].numel()]
     counts = _counted([values for _, _, values in held])
     return Numerics(
         TensorNumerics(
@@ -181,9 +182,9 @@ def _counted(held: list[Tensor]) -> list[list[float]]:
             [
                 torch.isinf(values).sum().double(),
                 torch.isnan(values).sum().double(),
-                torch.where(torch.isfinite(values), values, 0.0).abs().max().double(),
+                torch.where(torch.isfinite(parts), parts, 0.0).abs().max().double(),
             ]
         )
-        for values in held
+        for values, parts in zip(held, map(tensors.real, held), strict=True)
     ]
     return [counts.tolist() for counts in copies.fetched(found)]  # sync: a diagnosis, asked for

@@ -143,13 +143,23 @@ def traits(func: Any) -> Traits:
 def floating(value: Any) -> Iterator[Tensor]:
     """Yields the floating-point and complex tensors in nested lists, tuples and dicts."""
     if isinstance(value, Tensor):
-        if value.dtype in _CHECKED and value.device.type != "meta":
+        if is_checked(value):
             yield value
     elif isinstance(value, list | tuple):
         for item in value:
             yield from floating(item)
     elif isinstance(value, dict):
         yield from floating(list(value.values()))
+
+
+def is_checked(tensor: Tensor) -> bool:
+    """Returns whether a tensor has floating-point or complex values, of at least 16 bits."""
+    return tensor.dtype in _CHECKED and tensor.device.type != "meta"
+
+
+def real(values: Tensor) -> Tensor:
+    """Returns a real view of complex values; others unchanged."""
+    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
 
 
 def dense(tensor: Tensor) -> Tensor:
@@ -171,8 +181,7 @@ def kind_of(tensor: Tensor) -> Kind | None:
     values = dense(tensor)
     if values.numel() == 0 or capturing(values.device):
         return None
-    if values.is_complex():
-        values = torch.view_as_real(values.resolve_conj())
+    values = real(values)
     found = [float(extreme) for extreme in torch.aminmax(values)]  # sync: tracing is a diagnosis
     if all(map(math.isfinite, found)):
         return None
@@ -181,9 +190,7 @@ def kind_of(tensor: Tensor) -> Kind | None:
 
 def values_of(tensor: Tensor) -> Values:
     """Returns the range of a tensor's finite values. Syncs."""
-    values = dense(tensor)
-    if values.is_complex():
-        values = torch.view_as_real(values.resolve_conj())
+    values = real(dense(tensor))
     values = values if values.dtype is torch.float64 else values.float()
     finite = values[torch.isfinite(values)]
     sizes = finite[finite != 0.0].abs()
@@ -215,8 +222,11 @@ def is_mask(tensor: Tensor) -> bool:
     """Returns whether a tensor's infinities look deliberate, as in a mask.
 
     In a mask, all infinities have the same sign, there is no NaN, and all finite values are equal.
+    A mask is real.
     """
     values = dense(tensor)
+    if values.is_complex():
+        return False
     infinite = torch.isinf(values)
     finite = values[torch.isfinite(values)]
     if bool(torch.isnan(values).any()):  # sync: tracing is a diagnosis
