@@ -65,6 +65,14 @@ def test_nothing_changes(level):
     assert all(buffers[name] is buffer for name, buffer in model.named_buffers())
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_nothing_changes_in_a_scripted_part():
+    model = nn.Sequential(torch.jit.script(nn.BatchNorm1d(4)), nn.Linear(4, 1))
+    before = everything(model)
+    assert explain(model, torch.randn(3, 4, generator=torch.Generator())).ops
+    assert same(everything(model), before)
+
+
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_training_continues_unchanged(level):
     def trained(explained):

@@ -194,6 +194,15 @@ def test_a_compiled_model_keeps_its_own_names():
     assert log.of("exp") == [("body.0", "forward")]
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_a_scripted_module_has_its_name_and_keeps_no_hook():
+    scripted = torch.jit.script(nn.Linear(3, 3))
+    net = Net(nn.ReLU(), scripted)
+    assert logged(lambda: net(x()), net).of("addmm") == [("body.1", "forward")]
+    assert not scripted._forward_pre_hooks
+    assert not scripted._forward_hooks
+
+
 def test_other_threads_have_modules_of_their_own():
     net, other = Net(Exp()), Exp()
     names = []

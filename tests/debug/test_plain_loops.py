@@ -435,6 +435,20 @@ def test_arm_traces_after_skips_of_a_grad_scaler(log, optimizer, clip):
     assert handle.trace.first.module == "0"
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_arm_traces_a_scripted_model(log):
+    loop = Plain(torch.jit.script(net()), scale=2.0**10)
+    handle = amp.debug.arm(loop.optimizer, 2, **loop.watched)
+    x, y = batch()
+    bad = x * torch.nan
+    for _ in range(3):
+        loop.step(bad, y)
+    assert handle.trace.first.cause == "data"
+    assert len(log()) == 1
+    loop.step(x, y)
+    assert not tracing()
+
+
 def test_the_skips_by_which_a_grad_scaler_finds_its_scale_are_silent(log):
     loop = Plain(autocast=torch.float16, scale=2.0**24)
     handle = amp.debug.arm(loop.optimizer, 2, **loop.watched)

@@ -238,10 +238,10 @@ class AutoTrace:
             trace.__enter__()
         self.trace, self._traced_loss, self._thread = trace, loss_id, threading.get_ident()
         before, after = UncopiedHook(self._before_forward), UncopiedHook(self._after_forward)
-        for model in models:
+        for model in models:  # as the trace's own hooks: scripted ones' own methods refuse them
             self._handles += [
-                model.register_forward_pre_hook(before),
-                model.register_forward_hook(after, always_call=True),
+                nn.Module.register_forward_pre_hook(model, before),
+                nn.Module.register_forward_hook(model, after, always_call=True),
             ]
 
     def _stop(self) -> None:

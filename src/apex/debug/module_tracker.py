@@ -127,9 +127,9 @@ class ModuleTracker:
 
     def _hooks(self) -> Iterator[RemovableHandle]:
         enter, leave = UncopiedHook(self._enter_module), UncopiedHook(self._leave_module)
-        for module in self.names:
-            yield module.register_forward_pre_hook(enter, prepend=True)
-            yield module.register_forward_hook(leave, always_call=True)
+        for module in self.names:  # a scripted one's own methods refuse hooks, which its calls run
+            yield nn.Module.register_forward_pre_hook(module, enter, prepend=True)
+            yield nn.Module.register_forward_hook(module, leave, always_call=True)
 
     # -- names -----------------------------------------------------------------------------------
 

@@ -53,8 +53,13 @@ def _restore_values(saved: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def _restore_buffers(module: nn.Module, before: dict[str, Tensor | None]) -> None:
-    module._buffers.clear()
-    module._buffers.update(before)
+    buffers = module._buffers
+    if isinstance(module, torch.jit.ScriptModule):  # neither loses nor gains any
+        for name, buffer in before.items():
+            buffers[name] = buffer
+        return
+    buffers.clear()
+    buffers.update(before)
 
 
 @contextmanager
