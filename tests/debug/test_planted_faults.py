@@ -355,6 +355,16 @@ def spectrum_with_infinity():
     return through_net(lambda self, x: (x * spectrum).abs())
 
 
+@planted("log", "inf", "domain", module="")
+def logarithm_behind_a_norm_whose_running_mean_is_nan():
+    norm = nn.BatchNorm1d(3)  # in training mode, when its running mean changes no result
+    norm.running_mean.fill_(NAN)
+    net = Net(norm)
+    with trace_overflow(net) as trace:
+        (net(torch.ones(2, 3)) * 0).log().mean().backward()
+    return trace
+
+
 @planted("sub", "nan", "data", module="")
 def target_with_nan():
     net = Net(nn.Identity())

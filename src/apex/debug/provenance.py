@@ -26,6 +26,7 @@ class Origin:
         deliberate: Whether the value is intended, as a constant or a mask.
         masked_out: Whether values were masked out.
         absorbed: Whether a softmax or exp mapped -inf to 0, as is right.
+        spoils_only: Whether values reached weights or buffers, but no gradient and no loss.
         readers: Operators that read the values, in order, at most eight.
         times: Number of harmless origins at its place, of which it is the first.
     """
@@ -35,6 +36,7 @@ class Origin:
     deliberate: bool
     masked_out: bool = False
     absorbed: bool = False
+    spoils_only: bool = False
     readers: list[str] = field(default_factory=list)
     times: int = 0
 
@@ -43,10 +45,10 @@ class Origin:
         """The operator and the line of code."""
         return self.fault.op, self.fault.location
 
-    def rank(self) -> tuple[bool, bool, bool, int]:
+    def rank(self) -> tuple[bool, bool, bool, bool, int]:
         """Returns what sorts origins, the most severe first."""
         stale = self.fault.cause == "gradients"  # left by an earlier step
-        return self.deliberate, stale, self.masked_out, self.time
+        return self.deliberate, self.spoils_only, stale, self.masked_out, self.time
 
     @property
     def is_lost(self) -> bool:
@@ -64,9 +66,10 @@ class Provenance:
         backward pass completes with finite gradients, all earlier origins were harmless, with one
         exception: a value beyond fp16's range is lost even if a later function (a clamp, a
         sigmoid) maps the infinity to a finite value. Only softmax and exp return the right result
-        for -inf. Where several origins meet, those whose values were masked out come last. When a
-        trace ends, origins that no backward pass has judged count unless they were masked out, or
-        were harmless before at the same operator and line (a metric).
+        for -inf. Where several origins meet, those whose values were masked out come last, behind
+        them those that got no further than weights and buffers, such as a running mean in training.
+        When a trace ends, origins that no backward pass has judged count unless they were masked
+        out, or were harmless before at the same operator and line (a metric).
 
     Note [Long traces]
         A trace may last as long as a training. So origins are discarded once they are harmless, one
@@ -156,12 +159,19 @@ class Provenance:
         if gradient and gradient not in self.gradients:
             self.gradients.append(gradient)
         self._reached.setdefault(origin)
+        origin.spoils_only = False
         if origin.fault.heals and backward != -1:
             self.healed.add(backward)
             return
         if origin.fault.heals:
             origin.fault = replace(origin.fault, stepped=True)
         self.is_certain = True
+
+    def mark_spoiling(self, origin: Origin) -> None:
+        """Records that values of ``origin`` reached a weight or a buffer."""
+        spoils_only = origin.spoils_only or origin not in self._reached
+        self.mark_reached(origin)
+        origin.spoils_only = spoils_only
 
     def mark_backward(self, backward: int) -> None:
         """Counts a backward pass that has reached a gradient."""
