@@ -140,6 +140,8 @@ def test_a_target_that_prepares_its_model_is_refused_with_the_line(tmp_path, imp
     ("target", "message"),
     [
         ("no/such/file.py", "There is no file"),
+        ("./", r"\./ is neither a \.py file nor the name of a module"),
+        (".package:setup", r"\.package is neither a \.py file nor the name"),
         ("no_such_package:setup", "Importing no_such_package failed.*A file name needs its suffix"),
         ("math:setup", r"no function setup\(\)\."),
     ],

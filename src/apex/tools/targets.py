@@ -170,6 +170,8 @@ def _executed(path: Path) -> ModuleType:
 
 
 def _imported(name: str) -> ModuleType:
+    if not all(map(str.isidentifier, name.split("."))):
+        raise TargetError(f"{name} is neither a .py file nor the name of a module.")
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
