@@ -743,6 +743,9 @@ bool no_library_for_tensors(const at::Tensor&, const at::Tensor&, const at::Tens
   return false;
 }
 
+// What is queued holds its tensors itself.
+void record_stream(at::Tensor&, c10::Stream) {}
+
 template <void kernel(const OperatorHandle&, DispatchKeySet, Stack*)>
 auto boxed() {
   return torch::CppFunction::makeFromBoxedFunction<kernel>();
@@ -762,6 +765,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("_thnn_fused_lstm_cell", &lstm_cell);
   m.impl("_thnn_fused_gru_cell", &gru_cell);
   m.impl("cudnn_is_acceptable", &cudnn_is_acceptable);
+  m.impl("record_stream", &record_stream);
   m.impl("batch_norm_stats", &batch_norm_stats);
   m.impl("batch_norm_elemt", &batch_norm_elemt);
   m.impl("batch_norm_backward_reduce", &batch_norm_backward_reduce);

@@ -38,6 +38,43 @@ def trained(level, place, **options):
     return [master.cpu() for master in cases.masters(optimizer)], cases.loss_scale()
 
 
+class Prefetcher:
+    """Moves the next batch on a stream of its own while this one trains, as many scripts do."""
+
+    def __init__(self, batches):
+        self.batches = iter(batches)
+        self.stream = torch.cuda.Stream()
+        self.preload()
+
+    def preload(self):
+        with torch.cuda.stream(self.stream):
+            self.next = [
+                tensor.pin_memory().to("cuda", non_blocking=True)
+                for tensor in next(self.batches, ())
+            ]
+
+    def __iter__(self):
+        while self.next:
+            torch.cuda.current_stream().wait_stream(self.stream)
+            batch = self.next
+            for tensor in batch:
+                tensor.record_stream(torch.cuda.current_stream())
+            self.preload()
+            yield batch
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_batches_that_a_stream_of_their_own_moves_train_alike(level):
+    def masters(batches):
+        model, optimizer = cases.prepared(level, ADAMW, model=cases.net().to("cuda"))
+        for x, y in batches:
+            cases.train_step(model, optimizer, x, y)
+        return cases.masters(optimizer)
+
+    usual = masters(on("cuda", cases.batches(3)))
+    assert cases.same(masters(Prefetcher(cases.batches(3))), usual)
+
+
 @pytest.mark.parametrize("place", ["cuda:0", "cuda:1"])
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 def test_loops_have_the_numbers_of_the_cpu_and_wait_for_nothing(level, place):
