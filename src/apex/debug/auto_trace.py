@@ -23,7 +23,7 @@ from apex._torch import dtensor, ranks
 from apex._torch.dispatch_modes import suspend_modes
 from apex.debug.arguments import inner
 from apex.debug.loops import Loop, LoopPass, loop_of
-from apex.debug.module_tracker import UncopiedHook
+from apex.debug.module_tracker import UncopiedHook, hook_forward
 from apex.debug.overflow import OverflowTrace
 from apex.debug.rendering.formatting import listed, percent
 from apex.debug.update_watch import (
@@ -238,11 +238,8 @@ class AutoTrace:
             trace.__enter__()
         self.trace, self._traced_loss, self._thread = trace, loss_id, threading.get_ident()
         before, after = UncopiedHook(self._before_forward), UncopiedHook(self._after_forward)
-        for model in models:  # as the trace's own hooks: scripted ones' own methods refuse them
-            self._handles += [
-                nn.Module.register_forward_pre_hook(model, before),
-                nn.Module.register_forward_hook(model, after, always_call=True),
-            ]
+        for model in models:
+            self._handles += hook_forward(model, before, after)
 
     def _stop(self) -> None:
         own_thread = threading.get_ident() == self._thread  # modes are per thread

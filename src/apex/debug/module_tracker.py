@@ -74,6 +74,25 @@ class UncopiedHook:
         return getattr, (nullcontext(), "__exit__")
 
 
+def hook_forward(
+    module: nn.Module, before: UncopiedHook, after: UncopiedHook, *, first: bool = False
+) -> tuple[RemovableHandle, RemovableHandle]:
+    """Has hooks called around each forward of a module, after an exception, too.
+
+    A scripted module's own methods refuse hooks, although its calls run them.
+
+    Args:
+        module: The module.
+        before: Called before a forward.
+        after: Called after it.
+        first: Whether to call ``before`` ahead of the hooks that are there.
+    """
+    return (
+        nn.Module.register_forward_pre_hook(module, before, prepend=first),
+        nn.Module.register_forward_hook(module, after, always_call=True),
+    )
+
+
 class ModuleTracker:
     """Tracks which module of the given models is running, in which direction and from which line.
 
@@ -127,9 +146,8 @@ class ModuleTracker:
 
     def _hooks(self) -> Iterator[RemovableHandle]:
         enter, leave = UncopiedHook(self._enter_module), UncopiedHook(self._leave_module)
-        for module in self.names:  # a scripted one's own methods refuse hooks, which its calls run
-            yield nn.Module.register_forward_pre_hook(module, enter, prepend=True)
-            yield nn.Module.register_forward_hook(module, leave, always_call=True)
+        for module in self.names:
+            yield from hook_forward(module, enter, leave, first=True)
 
     # -- names -----------------------------------------------------------------------------------
 

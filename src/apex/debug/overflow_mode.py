@@ -149,7 +149,7 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
             is_mask = origin.deliberate and origin.fault.cause != "update"
             spoiled = (tensor for tensor, _ in bad if not self._is_mask_buffer(tensor))
             if not is_mask and self._writes_weights(call, spoiled):
-                self._provenance.mark_spoiling(origin)
+                self._provenance.mark_reached(origin, spoils=True)
         elif call.name in _MASKS:
             self._mark_inputs(call, self._provenance.mark_masked)
         elif operator_name(call.name) in _MAP_TO_ZERO:
@@ -278,7 +278,7 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         argument = call.original(tensor)
         origin = self._provenance.of(argument)
         if origin is not None and self._spoils_weights(origin, tensor, argument):
-            self._provenance.mark_spoiling(origin)
+            self._provenance.mark_reached(origin, spoils=True)
         if origin is None:
             cause = self._source(argument, call)
             deliberate = cause == "data" and (call.is_constant or tensors.is_mask(tensor))

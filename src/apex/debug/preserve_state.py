@@ -54,12 +54,10 @@ def _restore_values(saved: list[tuple[Tensor, Tensor]]) -> None:
 
 def _restore_buffers(module: nn.Module, before: dict[str, Tensor | None]) -> None:
     buffers = module._buffers
-    if isinstance(module, torch.jit.ScriptModule):  # neither loses nor gains any
-        for name, buffer in before.items():
-            buffers[name] = buffer
-        return
-    buffers.clear()
-    buffers.update(before)
+    if list(buffers.keys()) != list(before):  # a scripted module's cannot be cleared, nor differ
+        buffers.clear()
+    for name, buffer in before.items():
+        buffers[name] = buffer
 
 
 @contextmanager

@@ -149,29 +149,25 @@ class Provenance:
 
     # -- faults ----------------------------------------------------------------------------------
 
-    def mark_reached(self, origin: Origin, *, backward: int = -1, gradient: str = "") -> None:
-        """Records that values of ``origin`` reached a gradient, the loss or a weight.
+    def mark_reached(
+        self, origin: Origin, *, backward: int = -1, gradient: str = "", spoils: bool = False
+    ) -> None:
+        """Records that values of ``origin`` reached a gradient, the loss, a weight or a buffer.
 
         ``backward`` is the backward pass whose gradients they reached, -1 for the loss or a weight:
         a dynamic loss scale skips the step of such a pass, and backs off. ``gradient`` is the
-        parameter's name.
+        parameter's name. ``spoils`` says that they reached a weight or a buffer.
         """
         if gradient and gradient not in self.gradients:
             self.gradients.append(gradient)
+        origin.spoils_only = spoils and (origin.spoils_only or origin not in self._reached)
         self._reached.setdefault(origin)
-        origin.spoils_only = False
         if origin.fault.heals and backward != -1:
             self.healed.add(backward)
             return
         if origin.fault.heals:
             origin.fault = replace(origin.fault, stepped=True)
         self.is_certain = True
-
-    def mark_spoiling(self, origin: Origin) -> None:
-        """Records that values of ``origin`` reached a weight or a buffer."""
-        spoils_only = origin.spoils_only or origin not in self._reached
-        self.mark_reached(origin)
-        origin.spoils_only = spoils_only
 
     def mark_backward(self, backward: int) -> None:
         """Counts a backward pass that has reached a gradient."""

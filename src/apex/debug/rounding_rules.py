@@ -48,6 +48,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from apex.debug import tensors
+
 AMPLIFICATION = 4.0
 
 LOST_CHANGE = 0.5
@@ -131,8 +133,7 @@ def distance(values: Tensor, shadow: Tensor) -> Distance:
     Masked are elements that are infinite or NaN on either side and, where a mask was added, those
     far below all others: their size would hide the error of the rest.
     """
-    if values.is_complex():
-        values, shadow = (torch.view_as_real(each.resolve_conj()) for each in (values, shadow))
+    values, shadow = tensors.real(values), tensors.real(shadow)
     if not values.numel():
         return Distance(0.0, 0.0)
     wide, shadow = values.double(), shadow.double()
@@ -221,8 +222,8 @@ def has_no_digits(name: str, inputs: Sequence[float], result: float) -> bool:
 
 def within_range(values: Tensor, shadow: Tensor) -> Tensor:
     """Returns the shadow, with ``values`` themselves where they or their dtype overflow."""
-    out = values.isfinite().logical_not_() | (shadow.abs() > torch.finfo(values.dtype).max)
-    return torch.where(out, values.to(shadow.dtype), shadow)
+    out = ~values.isfinite() | (shadow.abs() > torch.finfo(values.dtype).max)
+    return torch.where(out, values, shadow)
 
 
 def least_sizes(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[float]:

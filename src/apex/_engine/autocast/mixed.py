@@ -51,18 +51,18 @@ class resolve_mixed(UncastBlock):  # noqa: N801 - reads as a function
         if here.stale:
             here.settle()
         casts = here.pass_casts
-        named = {} if casts is None else dict.fromkeys(casts.device_types, casts)
-        if not (here.specs or named or here.off):
+        added = {} if casts is None else dict.fromkeys(casts.device_types, casts)
+        if not (here.specs or added or here.off):
             found = {device: self._newest(device) for device in DEVICE_TYPES}
-            named = {device: spec for device, spec in found.items() if spec is not None}
-        if not (here.specs or named):
+            added = {device: spec for device, spec in found.items() if spec is not None}
+        if not (here.specs or added):
             return
         self._modes = function_modes()
         super().__enter__()
         _, specs, _, off, mixes, _, _, switches = cast(State, self._before)
         here.mixes = mixes or not (specs or off) or any(on for _, on, _ in switches)
-        if named:
-            here.specs = here.specs | named
+        if added:
+            here.specs = here.specs | added
         if here.mixes:
             push_function_mode(_ResolveMixed(self._cast, here.specs))
 

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from apex._engine.optimizer.binding import Binding
     from apex._engine.scaler import Scaler
 
-    _Mark = tuple[int | None, TensorWeakRef | None]
-
 
 class GradState(enum.Enum):
     """The state of an optimizer's gradients."""
@@ -90,7 +88,7 @@ class Gradients:
         self.used = self.stepping = False
         self._steps = 0
         self.current = GradientPass(GradState.READY)
-        self._sentinel: tuple[nn.Parameter, _Mark] | None = None
+        self._sentinel: tuple[nn.Parameter, int | None, TensorWeakRef | None] | None = None
         self._in_buckets = False
         self._modified = False
 
@@ -272,8 +270,7 @@ class Gradients:
         self.absorb_raw()
         if self.state is GradState.DELAYED:
             return
-        sentinel = self._sentinel
-        if self._modified or (sentinel is not None and _is_changed(*sentinel)):
+        if self._modified or self._wrote_sentinel():
             own, *others = [each.params() for each in self._optimized.sharing()]
             self.overflow.recheck(own, [param for params in others for param in params])
         self._modified = False
@@ -332,9 +329,7 @@ class Gradients:
             kept = {
                 id(param)
                 for param, grad, version in before
-                if version is not None
-                and _version(param) == version
-                and (version == -1 or param.grad is grad)
+                if version is not None and not _is_changed(param, version, grad)
             }
             zeroed: list[tuple[TrackedPair, Tensor]] = []
             for pair in self._optimized.pairs:
@@ -406,8 +401,17 @@ class Gradients:
     def _watch_writes(self) -> None:
         """Has writes to the first gradient tell that a script changes them."""
         first = self._first_with_grad()
-        self._sentinel = None if first is None else (first, _mark(first))
+        self._sentinel = None
+        if first is not None:
+            grad = parameters.grad_of(first)
+            self._sentinel = first, _version(first), None if grad is None else TensorWeakRef(grad)
         self._count_on_sentinel(True)
+
+    def _wrote_sentinel(self) -> bool:
+        if self._sentinel is None:
+            return False
+        param, version, grad = self._sentinel
+        return _is_changed(param, version, None if grad is None else grad())
 
     def _count_on_sentinel(self, counts: bool) -> None:
         param = None if self._sentinel is None else self._sentinel[0]
@@ -446,17 +450,11 @@ def _version(param: nn.Parameter) -> int | None:
     return -1 if deferred.is_as_computed(grad) else grad._version
 
 
-def _mark(param: nn.Parameter) -> _Mark:
-    """Returns what :func:`_is_changed` compares: the version, and the tensor unless deferred."""
-    version, grad = _version(param), None
-    if version is not None and version >= 0:
-        grad = parameters.grad_of(param)
-    return version, None if grad is None else TensorWeakRef(grad)
+def _is_changed(param: nn.Parameter, version: int | None, grad: Tensor | None) -> bool:
+    """Returns whether the gradient of ``param``, once ``grad``, was written or replaced.
 
-
-def _is_changed(param: nn.Parameter, mark: _Mark) -> bool:
-    """Returns whether the gradient of ``param`` was written or replaced; alike on all ranks."""
-    version, grad = mark
+    A deferred gradient has no tensor to compare.
+    """
     if _version(param) != version:
         return True
-    return grad is not None and grad() is not parameters.grad_of(param)
+    return version != -1 and parameters.grad_of(param) is not grad
