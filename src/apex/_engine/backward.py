@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from apex._torch.ddp import Communication
 
 _checked = operator.attrgetter("gradients.overflow.checked")
-_continues_local = operator.attrgetter("gradients.continues_local")
+_state_before = operator.attrgetter("gradients.current.before")
 _iteration = operator.attrgetter("gradients.iteration")
 
 
@@ -85,7 +85,7 @@ class BackwardPass(ExitStack):
         self._delay_overflow_check = delay_overflow_check
         self._casts = PassCasts(casts)
         self._finished = False
-        self._delayed = False
+        self._delayed = self._left = self._moves_scale = False
         self._earlier: list[OpenPass | None] = []
         self._sends: list[bool] = []
         self._mistakes = mistakes
@@ -198,9 +198,11 @@ class BackwardPass(ExitStack):
             self._begin(binding, communication, begun)
 
     def _prepared(self, binding: Binding) -> Communication:
-        binding.regroup()
+        if binding.master_weights:
+            binding.regroup()
         communication = self._communication(binding)
-        binding.read_model()
+        if binding.master_weights:
+            binding.read_model()
         binding.gradients.absorb_changes()
         return communication
 
@@ -249,6 +251,8 @@ class BackwardPass(ExitStack):
     @untraced
     def _leave(self, *error: object) -> None:
         """Closes whatever is still open; idempotent."""
+        if self._left:
+            return
         self._scaler.open_blocks.discard(self)
         if self._inspection is not None:
             self._inspection.close()
@@ -257,6 +261,7 @@ class BackwardPass(ExitStack):
             gradients = binding.gradients
             if gradients.state is GradState.OPEN and gradients.open_pass is self:
                 gradients.abort(self)
+        self._left = True
 
     def finish(self) -> None:
         """Unscales the gradients and updates the scale, once; all or nothing.
@@ -298,18 +303,13 @@ class BackwardPass(ExitStack):
         self._sends = list(compress(self._sends, kept))
         self._flagged = [binding for binding in self._flagged if id(binding) not in left]
 
-    @property
-    def _moves_scale(self) -> bool:
-        # Without communication each rank knows its own overflows only; their scales would diverge.
-        return all(self._sends) and not self._delay_overflow_check
-
     def _unscale(self) -> None:
         """Does everything that can fail; ``Gradients.roll_back`` reverts it."""
         scaler = self._scaler
         delayed = scaler.delayed_blocks
         if scaler.open_blocks or (delayed and any(block.waits for block in delayed)):
             scaler.replace_tensors()
-        scaler.begin_pass(continues=any(map(_continues_local, self._bindings)))
+        scaler.begin_pass(continues=GradState.LOCAL in map(_state_before, self._bindings))
         inverse = None if scaler.is_identity else scaler.inverse(self._scaled_by)
         unscale_ = None if inverse is None else functools.partial(scaler.unscale_, inverse=inverse)
         factors = () if inverse is None else (inverse,)
@@ -317,8 +317,9 @@ class BackwardPass(ExitStack):
         for binding in self._bindings:
             current = binding.gradients.current
             current.accumulate(binding, unscale_, done, factors, checks=scaler.dynamic)
-        moves_scale = self._moves_scale
-        own = scaler.own_update if moves_scale else None
+        # Without communication each rank knows its own overflows only; their scales would diverge.
+        self._moves_scale = all(self._sends) and not self._delay_overflow_check
+        own = scaler.own_update if self._moves_scale else None
         if scaler.dynamic:
             scaler.share_overflow([*chain.from_iterable(b.params() for b in self._bindings)])
             if own is not None:
@@ -327,7 +328,7 @@ class BackwardPass(ExitStack):
                 binding.gradients.overflow.raise_by(scaler.found_inf)
         if not all(self._sends):
             scaler.hold_update()
-        elif moves_scale:
+        elif self._moves_scale:
             scaler.update(map(_iteration, self._bindings), own=own is not None)
 
     def _abort(self) -> None:

@@ -55,6 +55,7 @@ class Session:
         policy: The level, in today's terms.
         scalers: One per loss.
         region: Turns op casts on in forward passes; off at levels without op casts.
+        casting: Whether the session has op casts and has not ended.
         options: The options as the public API shows them.
         mistakes: The mistakes found in the training loop.
     """
@@ -106,6 +107,7 @@ class Session:
         self._communicator = Communicator(self.scalers)
         self._shards: list[weakref.ref[object]] = []
         self._prepared: frozenset[int] = frozenset()
+        self.casting = False
         self._end: weakref.finalize[..., Session] | None = None
         self.options: object = None
         self.mistakes = Mistakes()
@@ -197,18 +199,15 @@ class Session:
             self.region.enter_ambient()
             self._end = weakref.finalize(self, _end, self.region, self._functions)
             self._end.atexit = False
+            self.casting = True
 
     def close(self) -> None:
         """Turns op casts off, in this thread and in the models' forward passes; idempotent."""
         if self._end is not None and self._end.alive:
             self._end()
+            self.casting = False
             for model in self._models:
                 conversion.set_region(model, UncastRegion())
-
-    @property
-    def casting(self) -> bool:
-        """Whether the session has op casts and has not ended."""
-        return self._end is not None and self._end.alive
 
     def bind(
         self,
@@ -269,8 +268,9 @@ class Session:
         delays, flagged = delay_unscale, [*bindings]
         region, casting = self.region, False
         for owner in owners:
-            owner._check_sharding(bindings)
-            delays = delays or owner._defers_reduction()
+            if owner._prepared:
+                owner._check_sharding(bindings)
+            delays = delays or (bool(owner._shards) and owner._defers_reduction())
             flagged += owner.sharers(bindings)
             if not casting and owner.casting:
                 region, casting = owner.region, True
@@ -289,13 +289,12 @@ class Session:
         )
 
     def _check_sharding(self, bindings: Sequence[Binding]) -> None:
-        if self._prepared:
-            trained = [p for b in bindings for p in b.trained() if id(p) in self._prepared]
-            sharding.check_order(self._models, trained)
-            self._prepared = frozenset()
+        trained = [p for b in bindings for p in b.trained() if id(p) in self._prepared]
+        sharding.check_order(self._models, trained)
+        self._prepared = frozenset()
 
     def _defers_reduction(self) -> bool:
-        return bool(self._shards) and fsdp.defers_reduction(ref() for ref in self._shards)
+        return fsdp.defers_reduction(ref() for ref in self._shards)
 
     def _end_pass(
         self,
@@ -385,11 +384,17 @@ class Session:
 
     def sharers(self, bindings: Sequence[Binding]) -> Sequence[Binding]:
         """Returns every other optimizer that trains a parameter of ``bindings``."""
-        if len(self._bindings) == [binding.owner for binding in bindings].count(self):
+        others = self.others(bindings)
+        if not others:
             return ()
-        others = [other for other in self.bindings if other not in bindings]
         trained = {id(param) for binding in bindings for param in binding.trained()}
         return [each for each in others if any(id(param) in trained for param in each.trained())]
+
+    def others(self, bindings: Sequence[Binding]) -> Sequence[Binding]:
+        """Returns the session's optimizers that are not in ``bindings``."""
+        if len(self._bindings) == 1 and len(bindings) == 1 and bindings[0].owner is self:
+            return ()
+        return [other for other in self.bindings if other not in bindings]
 
     def convert_late(self, params: Iterable[Tensor]) -> None:
         self._communicator.forget_users()  # they may belong to another wrapper

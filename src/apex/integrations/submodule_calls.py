@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
+from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes
@@ -58,6 +59,8 @@ class SubmoduleCalls:
         finally:
             self._depth -= 1
 
+    run_eagerly = run
+
     def remove(self) -> None:
         """Removes the hooks."""
         self._state.region = self._region
@@ -71,7 +74,9 @@ class SubmoduleCalls:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self._depth += 1
-        return (args, kwargs) if self._depth > 1 else begin_call(self._state, args, kwargs)
+        if self._depth > 1:
+            return args, kwargs
+        return begin_call(self._state, args, kwargs, traced=is_compiling())
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         self._depth -= 1

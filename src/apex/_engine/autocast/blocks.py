@@ -22,19 +22,22 @@ class UncastBlock:
     """
 
     _before: State | None = None
+    _others: Sequence[str] = ()
 
     def __init__(self, others: Sequence[str] = ()) -> None:
         self._others = others
 
     @untraced
-    def __enter__(self) -> None:
+    def __enter__(self) -> State:
+        """Returns the state that the exit restores."""
         here = threads.current
         if here.stale:
             here.settle()
         self._here = here
         devices = {*here.specs, *self._others} if self._others else here.specs
-        self._before = here.state_with(devices)
-        self._before = here.turn_off(self._before, for_runs=True)
+        self._before = before = here.state_with(devices)
+        self._before = before = here.turn_off(before, for_runs=True)
+        return before
 
     @untraced
     def __exit__(self, *error: object) -> None:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
 from apex._core.op_casts import widest
 from apex._core.op_table import CastSpec
 from apex._engine.autocast.blocks import UncastBlock
-from apex._engine.autocast.thread_casts import DEVICE_TYPES, State, threads
+from apex._engine.autocast.thread_casts import DEVICE_TYPES, threads
 from apex._torch.dynamo import untraced, untraced_if_called
 from apex._torch.function_modes import exit_function_modes, function_modes, push_function_mode
 
 Cast = Callable[[Mapping[str, CastSpec], Callable[..., Any], Any, Any], Any]
 """Calls a function with positional and keyword arguments, by the spec of each device type."""
+
+_on = operator.itemgetter(1)
 
 
 class resolve_mixed(UncastBlock):  # noqa: N801 - reads as a function
@@ -35,18 +38,20 @@ class resolve_mixed(UncastBlock):  # noqa: N801 - reads as a function
     Args:
         cast: Calls a function by these rows.
         newest: Returns the rows of the newest session for a device type.
+
+    Attributes:
+        modes: The number of function modes around it; ``None`` unless it is entered and in effect.
     """
 
-    _modes: int | None = None
+    modes: int | None = None
 
     @untraced
     def __init__(self, cast: Cast, newest: Callable[[str], CastSpec | None]) -> None:
-        super().__init__()
         self._cast = cast
         self._newest = newest
 
     @untraced
-    def __enter__(self) -> None:
+    def __enter__(self) -> None:  # type: ignore[override]
         here = threads.current
         if here.stale:
             here.settle()
@@ -57,10 +62,9 @@ class resolve_mixed(UncastBlock):  # noqa: N801 - reads as a function
             added = {device: spec for device, spec in found.items() if spec is not None}
         if not (here.specs or added):
             return
-        self._modes = function_modes()
-        super().__enter__()
-        _, specs, _, off, mixes, _, _, switches = cast(State, self._before)
-        here.mixes = mixes or not (specs or off) or any(on for _, on, _ in switches)
+        self.modes = function_modes()
+        _, specs, _, off, mixes, _, _, switches = super().__enter__()
+        here.mixes = mixes or not (specs or off) or any(map(_on, switches))
         if added:
             here.specs = here.specs | added
         if here.mixes:
@@ -68,17 +72,16 @@ class resolve_mixed(UncastBlock):  # noqa: N801 - reads as a function
 
     @untraced
     def __exit__(self, *error: object) -> None:
-        if self._modes is not None:
-            exit_function_modes(self._modes)
+        if self.modes is not None:
+            exit_function_modes(self.modes)
             super().__exit__()
-            self._modes = None
+            self.modes = None
 
 
 class _ResolveMixed(TorchFunctionMode):
     """Casts Python calls that mix dtypes inside a backward pass, in whichever thread."""
 
     def __init__(self, cast: Cast, specs: Mapping[str, CastSpec]) -> None:
-        super().__init__()
         self._cast = cast
         self._specs = specs
 

@@ -72,7 +72,8 @@ class _Rules:
             finally:
                 inside.__exit__()
         finally:  # see Note [Interrupted blocks]
-            inside.__exit__()
+            if inside.modes is not None:
+                inside.__exit__()
 
 
 _rules = _Rules()
@@ -114,6 +115,11 @@ class _Casts:
                 return fn(*args, **kwargs)
             self._check_doubles(args, kwargs)
             return _traced(self.spec.device_types, self.spec.dtype, fn, *args, **kwargs)
+        return self.run_eagerly(fn, *args, **kwargs)
+
+    @untraced_frame
+    def run_eagerly(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """As :meth:`run`, for a caller that knows that no compiler traces it."""
         here = threads.current
         if here.stale:
             here.settle()
@@ -121,7 +127,7 @@ class _Casts:
             return fn(*args, **kwargs)
         if not self._casts_double:
             self._check_doubles(args, kwargs)
-        before = here.state(here.specs, here.changed_switches(self.spec))
+        before = here.state_before(self.spec)
         try:
             try:
                 before = here.turn_on(self.spec, before)
@@ -129,7 +135,8 @@ class _Casts:
             finally:
                 here.restore(before)
         finally:  # see Note [Interrupted blocks]
-            here.restore(before)
+            if here.busy != before[0]:
+                here.restore(before)
 
     @at_tracing
     def handle_doubles(self) -> None:
@@ -219,6 +226,11 @@ class UncastRegion:
         """Returns ``fn(*args, **kwargs)`` with casts off; cast regions inside turn them back on."""
         if _is_compiling():
             return _traced([d for d in DEVICE_TYPES if is_on(d)], None, fn, *args, **kwargs)
+        return self.run_eagerly(fn, *args, **kwargs)
+
+    @untraced_frame
+    def run_eagerly(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """As :meth:`run`, for a caller that knows that no compiler traces it."""
         here = threads.current
         if not here.specs and not self._users:
             return fn(*args, **kwargs)
@@ -230,7 +242,8 @@ class UncastRegion:
             finally:
                 here.restore(before)
         finally:
-            here.restore(before)
+            if here.busy != before[0]:
+                here.restore(before)
 
 
 def casts_off() -> AbstractContextManager[Any]:

@@ -69,6 +69,8 @@ State = tuple[int, dict[str, CastSpec], int, int, bool, int, bool, list[Switch]]
 """The state that a block restores: ``busy``, ``specs``, ``runs``, ``off``, ``mixes``, ``task``,
 whether the weight cache is on, switches. A plain tuple, because every forward makes one."""
 
+_saved = operator.attrgetter("busy", "specs", "runs", "off", "mixes", "task")
+
 
 class _Before(NamedTuple):
     """A device type's switch before the first ambient request, and the autocast depth then."""
@@ -128,30 +130,21 @@ class ThreadCasts:
 
     # -- blocks --------------------------------------------------------------------------------
 
-    def state(self, specs: dict[str, CastSpec], switches: list[Switch]) -> State:
-        """Returns the state for ``restore``, which sets these switches only.
-
-        Args:
-            specs: This thread's, read before the switches; see :meth:`turn_on`.
-            switches: The switches that the block changes.
-        """
-        off, mixes, task = self.off, self.mixes, self.task
-        return self.busy, specs, self.runs, off, mixes, task, _is_cache_on(), switches
-
     def state_with(self, devices: Iterable[str]) -> State:
         """Returns the state for ``restore``, which sets the switches of these device types only."""
-        specs = self.specs
+        before = _saved(self)  # before the switches; see turn_off
         switches = [(device, is_on(device), get_dtype(device)) for device in devices]
-        return self.state(specs, switches)
+        return (*before, _is_cache_on(), switches)
 
-    def changed_switches(self, spec: CastSpec) -> list[Switch]:
-        """Returns the switches that a run of ``spec`` changes."""
-        found: list[Switch] = []
+    def state_before(self, spec: CastSpec) -> State:
+        """Returns the state for ``restore``, with the switches that a run of ``spec`` changes."""
+        before = _saved(self)  # before the switches; see turn_on
+        switches: list[Switch] = []
         for device in spec.device_types:
             on, dtype = is_on(device), get_dtype(device)
-            if not on or dtype is not spec.dtype or self.specs.get(device) is not spec:
-                found.append((device, on, dtype))
-        return found
+            if not on or dtype is not spec.dtype or before[1].get(device) is not spec:
+                switches.append((device, on, dtype))
+        return (*before, _is_cache_on(), switches)
 
     @untraced
     def restore(self, before: State) -> None:
@@ -180,7 +173,7 @@ class ThreadCasts:
         """
         self.busy += 1
         if self.specs is not before[1]:
-            before = before[0], *self.state(self.specs, self.changed_switches(spec))[1:]
+            before = before[0], *self.state_before(spec)[1:]
         self.runs += 1
         if self.runs == 1:
             _set_cache(weight_cache_is_safe)

@@ -346,16 +346,17 @@ def cast_call(
     kwargs: dict[str, Any],
 ) -> Any:
     """Calls ``forward(*bound, *args, **kwargs)``, casting ``args``, ``kwargs`` and the output."""
-    args, kwargs = begin_call(state, args, kwargs)
-    run = _run_traced if _is_compiling() else _run
+    traced = _is_compiling()
+    args, kwargs = begin_call(state, args, kwargs, traced=traced)
+    run = _run_traced if traced else _run
     return end_call(state, run(model, state, forward, *bound, *args, **kwargs))
 
 
 def begin_call(
-    state: ModelState, args: tuple[Any, ...], kwargs: dict[str, Any]
+    state: ModelState, args: tuple[Any, ...], kwargs: dict[str, Any], *, traced: bool
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Begins a forward pass: returns its arguments, cast by the plan."""
-    if _is_compiling():
+    if traced:
         state.begin_traced_forward()
     else:
         state.begin_forward()
@@ -390,7 +391,7 @@ def _run(
 ) -> Any:
     marked = kept_buffers.mark_plain(state.kept(model)) if state.keeps else ()
     try:
-        return state.region.run(forward, *args, **kwargs)
+        return state.region.run_eagerly(forward, *args, **kwargs)
     except RuntimeError as error:
         dtype_errors.explain(model, state.plan, error)
         raise

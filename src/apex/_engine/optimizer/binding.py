@@ -61,6 +61,9 @@ class Owner(Protocol):
     def sharers(self, bindings: Sequence[Binding]) -> Sequence[Binding]:
         """Returns every other optimizer that trains a parameter of ``bindings``."""
 
+    def others(self, bindings: Sequence[Binding]) -> Sequence[Binding]:
+        """Returns the session's optimizers that are not in ``bindings``."""
+
     def convert_late(self, params: Iterable[Tensor]) -> None:
         """Converts modules added to the models since ``initialize`` that hold ``params``."""
 
@@ -246,7 +249,8 @@ class Binding:
         """
         find_by_itself(self.optimizer)
         exchange(self.optimizer, {id(pair.master): pair.model for pair in self.pairs})
-        self.pairs, self._owned = [], set()
+        self.pairs.clear()  # gradients hold the same list
+        self._owned = set()
 
     # -- before a pass or a step -------------------------------------------------------------
 
@@ -285,19 +289,21 @@ class Binding:
         Args:
             steps: Whether masters are stepped or given back next.
         """
-        self.regroup()
+        if self._owned:
+            self.regroup()
         gradients = self.gradients
         if gradients.open_pass is not None:
             if backward_id() == -1:
                 gradients.open_pass.finish()
             else:
                 self._begin_step_in_backward()
-        self.read_model(steps=steps)
+        if self.master_weights:
+            self.read_model(steps=steps)
         if steps and self.pairs and self._unseen_writes.look(self.pairs) and self.owner is not None:
             self.owner.mistakes.warn(Mistake.UNSEEN_WRITE)
         gradients.absorb_raw()
-        if steps:
-            gradients.recheck()
+        if steps and gradients.overflow.begin_step(self.params):
+            gradients.watch_writes()
 
     def has_plain_gradients(self) -> bool:
         """Whether the model has gradients of a plain backward pass that masters do not have yet."""

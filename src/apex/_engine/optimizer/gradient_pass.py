@@ -99,7 +99,8 @@ class GradientPass:
 
     def make_room(self) -> None:
         """Sets gradients aside, and gives the model those to which the pass adds."""
-        self._given = low_sums.give_back(self._sums)
+        if self._sums:
+            self._given = low_sums.give_back(self._sums)
         for pair in self.unmirrored:  # after absorb_raw() no other model parameter has a gradient
             pair.model.grad, pair.mirrors_grad = None, False
         for param, _ in self.aside:

@@ -82,6 +82,7 @@ class Gradients:
     def __init__(self, stepped: Binding) -> None:
         allow_subclass_inputs()  # a compiled clip takes counted gradients
         self._stepped = weakref.ref(stepped)
+        self._pairs = stepped.pairs  # the same list
         self.state = GradState.READY
         self.open_pass: OpenPass | None = None
         self.overflow = OverflowFlag()
@@ -98,11 +99,6 @@ class Gradients:
         if stepped is None:
             raise RuntimeError("The optimizer of these gradients has been deleted.")
         return stepped
-
-    @property
-    def continues_local(self) -> bool:
-        """Whether the open pass, or a delayed pass that it completes, began in state ``LOCAL``."""
-        return self.current.before is GradState.LOCAL
 
     @property
     def unfinished(self) -> bool:
@@ -191,7 +187,7 @@ class Gradients:
 
     def settle(self) -> None:
         """Computes every fp32 gradient that was deferred."""
-        for pair in self._optimized.pairs:
+        for pair in self._pairs:
             each = deferred.of(pair.master)
             if each is not None:
                 each.settle()
@@ -203,11 +199,11 @@ class Gradients:
             sent: Whether the gradients are reduced across ranks, or need not be.
         """
         self.current.install()
-        optimized = self._optimized
-        mirror_gradients.mark(optimized.pairs)
+        if self._pairs:
+            mirror_gradients.mark(self._pairs)
         self._end_pass(GradState.READY if sent else GradState.LOCAL)
         if self.overflow.checked:
-            self._watch_writes()
+            self.watch_writes()
 
     def roll_back(self) -> None:
         """Discards a pass that could not be unscaled, and the delayed passes before it.
@@ -254,9 +250,8 @@ class Gradients:
         """Applies gradient changes made outside passes to the masters."""
         if self.unfinished:
             return
-        optimized = self._optimized
-        if optimized.pairs and outside_changes.absorb(
-            optimized.pairs, in_buckets=self._in_buckets, defers=optimized.defers
+        if self._pairs and outside_changes.absorb(
+            self._pairs, in_buckets=self._in_buckets, defers=self._optimized.defers
         ):
             self._modified = True
         if (self.overflow.checked or self.state is GradState.LOCAL) and not self.has_grads():
@@ -270,15 +265,10 @@ class Gradients:
         self.absorb_raw()
         if self.state is GradState.DELAYED:
             return
-        if self._modified or self._wrote_sentinel():
+        if self._modified or (self._sentinel is not None and _is_written(*self._sentinel)):
             own, *others = [each.params() for each in self._optimized.sharing()]
             self.overflow.recheck(own, [param for params in others for param in params])
         self._modified = False
-
-    def recheck(self) -> None:
-        """Has the next step skip gradients that overflowed, were cleared and are back."""
-        if self.overflow.begin_step(self._optimized.params):
-            self._watch_writes()
 
     def take_mirrors(self) -> list[TrackedPair]:
         """Leaves gradients on the masters alone; returns the pairs whose models mirrored them."""
@@ -286,14 +276,14 @@ class Gradients:
             return []
         self.absorb_changes()
         self.settle()
-        mirrored = [pair for pair in self._optimized.pairs if pair.mirrors_grad]
+        mirrored = [pair for pair in self._pairs if pair.mirrors_grad]
         for pair in mirrored:
             pair.model.grad, pair.mirrors_grad = None, False
         return mirrored
 
     def absorb_partial(self) -> None:
         """Moves the gradients so far of an open pass at scale 1, for a step during the pass."""
-        received = gradient_pass.received(self._optimized.pairs, set())
+        received = gradient_pass.received(self._pairs, set())
         outside_changes.add([pair for pair, _ in received])
 
     @property
@@ -303,7 +293,7 @@ class Gradients:
 
     def zero(self, *, set_to_none: bool) -> None:
         """Clears the gradients of all pairs, model and master, and any pending overflow."""
-        for pair in self._optimized.pairs:
+        for pair in self._pairs:
             if set_to_none:
                 pair.model.grad = pair.master.grad = None
                 pair.mirrors_grad = False
@@ -332,7 +322,7 @@ class Gradients:
                 if version is not None and not _is_changed(param, version, grad)
             }
             zeroed: list[tuple[TrackedPair, Tensor]] = []
-            for pair in self._optimized.pairs:
+            for pair in self._pairs:
                 if id(pair.master) in kept:
                     continue
                 grad = pair.master.grad
@@ -352,8 +342,8 @@ class Gradients:
         Args:
             models: Ids of the models' parameters whose gradients were just cleared.
         """
-        pairs = {id(pair.master): id(pair.model) for pair in self._optimized.pairs}
-        for pair in self._optimized.pairs:
+        pairs = {id(pair.master): id(pair.model) for pair in self._pairs}
+        for pair in self._pairs:
             if id(pair.model) in models:
                 mirror_gradients.mark_again(pair)
 
@@ -369,59 +359,42 @@ class Gradients:
         The pass of a block that is still open goes on without gradients to add to: what it computes
         from now on is scaled, and has to be unscaled by a step inside the block, too.
         """
-        self.end_iteration()
+        self._steps += 1
         optimized = self._optimized
-        for binding in () if optimized.owner is None else optimized.owner.bindings:
+        for binding in () if optimized.owner is None else optimized.owner.others([optimized]):
             current = binding.gradients.current
             if current.aside:  # perhaps the gradient of a parameter that both optimizers step
                 current.drop_aside(set(map(id, optimized.params())))
         opened, before = self.open_pass, self.current
-        self._end_pass(GradState.READY)
+        if opened is not None or self.state is not GradState.READY:
+            self._end_pass(GradState.READY)
         if opened is not None and not opened.delayed:
             self.open_pass = opened
             self.current.scaled, self.current.pairs = before.scaled, before.pairs
         self._sentinel = None
         self.overflow.clear()
 
-    def end_iteration(self) -> None:
-        """Assigns the passes that follow to the next step."""
-        self._steps += 1
-
     def begin_step(self) -> None:
-        """Ends the iteration, and hands plain gradients to the optimizer."""
+        """Assigns the passes that follow to the next step; hands the optimizer plain gradients."""
         self.stepping = True
-        self.end_iteration()
-        self._count_on_sentinel(False)
+        self._steps += 1
+        if self._sentinel is not None:
+            _count_writes(self._sentinel[0], False)
 
     def end_step(self) -> None:
         """Notices again what a script writes into gradients; idempotent."""
         self.stepping = False
-        self._count_on_sentinel(True)
+        if self._sentinel is not None:
+            _count_writes(self._sentinel[0], True)
 
-    def _watch_writes(self) -> None:
+    def watch_writes(self) -> None:
         """Has writes to the first gradient tell that a script changes them."""
         first = self._first_with_grad()
         self._sentinel = None
         if first is not None:
             grad = parameters.grad_of(first)
             self._sentinel = first, _version(first), None if grad is None else TensorWeakRef(grad)
-        self._count_on_sentinel(True)
-
-    def _wrote_sentinel(self) -> bool:
-        if self._sentinel is None:
-            return False
-        param, version, grad = self._sentinel
-        return _is_changed(param, version, None if grad is None else grad())
-
-    def _count_on_sentinel(self, counts: bool) -> None:
-        param = None if self._sentinel is None else self._sentinel[0]
-        if param is None:
-            return
-        waiting = deferred.of(param)
-        if waiting is not None:
-            waiting.counts = counts
-        elif (grad := param.grad) is not None:
-            (count_writes if counts else uncount_writes)(grad)
+            _count_writes(first, True)
 
     def mark_scaled(self, scaled: bool) -> None:
         """Sets whether the gradients are still scaled, for scripts that set apex's flag."""
@@ -458,3 +431,16 @@ def _is_changed(param: nn.Parameter, version: int | None, grad: Tensor | None) -
     if _version(param) != version:
         return True
     return version != -1 and parameters.grad_of(param) is not grad
+
+
+def _is_written(param: nn.Parameter, version: int | None, grad: TensorWeakRef | None) -> bool:
+    return _is_changed(param, version, None if grad is None else grad())
+
+
+def _count_writes(param: nn.Parameter, counts: bool) -> None:
+    """Has writes into the gradient of ``param`` count, or no longer."""
+    waiting = deferred.of(param)
+    if waiting is not None:
+        waiting.counts = counts
+    elif (grad := param.grad) is not None:
+        (count_writes if counts else uncount_writes)(grad)

@@ -60,10 +60,6 @@ def _watch_steps() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
-def _is_other(optimizer: Optimizer) -> bool:
-    return bool(_living) and PREPARED not in optimizer.__dict__
-
-
 @untraced
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Hands masters what a plain backward pass, or a script, left in the model.
@@ -71,7 +67,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[st
     The step does nothing where prepared optimizers skip theirs, unless a closure makes other
     gradients.
     """
-    if not _is_other(optimizer) or backward_id() != -1:
+    if PREPARED in optimizer.__dict__ or not _living or backward_id() != -1:
         return
     _end_skip(optimizer)  # of a step that failed: what overflowed is of no use
     if optimizer not in _first_steps:
@@ -118,7 +114,7 @@ def _end_skip(optimizer: Optimizer) -> list[tuple[nn.Parameter, Tensor | None]]:
 @untraced
 def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     """Counts what the step wrote, and rounds masters into the model."""
-    if not _is_other(optimizer):
+    if PREPARED in optimizer.__dict__ or not _living:
         return  # amp rounds the masters of prepared ones itself
     for param, grad in _end_skip(optimizer):
         param.grad = grad

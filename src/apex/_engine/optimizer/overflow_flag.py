@@ -95,7 +95,6 @@ class OverflowFlag:
             earlier = self.found_inf if self._cleared is None else self._cleared
             self._cleared = torch.maximum(earlier, self.found_inf)
 
-    @torch.no_grad()
     def begin_step(self, params: Callable[[], list[nn.Parameter]]) -> bool:
         """Sets the flag again if gradients that were cleared since the last step are back.
 
@@ -106,11 +105,12 @@ class OverflowFlag:
         """
         cleared, self._cleared = self._cleared, None
         if cleared is not None:
-            back = torch.zeros_like(cleared)
-            stepped = params()
-            _raise_by_grads(back, stepped)
-            dtensor.all_reduce_(back, dtensor.groups(stepped), "MAX")
-            self.raise_by(back.mul_(cleared))
+            with torch.no_grad():
+                back = torch.zeros_like(cleared)
+                stepped = params()
+                _raise_by_grads(back, stepped)
+                dtensor.all_reduce_(back, dtensor.groups(stepped), "MAX")
+                self.raise_by(back.mul_(cleared))
         self._waits = False
         return cleared is not None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -50,7 +50,7 @@ def step(binding: Binding, run: Run, closure: Closure | None) -> Any:
     Returns:
         The result of the step; ``None`` for a skipped one without a closure.
     """
-    if binding.packing is not None:
+    if binding.pairs and binding.packing is not None:
         run = functools.partial(_run_eagerly, run)
     if closure is not None:
         return _step_with_closure(binding, run, closure)
@@ -108,7 +108,7 @@ def _run_without_overrides(run: Run) -> Any:
 @untraced
 def _end(
     binding: Binding,
-    off: AbstractContextManager[None],
+    off: UncastBlock,
     one_pass: Sequence[OnePassStep],
     ended: list[bool],
 ) -> None:
@@ -116,7 +116,8 @@ def _end(
     if not ended:
         for each in one_pass:
             each.end()
-        tracked_pair.write_back(binding.pairs, ends_step=True)
+        if binding.pairs:
+            tracked_pair.write_back(binding.pairs, ends_step=True)
         binding.gradients.end_step()
         off.__exit__(None, None, None)
         ended.append(True)
@@ -280,7 +281,7 @@ def _run_or_restore(binding: Binding, run: Run, closure: Closure) -> Any:
 def _evaluation(
     binding: Binding,
     closure: Closure,
-    off: AbstractContextManager[None],
+    off: UncastBlock,
     one_pass: list[OnePassStep],
 ) -> Callable[[], Any]:
     """Returns ``closure`` with the model updated before it and op casts as in training."""
@@ -331,7 +332,7 @@ def _restore_snapshot(binding: Binding, before: _Snapshot) -> None:
 
 
 @contextmanager
-def _suspended(block: AbstractContextManager[None]) -> Iterator[None]:
+def _suspended(block: UncastBlock) -> Iterator[None]:
     """Exits ``block`` for the duration of the context and re-enters it at the end."""
     block.__exit__(None, None, None)
     try:
