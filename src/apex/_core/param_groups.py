@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+_params = operator.itemgetter("params")
 
 
 def is_trained(param: nn.Parameter) -> bool:
@@ -22,7 +25,7 @@ def params_of(optimizer: Optimizer) -> list[nn.Parameter]:
 
 def params_in(groups: Iterable[dict[str, Any]]) -> list[nn.Parameter]:
     """Returns the parameters of these groups, in order."""
-    return [*chain.from_iterable([group["params"] for group in groups])]
+    return [*chain.from_iterable(map(_params, groups))]
 
 
 def states_in(state: Mapping[Any, Any]) -> Iterator[tuple[Tensor, dict[str, Any]]]:

@@ -144,26 +144,32 @@ class GradientPass:
         found = received(optimized.pairs, done)
         if factors is not None and found:
             found = self._keep_low(optimized, found, factors, unscale_ if checks else None)
-        if found or self.aside or unscale_ is not None:
-            self._convert(optimized, found, unscale_, done)
+        direct = [] if unscale_ is None else _direct_values(optimized.params(), done)
+        if found:
+            self._convert(found, direct, unscale_)
+        else:
+            if unscale_ is not None:
+                unscale_(direct)
+            self._add_aside()
         if self.unmirrored:
             self._mirrors += _mirrors_of_unreached(self.unmirrored, self.aside)
 
     def _convert(
         self,
-        optimized: Binding,
         found: Received,
+        direct: list[Tensor],
         unscale_: Callable[[list[Tensor]], None] | None,
-        done: set[int] | None,
     ) -> None:
-        """Computes the gradients that exist in fp32 as a whole; see :meth:`accumulate`."""
+        """Computes the gradients that exist in fp32 as a whole; see :meth:`accumulate`.
+
+        Unscales those of parameters without a master, ``direct``, with them.
+        """
         pairs = [pair for pair, _ in found]
         own = [pair.master for pair in pairs]
         # In the masters' memory layout: a model moved to channels_last has another.
         models = [pair.model for pair in pairs]
         fresh = master.fp32_copies([grad for _, grad in found], models, own)
         if unscale_ is not None:
-            direct = _direct_values(optimized.params(), done)
             unscale_(finite.dense_values(fresh) + direct)
         # Masters hold gradients if the loss uses them directly, or from earlier passes at scale 1.
         earlier = [param.grad for param in own]
@@ -171,15 +177,18 @@ class GradientPass:
         if adds:
             fresh = master.sums(fresh, earlier)
         self._fresh = list(zip(own, fresh, strict=True))
-        if self.aside and not self._returned:
-            self._fresh = _with_aside(self._fresh, self.aside)
-        if pairs and (adds or self.scaled):
+        self._add_aside()
+        if adds or self.scaled:
             # The model's gradients are still those of the pass. Sums begin with those of the pairs.
             totals = [grad for _, grad in self._fresh[: len(pairs)]]
             if not self.scaled:
                 changed = [i for i, each in enumerate(earlier) if each is not None]
                 pairs, totals = [pairs[i] for i in changed], [totals[i] for i in changed]
             mirror_gradients.write(pairs, totals)
+
+    def _add_aside(self) -> None:
+        if self.aside and not self._returned:
+            self._fresh = _with_aside(self._fresh, self.aside)
 
     def _keep_low(
         self,
