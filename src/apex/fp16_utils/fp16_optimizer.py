@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -87,7 +88,7 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
                     f"{tuple(param.shape)}; it takes float16, bfloat16 and float32."
                 )
 
-    @property
+    @cached_property
     def fp16_groups(self) -> list[list[nn.Parameter]]:
         """The model's 16-bit parameters, per group."""
         return self._low_groups

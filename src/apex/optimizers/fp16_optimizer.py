@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -54,7 +55,7 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
                 "torch.optim.Optimizer, such as apex.optimizers.FusedAdam(params)."
             )
 
-    @property
+    @cached_property
     def fp16_groups(self) -> list[list[nn.Parameter]]:
         """The model's own parameters, per group."""
         own = dict(zip(self.all_fp32_from_fp16_params, self.all_fp16_params, strict=True))
