@@ -21,8 +21,7 @@ def test_it_moves_by_next_scale(seed):
 
 
 def test_a_static_scale_stays_and_counts_steps():
-    scale = HostScale(4.0)
-    scale.dynamic = False
+    scale = HostScale(4.0, dynamic=False)
     for _ in range(3):
         scale.update_scale(True)
     assert (scale.cur_scale, scale.clean_steps) == (4.0, 3)

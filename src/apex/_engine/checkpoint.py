@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any, NamedTuple
 
@@ -28,51 +28,8 @@ class Matched(NamedTuple):
     shapes: list[list[torch.Size]]
 
 
-class _Single:
-    """Masters of one parameter each, in any order."""
-
-    def __init__(self, masters: Iterable[Tensor]) -> None:
-        self._unused = list(masters)
-        self._used: list[Tensor] = []
-
-    @property
-    def unused(self) -> int:
-        return len(self._unused)
-
-    def take(self, entry: Tensor) -> Tensor | None:
-        for index, master in enumerate(self._unused):
-            if _rounds_to(master, entry):
-                self._used.append(self._unused.pop(index))
-                return master
-        # A tied weight has two names and one master.
-        return next((master for master in self._used if _rounds_to(master, entry)), None)
-
-
-class _Flat:
-    """One group's masters in one flat tensor, in the order of the model's parameters."""
-
-    def __init__(self, flat: Tensor) -> None:
-        self.shapes: list[torch.Size] = []
-        self._rest = flat.flatten()
-
-    @property
-    def unused(self) -> int:
-        return int(self._rest.numel() > 0)
-
-    def take(self, entry: Tensor) -> Tensor | None:
-        count = entry.numel()
-        if not 0 < count <= self._rest.numel():
-            return None
-        master = self._rest[:count].view(entry.shape)
-        if not _rounds_to(master, entry):
-            return None
-        self._rest = self._rest[count:]
-        self.shapes.append(entry.shape)
-        return master
-
-
 def fp32_weights(
-    entries: Mapping[str, Any], masters: Sequence[Tensor], flats: Sequence[Tensor] = ()
+    entries: Mapping[str, Any], masters: Sequence[Tensor] = (), flats: Sequence[Tensor] = ()
 ) -> Matched:
     """Returns a model's state dict in fp32, with the values of its masters.
 
@@ -84,24 +41,44 @@ def fp32_weights(
         masters: Fp32 masters of single parameters.
         flats: Fp32 masters of whole groups, concatenated, including fp32 parameters.
     """
-    single, groups = _Single(masters), [_Flat(flat) for flat in flats]
+    unused, used = list(masters), list[Tensor]()
+    rests = [flat.flatten() for flat in flats]
+    shapes: list[list[torch.Size]] = [[] for _ in flats]
     weights: dict[str, Any] = {}
     rounded: list[str] = []
     for name, entry in entries.items():
+        weights[name] = entry
         if not isinstance(entry, Tensor):  # a module's extra state
-            weights[name] = entry
             continue
-        low = dtypes.is_low_precision(entry)
         # Flat groups include fp32 parameters; single masters do not.
-        sources: list[_Flat | _Single] = [*groups] if entry.is_floating_point() else []
-        if low:
-            sources.append(single)
-        found = next((m for source in sources if (m := source.take(entry)) is not None), None)
-        weights[name] = entry if not low else entry.float() if found is None else found
-        if low and found is None:
-            rounded.append(name)
-    unused = single.unused + sum(group.unused for group in groups)
-    return Matched(weights, tuple(rounded), unused, [group.shapes for group in groups])
+        found = _next_part(entry, rests, shapes) if entry.is_floating_point() else None
+        if dtypes.is_low_precision(entry):
+            found = _single_master(entry, unused, used) if found is None else found
+            weights[name] = entry.float() if found is None else found
+            if found is None:
+                rounded.append(name)
+    left = len(unused) + sum(rest.numel() > 0 for rest in rests)
+    return Matched(weights, tuple(rounded), left, shapes)
+
+
+def _next_part(entry: Tensor, rests: list[Tensor], shapes: list[list[torch.Size]]) -> Tensor | None:
+    """Takes an entry's master from the first flat group whose rest begins with it."""
+    count = entry.numel()
+    for index, rest in enumerate(rests):
+        if 0 < count <= rest.numel() and _rounds_to(rest[:count].view(entry.shape), entry):
+            rests[index] = rest[count:]
+            shapes[index].append(entry.shape)
+            return rest[:count].view(entry.shape)
+    return None
+
+
+def _single_master(entry: Tensor, unused: list[Tensor], used: list[Tensor]) -> Tensor | None:
+    for index, master in enumerate(unused):
+        if _rounds_to(master, entry):
+            used.append(unused.pop(index))
+            return master
+    # A tied weight has two names and one master.
+    return next((master for master in used if _rounds_to(master, entry)), None)
 
 
 def is_flat(state: Mapping[str, Any], flats: Sequence[Tensor]) -> bool:

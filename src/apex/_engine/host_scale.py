@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from apex._core.scale import ScaleRule, ScaleState, checked_static, next_scale
 
 
+@dataclass(eq=False)
 class HostScale:
     """A static or dynamic loss scale, updated by :func:`apex._core.scale.next_scale`.
 
@@ -12,32 +15,31 @@ class HostScale:
 
     Attributes:
         cur_scale: The scale (multiplier).
-        cur_iter: Updates so far.
-        last_overflow_iter: Index of the last update with an overflow; -1 for none.
         scale_factor: Growth factor; its inverse is the backoff factor.
         scale_window: Clean steps before growth.
         dynamic: Whether the scale reacts to overflows.
-        floor: Smallest dynamic scale; ``None`` for the smallest normal fp32.
-        ceiling: Largest dynamic scale; ``None`` for the largest fp32.
+        min_loss_scale: Smallest dynamic scale; ``None`` for the smallest normal fp32.
+        max_loss_scale: Largest dynamic scale; ``None`` for the largest fp32.
+        cur_iter: Updates so far.
+        last_overflow_iter: Index of the last update with an overflow; -1 for none.
+
+    Raises:
+        ValueError: If a number is out of range.
+        TypeError: If the rule's are not numbers.
     """
 
-    # Defaults for objects unpickled from apex's checkpoints, which lack these.
+    cur_scale: float
+    scale_factor: float = 2.0
+    scale_window: int = 1000
+    # Objects unpickled from apex's checkpoints lack these three and have the defaults of the class.
     dynamic: bool = True
-    floor: float | None = 1.0
-    ceiling: float | None = None
+    min_loss_scale: float | None = 1.0
+    max_loss_scale: float | None = None
+    cur_iter: int = 0
+    last_overflow_iter: int = -1
 
-    def __init__(self, scale: float, scale_factor: float = 2.0, scale_window: int = 1000) -> None:
-        """Sets the initial scale and the rule.
-
-        Raises:
-            ValueError: If a number is out of range.
-            TypeError: If the rule's are not numbers.
-        """
-        self.cur_scale = checked_static(scale)
-        self.cur_iter = 0
-        self.last_overflow_iter = -1
-        self.scale_factor = scale_factor
-        self.scale_window = scale_window
+    def __post_init__(self) -> None:
+        self.cur_scale = checked_static(self.cur_scale)
         self.rule()
 
     def rule(self) -> ScaleRule:
@@ -46,7 +48,7 @@ class HostScale:
         Raises:
             ValueError: If an attribute is out of range.
         """
-        bounds = {"floor": self.floor, "ceiling": self.ceiling}
+        bounds = {"floor": self.min_loss_scale, "ceiling": self.max_loss_scale}
         return ScaleRule.symmetric(self.scale_factor, self.scale_window, **bounds)
 
     @property

@@ -100,30 +100,28 @@ def convert(checkpoint: Mapping[str, Any], *, to: Target) -> Converted:
 
 
 def _to_amp(found: Contents) -> Converted:
-    scales = found.scales()
-    default = ScaleRule()
+    part, default = found.require("scales"), ScaleRule()
     lost = [
-        f"{name} is {getattr(scales.rule, name):g}: pass it to amp.initialize."
+        f"{name} is {getattr(part.rule, name):g}: pass it to amp.initialize."
         for name in ("growth_factor", "backoff_factor", "growth_interval")
-        if getattr(scales.rule, name) != getattr(default, name)
+        if getattr(part.rule, name) != getattr(default, name)
     ]
-    entries = [scaler_states.entry(state) for state in scales.states]
-    return Converted(dict(entries), tuple(lost))
+    return Converted(dict(map(scaler_states.entry, part.scales or ())), tuple(lost))
 
 
 def _to_grad_scaler(found: Contents) -> Converted:
-    scales = found.scales()
-    if not scales.states:  # a disabled amp becomes a disabled GradScaler
+    part = found.require("scales")
+    if not part.scales:  # a disabled amp becomes a disabled GradScaler
         return Converted({})
-    first, *others = scales.states
+    first, *others = part.scales
     lost = [f"{state.key}: a GradScaler has one scale." for state in others]
     if first.static:
         lost.append(f"{first.key} is static: a GradScaler's scale is dynamic.")
     state = {
         "scale": first.loss_scale,
-        "growth_factor": scales.rule.growth_factor,
-        "backoff_factor": scales.rule.backoff_factor,
-        "growth_interval": scales.rule.growth_interval,
+        "growth_factor": part.rule.growth_factor,
+        "backoff_factor": part.rule.backoff_factor,
+        "growth_interval": part.rule.growth_interval,
         "_growth_tracker": first.unskipped,
     }
     return Converted(state, tuple(lost))
@@ -132,7 +130,7 @@ def _to_grad_scaler(found: Contents) -> Converted:
 def _to_optimizer(found: Contents) -> Converted:
     from apex._engine import checkpoint as tensors
 
-    part = found.optimizer()
+    part = found.require("optimizer")
     state = dict(part.optimizer or {})
     lost = tuple(f"{name} is not part of an optimizer's state." for name in part.other_keys)
     if tensors.is_flat(state, part.flats):
@@ -151,7 +149,10 @@ def _to_weights(found: Contents) -> Converted:
 def _matched(found: Contents) -> Matched:
     from apex._engine import checkpoint as tensors
 
-    return tensors.fp32_weights(found.model(), *found.masters())
+    entries, optimizer = found.require("model").model or {}, found.find("optimizer")
+    if optimizer is None:
+        return tensors.fp32_weights(entries)
+    return tensors.fp32_weights(entries, optimizer.masters, optimizer.flats)
 
 
 _FORMS: dict[str, Callable[[Contents], Converted]] = {

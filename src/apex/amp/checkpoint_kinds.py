@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -15,14 +15,6 @@ Dict = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Scales:
-    """Loss scales, and the rule of the dynamic ones (defaults where the file has none)."""
-
-    states: Sequence[scaler_states.State]
-    rule: ScaleRule = field(default_factory=ScaleRule)
-
-
-@dataclass(frozen=True)
 class Part:
     """The recognized contents of one dict in a checkpoint.
 
@@ -30,6 +22,7 @@ class Part:
         path: Keys that lead to the dict.
         kind: Description of the kind, for messages.
         scales: Loss scales.
+        rule: The rule of the dynamic ones; defaults where the file has none.
         optimizer: State dict of an optimizer.
         masters: The optimizer's fp32 masters of single parameters.
         flats: The optimizer's fp32 masters of whole groups, one flat tensor each.
@@ -39,11 +32,12 @@ class Part:
 
     path: tuple[str, ...]
     kind: str
-    scales: Scales | None = None
+    scales: Sequence[scaler_states.State] | None = None
+    rule: ScaleRule = field(default_factory=ScaleRule)
     optimizer: Dict | None = None
     masters: Sequence[Tensor] = ()
     flats: Sequence[Tensor] = ()
-    model: Mapping[str, Any] | None = None
+    model: Dict | None = None
     other_keys: tuple[str, ...] = ()
 
 
@@ -66,25 +60,8 @@ class Contents:
                 f"{', '.join(kind for kind, _, _ in KINDS)}, and dicts of these."
             )
 
-    def scales(self) -> Scales:
-        """Returns the loss scales; raises ValueError if there are none or several sets."""
-        return cast(Scales, self._required("scales", "a loss scale").scales)
-
-    def optimizer(self) -> Part:
-        """Returns the part with an optimizer's state; ValueError as for ``scales``."""
-        return self._required("optimizer", "an optimizer's state")
-
-    def model(self) -> Mapping[str, Any]:
-        """Returns the model's state dict; ValueError as for ``scales``."""
-        part = self._required("model", "a model's state dict (for names and shapes)")
-        return cast(Dict, part.model)
-
-    def masters(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Returns the optimizer's fp32 masters, single and flat; none without an optimizer."""
-        part = self._single("optimizer")
-        return ((), ()) if part is None else (part.masters, part.flats)
-
-    def _single(self, name: str) -> Part | None:
+    def find(self, name: str) -> Part | None:
+        """Returns the part with a value in the attribute ``name``; ValueError if several have."""
         having = [part for part in self._parts if getattr(part, name) is not None]
         if len(having) > 1:
             places = " and ".join(repr(".".join(part.path)) for part in having)
@@ -94,15 +71,23 @@ class Contents:
             )
         return having[0] if having else None
 
-    def _required(self, name: str, description: str) -> Part:
-        found = self._single(name)
+    def require(self, name: str) -> Part:
+        """Returns the same; raises ValueError if there is none, too."""
+        found = self.find(name)
         if found is None:
             raise ValueError(
-                f"amp.checkpoint.convert needs {description}; the checkpoint, with the keys "
+                f"amp.checkpoint.convert needs {_NEEDED[name]}; the checkpoint, with the keys "
                 f"{_keys(self._checkpoint)}, holds {' and '.join(p.kind for p in self._parts)}. "
                 "Pass a dict that contains all required parts."
             )
         return found
+
+
+_NEEDED = {
+    "scales": "a loss scale",
+    "optimizer": "an optimizer's state",
+    "model": "a model's state dict (for names and shapes)",
+}
 
 
 def _keys(checkpoint: Dict) -> str:
@@ -116,7 +101,7 @@ def _parts(checkpoint: Mapping[Any, Any], path: tuple[str, ...] = ()) -> Iterato
             yield reader(checkpoint, Part(path, kind))
             return
     if all(scaler_states.is_key(key) for key in checkpoint):
-        yield Part(path, "amp", scales=Scales(scaler_states.parsed(checkpoint)))
+        yield Part(path, "amp", scales=scaler_states.parsed(checkpoint))
     elif _is_model(checkpoint):
         yield Part(path, "a model", model=checkpoint)
     elif len(path) < 2:
@@ -142,7 +127,7 @@ def _grad_scaler(given: Dict, part: Part) -> Part:
     scale, steps = scaler_states.checked(_place(part, "the GradScaler"), given, names)
     rule = ScaleRule(given["growth_factor"], given["backoff_factor"], given["growth_interval"])
     state = scaler_states.State("loss_scaler0", scale, steps, static=False)
-    return replace(part, scales=Scales([state], rule))
+    return replace(part, scales=[state], rule=rule)
 
 
 def _optimizer(given: Dict, part: Part) -> Part:
@@ -157,7 +142,7 @@ def _optimizer(given: Dict, part: Part) -> Part:
 def _mmengine(given: Dict, part: Part) -> Part:
     own = {key: given[key] for key in ("state", "param_groups")}
     other_keys = tuple(key for key in given if key not in (*own, "apex_amp"))
-    scales = Scales(scaler_states.parsed(given["apex_amp"]))
+    scales = scaler_states.parsed(given["apex_amp"])
     return replace(_optimizer(own, part), scales=scales, other_keys=other_keys)
 
 
@@ -165,38 +150,32 @@ def _fp16_utils(given: Dict, part: Part) -> Part:
     scaler = given["loss_scaler"]
     # A dict in files of this package, an object with these attributes in files of apex.
     values = scaler if isinstance(scaler, Mapping) else getattr(scaler, "__dict__", {})
-    return replace(
-        part,
-        scales=_host_scale(values, given["dynamic_loss_scale"], _place(part, "loss_scaler")),
-        optimizer=given["optimizer_state_dict"],
-        masters=[master for group in given["fp32_from_fp16"] for master in group],
-    )
+    masters = [master for group in given["fp32_from_fp16"] for master in group]
+    return replace(_old_optimizer(given, part, values, "loss_scaler"), masters=masters)
 
 
 def _fp16_optimizer(given: Dict, part: Part) -> Part:
-    return replace(
-        part,
-        scales=_host_scale(given, given["dynamic_loss_scale"], _place(part, "FP16_Optimizer")),
-        optimizer=given["optimizer_state_dict"],
-        masters=[master for group in given.get("fp32_groups", ()) for master in group],
-        flats=given.get("fp32_groups_flat", ()),
-    )
+    masters = [master for group in given.get("fp32_groups", ()) for master in group]
+    flats = given.get("fp32_groups_flat", ())
+    known = _old_optimizer(given, part, given, "FP16_Optimizer")
+    return replace(known, masters=masters, flats=flats)
 
 
-def _host_scale(values: Dict, dynamic: bool, place: str) -> Scales:
+def _old_optimizer(given: Dict, part: Part, values: Dict, place: str) -> Part:
     """Reads an ``FP16_Optimizer``'s scale, in the format of any of apex's three scaler classes."""
-    default = ScaleRule()
+    default, dynamic = ScaleRule(), given["dynamic_loss_scale"]
     interval = values.get("scale_window", values.get("_scale_seq_len", default.growth_interval))
-    rule = ScaleRule(values.get("scale_factor", default.growth_factor), growth_interval=interval)
+    factor = values.get("scale_factor", default.growth_factor)
+    rule = ScaleRule.symmetric(factor, interval)
     names = (
         "_loss_scale" if "_loss_scale" in values else "cur_scale",
         "cur_iter" if dynamic and "cur_iter" in values else "_unskipped",
     )
-    scale, steps = scaler_states.checked(place, {"_unskipped": 0, **values}, names)
+    scale, steps = scaler_states.checked(_place(part, place), {"_unskipped": 0, **values}, names)
     if names[1] == "cur_iter":
         steps = (steps - values.get("last_overflow_iter", -1) - 1) % rule.growth_interval
     state = scaler_states.State("loss_scaler0", scale, steps, static=not dynamic)
-    return Scales([state], replace(rule, backoff_factor=1.0 / rule.growth_factor))
+    return replace(part, scales=[state], rule=rule, optimizer=given["optimizer_state_dict"])
 
 
 def _place(part: Part, name: str) -> str:

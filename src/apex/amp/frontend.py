@@ -26,7 +26,7 @@ from apex.amp import _initialize, inputs, lists, report, scaler_states
 from apex.amp._amp_state import OptProperties, _amp_state
 from apex.amp.devices import device_types, warn_if_emulated
 from apex.amp.opt_levels import O0, O1, O2, O3, O4, O5, Properties, opt_levels
-from apex.amp.optimizers import AmpStashOptimizer, unwrap
+from apex.amp.optimizers import AmpStashOptimizer
 from apex.amp.properties import LEVELS, level_defaults, resolve, to_policy
 
 __all__ = [
@@ -214,14 +214,13 @@ def initialize(
     _amp_state.verbosity = verbosity
     report.start_up(defaults, properties)
     report.low_precision_models(model_list, policy, trains=bool(optimizer_list))
-    own = [unwrap(optimizer) for optimizer in optimizer_list]
-    report.untrained_parameters(model_list, own)
+    report.untrained_parameters(model_list, optimizer_list)
     with all_or_nothing() as undo:
-        made.prepare(model_list, own, plan, mixin=AmpStashOptimizer, undo=undo)
+        made.prepare(model_list, optimizer_list, plan, mixin=AmpStashOptimizer, undo=undo)
         undo.push(_amp_state.discard, made)
         undo.push(setattr, _amp_state, "pending_states", _amp_state.pending_states)
         _amp_state.add(made)
-        _amp_state.disabled.difference_update([*map(module_behind, model_list), *own])
+        _amp_state.disabled.difference_update([*map(module_behind, model_list), *optimizer_list])
         _amp_state.opt_properties = made.options = OptProperties(asdict(properties))
         _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
     return models if optimizers is None else (models, optimizers)
@@ -256,8 +255,7 @@ def restore(models: Any, optimizers: Any = None) -> Any:
     """
     skip = _amp_state.disabled
     model_list = [model for model in inputs.model_list(models) if module_behind(model) not in skip]
-    given = map(unwrap, inputs.optimizer_list(optimizers))
-    own = [optimizer for optimizer in given if optimizer not in skip]
+    own = [each for each in inputs.optimizer_list(optimizers) if each not in skip]
     inputs.check_prepared(model_list, own)
     restoring.restore(filter(is_converted, model_list), own)
     _amp_state.end_unused()

@@ -180,9 +180,6 @@ class AmpHandle:
         """Wraps an optimizer to add ``scale_loss``, with one scale per loss."""
         return OptimWrapper(optimizer, self, num_loss)
 
-    def _bind(self, optimizer: Any) -> tuple[Session, Binding]:
-        return self._session, self._bound(optimizer)
-
     def _bound(self, optimizer: Any) -> Binding:
         own = unwrap(optimizer)
         if binding_of(own) is None:
@@ -210,6 +207,7 @@ class AmpHandle:
 class NoOpHandle:
     """The handle of ``amp.init(enabled=False)``: casts and scales nothing."""
 
+    _session = None
     _is_active = False
     verbose = False
     has_cache = False
@@ -227,9 +225,8 @@ class NoOpHandle:
         """Wraps an optimizer to add a ``scale_loss`` that yields the loss itself."""
         return OptimWrapper(optimizer, self, num_loss)
 
-    def _bind(self, optimizer: Any) -> tuple[None, None]:
-        del optimizer
-        return None, None
+    def _bound(self, optimizer: Any) -> None:
+        """Binds nothing."""
 
     def _clear_cache(self) -> None:
         """Does nothing."""

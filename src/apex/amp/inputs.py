@@ -33,18 +33,16 @@ def model_list(models: object) -> list[nn.Module]:
     return several
 
 
-def optimizer_list(optimizers: object) -> list[Any]:
-    """Returns the optimizers as a list, wrappers included; empty for None.
+def optimizer_list(optimizers: object) -> list[Optimizer]:
+    """Returns the optimizers as a list, without wrappers such as LARC; empty for None.
 
     Raises:
         TypeError: If one is not an optimizer.
     """
     if optimizers is None:
         return []
-    several = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
-    for optimizer in several:
-        unwrap(optimizer)
-    return several
+    several = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
+    return [unwrap(optimizer) for optimizer in several]
 
 
 def fp32_rules(given: object) -> tuple[Any, ...]:
@@ -95,13 +93,12 @@ def _check_distinct(models: Sequence[nn.Module]) -> None:
 
 
 def check_optimizers(
-    optimizers: Sequence[Any], models: Sequence[nn.Module], *, master_weights: bool
+    optimizers: Sequence[Optimizer], models: Sequence[nn.Module], *, master_weights: bool
 ) -> None:
     """Raises the errors that :func:`apex.amp.initialize` documents for optimizers."""
-    own = [unwrap(optimizer) for optimizer in optimizers]
-    if len({id(optimizer) for optimizer in own}) < len(own):
+    if len(set(map(id, optimizers))) < len(optimizers):
         raise ValueError("amp.initialize got the same optimizer twice. Pass each one once.")
-    for optimizer in own:
+    for optimizer in optimizers:
         _check_optimizer(optimizer, models)
         if master_weights:
             _check_accepts_masters(optimizer)

@@ -31,12 +31,11 @@ class OptimWrapper:
         """Wraps ``optimizer``; under a ``NoOpHandle``, losses are not scaled."""
         num_loss = arguments.integer("num_loss", num_loss, least=1)
         self._optimizer = optimizer
-        session, binding = amp_handle._bind(optimizer)
-        self._session: Session | None = session
-        self._binding: Binding | None = binding
+        self._binding: Binding | None = amp_handle._bound(optimizer)
+        self._session: Session | None = amp_handle._session
         self._num_loss = num_loss
         self._loss_index = 0
-        scale = "dynamic" if session is None else session.policy.loss_scale
+        scale = "dynamic" if self._session is None else self._session.policy.loss_scale
         self._loss_scaler = [
             scaler_for(scale, ScaleRule(ceiling=2.0**24), loss_id=index)
             for index in range(num_loss)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -121,30 +121,30 @@ class AmpStash:
     @property
     def fp16_groups(self) -> list[list[Tensor]]:
         """Model parameters with masters, by group; AttributeError at levels without masters."""
-        return self._by_group(lambda pair, _: None if pair is None else pair.model)
+        return [[pair.model for pair in pairs] for pairs, _ in self._groups()]
 
     @property
     def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
         """The masters, by group; AttributeError at levels without masters."""
-        return self._by_group(lambda pair, _: None if pair is None else pair.master)
+        return [[pair.master for pair in pairs] for pairs, _ in self._groups()]
 
     @property
     def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
         """Trainable parameters without masters, by group; AttributeError as for ``fp16_groups``."""
-        return self._by_group(lambda pair, own: own if pair is None and own.requires_grad else None)
+        return [[param for param in own if param.requires_grad] for _, own in self._groups()]
 
-    def _by_group(
-        self, select: Callable[[TrackedPair | None, Tensor], Tensor | None]
-    ) -> list[list[Tensor]]:
+    def _groups(self) -> Iterator[tuple[list[TrackedPair], list[Tensor]]]:
+        """Yields each group's parameters with masters, and those without."""
         binding = self._binding
         if not binding.master_weights:
             raise AttributeError(
                 "optimizer._amp_stash has groups only if the optimizer steps masters (O2, O5)."
             )
-        pairs = {id(pair.master): pair for pair in binding.pairs}
-        groups = (group["params"] for group in binding.optimizer.param_groups)
-        found = ([select(pairs.get(id(param)), param) for param in group] for group in groups)
-        return [[param for param in group if param is not None] for group in found]
+        known = {id(pair.master): pair for pair in binding.pairs}
+        for group in binding.optimizer.param_groups:
+            params = group["params"]
+            pairs = [pair for param in params if (pair := known.get(id(param))) is not None]
+            yield pairs, [param for param in params if id(param) not in known]
 
     @property
     def params_have_scaled_gradients(self) -> bool:

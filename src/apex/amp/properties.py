@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -74,18 +75,6 @@ DESCRIPTIONS: Mapping[str, str] = {
 """Descriptions for the start-up report, by level."""
 
 
-Reject = Callable[[str], None]
-"""Raises for an override that a level cannot honour."""
-
-
-def _raise(message: str) -> None:
-    raise RuntimeError(message)
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, UserWarning, stacklevel=4)
-
-
 def level_defaults(opt_level: object) -> Properties:
     """Returns the defaults of a level.
 
@@ -122,24 +111,14 @@ def resolve(
     """
     given = {name: value for name, value in overrides.items() if value is not None}
     values = {name: _PARSERS[name](name, value) for name, value in given.items()}
-    reject: Reject = _warn if hard_override else _raise
-    if defaults.patch_torch_functions:
-        _check_cast_level(reject, defaults, values)
-    elif values.get("patch_torch_functions"):
-        reject(_no_op_casts(defaults))
-        del values["patch_torch_functions"]
-    if not defaults.patch_torch_functions and "patch_torch_functions_type" in values:
-        reject(
-            f"patch_torch_functions_type has no meaning at {defaults.opt_level}, which does not "
-            "cast around operators. Use opt_level 'O1' or 'O4', or set cast_model_type to convert "
-            "the model."
-        )
-        del values["patch_torch_functions_type"]
-    properties = replace(defaults, **values)
-    _check_packed(reject, properties)
-    if not _can_accumulate(reject, properties):
-        properties = replace(properties, grad_accum_dtype=None)
-    return properties
+    if defaults.patch_torch_functions and values.get("cast_model_type") is False:
+        del values["cast_model_type"]
+    for name, problem in chain(_meaningless(defaults, values), _unfit(defaults, values)):
+        if not hard_override:
+            raise RuntimeError(problem)
+        warnings.warn(problem, UserWarning, stacklevel=3)
+        del values[name]
+    return replace(defaults, **values)
 
 
 def to_policy(properties: Properties) -> Policy:
@@ -164,54 +143,69 @@ def to_policy(properties: Properties) -> Policy:
     )
 
 
-def _check_cast_level(reject: Reject, defaults: Properties, values: dict[str, Any]) -> None:
-    level, full = defaults.opt_level, "O2" if defaults.opt_level == "O1" else "O5"
-    if "keep_batchnorm_fp32" in values:
-        reject(
-            f"keep_batchnorm_fp32={values['keep_batchnorm_fp32']} has no meaning at {level}, where "
-            "the model keeps its fp32 parameters and batch norm follows its input. "
-            f"Leave it None, or use opt_level {full!r}."
-        )
-    if "master_weights" in values:
-        kind = values["master_weights"]
-        reject(
-            f"master_weights={kind!r} has no meaning at {level}: the model's own parameters are "
-            f"fp32 there. Leave it None, or use opt_level {'O5' if kind in PACKED else full!r}."
-        )
-    model_type = values.get("cast_model_type")
-    if model_type not in (None, False, _FP32):
-        reject(
-            f"cast_model_type={model_type} has no meaning at {level}, which casts around operators "
-            f"and leaves the model in fp32. Leave it None, or use opt_level {full!r}."
-        )
-    for name in ("keep_batchnorm_fp32", "master_weights"):
-        values.pop(name, None)
-    if model_type is not _FP32:
-        values.pop("cast_model_type", None)
+def _meaningless(defaults: Properties, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields the overrides in ``values`` that have no meaning at the level, with the error message.
+
+    The caller may delete one from ``values`` before it asks for the next.
+    """
+    level = defaults.opt_level
+    if defaults.patch_torch_functions:
+        full = "O2" if level == "O1" else "O5"
+        if "keep_batchnorm_fp32" in values:
+            yield (
+                "keep_batchnorm_fp32",
+                f"keep_batchnorm_fp32={values['keep_batchnorm_fp32']} has no meaning at {level}, "
+                "where the model keeps its fp32 parameters and batch norm follows its input. "
+                f"Leave it None, or use opt_level {full!r}.",
+            )
+        if (kind := values.get("master_weights")) is not None:
+            yield (
+                "master_weights",
+                f"master_weights={kind!r} has no meaning at {level}: the model's own parameters "
+                "are fp32 there. Leave it None, or use opt_level "
+                f"{'O5' if kind in PACKED else full!r}.",
+            )
+        if (dtype := values.get("cast_model_type")) not in (None, _FP32):
+            yield (
+                "cast_model_type",
+                f"cast_model_type={dtype} has no meaning at {level}, which casts around operators "
+                f"and leaves the model in fp32. Leave it None, or use opt_level {full!r}.",
+            )
+    else:
+        if values.get("patch_torch_functions"):
+            yield (
+                "patch_torch_functions",
+                f"patch_torch_functions=True has no meaning at {level}, where the whole model runs "
+                f"in {defaults.cast_model_type}. Leave it None, or use opt_level 'O1' (fp16) or "
+                "'O4' (bf16) for casts around operators.",
+            )
+        if "patch_torch_functions_type" in values:
+            yield (
+                "patch_torch_functions_type",
+                f"patch_torch_functions_type has no meaning at {level}, which does not cast around "
+                "operators. Use opt_level 'O1' or 'O4', or set cast_model_type to convert the "
+                "model.",
+            )
 
 
-def _check_packed(reject: Reject, properties: Properties) -> None:
-    kind, dtype = properties.master_weights, properties.cast_model_type
-    if kind not in PACKED or dtype in (None, False, _BF16):
+def _unfit(defaults: Properties, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields, in the same form, what does not fit the model's dtype or its masters."""
+    level, properties = defaults.opt_level, replace(defaults, **values)
+    kind, own = properties.master_weights, properties.cast_model_type
+    if kind in PACKED and own not in (None, False, _BF16):
+        why = "whose parameters have no low half to store: nothing is rounded"
+        if own is _FP16:
+            why = (
+                "and 16 more bits do not complete an fp16 weight: its exponent is shorter than "
+                "fp32's, so masters below 6e-5 would lose bits"
+            )
+        yield (
+            "master_weights",
+            f"master_weights={kind!r} needs a bf16 model, but {level} converts this one to {own}, "
+            f"{why}. Use opt_level 'O5', or master_weights=True.",
+        )
+    if (dtype := properties.grad_accum_dtype) is None:
         return
-    why = "whose parameters have no low half to store: nothing is rounded"
-    if dtype is _FP16:
-        why = (
-            "and 16 more bits do not complete an fp16 weight: its exponent is shorter than fp32's, "
-            "so masters below 6e-5 would lose bits"
-        )
-    reject(
-        f"master_weights={kind!r} needs a bf16 model, but {properties.opt_level} converts this one "
-        f"to {dtype}, {why}. Use opt_level 'O5', or master_weights=True."
-    )
-
-
-def _can_accumulate(reject: Reject, properties: Properties) -> bool:
-    """Returns whether gradients can add up in ``grad_accum_dtype``; rejects it if not."""
-    dtype, own = properties.grad_accum_dtype, properties.cast_model_type
-    if dtype is None:
-        return True
-    level = properties.opt_level
     if own not in LOW_PRECISION:
         problem = f"has no meaning at {level}, where parameters and gradients are fp32"
         remedy = "Leave it None, or use opt_level 'O2' or 'O5'."
@@ -222,18 +216,8 @@ def _can_accumulate(reject: Reject, properties: Properties) -> bool:
         problem = f"does not fit a model in {own}"
         remedy = f"Gradients add up in torch.float32 (the default) or in {own}."
     else:
-        return True
-    reject(f"grad_accum_dtype={dtype} {problem}. {remedy}")
-    return False
-
-
-def _no_op_casts(defaults: Properties) -> str:
-    level = defaults.opt_level
-    return (
-        f"patch_torch_functions=True has no meaning at {level}, where the whole model runs in "
-        f"{defaults.cast_model_type}. Leave it None, or use opt_level 'O1' (fp16) or 'O4' (bf16) "
-        "for casts around operators."
-    )
+        return
+    yield "grad_accum_dtype", f"grad_accum_dtype={dtype} {problem}. {remedy}"
 
 
 def _as_master_weights(name: str, value: object) -> MasterWeights:

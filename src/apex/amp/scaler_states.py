@@ -51,16 +51,10 @@ class State(NamedTuple):
 def entries(scalers: Iterable[Scaler]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the key and state of every scaler: ``"loss_scaler0"`` and so on."""
     for index, scaler in enumerate(scalers):
-        state, rule = scaler.state(), scaler.rounding
-        yield entry(
-            State(
-                f"loss_scaler{index}",
-                state["loss_scale"],
-                int(state["unskipped"]),
-                not scaler.dynamic,
-                None if rule is None else (rule.seed, rule.writes),
-            )
-        )
+        state, kept = scaler.state(), scaler.rounding
+        rounding = None if kept is None else (kept.seed, kept.writes)
+        scale, steps = state["loss_scale"], int(state["unskipped"])
+        yield entry(State(f"loss_scaler{index}", scale, steps, not scaler.dynamic, rounding))
 
 
 def entry(state: State) -> tuple[str, dict[str, Any]]:
@@ -172,21 +166,18 @@ def _parsed(key: str, value: Any) -> State:
         raise RuntimeError(f"amp.load_state_dict: {key!r} holds {shown(value)}; it must be a dict.")
     loss_scale, unskipped = checked(f"amp.load_state_dict: {key}", value)
     added = value.get(VERSIONED, {})
-    return State(key, loss_scale, unskipped, _static(key, added), _rounding(key, added))
+    known = added if isinstance(added, Mapping) else {"dynamic": added}
+    dynamic, rounding = known.get("dynamic"), known.get("rounding")
+    if not isinstance(dynamic, bool | None):
+        raise RuntimeError(
+            f"amp.load_state_dict: {key}[{VERSIONED!r}] is {shown(added)}; it must be a dict whose "
+            "'dynamic' is True or False."
+        )
+    static = None if dynamic is None else not dynamic
+    return State(key, loss_scale, unskipped, static, _rounding(key, rounding))
 
 
-def _static(key: str, added: Any) -> bool | None:
-    dynamic = added.get("dynamic") if isinstance(added, Mapping) else added
-    if dynamic is None or isinstance(dynamic, bool):
-        return None if dynamic is None else not dynamic
-    raise RuntimeError(
-        f"amp.load_state_dict: {key}[{VERSIONED!r}] is {shown(added)}; it must be a dict whose "
-        "'dynamic' is True or False."
-    )
-
-
-def _rounding(key: str, added: Any) -> tuple[int, int] | None:
-    found = added.get("rounding") if isinstance(added, Mapping) else None
+def _rounding(key: str, found: Any) -> tuple[int, int] | None:
     if found is None:
         return None
     seed, writes = (isinstance(found, Mapping) and found.get(name) for name in _ROUNDING)

@@ -4,24 +4,49 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, NoReturn
+from functools import cached_property
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from apex._core import arguments, dtypes
+from apex._core import dtypes
 from apex._core.scale import checked_static
 from apex._engine.host_scale import HostScale
-from apex._engine.master_wrapper import MasterWrapper, check_state, dynamic_options
-from apex.fp16_utils.fp16util import clip_grad_norm
+from apex._engine.master_wrapper import MasterWrapper, check_keys
 
 _log = logging.getLogger("apex")
 
-_OPTIONS = "init_scale", "scale_factor", "scale_window", "min_loss_scale", "max_loss_scale"
 _KEYS = (
     *("loss_scaler", "dynamic_loss_scale", "overflow", "first_closure_call_this_step"),
     *("optimizer_state_dict", "fp32_from_fp16"),
 )
+
+
+class _Scale(HostScale):
+    """The loss scale under the names that ``apex.amp`` uses."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dynamic:
+            rule = self.rule()
+            self.cur_scale = min(max(self.cur_scale, rule.least), rule.greatest)
+
+    def loss_scale(self) -> float:
+        """Returns the current scale (multiplier)."""
+        return self.cur_scale
+
+    @property
+    def _loss_scale(self) -> float:
+        return self.cur_scale
+
+    @_loss_scale.setter
+    def _loss_scale(self, value: float) -> None:
+        self.cur_scale = checked_static(value)
+
+    @property
+    def _unskipped(self) -> int:
+        return self.clean_steps
 
 
 class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
@@ -34,62 +59,39 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
         optimizer: The wrapped optimizer, whose groups hold the masters.
         loss_scaler: The loss scale: ``loss_scale()``, ``dynamic``.
         overflow: Whether the last backward pass overflowed; if so, the step is skipped.
-        fp16_groups: The model's 16-bit parameters, per group.
-        fp32_from_fp16_groups: Their masters.
+        fp32_from_fp16_groups: The masters of ``fp16_groups``.
         fp32_from_fp32_groups: The fp32 parameters of each group, stepped directly.
     """
 
-    def __init__(
-        self,
-        init_optimizer: Any,
-        static_loss_scale: float = 1.0,
-        dynamic_loss_scale: bool = False,
-        dynamic_loss_args: dict[str, Any] | None = None,
-        verbose: bool = True,
-    ) -> None:
-        """Replaces the 16-bit parameters in the optimizer's groups by masters.
+    _scale_type: ClassVar[type[HostScale]] = _Scale
+    _scale_options: ClassVar[dict[str, Any]] = {
+        "init_scale": 2.0**16,
+        "scale_factor": 2.0,
+        "scale_window": 2000,
+        "min_loss_scale": None,
+        "max_loss_scale": 2.0**24,
+    }
+    first_closure_call_this_step = True
 
-        Args:
-            init_optimizer: An optimizer over fp16, bf16 and fp32 parameters.
-            static_loss_scale: The scale (multiplier) unless it is dynamic.
-            dynamic_loss_scale: Whether the scale follows the gradients.
-            dynamic_loss_args: ``init_scale, scale_factor, scale_window, min_loss_scale,
-                max_loss_scale`` of a dynamic scale.
-            verbose: Whether overflows are logged.
+    def _check_optimizer(self, optimizer: Any) -> None:
+        groups = getattr(optimizer, "param_groups", None)
+        if not isinstance(groups, list) or isinstance(optimizer, MasterWrapper):
+            raise TypeError(
+                f"FP16_Optimizer got {type(optimizer).__name__}; it wraps an optimizer, such as "
+                "torch.optim.SGD(model.parameters(), lr=0.1)."
+            )
+        accepted = (*dtypes.LOW_PRECISION, torch.float32)
+        for param in (param for group in groups for param in group["params"]):
+            if param.requires_grad and param.dtype not in accepted:
+                raise TypeError(
+                    f"FP16_Optimizer got a parameter of {param.dtype} and shape "
+                    f"{tuple(param.shape)}; it takes float16, bfloat16 and float32."
+                )
 
-        Raises:
-            TypeError: If ``init_optimizer`` is not an optimizer or holds parameters of other
-                dtypes, or ``dynamic_loss_args`` has unknown keys. Nothing has changed then.
-            ValueError: If a scale is out of range.
-            RuntimeError: If ``amp.initialize`` has prepared the optimizer.
-        """
-        _check_optimizer(init_optimizer)
-        dynamic = arguments.flag("dynamic_loss_scale", dynamic_loss_scale)
-        args = dynamic_options(dynamic_loss_args, _OPTIONS) if dynamic else {}
-        scale = _Scale(**args) if dynamic else _Scale(static_loss_scale, dynamic=False)
-        super().__init__(init_optimizer, scale, verbose=verbose)
-        self.first_closure_call_this_step = True
-        self.clip_grad_norm = clip_grad_norm
-        self.fp16_groups = [[pair.model for pair in pairs] for pairs in self._pairs]
-        self.fp32_from_fp16_groups = [[pair.master for pair in pairs] for pairs in self._pairs]
-        self.fp32_from_fp32_groups = [list(params) for params in self._direct]
-
-    # -- parameters --------------------------------------------------------------------------
-
-    @property
-    def all_fp16_params(self) -> list[nn.Parameter]:
-        """The model's 16-bit parameters."""
-        return [param for group in self.fp16_groups for param in group]
-
-    @property
-    def all_fp32_from_fp16_params(self) -> list[nn.Parameter]:
-        """Their masters, in the same order."""
-        return [param for group in self.fp32_from_fp16_groups for param in group]
-
-    @property
-    def all_fp32_from_fp32_params(self) -> list[nn.Parameter]:
-        """The fp32 parameters, stepped directly."""
-        return [param for group in self.fp32_from_fp32_groups for param in group]
+    @cached_property
+    def fp16_groups(self) -> list[list[nn.Parameter]]:
+        """The model's 16-bit parameters, per group."""
+        return self._low_groups
 
     # -- gradients ---------------------------------------------------------------------------
 
@@ -127,21 +129,6 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
         self._give_masters_grads(check=self.loss_scaler.dynamic)
         self.loss_scaler.update_scale(self.overflow)
 
-    def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Any:
-        """Clips the gradients of the optimizer's parameters by their total norm.
-
-        Args:
-            max_norm: Greatest norm.
-            norm_type: Order of the norm; ``"inf"`` for the largest magnitude.
-
-        Returns:
-            The norm before clipping, or -1 after an overflow.
-        """
-        if self.overflow:
-            return -1
-        norms = arguments.clipping("FP16_Optimizer.clip_master_grads", max_norm, norm_type)
-        return self.clip_grad_norm(list(self._stepped()), *norms)
-
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
         """Returns the gradients of each group's parameters; ``None`` after an overflow."""
         if self.overflow:
@@ -167,7 +154,8 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
         """
         if closure is not None:
             return self._step_with_closure(closure)
-        if self._lacks_grads():
+        pairs = zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True)
+        if self._pending or any(own.grad is not None and m.grad is None for own, m in pairs):
             raise RuntimeError(
                 "FP16_Optimizer.step got gradients that the masters do not have yet. Call "
                 "update_master_grads() after the last backward(..., update_master_grads=False), "
@@ -222,7 +210,12 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
     def state_dict(self) -> dict[str, Any]:
         """Returns masters, loss scale and the optimizer's state, under apex's keys."""
         return {
-            "loss_scaler": self.loss_scaler.state(),
+            # Plain numbers, which every `torch.load` reads.
+            "loss_scaler": {
+                "dynamic": self.loss_scaler.dynamic,
+                "_loss_scale": self.loss_scaler.cur_scale,
+                "_unskipped": self.loss_scaler.clean_steps,
+            },
             "dynamic_loss_scale": self.dynamic_loss_scale,
             "overflow": self.overflow,
             "first_closure_call_this_step": self.first_closure_call_this_step,
@@ -238,20 +231,16 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
         Raises:
             ValueError: If it does not fit this optimizer; nothing has changed then.
         """
-        check_state(state_dict, _KEYS)
-        _check_masters(state_dict["fp32_from_fp16"], self.fp32_from_fp16_groups)
-        before = self.loss_scaler.state()
-        self.loss_scaler.load(state_dict["loss_scaler"])
-        try:
-            self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
-        except BaseException:
-            self.loss_scaler.load(before)
-            raise
-        self.dynamic_loss_scale = bool(state_dict["dynamic_loss_scale"])
+        check_keys(state_dict, _KEYS)
+        self._load(
+            state_dict["optimizer_state_dict"],
+            self.fp32_from_fp16_groups,
+            state_dict["fp32_from_fp16"],
+            {"dynamic": bool(state_dict["dynamic_loss_scale"])}
+            | _scale_attributes(state_dict["loss_scaler"]),
+        )
         self.overflow = bool(state_dict["overflow"])
         self.first_closure_call_this_step = bool(state_dict["first_closure_call_this_step"])
-        saved = [param for group in state_dict["fp32_from_fp16"] for param in group]
-        self._load_masters(self.all_fp32_from_fp16_params, saved)
 
     def __getstate__(self) -> NoReturn:
         """Refuses pickling, as apex did."""
@@ -262,90 +251,20 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
         raise RuntimeError("FP16_Optimizer is restored by load_state_dict(), not by pickle.")
 
 
-def _check_optimizer(optimizer: Any) -> None:
-    groups = getattr(optimizer, "param_groups", None)
-    if not isinstance(groups, list) or isinstance(optimizer, MasterWrapper):
-        raise TypeError(
-            f"FP16_Optimizer got {type(optimizer).__name__}; it wraps an optimizer, such as "
-            "torch.optim.SGD(model.parameters(), lr=0.1)."
-        )
-    accepted = (*dtypes.LOW_PRECISION, torch.float32)
-    for param in (param for group in groups for param in group["params"]):
-        if param.requires_grad and param.dtype not in accepted:
-            raise TypeError(
-                f"FP16_Optimizer got a parameter of {param.dtype} and shape {tuple(param.shape)}; "
-                "it takes float16, bfloat16 and float32."
-            )
-
-
-def _check_masters(saved: list[list[Tensor]], masters: list[list[nn.Parameter]]) -> None:
-    given, own = ([[tuple(t.shape) for t in group] for group in each] for each in (saved, masters))
-    if given != own:
+def _scale_attributes(saved: Any) -> dict[str, Any]:
+    """Returns the attributes of a saved scale: of this package, or a scaler that apex pickled."""
+    values = saved if isinstance(saved, dict) else getattr(saved, "__dict__", {})
+    # The scaler of `apex.amp`, and the older ones of `apex.fp16_utils`.
+    scale = values.get("_loss_scale", values.get("cur_scale"))
+    if scale is None:
         raise ValueError(
-            f"FP16_Optimizer.load_state_dict got masters of shapes {given}; this one has {own}. "
-            "Build the optimizer over the same half-precision model as the saved one."
+            f"The state's loss_scaler is {saved!r}; it must be what "
+            "FP16_Optimizer.state_dict() returned, or a loss scaler of apex."
         )
-
-
-class _Scale(HostScale):
-    """The loss scale under the names that ``apex.amp`` uses."""
-
-    def __init__(
-        self,
-        init_scale: float = 2.0**16,
-        scale_factor: float = 2.0,
-        scale_window: int = 2000,
-        min_loss_scale: float | None = None,
-        max_loss_scale: float | None = 2.0**24,
-        *,
-        dynamic: bool = True,
-    ) -> None:
-        self.dynamic = dynamic
-        self.floor, self.ceiling = min_loss_scale, max_loss_scale
-        super().__init__(init_scale, scale_factor, scale_window)
-        if dynamic:
-            rule = self.rule()
-            self.cur_scale = min(max(self.cur_scale, rule.least), rule.greatest)
-
-    def loss_scale(self) -> float:
-        """Returns the current scale (multiplier)."""
-        return self.cur_scale
-
-    @property
-    def _loss_scale(self) -> float:
-        return self.cur_scale
-
-    @_loss_scale.setter
-    def _loss_scale(self, value: float) -> None:
-        self.cur_scale = checked_static(value)
-
-    @property
-    def _unskipped(self) -> int:
-        return self.clean_steps
-
-    def state(self) -> dict[str, Any]:
-        """Returns plain numbers, which every ``torch.load`` reads."""
-        return {
-            "dynamic": self.dynamic,
-            "_loss_scale": self.cur_scale,
-            "_unskipped": self.clean_steps,
-        }
-
-    def load(self, saved: Any) -> None:
-        """Loads what ``state`` returned, or the scaler that apex pickled.
-
-        Raises:
-            ValueError: If it is neither; nothing has changed then.
-        """
-        values = saved if isinstance(saved, dict) else getattr(saved, "__dict__", {})
-        # The scaler of `apex.amp`, and the older ones of `apex.fp16_utils`.
-        scale = values.get("_loss_scale", values.get("cur_scale"))
-        if scale is None:
-            raise ValueError(
-                f"The state's loss_scaler is {saved!r}; it must be what "
-                "FP16_Optimizer.state_dict() returned, or a loss scaler of apex."
-            )
-        self.cur_scale = checked_static(scale)
-        steps = values.get("_unskipped")
-        self.cur_iter = int(values.get("cur_iter", 0) if steps is None else steps)
-        self.last_overflow_iter = int(values.get("last_overflow_iter", -1)) if steps is None else -1
+    unskipped = values.get("_unskipped")
+    last_overflow = values.get("last_overflow_iter", -1) if unskipped is None else -1
+    return {
+        "cur_scale": checked_static(scale),
+        "cur_iter": int(values.get("cur_iter", 0) if unskipped is None else unskipped),
+        "last_overflow_iter": int(last_overflow),
+    }

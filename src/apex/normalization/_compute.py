@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import functools
 import numbers
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +26,7 @@ _is_compiling = torch.compiler.is_compiling
 _set_on = torch.set_autocast_enabled
 
 
-def layer_norm(
+def norm(
     input: Tensor,
     shape: Shape,
     weight: Tensor | None,
@@ -35,43 +34,44 @@ def layer_norm(
     eps: float,
     *,
     out: torch.dtype,
-    autocasts: bool = False,
+    centered: bool,
+    autocasts: bool = True,
 ) -> Tensor:
-    """Returns ``(x - mean) / sqrt(variance + eps) * weight + bias``.
+    """Returns a layer norm or an RMS norm.
 
-    Statistics are fp32 or wider. If dtypes differ, the norm is computed in the widest of them and
-    rounded once.
+    These are ``(x - mean) / sqrt(variance + eps) * weight + bias``, and
+    ``x / sqrt(mean(x^2) + eps) * weight``. Statistics are fp32 or wider. If dtypes differ, the norm
+    is computed in the widest of them and rounded once.
 
     Args:
         input: ``[*, shape]``.
         shape: Sizes of the last dimensions, over which to normalize.
         weight: ``[shape]``; None means ones.
-        bias: ``[shape]``; None means zeros.
-        eps: Term added to the variance.
+        bias: ``[shape]``; None means zeros, as for every RMS norm.
+        eps: Term added to the variance or the mean square.
         out: Dtype of the result.
+        centered: Whether it is a layer norm, which subtracts the mean.
         autocasts: Whether the result has autocast's dtype under autocast.
 
     Raises:
         TypeError: If dtypes differ and one is not fp16, bf16, fp32 or fp64.
     """
-    if is_under_autocast(input):
-        return _without_autocast(_layer_norm, input, out, autocasts, shape, weight, bias, eps)
-    return _layer_norm(input, out, shape, weight, bias, eps)
-
-
-def rms_norm(
-    input: Tensor,
-    shape: Shape,
-    weight: Tensor | None,
-    eps: float,
-    *,
-    out: torch.dtype,
-    autocasts: bool = False,
-) -> Tensor:
-    """Returns ``x / sqrt(mean(x^2) + eps) * weight``; arguments and precision as `layer_norm`."""
-    if is_under_autocast(input):
-        return _without_autocast(_rms_norm, input, out, autocasts, shape, weight, eps)
-    return _rms_norm(input, out, shape, weight, eps)
+    if not is_under_autocast(input):
+        return _norm(input, out, shape, weight, bias, eps, centered)
+    # Without autocast, whose own rows would make the result fp32. torch's context manager clears
+    # the cache of cast weights when it exits. Setting the flag does not, and takes a tenth of the
+    # time.
+    device = input.device.type
+    if autocasts and input.dtype is not torch.float64:  # autocast does not cast float64 either
+        out = torch.get_autocast_dtype(device)
+    if _is_compiling():
+        with torch.autocast(device, enabled=False):
+            return _norm(input, out, shape, weight, bias, eps, centered)
+    _set_on(device, False)
+    try:
+        return _norm(input, out, shape, weight, bias, eps, centered)
+    finally:
+        _set_on(device, True)
 
 
 def norm_gradients(
@@ -106,53 +106,28 @@ def norm_gradients(
     return [f.sum_to_size(t.shape).to(t.dtype) for f, t in zip(found, like, strict=True)]
 
 
-def _without_autocast(
-    kernel: Callable[..., Tensor], input: Tensor, out: torch.dtype, autocasts: bool, *rest: Any
-) -> Tensor:
-    """Returns the kernel's result without autocast, whose own rows would make it fp32.
-
-    torch's context manager clears the cache of cast weights when it exits. Setting the flag does
-    not, and takes a tenth of the time.
-    """
-    device = input.device.type
-    if autocasts and input.dtype is not torch.float64:  # autocast does not cast float64 either
-        out = torch.get_autocast_dtype(device)
-    if _is_compiling():
-        with torch.autocast(device, enabled=False):
-            return kernel(input, out, *rest)
-    _set_on(device, False)
-    try:
-        return kernel(input, out, *rest)
-    finally:
-        _set_on(device, True)
-
-
-def _layer_norm(
+def _norm(
     input: Tensor,
     out: torch.dtype,
     shape: Shape,
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
+    centered: bool,
 ) -> Tensor:
-    if not (_is_direct(input, out, weight, bias) or _cpu_takes(input, out, weight, bias)):
+    direct = _is_direct(input, out, weight, bias)
+    if not (direct or (centered and _cpu_takes(input, out, weight, bias))):
+        # With different dtypes, torch's kernel of the RMS norm warns and falls back to several
+        # operators.
         wide = _widest(input, out, weight, bias)
         input = input.to(wide)
         weight = None if weight is None else weight.to(wide)
         bias = None if bias is None else bias.to(wide)
-    result = F.layer_norm(input, _sizes(shape), weight, bias, eps)
-    return result if result.dtype is out else result.to(out)
-
-
-def _rms_norm(
-    input: Tensor, out: torch.dtype, shape: Shape, weight: Tensor | None, eps: float
-) -> Tensor:
-    if not _is_direct(input, out, weight, None):
-        # With different dtypes, torch's kernel warns and falls back to several operators.
-        wide = _widest(input, out, weight)
-        input = input.to(wide)
-        weight = None if weight is None else weight.to(wide)
-    result = F.rms_norm(input, _sizes(shape), weight, eps)
+    sizes = _sizes(shape)
+    if centered:
+        result = F.layer_norm(input, sizes, weight, bias, eps)
+    else:
+        result = F.rms_norm(input, sizes, weight, eps)
     return result if result.dtype is out else result.to(out)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from apex._core.foreach.working import math_dtype
-from apex.normalization._compute import Shape, layer_norm, norm_gradients, rms_norm
+from apex.normalization._compute import Shape, norm, norm_gradients
 
 
 class _NormFunction(torch.autograd.Function):
@@ -62,8 +62,7 @@ class FusedLayerNormAffineFunction(_NormFunction):
         memory_efficient: bool = False,
     ) -> Tensor:
         """Returns the normalized input."""
-        _save(ctx, normalized_shape, eps, input, weight, bias, centered=True)
-        return layer_norm(input, normalized_shape, weight, bias, eps, out=input.dtype)
+        return _norm(ctx, normalized_shape, eps, input, weight, bias, like=input, centered=True)
 
 
 class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
@@ -80,8 +79,7 @@ class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
         memory_efficient: bool = False,
     ) -> Tensor:
         """Returns the normalized input."""
-        _save(ctx, normalized_shape, eps, input, weight, bias, centered=True)
-        return layer_norm(input, normalized_shape, weight, bias, eps, out=weight.dtype)
+        return _norm(ctx, normalized_shape, eps, input, weight, bias, like=weight, centered=True)
 
 
 class FusedLayerNormFunction(_NormFunction):
@@ -96,8 +94,7 @@ class FusedLayerNormFunction(_NormFunction):
         memory_efficient: bool = False,
     ) -> Tensor:
         """Returns the normalized input."""
-        _save(ctx, normalized_shape, eps, input, centered=True)
-        return layer_norm(input, normalized_shape, None, None, eps, out=input.dtype)
+        return _norm(ctx, normalized_shape, eps, input, like=input, centered=True)
 
 
 class FusedRMSNormAffineFunction(_NormFunction):
@@ -113,8 +110,7 @@ class FusedRMSNormAffineFunction(_NormFunction):
         memory_efficient: bool = False,
     ) -> Tensor:
         """Returns the normalized input."""
-        _save(ctx, normalized_shape, eps, input, weight, centered=False)
-        return rms_norm(input, normalized_shape, weight, eps, out=input.dtype)
+        return _norm(ctx, normalized_shape, eps, input, weight, like=input, centered=False)
 
 
 class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
@@ -130,8 +126,7 @@ class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
         memory_efficient: bool = False,
     ) -> Tensor:
         """Returns the normalized input."""
-        _save(ctx, normalized_shape, eps, input, weight, centered=False)
-        return rms_norm(input, normalized_shape, weight, eps, out=weight.dtype)
+        return _norm(ctx, normalized_shape, eps, input, weight, like=weight, centered=False)
 
 
 class FusedRMSNormFunction(_NormFunction):
@@ -146,13 +141,25 @@ class FusedRMSNormFunction(_NormFunction):
         memory_efficient: bool = False,
     ) -> Tensor:
         """Returns the normalized input."""
-        _save(ctx, normalized_shape, eps, input, centered=False)
-        return rms_norm(input, normalized_shape, None, eps, out=input.dtype)
+        return _norm(ctx, normalized_shape, eps, input, like=input, centered=False)
 
 
-def _save(ctx: Any, shape: Shape, eps: float, *tensors: Tensor, centered: bool) -> None:
-    ctx.save_for_backward(*tensors)
+def _norm(
+    ctx: Any,
+    shape: Shape,
+    eps: float,
+    input: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    like: Tensor,
+    centered: bool,
+) -> Tensor:
+    """Returns the norm in the dtype of ``like``; keeps in ``ctx`` what its gradients need."""
+    ctx.save_for_backward(*(each for each in (input, weight, bias) if each is not None))
     ctx.normalized_shape, ctx.eps, ctx.centered = shape, eps, centered
+    given = (input, shape, weight, bias, eps)
+    return norm(*given, out=like.dtype, centered=centered, autocasts=False)
 
 
 def _gradients(ctx: Any, grad_output: Tensor) -> list[Tensor]:

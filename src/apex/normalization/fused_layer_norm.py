@@ -20,7 +20,7 @@ from torch.jit import is_scripting  # type: ignore[attr-defined]
 from apex import _unavailable
 from apex._core.arguments import flag
 from apex._core.dtypes import LOW_PRECISION
-from apex.normalization._compute import Shape, layer_norm, rms_norm
+from apex.normalization._compute import Shape, norm
 from apex.normalization._functions import (
     FusedLayerNormAffineFunction,
     FusedLayerNormAffineMixedDtypesFunction,
@@ -136,7 +136,7 @@ class FusedLayerNorm(_FusedNorm):
         if is_scripting():
             return F.layer_norm(input, shape, weight, self.bias, eps)
         out = self._out_dtype(input)
-        return layer_norm(input, shape, weight, self.bias, eps, out=out, autocasts=True)
+        return norm(input, shape, weight, self.bias, eps, out=out, centered=True)
 
 
 class FusedRMSNorm(_FusedNorm):
@@ -164,7 +164,7 @@ class FusedRMSNorm(_FusedNorm):
         if is_scripting():
             return F.rms_norm(input, shape, weight, eps)
         out = self._out_dtype(input)
-        return rms_norm(input, shape, weight, eps, out=out, autocasts=True)
+        return norm(input, shape, weight, None, eps, out=out, centered=False)
 
     def _out_dtype(self, input: Tensor) -> torch.dtype:
         weight = self.weight
@@ -232,14 +232,14 @@ def fused_layer_norm_affine(
         eps: Term added to the variance.
         memory_efficient: Has no effect.
     """
-    return layer_norm(input, normalized_shape, weight, bias, eps, out=input.dtype, autocasts=True)
+    return norm(input, normalized_shape, weight, bias, eps, out=input.dtype, centered=True)
 
 
 def fused_layer_norm(
     input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
     """Returns the layer norm of ``input`` in its dtype, without weight and bias."""
-    return layer_norm(input, normalized_shape, None, None, eps, out=input.dtype, autocasts=True)
+    return norm(input, normalized_shape, None, None, eps, out=input.dtype, centered=True)
 
 
 def mixed_dtype_fused_layer_norm_affine(
@@ -251,7 +251,7 @@ def mixed_dtype_fused_layer_norm_affine(
     memory_efficient: bool = False,
 ) -> Tensor:
     """Returns the layer norm of ``input`` in the weight's dtype."""
-    return layer_norm(input, normalized_shape, weight, bias, eps, out=weight.dtype, autocasts=True)
+    return norm(input, normalized_shape, weight, bias, eps, out=weight.dtype, centered=True)
 
 
 def fused_rms_norm_affine(
@@ -262,14 +262,14 @@ def fused_rms_norm_affine(
     memory_efficient: bool = False,
 ) -> Tensor:
     """Returns the RMS norm of ``input`` in its dtype."""
-    return rms_norm(input, normalized_shape, weight, eps, out=input.dtype, autocasts=True)
+    return norm(input, normalized_shape, weight, None, eps, out=input.dtype, centered=False)
 
 
 def fused_rms_norm(
     input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
     """Returns the RMS norm of ``input`` in its dtype, without a weight."""
-    return rms_norm(input, normalized_shape, None, eps, out=input.dtype, autocasts=True)
+    return norm(input, normalized_shape, None, None, eps, out=input.dtype, centered=False)
 
 
 def mixed_dtype_fused_rms_norm_affine(
@@ -280,7 +280,7 @@ def mixed_dtype_fused_rms_norm_affine(
     memory_efficient: bool = False,
 ) -> Tensor:
     """Returns the RMS norm of ``input`` in the weight's dtype."""
-    return rms_norm(input, normalized_shape, weight, eps, out=weight.dtype, autocasts=True)
+    return norm(input, normalized_shape, weight, None, eps, out=weight.dtype, centered=False)
 
 
 def manual_rms_norm(
@@ -294,7 +294,9 @@ def manual_rms_norm(
     if weight is not None:
         low = weight.dtype in LOW_PRECISION
         out = weight.dtype if low else torch.promote_types(out, weight.dtype)
-    return rms_norm(input, normalized_shape, weight, eps, out=out)
+    return norm(
+        input, normalized_shape, weight, None, eps, out=out, centered=False, autocasts=False
+    )
 
 
 def _size(module: str, shape: Shape) -> torch.Size:

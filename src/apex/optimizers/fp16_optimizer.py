@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import logging
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from apex._core.arguments import clipping, flag
+import apex_C
 from apex._core.scale import checked_static
-from apex._engine.host_scale import HostScale
-from apex._engine.master_wrapper import MasterWrapper, check_state, dynamic_options, forwarded
+from apex._engine.master_wrapper import MasterWrapper, check_keys, check_sizes, forwarded
 
 _LOG = logging.getLogger("apex")
 _REQUIRED = "dynamic_loss_scale", "cur_scale", "cur_iter"
 _SCALE_STATE = (*_REQUIRED, "last_overflow_iter", "scale_factor", "scale_window")
-_DYNAMIC = {"init_scale": 2.0**16, "scale_factor": 2.0, "scale_window": 1000}
 
 
 class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
@@ -28,13 +27,18 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
 
     Attributes:
         optimizer: The wrapped optimizer.
-        fp16_groups: The model's own parameters, per group.
         overflow: Whether the last gradients held inf or NaN.
         verbose: Whether skipped steps are logged.
     """
 
     _adopts_frozen: ClassVar[bool] = True
+    _scale_options: ClassVar[dict[str, Any]] = {
+        "init_scale": 2.0**16,
+        "scale_factor": 2.0,
+        "scale_window": 1000,
+    }
     _masters_key: ClassVar[str] = "fp32_groups_flat"
+    _received = False
 
     cur_scale = forwarded("loss_scaler", "cur_scale", "The loss scale (multiplier).")
     cur_iter = forwarded("loss_scaler", "cur_iter", "Steps so far, skipped ones included.")
@@ -44,43 +48,18 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
     scale_factor = forwarded("loss_scaler", "scale_factor", "Growth factor; its inverse backs off.")
     scale_window = forwarded("loss_scaler", "scale_window", "Clean steps before growth.")
 
-    def __init__(
-        self,
-        init_optimizer: Optimizer,
-        static_loss_scale: float = 1.0,
-        dynamic_loss_scale: bool = False,
-        dynamic_loss_args: dict[str, float] | None = None,
-        verbose: bool = True,
-    ) -> None:
-        """Replaces the 16-bit parameters in the optimizer's groups by masters.
-
-        Args:
-            init_optimizer: An optimizer over the model's parameters.
-            static_loss_scale: The scale (multiplier) unless it is dynamic.
-            dynamic_loss_scale: Whether the scale follows the gradients.
-            dynamic_loss_args: ``init_scale``, ``scale_factor``, ``scale_window`` of a dynamic
-                scale.
-            verbose: Whether skipped steps are logged.
-
-        Raises:
-            TypeError: If ``init_optimizer`` is not a torch optimizer, a flag is no bool, or
-                ``dynamic_loss_args`` has an unknown key.
-            ValueError: For a scale that is not positive.
-            RuntimeError: If ``amp.initialize`` has prepared the optimizer.
-        """
-        if not isinstance(init_optimizer, Optimizer):
+    def _check_optimizer(self, optimizer: Any) -> None:
+        if not isinstance(optimizer, Optimizer):
             raise TypeError(
-                f"FP16_Optimizer got {type(init_optimizer).__name__}; it wraps a "
+                f"FP16_Optimizer got {type(optimizer).__name__}; it wraps a "
                 "torch.optim.Optimizer, such as apex.optimizers.FusedAdam(params)."
             )
-        dynamic_loss_scale = flag("dynamic_loss_scale", dynamic_loss_scale)
-        options = {**_DYNAMIC, **dynamic_options(dynamic_loss_args, _DYNAMIC)}
-        scale: Any = options["init_scale"] if dynamic_loss_scale else static_loss_scale
-        scaler = HostScale(scale, options["scale_factor"], options["scale_window"])
-        scaler.dynamic = dynamic_loss_scale
-        self.fp16_groups = [list(group["params"]) for group in init_optimizer.param_groups]
-        super().__init__(init_optimizer, scaler, verbose=verbose)
-        self._received = False
+
+    @cached_property
+    def fp16_groups(self) -> list[list[nn.Parameter]]:
+        """The model's own parameters, per group."""
+        own = dict(zip(self.all_fp32_from_fp16_params, self.all_fp16_params, strict=True))
+        return [[own.get(param, param) for param in params] for params in self._stepped()]
 
     # -- one step ----------------------------------------------------------------------------
 
@@ -101,18 +80,6 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
                 "Accumulate first, then clip, then step."
             )
         self._backward(loss)
-
-    def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> float | Tensor:
-        """Clips the masters' gradients to a global norm.
-
-        Returns:
-            The norm before clipping; -1 if a gradient overflowed.
-        """
-        norms = clipping("FP16_Optimizer.clip_master_grads", max_norm, norm_type)
-        self._receive()
-        if self.overflow:
-            return -1
-        return nn.utils.clip_grad_norm_(self._stepped(), *norms)
 
     def step(self, closure: None = None) -> None:
         """Steps the masters and rounds them into the model, unless a gradient overflowed.
@@ -136,8 +103,8 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
                 self.cur_scale,
             )
         self._received = False
-        for pair in self._all_pairs():
-            pair.master.grad = None
+        for param in self.all_fp32_from_fp16_params:
+            param.grad = None
         self.loss_scaler.update_scale(self.overflow)
 
     def _receive(self) -> None:
@@ -154,14 +121,14 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
 
         The first read moves the masters and fp32 parameters of each group into one memory.
         """
-        return [_flat_memory(group["params"]) for group in self.optimizer.param_groups]
+        return [_flat_memory(params) for params in self._stepped()]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns loss scale, optimizer and masters."""
         return {
             **{name: getattr(self, name) for name in _SCALE_STATE},
             "optimizer_state_dict": self.optimizer.state_dict(),
-            **self._saved_masters(),
+            self._masters_key: self._saved_masters(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -170,38 +137,23 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
         Raises:
             ValueError: If the state or its masters do not fit; nothing has changed then.
         """
-        check_state(state_dict, (*_REQUIRED, "optimizer_state_dict", self._masters_key))
-        scale = checked_static(state_dict["cur_scale"], "cur_scale")
-        masters = self._masters_from(state_dict)
-        self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
-        self._load_masters(list(self._stepped()), masters)
-        for name in _SCALE_STATE:
-            setattr(self, name, state_dict.get(name, getattr(self, name)))
-        self.cur_scale = scale
+        check_keys(state_dict, (*_REQUIRED, "optimizer_state_dict", self._masters_key))
+        scale = {name: state_dict[name] for name in _SCALE_STATE if name in state_dict}
+        scale["cur_scale"] = checked_static(scale["cur_scale"], "cur_scale")
+        scale["dynamic"] = scale.pop("dynamic_loss_scale")
+        masters = self._by_parameter(state_dict[self._masters_key])
+        self._load(state_dict["optimizer_state_dict"], self._stepped(), masters, scale)
 
-    def _saved_masters(self) -> dict[str, Any]:
-        flat = [
-            torch.cat([param.detach().flatten() for param in group["params"]])
-            for group in self.optimizer.param_groups
-        ]
-        return {self._masters_key: flat}
+    def _saved_masters(self) -> list[Any]:
+        groups = self._stepped()
+        return [torch.cat([param.detach().flatten() for param in params]) for params in groups]
 
-    def _masters_from(self, state_dict: dict[str, Any]) -> list[Tensor]:
-        """Returns the saved masters, one for each parameter."""
-        groups = [group["params"] for group in self.optimizer.param_groups]
-        sizes = [[param.numel() for param in params] for params in groups]
-        flats: list[Tensor] = state_dict[self._masters_key]
-        given, expected = [flat.numel() for flat in flats], [sum(own) for own in sizes]
-        if given != expected:
-            raise ValueError(
-                f"The state dict holds masters of {given} elements per group; this optimizer's "
-                f"groups have {expected}. Build model and groups as they were when it was saved."
-            )
-        pieces = [torch.split(flat, own) for flat, own in zip(flats, sizes, strict=True)]
-        return [
-            piece.view(param.shape)
-            for param, piece in zip(self._stepped(), (p for ps in pieces for p in ps), strict=True)
-        ]
+    def _by_parameter(self, saved: list[Any]) -> list[list[Tensor]]:
+        """Returns each group's saved masters, one for each parameter."""
+        groups = self._stepped()
+        own = [sum(param.numel() for param in params) for params in groups]
+        check_sizes([flat.numel() for flat in saved], own)
+        return [apex_C.unflatten(*both) for both in zip(saved, groups, strict=True)]
 
 
 @torch.no_grad()

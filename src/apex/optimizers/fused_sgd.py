@@ -111,7 +111,8 @@ class FusedSGD(FusedOptimizer):
             sgd_(batch.params, batch.grads, (), rule=rule, first_run=False, gate=gate)
             return
         new = [BUFFER not in self.state[param] for param in batch.params]
-        if any(new) and rule.dampening and _skips(gate):
+        # sync: dampening depends on whether a buffer has started; only until all have.
+        if any(new) and rule.dampening and gate.skip is not None and bool(gate.skip):
             return
         lists = batch.params, batch.grads, self.buffers(batch, BUFFER)
         for first_run in (True, False):
@@ -120,8 +121,3 @@ class FusedSGD(FusedOptimizer):
             chosen = [is_new is first_run for is_new in new]
             parts = (list(compress(tensors, chosen)) for tensors in lists)
             sgd_(*parts, rule=rule, first_run=first_run, gate=gate)
-
-
-def _skips(gate: Gate) -> bool:
-    # sync: dampening depends on whether a buffer has started; only until all have.
-    return gate.skip is not None and bool(gate.skip)

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from apex._core import arguments
@@ -100,28 +99,22 @@ class LARC:
             params = [param for param in group["params"] if param.grad is not None]
             if not params:
                 continue
-            if any(param.grad.layout is not torch.strided for param in params):
+            grads = [param.grad for param in params]
+            if any(grad.layout is not torch.strided for grad in grads):
                 raise TypeError(
                     "LARC got a sparse gradient, which has no norm that torch can compute. Use an "
                     "embedding with sparse=False, or give it an optimizer of its own."
                 )
-            param_norms = torch._foreach_norm(params)
-            grad_norms = torch._foreach_norm([param.grad for param in params])
-            for param, param_norm, grad_norm in zip(params, param_norms, grad_norms, strict=True):
-                self._scale_gradient(param, param_norm, grad_norm, decay, group["lr"])
-
-    def _scale_gradient(
-        self, param: Tensor, param_norm: Tensor, grad_norm: Tensor, decay: float, lr: float
-    ) -> None:
-        rate = self.trust_coefficient * param_norm / (grad_norm + decay * param_norm + self.eps)
-        if self.clip:
-            rate = (rate / lr).clamp(max=1.0)
-        grad = param.grad
-        if grad is None:
-            return
-        adapts = (param_norm != 0) & (grad_norm != 0)
-        # A layer with a zero norm keeps its unscaled gradient, without weight decay.
-        grad.add_(param * torch.where(adapts, decay, 0.0)).mul_(torch.where(adapts, rate, 1.0))
+            norms = map(torch._foreach_norm, (params, grads))
+            for param, grad, param_norm, grad_norm in zip(params, grads, *norms, strict=True):
+                rate = self.trust_coefficient * param_norm
+                rate = rate / (grad_norm + decay * param_norm + self.eps)
+                if self.clip:
+                    rate = (rate / group["lr"]).clamp(max=1.0)
+                adapts = (param_norm != 0) & (grad_norm != 0)
+                # A layer with a zero norm keeps its unscaled gradient, without weight decay.
+                grad.add_(param * torch.where(adapts, decay, 0.0))
+                grad.mul_(torch.where(adapts, rate, 1.0))
 
     # -- the optimizer's own -----------------------------------------------------------------
 

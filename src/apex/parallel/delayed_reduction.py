@@ -56,15 +56,12 @@ class DelayedReduction:
         # An output's hook runs in the outermost backward pass. A parameter's may run in a nested
         # one, started by a checkpointed segment, which would end too early.
         if tensor.requires_grad:
-            tensor.register_hook(self._output_reached)  # type: ignore[no-untyped-call]
+            tensor.register_hook(self._queue)  # type: ignore[no-untyped-call]
         return tensor
 
-    def _output_reached(self, grad: Tensor) -> None:
-        if self._on:
-            self._queue()
-
-    def _queue(self) -> None:
-        if not self._queued:
+    def _queue(self, grad: Tensor | None = None) -> None:
+        """Makes the engine reduce when its pass ends; also the hook of an output."""
+        if self._on and not self._queued:
             self._queued = True
             Variable._execution_engine.queue_callback(self._finish)
 

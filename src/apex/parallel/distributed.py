@@ -119,7 +119,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             predivide_factor=gradient_predivide_factor,
         )
         if message_size != _MESSAGE_SIZE:
-            torch_options.setdefault("bucket_cap_mb", _mebibytes(module, message_size))
+            largest = max((param.element_size() for param in module.parameters()), default=4)
+            mebibytes = max(1, round(message_size * largest / 2**20))
+            torch_options.setdefault("bucket_cap_mb", mebibytes)
         _check_processes(module, torch_options)
         super().__init__(module, **torch_options)
         if not {"broadcast_buffers", "forward_sync_buffers"} & torch_options.keys():
@@ -383,8 +385,3 @@ def _check_delay(streams: int, triggers: object, torch_options: dict[str, Any]) 
                 f"{name}=True applies to communication during the backward pass, and "
                 f"delay_allreduce=True supports any graph without it. Omit {name}."
             )
-
-
-def _mebibytes(module: nn.Module, elements: float) -> int:
-    largest = max((param.element_size() for param in module.parameters()), default=4)
-    return max(1, round(elements * largest / 2**20))

@@ -112,32 +112,27 @@ class SyncBatchNorm(_BatchNorm):
         return torch.relu(output) if self.fuse_relu else output
 
     def _normalized(self, x: Tensor) -> Tensor:
+        own = self.running_mean, self.running_var, self.weight, self.bias
         by_batch = self.training or self.running_mean is None or self.running_var is None
-        if not by_batch:
-            return self._normalized_by_running(x)
         group = syncing_group(self.process_group) if self.training else None
-        if group is None and x.numel() == x.size(1):
+        if by_batch and group is None and x.numel() == x.size(1):
             raise ValueError(
                 f"SyncBatchNorm got an input of {tuple(x.shape)}: one value per channel, which "
                 "has no variance. Use larger batches, or call eval() on the layer."
             )
-        running = self._running()
         if group is None and self._fits_torch(x):
-            mean, var, momentum = running or (None, None, 0.0)
-            args = (mean, var, self.weight, self.bias, True, momentum, self.eps)
-            output = F.batch_norm(x, *args)
-        else:
-            output = sync_batch_norm(x, self.weight, self.bias, running, self.eps, group)
+            return super().forward(x)
+        if not by_batch:
+            mean, var, weight, bias = (t if t is None else t.to(math_dtype(x)) for t in own)
+            return F.batch_norm(x, mean, var, weight, bias, eps=self.eps)
+        running = self._running()
+        output = sync_batch_norm(x, self.weight, self.bias, running, self.eps, group)
         if running is not None and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
         return output
 
-    def _normalized_by_running(self, x: Tensor) -> Tensor:
-        tensors = [self.running_mean, self.running_var, self.weight, self.bias]
-        if not self._fits_torch(x):
-            tensors = [None if t is None else t.to(math_dtype(x)) for t in tensors]
-        mean, var, weight, bias = tensors
-        return F.batch_norm(x, mean, var, weight, bias, False, 0.0, self.eps)
+    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - torch's
+        """Accepts what `forward` has checked."""
 
     def _running(self) -> Running | None:
         """Returns the running statistics to update and their momentum; None without any."""

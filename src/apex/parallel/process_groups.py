@@ -111,10 +111,6 @@ def create_syncbn_process_group(group_size: int) -> ProcessGroup | None:
             f"group_size is {group_size}; it must divide the number of processes, {world_size}. "
             "0 synchronizes over all of them."
         )
-    own = torch.distributed.get_rank() // group_size
-    # torch requires every process to create every group.
-    groups = [
-        torch.distributed.new_group(range(first, first + group_size))
-        for first in range(0, world_size, group_size)
-    ]
-    return checked_group(groups[own])
+    own: ProcessGroup
+    own, _ = torch.distributed.new_subgroups(group_size)  # type: ignore[no-untyped-call]
+    return own

@@ -83,7 +83,7 @@ class _SyncBatchNorm(Function):
         group: ProcessGroup | None,
     ) -> Tensor:
         x = _dense(x)
-        moments = _joined(_packed(_local_moments(x, eps)), group)
+        moments = _joined(_local_moments(x, eps), group)
         _require_two_values(moments, x)
         if running is not None:
             _move(running, moments)
@@ -114,12 +114,8 @@ class _SyncBatchNorm(Function):
 # -- over processes --------------------------------------------------------------------------
 
 
-def _packed(local: Moments) -> Tensor:
-    return torch.cat([local.mean, local.var, local.total.reshape(1)])
-
-
 def _joined(own: Tensor, group: ProcessGroup | None) -> Moments:
-    """Returns the moments of the combined batch from the packed moments of every process."""
+    """Returns the moments of the combined batch from those of every process, in one tensor."""
     every = own.unsqueeze(0)
     if group is not None:
         every = own.new_empty(torch.distributed.get_world_size(group), own.numel())
@@ -154,16 +150,17 @@ def _move(running: Running, moments: Moments) -> None:
 # Only CUDA has kernels for the four steps; they read 16-bit inputs without an fp32 copy.
 
 
-def _local_moments(x: Tensor, eps: float) -> Moments:
-    count = torch.full((), x.numel() // x.size(1), dtype=math_dtype(x), device=x.device)
+def _local_moments(x: Tensor, eps: float) -> Tensor:
+    """Returns mean, variance and number of values of each channel, ``[2 * C + 1]``."""
+    count = torch.full((1,), x.numel() // x.size(1), dtype=math_dtype(x), device=x.device)
     if x.numel() == 0:
-        none = count.new_zeros(x.size(1))
-        return Moments(none, none, count)
+        return count.new_zeros(2 * x.size(1) + 1)
     if x.is_cuda:
         mean, invstd = torch.batch_norm_stats(x, eps)
-        return Moments(mean, invstd.pow(-2).sub_(eps).clamp_(min=0.0), count)
-    var, mean = torch.var_mean(x.to(math_dtype(x)), _other_dims(x), correction=0)
-    return Moments(mean, var, count)
+        var = invstd.pow(-2).sub_(eps).clamp_(min=0.0)
+    else:
+        var, mean = torch.var_mean(x.to(math_dtype(x)), _other_dims(x), correction=0)
+    return torch.cat([mean, var, count])
 
 
 def _normalized(

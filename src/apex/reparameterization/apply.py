@@ -64,8 +64,10 @@ def apply_reparameterization(
         TypeError: If ``module`` is not a module, or ``reparameterization`` is not given.
     """
     arguments.module("apply_reparameterization", module)
-    plain = [found for found, _ in module.named_parameters() if _is_plain(found)]
-    names = [name] if name else plain
+    found = [each for each, _ in module.named_parameters()]
+    names = (
+        [name] if name else [each for each in found if "parametrizations" not in each.split(".")]
+    )
     for each in names:  # all before the first changes
         Reparameterization.find(module, each, dim)
     for each in names:
@@ -92,8 +94,3 @@ def remove_reparameterization(
             if isinstance(attached(owner, own_name), reparameterization):
                 detach(owner, own_name)
     return module
-
-
-def _is_plain(name: str) -> bool:
-    """Returns whether a parameter does not belong to a parametrization."""
-    return "parametrizations" not in name.split(".")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -199,8 +199,8 @@ def _attach(module: nn.Module, name: str, rule: Reparameterization) -> None:
     parametrize.register_parametrization(module, name, computed, unsafe=True)
     # torch has given this module its own class, so the properties affect no other module.
     for index, part in enumerate(rule.reparameterization_names):
-        setattr(type(module), part, property(_part(name, index)))
-    hook = _OldNames(name, tuple(rule.reparameterization_names))
+        setattr(type(module), part, property(partial(_part, name, index)))
+    hook = partial(_rename_old, name, tuple(rule.reparameterization_names))
     register: Callable[..., RemovableHandle] = module.register_load_state_dict_pre_hook
     computed.loading = register(hook)
 
@@ -251,25 +251,21 @@ def _parametrizations(module: nn.Module, name: str) -> Sequence[nn.Module]:
     return list(module.parametrizations[name])  # type: ignore[index]
 
 
-def _part(name: str, index: int) -> Callable[[nn.Module], Tensor]:
-    def part(module: nn.Module) -> Tensor:
-        return getattr(module.parametrizations[name], f"original{index}")  # type: ignore[index, no-any-return]
-
-    return part
+def _part(name: str, index: int, module: nn.Module) -> Tensor:
+    return getattr(module.parametrizations[name], f"original{index}")  # type: ignore[index, no-any-return]
 
 
-@dataclass(frozen=True)
-class _OldNames:
+def _rename_old(
+    name: str,
+    parts: Sequence[str],
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    *rest: object,
+) -> None:
     """Renames ``weight_g`` and ``weight_v`` of a state dict to the parametrization's names."""
-
-    name: str
-    parts: tuple[str, ...]
-
-    def __call__(
-        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: object
-    ) -> None:
-        old = [f"{prefix}{part}" for part in self.parts]
-        if all(key in state_dict for key in old):
-            for index, key in enumerate(old):
-                new = f"{prefix}parametrizations.{self.name}.original{index}"
-                state_dict[new] = state_dict.pop(key)
+    old = [f"{prefix}{part}" for part in parts]
+    if all(key in state_dict for key in old):
+        for index, key in enumerate(old):
+            new = f"{prefix}parametrizations.{name}.original{index}"
+            state_dict[new] = state_dict.pop(key)
