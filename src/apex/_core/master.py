@@ -52,7 +52,9 @@ def make_packed(param: nn.Parameter, exact: Tensor | None, kind: Kind) -> nn.Par
             "complete a bf16 weight only, which has the exponent of fp32. Use master_weights=True."
         )
     weight = dtensor.local(param).detach()
-    packing = kind.pack(weight, None if exact is None else dtensor.local(exact.detach()))
+    packing = kind.pack(weight)
+    if exact is not None:
+        packing.load(dtensor.local(exact.detach()))
     return nn.Parameter(dtensor.with_local(param, Packed(packing)))
 
 

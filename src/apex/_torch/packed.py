@@ -29,7 +29,7 @@ _VIEW_AS = torch.ops.aten.view.dtype
 
 
 class Packing(Protocol):
-    """Stores fp32 values.
+    """Stores fp32 values; a form that keeps nothing beside ``high`` inherits what does nothing.
 
     Attributes:
         high: The upper 16 bits, as bf16; may share the memory of a model's weight.
@@ -47,9 +47,11 @@ class Packing(Protocol):
             value: fp32.
             spare: int32, of the same shape.
         """
+        return
 
     def begin_write(self) -> None:
         """Begins a write of all values, by one :meth:`write` or by one of each part."""
+        return
 
     def write(self, value: Tensor, spare: Tensor | None) -> None:
         """Stores ``value``; may use its memory and ``spare``."""
@@ -59,12 +61,15 @@ class Packing(Protocol):
 
     def note(self) -> None:
         """Notes that ``high`` was not written but by this packing."""
+        return
 
     def follow(self, *, keep_low: bool) -> None:
         """Sets elements to ``high`` that others have written since :meth:`note`, or all."""
+        return
 
     def followed(self) -> Packing:
         """Returns what :meth:`follow` would leave, without a change."""
+        return self
 
     def stacked(self, others: Sequence[Any]) -> Packing:
         """Returns a packing of the values of ``others``, of one kind and shape: ``[N, ...]``."""
