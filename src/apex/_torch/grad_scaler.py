@@ -122,7 +122,8 @@ class Watch:
         self.listener = listener
         if _WATCHES not in scaler.__dict__:
             own = type(scaler)
-            scaler.__class__ = type(own.__name__, (_WatchedScaler, own), _names_of(own))
+            names = {each: getattr(own, each) for each in ("__module__", "__qualname__", "__doc__")}
+            scaler.__class__ = type(own.__name__, (_WatchedScaler, own), names)
             scaler.__dict__.update({_WATCHES: [], _STEPS: []})
         scaler.__dict__[_WATCHES].append(self)
 
@@ -186,10 +187,6 @@ class _WatchedScaler(GradScaler):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles and copies by the scaler's own class, so that no generated class is named."""
         return object.__new__, (type(self).__bases__[1],), self.__getstate__()
-
-
-def _names_of(own: type) -> dict[str, Any]:
-    return {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
 
 
 def current_scale(scaler: GradScaler) -> Tensor | None:

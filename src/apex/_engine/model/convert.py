@@ -123,8 +123,12 @@ def restore(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> No
     old_class = plain_class(type(module))
     state.link.write_back()
     with all_or_nothing() as undo:
-        if state.plan.casts_down:
-            _to_fp32(module, state.link.source, masters or {}, undo)
+        source, others = state.link.source, masters or {}
+        for tensor in [*module.parameters(), *module.buffers()] if state.plan.casts_down else ():
+            if dtypes.is_low_precision(tensor):
+                own = None if source is None else source.master_of(tensor)
+                known = [each for each in (own, others.get(id(tensor))) if each is not None]
+                set_in_place(tensor, exact_value(tensor, known), undo)
         swap_class(module, old_class)
     _forget(model, state)
     flatten_rnns(model.modules())
@@ -165,13 +169,3 @@ def _forget(model: nn.Module, state: ModelState) -> None:
     if state.inner_forward is not None:
         module.__dict__.setdefault("forward", state.inner_forward)
     del module.__dict__[STATE]
-
-
-def _to_fp32(
-    model: nn.Module, source: MasterSource | None, masters: Mapping[int, Tensor], undo: Undo
-) -> None:
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if dtypes.is_low_precision(tensor):
-            known = [None if source is None else source.master_of(tensor), masters.get(id(tensor))]
-            exact = exact_value(tensor, [value for value in known if value is not None])
-            set_in_place(tensor, exact, undo)

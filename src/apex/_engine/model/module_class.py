@@ -96,11 +96,8 @@ class ConvertedModule(nn.Module):
             return super().__reduce_ex__(protocol)
         if state is not None:
             state.link.write_back()
-        if state is None or not state.plan.casts_down:
-            return self._reduced_as_plain(state)
-        return self._reduced(state, protocol)
-
-    def _reduced_as_plain(self, state: ModelState | None) -> Any:
+        if state is not None and state.plan.casts_down:
+            return self._reduced(state, protocol)
         # Protocol 2 requires the object's present class; protocol 1 trusts ``__class__``.
         reduced: Any = super().__reduce_ex__(1 if self.__class__ is type(self) else 2)
         return reduced_as_plain(type(self), reduced, None if state is None else state.inner_forward)

@@ -113,7 +113,8 @@ class ModelPlan:
                 f"name patterns. Write fp32_modules=({given!r},)."
             )
         for rule in self.fp32_modules:
-            if not (isinstance(rule, str) or _is_module_type(rule)):
+            is_type = isinstance(rule, type) and issubclass(rule, nn.Module)
+            if not (isinstance(rule, str) or is_type):
                 raise TypeError(
                     f"fp32_modules holds {rule!r}; it takes module types, such as "
                     "torch.nn.LayerNorm, and name patterns, such as 'decoder.*.norm'."
@@ -246,7 +247,3 @@ def matches(rule: Rule, name: str, module: nn.Module) -> bool:
     if isinstance(rule, str):
         return fnmatchcase(name, rule)
     return isinstance(module, rule)
-
-
-def _is_module_type(rule: object) -> bool:
-    return isinstance(rule, type) and issubclass(rule, nn.Module)
