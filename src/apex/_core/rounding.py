@@ -25,17 +25,10 @@ _unbind_copy: Any = torch.unbind_copy  # torch annotates no result
 
 
 def exact_value(param: Tensor, candidates: Iterable[Tensor]) -> Tensor:
-    """Returns ``param`` in fp32, with unrounded values where they are known.
+    """Returns a 16-bit tensor in fp32, in its layout, with unrounded values where they are known.
 
-    Each element comes from the last candidate that rounds to the parameter's element, or from the
-    parameter if there is none.
-
-    Args:
-        param: A low-precision tensor.
-        candidates: Possible unrounded values, such as its master; other shapes are ignored.
-
-    Returns:
-        A new fp32 tensor with the parameter's shape and layout.
+    Each element comes from the last candidate, such as a master, that rounds to the parameter's
+    element, or from the parameter if there is none. Candidates of other shapes are ignored.
     """
     # Without no_grad() and the cast of ``value``, which torch.where makes: state_dict calls this
     # for every parameter.
@@ -166,12 +159,8 @@ def makes_equal(value: Tensor, dtype: torch.dtype) -> Tensor:
 def update_master(param: Tensor, master: Tensor, known: Sequence[Tensor]) -> None:
     """Copies ``param`` into its fp32 ``master``, in place, as :func:`exact_value` of it.
 
-    Nothing is read on the host, not even on the CPU.
-
-    Args:
-        param: A low-precision tensor.
-        master: Its fp32 master.
-        known: Possible unrounded values, laid out as ``master``, such as its present ones.
+    The candidates, ``known``, are laid out as ``master``. Nothing is read on the host, not even on
+    the CPU.
     """
     low, exact = dtensor.locals_of([param, master])
     result = low = low.to(exact.device)

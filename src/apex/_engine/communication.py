@@ -51,9 +51,7 @@ class Communicator:
     def note(self, wrapper: DistributedDataParallel, *, traced: bool = False) -> None:
         """Records that a model's forward pass begins under a wrapper, and if that sends gradients.
 
-        Args:
-            wrapper: The wrapper.
-            traced: Whether the pass is being compiled, or runs in compiled code.
+        ``traced`` tells whether the pass is being compiled, or runs in compiled code.
 
         Raises:
             RuntimeError: If the wrapper was made before its parameters were cast, so that it would

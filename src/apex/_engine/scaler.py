@@ -385,14 +385,10 @@ def scaler_for(
     loss_id: int = 0,
     initial: float | None = None,
 ) -> Scaler:
-    """Returns the scaler for ``loss_scale``.
+    """Returns the scaler for ``loss_scale``, a number or ``"dynamic"``.
 
-    Args:
-        loss_scale: A number, or ``"dynamic"``.
-        rule: The rule of a dynamic scale.
-        loss_id: Index of the loss in its session.
-        initial: First dynamic scale (multiplier); ``None`` for 2**16, clamped to the rule's
-            bounds.
+    A dynamic scale starts at ``initial`` (multiplier); by default at 2**16, within the rule's
+    bounds.
 
     Raises:
         ValueError: If the scale is not positive and finite.

@@ -211,15 +211,10 @@ def divide(lists: Lists, taken: Sequence[bool]) -> tuple[Lists, Lists]:
 def run(
     func: Any, lists: Lists, kwargs: Mapping[str, Any], cuts: Cuts, params: Operand, grads: Operand
 ) -> None:
-    """Runs a fused operator block by block.
+    """Runs a fused operator of :data:`OPERANDS` block by block.
 
-    Args:
-        func: One of :data:`OPERANDS`.
-        lists: Its lists of tensors, on one device; see :func:`alike`.
-        kwargs: Its other arguments.
-        cuts: The cuts through the first list.
-        params: What it gets in place of the first list.
-        grads: What it gets in place of the second list.
+    Its lists of tensors are on one device and :func:`alike`, with ``cuts`` through the first. It
+    gets ``params`` and ``grads`` in place of the first two.
     """
     count = OPERANDS[func]
     kernel = function_of(func)

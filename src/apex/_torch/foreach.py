@@ -75,12 +75,8 @@ _check_and_unscale_kernel_ = _found(
 def check_and_unscale_(grads: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
     """Does the same as :func:`plain_check_and_unscale_`, in fewer kernels.
 
-    The product is part of the graph that gradients of a pass with ``create_graph=True`` have.
-
-    Args:
-        grads: Gradients of one device and one real floating-point dtype.
-        found_inf: 0-d fp32 on the same device.
-        inverse: 0-d fp32 on the same device.
+    All on one device, gradients in one real floating-point dtype. The product is part of the graph
+    that gradients of a pass with ``create_graph=True`` have.
     """
     if _are_recorded(grads):  # but the kernel is not
         with torch.no_grad():

@@ -41,11 +41,9 @@ class Packing(Protocol):
         """Returns the tensors that hold the values."""
 
     def complete(self, value: Tensor, spare: Tensor | None) -> None:
-        """Adds to ``value``, which holds ``high`` in fp32, what ``high`` lacks; may use ``spare``.
+        """Adds to fp32 ``value``, which holds ``high``, what ``high`` lacks.
 
-        Args:
-            value: fp32.
-            spare: int32, of the same shape.
+        May use ``spare``, int32 of the same shape.
         """
         return
 

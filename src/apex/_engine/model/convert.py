@@ -69,12 +69,8 @@ def convert(
 def convert_late(model: nn.Module, params: Set[int]) -> list[tuple[Tensor, Tensor]]:
     """Casts modules added to a converted model, such as a new head; all or nothing.
 
-    Args:
-        model: The model.
-        params: Ids of parameters; does nothing unless the model holds one.
-
-    Returns:
-        The tensors whose dtype changed, with their values before.
+    Does nothing unless the model holds one of the parameters, given by their ids. Returns the
+    tensors whose dtype changed, with their values before.
     """
     state = state_of(model)
     parts = [] if state is None else state.late_parts(model, params)

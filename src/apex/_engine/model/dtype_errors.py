@@ -73,15 +73,9 @@ def mixes_dtypes(error: RuntimeError) -> bool:
 
 
 def explain(model: nn.Module, plan: ModelPlan, error: RuntimeError) -> None:
-    """Raises ``error`` again with its remedy; returns if the plan's dtypes are not its cause.
+    """Raises a forward pass's ``error`` again with its remedy, of the same type and caused by it.
 
-    Args:
-        model: A prepared model whose forward pass failed.
-        plan: Its conversion.
-        error: The forward pass's error.
-
-    Raises:
-        RuntimeError: Of the type of ``error``, and caused by it.
+    Returns if the plan's dtypes are not its cause.
     """
     kind, text = type(error), str(error)
     # Scripts catch subclasses, such as out of memory, by name.

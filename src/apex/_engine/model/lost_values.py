@@ -19,12 +19,9 @@ _MANY = 4
 
 
 def find_lost(model: nn.Module, plan: ModelPlan, parts: Parts | None = None) -> list[Planned]:
-    """Returns the buffers of which rounding would make distinct values equal; changes nothing.
+    """Returns the buffers, of ``parts`` or the model, whose distinct values rounding makes equal.
 
-    Args:
-        model: A model whose buffers are not rounded yet.
-        plan: Its conversion.
-        parts: Only buffers of these modules; all of the model by default.
+    Changes nothing; the buffers are not rounded yet.
     """
     low = plan.param_dtype
     if low is None or not plan.casts_down:

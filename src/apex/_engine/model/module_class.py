@@ -195,12 +195,9 @@ def rebuild_model(func: Callable[..., nn.Module], *args: Any) -> nn.Module:
 
 
 def reduced_as_plain(own: type, reduced: Any, forward: Callable[..., Any] | None) -> Any:
-    """Returns a reduced object without its conversion.
+    """Returns what a plain class's ``__reduce_ex__`` gave for an object, without its conversion.
 
-    Args:
-        own: The generated class of the object.
-        reduced: The value of the plain class's ``__reduce_ex__``.
-        forward: The ``forward`` that was set on the object, if any.
+    ``own`` is its generated class, ``forward`` the one that was set on the object, if any.
     """
     if isinstance(reduced, str):
         return reduced

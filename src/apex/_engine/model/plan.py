@@ -152,13 +152,7 @@ def topmost_fp32_modules(model: nn.Module, plan: ModelPlan) -> list[nn.Module]:
 
 
 def fp32_modules(model: nn.Module, plan: ModelPlan, parts: Parts | None = None) -> set[nn.Module]:
-    """Returns every module whose own parameters and buffers stay in fp32.
-
-    Args:
-        model: The model.
-        plan: Its conversion.
-        parts: The modules in question; all of the model by default.
-    """
+    """Returns every module, of ``parts`` or the model, whose own tensors stay in fp32."""
     if not plan.casts_down:
         return set()
     tops = topmost_fp32_modules(model, plan)
@@ -188,15 +182,10 @@ class Planned(NamedTuple):
 def planned_dtypes(
     model: nn.Module, plan: ModelPlan, parts: Parts | None = None
 ) -> Iterator[Planned]:
-    """Yields every parameter and buffer once, with its name and planned dtype.
+    """Yields every parameter and buffer, of ``parts`` or the model, once, with its planned dtype.
 
     Skips those that the plan does not cast. A tensor shared by an fp32 module and another is
     planned as fp32 (``check`` raises for it).
-
-    Args:
-        model: The model.
-        plan: Its conversion.
-        parts: Only the own tensors of these modules; all of the model by default.
     """
     if plan.param_dtype is None and not plan.widen_low:
         return

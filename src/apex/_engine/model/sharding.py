@@ -24,9 +24,7 @@ ORDER = (
 def check_order(models: Iterable[nn.Module], params: Sequence[Tensor]) -> None:
     """Raises if ``fully_shard`` was called after ``initialize`` and left stale parameters.
 
-    Args:
-        models: The models of a session.
-        params: The models' parameters at ``initialize`` that the session's optimizers train.
+    ``params`` are those of the models at ``initialize`` that the session's optimizers train.
 
     Raises:
         RuntimeError: If the optimizers train parameters that ``fully_shard`` replaced.

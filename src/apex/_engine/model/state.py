@@ -106,13 +106,8 @@ class ModelState:
     def apply(self, model: nn.Module, undo: Undo | None = None, parts: Parts | None = None) -> None:
         """Casts parameters and buffers and attaches the hooks; on failure, reverts the casts.
 
-        May be called again, for parts added to ``model`` or after its own class rebuilt it from
-        part of its state.
-
-        Args:
-            model: The model.
-            undo: Receives the inverse of the casts.
-            parts: Only these modules of it; all by default.
+        May be called again, for ``parts`` added to ``model`` or after its own class rebuilt it from
+        part of its state. ``undo`` receives the inverse of the casts.
         """
         self.model = weakref.ref(model)
         parts = named_modules(model).items() if parts is None else parts
@@ -197,13 +192,9 @@ class ModelState:
     def late_parts(self, model: nn.Module, wanted: Set[int]) -> Parts:
         """Returns the modules added to ``model`` since the plan was applied that hold parameters.
 
-        Searches level by level until every parameter is found, so that a new head costs the same
-        in a model of any size. Modules on the way that have buffers, or one of the parameters,
-        are among the result.
-
-        Args:
-            model: The model.
-            wanted: Ids of the parameters; without any of them in the model, the result is empty.
+        Searches level by level until every parameter of these ids is found, so that a new head
+        costs the same in a model of any size. Modules on the way that have buffers, or one of the
+        parameters, are among the result, which is empty if the model has none of them.
         """
         parts: list[tuple[str, nn.Module]] = []
         left, seen, level = set(wanted), {model}, [("", model)]
