@@ -123,8 +123,8 @@ def restore(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> No
         for tensor in [*module.parameters(), *module.buffers()] if state.plan.casts_down else ():
             if dtypes.is_low_precision(tensor):
                 own = None if source is None else source.master_of(tensor)
-                known = [each for each in (own, others.get(id(tensor))) if each is not None]
-                set_in_place(tensor, exact_value(tensor, known), undo)
+                exact = exact_value(tensor, [own, others.get(id(tensor))])
+                set_in_place(tensor, exact, undo)
         swap_class(module, old_class)
     _forget(model, state)
     flatten_rnns(model.modules())

@@ -163,8 +163,7 @@ class ModelState:
             for tensor in [*model.parameters(), *model.buffers()]:
                 if dtypes.is_low_precision(tensor):
                     exact = None if source is None else source.master_of(tensor)
-                    value = rounding.exact_value(tensor, [] if exact is None else [exact])
-                    set_in_place(tensor, value, undo)
+                    set_in_place(tensor, rounding.exact_value(tensor, [exact]), undo)
                 elif source and (low := source.packed_value(tensor, dtype)) is not None:
                     set_in_place(tensor, low, undo)
             self.apply(model)

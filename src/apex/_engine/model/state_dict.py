@@ -366,8 +366,8 @@ def _loaded_values(
             entry = None if noted.entry is None else noted.entry()
             # One in the weight's own dtype tells no more than the weight that was loaded from it.
             is_wider = entry is not None and entry.dtype is not tensor.dtype
-            loaded = [_shaped(entry, tensor)] if entry is not None and is_wider else []
-            yield tensor, exact_value(tensor, [master, *loaded])
+            loaded = _shaped(entry, tensor) if entry is not None and is_wider else None
+            yield tensor, exact_value(tensor, [master, loaded])
 
 
 def _expected_values(loading: Iterable[_Loading]) -> Iterator[tuple[Tensor, Tensor]]:
