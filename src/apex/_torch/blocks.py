@@ -12,7 +12,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, chain, pairwise
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -138,27 +138,18 @@ def cuts(tensors: Sequence[Tensor], buffers: int = 1, *, in_order: bool = False)
 _cuts = functools.lru_cache(maxsize=32)(Cuts)  # an optimizer cuts the same tensors in each step
 
 
-class Operand(Protocol):
-    """One list of tensors that a kernel reads or writes."""
-
-    def load(self, block: slice) -> list[Tensor]:
-        """Returns the pieces of a block, for the kernel to work on in place."""
-
-    def store(self, block: slice, values: list[Tensor]) -> None:
-        """Takes the block's pieces after the kernel."""
-
-
 class InPlace:
-    """Pieces that the kernel works on where they are."""
+    """A list of tensors that a kernel reads or writes where they are."""
 
     def __init__(self, pieces: Sequence[Tensor]) -> None:
         self.pieces = list(pieces)
 
     def load(self, block: slice) -> list[Tensor]:
+        """Returns the pieces of a block, for the kernel to work on in place."""
         return self.pieces[block]
 
     def store(self, block: slice, values: list[Tensor]) -> None:
-        """Does nothing."""
+        """Takes the block's pieces after the kernel."""
 
 
 Transfer = Callable[[slice, list[Tensor]], None]
@@ -166,7 +157,7 @@ Transfer = Callable[[slice, list[Tensor]], None]
 
 
 class Buffered:
-    """Pieces that exist in fp32 for one block at a time, in a buffer."""
+    """One whose pieces exist in fp32 for one block at a time, in a buffer."""
 
     def __init__(
         self, cuts: Cuts, like: Sequence[Tensor], load: Transfer, store: Transfer | None = None
@@ -194,6 +185,8 @@ class Buffered:
         if self._store is not None:
             self._store(block, values)
 
+
+Operand = InPlace | Buffered
 
 Lists = Sequence[Sequence[Tensor]]
 """The positional arguments of a fused operator."""

@@ -63,11 +63,7 @@ def plain_group(lists: Sequence[Sequence[Tensor]]) -> dict[Any, tuple[list[list[
     return groups
 
 
-def _found(owner: object, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-    return getattr(owner, name, plain)
-
-
-_check_and_unscale_kernel_ = _found(
+_check_and_unscale_kernel_: Callable[..., Any] = getattr(
     torch, "_amp_foreach_non_finite_check_and_unscale_", plain_check_and_unscale_
 )
 
@@ -106,8 +102,8 @@ def _are_recorded(tensors: list[Tensor]) -> bool:
     return torch.is_grad_enabled() and any(map(_has_graph, tensors))
 
 
-update_scale_ = _found(torch, "_amp_update_scale_", plain_update_scale_)
-group = _found(Optimizer, "_group_tensors_by_device_and_dtype", plain_group)
+update_scale_: Callable[..., Any] = getattr(torch, "_amp_update_scale_", plain_update_scale_)
+group: Callable[..., Any] = getattr(Optimizer, "_group_tensors_by_device_and_dtype", plain_group)
 
 
 # -- fused optimizer kernels; the fallbacks are in `_core.foreach` --------------------------------
