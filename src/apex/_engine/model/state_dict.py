@@ -28,7 +28,6 @@ from collections.abc import (
     Iterator,
     Mapping,
     MutableMapping,
-    Sequence,
 )
 from typing import Any, NamedTuple
 
@@ -136,7 +135,10 @@ class MasterLink:
         first, outer = next(iter(self._saving.items()), (None, None))
         ends = first == prefix and outer is not None and outer() is module
         known = self._entries
-        saved = self._replace(destination, [(prefix, module), *batch.modules()], known)
+        inside = [
+            (path, part) for path, held in batch.inside.items() if (part := held()) is not None
+        ]
+        saved = self._replace(destination, [(prefix, module), *inside], known)
         if ends:
             self._saving = {}
             self._entries = {}
@@ -190,15 +192,13 @@ class MasterLink:
             elif isinstance(entry, KeptBuffer):
                 destination[key] = plain(entry)
         keys = list(key_of.values())
-        for index, value in exact_values(entries, self._masters_of(tensors)):
+        source = self.source
+        masters = [None] * len(tensors) if source is None else source.masters_of(tensors)
+        for index, value in exact_values(entries, masters):
             destination[keys[index]] = entries[index] = value  # the old entry goes before the next
         for key, which in tied:
             destination[key] = destination[key_of.get(which) or known[which][0]]
         return key_of
-
-    def _masters_of(self, tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        source = self.source
-        return [None] * len(tensors) if source is None else source.masters_of(tensors)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MasterLink:
         """Returns a link to the same source, which the copy does not keep alive."""
@@ -245,13 +245,6 @@ class Batch:
             return False
         self.destination = weakref.ref(destination)
         return True
-
-    def modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the modules with their prefix."""
-        for prefix, reference in self.inside.items():
-            module = reference()
-            if module is not None:
-                yield prefix, module
 
 
 class _Loading(NamedTuple):
@@ -327,7 +320,12 @@ class Fp32Hooks:
         Raises:
             RuntimeError: For ``load_state_dict(assign=True)``, before anything has changed.
         """
-        _refuse_assign(module, local_metadata)
+        if isinstance(local_metadata, Mapping) and local_metadata.get("assign_to_params_buffers"):
+            raise RuntimeError(
+                f"load_state_dict(assign=True) would replace parameters of {type(module).__name__} "
+                "that amp and the optimizer hold. Drop assign=True, or call amp.restore before "
+                "loading and amp.initialize after."
+            )
         self._loading = [
             _Loading(tensor, _version(tensor), _reference(loaded.get(prefix + name)))
             for name, tensor in own_tensors(module)
@@ -391,12 +389,3 @@ def _reference(entry: object) -> weakref.ref[Tensor] | None:
 def _shaped(entry: Tensor, param: Tensor) -> Tensor:
     # torch loads an entry of shape [1] into a 0-d parameter.
     return entry.reshape(()) if param.dim() == 0 and entry.shape == (1,) else entry
-
-
-def _refuse_assign(module: nn.Module, local_metadata: Any) -> None:
-    if isinstance(local_metadata, Mapping) and local_metadata.get("assign_to_params_buffers"):
-        raise RuntimeError(
-            f"load_state_dict(assign=True) would replace parameters of {type(module).__name__} "
-            "that amp and the optimizer hold. Drop assign=True, or call amp.restore before loading "
-            "and amp.initialize after."
-        )
