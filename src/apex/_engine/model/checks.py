@@ -21,7 +21,7 @@ from apex._engine.model.plan import (
     planned_dtypes,
 )
 from apex._engine.model.state import module_behind, state_of
-from apex._torch import fsdp
+from apex._torch import dtensor, fsdp
 from apex._torch.modules import named_modules, named_tensors, own_tensors
 
 
@@ -71,7 +71,8 @@ def check(
     if any(tensor.is_inference() for tensor in tensors.values()):
         _check_no_inference_tensors(model, plan)
     _check_fp32_modules(model, plan, others)
-    if sharding.is_sharded(model, tensors.values()):
+    is_sharded = any(True for _ in fsdp.sharded_modules(model))
+    if is_sharded or dtensor.any_dtensor(tensors.values()):
         remedy = (
             "drop entries of fp32_modules" if plan.fp32_modules else "keep_batchnorm_fp32=False"
         )

@@ -41,11 +41,6 @@ def check_order(models: Iterable[nn.Module], params: Sequence[Tensor]) -> None:
         )
 
 
-def is_sharded(model: nn.Module, tensors: Iterable[Tensor]) -> bool:
-    """Returns whether ``model``, which has these tensors, is sharded or holds DTensors."""
-    return any(True for _ in fsdp.sharded_modules(model)) or dtensor.any_dtensor(tensors)
-
-
 def check(
     model: nn.Module,
     planned: Iterable[Planned],
