@@ -6,7 +6,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -236,7 +236,7 @@ def stored_tensors(tensor: Tensor) -> list[Tensor]:
     return tensor.packing.tensors() if isinstance(tensor, Packed) else [tensor]
 
 
-class _Plan(NamedTuple):
+class _Plan:
     """What an operator does to its arguments.
 
     Attributes:
@@ -247,26 +247,18 @@ class _Plan(NamedTuple):
         waits: Whether it returns before it has written, with an object to wait for: a collective.
     """
 
-    views: bool
-    makes: bool
-    written: tuple[tuple[int, str], ...]
-    lists: bool
-    waits: bool
+    def __init__(self, func: Any) -> None:
+        schema = func._schema
+        returned = schema.returns[0].alias_info if schema.returns else None
+        name = schema.name.removeprefix("aten::")
+        self.views = returned is not None and not returned.is_write
+        self.makes = name in _MAKERS
+        self.written = [(place, argument.name) for place, argument in written_arguments(func)]
+        self.lists = name.startswith(("_foreach_", "_fused_"))
+        self.waits = receives(func)
 
 
-@functools.cache
-def _plan(func: Any) -> _Plan:
-    schema = func._schema
-    returned = schema.returns[0].alias_info if schema.returns else None
-    written = tuple((place, argument.name) for place, argument in written_arguments(func))
-    name = schema.name.removeprefix("aten::")
-    return _Plan(
-        views=returned is not None and not returned.is_write,
-        makes=name in _MAKERS,
-        written=written,
-        lists=name.startswith(("_foreach_", "_fused_")),
-        waits=receives(func),
-    )
+_plan = functools.cache(_Plan)
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
