@@ -26,7 +26,9 @@ def random_patterns(count):
 
 
 def split(value):
-    return Split().pack(torch.empty_like(value, dtype=torch.bfloat16), value)
+    packing = Split().pack(torch.empty_like(value, dtype=torch.bfloat16))
+    packing.load(value)
+    return packing
 
 
 def test_two_halves_give_back_every_value_bit_by_bit():

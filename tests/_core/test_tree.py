@@ -1,5 +1,6 @@
 import dataclasses
 from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -166,6 +167,31 @@ def test_a_read_only_mapping_becomes_a_dict():
     result = cast(view)
     assert type(result) is dict
     assert result["self"] is result
+
+
+@dataclass(frozen=True, eq=False)
+class ReadOnlyBatch(Mapping):
+    x: Any
+
+    def __getitem__(self, name):
+        return getattr(self, name)
+
+    def __iter__(self):
+        return iter(["x"])
+
+    def __len__(self):
+        return 1
+
+
+@pytest.mark.parametrize("cyclic", [False, True])
+def test_a_dataclass_that_is_a_read_only_mapping_keeps_its_type(cyclic):
+    given = ReadOnlyBatch([tensor()])
+    if cyclic:
+        given.x.append(given)
+    result = cast(given)
+    assert type(result) is ReadOnlyBatch
+    assert result["x"][0].dtype is LOW
+    assert result["x"][1:] == [result] * cyclic
 
 
 def test_unchanged_branches_keep_their_identity():

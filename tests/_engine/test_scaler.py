@@ -81,7 +81,7 @@ def test_a_dynamic_scale_follows_the_plain_rule_whatever_is_set_in_between(steps
             scaler.set_clean_steps(value)
             state = state._replace(clean_steps=value)
         else:
-            scaler.rule = replace(scaler.rule, **{kind: value})
+            scaler.set_rule(replace(scaler.rule, **{kind: value}))
         if kind in ("clean_steps", "growth_interval"):
             count = min(state.clean_steps, scaler.rule.growth_interval - 1)
             state = state._replace(clean_steps=count)

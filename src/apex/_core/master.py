@@ -34,14 +34,9 @@ def make_master(
 
 
 def make_packed(param: nn.Parameter, exact: Tensor | None, kind: Kind) -> nn.Parameter:
-    """Returns a packed fp32 parameter whose upper half is ``param``.
+    """Returns a packed fp32 parameter whose upper half is ``param``, bf16.
 
-    Sets ``param`` to the packing's rounding of ``exact``.
-
-    Args:
-        param: A bf16 parameter.
-        exact: Its value before rounding, if known.
-        kind: The packing.
+    Sets ``param`` to the packing's rounding of ``exact``, its value before rounding, if known.
 
     Raises:
         RuntimeError: If ``param`` is not bf16.
@@ -52,7 +47,9 @@ def make_packed(param: nn.Parameter, exact: Tensor | None, kind: Kind) -> nn.Par
             "complete a bf16 weight only, which has the exponent of fp32. Use master_weights=True."
         )
     weight = dtensor.local(param).detach()
-    packing = kind.pack(weight, None if exact is None else dtensor.local(exact.detach()))
+    packing = kind.pack(weight)
+    if exact is not None:
+        packing.load(dtensor.local(exact.detach()))
     return nn.Parameter(dtensor.with_local(param, Packed(packing)))
 
 
@@ -79,12 +76,9 @@ def copy_grads(models: Sequence[nn.Parameter], masters: Sequence[nn.Parameter]) 
 def fp32_copies(
     grads: Sequence[Tensor], params: Sequence[Tensor], like: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Returns fp32 copies of gradients; sparse ones stay sparse, with duplicate rows summed.
+    """Returns fp32 copies of gradients, with the device and memory layout of ``like``.
 
-    Args:
-        grads: The gradients.
-        params: Their parameters; a DTensor gradient gets its parameter's placements.
-        like: Tensors whose device and memory layout the copies get, such as the masters.
+    Sparse ones stay sparse, with duplicate rows summed. A DTensor gets its parameter's placements.
     """
     if not dtensor.any_dtensor(params) and {grad.layout for grad in grads} <= {torch.strided}:
         return _fp32_copies_like(list(grads), like)

@@ -30,13 +30,9 @@ def with_mixin(
 ) -> Any:
     """Returns a new subclass of ``own`` whose methods are looked up in ``mixin`` first.
 
-    Objects of class ``own`` can change to it; see Note [Instance layout].
-
-    Args:
-        mixin: The class with the overrides.
-        own: The last base of the new class, which is named as it is.
-        names: Further attributes.
-        despite_metaclass: Whether to make it even if the metaclass of ``own`` raises an error.
+    It is named as ``own``, its last base, and has the further attributes ``names``. Objects of
+    class ``own`` can change to it; see Note [Instance layout]. With ``despite_metaclass``, it is
+    made even if the metaclass of ``own`` raises an error.
     """
     goes_past = _goes_past_its_class(own)
     names = {MIXIN: mixin, **names}

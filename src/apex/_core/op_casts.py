@@ -36,14 +36,10 @@ class InPlaceError(NotImplementedError, TypeError):
 
 
 def rules_for(op: str, schema: torch.FunctionSchema) -> Mapping[Category, CastRule]:
-    """Returns one operator's cast rule for each category.
+    """Returns the cast rule for each category of one operator, such as ``"pow.Scalar"``.
 
     If the operator has a ``dtype`` parameter, the ``fp32`` rule requests an fp32 result instead of
     casting the input, which saves a pass over the data. It keeps a ``dtype`` from the caller.
-
-    Args:
-        op: Operator and overload, such as ``"pow.Scalar"``.
-        schema: The operator's schema.
     """
     refusals: dict[Category, CastRule] = {
         "banned": functools.partial(_refuse_fp16, op),

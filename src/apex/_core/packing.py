@@ -23,6 +23,7 @@ from torch.autograd.graph import increment_version
 
 from apex._core.policy import MasterWeights
 from apex._pickle import rebuild
+from apex._torch.packed import Packing
 from apex._torch.parameters import uncounted
 
 _INF = float("inf")
@@ -37,12 +38,9 @@ _SEEN = 64
 class Split:
     """The packing of ``master_weights="split"``: exact in 4 bytes, of which the model has 2."""
 
-    def pack(self, weight: Tensor, exact: Tensor | None = None) -> Halves:
-        """Returns the packing of ``weight``, bf16; sets it to the upper half of ``exact``."""
-        made = Halves(weight, torch.zeros_like(weight, dtype=torch.int16))
-        if exact is not None:
-            made.load(exact)
-        return made
+    def pack(self, weight: Tensor) -> Halves:
+        """Returns the packing of ``weight``, bf16."""
+        return Halves(weight, torch.zeros_like(weight, dtype=torch.int16))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """See :mod:`apex._pickle`."""
@@ -63,12 +61,9 @@ class Stochastic:
     seed: int = 0
     writes: int = 0
 
-    def pack(self, weight: Tensor, exact: Tensor | None = None) -> Rounded:
-        """Returns the packing of ``weight``, bf16; sets it to ``exact``, rounded to nearest."""
-        made = Rounded(weight, self)
-        if exact is not None:
-            made.load(exact)
-        return made
+    def pack(self, weight: Tensor) -> Rounded:
+        """Returns the packing of ``weight``, bf16."""
+        return Rounded(weight, self)
 
     def state(self) -> Tensor:
         """Returns both numbers as int64 ``[2]`` in host memory, for other ranks."""
@@ -100,7 +95,7 @@ class Stochastic:
 
 
 @dataclass(eq=False)
-class Halves:
+class Halves(Packing):
     """An upper half, bf16, and a lower one, int16; see Note [Upper halves].
 
     Attributes:
@@ -159,9 +154,6 @@ class Halves:
         self._write(self.high, value)
         increment_version((self.whole or self).high)
 
-    def begin_write(self) -> None:
-        """Does nothing."""
-
     def load(self, value: Tensor) -> None:
         """Stores ``value`` exactly. Autograd does not count this: ``high`` rounds to it already."""
         self._write(uncounted(self.high), value.to(torch.float32, copy=True))
@@ -190,7 +182,7 @@ class Halves:
 
 
 @dataclass(eq=False)
-class Rounded:
+class Rounded(Packing):
     """A bf16 value that is rounded at random when it is written; see Note [Upper halves].
 
     Attributes:
@@ -208,9 +200,6 @@ class Rounded:
     def tensors(self) -> list[Tensor]:
         return [self.high]
 
-    def complete(self, value: Tensor, spare: Tensor | None = None) -> None:
-        """Adds nothing."""
-
     def write(self, value: Tensor, spare: Tensor | None = None) -> None:
         whole = self.whole or self
         start = int(self.high.storage_offset()) - int(whole.high.storage_offset())
@@ -227,15 +216,6 @@ class Rounded:
         """Numbers the write that begins."""
         (self.whole or self).number = self.rule.writes
         self.rule.writes += 1
-
-    def note(self) -> None:
-        """Does nothing: there is no lower half."""
-
-    def follow(self, *, keep_low: bool) -> None:
-        """Does nothing."""
-
-    def followed(self) -> Rounded:
-        return self
 
     def stacked(self, others: Sequence[Rounded]) -> Rounded:
         return Rounded(torch.stack([other.high for other in others]), self.rule)

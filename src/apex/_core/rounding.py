@@ -24,18 +24,11 @@ _DISPATCH: Any = Tensor.__torch_dispatch__
 _unbind_copy: Any = torch.unbind_copy  # torch annotates no result
 
 
-def exact_value(param: Tensor, candidates: Iterable[Tensor]) -> Tensor:
-    """Returns ``param`` in fp32, with unrounded values where they are known.
+def exact_value(param: Tensor, candidates: Iterable[Tensor | None]) -> Tensor:
+    """Returns a 16-bit tensor in fp32, in its layout, with unrounded values where they are known.
 
-    Each element comes from the last candidate that rounds to the parameter's element, or from the
-    parameter if there is none.
-
-    Args:
-        param: A low-precision tensor.
-        candidates: Possible unrounded values, such as its master; other shapes are ignored.
-
-    Returns:
-        A new fp32 tensor with the parameter's shape and layout.
+    Each element comes from the last candidate, such as a master, that rounds to the parameter's
+    element, or from the parameter if there is none. ``None`` and other shapes are ignored.
     """
     # Without no_grad() and the cast of ``value``, which torch.where makes: state_dict calls this
     # for every parameter.
@@ -43,7 +36,7 @@ def exact_value(param: Tensor, candidates: Iterable[Tensor]) -> Tensor:
     if value.is_sparse:
         return _exact_sparse(value, candidates)
     for candidate in candidates:
-        if candidate.shape == param.shape:
+        if candidate is not None and candidate.shape == param.shape:
             known = dtensor.local(dtensor.laid_out_as(param, candidate.detach()))
             exact = plain(known).to(device=value.device, dtype=torch.float32)
             rounded = _rounded(known, exact, value.dtype)
@@ -82,8 +75,7 @@ def exact_values(
             if not made:
                 alone += which
     for index in alone:
-        candidate = known[index]
-        yield index, exact_value(params[index], [] if candidate is None else [candidate])
+        yield index, exact_value(params[index], [known[index]])
 
 
 @torch.no_grad()
@@ -118,12 +110,12 @@ def _of_one_shape(params: list[Tensor], known: list[Any]) -> Sequence[Tensor]:
     return values
 
 
-def _exact_sparse(value: Tensor, candidates: Iterable[Tensor]) -> Tensor:
+def _exact_sparse(value: Tensor, candidates: Iterable[Tensor | None]) -> Tensor:
     """Returns a sparse ``value`` in fp32: the last candidate that rounds to all of it, if any."""
     exact = value.to(torch.float32)
     places, values = _parts(value)
     for candidate in candidates:
-        if candidate.is_sparse and candidate.shape == value.shape:
+        if candidate is not None and candidate.is_sparse and candidate.shape == value.shape:
             known = candidate.detach().to(device=value.device, dtype=torch.float32)
             at, rounded = _parts(known.to(value.dtype))
             # sync: sparse buffers are rare
@@ -166,12 +158,8 @@ def makes_equal(value: Tensor, dtype: torch.dtype) -> Tensor:
 def update_master(param: Tensor, master: Tensor, known: Sequence[Tensor]) -> None:
     """Copies ``param`` into its fp32 ``master``, in place, as :func:`exact_value` of it.
 
-    Nothing is read on the host, not even on the CPU.
-
-    Args:
-        param: A low-precision tensor.
-        master: Its fp32 master.
-        known: Possible unrounded values, laid out as ``master``, such as its present ones.
+    The candidates, ``known``, are laid out as ``master``. Nothing is read on the host, not even on
+    the CPU.
     """
     low, exact = dtensor.locals_of([param, master])
     result = low = low.to(exact.device)

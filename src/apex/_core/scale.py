@@ -72,18 +72,18 @@ class ScaleRule:
             if not (optional or (is_number(value) and isinstance(value, kind))):
                 wanted = "an integer" if kind is numbers.Integral else "a number"
                 raise TypeError(f"{_PUBLIC.get(name, name)} is {value!r}; it must be {wanted}.")
-        _require(
-            1.0 < self.growth_factor < math.inf, "growth_factor", self.growth_factor, "above 1"
-        )
-        _require(
-            0.0 < self.backoff_factor < 1.0, "backoff_factor", self.backoff_factor, "in (0, 1)"
-        )
-        _require(self.growth_interval >= 1, "growth_interval", self.growth_interval, "at least 1")
-        for name, bound in (("min_loss_scale", self.floor), ("max_loss_scale", self.ceiling)):
-            _require(bound is None or bound > 0.0, name, bound, "a positive number or None")
-        _require(
-            self.least <= self.greatest, "min_loss_scale", self.floor, f"at most {self.greatest}"
-        )
+        floor, ceiling, positive = self.floor, self.ceiling, "a positive number or None"
+        for name, holds, accepted in (
+            ("growth_factor", 1.0 < self.growth_factor < math.inf, "above 1"),
+            ("backoff_factor", 0.0 < self.backoff_factor < 1.0, "in (0, 1)"),
+            ("growth_interval", self.growth_interval >= 1, "at least 1"),
+            ("floor", floor is None or floor > 0.0, positive),
+            ("ceiling", ceiling is None or ceiling > 0.0, positive),
+            ("floor", self.least <= self.greatest, f"at most {self.greatest}"),
+        ):
+            if not holds:
+                value = getattr(self, name)
+                raise ValueError(f"{_PUBLIC.get(name, name)} is {value!r}; it must be {accepted}.")
 
     @classmethod
     def symmetric(cls, factor: Any, interval: Any, **bounds: Any) -> ScaleRule:
@@ -176,8 +176,3 @@ def checked_static(loss_scale: Any, name: str = "loss_scale") -> float:
             "FP16_Optimizer."
         )
     return number
-
-
-def _require(holds: bool, name: str, value: object, accepted: str) -> None:
-    if not holds:
-        raise ValueError(f"{name} is {value!r}; it must be {accepted}.")

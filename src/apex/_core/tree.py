@@ -22,6 +22,10 @@ ObjectFunction = Callable[[Any], Any]
 _LEAVES: tuple[type, ...] = (type(None), bool, int, float, complex, str, bytes)
 _PLAIN: tuple[type, ...] = (list, tuple, dict)
 
+# The concrete types come first, because a test against an abstract one takes ten times as long.
+_WRITABLE: tuple[type, ...] = (dict, list, deque, MutableMapping)
+_WITH_ITEMS: tuple[Any, ...] = (*_WRITABLE, Mapping)
+
 _COPYING = frozenset(
     {
         *("__copy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"),
@@ -181,37 +185,23 @@ class _Walk:
 
     def _rebuilt(self, obj: Any) -> Any:
         kind = type(obj)
-        if kind is list:
-            return self._list(obj)
         if kind is dict:
             changes = self._changes(obj.items())
             return {**obj, **changes} if changes else obj
-        if isinstance(obj, tuple):
-            return self._tuple(obj)
+        if kind is list or isinstance(obj, tuple):
+            before = self.changes
+            items = [self.visit(item) for item in obj]
+            if self.changes == before:
+                return obj
+            return items if kind is list else _tuple_like(obj, items)
         result = obj
-        if isinstance(obj, MutableMapping):
-            result = _with_items(result, self._changes(obj.items()))
-        elif isinstance(obj, Mapping):
-            changes = self._changes(obj.items())
-            result = {**obj, **changes} if changes else obj
-        elif isinstance(obj, (list, deque)):
-            result = _with_items(result, self._changes(enumerate(obj)))
-        if dataclasses.is_dataclass(obj):
-            result = self._fields(result)
+        if isinstance(obj, _WITH_ITEMS) and (changes := self._changes(_items(obj))):
+            result = dict(obj) if _becomes_dict(obj) else _copied(obj)
+            _set_items(result, changes)
+        if dataclasses.is_dataclass(obj) and (changes := self._changes(_fields(result))):
+            result = _copied(result)
+            _set_fields(result, changes)
         return result
-
-    def _list(self, obj: list[Any]) -> list[Any]:
-        before = self.changes
-        items = [self.visit(item) for item in obj]
-        return obj if self.changes == before else items
-
-    def _tuple(self, obj: tuple[Any, ...]) -> tuple[Any, ...]:
-        before = self.changes
-        items = [self.visit(item) for item in obj]
-        return obj if self.changes == before else _tuple_like(obj, items)
-
-    def _fields(self, obj: Any) -> Any:
-        return _with_fields(obj, self._changes(_fields(obj)), _copied)
 
     def _changes(self, items: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
         changes = {}
@@ -233,18 +223,14 @@ class _CyclicWalk(_Walk):
             items = [self.visit(item) for item in obj]
             # Visiting the items may have come back to this tuple and built it.
             return self.done.setdefault(id(obj), (obj, _tuple_like(obj, items)))[1]
-        result = obj
-        if isinstance(obj, (MutableMapping, list, deque)) or dataclasses.is_dataclass(obj):
-            result = _copied(obj)
-        elif isinstance(obj, Mapping):
-            result = dict(obj)
+        result, has_items = obj, isinstance(obj, _WITH_ITEMS)
+        if has_items or dataclasses.is_dataclass(obj):
+            result = dict(obj) if _becomes_dict(obj) else _copied(obj)
         self.done[id(obj)] = obj, result
-        if isinstance(obj, Mapping):
-            _set_items(result, {key: self.visit(value) for key, value in obj.items()})
-        elif isinstance(obj, (list, deque)):
-            _set_items(result, {key: self.visit(value) for key, value in enumerate(obj)})
+        if has_items:
+            _set_items(result, {key: self.visit(value) for key, value in _items(obj)})
         if dataclasses.is_dataclass(obj):
-            _with_fields(result, {k: self.visit(v) for k, v in _fields(obj)}, lambda o: o)
+            _set_fields(result, {name: self.visit(value) for name, value in _fields(obj)})
         return result
 
 
@@ -264,26 +250,32 @@ def _tuple_like(obj: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
     return result
 
 
+def _items(obj: Any) -> Iterable[tuple[Any, Any]]:
+    """Returns the keys and values by which a container is read and, in its copy, written."""
+    if isinstance(obj, (list, deque)):
+        return enumerate(obj)
+    return obj.items() if isinstance(obj, _WRITABLE) or _becomes_dict(obj) else ()
+
+
+def _set_items(obj: Any, items: dict[Any, Any]) -> None:
+    for key, value in items.items():
+        obj[key] = value
+
+
 def _fields(obj: Any) -> list[tuple[str, Any]]:
     return [(field.name, getattr(obj, field.name, None)) for field in dataclasses.fields(obj)]
 
 
-def _with_fields(obj: Any, changes: dict[str, Any], duplicate: Callable[[Any], Any]) -> Any:
-    if not changes:
-        return obj
+def _set_fields(obj: Any, values: dict[str, Any]) -> None:
     # dataclasses.replace() would run ``__post_init__`` and reject fields with ``init=False``.
-    result = duplicate(obj)
-    for name, value in changes.items():
-        object.__setattr__(result, name, value)  # works on frozen dataclasses, too
-    return result
+    for name, value in values.items():
+        object.__setattr__(obj, name, value)  # works on frozen dataclasses, too
 
 
-def _with_items(obj: Any, changes: dict[Any, Any]) -> Any:
-    if not changes:
-        return obj
-    result = _copied(obj)
-    _set_items(result, changes)
-    return result
+def _becomes_dict(obj: Any) -> bool:
+    """Returns whether an object is a read-only mapping, without a dataclass's fields to write."""
+    read_only = not isinstance(obj, _WRITABLE) and isinstance(obj, Mapping)
+    return read_only and not dataclasses.is_dataclass(obj)
 
 
 def _copied(obj: Any) -> Any:
@@ -316,8 +308,3 @@ def _copies_by_attributes(kind: type) -> bool:
     base = next((base for base in (dict, list) if issubclass(kind, base)), object)
     made_by_default = getattr(kind, "__new__", None) is getattr(base, "__new__", None)
     return made_by_default and kind.__dictoffset__ != 0 and own.isdisjoint(_COPYING)
-
-
-def _set_items(obj: Any, items: dict[Any, Any]) -> None:
-    for key, value in items.items():
-        obj[key] = value

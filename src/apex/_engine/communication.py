@@ -17,7 +17,7 @@ from apex._engine.optimizer.binding import Binding
 from apex._engine.scaler import Scaler
 from apex._engine.tracked_pair import TrackedPair
 from apex._torch import ddp, ranks
-from apex._torch.ddp import NO_WRAPPER, Communication, Wrappers
+from apex._torch.ddp import NO_WRAPPER, Communication
 from apex._torch.dynamo import untraced
 from apex._torch.packed import plain
 
@@ -34,27 +34,45 @@ class Communicator:
             scalers: The session's own list, which scripts may change.
         """
         self._scalers = scalers
-        self._wrappers = Wrappers()
+        self._seen = False
+        self._traced: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        # In the order of their first forward passes, so that all ranks communicate alike.
+        self._sends: weakref.WeakKeyDictionary[DistributedDataParallel, bool] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._of: weakref.WeakKeyDictionary[Binding, list[weakref.ref[DistributedDataParallel]]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._join_warned = False
         self._checked: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._shared: weakref.WeakSet[TrackedPair] = weakref.WeakSet()
         _living.add(self)
 
     def note(self, wrapper: DistributedDataParallel, *, traced: bool = False) -> None:
-        """Records that a model's forward pass begins, or is traced, under a wrapper.
+        """Records that a model's forward pass begins under a wrapper, and if that sends gradients.
+
+        ``traced`` tells whether the pass is being compiled, or runs in compiled code.
 
         Raises:
             RuntimeError: If the wrapper was made before its parameters were cast, so that it would
                 train each rank on gradients of its own.
         """
-        if wrapper not in self._checked and torch.is_grad_enabled():
+        has_grad = torch.is_grad_enabled()
+        if has_grad and wrapper not in self._checked:
             _check_order(wrapper)
             self._checked.add(wrapper)
-        self._wrappers.note(wrapper, traced=traced)
+        self._seen = True
+        if traced:
+            self._traced.add(wrapper)
+        new = wrapper not in self._sends
+        if new:
+            self.forget_users()
+        if new or has_grad:
+            self._sends[wrapper] = ddp.sends(wrapper)
 
     def forget_users(self) -> None:
         """Drops the cached map from optimizers to wrappers."""
-        self._wrappers.forget_users()
+        self._of.clear()
 
     def of_pass(self, binding: Binding) -> Communication:
         """Returns whether and how a pass of an optimizer that begins now sends its gradients.
@@ -62,10 +80,17 @@ class Communicator:
         Before an optimizer's first step, the first pass that sends makes its masters equal on all
         ranks: other passes, a single rank may run.
         """
-        if not self._wrappers.seen:
+        if not self._seen:
             return NO_WRAPPER
-        wrappers = self._wrappers.of(binding, binding.trained)
-        communication = self._wrappers.communication(wrappers)
+        wrappers = self._wrappers_of(binding)
+        communication = Communication(
+            sends=all(
+                # Compiled forward passes do not record it: use the state at the backward pass.
+                ddp.sends(wrapper) if wrapper in self._traced else self._sends.get(wrapper, True)
+                for wrapper in wrappers
+            ),
+            in_buckets=any(wrapper.gradient_as_bucket_view for wrapper in wrappers),
+        )
         waiting = [p for p in binding.pairs if p.compares and p not in self._shared]
         for wrapper in wrappers if waiting else ():
             if not ddp.is_joining(wrapper):
@@ -73,6 +98,17 @@ class Communicator:
         if any(map(ddp.is_joining, wrappers)):
             self._join(binding)
         return communication
+
+    def _wrappers_of(self, binding: Binding) -> list[DistributedDataParallel]:
+        """Returns the wrappers that hold a parameter of an optimizer, looked up once."""
+        if binding not in self._of:
+            trained = {id(param) for param in binding.trained()}
+            self._of[binding] = [
+                weakref.ref(wrapper)
+                for wrapper in self._sends
+                if not trained.isdisjoint(ddp.sent_params(wrapper))
+            ]
+        return [wrapper for ref in self._of[binding] if (wrapper := ref()) is not None]
 
     def _share(
         self, pairs: Iterable[TrackedPair], wrapper: DistributedDataParallel, *, sends: bool

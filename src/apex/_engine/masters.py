@@ -43,12 +43,9 @@ class Masters:
         )
 
     def make(self, param: nn.Parameter, holder: object, exact: Tensor | None = None) -> TrackedPair:
-        """Returns the pair of a low-precision parameter, making one if needed.
+        """Returns the pair of a low-precision parameter; a new one lives as long as ``holder``.
 
-        Args:
-            param: A parameter of a model.
-            holder: Keeps a new pair alive: the model, or the binding that steps it.
-            exact: The parameter's value before rounding, if known.
+        ``exact`` is the parameter's value before rounding, if known.
         """
         known = self.pair_of(param)
         if known is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -37,17 +36,12 @@ class Readback(Generic[T]):
     def prepare(self, source: T, values: Tensor) -> Callable[[], None]:
         """Returns a function that does what ``send`` does, and allocates its memory now."""
         if values.device.type == "cpu" and not self._in_flight:
-            return functools.partial(self._read, source, values)
+            # On the host, tolist() reads memory in place: no kernel, no wait.
+            return lambda: self._ready.append((source, tuple(values.tolist())))
         if capturing(values.device):
             return lambda: None
-        return functools.partial(self._start, source, HostCopy(values, start=False))
-
-    def _read(self, source: T, values: Tensor) -> None:
-        # On the host, tolist() reads memory in place: no kernel, no wait.
-        self._ready.append((source, tuple(values.tolist())))
-
-    def _start(self, source: T, copy: HostCopy) -> None:
-        self._in_flight.append((source, copy.start()))
+        copy = HostCopy(values, start=False)
+        return lambda: self._in_flight.append((source, copy.start()))
 
     def poll(self, *, wait: bool = False) -> list[Reading[T]]:
         """Returns readings completed since the last call, oldest first; with ``wait``, all."""

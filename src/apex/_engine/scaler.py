@@ -53,7 +53,7 @@ class Scaler(ABC):
         is_identity: Whether the scale is exactly 1 and gradients are not checked.
         loss_scale: The scale, 0-d fp32 (multiplier).
         found_inf: Whether the present pass overflowed, 0-d fp32.
-        rule: The rule of a dynamic scale.
+        rule: The rule of a dynamic scale; changes by :meth:`set_rule`.
         loss_id: Index of the loss in its session.
         open_blocks: The open ``scale_loss`` blocks, which have yet to divide by the present scale.
         delayed_blocks: Those that have left their gradients scaled.
@@ -74,7 +74,7 @@ class Scaler(ABC):
     def __init__(self, first: float, rule: ScaleRule, loss_id: int) -> None:
         """Starts at ``first`` (multiplier), on the CPU."""
         self._bind(torch.tensor([first, 0.0], dtype=torch.float32))
-        self._rule = rule
+        self.rule = rule
         self.loss_id = loss_id
         self.open_blocks: set[object] = set()
         self.delayed_blocks: weakref.WeakSet[Block] = weakref.WeakSet()
@@ -83,15 +83,6 @@ class Scaler(ABC):
         self.pass_state = PassState.UPDATED
         self.view: object = None
         self.own_update: Callable[[], object] | None = None
-
-    @property
-    def rule(self) -> ScaleRule:
-        """The rule of a dynamic scale; settable."""
-        return self._rule
-
-    @rule.setter
-    def rule(self, rule: ScaleRule) -> None:
-        self._rule = rule
 
     # -- one backward pass -------------------------------------------------------------------
 
@@ -108,7 +99,6 @@ class Scaler(ABC):
     def factor(self) -> Tensor | float:
         """Returns the scale without a host sync: a number, or a 0-d tensor if dynamic."""
 
-    @abstractmethod
     def begin_pass(self, *, continues: bool = False) -> None:
         """Begins a pass, before its gradients are unscaled; clears the flag of a dynamic scale.
 
@@ -117,17 +107,18 @@ class Scaler(ABC):
         Args:
             continues: Whether gradients of a held pass are still to be sent.
         """
+        return
 
-    @abstractmethod
     def hold_update(self) -> None:
         """Ends a pass whose gradients stay in this process until a later pass sends them."""
+        return
 
-    @abstractmethod
     def replace_tensors(self) -> None:
-        """Continues with copies of scale and flag, leaving the present tensors unchanged.
+        """Continues with copies of a dynamic scale and its flag; the present tensors stay.
 
         Blocks that have yet to end divide their gradients by the present scale.
         """
+        return
 
     @abstractmethod
     def inverse(self, scale: Tensor | float) -> Tensor | float:
@@ -173,7 +164,10 @@ class Scaler(ABC):
 
     @abstractmethod
     def read_clean_steps(self) -> int:
-        """Returns the clean steps since the scale last changed. Syncs if it is dynamic."""
+        """Returns the clean steps since the scale last changed; of a static one, all steps.
+
+        Syncs if it is dynamic.
+        """
 
     def read_found_inf(self) -> bool:
         """Returns whether the last pass overflowed. Syncs with the device."""
@@ -189,7 +183,15 @@ class Scaler(ABC):
 
     @abstractmethod
     def set_clean_steps(self, clean_steps: int) -> None:
-        """Sets the count of clean steps since the scale last changed."""
+        """Sets the count of clean steps; a dynamic scale's stays below the interval."""
+
+    def set_rule(self, rule: ScaleRule) -> None:
+        """Sets the rule without a host sync.
+
+        A count of clean steps at or past the new interval is set just below it, so that the next
+        clean step grows the scale.
+        """
+        self.rule = rule
 
     def state(self) -> Mapping[str, float | int]:
         """Returns ``{"loss_scale": float, "unskipped": int}``, apex's checkpoint of one scaler."""
@@ -232,15 +234,6 @@ class StaticScaler(Scaler):
     def factor(self) -> float:
         return self._scale
 
-    def begin_pass(self, *, continues: bool = False) -> None:
-        """Does nothing: no pass raises a flag."""
-
-    def hold_update(self) -> None:
-        """Does nothing: no update follows."""
-
-    def replace_tensors(self) -> None:
-        """Does nothing: the scale is a number."""
-
     def inverse(self, scale: Tensor | float) -> float:
         return 1.0 / float(scale)  # sync: none, it is a number
 
@@ -258,7 +251,6 @@ class StaticScaler(Scaler):
         return self._scale
 
     def read_clean_steps(self) -> int:
-        """Returns the steps so far."""
         return self._clean_steps
 
     def set_scale(self, loss_scale: float) -> None:
@@ -266,7 +258,6 @@ class StaticScaler(Scaler):
         self.loss_scale.fill_(self._scale)
 
     def set_clean_steps(self, clean_steps: int) -> None:
-        """Sets the count of steps."""
         self._clean_steps = clean_steps
 
 
@@ -294,20 +285,10 @@ class DynamicScaler(Scaler):
         self._skipping: dict[int, Iteration] = {}
         self._skipped_in_row = 0
 
-    @property
-    def rule(self) -> ScaleRule:
-        """The rule of the scale; settable without a host sync.
-
-        A count of clean steps at or past the new interval is set just below it, so that the next
-        clean step grows the scale.
-        """
-        return self._rule
-
-    @rule.setter
-    def rule(self, rule: ScaleRule) -> None:
-        wider = rule.least <= self._rule.least and self._rule.greatest <= rule.greatest
+    def set_rule(self, rule: ScaleRule) -> None:
+        wider = rule.least <= self.rule.least and self.rule.greatest <= rule.greatest
         self._in_range = self._in_range and wider
-        self._rule = rule
+        super().set_rule(rule)
         self.clean_steps.clamp_(max=rule.window - 1)
 
     def _scaled(self, loss: Tensor) -> Tensor:
@@ -352,7 +333,7 @@ class DynamicScaler(Scaler):
                 self.loss_scale,
                 self.clean_steps,
                 self.found_inf,
-                self._rule,
+                self.rule,
                 in_range=self._in_range,
             )
         self.pass_state = PassState.UPDATED
@@ -386,12 +367,11 @@ class DynamicScaler(Scaler):
     def set_scale(self, loss_scale: float) -> None:
         """Sets the scale, which may exceed the rule's bounds; updates continue from it."""
         loss_scale = checked_static(loss_scale)
-        self._in_range = self._rule.least <= loss_scale <= self._rule.greatest
+        self._in_range = self.rule.least <= loss_scale <= self.rule.greatest
         self.loss_scale.fill_(loss_scale)
 
     def set_clean_steps(self, clean_steps: int) -> None:
-        """Sets the count; one at or past the interval is set just below it."""
-        self.clean_steps.fill_(min(clean_steps, self._rule.window - 1))
+        self.clean_steps.fill_(min(clean_steps, self.rule.window - 1))
 
     def move_to(self, device: torch.device) -> None:
         super().move_to(device)
@@ -405,14 +385,10 @@ def scaler_for(
     loss_id: int = 0,
     initial: float | None = None,
 ) -> Scaler:
-    """Returns the scaler for ``loss_scale``.
+    """Returns the scaler for ``loss_scale``, a number or ``"dynamic"``.
 
-    Args:
-        loss_scale: A number, or ``"dynamic"``.
-        rule: The rule of a dynamic scale.
-        loss_id: Index of the loss in its session.
-        initial: First dynamic scale (multiplier); ``None`` for 2**16, clamped to the rule's
-            bounds.
+    A dynamic scale starts at ``initial`` (multiplier); by default at 2**16, within the rule's
+    bounds.
 
     Raises:
         ValueError: If the scale is not positive and finite.

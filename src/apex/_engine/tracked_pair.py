@@ -193,11 +193,8 @@ class TrackedPair:
     def share(self, *, write: bool) -> bool:
         """Makes the model's weight the upper half of a packed master, where it can be.
 
-        Args:
-            write: Whether to write the upper half to the weight; otherwise, they are equal.
-
-        Returns:
-            Whether the model now holds the rounded master.
+        Writes the upper half to the weight, unless the two are equal already (``write=False``).
+        Returns whether the model now holds the rounded master.
         """
         packing = self.packing
         if packing is None or self.is_shared:
@@ -241,8 +238,7 @@ class TrackedPair:
     def candidates(self, *, low_bits: bool) -> list[Tensor]:
         """Returns what the master may hold beyond 16 bits, the likelier last.
 
-        Args:
-            low_bits: Whether its present values count.
+        Its present values count only with ``low_bits``.
         """
         earlier = [] if self.earlier is None else [self.earlier]
         return [self.known, *earlier] if low_bits else earlier
@@ -317,9 +313,7 @@ def rebuild_pair(
 def write_back(pairs: Iterable[TrackedPair], *, ends_step: bool = False) -> None:
     """Rounds every written master into its model parameter.
 
-    Args:
-        pairs: The pairs.
-        ends_step: Whether their optimizer's step has ended, or waits for a closure.
+    ``ends_step`` tells whether their optimizer's step has ended, or waits for a closure.
     """
     # Inlines ``master_written``: this runs in every forward pass.
     with without_overrides():

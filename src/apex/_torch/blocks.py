@@ -12,7 +12,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, chain, pairwise
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -138,27 +138,18 @@ def cuts(tensors: Sequence[Tensor], buffers: int = 1, *, in_order: bool = False)
 _cuts = functools.lru_cache(maxsize=32)(Cuts)  # an optimizer cuts the same tensors in each step
 
 
-class Operand(Protocol):
-    """One list of tensors that a kernel reads or writes."""
-
-    def load(self, block: slice) -> list[Tensor]:
-        """Returns the pieces of a block, for the kernel to work on in place."""
-
-    def store(self, block: slice, values: list[Tensor]) -> None:
-        """Takes the block's pieces after the kernel."""
-
-
 class InPlace:
-    """Pieces that the kernel works on where they are."""
+    """A list of tensors that a kernel reads or writes where they are."""
 
     def __init__(self, pieces: Sequence[Tensor]) -> None:
         self.pieces = list(pieces)
 
     def load(self, block: slice) -> list[Tensor]:
+        """Returns the pieces of a block, for the kernel to work on in place."""
         return self.pieces[block]
 
     def store(self, block: slice, values: list[Tensor]) -> None:
-        """Does nothing."""
+        """Takes the block's pieces after the kernel."""
 
 
 Transfer = Callable[[slice, list[Tensor]], None]
@@ -166,7 +157,7 @@ Transfer = Callable[[slice, list[Tensor]], None]
 
 
 class Buffered:
-    """Pieces that exist in fp32 for one block at a time, in a buffer."""
+    """One whose pieces exist in fp32 for one block at a time, in a buffer."""
 
     def __init__(
         self, cuts: Cuts, like: Sequence[Tensor], load: Transfer, store: Transfer | None = None
@@ -195,6 +186,8 @@ class Buffered:
             self._store(block, values)
 
 
+Operand = InPlace | Buffered
+
 Lists = Sequence[Sequence[Tensor]]
 """The positional arguments of a fused operator."""
 
@@ -211,15 +204,10 @@ def divide(lists: Lists, taken: Sequence[bool]) -> tuple[Lists, Lists]:
 def run(
     func: Any, lists: Lists, kwargs: Mapping[str, Any], cuts: Cuts, params: Operand, grads: Operand
 ) -> None:
-    """Runs a fused operator block by block.
+    """Runs a fused operator of :data:`OPERANDS` block by block.
 
-    Args:
-        func: One of :data:`OPERANDS`.
-        lists: Its lists of tensors, on one device; see :func:`alike`.
-        kwargs: Its other arguments.
-        cuts: The cuts through the first list.
-        params: What it gets in place of the first list.
-        grads: What it gets in place of the second list.
+    Its lists of tensors are on one device and :func:`alike`, with ``cuts`` through the first. It
+    gets ``params`` and ``grads`` in place of the first two.
     """
     count = OPERANDS[func]
     kernel = function_of(func)

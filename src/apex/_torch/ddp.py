@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,73 +50,8 @@ def active_wrapper() -> DistributedDataParallel | None:
     return DistributedDataParallel._active_ddp_module
 
 
-class Wrappers:
-    """The wrappers under which models have run.
-
-    Attributes:
-        seen: Whether there has been any.
-    """
-
-    def __init__(self) -> None:
-        self.seen = False
-        self._traced: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-        self._sends: weakref.WeakKeyDictionary[DistributedDataParallel, bool] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._of: weakref.WeakKeyDictionary[object, list[weakref.ref[DistributedDataParallel]]] = (
-            weakref.WeakKeyDictionary()
-        )
-
-    def note(self, wrapper: DistributedDataParallel, *, traced: bool = False) -> None:
-        """Records a forward pass under ``wrapper`` and whether its gradients will be sent.
-
-        Args:
-            wrapper: The wrapper whose forward pass runs.
-            traced: Whether the pass is being compiled, or runs in compiled code.
-        """
-        self.seen = True
-        if traced:
-            self._traced.add(wrapper)
-        new = wrapper not in self._sends
-        if new:
-            self.forget_users()
-        if new or torch.is_grad_enabled():
-            self._sends[wrapper] = _sends(wrapper)
-
-    def forget_users(self) -> None:
-        """Clears the lookups of :meth:`of`."""
-        self._of.clear()
-
-    def of(
-        self, user: object, params: Callable[[], Iterable[Tensor]]
-    ) -> list[DistributedDataParallel]:
-        """Returns the wrappers that hold any of ``params()``, looked up once per ``user``.
-
-        They are in the order of their first forward passes, so that all ranks communicate in the
-        same order.
-        """
-        if user not in self._of:
-            wanted = {id(param) for param in params()}
-            self._of[user] = [
-                weakref.ref(wrapper)
-                for wrapper in self._sends
-                if not wanted.isdisjoint(sent_params(wrapper))
-            ]
-        return [wrapper for ref in self._of[user] if (wrapper := ref()) is not None]
-
-    def communication(self, wrappers: Iterable[DistributedDataParallel]) -> Communication:
-        """Returns how these wrappers communicate gradients."""
-        return Communication(
-            sends=all(
-                # Compiled forward passes do not record it: use the state at the backward pass.
-                _sends(wrapper) if wrapper in self._traced else self._sends.get(wrapper, True)
-                for wrapper in wrappers
-            ),
-            in_buckets=any(wrapper.gradient_as_bucket_view for wrapper in wrappers),
-        )
-
-
-def _sends(wrapper: DistributedDataParallel) -> bool:
+def sends(wrapper: DistributedDataParallel) -> bool:
+    """Returns whether the wrapper sends the gradients of a forward pass that begins now."""
     return bool(wrapper.require_backward_grad_sync or wrapper.__dict__.get(SENDS_LATER, False))
 
 

@@ -63,11 +63,7 @@ def plain_group(lists: Sequence[Sequence[Tensor]]) -> dict[Any, tuple[list[list[
     return groups
 
 
-def _found(owner: object, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-    return getattr(owner, name, plain)
-
-
-_check_and_unscale_kernel_ = _found(
+_check_and_unscale_kernel_: Callable[..., Any] = getattr(
     torch, "_amp_foreach_non_finite_check_and_unscale_", plain_check_and_unscale_
 )
 
@@ -75,12 +71,8 @@ _check_and_unscale_kernel_ = _found(
 def check_and_unscale_(grads: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
     """Does the same as :func:`plain_check_and_unscale_`, in fewer kernels.
 
-    The product is part of the graph that gradients of a pass with ``create_graph=True`` have.
-
-    Args:
-        grads: Gradients of one device and one real floating-point dtype.
-        found_inf: 0-d fp32 on the same device.
-        inverse: 0-d fp32 on the same device.
+    All on one device, gradients in one real floating-point dtype. The product is part of the graph
+    that gradients of a pass with ``create_graph=True`` have.
     """
     if _are_recorded(grads):  # but the kernel is not
         with torch.no_grad():
@@ -110,8 +102,8 @@ def _are_recorded(tensors: list[Tensor]) -> bool:
     return torch.is_grad_enabled() and any(map(_has_graph, tensors))
 
 
-update_scale_ = _found(torch, "_amp_update_scale_", plain_update_scale_)
-group = _found(Optimizer, "_group_tensors_by_device_and_dtype", plain_group)
+update_scale_: Callable[..., Any] = getattr(torch, "_amp_update_scale_", plain_update_scale_)
+group: Callable[..., Any] = getattr(Optimizer, "_group_tensors_by_device_and_dtype", plain_group)
 
 
 # -- fused optimizer kernels; the fallbacks are in `_core.foreach` --------------------------------

@@ -24,10 +24,6 @@ def signals(scaler: Any, optimizer: Optimizer) -> tuple[Tensor | None, Tensor | 
 
     ``GradScaler.step`` sets the same values on optimizers that take no ``grad_scaler`` argument.
     Does not wait for the device.
-
-    Args:
-        scaler: The ``torch.amp.GradScaler`` that scaled the gradients.
-        optimizer: The optimizer to step.
     """
     if not scaler.is_enabled():
         return None, None
@@ -96,17 +92,13 @@ class ScalerListener(Protocol):
     def gradients_complete(self, optimizer: Optimizer, scale: Tensor | None) -> None:
         """Called once the gradients of an iteration are complete, before the step.
 
-        Args:
-            optimizer: The optimizer as the script passed it to the scaler.
-            scale: 0-d factor that the gradients still carry; None if they are unscaled.
+        ``scale``, 0-d, is the factor that they still carry; None if they are unscaled.
         """
 
     def scale_updated(self, steps: Sequence[tuple[Optimizer, Tensor]], scale: Tensor) -> None:
-        """Called after ``scaler.update()``.
+        """Called after ``scaler.update()``, with the new scale, 0-d.
 
-        Args:
-            steps: The optimizers of this iteration, each with 0-d fp32: above 0 if skipped.
-            scale: The new scale, 0-d.
+        Each optimizer of the iteration comes with 0-d fp32: above 0 if its step was skipped.
         """
 
 
@@ -122,7 +114,8 @@ class Watch:
         self.listener = listener
         if _WATCHES not in scaler.__dict__:
             own = type(scaler)
-            scaler.__class__ = type(own.__name__, (_WatchedScaler, own), _names_of(own))
+            names = {each: getattr(own, each) for each in ("__module__", "__qualname__", "__doc__")}
+            scaler.__class__ = type(own.__name__, (_WatchedScaler, own), names)
             scaler.__dict__.update({_WATCHES: [], _STEPS: []})
         scaler.__dict__[_WATCHES].append(self)
 
@@ -186,10 +179,6 @@ class _WatchedScaler(GradScaler):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles and copies by the scaler's own class, so that no generated class is named."""
         return object.__new__, (type(self).__bases__[1],), self.__getstate__()
-
-
-def _names_of(own: type) -> dict[str, Any]:
-    return {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
 
 
 def current_scale(scaler: GradScaler) -> Tensor | None:

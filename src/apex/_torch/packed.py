@@ -6,7 +6,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ _VIEW_AS = torch.ops.aten.view.dtype
 
 
 class Packing(Protocol):
-    """Stores fp32 values.
+    """Stores fp32 values; a form that keeps nothing beside ``high`` inherits what does nothing.
 
     Attributes:
         high: The upper 16 bits, as bf16; may share the memory of a model's weight.
@@ -41,15 +41,15 @@ class Packing(Protocol):
         """Returns the tensors that hold the values."""
 
     def complete(self, value: Tensor, spare: Tensor | None) -> None:
-        """Adds to ``value``, which holds ``high`` in fp32, what ``high`` lacks; may use ``spare``.
+        """Adds to fp32 ``value``, which holds ``high``, what ``high`` lacks.
 
-        Args:
-            value: fp32.
-            spare: int32, of the same shape.
+        May use ``spare``, int32 of the same shape.
         """
+        return
 
     def begin_write(self) -> None:
         """Begins a write of all values, by one :meth:`write` or by one of each part."""
+        return
 
     def write(self, value: Tensor, spare: Tensor | None) -> None:
         """Stores ``value``; may use its memory and ``spare``."""
@@ -59,12 +59,15 @@ class Packing(Protocol):
 
     def note(self) -> None:
         """Notes that ``high`` was not written but by this packing."""
+        return
 
     def follow(self, *, keep_low: bool) -> None:
         """Sets elements to ``high`` that others have written since :meth:`note`, or all."""
+        return
 
     def followed(self) -> Packing:
         """Returns what :meth:`follow` would leave, without a change."""
+        return self
 
     def stacked(self, others: Sequence[Any]) -> Packing:
         """Returns a packing of the values of ``others``, of one kind and shape: ``[N, ...]``."""
@@ -233,7 +236,7 @@ def stored_tensors(tensor: Tensor) -> list[Tensor]:
     return tensor.packing.tensors() if isinstance(tensor, Packed) else [tensor]
 
 
-class _Plan(NamedTuple):
+class _Plan:
     """What an operator does to its arguments.
 
     Attributes:
@@ -244,26 +247,18 @@ class _Plan(NamedTuple):
         waits: Whether it returns before it has written, with an object to wait for: a collective.
     """
 
-    views: bool
-    makes: bool
-    written: tuple[tuple[int, str], ...]
-    lists: bool
-    waits: bool
+    def __init__(self, func: Any) -> None:
+        schema = func._schema
+        returned = schema.returns[0].alias_info if schema.returns else None
+        name = schema.name.removeprefix("aten::")
+        self.views = returned is not None and not returned.is_write
+        self.makes = name in _MAKERS
+        self.written = [(place, argument.name) for place, argument in written_arguments(func)]
+        self.lists = name.startswith(("_foreach_", "_fused_"))
+        self.waits = receives(func)
 
 
-@functools.cache
-def _plan(func: Any) -> _Plan:
-    schema = func._schema
-    returned = schema.returns[0].alias_info if schema.returns else None
-    written = tuple((place, argument.name) for place, argument in written_arguments(func))
-    name = schema.name.removeprefix("aten::")
-    return _Plan(
-        views=returned is not None and not returned.is_write,
-        makes=name in _MAKERS,
-        written=written,
-        lists=name.startswith(("_foreach_", "_fused_")),
-        waits=receives(func),
-    )
+_plan = functools.cache(_Plan)
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -21,7 +21,7 @@ def _of_rule(name: str) -> Any:
         return getattr(self._scaler.rule, name)
 
     def write(self: LossScaler, value: Any) -> None:
-        self._scaler.rule = replace(self._scaler.rule, **{name: value})
+        self._scaler.set_rule(replace(self._scaler.rule, **{name: value}))
 
     return property(read, write)
 

@@ -43,12 +43,7 @@ def adagrad_(
 ) -> None:
     """Takes one step in place; tensors of one device, any mix of floating dtypes.
 
-    Args:
-        params: Parameters.
-        grads: Gradients; divided in place if the gate has a scale.
-        sums: Sums of squared gradients.
-        rule: Hyperparameters.
-        gate: Whether to skip the step.
+    Divides ``grads`` in place if the gate has a scale; ``sums`` are those of their squares.
     """
     if not params:
         return

@@ -76,14 +76,7 @@ def adam_(
 ) -> None:
     """Takes one Adam step in place; tensors of one device, any mix of floating dtypes.
 
-    Args:
-        params: Parameters.
-        grads: Gradients; divided in place if the gate has a scale.
-        exp_avgs: Averages of gradients.
-        exp_avg_sqs: Averages of their squares.
-        rule: Hyperparameters.
-        step: Count of this step, from 1.
-        gate: Whether to skip the step.
+    Divides ``grads`` in place if the gate has a scale. Counts steps from 1.
     """
     if not params:
         return

@@ -18,12 +18,7 @@ from apex._core.foreach.working import store, working
 
 
 def clip_divisor(norm: Tensor, max_norm: Scalar) -> Tensor:
-    """Returns the divisor that limits the gradients' global norm to ``max_norm``.
-
-    Args:
-        norm: Their global norm, 0-d.
-        max_norm: Largest norm allowed.
-    """
+    """Returns the divisor that limits gradients of a global norm, 0-d, to ``max_norm``."""
     return torch.where(norm > max_norm, norm / max_norm, 1.0)
 
 
@@ -41,16 +36,8 @@ def lamb_(
 ) -> None:
     """Takes one LAMB step in place; tensors of one device, any mix of floating dtypes.
 
-    Args:
-        params: Parameters.
-        grads: Gradients; not modified.
-        exp_avgs: Averages of gradients.
-        exp_avg_sqs: Averages of their squares.
-        rule: Hyperparameters.
-        step: Count of this step, from 1.
-        divisor: Divisor of the gradients, 0-d.
-        adaptive: Whether each tensor's rate is scaled by its trust ratio.
-        gate: Whether to skip the step.
+    Divides the gradients by 0-d ``divisor``, but not in place. If ``adaptive``, each tensor's rate
+    is scaled by its trust ratio. Counts steps from 1.
     """
     if not params:
         return

@@ -70,14 +70,7 @@ def novograd_(
 ) -> None:
     """Takes one step in place; tensors of one device, any mix of floating dtypes.
 
-    Args:
-        params: Parameters.
-        grads: Gradients; not modified.
-        exp_avgs: Averages of gradients.
-        norms: Running norms of the gradients, including this step's: ``[N]`` fp32.
-        rule: Hyperparameters.
-        step: Count of this step, from 1.
-        gate: Whether to skip the step.
+    The running norms of the gradients include this step's: ``[N]`` fp32. Counts steps from 1.
     """
     if not params:
         return

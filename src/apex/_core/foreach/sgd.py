@@ -54,13 +54,8 @@ def sgd_(
 ) -> None:
     """Takes one step in place; tensors of one device, any mix of floating dtypes.
 
-    Args:
-        params: Parameters.
-        grads: Gradients; divided in place if the gate has a scale.
-        buffers: Momentum; empty without momentum.
-        rule: Hyperparameters.
-        first_run: Whether this step initializes the buffers, to the undamped gradients.
-        gate: Whether to skip the step.
+    Divides ``grads`` in place if the gate has a scale. Momentum ``buffers`` are empty without
+    momentum; the first run sets them to the undamped gradients.
     """
     if not params:
         return

@@ -87,12 +87,6 @@ def _is_ready(position: tuple[Tensor, ...]) -> bool:
 def _shared_layout(position: tuple[Tensor, ...]) -> torch.memory_format | None:
     """Returns the layout that all tensors share; ``None`` if there is none."""
     for layout in (torch.contiguous_format, torch.channels_last):
-        if all(_has_layout(tensor, layout) for tensor in position):
+        if all(tensor.is_contiguous(memory_format=layout) for tensor in position):
             return layout
     return None
-
-
-def _has_layout(tensor: Tensor, layout: torch.memory_format) -> bool:
-    if layout is torch.channels_last and tensor.dim() != 4:
-        return False
-    return tensor.is_contiguous(memory_format=layout)

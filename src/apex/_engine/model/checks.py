@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, jit, nn
@@ -21,7 +21,7 @@ from apex._engine.model.plan import (
     planned_dtypes,
 )
 from apex._engine.model.state import module_behind, state_of
-from apex._torch import fsdp
+from apex._torch import dtensor, fsdp
 from apex._torch.modules import named_modules, named_tensors, own_tensors
 
 
@@ -51,20 +51,32 @@ def check(
             the plan's dtypes.
         ValueError: If ``plan.fp32_modules`` does not fit the model.
     """
-    _check_mode()
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "amp.initialize was called under torch.inference_mode(), where parameters cannot be "
+            "converted for later training. Call it before the block and only the model inside, or "
+            "use torch.no_grad()."
+        )
     for each in (model, *others):
         _check_kind(each, plan)
     fsdp.reshard(model)
     tensors = named_tensors(model)
-    for name, tensor in _labelled(tensors.items()):
-        _check_materialized(name, tensor)
-        if op_casts and not allow_float64:
-            _check_precision(name, tensor)
+    for name, tensor in tensors.items():
+        is_param = isinstance(tensor, Parameter)
+        label = f"{'parameter' if is_param else 'buffer'} {name}"
+        _check_materialized(label, tensor)
+        # A 0-d tensor combines with any dtype, like a Python number.
+        if op_casts and not allow_float64 and is_param and tensor.dim():
+            _check_precision(label, tensor)
     if any(tensor.is_inference() for tensor in tensors.values()):
         _check_no_inference_tensors(model, plan)
     _check_fp32_modules(model, plan, others)
-    if sharding.is_sharded(model, tensors.values()):
-        sharding.check(model, planned_dtypes(model, plan), _remedy(plan), op_casts=op_casts)
+    is_sharded = any(True for _ in fsdp.sharded_modules(model))
+    if is_sharded or dtensor.any_dtensor(tensors.values()):
+        remedy = (
+            "drop entries of fp32_modules" if plan.fp32_modules else "keep_batchnorm_fp32=False"
+        )
+        sharding.check(model, planned_dtypes(model, plan), remedy, op_casts=op_casts)
 
 
 def check_restorable(model: nn.Module) -> None:
@@ -77,19 +89,6 @@ def check_restorable(model: nn.Module) -> None:
                 "converted for later training. Call it outside of the block, or in torch.no_grad()."
             )
         sharding.check_restorable(model)
-
-
-def _remedy(plan: ModelPlan) -> str:
-    return "drop entries of fp32_modules" if plan.fp32_modules else "keep_batchnorm_fp32=False"
-
-
-def _check_mode() -> None:
-    if torch.is_inference_mode_enabled():
-        raise RuntimeError(
-            "amp.initialize was called under torch.inference_mode(), where parameters cannot be "
-            "converted for later training. Call it before the block and only the model inside, or "
-            "use torch.no_grad()."
-        )
 
 
 def _check_kind(model: object, plan: ModelPlan) -> None:
@@ -164,8 +163,7 @@ def _check_materialized(name: str, tensor: Tensor) -> None:
 
 
 def _check_precision(name: str, tensor: Tensor) -> None:
-    # A 0-d tensor combines with any dtype, like a Python number.
-    if tensor.dtype is torch.float64 and tensor.dim() and isinstance(tensor, Parameter):
+    if tensor.dtype is torch.float64:
         raise RuntimeError(
             f"amp.initialize got a model whose {name} is float64; the op casts of O1 and O4 leave "
             "float64 as it is, and operators cannot combine it with 16-bit inputs. Call "
@@ -184,62 +182,36 @@ def _check_no_inference_tensors(model: nn.Module, plan: ModelPlan) -> None:
 
 
 def _check_fp32_modules(model: nn.Module, plan: ModelPlan, others: Sequence[nn.Module]) -> None:
-    for rule in _unmatched_rules((model, *others), plan):
+    models = (model, *others) if plan.fp32_modules else ()
+    modules = [pair for each in models for pair in named_submodules(each)]
+    for rule in plan.fp32_modules:
+        if any(matches(rule, name, module) for name, module in modules):
+            continue
         shown = repr(rule) if isinstance(rule, str) else rule.__name__
-        close = _close_matches(rule, (model, *others))
+        close = _close_matches(rule, modules)
         hint = f"Did you mean {', '.join(close)}?" if close else "No name or type is similar."
         raise ValueError(
             f"fp32_modules holds {shown}, which matches no submodule of {type(model).__name__}. "
             f"{hint} Names are those of model.named_modules()."
         )
-    shared = _shared_across(model, plan)
-    if shared:
-        kept, cast = shared
-        raise ValueError(
-            f"{kept} stays in fp32 (by fp32_modules or keep_batchnorm_fp32), but is the same "
-            f"tensor as {cast}, which is to be cast. Keep both in fp32, by an entry in "
-            "fp32_modules for the second module, or neither."
-        )
+    kept = fp32_modules(model, plan)
+    parts = named_modules(model).items() if kept else ()
+    names: dict[int, str] = {}
+    for name, module in sorted(parts, key=lambda part: part[1] not in kept):  # those kept first
+        for key, tensor in own_tensors(module, name):
+            if module in kept:
+                names[id(tensor)] = key
+            elif id(tensor) in names:
+                raise ValueError(
+                    f"{names[id(tensor)]} stays in fp32 (by fp32_modules or keep_batchnorm_fp32), "
+                    f"but is the same tensor as {key}, which is to be cast. Keep both in fp32, by "
+                    "an entry in fp32_modules for the second module, or neither."
+                )
 
 
-def _unmatched_rules(models: Sequence[nn.Module], plan: ModelPlan) -> list[Rule]:
-    if not plan.fp32_modules:
-        return []
-    modules = [pair for model in models for pair in named_submodules(model)]
-    return [
-        rule
-        for rule in plan.fp32_modules
-        if not any(matches(rule, name, module) for name, module in modules)
-    ]
-
-
-def _close_matches(rule: Rule, models: Sequence[nn.Module]) -> list[str]:
+def _close_matches(rule: Rule, modules: Sequence[tuple[str, nn.Module]]) -> list[str]:
     """Returns the submodule names or types most similar to ``rule``."""
-    modules = [pair for model in models for pair in named_submodules(model)]
     if isinstance(rule, str):
         return difflib.get_close_matches(rule, [name for name, _ in modules], cutoff=0.5)
     kinds = sorted({type(module).__name__ for _, module in modules})
     return difflib.get_close_matches(rule.__name__, kinds, cutoff=0.5)
-
-
-def _shared_across(model: nn.Module, plan: ModelPlan) -> tuple[str, str] | None:
-    """Returns the two names of a tensor shared by an fp32 module and a cast module."""
-    kept = fp32_modules(model, plan)
-    if not kept:
-        return None
-    modules = named_modules(model)
-    names: dict[int, str] = {}
-    for name, module in modules.items():
-        if module in kept:
-            names.update({id(tensor): key for key, tensor in own_tensors(module, name)})
-    for name, module in modules.items():
-        if module not in kept:
-            for key, tensor in own_tensors(module, name):
-                if id(tensor) in names:
-                    return names[id(tensor)], key
-    return None
-
-
-def _labelled(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in tensors:
-        yield f"{'parameter' if isinstance(tensor, Parameter) else 'buffer'} {name}", tensor

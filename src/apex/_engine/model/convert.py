@@ -69,12 +69,8 @@ def convert(
 def convert_late(model: nn.Module, params: Set[int]) -> list[tuple[Tensor, Tensor]]:
     """Casts modules added to a converted model, such as a new head; all or nothing.
 
-    Args:
-        model: The model.
-        params: Ids of parameters; does nothing unless the model holds one.
-
-    Returns:
-        The tensors whose dtype changed, with their values before.
+    Does nothing unless the model holds one of the parameters, given by their ids. Returns the
+    tensors whose dtype changed, with their values before.
     """
     state = state_of(model)
     parts = [] if state is None else state.late_parts(model, params)
@@ -123,8 +119,12 @@ def restore(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> No
     old_class = plain_class(type(module))
     state.link.write_back()
     with all_or_nothing() as undo:
-        if state.plan.casts_down:
-            _to_fp32(module, state.link.source, masters or {}, undo)
+        source, others = state.link.source, masters or {}
+        for tensor in [*module.parameters(), *module.buffers()] if state.plan.casts_down else ():
+            if dtypes.is_low_precision(tensor):
+                own = None if source is None else source.master_of(tensor)
+                exact = exact_value(tensor, [own, others.get(id(tensor))])
+                set_in_place(tensor, exact, undo)
         swap_class(module, old_class)
     _forget(model, state)
     flatten_rnns(model.modules())
@@ -165,13 +165,3 @@ def _forget(model: nn.Module, state: ModelState) -> None:
     if state.inner_forward is not None:
         module.__dict__.setdefault("forward", state.inner_forward)
     del module.__dict__[STATE]
-
-
-def _to_fp32(
-    model: nn.Module, source: MasterSource | None, masters: Mapping[int, Tensor], undo: Undo
-) -> None:
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if dtypes.is_low_precision(tensor):
-            known = [None if source is None else source.master_of(tensor), masters.get(id(tensor))]
-            exact = exact_value(tensor, [value for value in known if value is not None])
-            set_in_place(tensor, exact, undo)

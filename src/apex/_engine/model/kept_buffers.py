@@ -21,8 +21,7 @@ Note [Kept buffers]
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -34,8 +33,6 @@ from apex._engine.undo import Undo
 from apex._torch.dynamo import allow_subclass_inputs, at_tracing, make_traceable
 from apex._torch.modules import child
 from apex._torch.overrides import without_overrides
-
-_log = logging.getLogger("apex")
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -184,21 +181,8 @@ def _unmarked(tensor: Tensor) -> Tensor:
         return tensor.as_subclass(Tensor)
 
 
-class Note:
-    """What is to be told once, when a buffer that loses distinct values is rounded."""
-
-    def __init__(self, text: str) -> None:
-        self._text: str | None = text
-
-    def tell(self) -> None:
-        """Logs the text, the first time."""
-        text, self._text = self._text, None
-        if text is not None:
-            _log.warning(text)
-
-
-def attach(buffer: Tensor, note: Note) -> None:
-    """Tells ``note`` when values of a kept buffer are first rounded."""
+def attach(buffer: Tensor, note: Callable[[], object]) -> None:
+    """Has ``note`` called when values of a kept buffer are rounded, in all that hold them."""
     buffer.__dict__[_NOTE] = note
 
 
@@ -364,7 +348,7 @@ def _round(value: Any, low: torch.dtype, known: list[Tensor] | None) -> Any:
     if not isinstance(value, Tensor) or not _is_kept(value, known):
         return value
     if not _is_compiling() and (note := value.__dict__.get(_NOTE)) is not None:
-        note.tell()
+        note()
     return value.to(low)
 
 

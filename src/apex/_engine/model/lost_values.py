@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import re
 from collections.abc import Sequence
 
@@ -10,21 +12,20 @@ from torch import Tensor, nn
 
 from apex._core import dtypes
 from apex._core.rounding import makes_equal
-from apex._engine.model.kept_buffers import Note, attach
+from apex._engine.model.kept_buffers import attach
 from apex._engine.model.plan import WIDE, ModelPlan, Parts, Planned, planned_dtypes
 from apex._torch.modules import has_buffers, named_modules
+
+_log = logging.getLogger("apex")
 
 _MANY = 4
 """Above so many modules, those that differ in a number are written as one pattern."""
 
 
 def find_lost(model: nn.Module, plan: ModelPlan, parts: Parts | None = None) -> list[Planned]:
-    """Returns the buffers of which rounding would make distinct values equal; changes nothing.
+    """Returns the buffers, of ``parts`` or the model, whose distinct values rounding makes equal.
 
-    Args:
-        model: A model whose buffers are not rounded yet.
-        plan: Its conversion.
-        parts: Only buffers of these modules; all of the model by default.
+    Changes nothing; the buffers are not rounded yet.
     """
     low = plan.param_dtype
     if low is None or not plan.casts_down:
@@ -58,10 +59,11 @@ def name_lost(model: nn.Module, plan: ModelPlan, lost: Sequence[Planned]) -> Non
     """
     rounded = [each.name for each in lost if not each.yields]
     if rounded:
-        Note(_text(model, plan, rounded, "")).tell()
+        _log.warning(_text(model, plan, rounded, ""))
     for each in lost:
         if each.yields:
-            attach(each.tensor, Note(_text(model, plan, [each.name], " where it meets 16 bits")))
+            text = _text(model, plan, [each.name], " where it meets 16 bits")
+            attach(each.tensor, functools.cache(functools.partial(_log.warning, text)))  # once
 
 
 def _text(model: nn.Module, plan: ModelPlan, names: Sequence[str], where: str) -> str:

@@ -96,11 +96,8 @@ class ConvertedModule(nn.Module):
             return super().__reduce_ex__(protocol)
         if state is not None:
             state.link.write_back()
-        if state is None or not state.plan.casts_down:
-            return self._reduced_as_plain(state)
-        return self._reduced(state, protocol)
-
-    def _reduced_as_plain(self, state: ModelState | None) -> Any:
+        if state is not None and state.plan.casts_down:
+            return self._reduced(state, protocol)
         # Protocol 2 requires the object's present class; protocol 1 trusts ``__class__``.
         reduced: Any = super().__reduce_ex__(1 if self.__class__ is type(self) else 2)
         return reduced_as_plain(type(self), reduced, None if state is None else state.inner_forward)
@@ -198,12 +195,9 @@ def rebuild_model(func: Callable[..., nn.Module], *args: Any) -> nn.Module:
 
 
 def reduced_as_plain(own: type, reduced: Any, forward: Callable[..., Any] | None) -> Any:
-    """Returns a reduced object without its conversion.
+    """Returns what a plain class's ``__reduce_ex__`` gave for an object, without its conversion.
 
-    Args:
-        own: The generated class of the object.
-        reduced: The value of the plain class's ``__reduce_ex__``.
-        forward: The ``forward`` that was set on the object, if any.
+    ``own`` is its generated class, ``forward`` the one that was set on the object, if any.
     """
     if isinstance(reduced, str):
         return reduced

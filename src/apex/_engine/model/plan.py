@@ -116,7 +116,8 @@ class ModelPlan:
                 f"name patterns. Write fp32_modules=({given!r},)."
             )
         for rule in self.fp32_modules:
-            if not (isinstance(rule, str) or _is_module_type(rule)):
+            is_type = isinstance(rule, type) and issubclass(rule, nn.Module)
+            if not (isinstance(rule, str) or is_type):
                 raise TypeError(
                     f"fp32_modules holds {rule!r}; it takes module types, such as "
                     "torch.nn.LayerNorm, and name patterns, such as 'decoder.*.norm'."
@@ -154,13 +155,7 @@ def topmost_fp32_modules(model: nn.Module, plan: ModelPlan) -> list[nn.Module]:
 
 
 def fp32_modules(model: nn.Module, plan: ModelPlan, parts: Parts | None = None) -> set[nn.Module]:
-    """Returns every module whose own parameters and buffers stay in fp32.
-
-    Args:
-        model: The model.
-        plan: Its conversion.
-        parts: The modules in question; all of the model by default.
-    """
+    """Returns every module, of ``parts`` or the model, whose own tensors stay in fp32."""
     if not plan.casts_down:
         return set()
     tops = topmost_fp32_modules(model, plan)
@@ -190,15 +185,10 @@ class Planned(NamedTuple):
 def planned_dtypes(
     model: nn.Module, plan: ModelPlan, parts: Parts | None = None
 ) -> Iterator[Planned]:
-    """Yields every parameter and buffer once, with its name and planned dtype.
+    """Yields every parameter and buffer, of ``parts`` or the model, once, with its planned dtype.
 
     Skips those that the plan does not cast. A tensor shared by an fp32 module and another is
     planned as fp32 (``check`` raises for it).
-
-    Args:
-        model: The model.
-        plan: Its conversion.
-        parts: Only the own tensors of these modules; all of the model by default.
     """
     if plan.param_dtype is None and not plan.widen_low:
         return
@@ -249,7 +239,3 @@ def matches(rule: Rule, name: str, module: nn.Module) -> bool:
     if isinstance(rule, str):
         return fnmatchcase(name, rule)
     return isinstance(module, rule)
-
-
-def _is_module_type(rule: object) -> bool:
-    return isinstance(rule, type) and issubclass(rule, nn.Module)

@@ -81,20 +81,12 @@ def _chain(proxy: nn.Module) -> list[nn.Module]:
     """Returns a proxy and the proxies of the same module inside it."""
     module, found = module_behind(proxy), [proxy]
     for each in found:  # which grows
-        found += [
-            held
-            for held in gc.get_referents(each, own_dict(each))
-            if _is_proxy(held) and module_behind(held) is module and not _among(held, found)
-        ]
+        for held in gc.get_referents(each, own_dict(each)):
+            is_proxy = isinstance(held, nn.Module) and not issubclass(type(held), nn.Module)
+            is_known = any(held is known for known in found)
+            if is_proxy and not is_known and module_behind(held) is module:
+                found.append(held)
     return found
-
-
-def _is_proxy(value: Any) -> bool:
-    return isinstance(value, nn.Module) and not issubclass(type(value), nn.Module)
-
-
-def _among(value: object, several: list[nn.Module]) -> bool:
-    return any(value is each for each in several)
 
 
 def own_dict(proxy: nn.Module) -> dict[str, Any]:

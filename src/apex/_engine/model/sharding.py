@@ -24,9 +24,7 @@ ORDER = (
 def check_order(models: Iterable[nn.Module], params: Sequence[Tensor]) -> None:
     """Raises if ``fully_shard`` was called after ``initialize`` and left stale parameters.
 
-    Args:
-        models: The models of a session.
-        params: The models' parameters at ``initialize`` that the session's optimizers train.
+    ``params`` are those of the models at ``initialize`` that the session's optimizers train.
 
     Raises:
         RuntimeError: If the optimizers train parameters that ``fully_shard`` replaced.
@@ -41,11 +39,6 @@ def check_order(models: Iterable[nn.Module], params: Sequence[Tensor]) -> None:
             "fully_shard was called after amp.initialize. It replaced the model's parameters, so "
             f"the optimizer steps parameters no longer in the model. Use this order:\n{ORDER}"
         )
-
-
-def is_sharded(model: nn.Module, tensors: Iterable[Tensor]) -> bool:
-    """Returns whether ``model``, which has these tensors, is sharded or holds DTensors."""
-    return any(True for _ in fsdp.sharded_modules(model)) or dtensor.any_dtensor(tensors)
 
 
 def check(

@@ -106,13 +106,8 @@ class ModelState:
     def apply(self, model: nn.Module, undo: Undo | None = None, parts: Parts | None = None) -> None:
         """Casts parameters and buffers and attaches the hooks; on failure, reverts the casts.
 
-        May be called again, for parts added to ``model`` or after its own class rebuilt it from
-        part of its state.
-
-        Args:
-            model: The model.
-            undo: Receives the inverse of the casts.
-            parts: Only these modules of it; all by default.
+        May be called again, for ``parts`` added to ``model`` or after its own class rebuilt it from
+        part of its state. ``undo`` receives the inverse of the casts.
         """
         self.model = weakref.ref(model)
         parts = named_modules(model).items() if parts is None else parts
@@ -137,7 +132,9 @@ class ModelState:
         """Attaches the hooks to every module of ``parts`` that lacks them, and to its parents."""
         for module in topmost_fp32_modules(model, self.plan):
             if not _has(module._forward_pre_hooks, InputCast):
-                _cast_around(module, low, self.handles)
+                cast = module.register_forward_pre_hook(InputCast(), with_kwargs=True)
+                self.handles.append(cast)
+                self.handles.append(module.register_forward_hook(OutputCast(low)))
         inside: dict[nn.Module, bool] = {}
         hooked = [name for name, module in parts if _holds_low(module, inside)]
         modules = dict(parts)
@@ -157,12 +154,16 @@ class ModelState:
         casting = nullcontext() if source is None else source.cast_gradients()
         with casting, all_or_nothing() as undo:
             undo.push(setattr, self, "plan", before)
-            self.plan = _in_dtype(self.given, dtype)
+            self.plan = self.given
+            if dtype is not self.given.param_dtype:
+                kept = self.given.fp32_modules if dtype in dtypes.LOW_PRECISION else ()
+                self.plan = replace(
+                    self.given, param_dtype=dtype, input_dtype=dtype, fp32_modules=kept
+                )
             for tensor in [*model.parameters(), *model.buffers()]:
                 if dtypes.is_low_precision(tensor):
                     exact = None if source is None else source.master_of(tensor)
-                    value = rounding.exact_value(tensor, [] if exact is None else [exact])
-                    set_in_place(tensor, value, undo)
+                    set_in_place(tensor, rounding.exact_value(tensor, [exact]), undo)
                 elif source and (low := source.packed_value(tensor, dtype)) is not None:
                     set_in_place(tensor, low, undo)
             self.apply(model)
@@ -190,13 +191,9 @@ class ModelState:
     def late_parts(self, model: nn.Module, wanted: Set[int]) -> Parts:
         """Returns the modules added to ``model`` since the plan was applied that hold parameters.
 
-        Searches level by level until every parameter is found, so that a new head costs the same
-        in a model of any size. Modules on the way that have buffers, or one of the parameters,
-        are among the result.
-
-        Args:
-            model: The model.
-            wanted: Ids of the parameters; without any of them in the model, the result is empty.
+        Searches level by level until every parameter of these ids is found, so that a new head
+        costs the same in a model of any size. Modules on the way that have buffers, or one of the
+        parameters, are among the result, which is empty if the model has none of them.
         """
         parts: list[tuple[str, nn.Module]] = []
         left, seen, level = set(wanted), {model}, [("", model)]
@@ -246,25 +243,16 @@ class ModelState:
         self.in_proxy, self.known = set(), weakref.WeakSet()
 
 
-def _in_dtype(plan: ModelPlan, dtype: torch.dtype) -> ModelPlan:
-    if dtype is plan.param_dtype:
-        return plan
-    kept = plan.fp32_modules if dtype in dtypes.LOW_PRECISION else ()
-    return replace(plan, param_dtype=dtype, input_dtype=dtype, fp32_modules=kept)
-
-
 def _holds_low(module: nn.Module, known: dict[nn.Module, bool]) -> bool:
     """Returns whether a module or one inside holds a tensor that its ``state_dict`` converts."""
     if module not in known:
         known[module] = False  # ends a cycle of modules
         inside = [_holds_low(inner, known) for _, inner in children(module)]
-        own = (tensor for _, tensor in own_tensors(module))
-        known[module] = any(inside) or any(map(_is_hooked_for, own))
+        known[module] = any(inside) or any(
+            dtypes.is_low_precision(tensor) or isinstance(tensor, KeptBuffer)
+            for _, tensor in own_tensors(module)
+        )
     return known[module]
-
-
-def _is_hooked_for(tensor: Tensor) -> bool:
-    return dtypes.is_low_precision(tensor) or isinstance(tensor, KeptBuffer)
 
 
 def _path(name: str) -> Iterator[str]:
@@ -322,12 +310,6 @@ def flatten_rnns(modules: Iterable[nn.Module]) -> None:
 
 
 # -- fp32 modules inside a low-precision model ---------------------------------------------------
-
-
-def _cast_around(module: nn.Module, dtype: torch.dtype, handles: list[RemovableHandle]) -> None:
-    """Casts the inputs of ``module`` to fp32 and its outputs to ``dtype``, by hooks."""
-    handles.append(module.register_forward_pre_hook(InputCast(), with_kwargs=True))
-    handles.append(module.register_forward_hook(OutputCast(dtype)))
 
 
 @dataclass(frozen=True)

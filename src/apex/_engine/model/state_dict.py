@@ -9,8 +9,9 @@ Note [Batches]: converting entries one by one takes six operators each, and mode
 small ones. So the hook of the outermost module converts those of all modules inside, too, which are
 a *batch*. Nobody can tell: a batch is only made where nothing but torch's own code and these hooks
 runs before that hook, which comes before the user's. Otherwise each module inside begins a batch of
-its own. A batch belongs to the dict that it is saved to. So a call in another thread, in a signal
-handler, or after one that failed, has its own, or none.
+its own. A batch belongs to the dict that it is saved to, and a link knows the latest one. If a call
+in another thread or a signal handler replaces it, modules convert their own entries, and the module
+around what is left. After a call that failed, a batch fits no dict.
 
 Note [Whole models]: torch's calls of the hooks, and what these need to know of each other, cost a
 fifth of the time. So where nobody can tell, the class of a converted model saves all modules in one
@@ -27,9 +28,7 @@ from collections.abc import (
     Iterator,
     Mapping,
     MutableMapping,
-    Sequence,
 )
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +42,7 @@ from apex._engine.model.plan import MasterSource
 from apex._pickle import rebuild
 from apex._torch import dtensor
 from apex._torch.modules import (
+    Plain,
     child,
     children,
     is_being_saved,
@@ -63,7 +63,6 @@ class MasterLink:
 
     Attributes:
         batch: The latest batch.
-        batches: Those of which a module is saved, by the id of the dict that they are saved to.
     """
 
     def __init__(self, masters: MasterSource | None = None) -> None:
@@ -73,8 +72,7 @@ class MasterLink:
         self._saving: dict[str, weakref.ref[nn.Module]] = {}
         # By id of a tensor: its key and the id of its entry. References would cost a collection.
         self._entries: dict[int, tuple[str, int]] = {}
-        self.batch = Batch("")
-        self.batches: dict[int, Batch] = {}
+        self.batch = Batch()
 
     @property
     def source(self) -> MasterSource | None:
@@ -86,21 +84,20 @@ class MasterLink:
         if (source := self.source) is not None:
             source.write_back()
 
-    def begin_saving(self, module: nn.Module, prefix: str, *, keep_vars: bool) -> None:
-        """Writes masters back once per ``state_dict`` call, at the outermost hooked module."""
+    def begin_saving(self, module: nn.Module, prefix: str, *, keep_vars: bool) -> Batch:
+        """Begins and returns the batch that ends with ``module``, which may be it alone.
+
+        Writes masters back once per ``state_dict`` call, at the outermost hooked module.
+        """
         if not self._is_inside(module, prefix):
             self._saving = {}
             self._entries = {}
             self.write_back()
         if not self._saving or any(children(module)):
             self._saving[prefix] = weakref.ref(module)
-        self.batch = batch = Batch(prefix)
         found = None if keep_vars else plain_modules(module, prefix, Fp32Hooks)
-        if found is not None:
-            found.hooks.pop(prefix, None)
-            for path, hook in found.hooks.items():
-                hook.batch = batch
-                batch.inside[path] = weakref.ref(found.modules[path])
+        self.batch = Batch(prefix, found)
+        return self.batch
 
     def state_dict(
         self,
@@ -124,39 +121,29 @@ class MasterLink:
         self._replace(destination, save_plainly(found, destination), {})
         return destination
 
-    def save(self, module: nn.Module, destination: MutableMapping[str, Any], prefix: str) -> None:
-        """Replaces the 16-bit entries of ``module``, and those of the batch that ends with it."""
-        batch = self.batches.pop(id(destination), None)
-        if batch is None or batch.destination() is not destination:
-            if self._begin_batch(destination, module, prefix):
-                return
-            batch = None
-        self.batch = Batch("")
-        first, outer = next(iter(self._saving.items()), (None, _unknown))
-        ends = first == prefix and outer() is module
-        inside = batch.end() if batch else ()
+    def save(
+        self,
+        module: nn.Module,
+        destination: MutableMapping[str, Any],
+        prefix: str,
+        batch: Batch | None,
+    ) -> None:
+        """Replaces the 16-bit entries of ``module``, and those of its batch."""
+        if batch is None or batch.prefix != prefix:  # that of a call of another thread, or handler
+            batch = Batch(prefix, plain_modules(module, prefix, Fp32Hooks))
+        self.batch = Batch()
+        first, outer = next(iter(self._saving.items()), (None, None))
+        ends = first == prefix and outer is not None and outer() is module
         known = self._entries
-        saved = self._replace(destination, chain([(prefix, module)], inside), known)
+        inside = [
+            (path, part) for path, held in batch.inside.items() if (part := held()) is not None
+        ]
+        saved = self._replace(destination, [(prefix, module), *inside], known)
         if ends:
             self._saving = {}
             self._entries = {}
         else:
             known.update((which, (key, id(destination[key]))) for which, key in saved.items())
-
-    def _begin_batch(
-        self, destination: MutableMapping[str, Any], module: nn.Module, prefix: str
-    ) -> bool:
-        """Returns whether ``module`` is the first that is saved of the latest batch."""
-        batch = self.batch
-        is_first = batch.destination is _unknown and batch.holds(module, prefix)
-        if not is_first or type(destination) is not OrderedDict:
-            return False
-        if not is_being_saved(batch.prefix, destination):  # left by a call that failed
-            return False
-        batch.destination = weakref.ref(destination)
-        live = {k: each for k, each in self.batches.items() if each.destination() is not None}
-        self.batches = {**live, id(destination): batch}
-        return True
 
     def _is_inside(self, module: nn.Module, prefix: str) -> bool:
         # A failed call never ended; only the path distinguishes it from an outer call.
@@ -205,15 +192,13 @@ class MasterLink:
             elif isinstance(entry, KeptBuffer):
                 destination[key] = plain(entry)
         keys = list(key_of.values())
-        for index, value in exact_values(entries, self._masters_of(tensors)):
+        source = self.source
+        masters = [None] * len(tensors) if source is None else source.masters_of(tensors)
+        for index, value in exact_values(entries, masters):
             destination[keys[index]] = entries[index] = value  # the old entry goes before the next
         for key, which in tied:
             destination[key] = destination[key_of.get(which) or known[which][0]]
         return key_of
-
-    def _masters_of(self, tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        source = self.source
-        return [None] * len(tensors) if source is None else source.masters_of(tensors)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MasterLink:
         """Returns a link to the same source, which the copy does not keep alive."""
@@ -239,29 +224,27 @@ class Batch:
     """Modules whose entries are converted together; see Note [Batches].
 
     Attributes:
-        prefix: The prefix of the module around them.
-        inside: The modules by their prefix. Their hooks refer to the batch.
+        prefix: The prefix of the module around them, with which the batch ends.
+        inside: The modules by their prefix.
         destination: Returns the dict that they are saved to.
     """
 
-    def __init__(self, prefix: str) -> None:
-        """Begins without modules."""
+    def __init__(self, prefix: str = "", found: Plain | None = None) -> None:
+        """Begins with the hooked modules that were found inside one with ``prefix``, if any."""
         self.prefix = prefix
-        self.inside: dict[str, weakref.ref[nn.Module]] = {}
+        modules, hooks = found or ({}, {})
+        self.inside = {path: weakref.ref(modules[path]) for path in hooks if path != prefix}
         self.destination: Callable[[], object] = _unknown
 
-    def holds(self, module: nn.Module, prefix: str) -> bool:
-        """Returns whether ``module``, saved with ``prefix``, is one of them."""
-        known = self.inside.get(prefix)
-        return known is not None and known() is module
-
-    def end(self) -> Iterator[tuple[str, nn.Module]]:
-        """Ends the batch and yields its modules with their prefix."""
-        inside, self.inside, self.destination = self.inside, {}, _unknown
-        for prefix, reference in inside.items():
-            module = reference()
-            if module is not None:
-                yield prefix, module
+    def begins(self, module: nn.Module, prefix: str, destination: object) -> bool:
+        """Returns whether ``module`` is the first of them to be saved, and notes where to."""
+        is_first = self.destination is _unknown and self.inside[prefix]() is module
+        if not is_first or type(destination) is not OrderedDict:
+            return False
+        if not is_being_saved(self.prefix, destination):  # left by a call that failed
+            return False
+        self.destination = weakref.ref(destination)
+        return True
 
 
 class _Loading(NamedTuple):
@@ -280,19 +263,13 @@ class _Loading(NamedTuple):
 
 
 class Fp32Hooks:
-    """The ``state_dict`` and ``load_state_dict`` hooks of one module.
-
-    See Note [One hook object per module].
-
-    Attributes:
-        batch: The latest batch that the module belonged to.
-    """
+    """The hooks of one module; see Note [One hook object per module]."""
 
     def __init__(self, link: MasterLink) -> None:
         """Makes hooks that find masters through ``link``."""
         self._link = link
         self._loading: list[_Loading] = []
-        self.batch: Batch | None = None
+        self._batch: Batch | None = None
 
     def attach(self, module: nn.Module, handles: list[RemovableHandle]) -> None:
         """Registers the hooks with ``module``; adds their handles to ``handles`` one by one."""
@@ -316,16 +293,19 @@ class Fp32Hooks:
 
         Those of a module in a batch stay until the batch ends.
         """
-        batch = self.batch
-        if batch is None or batch.destination() is not destination:
-            self._link.save(module, destination, prefix)
+        batch = self._link.batch
+        waits = prefix in batch.inside and (
+            batch.destination() is destination or batch.begins(module, prefix, destination)
+        )
+        if not waits:
+            own, self._batch = self._batch, None
+            self._link.save(module, destination, prefix, own)
 
     def before_saving(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Rounds written masters into the model before entries are read."""
-        known = self._link.batch.inside.get(prefix)  # inlines holds(): this runs for every module
+        known = self._link.batch.inside.get(prefix)
         if known is None or known() is not module:
-            self.batch = None
-            self._link.begin_saving(module, prefix, keep_vars=keep_vars)
+            self._batch = self._link.begin_saving(module, prefix, keep_vars=keep_vars)
 
     def before_loading(
         self,
@@ -340,7 +320,12 @@ class Fp32Hooks:
         Raises:
             RuntimeError: For ``load_state_dict(assign=True)``, before anything has changed.
         """
-        _refuse_assign(module, local_metadata)
+        if isinstance(local_metadata, Mapping) and local_metadata.get("assign_to_params_buffers"):
+            raise RuntimeError(
+                f"load_state_dict(assign=True) would replace parameters of {type(module).__name__} "
+                "that amp and the optimizer hold. Drop assign=True, or call amp.restore before "
+                "loading and amp.initialize after."
+            )
         self._loading = [
             _Loading(tensor, _version(tensor), _reference(loaded.get(prefix + name)))
             for name, tensor in own_tensors(module)
@@ -379,8 +364,8 @@ def _loaded_values(
             entry = None if noted.entry is None else noted.entry()
             # One in the weight's own dtype tells no more than the weight that was loaded from it.
             is_wider = entry is not None and entry.dtype is not tensor.dtype
-            loaded = [_shaped(entry, tensor)] if entry is not None and is_wider else []
-            yield tensor, exact_value(tensor, [master, *loaded])
+            loaded = _shaped(entry, tensor) if entry is not None and is_wider else None
+            yield tensor, exact_value(tensor, [master, loaded])
 
 
 def _expected_values(loading: Iterable[_Loading]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -404,12 +389,3 @@ def _reference(entry: object) -> weakref.ref[Tensor] | None:
 def _shaped(entry: Tensor, param: Tensor) -> Tensor:
     # torch loads an entry of shape [1] into a 0-d parameter.
     return entry.reshape(()) if param.dim() == 0 and entry.shape == (1,) else entry
-
-
-def _refuse_assign(module: nn.Module, local_metadata: Any) -> None:
-    if isinstance(local_metadata, Mapping) and local_metadata.get("assign_to_params_buffers"):
-        raise RuntimeError(
-            f"load_state_dict(assign=True) would replace parameters of {type(module).__name__} "
-            "that amp and the optimizer hold. Drop assign=True, or call amp.restore before loading "
-            "and amp.initialize after."
-        )
