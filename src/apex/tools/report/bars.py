@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from apex.tools.results import Comparison, Result, Stored, Timing
@@ -31,23 +32,29 @@ class Bar:
 
 @dataclass(frozen=True)
 class BarFigure:
-    """Bars with a title; ``legend`` holds CSS class and label of each kind of piece."""
+    """Bars with a title; ``legend`` holds the label of each kind of piece by CSS class."""
 
     title: str
     caption: str
     bars: tuple[Bar, ...]
-    legend: tuple[tuple[str, str], ...] = ()
+    legend: Mapping[str, str]
+
+
+_STORED = {"model": "weights", "masters": "fp32 masters", "optimizer": "optimizer state"}
+"""What is stored between steps: fields of ``Stored``, also CSS classes, and their labels."""
+
+_USES = _STORED | {"kept": "saved for backward"}
+"""What memory is for."""
 
 
 def bar_figures(comparison: Comparison) -> list[BarFigure]:
     """Returns the figures that have data to show."""
-    return [*_time(comparison), *_peak(comparison), *_stored(comparison)]
+    figures = _time(comparison), _peak(comparison), _stored(comparison)
+    return [figure for figure in figures if figure.bars]
 
 
-def _time(comparison: Comparison) -> list[BarFigure]:
+def _time(comparison: Comparison) -> BarFigure:
     timed = [(r, r.timing) for r in comparison.results if r.timing is not None]
-    if not timed:
-        return []
     longest = max((t.quartiles[1] for result, t in timed if not result.emulated), default=math.inf)
     bars = tuple(
         Bar(
@@ -62,7 +69,7 @@ def _time(comparison: Comparison) -> list[BarFigure]:
     caption = "Median over interleaved steps; the whisker spans the interquartile range."
     if any(result.emulated for result, _ in timed):
         caption += " Pale bars: emulated here, and not to scale."
-    return [BarFigure("Time per step", caption, bars)]
+    return BarFigure("Time per step", caption, bars, legend={})
 
 
 def _time_bar(timing: Timing, longest: float) -> tuple[Piece, ...]:
@@ -74,53 +81,20 @@ def _time_bar(timing: Timing, longest: float) -> tuple[Piece, ...]:
     )
 
 
-_LABELS = {
-    "model": "weights",
-    "masters": "fp32 masters",
-    "optimizer": "optimizer state",
-    "kept": "saved for backward",
-}
-"""What memory is for: CSS class and label."""
-
-PARTS = ("model", "masters", "optimizer")
-"""What is stored between steps."""
-
-
-def _peak(comparison: Comparison) -> list[BarFigure]:
+def _peak(comparison: Comparison) -> BarFigure:
     known = [result for result in comparison.results if result.memory]
-    if not known:
-        return []
-    largest = max(result.memory for result in known)
+    largest = max((result.memory for result in known), default=0)
     bars = tuple(_memory_bar(result, largest) for result in known)
     measured = {r.training.peak_from for r in known if r.training is not None} - {None}
-    if measured:
-        caption = "Most bytes allocated at any time during training."
-        if "events" in measured:
-            caption = "Most bytes allocated in one more iteration, by the allocator's events."
-        return [BarFigure("Peak memory", caption, bars)]
-    caption = "Bytes stored between steps and saved for backward; the peak is not measured here."
-    return [BarFigure("Memory of a step", caption, bars, _legend((*PARTS, "kept")))]
-
-
-def _stored(comparison: Comparison) -> list[BarFigure]:
-    records = [(r.name, r.training.stored) for r in comparison.results if r.training is not None]
-    stored = [(name, each, max(each.params, 1)) for name, each in records]
-    if not stored:
-        return []
-    most = max(each.per_param for _, each, _ in stored) or 1.0
-    bars = tuple(
-        Bar(
-            name,
-            tuple(
-                _piece(use, size / params / most, f"{size / params:.1f} bytes per parameter")
-                for use, size in _parts(each)
-            ),
-            f"{each.per_param:.1f} B",
+    if not measured:
+        caption = (
+            "Bytes stored between steps and saved for backward; the peak is not measured here."
         )
-        for name, each, params in stored
-    )
-    caption = "Bytes of weights, fp32 masters and optimizer state between steps."
-    return [BarFigure("Stored per parameter", caption, bars, _legend(PARTS))]
+        return BarFigure("Memory of a step", caption, bars, _USES)
+    caption = "Most bytes allocated at any time during training."
+    if "events" in measured:
+        caption = "Most bytes allocated in one more iteration, by the allocator's events."
+    return BarFigure("Peak memory", caption, bars, legend={})
 
 
 def _memory_bar(result: Result, largest: int) -> Bar:
@@ -128,23 +102,38 @@ def _memory_bar(result: Result, largest: int) -> Bar:
     if record is None or probe is None or record.peak_bytes is not None:
         pieces: tuple[Piece, ...] = (Piece("bar", f"width:{result.memory / largest:.1%}"),)
     else:
-        parts = [*_parts(record.stored), ("kept", probe.activation_bytes)]
-        pieces = tuple(_piece(use, size / largest, megabytes(size)) for use, size in parts if size)
+        sizes = _sizes(record.stored) | {"kept": probe.activation_bytes}
+        pieces = tuple(
+            _piece(use, size / largest, megabytes(size)) for use, size in sizes.items() if size
+        )
     return Bar(result.name, pieces, megabytes(result.memory))
 
 
+def _stored(comparison: Comparison) -> BarFigure:
+    stored = {r.name: r.training.stored for r in comparison.results if r.training is not None}
+    most = max((each.per_param for each in stored.values()), default=0.0) or 1.0
+    bars = tuple(
+        Bar(
+            name,
+            tuple(
+                _piece(use, size / most, f"{size:.1f} bytes per parameter")
+                for use, bytes_ in _sizes(each).items()
+                if (size := bytes_ / max(each.params, 1))
+            ),
+            f"{each.per_param:.1f} B",
+        )
+        for name, each in stored.items()
+    )
+    caption = "Bytes of weights, fp32 masters and optimizer state between steps."
+    return BarFigure("Stored per parameter", caption, bars, _STORED)
+
+
 def _piece(use: str, share: float, amount: str) -> Piece:
-    return Piece(f"bar {use}", f"width:{share:.1%}", f"{_LABELS[use]}: {amount}")
+    return Piece(f"bar {use}", f"width:{share:.1%}", f"{_USES[use]}: {amount}")
 
 
-def _parts(stored: Stored) -> list[tuple[str, int]]:
-    """Returns the bytes of each use that takes any, by its CSS class."""
-    sizes = zip(PARTS, (stored.model, stored.masters, stored.optimizer), strict=True)
-    return [(part, size) for part, size in sizes if size]
-
-
-def _legend(parts: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
-    return tuple((part, _LABELS[part]) for part in parts)
+def _sizes(stored: Stored) -> dict[str, int]:
+    return {use: getattr(stored, use) for use in _STORED}
 
 
 def _speed(result: Result, comparison: Comparison) -> str:

@@ -1,10 +1,9 @@
-"""Axes: round ticks, and the coordinates of values and steps."""
+"""Axes: their ends, round ticks, and where a value is between the ends."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 Axis = Literal["log10", "log2", "share", "difference", "relative"]
@@ -16,44 +15,12 @@ AROUND_ZERO = ("difference", "relative")
 BASES = {"log10": 10, "log2": 2}
 
 
-@dataclass(frozen=True)
-class Frame:
-    """Maps steps and values to the coordinates of a picture ``width`` by ``height``."""
-
-    width: int
-    height: int
-    axis: Axis
-    steps: tuple[int, int]
-    values: tuple[float, float]
-    left: int = 50
-    right: int = 14
-    top: int = 12
-    bottom: int = 30
-
-    @property
-    def plot_right(self) -> int:
-        """Right edge of the plot area."""
-        return self.width - self.right
-
-    @property
-    def plot_bottom(self) -> int:
-        """Bottom edge of the plot area."""
-        return self.height - self.bottom
-
-    def x(self, step: float) -> float:
-        """Returns the horizontal coordinate of ``step``."""
-        first, last = self.steps
-        share = (step - first) / (last - first) if last > first else 0.5
-        return self.left + share * (self.width - self.left - self.right)
-
-    def y(self, value: float) -> float:
-        """Returns the vertical coordinate of ``value``, clamped to the plot area."""
-        low, high = self.values
-        value = min(max(value, low), high)
-        if self.axis in BASES:
-            value, low, high = math.log(value), math.log(low), math.log(high)
-        share = (value - low) / (high - low)
-        return self.height - self.bottom - share * (self.height - self.top - self.bottom)
+def share(value: float, low: float, high: float, axis: Axis) -> float:
+    """Returns where ``value``, clamped, is from ``low`` (0) to ``high`` (1)."""
+    value = min(max(value, low), high)
+    if axis in BASES:
+        value, low, high = math.log(value), math.log(low), math.log(high)
+    return (value - low) / (high - low)
 
 
 def value_range(values: Sequence[float], axis: Axis) -> tuple[float, float]:
