@@ -29,7 +29,6 @@ from apex import amp
 from apex._engine.session import Session
 from apex.debug.arguments import missing_values
 from apex.tools.errors import TargetError, format_error, place_of
-from apex.tools.migrate.script import Script
 from apex.tools.migrate.sources import UnreadableError, read
 from apex.tools.migrate.uses import uses
 
@@ -248,7 +247,7 @@ def _line_of_initialize(module: ModuleType) -> str:
     """Returns ``"file:line"`` of the call; empty if it is in another file."""
     path = Path(module.__file__ or "")
     try:
-        found = [u for u in uses(Script(read(path))) if u.name == "apex.amp.initialize"]
+        found = [u for u in uses(read(path)) if u.name == "apex.amp.initialize"]
     except (UnreadableError, SyntaxError, ValueError, RecursionError):
         return ""
     return f"{path}:{found[-1].line}" if found else ""
