@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -115,8 +114,14 @@ class _Run:
         self.batches = self._draw(first)
         self._start = training.snapshot(first.model)
         self._fp32_weights: States = {}
-        self._slowdowns: dict[torch.dtype, float | None] = {}
-        self.results = {variant.name: self._initial_result(variant) for variant in options.variants}
+        dtypes = dict.fromkeys(variant.dtype for variant in options.variants)
+        slowdowns = {dtype: _slowdown(dtype, options.device) for dtype in dtypes}
+        self.results: dict[str, Result] = {}
+        for variant in options.variants:
+            ratio = slowdowns[variant.dtype]
+            emulated = ratio is None or ratio > EMULATION_RATIO
+            skipped = emulated and options.emulated_steps is None
+            self.results[variant.name] = Result(variant, ratio, emulated, skipped=skipped)
         total = sum(
             (self._steps(result) + self._rounds(result) + 2) * (1 + self._may_suggest(result))
             for result in self.results.values()
@@ -129,24 +134,13 @@ class _Run:
     def train(self) -> None:
         """Trains under each variant, one after another."""
         for name, result in list(self.results.items()):
-            if result.skipped:
-                continue
-            self.progress.describe(f"train {name}" + (" (emulated)" if result.emulated else ""))
-            if name == BASELINE:
-                self._train_baseline(result)
-                continue
-            with self._recording_errors(name, "training"):
-                self._train_one(name, result)
+            if not result.skipped:
+                self.progress.describe(f"train {name}" + " (emulated)" * result.emulated)
+                with self._recording_errors(name, "training"):
+                    self._train_one(name)
 
-    def _train_baseline(self, result: Result) -> None:
-        """Trains in fp32; a failure is the target's, and there would be nothing to compare with."""
-        try:
-            self._train_one(BASELINE, result)
-        except Exception as error:
-            text = format_error(error, otherwise=self._loss_place)
-            raise TargetError(f"Training in fp32 (O0) failed: {text}") from error
-
-    def _train_one(self, name: str, result: Result) -> None:
+    def _train_one(self, name: str) -> None:
+        result = self.results[name]
         experiment, trainer = self._fresh(result, self._start)
         record, weights = training.train(
             trainer,
@@ -180,7 +174,9 @@ class _Run:
         The levels that take ``fp32_modules`` are searched; those that hold the model in fp32 need
         the user's own code.
         """
-        for name in filter(lambda each: self._may_suggest(self.results[each]), self._trained()):
+        for name in self._trained():
+            if not self._may_suggest(self.results[name]):
+                continue
             self.progress.describe(f"suggest fp32 modules for {name}")
             try:
                 found = self._suggestion(name)
@@ -216,13 +212,12 @@ class _Run:
             meaning=f"{level} with fp32_modules={modules}",
             options={"opt_level": level, "fp32_modules": modules},
         )
-        items = list(self.results.items())
-        after = 1 + list(self.results).index(level)
-        items.insert(after, (variant.name, Result(variant, slowdown=before.slowdown)))
-        self.results = dict(items)
+        results = list(self.results.values())
+        results.insert(results.index(before) + 1, Result(variant, slowdown=before.slowdown))
+        self.results = {result.name: result for result in results}
         self.progress.describe(f"train {variant.name}")
         with self._recording_errors(variant.name, "training"):
-            self._train_one(variant.name, self.results[variant.name])
+            self._train_one(variant.name)
 
     def probe(self) -> None:
         """Runs one batch forward and backward under each variant, from fp32's final weights."""
@@ -321,8 +316,15 @@ class _Run:
 
     def _draw(self, experiment: Experiment) -> list[Any]:
         """Returns the batch of every step; adds a note if there are fewer."""
+        batches: list[Any] = []
+        endless = _cycle(experiment)
         try:
-            batches = list(itertools.islice(self._timed(_cycle(experiment)), self.options.steps))
+            while len(batches) < self.options.steps:
+                start = time.perf_counter()
+                batches.append(next(endless))
+                self._draw_times.append(time.perf_counter() - start)
+        except StopIteration:
+            pass
         except Exception as error:
             raise TargetError(f"Drawing the batches failed: {format_error(error)}") from error
         if not batches:
@@ -336,26 +338,6 @@ class _Run:
                 f"{len(batches)} steps are too few to judge training; use more --steps."
             )
         return batches
-
-    def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yields the batches and measures how long each takes to draw."""
-        start = time.perf_counter()
-        for batch in batches:
-            self._draw_times.append(time.perf_counter() - start)
-            yield batch
-            start = time.perf_counter()
-
-    def _initial_result(self, variant: Variant) -> Result:
-        dtype = variant.dtype
-        if dtype not in self._slowdowns:
-            try:
-                self._slowdowns[dtype] = slowdown(dtype, self.options.device)
-            except RuntimeError:
-                self._slowdowns[dtype] = None
-        ratio = self._slowdowns[dtype]
-        emulated = ratio is None or ratio > EMULATION_RATIO
-        skipped = emulated and self.options.emulated_steps is None
-        return Result(variant, slowdown=ratio, emulated=emulated, skipped=skipped)
 
     def _steps(self, result: Result) -> int:
         few = self.options.emulated_steps if result.emulated else None
@@ -372,12 +354,25 @@ class _Run:
 
     @contextmanager
     def _recording_errors(self, name: str, part: str) -> Iterator[None]:
-        """Records an error of the block in the variant's result and suppresses it."""
+        """Records an error of the block in the variant's result and suppresses it.
+
+        If fp32 cannot be trained, that is the target's fault, and there is nothing to compare with.
+        """
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - the user's code, or what this machine lacks
+        except Exception as error:
+            if (name, part) == (BASELINE, "training"):
+                text = format_error(error, otherwise=self._loss_place)
+                raise TargetError(f"Training in fp32 (O0) failed: {text}") from error
             errors = (*self.results[name].errors, f"{part} failed: {format_error(error)}")
             self._put(name, errors=errors)
+
+
+def _slowdown(dtype: torch.dtype, device: torch.device) -> float | None:
+    try:
+        return slowdown(dtype, device)
+    except RuntimeError:
+        return None
 
 
 def _cycle(experiment: Experiment) -> Iterator[Any]:
