@@ -8,8 +8,9 @@ import torch
 
 from apex import amp
 from apex.cli import exit_codes, main
-from apex.tools.doctor import examination, examine, installed, speeds, syncs
+from apex.tools.doctor import examination, installed, speeds, syncs
 from apex.tools.doctor.advice import advise
+from apex.tools.doctor.examination import examine
 from apex.tools.doctor.speeds import DTYPES, WORK, Speed, measure
 from apex.tools.doctor.text import health_text
 from apex.tools.load import Load

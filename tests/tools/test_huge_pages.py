@@ -6,7 +6,8 @@ import sys
 import pytest
 import torch
 
-from apex.tools.doctor import examination, examine, huge_pages
+from apex.tools.doctor import examination, huge_pages
+from apex.tools.doctor.examination import examine
 from apex.tools.doctor.huge_pages import SETTINGS, HugePages
 from apex.tools.doctor.text import health_text
 from apex.tools.paired import Interval

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Examines, prints the report, writes the JSON; returns the exit code."""
     from apex.tools.devices import parse_device
-    from apex.tools.doctor import examine
+    from apex.tools.doctor.examination import examine
     from apex.tools.doctor.text import health_text
 
     device = parse_device(args.device)

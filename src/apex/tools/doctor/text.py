@@ -14,22 +14,20 @@ _NAMES = tuple(map(dtypes.name, DTYPES))
 
 def health_text(health: Health) -> str:
     """Returns the text that ``apex doctor`` prints."""
+    waiting = {name: count for name, count in health.host_reads.items() if count}
+    free = ", ".join(name for name in health.host_reads if name not in waiting)
+    steps = [f"No host sync per step under a dynamic loss scale: {free}."] if free else []
+    steps += [f"{name} makes the host wait {n} times per step." for name, n in waiting.items()]
+    conflicts = [f"Conflict: {conflict}." for conflict in health.conflicts]
     parts = [
-        ", ".join(f"{name} {version}" for name, version in health.versions.items()),
-        "\n".join(_speed_lines(health)),
-        "\n".join(_conflict_lines(health)),
-        "\n".join(_step_lines(health)),
-        *([] if health.huge_pages is None else [str(health.huge_pages)]),
-        f"{_advice(health)} `apex compare` measures the gain on your model.",
+        [", ".join(f"{name} {version}" for name, version in health.versions.items())],
+        _speed_lines(health),
+        conflicts or ["Installation: no conflicting apex."],
+        steps,
+        [] if health.huge_pages is None else [str(health.huge_pages)],
+        [f"{health.advice} `apex compare` measures the gain on your model."],
     ]
-    return "\n\n".join("\n".join(wrapped(line) for line in part.splitlines()) for part in parts)
-
-
-def _advice(health: Health) -> str:
-    advice = health.advice
-    if advice.opt_level is None:
-        return f"No level suggested: {advice.reason}"
-    return f"Start with {advice.opt_level}: {advice.reason}"
+    return "\n\n".join("\n".join(map(wrapped, part)) for part in map(list, parts) if part)
 
 
 def _speed_lines(health: Health) -> Iterator[str]:
@@ -47,19 +45,3 @@ def _cell(speed: Speed, base: float) -> str:
         return "not supported"
     times = f"{speed.per_second / base:.2f}x" if base else ""
     return f"{speed.per_second / 1e9:,.0f} GFLOP/s {times:>7}"
-
-
-def _conflict_lines(health: Health) -> Iterator[str]:
-    if not health.conflicts:
-        yield "Installation: no conflicting apex."
-    for conflict in health.conflicts:
-        yield f"Conflict: {conflict}."
-
-
-def _step_lines(health: Health) -> Iterator[str]:
-    waiting = {name: count for name, count in health.host_reads.items() if count}
-    free = [name for name in health.host_reads if name not in waiting]
-    if free:
-        yield "No host sync per step under a dynamic loss scale: " + ", ".join(free) + "."
-    for name, count in waiting.items():
-        yield f"{name} makes the host wait {count} times per step."
