@@ -17,7 +17,7 @@ from torch import nn
 from apex.debug.rendering.formatting import counted
 from apex.debug.suggestion import Suggestion, suggestion_for
 from apex.tools import probing, training
-from apex.tools.errors import TargetError, format_error
+from apex.tools.errors import TargetError, format_error, place_of
 from apex.tools.load import current_load
 from apex.tools.progress import Progress
 from apex.tools.recommend import recommendation
@@ -110,7 +110,7 @@ class _Run:
         self._draw_times: list[float] = []
         self._build = build
         first = build()
-        self._loss_place = first.loss.place
+        self._loss_place = place_of(first.loss)
         self.batches = self._draw(first)
         self._start = training.snapshot(first.model)
         self._fp32_weights: States = {}
