@@ -13,8 +13,8 @@ from typing import Literal
 from apex.tools.report.scales import (
     AROUND_ZERO,
     Axis,
+    round_ticks,
     share,
-    step_ticks,
     tick_label,
     value_range,
     value_ticks,
@@ -156,11 +156,12 @@ class Picture:
         names_room = NAME_ROOM - 14 if self.named else 14
         self.right = self.width - max(round(longest * LETTER) + 14, names_room)
         self.bottom = self.height - (NAME_ROOM if self.named else 30)
+        self._steps = chart.drawn_steps[0], chart.drawn_steps[-1]
         self._ends = chart.value_ends
 
     def x(self, step: float) -> float:
         """Returns the horizontal coordinate of ``step``."""
-        first, last = self.chart.drawn_steps[0], self.chart.drawn_steps[-1]
+        first, last = self._steps
         return self.left + (self.right - self.left) * (
             (step - first) / (last - first) if last > first else 0.5
         )
@@ -172,8 +173,8 @@ class Picture:
     @property
     def step_ticks(self) -> list[int]:
         """Round steps."""
-        steps = self.chart.drawn_steps
-        return step_ticks(steps[0], steps[-1], most=max(self.width // 90, 3))
+        most = max(self.width // 90, 3)
+        return [int(tick) for tick in round_ticks(*self._steps, most, least_gap=1.0)]
 
     @property
     def value_ticks(self) -> list[tuple[float, str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Literal
@@ -35,41 +36,31 @@ def value_range(values: Sequence[float], axis: Axis) -> tuple[float, float]:
     return min(found, default=1.0) / margin, max(found, default=1.0) * margin
 
 
-def step_ticks(first: int, last: int, most: int) -> list[int]:
-    """Returns at most ``most`` round steps between ``first`` and ``last``."""
-    for power in range(8):
-        for factor in (1, 2, 5):
-            gap = factor * 10**power
-            ticks = list(range(math.ceil(first / gap) * gap, last + 1, gap))
-            if len(ticks) <= most:
-                return ticks
-    return [first, last]
-
-
 def value_ticks(low: float, high: float, axis: Axis, most: int = 6) -> list[float]:
     """Returns round values between ``low`` and ``high``."""
     if axis == "share":
         return [high * quarter / 4 for quarter in range(5)]
     if axis in AROUND_ZERO:
-        return _even_ticks(low, high, most)
+        return round_ticks(low, high, most)
     base = BASES[axis]
     powers = range(math.floor(math.log(low, base)), math.ceil(math.log(high, base)) + 1)
     decades = [float(base) ** power for power in powers]
     fine = [decade * factor for decade in decades for factor in ((1, 2, 5) if base == 10 else (1,))]
     inside = [value for value in fine if low <= value <= high]
     if base == 10 and len(inside) < 2 and low > 1e-4 and high < 1e5:
-        return _even_ticks(low, high, most)
+        return round_ticks(low, high, most)
     if len(inside) <= most:
         return inside
     inside = [value for value in decades if low <= value <= high]
     return inside[:: math.ceil(len(inside) / most)]
 
 
-def _even_ticks(low: float, high: float, most: int) -> list[float]:
-    power = math.floor(math.log10(high - low)) - 1
-    gaps = [factor * 10.0**p for p in (power, power + 1) for factor in (1, 2, 5)]
-    counts = [(math.ceil(low / gap), math.floor(high / gap), gap) for gap in gaps]
-    first, last, gap = next(count for count in counts if count[1] - count[0] < most)
+def round_ticks(low: float, high: float, most: int, least_gap: float = 0.0) -> list[float]:
+    """Returns at most ``most`` round values in ``low`` to ``high``, ``least_gap`` apart or more."""
+    power = math.floor(math.log10((high - low) or 1.0)) - 1
+    gaps = (factor * 10.0**p for p in itertools.count(power) for factor in (1, 2, 5))
+    ends = ((math.ceil(low / gap), math.floor(high / gap), gap) for gap in gaps if gap >= least_gap)
+    first, last, gap = next(each for each in ends if each[1] - each[0] < most)
     return [float(f"{index * gap:.9g}") for index in range(first, last + 1)]
 
 
