@@ -204,8 +204,13 @@ class ApexPrecision(_Precision):
         Raises:
             RuntimeError: If Fabric's modules were prepared without optimizers.
         """
+        if not self._optimizers and self._library is _FABRIC:
+            raise RuntimeError(
+                "ApexPrecision found no optimizer for the modules that Fabric has set up. Create "
+                "the optimizers before the first forward pass, and call the modules that "
+                "fabric.setup returns."
+            )
         if not self._optimizers:
-            self._check_trains()
             self._library.backward(self, tensor, model, *args, **kwargs)
             return
         with amp.scale_loss(tensor, self._optimizers, loss_id) as scaled_loss:
@@ -242,14 +247,6 @@ class ApexPrecision(_Precision):
 
     def _clip_gradients(self, model: Any, *args: Any, **kwargs: Any) -> None:
         self._library._clip_gradients(self, model, *args, **kwargs)
-
-    def _check_trains(self) -> None:
-        if self._library is _FABRIC:
-            raise RuntimeError(
-                "ApexPrecision found no optimizer for the modules that Fabric has set up. Create "
-                "the optimizers before the first forward pass, and call the modules that "
-                "fabric.setup returns."
-            )
 
     # -- checkpoints -------------------------------------------------------------------------
 
