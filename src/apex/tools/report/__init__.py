@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from apex.debug.rendering.files import render
-from apex.tools.report.bars import bar_figures
 from apex.tools.report.curves import charts
 from apex.tools.results import Comparison
-from apex.tools.rows import COLUMNS, footnote, rows, visible_columns
+from apex.tools.rows import (
+    COLUMNS,
+    footnote,
+    megabytes,
+    rows,
+    three_digits,
+    visible_columns,
+)
 from apex.tools.variants import BASELINE
 
 
@@ -27,11 +33,12 @@ def report(comparison: Comparison) -> str:
         # Those that rule levels out are among the verdicts.
         reasons=[r for r in reasons if not levels.issuperset(r.partition(": ")[0].split(", "))],
         verdicts=_verdicts(comparison),
-        bar_figures=bar_figures(comparison),
         charts=charts(comparison),
         columns={name: COLUMNS[name] for name in visible_columns([row for _, row in trained])},
         rows=trained,
         footnote=footnote(comparison),
+        megabytes=megabytes,
+        three_digits=three_digits,
     )
 
 
