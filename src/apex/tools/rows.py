@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from apex._core import dtypes
@@ -70,25 +71,29 @@ COLUMNS = {
 }
 
 
-def rows(comparison: Comparison) -> list[Row]:
-    """Returns the cells of every variant, formatted."""
-    return [_row(result, comparison) for result in comparison.results]
+def rows(comparison: Comparison) -> list[tuple[Result, Row]]:
+    """Returns every variant, but for those that were skipped, with its cells, formatted."""
+    return [(r, _row(r, comparison)) for r in comparison.results if not r.skipped]
 
 
-def visible_columns(cells: list[Row]) -> list[str]:
-    """Returns the names of the columns in which any variant has a value."""
-    return [name for name in COLUMNS if any(row[name] != NOTHING for row in cells)]
+def visible_columns(cells: Sequence[tuple[Result, Row]]) -> dict[str, Column]:
+    """Returns the columns in which any variant has a value, by name."""
+    return {
+        name: column
+        for name, column in COLUMNS.items()
+        if any(row[name] != NOTHING for _, row in cells)
+    }
 
 
 def footnote(comparison: Comparison) -> str:
     """Returns the meaning of the asterisk; empty if no variant has one."""
-    few = [r for r in comparison.results if r.emulated and r.training is not None]
-    if not few:
+    results = comparison.results
+    steps = [len(r.training.losses) for r in results if r.emulated and r.training is not None]
+    if not steps:
         return ""
-    steps = max(len(r.training.losses) for r in few if r.training is not None)
     return (
         f"* emulated: this machine does not compute in it natively. Trained for only "
-        f"{steps} steps; compare its loss with fp32 after the same number of steps."
+        f"{max(steps)} steps; compare its loss with fp32 after the same number of steps."
     )
 
 
@@ -99,7 +104,7 @@ def _row(result: Result, comparison: Comparison) -> Row:
     row = {
         **dict.fromkeys(COLUMNS, NOTHING),
         "level": result.name,
-        "compute": "skipped" if result.skipped else "failed",
+        "compute": "failed",
         "speed": NOTHING if speed is None else f"{speed.median:.2f}x",
         "memory": megabytes(memory) if memory else NOTHING,
         "verdict": verdicts.get(result.name, NOTHING),
