@@ -122,7 +122,9 @@ def run(args: argparse.Namespace) -> int:
     from apex.tools.errors import InputError
     from apex.tools.progress import progress_on
 
-    files = _files(args)
+    files = {"report": args.output}
+    if args.json not in (None, "-"):
+        files["json"] = Path(args.json)
     options = _options(args)
     if len({path.resolve() for path in files.values()}) < len(files):
         raise InputError(f"--output and --json name the same file, {args.json}")
@@ -134,14 +136,6 @@ def run(args: argparse.Namespace) -> int:
     if not _show(comparison, files, args):
         return exit_codes.NOT_WRITTEN
     return exit_codes.FAILED if comparison.failed else exit_codes.OK
-
-
-def _files(args: argparse.Namespace) -> dict[str, Path]:
-    """Returns the files to write, by what they hold."""
-    files = {"report": args.output}
-    if args.json not in (None, "-"):
-        files["json"] = Path(args.json)
-    return files
 
 
 def _options(args: argparse.Namespace) -> Options:

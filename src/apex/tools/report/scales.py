@@ -15,6 +15,8 @@ AROUND_ZERO = ("difference", "relative")
 
 BASES = {"log10": 10, "log2": 2}
 
+SHARE_ENDS = (0.04, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
+
 
 def share(value: float, low: float, high: float, axis: Axis) -> float:
     """Returns where ``value``, clamped, is from ``low`` (0) to ``high`` (1)."""
@@ -31,7 +33,8 @@ def value_range(values: Sequence[float], axis: Axis) -> tuple[float, float]:
         return -1.1 * size, 1.1 * size
     found = [value for value in values if math.isfinite(value) and value > 0]
     if axis == "share":
-        return 0.0, min(1.0, _round_up(max(found, default=1.0)))
+        largest = max(found, default=1.0)
+        return 0.0, next((end for end in SHARE_ENDS if end >= largest), 1.0)
     margin = 2.0 if axis == "log2" else 1.15
     return min(found, default=1.0) / margin, max(found, default=1.0) * margin
 
@@ -78,8 +81,3 @@ def tick_label(value: float, axis: Axis) -> tuple[str, str]:
     power = math.floor(math.log(value, base) + 1e-9)
     factor = round(value / base**power)
     return (f"{factor}·{base}" if factor > 1 else str(base)), str(power)
-
-
-def _round_up(share: float) -> float:
-    steps = (0.04, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
-    return next((step for step in steps if step >= share), 1.0)
