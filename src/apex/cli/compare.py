@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -131,8 +130,7 @@ def run(args: argparse.Namespace) -> int:
     for path in files.values():
         if why := why_not_writable(path):
             raise NotWrittenError(f"{path} cannot be written: {why}. Nothing was trained.")
-    with closing(progress_on(sys.stderr)) as progress:
-        comparison = compare(args.target, options, progress)
+    comparison = compare(args.target, options, progress_on(sys.stderr))
     if not _show(comparison, files, args):
         return exit_codes.NOT_WRITTEN
     return exit_codes.FAILED if comparison.failed else exit_codes.OK

@@ -6,7 +6,7 @@ import gc
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -19,7 +19,7 @@ from apex.debug.suggestion import Suggestion, suggestion_for
 from apex.tools import probing, training
 from apex.tools.errors import TargetError, format_error, place_of
 from apex.tools.load import current_load
-from apex.tools.progress import Progress
+from apex.tools.progress import Start
 from apex.tools.recommend import recommendation
 from apex.tools.results import Comparison, Result
 from apex.tools.targets import Build, Experiment, open_target, seed_all
@@ -58,7 +58,7 @@ class Options:
     suggest_fp32: bool = False
 
 
-def compare(target: str, options: Options, progress: Progress) -> Comparison:
+def compare(target: str, options: Options, progress: Start) -> Comparison:
     """Trains ``target`` under each variant and returns the results.
 
     A failure under one variant is recorded in its result; the others continue.
@@ -69,11 +69,12 @@ def compare(target: str, options: Options, progress: Progress) -> Comparison:
     with open_target(target, seed=options.seed) as build, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fp16 is emulated")  # the result says so
         run = _Run(build, options, progress)
-        run.train()
-        if options.suggest_fp32:
-            run.suggest()
-        run.probe()
-        run.time()
+        with closing(run.progress):
+            run.train()
+            if options.suggest_fp32:
+                run.suggest()
+            run.probe()
+            run.time()
         run.note_slow_data()
     found = Comparison(
         target=target,
@@ -101,9 +102,9 @@ def machine(device: torch.device) -> str:
 class _Run:
     """One comparison in progress."""
 
-    def __init__(self, build: Build, options: Options, progress: Progress) -> None:
+    def __init__(self, build: Build, options: Options, progress: Start) -> None:
         """Draws the batches and checks which dtypes the machine emulates."""
-        self.options, self.progress = options, progress
+        self.options = options
         self.notes: list[str] = []
         self.suggestions: list[Suggestion] = []
         self.interleaved = True
@@ -127,7 +128,7 @@ class _Run:
             for result in self.results.values()
             if not result.skipped
         )
-        progress.start(total)
+        self.progress = progress(total=total)
 
     # -- the phases ----------------------------------------------------------------------
 
@@ -135,7 +136,7 @@ class _Run:
         """Trains under each variant, one after another."""
         for name, result in list(self.results.items()):
             if not result.skipped:
-                self.progress.describe(f"train {name}" + " (emulated)" * result.emulated)
+                self.progress.set_description(f"train {name}" + " (emulated)" * result.emulated)
                 with self._recording_errors(name, "training"):
                     self._train_one(name)
 
@@ -147,7 +148,7 @@ class _Run:
             self.batches[: self._steps(result)],
             device=self.options.device,
             keep_at=[self._steps(other) for other in self.results.values()],
-            on_step=self.progress.step,
+            on_step=self.progress.update,
         )
         if name == BASELINE:
             self._fp32_weights = weights
@@ -177,7 +178,7 @@ class _Run:
         for name in self._trained():
             if not self._may_suggest(self.results[name]):
                 continue
-            self.progress.describe(f"suggest fp32 modules for {name}")
+            self.progress.set_description(f"suggest fp32 modules for {name}")
             try:
                 found = self._suggestion(name)
             except Exception as error:  # noqa: BLE001 - the user's code, or what it cannot do twice
@@ -215,7 +216,7 @@ class _Run:
         results = list(self.results.values())
         results.insert(results.index(before) + 1, Result(variant, slowdown=before.slowdown))
         self.results = {result.name: result for result in results}
-        self.progress.describe(f"train {variant.name}")
+        self.progress.set_description(f"train {variant.name}")
         with self._recording_errors(variant.name, "training"):
             self._train_one(variant.name)
 
@@ -223,14 +224,14 @@ class _Run:
         """Runs one batch forward and backward under each variant, from fp32's final weights."""
         fp32: probing.Observation | None = None
         for name in self._trained():
-            self.progress.describe(f"probe {name}")
+            self.progress.set_description(f"probe {name}")
             with self._recording_errors(name, "probing"):
                 seen = self._observed(self.results[name])
                 if fp32 is None:
                     fp32 = seen
                     self._note_randomness(fp32)
                 self._put(name, probe=probing.compare(self.results[name].variant, seen, fp32))
-            self.progress.step()
+            self.progress.update()
 
     def _note_randomness(self, fp32: probing.Observation) -> None:
         """Adds a note if the same pass, from the same seed, gives another result."""
@@ -270,7 +271,7 @@ class _Run:
 
     def time(self) -> None:
         """Times all trained variants interleaved, or one by one if memory is too small."""
-        self.progress.describe("time all, interleaved")
+        self.progress.set_description("time all, interleaved")
         try:
             self._time_together(self._trained())
             return
@@ -291,7 +292,7 @@ class _Run:
             training.to_device(self.batches[0], self.options.device),
             {name: self._rounds(self.results[name]) for name in names},
             device=self.options.device,
-            on_step=self.progress.step,
+            on_step=self.progress.update,
         )
         for name, timing in times.items():
             self._put(name, timing=timing)
