@@ -38,18 +38,13 @@ def _base_in(package: str) -> Any:
         return error
 
 
-def _bases() -> dict[str, Any]:
-    found = {name: _base_in(name) for name in _PACKAGES}
-    bases = {name: base for name, base in found.items() if isinstance(base, type)}
-    if not bases:
-        raise ImportError(
-            "apex.integrations.lightning needs Lightning 2, which could not be imported: "
-            f"{found[_PACKAGES[0]]}. Install it: pip install lightning."
-        )
-    return bases
-
-
-_BASES = _bases()
+_FOUND = {name: _base_in(name) for name in _PACKAGES}
+_BASES = {name: base for name, base in _FOUND.items() if isinstance(base, type)}
+if not _BASES:
+    raise ImportError(
+        "apex.integrations.lightning needs Lightning 2, which could not be imported: "
+        f"{_FOUND[_PACKAGES[0]]}. Install it: pip install lightning."
+    )
 _FABRIC = _BASES.get("lightning.fabric") or _BASES["lightning_fabric"]
 _Precision: Any = type(
     "_Precision",
