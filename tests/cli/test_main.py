@@ -265,9 +265,8 @@ class Terminal(io.StringIO):
 def test_without_tqdm_a_terminal_gets_plain_lines_and_a_notice(monkeypatch):
     monkeypatch.setitem(sys.modules, "tqdm", None)
     stream = Terminal()
-    progress = progress_on(stream)
-    progress.start(2)
-    progress.describe("train O0")
+    progress = progress_on(stream)(total=2)
+    progress.set_description("train O0")
     assert stream.getvalue() == (
         "tqdm is not installed: plain progress (pip install 'apex-amp[demo]')\n[0/2] train O0\n"
     )

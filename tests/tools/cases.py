@@ -4,6 +4,7 @@ import io
 import math
 import random
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -57,7 +58,9 @@ def compared(
         device=torch.device("cpu"),
         suggest_fp32=suggest_fp32,
     )
-    return compare(target, options, Progress(stream or io.StringIO(), seconds=math.inf))
+    return compare(
+        target, options, partial(Progress, file=stream or io.StringIO(), seconds=math.inf)
+    )
 
 
 def by_name(comparison):

@@ -8,10 +8,10 @@ import torch
 
 from apex import amp
 from apex.cli import exit_codes, main
-from apex.tools.doctor import examination, examine, installed, speeds, syncs
+from apex.tools.doctor import examination, installed, speeds, syncs
 from apex.tools.doctor.advice import advise
+from apex.tools.doctor.examination import examine
 from apex.tools.doctor.speeds import DTYPES, WORK, Speed, measure
-from apex.tools.doctor.text import health_text
 from apex.tools.load import Load
 
 CPU = torch.device("cpu")
@@ -161,13 +161,13 @@ def health():
 
 
 def test_the_text_is_one_screen(health):
-    lines = health_text(health).splitlines()
+    lines = str(health).splitlines()
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 100
     start = (
         f"Start with {health.advice.opt_level}: " if health.advice.opt_level else "No level sugg"
     )
-    assert start in health_text(health)
+    assert start in str(health)
 
 
 def test_a_conflict_is_told_and_sets_the_exit_code(monkeypatch, capsys):

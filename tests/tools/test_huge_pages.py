@@ -6,9 +6,9 @@ import sys
 import pytest
 import torch
 
-from apex.tools.doctor import examination, examine, huge_pages
+from apex.tools.doctor import examination, huge_pages
+from apex.tools.doctor.examination import examine
 from apex.tools.doctor.huge_pages import SETTINGS, HugePages
-from apex.tools.doctor.text import health_text
 from apex.tools.paired import Interval
 
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the settings are those of Linux")
@@ -53,7 +53,7 @@ def test_the_report_says_what_to_set_if_it_gains(low, said, monkeypatch):
     health = dataclasses.replace(examine(torch.device("cpu"), budget=0.0), huge_pages=found)
     if low > 1:
         assert found == HugePages("THP_MEM_ALLOC_ENABLE=1", Interval(low, low, low), True)
-    assert said in " ".join(health_text(health).split())
+    assert said in " ".join(str(health).split())
     assert health.to_dict()["huge_pages"]["worth_it"] is (low > 1)
 
 

@@ -5,6 +5,7 @@ import inspect
 import os
 import pkgutil
 import re
+import sys
 import textwrap
 from pathlib import Path
 
@@ -15,7 +16,6 @@ from apex._unavailable import INSTEAD
 from apex.tools.migrate.migration import migration_of
 from apex.tools.migrate.notes import NOTED_KEYWORDS, NOTES, OPTIMIZER_ATTRIBUTES, REFUSED_KEYWORDS
 from apex.tools.migrate.report import migration_text, to_json
-from apex.tools.migrate.script import Script
 from apex.tools.migrate.sources import UnreadableError
 from apex.tools.migrate.uses import Use, uses
 from apex.tools.migrate.verdicts import Kind, resolve, verdict_of, verdict_of_use
@@ -26,12 +26,8 @@ COMPATIBILITY = Path(__file__).parents[2] / "docs" / "compatibility.md"
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def script_of(program):
-    return Script(textwrap.dedent(program))
-
-
 def found(program):
-    return [(use.line, use.name) for use in uses(script_of(program))]
+    return [(use.line, use.name) for use in uses(textwrap.dedent(program))]
 
 
 # -- finding -----------------------------------------------------------------------------------
@@ -136,7 +132,7 @@ def test_global_and_nonlocal_imports_are_followed():
 
 def test_columns_count_characters_and_attributes_their_own():
     program = "from apex import amp\nx = 'é', amp.initialize\ny = 'é', (opt).\\\n  _amp_stash\n"
-    assert [(use.line, use.column) for use in uses(script_of(program))] == [
+    assert [(use.line, use.column) for use in uses(textwrap.dedent(program))] == [
         (1, 18),
         (2, 10),
         (4, 3),
@@ -186,9 +182,15 @@ def test_a_star_import_is_the_module():
     assert found("from apex.parallel import *\n") == [(1, "apex.parallel")]
 
 
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="the syntax is Python 3.12's")
+def test_bounds_of_type_parameters_are_searched():
+    program = "import apex\ndef f[T: apex.RNN.LSTM](x: T): ...\nclass A[T: apex.mlp.MLP]: ...\n"
+    assert found(program)[1:] == [(2, "apex.RNN.LSTM"), (3, "apex.mlp.MLP")]
+
+
 def test_a_use_has_line_column_and_keywords():
     program = "import apex\nx = apex.optimizers.FusedAdam(p, lr=1, use_mt=True)\n"
-    assert uses(script_of(program))[-1] == Use(
+    assert uses(textwrap.dedent(program))[-1] == Use(
         "apex.optimizers.FusedAdam", 2, 5, keywords=("lr", "use_mt")
     )
 
@@ -553,7 +555,7 @@ def test_a_test_of_the_opt_level_is_known_and_bf16_takes_the_same_branch(tmp_pat
     ],
 )
 def test_the_levels_that_pass_a_test(test, passing):
-    (found,) = [use for use in uses(script_of(f"import apex\n{test}\n")) if use.passing is not None]
+    (found,) = [use for use in uses(f"import apex\n{test}\n") if use.passing is not None]
     assert found.passing == set(passing.split())
     same = ("O1" in passing) == ("O4" in passing)
     assert ("nothing else changes" in verdict_of_use(found).text) == same
@@ -572,7 +574,7 @@ def test_the_levels_that_pass_a_test(test, passing):
     ],
 )
 def test_what_tests_no_opt_level_of_apex_is_no_use(program):
-    assert not [use for use in uses(script_of(program)) if use.passing is not None]
+    assert not [use for use in uses(textwrap.dedent(program)) if use.passing is not None]
 
 
 def test_without_a_use_the_report_says_so(tmp_path):

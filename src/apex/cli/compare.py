@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -122,26 +121,19 @@ def run(args: argparse.Namespace) -> int:
     from apex.tools.errors import InputError
     from apex.tools.progress import progress_on
 
-    files = _files(args)
+    files = {"report": args.output}
+    if args.json not in (None, "-"):
+        files["json"] = Path(args.json)
     options = _options(args)
     if len({path.resolve() for path in files.values()}) < len(files):
         raise InputError(f"--output and --json name the same file, {args.json}")
     for path in files.values():
         if why := why_not_writable(path):
             raise NotWrittenError(f"{path} cannot be written: {why}. Nothing was trained.")
-    with closing(progress_on(sys.stderr)) as progress:
-        comparison = compare(args.target, options, progress)
+    comparison = compare(args.target, options, progress_on(sys.stderr))
     if not _show(comparison, files, args):
         return exit_codes.NOT_WRITTEN
     return exit_codes.FAILED if comparison.failed else exit_codes.OK
-
-
-def _files(args: argparse.Namespace) -> dict[str, Path]:
-    """Returns the files to write, by what they hold."""
-    files = {"report": args.output}
-    if args.json not in (None, "-"):
-        files["json"] = Path(args.json)
-    return files
 
 
 def _options(args: argparse.Namespace) -> Options:

@@ -46,14 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Examines, prints the report, writes the JSON; returns the exit code."""
     from apex.tools.devices import parse_device
-    from apex.tools.doctor import examine
-    from apex.tools.doctor.text import health_text
+    from apex.tools.doctor.examination import examine
 
     device = parse_device(args.device)
     check_json(args.json)
     health = examine(device, budget=args.seconds)
     if args.json != "-":
-        print(health_text(health))
+        print(health)
     write_json(args.json, health.to_dict())
     return exit_codes.OK if health.well else exit_codes.FAILED
 

@@ -38,18 +38,13 @@ def _base_in(package: str) -> Any:
         return error
 
 
-def _bases() -> dict[str, Any]:
-    found = {name: _base_in(name) for name in _PACKAGES}
-    bases = {name: base for name, base in found.items() if isinstance(base, type)}
-    if not bases:
-        raise ImportError(
-            "apex.integrations.lightning needs Lightning 2, which could not be imported: "
-            f"{found[_PACKAGES[0]]}. Install it: pip install lightning."
-        )
-    return bases
-
-
-_BASES = _bases()
+_FOUND = {name: _base_in(name) for name in _PACKAGES}
+_BASES = {name: base for name, base in _FOUND.items() if isinstance(base, type)}
+if not _BASES:
+    raise ImportError(
+        "apex.integrations.lightning needs Lightning 2, which could not be imported: "
+        f"{_FOUND[_PACKAGES[0]]}. Install it: pip install lightning."
+    )
 _FABRIC = _BASES.get("lightning.fabric") or _BASES["lightning_fabric"]
 _Precision: Any = type(
     "_Precision",
@@ -204,8 +199,13 @@ class ApexPrecision(_Precision):
         Raises:
             RuntimeError: If Fabric's modules were prepared without optimizers.
         """
+        if not self._optimizers and self._library is _FABRIC:
+            raise RuntimeError(
+                "ApexPrecision found no optimizer for the modules that Fabric has set up. Create "
+                "the optimizers before the first forward pass, and call the modules that "
+                "fabric.setup returns."
+            )
         if not self._optimizers:
-            self._check_trains()
             self._library.backward(self, tensor, model, *args, **kwargs)
             return
         with amp.scale_loss(tensor, self._optimizers, loss_id) as scaled_loss:
@@ -242,14 +242,6 @@ class ApexPrecision(_Precision):
 
     def _clip_gradients(self, model: Any, *args: Any, **kwargs: Any) -> None:
         self._library._clip_gradients(self, model, *args, **kwargs)
-
-    def _check_trains(self) -> None:
-        if self._library is _FABRIC:
-            raise RuntimeError(
-                "ApexPrecision found no optimizer for the modules that Fabric has set up. Create "
-                "the optimizers before the first forward pass, and call the modules that "
-                "fabric.setup returns."
-            )
 
     # -- checkpoints -------------------------------------------------------------------------
 

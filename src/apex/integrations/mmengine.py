@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -197,22 +198,11 @@ class ApexOptimWrapper(OptimWrapper):
                 "already prepared for another optimizer. Pass each wrapper the part that its "
                 "optimizer trains, as in optim_wrapper['generator'].optim_context(self.generator)."
             )
-        _, self.optimizer = amp.initialize(
-            model,
-            self.optimizer,
-            enabled=self.enabled,
-            opt_level=self.opt_level,
-            cast_model_type=self.cast_model_type,
-            patch_torch_functions=self.patch_torch_functions,
-            keep_batchnorm_fp32=self.keep_batchnorm_fp32,
-            master_weights=self.master_weights,
-            loss_scale=self.loss_scale,
-            cast_model_outputs=self.cast_model_outputs,
-            num_losses=self.num_losses,
-            verbosity=self.verbosity,
-            min_loss_scale=self.min_loss_scale,
-            max_loss_scale=self.max_loss_scale,
-        )
+        options = {name: getattr(self, name) for name in _OPTIONS}
+        _, self.optimizer = amp.initialize(model, self.optimizer, **options)
         if self._loaded_scales is not None:
             scales.load_state_dict(self.optimizer, self._loaded_scales)
             self._loaded_scales = None
+
+
+_OPTIONS = [*inspect.signature(ApexOptimWrapper).parameters][:-1]  # before those of OptimWrapper

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -18,9 +17,9 @@ from torch import nn
 from apex.debug.rendering.formatting import counted
 from apex.debug.suggestion import Suggestion, suggestion_for
 from apex.tools import probing, training
-from apex.tools.errors import TargetError, format_error
+from apex.tools.errors import TargetError, format_error, place_of
 from apex.tools.load import current_load
-from apex.tools.progress import Progress
+from apex.tools.progress import Start
 from apex.tools.recommend import recommendation
 from apex.tools.results import Comparison, Result
 from apex.tools.targets import Build, Experiment, open_target, seed_all
@@ -59,7 +58,7 @@ class Options:
     suggest_fp32: bool = False
 
 
-def compare(target: str, options: Options, progress: Progress) -> Comparison:
+def compare(target: str, options: Options, progress: Start) -> Comparison:
     """Trains ``target`` under each variant and returns the results.
 
     A failure under one variant is recorded in its result; the others continue.
@@ -70,11 +69,12 @@ def compare(target: str, options: Options, progress: Progress) -> Comparison:
     with open_target(target, seed=options.seed) as build, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fp16 is emulated")  # the result says so
         run = _Run(build, options, progress)
-        run.train()
-        if options.suggest_fp32:
-            run.suggest()
-        run.probe()
-        run.time()
+        with closing(run.progress):
+            run.train()
+            if options.suggest_fp32:
+                run.suggest()
+            run.probe()
+            run.time()
         run.note_slow_data()
     found = Comparison(
         target=target,
@@ -102,58 +102,53 @@ def machine(device: torch.device) -> str:
 class _Run:
     """One comparison in progress."""
 
-    def __init__(self, build: Build, options: Options, progress: Progress) -> None:
+    def __init__(self, build: Build, options: Options, progress: Start) -> None:
         """Draws the batches and checks which dtypes the machine emulates."""
-        self.options, self.progress = options, progress
+        self.options = options
         self.notes: list[str] = []
         self.suggestions: list[Suggestion] = []
         self.interleaved = True
         self._draw_times: list[float] = []
         self._build = build
         first = build()
-        self._loss_place = first.loss.place
+        self._loss_place = place_of(first.loss)
         self.batches = self._draw(first)
         self._start = training.snapshot(first.model)
         self._fp32_weights: States = {}
-        self._slowdowns: dict[torch.dtype, float | None] = {}
-        self.results = {variant.name: self._initial_result(variant) for variant in options.variants}
+        dtypes = dict.fromkeys(variant.dtype for variant in options.variants)
+        slowdowns = {dtype: _slowdown(dtype, options.device) for dtype in dtypes}
+        self.results: dict[str, Result] = {}
+        for variant in options.variants:
+            ratio = slowdowns[variant.dtype]
+            emulated = ratio is None or ratio > EMULATION_RATIO
+            skipped = emulated and options.emulated_steps is None
+            self.results[variant.name] = Result(variant, ratio, emulated, skipped=skipped)
         total = sum(
             (self._steps(result) + self._rounds(result) + 2) * (1 + self._may_suggest(result))
             for result in self.results.values()
             if not result.skipped
         )
-        progress.start(total)
+        self.progress = progress(total=total)
 
     # -- the phases ----------------------------------------------------------------------
 
     def train(self) -> None:
         """Trains under each variant, one after another."""
         for name, result in list(self.results.items()):
-            if result.skipped:
-                continue
-            self.progress.describe(f"train {name}" + (" (emulated)" if result.emulated else ""))
-            if name == BASELINE:
-                self._train_baseline(result)
-                continue
-            with self._recording_errors(name, "training"):
-                self._train_one(name, result)
+            if not result.skipped:
+                self.progress.set_description(f"train {name}" + " (emulated)" * result.emulated)
+                with self._recording_errors(name, "training"):
+                    self._train_one(name)
 
-    def _train_baseline(self, result: Result) -> None:
-        """Trains in fp32; a failure is the target's, and there would be nothing to compare with."""
-        try:
-            self._train_one(BASELINE, result)
-        except Exception as error:
-            text = format_error(error, otherwise=self._loss_place)
-            raise TargetError(f"Training in fp32 (O0) failed: {text}") from error
-
-    def _train_one(self, name: str, result: Result) -> None:
+    def _train_one(self, name: str) -> None:
+        result = self.results[name]
         experiment, trainer = self._fresh(result, self._start)
         record, weights = training.train(
             trainer,
             self.batches[: self._steps(result)],
             device=self.options.device,
             keep_at=[self._steps(other) for other in self.results.values()],
-            on_step=self.progress.step,
+            on_step=self.progress.update,
         )
         if name == BASELINE:
             self._fp32_weights = weights
@@ -180,8 +175,10 @@ class _Run:
         The levels that take ``fp32_modules`` are searched; those that hold the model in fp32 need
         the user's own code.
         """
-        for name in filter(lambda each: self._may_suggest(self.results[each]), self._trained()):
-            self.progress.describe(f"suggest fp32 modules for {name}")
+        for name in self._trained():
+            if not self._may_suggest(self.results[name]):
+                continue
+            self.progress.set_description(f"suggest fp32 modules for {name}")
             try:
                 found = self._suggestion(name)
             except Exception as error:  # noqa: BLE001 - the user's code, or what it cannot do twice
@@ -216,26 +213,25 @@ class _Run:
             meaning=f"{level} with fp32_modules={modules}",
             options={"opt_level": level, "fp32_modules": modules},
         )
-        items = list(self.results.items())
-        after = 1 + list(self.results).index(level)
-        items.insert(after, (variant.name, Result(variant, slowdown=before.slowdown)))
-        self.results = dict(items)
-        self.progress.describe(f"train {variant.name}")
+        results = list(self.results.values())
+        results.insert(results.index(before) + 1, Result(variant, slowdown=before.slowdown))
+        self.results = {result.name: result for result in results}
+        self.progress.set_description(f"train {variant.name}")
         with self._recording_errors(variant.name, "training"):
-            self._train_one(variant.name, self.results[variant.name])
+            self._train_one(variant.name)
 
     def probe(self) -> None:
         """Runs one batch forward and backward under each variant, from fp32's final weights."""
         fp32: probing.Observation | None = None
         for name in self._trained():
-            self.progress.describe(f"probe {name}")
+            self.progress.set_description(f"probe {name}")
             with self._recording_errors(name, "probing"):
                 seen = self._observed(self.results[name])
                 if fp32 is None:
                     fp32 = seen
                     self._note_randomness(fp32)
                 self._put(name, probe=probing.compare(self.results[name].variant, seen, fp32))
-            self.progress.step()
+            self.progress.update()
 
     def _note_randomness(self, fp32: probing.Observation) -> None:
         """Adds a note if the same pass, from the same seed, gives another result."""
@@ -275,7 +271,7 @@ class _Run:
 
     def time(self) -> None:
         """Times all trained variants interleaved, or one by one if memory is too small."""
-        self.progress.describe("time all, interleaved")
+        self.progress.set_description("time all, interleaved")
         try:
             self._time_together(self._trained())
             return
@@ -296,7 +292,7 @@ class _Run:
             training.to_device(self.batches[0], self.options.device),
             {name: self._rounds(self.results[name]) for name in names},
             device=self.options.device,
-            on_step=self.progress.step,
+            on_step=self.progress.update,
         )
         for name, timing in times.items():
             self._put(name, timing=timing)
@@ -321,8 +317,15 @@ class _Run:
 
     def _draw(self, experiment: Experiment) -> list[Any]:
         """Returns the batch of every step; adds a note if there are fewer."""
+        batches: list[Any] = []
+        endless = _cycle(experiment)
         try:
-            batches = list(itertools.islice(self._timed(_cycle(experiment)), self.options.steps))
+            while len(batches) < self.options.steps:
+                start = time.perf_counter()
+                batches.append(next(endless))
+                self._draw_times.append(time.perf_counter() - start)
+        except StopIteration:
+            pass
         except Exception as error:
             raise TargetError(f"Drawing the batches failed: {format_error(error)}") from error
         if not batches:
@@ -336,26 +339,6 @@ class _Run:
                 f"{len(batches)} steps are too few to judge training; use more --steps."
             )
         return batches
-
-    def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yields the batches and measures how long each takes to draw."""
-        start = time.perf_counter()
-        for batch in batches:
-            self._draw_times.append(time.perf_counter() - start)
-            yield batch
-            start = time.perf_counter()
-
-    def _initial_result(self, variant: Variant) -> Result:
-        dtype = variant.dtype
-        if dtype not in self._slowdowns:
-            try:
-                self._slowdowns[dtype] = slowdown(dtype, self.options.device)
-            except RuntimeError:
-                self._slowdowns[dtype] = None
-        ratio = self._slowdowns[dtype]
-        emulated = ratio is None or ratio > EMULATION_RATIO
-        skipped = emulated and self.options.emulated_steps is None
-        return Result(variant, slowdown=ratio, emulated=emulated, skipped=skipped)
 
     def _steps(self, result: Result) -> int:
         few = self.options.emulated_steps if result.emulated else None
@@ -372,12 +355,25 @@ class _Run:
 
     @contextmanager
     def _recording_errors(self, name: str, part: str) -> Iterator[None]:
-        """Records an error of the block in the variant's result and suppresses it."""
+        """Records an error of the block in the variant's result and suppresses it.
+
+        If fp32 cannot be trained, that is the target's fault, and there is nothing to compare with.
+        """
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - the user's code, or what this machine lacks
+        except Exception as error:
+            if (name, part) == (BASELINE, "training"):
+                text = format_error(error, otherwise=self._loss_place)
+                raise TargetError(f"Training in fp32 (O0) failed: {text}") from error
             errors = (*self.results[name].errors, f"{part} failed: {format_error(error)}")
             self._put(name, errors=errors)
+
+
+def _slowdown(dtype: torch.dtype, device: torch.device) -> float | None:
+    try:
+        return slowdown(dtype, device)
+    except RuntimeError:
+        return None
 
 
 def _cycle(experiment: Experiment) -> Iterator[Any]:

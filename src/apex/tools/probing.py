@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,18 +24,22 @@ DROPOUT = (
 )
 
 
+Outputs = dict[tuple[str, int], tuple[str, Tensor]]
+"""Class and output (fp32, on the CPU), by module name and call number."""
+
+
 @dataclass(frozen=True)
 class Observation:
     """Outputs and gradients of one pass.
 
     Attributes:
-        outputs: Class and output (fp32, on the CPU), by module name and call number.
+        outputs: Of leaf modules and of the model.
         dtypes: Floating dtypes of the outputs.
         grads: Gradients of the stepped parameters (fp32, on the CPU); ``None`` if missing.
         activation_bytes: Bytes that autograd saved for backward.
     """
 
-    outputs: dict[tuple[str, int], tuple[str, Tensor]]
+    outputs: Outputs
     dtypes: frozenset[torch.dtype]
     grads: list[Tensor | None]
     activation_bytes: int
@@ -50,12 +53,33 @@ def observe(trainer: Trainer, batch: Any, *, seed: int) -> Observation:
     for module in trainer.model.modules():
         if isinstance(module, DROPOUT):
             module.eval()
+    outputs: Outputs = {}
+    kinds: set[torch.dtype] = set()
+    calls: Counter[str] = Counter()
+
+    def keep(name: str, module: nn.Module, output: Any) -> None:
+        found = next((t for t in tree.tensors(output) if t.is_floating_point()), None)
+        if found is None:
+            return
+        if name:  # the model's output may have been cast for the caller
+            kinds.add(found.dtype)
+        outputs[name, calls[name]] = type(module).__name__, _kept(found)
+        calls[name] += 1
+
+    handles = [
+        module.register_forward_hook(lambda m, _, output, name=name: keep(name, m, output))
+        for name, module in trainer.model.named_modules()
+        if not name or next(module.children(), None) is None
+    ]
     seed_all(seed)
-    with _recorded_outputs(trainer.model) as (outputs, kinds):
-        saved = Storages(trainer.model.parameters())
+    saved = Storages(trainer.model.parameters())
+    try:
         with saved.of_saved_tensors():
             trainer.backward(batch)
-        trainer.unscale()
+    finally:
+        for handle in handles:
+            handle.remove()
+    trainer.unscale()
     grads = [
         None if param.grad is None else _kept(param.grad.to_dense())
         for param in params_of(trainer.optimizer)
@@ -90,36 +114,6 @@ def spread(first: Observation, second: Observation) -> float:
     grads = zip(second.grads, first.grads, strict=True)
     pairs = [*outputs, *((a, b) for a, b in grads if a is not None and b is not None)]
     return max((_relative(a, b) for a, b in pairs if a.shape == b.shape), default=0.0)
-
-
-@contextmanager
-def _recorded_outputs(
-    model: nn.Module,
-) -> Iterator[tuple[dict[tuple[str, int], tuple[str, Tensor]], set[torch.dtype]]]:
-    """Records the outputs of leaf modules and of the model."""
-    outputs: dict[tuple[str, int], tuple[str, Tensor]] = {}
-    kinds: set[torch.dtype] = set()
-    calls: dict[str, int] = {}
-
-    def hook(name: str, module: nn.Module, output: Any) -> None:
-        found = next((t for t in tree.tensors(output) if t.is_floating_point()), None)
-        if found is None:
-            return
-        if name:  # the model's output may have been cast for the caller
-            kinds.add(found.dtype)
-        calls[name] = calls.get(name, -1) + 1
-        outputs[name, calls[name]] = type(module).__name__, _kept(found)
-
-    handles = [
-        module.register_forward_hook(lambda m, _, output, name=name: hook(name, m, output))
-        for name, module in model.named_modules()
-        if not name or next(module.children(), None) is None
-    ]
-    try:
-        yield outputs, kinds
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _kept(tensor: Tensor) -> Tensor:

@@ -5,45 +5,46 @@ from __future__ import annotations
 import importlib
 import math
 import time
-from typing import Any, TextIO
+from collections.abc import Callable
+from functools import partial
+from typing import TextIO
 
 SECONDS_BETWEEN_LINES = 5.0
 
 
-def progress_on(stream: TextIO) -> Progress:
-    """Returns a bar if ``stream`` is a terminal and tqdm is installed; otherwise plain lines.
+def progress_on(stream: TextIO) -> Start:
+    """Returns what begins to show progress: tqdm's bar if it is installed, on a terminal, or lines.
 
     On a terminal, a notice names tqdm, and there is also a line every few seconds.
     """
     if not stream.isatty():
-        return Progress(stream, seconds=math.inf)
+        return partial(Progress, file=stream, seconds=math.inf)
     try:
         tqdm = importlib.import_module("tqdm").tqdm
     except ImportError:
         stream.write("tqdm is not installed: plain progress (pip install 'apex-amp[demo]')\n")
-        return Progress(stream)
-    return _BarProgress(tqdm, stream)
+        return partial(Progress, file=stream)
+    return partial(tqdm, file=stream, unit="step", dynamic_ncols=True, smoothing=0.05)
 
 
 class Progress:
-    """The progress of a run: a line for each activity, and one every few seconds."""
+    """The progress of a run: a line for each activity, and one every few seconds.
 
-    def __init__(self, stream: TextIO, *, seconds: float = SECONDS_BETWEEN_LINES) -> None:
-        self._stream, self._seconds = stream, seconds
+    Its methods are those of tqdm's bar.
+    """
+
+    def __init__(self, total: int, file: TextIO, seconds: float = SECONDS_BETWEEN_LINES) -> None:
+        self._total, self._file, self._seconds = total, file, seconds
         self._text = ""
-        self._total = self._done = 0
+        self._done = 0
         self._shown = time.monotonic()
 
-    def start(self, total: int) -> None:
-        """Sets the number of steps."""
-        self._total = total
-
-    def describe(self, text: str) -> None:
+    def set_description(self, text: str) -> None:
         """Sets the description of the current activity, and writes a line."""
         self._text = text
         self._line()
 
-    def step(self) -> None:
+    def update(self) -> None:
         """Counts one step; writes a line if the last one is a few seconds old."""
         self._done += 1
         if time.monotonic() - self._shown >= self._seconds:
@@ -54,29 +55,9 @@ class Progress:
 
     def _line(self) -> None:
         self._shown = time.monotonic()
-        self._stream.write(f"[{self._done}/{self._total}] {self._text}\n")
-        self._stream.flush()
+        self._file.write(f"[{self._done}/{self._total}] {self._text}\n")
+        self._file.flush()
 
 
-class _BarProgress(Progress):
-    """A tqdm progress bar."""
-
-    def __init__(self, tqdm: Any, stream: TextIO) -> None:
-        super().__init__(stream)
-        self._tqdm = tqdm
-        self._bar: Any = None
-
-    def start(self, total: int) -> None:
-        self._bar = self._tqdm(
-            total=total, unit="step", dynamic_ncols=True, smoothing=0.05, file=self._stream
-        )
-
-    def describe(self, text: str) -> None:
-        self._bar.set_description(text)
-
-    def step(self) -> None:
-        self._bar.update()
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
+Start = Callable[..., Progress]
+"""Begins to show progress; takes ``total``, the number of steps."""

@@ -12,12 +12,13 @@ Note [Verdict on speed]
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 import torch
 
+from apex.debug.rendering.formatting import counted
 from apex.tools.load import why_times_spread
 from apex.tools.paired import LEAST_ROUNDS, Interval
 from apex.tools.results import Comparison, Recommendation, Result, Verdict, Word
@@ -59,23 +60,57 @@ class Outcome(Enum):
     UNCLEAR = "unclear"
 
 
-def outcome(speed: Interval) -> Outcome:
-    """Returns what a speed relative to fp32 says; see Note [Verdict on speed]."""
-    if speed.median >= LEAST_GAIN:
-        return Outcome.FASTER if speed.low > 1 else Outcome.UNCLEAR
-    return Outcome.NOT_FASTER if speed.high < MOST_MISSED else Outcome.UNCLEAR
-
-
 @dataclass(frozen=True)
-class _Candidate:
-    """A variant that trains as well as fp32, and its speed relative to fp32."""
+class _Timed:
+    """A variant that was timed, its speed relative to fp32, and fp32's result."""
 
     result: Result
     speed: Interval
+    base: Result
 
     @property
     def name(self) -> str:
         return self.result.name
+
+    @property
+    def outcome(self) -> Outcome:
+        """What its speed says; see Note [Verdict on speed]."""
+        if self.speed.median >= LEAST_GAIN:
+            return Outcome.FASTER if self.speed.low > 1 else Outcome.UNCLEAR
+        return Outcome.NOT_FASTER if self.speed.high < MOST_MISSED else Outcome.UNCLEAR
+
+    @property
+    def saved(self) -> int:
+        """The bytes that it saves if they are worth mentioning; otherwise 0."""
+        measured = {
+            r.training is not None and r.training.peak_bytes is not None
+            for r in (self.result, self.base)
+        }
+        ours, fp32 = self.result.memory, self.base.memory
+        if len(measured) > 1 or not 0 < ours <= LEAST_MEMORY_GAIN * fp32:
+            return 0
+        return fp32 - ours if fp32 - ours >= LEAST_BYTES_MENTIONED else 0
+
+    @property
+    def gains(self) -> bool:
+        """Whether it is faster than fp32, or much smaller and no slower."""
+        no_slower = self.outcome is Outcome.NOT_FASTER and self.speed.median >= 1 / LEAST_GAIN
+        return self.outcome is Outcome.FASTER or (no_slower and self.saved >= LEAST_BYTES_SAVED)
+
+    @property
+    def facts(self) -> list[str]:
+        """Its speed and, such as ``"40 % less memory (1.2 GB)"``, what it saves if it does."""
+        facts = [str(self.speed)]
+        if self.saved:
+            share = self.saved / self.base.memory
+            facts.append(f"{share:.0%} less memory ({megabytes(self.saved)})")
+        return facts
+
+    @property
+    def preference(self) -> tuple[bool, bool]:
+        """A key that sorts the simplest of equally fast variants first."""
+        variant = self.result.variant
+        return not variant.fp32_weights, variant.dtype is torch.float16
 
 
 def recommendation(comparison: Comparison) -> Recommendation:
@@ -90,99 +125,65 @@ def recommendation(comparison: Comparison) -> Recommendation:
     if base.timing is None:
         return Recommendation(None, "No verdict on speed: fp32 was not timed.", base.errors)
     refusals = {result.name: refusal(result, comparison) for result in comparison.results}
-    sound = [
-        _Candidate(result, speed)
+    timed = {
+        result.name: _Timed(result, speed, base)
         for result in comparison.results
-        if result.variant.advised and not refusals[result.name]
         if (speed := comparison.speed(result)) is not None
+    }
+    sound = [
+        each for each in timed.values() if each.result.variant.advised and not refusals[each.name]
     ]
-    gaining = [each for each in sound if _gains(each, base)]
-    unclear = [each for each in sound if outcome(each.speed) is Outcome.UNCLEAR]
+    gaining = [each for each in sound if each.gains]
+    unclear = [each for each in sound if each.outcome is Outcome.UNCLEAR]
     level: str | None = None
-    ties: list[_Candidate] = []
+    ties: list[_Timed] = []
     reasons = _grouped(refusals)
     if gaining:
         alike = _fastest_and_ties(gaining, comparison)
-        best = min(alike, key=_preference)
+        best = min(alike, key=lambda each: each.preference)
         ties = [each for each in alike if each is not best]
-        level, text = best.name, _use(best, ties, base)
+        level, text = best.name, _use(best, ties)
         reasons = [*_reasons(best.result, base), *reasons]
     elif unclear:
-        text = _no_verdict(max(unclear, key=_median), comparison)
+        text = _no_verdict(_fastest(unclear), comparison)
     else:
-        level, text = BASELINE, _stay(sound, base)
-    tied = {each.name for each in ties}
+        level, text = BASELINE, _stay(sound)
     verdicts = [
-        Verdict(result.name, *_word(result, level, tied, refusals[result.name], comparison))
-        for result in comparison.results
+        Verdict(result.name, *_word(result, timed.get(result.name), level, ties, refused))
+        for result, refused in zip(comparison.results, refusals.values(), strict=True)
     ]
     return Recommendation(level, text, tuple(reasons), tuple(verdicts))
 
 
-def _median(candidate: _Candidate) -> float:
-    return candidate.speed.median
+def _fastest(candidates: Sequence[_Timed]) -> _Timed:
+    return max(candidates, key=lambda each: each.speed.median)
 
 
-def _gains(candidate: _Candidate, base: Result) -> bool:
-    """Returns whether a variant is faster than fp32, or much smaller and no slower."""
-    found = outcome(candidate.speed)
-    smaller = _saving(candidate.result, base) >= LEAST_BYTES_SAVED
-    no_slower = found is Outcome.NOT_FASTER and candidate.speed.median >= 1 / LEAST_GAIN
-    return found is Outcome.FASTER or (smaller and no_slower)
-
-
-def _saving(result: Result, base: Result) -> int:
-    """Returns the bytes that a variant saves if they are worth mentioning; otherwise 0."""
-    measured = {
-        r.training is not None and r.training.peak_bytes is not None for r in (result, base)
-    }
-    if len(measured) > 1 or not 0 < result.memory <= LEAST_MEMORY_GAIN * base.memory:
-        return 0
-    saved = base.memory - result.memory
-    return saved if saved >= LEAST_BYTES_MENTIONED else 0
-
-
-def _saving_text(result: Result, base: Result) -> str:
-    """Returns the saving such as ``"40 % less memory (1.2 GB)"``; empty if there is none."""
-    saved = _saving(result, base)
-    return f"{saved / base.memory:.0%} less memory ({megabytes(saved)})" if saved else ""
-
-
-def _fastest_and_ties(candidates: Sequence[_Candidate], comparison: Comparison) -> list[_Candidate]:
+def _fastest_and_ties(candidates: Sequence[_Timed], comparison: Comparison) -> list[_Timed]:
     """Returns the fastest variant and those that are as fast, within the spread."""
-    fastest = max(candidates, key=_median)
-    found = []
-    for each in candidates:
-        lead = comparison.speed(fastest.result, each.result)
-        if lead is None or lead.median < LEAST_GAIN or lead.low <= 1:
-            found.append(each)
-    return found
+    fastest = _fastest(candidates)
+    leads = [(each, comparison.speed(fastest.result, each.result)) for each in candidates]
+    return [
+        each for each, lead in leads if lead is None or lead.median < LEAST_GAIN or lead.low <= 1
+    ]
 
 
-def _preference(candidate: _Candidate) -> tuple[bool, bool]:
-    """Returns a key that sorts the simplest of equally fast variants first."""
-    variant = candidate.result.variant
-    return not variant.fp32_weights, variant.dtype is torch.float16
-
-
-def _use(best: _Candidate, ties: Sequence[_Candidate], base: Result) -> str:
-    facts = [str(best.speed), _saving_text(best.result, base)]
-    if outcome(best.speed) is not Outcome.FASTER:
-        facts.reverse()
-    gain = ", ".join([*filter(None, facts), "and a final loss within the noise of fp32"])
+def _use(best: _Timed, ties: Sequence[_Timed]) -> str:
+    facts = best.facts if best.outcome is Outcome.FASTER else best.facts[::-1]
+    gain = ", ".join([*facts, "and a final loss within the noise of fp32"])
     return f"Use {best.name} ({best.result.variant.meaning}): {gain}." + _ties_text(best, ties)
 
 
-def _ties_text(best: _Candidate, ties: Sequence[_Candidate]) -> str:
+def _ties_text(best: _Timed, ties: Sequence[_Timed]) -> str:
     """Returns who ties and why ``best`` is named; empty if it is alone."""
     if not ties:
         return ""
-    (stored, scaled), whys = _preference(best), []
-    if not stored and any(_preference(each)[0] for each in ties):
+    (stored, scaled), whys = best.preference, []
+    if not stored and any(each.preference[0] for each in ties):
         whys.append("its weights stay fp32")
-    if not scaled and any(_preference(each)[1] for each in ties):
+    if not scaled and any(each.preference[1] for each in ties):
         whys.append("bf16 needs no loss scale")
-    same = [each for each in ties if _preference(each) == _preference(best)]
+    same = [each for each in ties if each.preference == best.preference]
     text = f" Equally fast within the spread: {', '.join(map(_prose, ties))}."
     if whys:
         text += f" {best.name} is named because {' and '.join(whys)}."
@@ -191,7 +192,7 @@ def _ties_text(best: _Candidate, ties: Sequence[_Candidate]) -> str:
     return text
 
 
-def _prose(candidate: _Candidate) -> str:
+def _prose(candidate: _Timed) -> str:
     variant = candidate.result.variant
     if variant.engine == "amp":
         return variant.name
@@ -199,24 +200,23 @@ def _prose(candidate: _Candidate) -> str:
 
 
 def _word(
-    result: Result, level: str | None, tied: Set[str], refused: str, comparison: Comparison
+    result: Result, timed: _Timed | None, level: str | None, ties: Sequence[_Timed], refused: str
 ) -> tuple[Word, str]:
     """Returns the verdict on a variant in one word, and the reason."""
-    speed, base = comparison.speed(result), comparison.baseline
     if result.name == BASELINE:
         return ("use", "no other level gains") if level == BASELINE else ("baseline", MEASURE)
     if refused:
         return "skipped" if result.skipped else "no", refused
-    if speed is None:
+    if timed is None:
         return "unclear", "not timed"
-    facts = ", ".join(filter(None, [str(speed), _saving_text(result, base)]))
+    facts = ", ".join(timed.facts)
     if not result.variant.advised:
         return "no", f"{facts}; no fp32 masters, for comparison only"
     if result.name == level:
         return "use", facts
-    if result.name in tied:
+    if timed in ties:
         return "ties", facts
-    if outcome(speed) is Outcome.UNCLEAR:
+    if timed.outcome is Outcome.UNCLEAR:
         return "unclear", f"{facts}; the times do not tell"
     return "usable", facts + ("; no gain" if level in (None, BASELINE) else f"; {level} gains more")
 
@@ -230,34 +230,27 @@ def _grouped(refusals: Mapping[str, str]) -> list[str]:
     return [f"{', '.join(who)}: {reason.rstrip('.')}." for reason, who in names.items()]
 
 
-def _no_verdict(best: _Candidate, comparison: Comparison) -> str:
+def _no_verdict(best: _Timed, comparison: Comparison) -> str:
     """Returns why the times decide nothing, what they look like, and what to do."""
     timing = best.result.timing
     rounds = 0 if timing is None else len(timing.samples)
     if rounds < LEAST_ROUNDS:
-        steps = (
-            "1 timed step per level is" if rounds == 1 else f"{rounds} timed steps per level are"
-        )
-        why = f"{steps} too few"
+        why = f"{counted(rounds, 'timed step')} per level {'is' if rounds == 1 else 'are'} too few"
         again = f"Run again with --rounds {ENOUGH_ROUNDS}."
     else:
         why = why_times_spread(comparison.load)
         again = f"Run again when it is idle, or with --rounds {4 * rounds}."
-    saved = _saving_text(best.result, comparison.baseline)
-    looked = f"{best.name} looked {best.speed}" + (f", {saved}" if saved else "")
+    looked = f"{best.name} looked {', '.join(best.facts)}"
     return f"No verdict on speed: {why}. {looked}. {again}"
 
 
-def _stay(sound: Sequence[_Candidate], base: Result) -> str:
+def _stay(sound: Sequence[_Timed]) -> str:
     """Returns the advice to stay in fp32, and why no variant gains."""
     if not sound:
         return "Stay in fp32: no other level is usable on this machine."
-    best = max(sound, key=_median)
-    facts = [
-        f"{best.name}, the fastest usable level, is {best.speed}",
-        _saving_text(best.result, base),
-    ]
-    return f"Stay in fp32: {', '.join(filter(None, facts))}."
+    best = _fastest(sound)
+    facts = ", ".join(best.facts)
+    return f"Stay in fp32: {best.name}, the fastest usable level, is {facts}."
 
 
 def _reasons(best: Result, base: Result) -> list[str]:

@@ -228,10 +228,6 @@ class Recommendation:
     reasons: tuple[str, ...] = ()
     verdicts: tuple[Verdict, ...] = ()
 
-    def verdict(self, level: str) -> Verdict:
-        """Returns the verdict on a level."""
-        return next(verdict for verdict in self.verdicts if verdict.level == level)
-
 
 @dataclass(frozen=True)
 class Comparison:

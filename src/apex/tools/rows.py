@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from apex._core import dtypes
 from apex.debug.rendering.formatting import place, short
-from apex.tools.results import Comparison, Probe, Result, Training
+from apex.tools.results import Comparison, Result
 from apex.tools.training import end_loss
 from apex.tools.variants import BASELINE
 
@@ -70,82 +71,68 @@ COLUMNS = {
 }
 
 
-def rows(comparison: Comparison) -> list[Row]:
-    """Returns the cells of every variant, formatted."""
-    return [_row(result, comparison) for result in comparison.results]
+def rows(comparison: Comparison) -> list[tuple[Result, Row]]:
+    """Returns every variant, but for those that were skipped, with its cells, formatted."""
+    return [(r, _row(r, comparison)) for r in comparison.results if not r.skipped]
 
 
-def visible_columns(cells: list[Row]) -> list[str]:
-    """Returns the names of the columns in which any variant has a value."""
-    return [name for name in COLUMNS if any(row[name] != NOTHING for row in cells)]
+def visible_columns(cells: Sequence[tuple[Result, Row]]) -> dict[str, Column]:
+    """Returns the columns in which any variant has a value, by name."""
+    return {
+        name: column
+        for name, column in COLUMNS.items()
+        if any(row[name] != NOTHING for _, row in cells)
+    }
 
 
 def footnote(comparison: Comparison) -> str:
     """Returns the meaning of the asterisk; empty if no variant has one."""
-    few = [r for r in comparison.results if r.emulated and r.training is not None]
-    if not few:
+    results = comparison.results
+    steps = [len(r.training.losses) for r in results if r.emulated and r.training is not None]
+    if not steps:
         return ""
-    steps = max(len(r.training.losses) for r in few if r.training is not None)
     return (
         f"* emulated: this machine does not compute in it natively. Trained for only "
-        f"{steps} steps; compare its loss with fp32 after the same number of steps."
+        f"{max(steps)} steps; compare its loss with fp32 after the same number of steps."
     )
 
 
 def _row(result: Result, comparison: Comparison) -> Row:
     timing, speed, memory = result.timing, comparison.speed(result), result.memory
+    record, probe, is_baseline = result.training, result.probe, result.name == BASELINE
     verdicts = {verdict.level: verdict.word for verdict in comparison.recommendation.verdicts}
-    return {
+    row = {
         **dict.fromkeys(COLUMNS, NOTHING),
         "level": result.name,
-        "compute": _compute(result),
-        "time": NOTHING if timing is None else three_digits(timing.median),
+        "compute": "failed",
         "speed": NOTHING if speed is None else f"{speed.median:.2f}x",
         "memory": megabytes(memory) if memory else NOTHING,
-        **_training_cells(result.training),
-        **_probe_cells(result.probe, baseline=result.name == BASELINE),
         "verdict": verdicts.get(result.name, NOTHING),
     }
-
-
-def _compute(result: Result) -> str:
-    if result.training is None:
-        return "skipped" if result.skipped else "failed"
-    seen = None if result.probe is None else result.probe.compute_dtype
-    return short(seen or dtypes.name(result.variant.dtype)) + (" *" if result.emulated else "")
-
-
-def _training_cells(record: Training | None) -> Row:
-    if record is None:
-        return {}
-    far = record.distance
-    loss = end_loss(record.losses)
-    return {
-        "stored": f"{record.stored.per_param:.1f}",
-        "peak": _peak(record),
-        "loss": f"{loss:.4g}" if math.isfinite(loss) else "diverged",
-        "evaluation": NOTHING if record.evaluation is None else f"{record.evaluation:.4g}",
-        "distance": NOTHING if far is None else _percent(far.weights),
-        "skipped": f"{len(record.skipped)} of {len(record.losses)}",
-        "frozen": _percent(record.frozen[-1][1]) if record.frozen else NOTHING,
-    }
-
-
-def _peak(record: Training) -> str:
-    if record.peak_bytes is None:
-        return NOTHING
-    return f"{record.peak_bytes / max(record.stored.params, 1):.1f}"
-
-
-def _probe_cells(probe: Probe | None, *, baseline: bool) -> Row:
-    if probe is None:
-        return {}
-    first = probe.first_divergence
-    return {
-        "kept": megabytes(probe.activation_bytes),
-        "underflow": NOTHING if baseline else _percent(probe.underflow),
-        "first": NOTHING if baseline else "none" if first is None else place(first.name),
-    }
+    if timing is not None:
+        row["time"] = three_digits(timing.median)
+    if record is not None:
+        seen = None if probe is None else probe.compute_dtype
+        dtype = short(seen or dtypes.name(result.variant.dtype))
+        loss, far, peak = end_loss(record.losses), record.distance, record.peak_bytes
+        row |= {
+            "compute": f"{dtype} *" if result.emulated else dtype,
+            "stored": f"{record.stored.per_param:.1f}",
+            "peak": NOTHING if peak is None else f"{peak / max(record.stored.params, 1):.1f}",
+            "loss": f"{loss:.4g}" if math.isfinite(loss) else "diverged",
+            "evaluation": NOTHING if record.evaluation is None else f"{record.evaluation:.4g}",
+            "distance": NOTHING if far is None else _percent(far.weights),
+            "skipped": f"{len(record.skipped)} of {len(record.losses)}",
+            "frozen": _percent(record.frozen[-1][1]) if record.frozen else NOTHING,
+        }
+    if probe is not None:
+        first = probe.first_divergence
+        row |= {
+            "kept": megabytes(probe.activation_bytes),
+            "underflow": NOTHING if is_baseline else _percent(probe.underflow),
+            "first": NOTHING if is_baseline else "none" if first is None else place(first.name),
+        }
+    return row
 
 
 def three_digits(value: float) -> str:

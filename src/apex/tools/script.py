@@ -63,7 +63,12 @@ class Script:
         """
         try:
             with self._as_arguments():
-                self._execute()
+                if self.is_module:
+                    runpy.run_module(self.name, run_name="__main__", alter_sys=True)
+                elif _is_source(self.name):
+                    _run_source(os.path.abspath(self.name))
+                else:
+                    runpy.run_path(self.name, run_name="__main__")
         except stop:
             return Ending(stopped=True)
         except SystemExit as left:
@@ -75,14 +80,6 @@ class Script:
             sys.excepthook(type(error), error.with_traceback(shown), shown)
             return Ending(1, format_error(error))
         return Ending()
-
-    def _execute(self) -> None:
-        if self.is_module:
-            runpy.run_module(self.name, run_name="__main__", alter_sys=True)
-        elif _is_source(self.name):
-            _run_source(os.path.abspath(self.name))
-        else:
-            runpy.run_path(self.name, run_name="__main__")
 
     @contextmanager
     def _as_arguments(self) -> Iterator[None]:

@@ -22,15 +22,15 @@ def refusal(result: Result, comparison: Comparison) -> str:
     if result.skipped:
         return f"{_without_hardware(result)}; --emulated trains it for a few steps"
     record = result.training
-    if own or record is None:
+    if own or record is None or base.training is None:
         return "; ".join(own or result.errors)
     frozen = _frozen(record)
-    lost = frozen if base.training is None else frozen - _frozen(base.training)  # by the level
+    lost = frozen - _frozen(base.training)  # by the level
     skipped, steps = len(record.skipped), len(record.losses)
     rules = (
         (result.emulated, _emulated(result, comparison)),
         (not math.isfinite(record.losses[-1]), "the final loss is not finite"),
-        (not result.emulated, _worse(result, base)),
+        (not result.emulated, _worse(record, base.training)),
         (lost > MOST_FROZEN, f"rounding lost the updates of up to {frozen:.0%} of the weights"),
         (skipped > 2 + MOST_SKIPPED * steps, f"{skipped} of {steps} steps were skipped"),
     )
@@ -64,12 +64,10 @@ def _without_hardware(result: Result) -> str:
     return f"{name} is emulated on this machine"
 
 
-def _worse(result: Result, base: Result) -> str:
+def _worse(record: Training, base: Training) -> str:
     """Returns the final losses if a variant's exceeds fp32's by more than fp32's own noise."""
-    if result.training is None or base.training is None:
-        return ""
-    losses = base.training.losses[: len(result.training.losses)]
-    ours, fp32 = end_loss(result.training.losses), end_loss(losses)
+    losses = base.losses[: len(record.losses)]
+    ours, fp32 = end_loss(record.losses), end_loss(losses)
     if not ours > fp32 + max(2 * noise(losses), LOSS_TOLERANCE * abs(fp32)):
         return ""
     return f"final loss {ours:.4g}, against {fp32:.4g} in fp32"

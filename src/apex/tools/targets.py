@@ -10,6 +10,7 @@ Note [Fresh objects]
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import importlib.util
 import random
@@ -29,54 +30,22 @@ from apex import amp
 from apex._engine.session import Session
 from apex.debug.arguments import missing_values
 from apex.tools.errors import TargetError, format_error, place_of
-from apex.tools.migrate.script import Script
 from apex.tools.migrate.sources import UnreadableError, read
 from apex.tools.migrate.uses import uses
 
 FUNCTION = "setup"
 """Default function in a file or module."""
 
-NAMES = ("model", "optimizer", "batches", "loss")
+PARTS: Mapping[str, tuple[Any, str]] = {
+    "model": (nn.Module, "a torch.nn.Module"),
+    "optimizer": (Optimizer, "a torch.optim.Optimizer"),
+    "batches": (Iterable, "an iterable"),
+    "loss": (Callable, "a function loss(model, batch)"),
+}
+"""What a target provides, in the order of a tuple: names, types, and how errors call them."""
 
 # One name for every execution: a module that stayed in sys.modules would keep its model alive.
 _MODULE = "apex_compare_target"
-
-
-class CheckedLoss:
-    """A loss function that raises if its result is not one number with a gradient.
-
-    Attributes:
-        place: ``"file:line"`` of the user's function; empty if it has none in Python.
-    """
-
-    def __init__(self, loss: Callable[..., Any]) -> None:
-        self._loss = loss
-        self.place = place_of(loss)
-
-    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
-        """Returns the loss.
-
-        Raises:
-            TargetError: If it is no tensor, has several elements, or no gradient.
-        """
-        found = self._loss(model, batch)
-        if not isinstance(found, Tensor):
-            raise self._error(f"{type(found).__name__}; it must return the 0-d loss tensor")
-        if found.numel() != 1:
-            raise self._error(
-                f"a tensor of shape {list(found.shape)}; it must return a 0-d tensor, such as the "
-                "mean() of this one"
-            )
-        if not found.requires_grad:
-            raise self._error(
-                "a tensor without a gradient; compute it from the model's parameters, without "
-                "detach(), item() or torch.no_grad()"
-            )
-        return found
-
-    def _error(self, text: str) -> TargetError:
-        place = f" ({self.place})" if self.place else ""
-        return TargetError(f"loss(model, batch) returned {text}{place}.")
 
 
 @dataclass(frozen=True)
@@ -87,14 +56,15 @@ class Experiment:
         model: In fp32, not prepared by amp.
         optimizer: Over the model's parameters.
         batches: Batches of arbitrarily nested tensors.
-        loss: Returns the loss of the model on a batch (one number).
+        loss: Returns the loss of the model on a batch; raises if it is not one number with a
+            gradient.
         evaluate: Returns a metric of the trained model; ``None`` if there is none.
     """
 
     model: nn.Module
     optimizer: Optimizer
     batches: Iterable[Any]
-    loss: CheckedLoss
+    loss: Callable[[nn.Module, Any], Tensor]
     evaluate: Callable[[nn.Module], Any] | None = None
 
 
@@ -182,11 +152,11 @@ def _imported(name: str) -> ModuleType:
 
 def _made(target: str, module: ModuleType, function: str) -> Experiment:
     names = vars(module)
-    if not function and all(name in names for name in NAMES):
+    if not function and all(name in names for name in PARTS):
         return _checked(target, names)
     maker = names.get(function or FUNCTION)
     if not callable(maker):
-        missing = [name for name in NAMES if name not in names]
+        missing = [name for name in PARTS if name not in names]
         raise TargetError(
             f"{target} has no function {function or FUNCTION}()"
             + ("." if function else f", and at module level no {', '.join(missing)}.")
@@ -203,21 +173,16 @@ def _made(target: str, module: ModuleType, function: str) -> Experiment:
 
 def _checked(target: str, given: Any) -> Experiment:
     if isinstance(given, tuple | list) and len(given) in (4, 5):
-        given = dict(zip((*NAMES, "evaluate"), given, strict=False))
-    if not isinstance(given, Mapping) or any(name not in given for name in NAMES):
+        given = dict(zip((*PARTS, "evaluate"), given, strict=False))
+    if not isinstance(given, Mapping) or any(name not in given for name in PARTS):
         raise TargetError(
             f"{target} returned {type(given).__name__}; it must return model, optimizer, "
             "batches and loss in this order, or a dict with these names."
         )
     wrong = [
-        f"{name} is {type(given[name]).__name__}, not {kind}"
-        for name, kind, right in (
-            ("model", "a torch.nn.Module", isinstance(given["model"], nn.Module)),
-            ("optimizer", "a torch.optim.Optimizer", isinstance(given["optimizer"], Optimizer)),
-            ("batches", "an iterable", isinstance(given["batches"], Iterable)),
-            ("loss", "a function loss(model, batch)", callable(given["loss"])),
-        )
-        if not right
+        f"{name} is {type(given[name]).__name__}, not {what}"
+        for name, (kind, what) in PARTS.items()
+        if not isinstance(given[name], kind)
     ]
     if wrong:
         raise TargetError(f"{target}: {'; '.join(wrong)}.")
@@ -227,9 +192,35 @@ def _checked(target: str, given: Any) -> Experiment:
         given["model"],
         given["optimizer"],
         given["batches"],
-        CheckedLoss(given["loss"]),
+        _checked_loss(given["loss"]),
         given.get("evaluate"),
     )
+
+
+def _checked_loss(loss: Callable[..., Any]) -> Callable[[nn.Module, Any], Tensor]:
+    """Returns ``loss`` with a ``TargetError`` for a result without a single number or gradient."""
+
+    @functools.wraps(loss, assigned=(), updated=())
+    def checked(model: nn.Module, batch: Any) -> Tensor:
+        found = loss(model, batch)
+        if not isinstance(found, Tensor):
+            fault = f"{type(found).__name__}; it must return the 0-d loss tensor"
+        elif found.numel() != 1:
+            fault = (
+                f"a tensor of shape {list(found.shape)}; it must return a 0-d tensor, such as the "
+                "mean() of this one"
+            )
+        elif not found.requires_grad:
+            fault = (
+                "a tensor without a gradient; compute it from the model's parameters, without "
+                "detach(), item() or torch.no_grad()"
+            )
+        else:
+            return found
+        place = place_of(loss)
+        raise TargetError(f"loss(model, batch) returned {fault}{place and f' ({place})'}.")
+
+    return checked
 
 
 def _refuse_prepared(target: str, module: ModuleType, before: Sequence[Session]) -> None:
@@ -248,7 +239,7 @@ def _line_of_initialize(module: ModuleType) -> str:
     """Returns ``"file:line"`` of the call; empty if it is in another file."""
     path = Path(module.__file__ or "")
     try:
-        found = [u for u in uses(Script(read(path))) if u.name == "apex.amp.initialize"]
+        found = [u for u in uses(read(path)) if u.name == "apex.amp.initialize"]
     except (UnreadableError, SyntaxError, ValueError, RecursionError):
         return ""
     return f"{path}:{found[-1].line}" if found else ""

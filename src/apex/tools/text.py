@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from apex.debug.rendering.formatting import aligned
-from apex.tools.results import Comparison
-from apex.tools.rows import COLUMNS, Row, footnote, rows, visible_columns
+from apex.tools.results import Comparison, Result
+from apex.tools.rows import Column, Row, footnote, rows, visible_columns
 from apex.tools.wrapping import WIDTH, wrapped
 
 
@@ -43,29 +43,27 @@ def text_table(comparison: Comparison, *, width: int | None = None, wide: bool =
     Below ``WIDTH`` columns, or if the table does not fit, only the compact columns are shown,
     unless ``wide``.
     """
-    skipped = {result.name for result in comparison.results if result.skipped}
-    cells = [row for row in rows(comparison) if row["level"] not in skipped]
-    names = visible_columns(cells)
-    body = _body(cells, names)
+    cells = rows(comparison)
+    columns = visible_columns(cells)
+    body = _body(cells, columns)
     narrow = width is not None and width < max(WIDTH, *map(len, body)) and not wide
     if narrow:
-        names = [name for name in names if COLUMNS[name].is_compact]
-        body = _body(cells, names)
+        columns = {name: column for name, column in columns.items() if column.is_compact}
+        body = _body(cells, columns)
     rule = "-" * max(map(len, body))
-    columns = [COLUMNS[name] for name in names]
-    legend = "; ".join(f"{each.heading}: {each.meaning}" for each in columns if each.meaning)
+    legend = [f"{each.heading}: {each.meaning}" for each in columns.values() if each.meaning]
     more = "--wide shows all columns." if narrow else ""
     below = [
         wrapped(text, width=min(width or WIDTH, WIDTH))
-        for text in (footnote(comparison), legend, more)
+        for text in (footnote(comparison), "; ".join(legend), more)
         if text
     ]
     return "\n".join([body[0], rule, *body[1:], rule, *below])
 
 
-def _body(cells: Sequence[Row], names: Sequence[str]) -> list[str]:
+def _body(cells: Sequence[tuple[Result, Row]], columns: Mapping[str, Column]) -> list[str]:
     """Returns the heading and the rows, aligned."""
-    columns = [COLUMNS[name] for name in names]
-    lines = [[each.heading for each in columns], *([row[n] for n in names] for row in cells)]
-    table = aligned(lines, [each.is_left for each in columns])
+    lines = [[each.heading for each in columns.values()]]
+    lines += [[row[name] for name in columns] for _, row in cells]
+    table = aligned(lines, [each.is_left for each in columns.values()])
     return ["  ".join(line).rstrip() for line in table]

@@ -39,8 +39,8 @@ def train(
     batches: Sequence[Any],
     *,
     device: torch.device,
-    keep_at: Sequence[int] = (),
-    on_step: Callable[[], object] = lambda: None,
+    keep_at: Sequence[int],
+    on_step: Callable[[], object],
 ) -> tuple[Training, States]:
     """Trains on each of ``batches`` and returns the record.
 
@@ -54,7 +54,8 @@ def train(
     Returns:
         The record, without evaluation and distance from fp32, and the weights that were kept.
     """
-    if device.type == "cuda":
+    on_cuda = device.type == "cuda"
+    if on_cuda:
         torch.cuda.reset_peak_memory_stats(device)
     losses: list[float] = []
     scales = [trainer.loss_scale()]
@@ -69,14 +70,12 @@ def train(
         if step in keep_at or step == len(batches):
             weights[step] = snapshot(trainer.model)
         on_step()
-    on_cuda = device.type == "cuda"
-    peak = torch.cuda.max_memory_allocated(device) if on_cuda else None
     record = Training(
         losses=tuple(losses),
         loss_scales=tuple(scales),
         frozen=tuple(frozen),
         stored=memory.stored(trainer.model, trainer.optimizer),
-        peak_bytes=peak,
+        peak_bytes=torch.cuda.max_memory_allocated(device) if on_cuda else None,
         peak_from="device" if on_cuda else None,
     )
     return record, weights
@@ -131,8 +130,6 @@ def with_distance(
 ) -> Training:
     """Returns ``record`` with its distance from the fp32 run after as many steps."""
     steps = len(record.losses)
-    if steps not in fp32_weights:
-        return record
     fp32 = end_loss(baseline.losses[:steps])
     return replace(
         record,

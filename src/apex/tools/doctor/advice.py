@@ -28,6 +28,10 @@ class Advice:
     opt_level: str | None
     reason: str
 
+    def __str__(self) -> str:
+        start = "No level suggested" if self.opt_level is None else f"Start with {self.opt_level}"
+        return f"{start}: {self.reason}"
+
 
 def advise(speeds: list[Speed], device: str, load: Load | None = None) -> Advice:
     """Returns the level to start with on ``device``, or none if the speeds spread too widely."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 import apex
+from apex._core import dtypes
 from apex._torch.devices import cpu_features
 from apex.debug.rendering.formatting import counted
 from apex.tools.doctor import huge_pages, installed, speeds, syncs
@@ -17,6 +19,7 @@ from apex.tools.doctor.advice import Advice, advise
 from apex.tools.doctor.huge_pages import HugePages
 from apex.tools.doctor.speeds import Speed
 from apex.tools.load import current_load
+from apex.tools.wrapping import wrapped
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,23 @@ class Health:
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data, as ``apex doctor --json`` writes it."""
         return {**asdict(self), "well": self.well}
+
+    def __str__(self) -> str:
+        """Returns the text that ``apex doctor`` prints."""
+        waiting = {name: count for name, count in self.host_reads.items() if count}
+        free = ", ".join(name for name in self.host_reads if name not in waiting)
+        steps = [f"No host sync per step under a dynamic loss scale: {free}."] if free else []
+        steps += [f"{name} makes the host wait {n} times per step." for name, n in waiting.items()]
+        conflicts = [f"Conflict: {conflict}." for conflict in self.conflicts]
+        parts = [
+            [", ".join(f"{name} {version}" for name, version in self.versions.items())],
+            list(_speed_lines(self)),
+            conflicts or ["Installation: no conflicting apex."],
+            steps,
+            [] if self.huge_pages is None else [str(self.huge_pages)],
+            [f"{self.advice} `apex compare` measures the gain on your model."],
+        ]
+        return "\n\n".join("\n".join(map(wrapped, part)) for part in parts if part)
 
 
 def examine(device: torch.device, *, budget: float = 0.2) -> Health:
@@ -92,3 +112,20 @@ def _described(device: torch.device) -> str:
 
 _LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 """Environment variables that keep oneDNN's kernels from instructions that the CPU has."""
+
+
+def _speed_lines(health: Health) -> Iterator[str]:
+    yield f"{'':8}{'':10}" + "".join(f"{name:>22}" for name in map(dtypes.name, speeds.DTYPES))
+    for device, what in health.devices.items():
+        yield f"{device}: {what}"
+        for work in speeds.WORK:
+            cells = [s for s in health.speeds if (s.device, s.work) == (device, work)]
+            base = cells[0].per_second
+            yield f"{'':8}{work:10}" + "".join(f"{_cell(cell, base):>22}" for cell in cells)
+
+
+def _cell(speed: Speed, base: float) -> str:
+    if speed.seconds is None:
+        return "not supported"
+    times = f"{speed.per_second / base:.2f}x" if base else ""
+    return f"{speed.per_second / 1e9:,.0f} GFLOP/s {times:>7}"

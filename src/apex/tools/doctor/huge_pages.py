@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -96,17 +96,16 @@ def _seconds(settings: Sequence[dict[str, str]], rounds: int, width: int) -> lis
     """Returns the seconds of a step under each setting, one for each round."""
     with ExitStack() as stack:
         workers = [stack.enter_context(_worker(each, width)) for each in settings]
-        times = [list(_turn(workers)) for _ in range(rounds)]
+        times = [[_step(worker) for worker in workers] for _ in range(rounds)]
     return [list(column) for column in zip(*times, strict=True)]
 
 
-def _turn(workers: Sequence[subprocess.Popen[str]]) -> Iterator[float]:
-    for worker in workers:
-        if worker.stdin is None or worker.stdout is None:
-            raise ValueError("The process has no pipes.")
-        worker.stdin.write("\n")
-        worker.stdin.flush()
-        yield float(worker.stdout.readline())
+def _step(worker: subprocess.Popen[str]) -> float:
+    if worker.stdin is None or worker.stdout is None:
+        raise ValueError("The process has no pipes.")
+    worker.stdin.write("\n")
+    worker.stdin.flush()
+    return float(worker.stdout.readline())
 
 
 def _worker(setting: dict[str, str], width: int) -> subprocess.Popen[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -18,17 +19,15 @@ def conflicts() -> list[str]:
     return [*_distributions(), *_hidden_packages(), *_compiled_modules()]
 
 
-def _distributions() -> list[str]:
-    found = []
+def _distributions() -> Iterator[str]:
     for distribution in metadata.distributions(name="apex"):
         files = distribution.files
         modules = [f for f in files or () if f.parts and f.parts[0] == "apex"]
         if files is None or modules:
-            found.append(
+            yield (
                 f"the distribution `apex` {distribution.version} contains modules; "
                 f"uninstall it: {sys.executable} -m pip uninstall apex"
             )
-    return found
 
 
 def _hidden_packages() -> list[str]:
@@ -42,16 +41,14 @@ def _hidden_packages() -> list[str]:
     ]
 
 
-def _compiled_modules() -> list[str]:
+def _compiled_modules() -> Iterator[str]:
     site = Path(apex.__file__).parents[1].resolve()
-    found = []
     for name in MODULES:
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:
-            found.append(f"the module {name} is missing; reinstall apex-amp")
+            yield f"the module {name} is missing; reinstall apex-amp"
         elif site not in Path(spec.origin).resolve().parents:
-            found.append(
+            yield (
                 f"the module {name} comes from {spec.origin}, not from this package; uninstall "
                 "that apex"
             )
-    return found

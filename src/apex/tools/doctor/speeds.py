@@ -22,7 +22,6 @@ from apex.tools.paired import Interval, median_interval
 from apex.tools.timing import seconds
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-WORK = ("matmul", "conv")
 ROUNDS = 10
 """Turns of each dtype; an interval of 95 % then leaves out the lowest and the highest."""
 _TINY = 1e-9
@@ -93,7 +92,6 @@ def _mean(ratios: list[float]) -> float:
 
 
 def _measured(device: torch.device, work: str, budget: float) -> list[Speed]:
-    make = _matmul if work == "matmul" else _conv
     runs: dict[str, Callable[[], Tensor]] = {}
     times: dict[str, list[float]] = {}
     errors: dict[str, str] = {}
@@ -101,7 +99,7 @@ def _measured(device: torch.device, work: str, budget: float) -> list[Speed]:
     for dtype in DTYPES:
         name = dtypes.name(dtype)
         try:
-            runs[name], flops = make(device, dtype)
+            runs[name], flops = WORK[work](device, dtype)
             _fastest(runs[name], device, 0.0)  # the first call chooses an algorithm
         except (RuntimeError, NotImplementedError) as error:  # not every device has every kernel
             errors[name] = str(error).partition("\n")[0]
@@ -137,3 +135,7 @@ def _conv(device: torch.device, dtype: torch.dtype) -> tuple[Callable[[], Tensor
     weight = torch.ones(channels, channels, 3, 3, device=device).to(dtype)
     flops = 2 * batch * channels * channels * 9 * side * side
     return (lambda: F.conv2d(images, weight, padding=1)), flops
+
+
+WORK = {"matmul": _matmul, "conv": _conv}
+"""Makes each operator, with the floating-point operations of a call."""

@@ -66,20 +66,15 @@ def _reads_of_a_step(make: Make, device: torch.device) -> int:
         model, make(model.parameters()), opt_level="O4", loss_scale="dynamic", verbosity=0
     )
     try:
-        for _ in range(STEPS_BEFORE):
-            _step(model, optimizer, device, _HostReads())
-        reads = _HostReads()
-        _step(model, optimizer, device, reads)
+        for _ in range(STEPS_BEFORE + 1):
+            optimizer.zero_grad()
+            loss = model(torch.ones(4, 8, device=device)).float().square().mean()
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()  # type: ignore[no-untyped-call]
+            reads = _HostReads()
+            with reads:
+                optimizer.step()
     finally:
         amp.restore(model, optimizer)
         amp._amp_state.verbosity = verbosity
     return reads.count
-
-
-def _step(model: nn.Module, optimizer: Optimizer, device: torch.device, reads: _HostReads) -> None:
-    optimizer.zero_grad()
-    loss = model(torch.ones(4, 8, device=device)).float().square().mean()
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()  # type: ignore[no-untyped-call]
-    with reads:
-        optimizer.step()

@@ -63,13 +63,13 @@ def remark(passing: frozenset[str]) -> str:
 
 def _is_level(node: ast.expr) -> bool:
     """Returns whether an expression is named for the opt level."""
-    name = ""
-    if isinstance(node, ast.Name):
-        name = node.id
-    elif isinstance(node, ast.Attribute):
-        name = node.attr
-    elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-        name = str(node.slice.value)
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            pass
+        case ast.Subscript(slice=ast.Constant(value=value)):
+            name = str(value)
+        case _:
+            return False
     return "optlevel" in name.replace("_", "").replace("-", "").lower()
 
 

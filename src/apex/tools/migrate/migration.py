@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from apex.tools.migrate.script import Script
 from apex.tools.migrate.sources import UnreadableError, python_files, read
-from apex.tools.migrate.uses import Use, may_use_apex, uses
+from apex.tools.migrate.uses import Use, uses
 from apex.tools.migrate.verdicts import Kind, Verdict, is_known, verdict_of_use
 
 
@@ -42,7 +41,9 @@ def migration_of(path: Path) -> Migration:
     unread = [(error.path, error.reason) for error in folders]
     for file in files:
         try:
-            found += [(file, use, verdict_of_use(use)) for use in _uses_in(file)]
+            # Any string may look like a full name; only those that apex has, or had, count.
+            own = [use for use in uses(read(file)) if not use.quoted or is_known(use.name)]
+            found += [(file, use, verdict_of_use(use)) for use in own]
         except UnreadableError as error:  # noqa: PERF203 - one bad file must not end the search
             if file == path:
                 raise
@@ -53,10 +54,3 @@ def migration_of(path: Path) -> Migration:
             line = error.lineno if isinstance(error, SyntaxError) else None
             unread.append((file, f"line {line or 1}: not valid Python 3 syntax."))
     return Migration(tuple(found), tuple(unread), len(files))
-
-
-def _uses_in(file: Path) -> list[Use]:
-    text = read(file)
-    found = uses(Script(text)) if may_use_apex(text) else []
-    # Any string may look like a full name; only those that apex has, or had, count.
-    return [use for use in found if not use.quoted or is_known(use.name)]

@@ -3,50 +3,30 @@
 from __future__ import annotations
 
 from apex.debug.rendering.files import render
-from apex.tools.report.bars import bar_figures
-from apex.tools.report.curves import curve_figures
+from apex.tools.report.curves import charts
 from apex.tools.results import Comparison
-from apex.tools.rows import COLUMNS, footnote, rows, visible_columns
-from apex.tools.variants import BASELINE
+from apex.tools.rows import footnote, megabytes, rows, three_digits, visible_columns
 
 
 def report(comparison: Comparison) -> str:
     """Returns the page as HTML; the same comparison gives the same page."""
     levels = {result.name for result in comparison.results}
     reasons = comparison.recommendation.reasons
-    trained = [
-        (result, row)
-        for result, row in zip(comparison.results, rows(comparison), strict=True)
-        if not result.skipped
-    ]
+    cells = rows(comparison)
     return render(
         "apex.tools.report",
         "report.html.jinja",
         comparison=comparison,
-        headline=_headline(comparison),
         # Those that rule levels out are among the verdicts.
         reasons=[r for r in reasons if not levels.issuperset(r.partition(": ")[0].split(", "))],
         verdicts=_verdicts(comparison),
-        bar_figures=bar_figures(comparison),
-        curve_figures=curve_figures(comparison),
-        columns={name: COLUMNS[name] for name in visible_columns([row for _, row in trained])},
-        rows=trained,
+        charts=charts(comparison),
+        columns=visible_columns(cells),
+        rows=cells,
         footnote=footnote(comparison),
+        megabytes=megabytes,
+        three_digits=three_digits,
     )
-
-
-def _headline(comparison: Comparison) -> dict[str, str]:
-    """Returns the recommendation as a headline, split at the level, and the sentence after it."""
-    headline, _, rest = comparison.recommendation.text.partition(": ")
-    level = comparison.recommendation.level
-    split = headline.partition(level) if level not in (None, BASELINE) else (headline, "", "")
-    before, named, after = split
-    return {
-        "before": before,
-        "level": named,
-        "after": after,
-        "lead": rest[:1].upper() + rest[1:],
-    }
 
 
 def _verdicts(comparison: Comparison) -> list[tuple[list[str], str, str]]:

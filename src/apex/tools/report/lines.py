@@ -1,23 +1,27 @@
-"""Line charts as SVG elements."""
+"""Line charts: what they show, and where at each size; the page's template draws them as SVG."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from apex.tools.report.scales import (
     AROUND_ZERO,
     Axis,
-    Frame,
-    step_ticks,
+    round_ticks,
+    share,
     tick_label,
     value_range,
     value_ticks,
 )
+
+SIZES = {"wide": (960, 320), "narrow": (360, 260)}
+"""Width and height of a chart on a wide screen and on a phone."""
 
 MOST_NAMES = 16
 NAME_ROOM = 88
@@ -39,8 +43,7 @@ class Line:
 
     Attributes:
         level: Name of the variant, also the CSS class of its colour.
-        values: One per step from ``Chart.first_step`` on; drawing stops at the first value that is
-            not finite.
+        values: One for each of ``Chart.steps``; drawing stops at the first that is not finite.
         marks: Steps to mark with a cross.
         raw: Values to draw faintly behind the line, such as those before smoothing.
     """
@@ -53,10 +56,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """The content of a chart, at any size.
+    """A chart, at any size.
 
     Attributes:
-        title: Read aloud by screen readers.
+        title: Heading.
+        caption: Explanation below the heading.
+        label: Read aloud by screen readers.
         lines: In drawing order, the last on top.
         axis: Scale of the value axis.
         shape: "line" joins the values, "stairs" holds each until the next, "dots" adds dots.
@@ -69,6 +74,8 @@ class Chart:
     """
 
     title: str
+    caption: str
+    label: str
     lines: tuple[Line, ...]
     axis: Axis = "log10"
     shape: Literal["line", "stairs", "dots"] = "line"
@@ -84,47 +91,147 @@ class Chart:
         """The steps of the longest line."""
         return self.steps[: max(len(line.values) for line in self.lines)]
 
+    @property
+    def step_names(self) -> Sequence[str | int]:
+        """The steps as the legend shows them."""
+        return self.names or list(self.drawn_steps)
 
-@dataclass(frozen=True)
-class Element:
-    """One SVG element; ``power`` is an exponent after the text."""
+    @property
+    def value_unit(self) -> str:
+        """The unit of the values in the legend."""
+        return " %" if self.axis in ("share", "relative") else ""
 
-    tag: str
-    attributes: Mapping[str, str | int]
-    text: str = ""
-    power: str = ""
+    @property
+    def legend(self) -> dict[str, list[float | None]]:
+        """Each level's values with three digits, for the legend; None for NaN and infinity."""
+        factor = 100.0 if self.value_unit else 1.0
+        shown = {
+            line.level: line.values if self.axis in AROUND_ZERO else line.raw or line.values
+            for line in self.lines
+        }
+        return {level: [_short(value * factor) for value in row] for level, row in shown.items()}
+
+    @property
+    def data(self) -> str:
+        """The legend at every step as JSON, for the page's script."""
+        values = {"steps": self.step_names, "values": self.legend, "unit": self.value_unit}
+        return json.dumps(values)
+
+    @property
+    def pictures(self) -> list[Picture]:
+        """The chart in each of ``SIZES``."""
+        return [Picture(self, size) for size in SIZES]
+
+    @property
+    def value_ends(self) -> tuple[float, float]:
+        """The ends of the value axis."""
+        drawn = [value for value, _ in self.rules]
+        drawn += [value for line in self.lines for value in line.values]
+        if self.axis not in AROUND_ZERO:
+            return value_range([*drawn, *(v for each in self.lines for v in each.raw)], self.axis)
+        drawn += [end for ends in self.band for end in ends]
+        return value_range([min(max(v, -self.limit), self.limit) for v in drawn], self.axis)
 
 
-@dataclass(frozen=True)
 class Picture:
-    """A chart drawn at one size, by elements in drawing order; ``kind`` is its CSS class."""
+    """A chart at one of ``SIZES``: the coordinates of what the template draws.
 
-    kind: str
-    title: str
-    frame: Frame
-    elements: tuple[Element, ...]
+    Attributes:
+        chart: The chart.
+        size: Name of the size, also the CSS class.
+        named: Whether the steps' names are written below.
+        width: Of the picture; ``height`` likewise.
+        left: Edge of the plot area; ``right``, ``top`` and ``bottom`` likewise.
+    """
 
+    left, top = 50, 12
 
-def picture(chart: Chart, *, width: int, height: int, kind: str) -> Picture:
-    """Returns ``chart`` drawn at a size."""
-    values = _range(chart)
-    named = 0 < len(chart.names) <= MOST_NAMES and width > NARROW
-    frame = Frame(
-        width,
-        height + (NAME_ROOM // 2 if named else 0),
-        chart.axis,
-        (chart.drawn_steps[0], chart.drawn_steps[-1]),
-        values,
-        right=max(_label_room(chart), NAME_ROOM - 14 if named else 14),
-        bottom=NAME_ROOM if named else 30,
-    )
-    elements = [*_band(chart, frame), *_grid(chart, frame)]
-    elements += _name_ticks(chart, frame) if named else _ticks(chart, frame)
-    elements += [_line("axis", frame, frame.plot_bottom)]
-    for place, line in enumerate(chart.lines):
-        elements += _curve(chart, line, frame, width=_stroke(place, len(chart.lines)))
-    elements += _labels(chart, frame)
-    return Picture(kind, chart.title, frame, tuple(elements))
+    def __init__(self, chart: Chart, size: str) -> None:
+        self.chart, self.size = chart, size
+        self.width, self.height = SIZES[size]
+        self.named = 0 < len(chart.names) <= MOST_NAMES and self.width > NARROW
+        if self.named:
+            self.height += NAME_ROOM // 2
+        longest = max(len(line.level) for line in chart.lines)
+        names_room = NAME_ROOM - 14 if self.named else 14
+        self.right = self.width - max(round(longest * LETTER) + 14, names_room)
+        self.bottom = self.height - (NAME_ROOM if self.named else 30)
+        self._steps = chart.drawn_steps[0], chart.drawn_steps[-1]
+        self._ends = chart.value_ends
+
+    def x(self, step: float) -> float:
+        """Returns the horizontal coordinate of ``step``."""
+        first, last = self._steps
+        return self.left + (self.right - self.left) * (
+            (step - first) / (last - first) if last > first else 0.5
+        )
+
+    def y(self, value: float) -> float:
+        """Returns the vertical coordinate of ``value``, clamped to the plot area."""
+        return self.bottom - (self.bottom - self.top) * share(value, *self._ends, self.chart.axis)
+
+    @property
+    def step_ticks(self) -> list[int]:
+        """Round steps."""
+        most = max(self.width // 90, 3)
+        return [int(tick) for tick in round_ticks(*self._steps, most, least_gap=1.0)]
+
+    @property
+    def value_ticks(self) -> list[tuple[float, str, str]]:
+        """Vertical coordinate, label and exponent of round values."""
+        axis = self.chart.axis
+        return [(self.y(v), *tick_label(v, axis)) for v in value_ticks(*self._ends, axis)]
+
+    def points(self, values: Sequence[float]) -> list[tuple[float, float]]:
+        """Returns the coordinates of ``values``, up to the first that is not finite."""
+        finite = itertools.takewhile(math.isfinite, values)
+        return [(self.x(s), self.y(v)) for v, s in zip(finite, self.chart.steps, strict=False)]
+
+    def crosses(self, line: Line) -> list[tuple[float, float]]:
+        """Returns the coordinates of a line's marks."""
+        steps = self.chart.steps
+        return [(self.x(s), self.y(line.values[steps.index(s)])) for s in line.marks]
+
+    def path(self, values: Sequence[float]) -> str:
+        """Returns the path through ``values``."""
+        points = self.points(values)
+        path = "".join(f"M{x:.1f} {y:.1f}" for x, y in points[:1])
+        for x, y in points[1:]:
+            path += f"H{x:.1f}V{y:.1f}" if self.chart.shape == "stairs" else f"L{x:.1f} {y:.1f}"
+        return path
+
+    @property
+    def band(self) -> str:
+        """The path around the band; empty without one."""
+        ends = [
+            (self.x(step), self.y(low), self.y(high))
+            for step, (low, high) in zip(self.chart.steps, self.chart.band, strict=False)
+            if math.isfinite(low) and math.isfinite(high)
+        ]
+        if len(ends) < 2:
+            return ""
+        there = "L".join(f"{x:.1f} {high:.1f}" for x, _, high in ends)
+        back = "L".join(f"{x:.1f} {low:.1f}" for x, low, _ in reversed(ends))
+        return f"M{there}L{back}Z"
+
+    def stroke(self, place: int) -> float:
+        """Returns a line's width; the first is the widest, so that coinciding ones are visible."""
+        count = len(self.chart.lines)
+        return 2.0 if count == 1 else 5.0 - 3.0 * place / (count - 1)
+
+    @property
+    def labels(self) -> list[tuple[str, float, float, float]]:
+        """Each line's level and end, and the height of its label, apart from the others'."""
+        ends: dict[float, list[tuple[float, str]]] = {}
+        for line in self.chart.lines:
+            for x, y in self.points(line.values)[-1:]:
+                ends.setdefault(x, []).append((y, line.level))
+        found = []
+        for x, labels in ends.items():
+            labels.sort()
+            places = spread_out([y for y, _ in labels], LABEL_GAP, self.top, self.bottom)
+            found += [(name, x, y, at) for (y, name), at in zip(labels, places, strict=True)]
+        return found
 
 
 def smooth(values: Sequence[float]) -> tuple[float, ...]:
@@ -140,105 +247,6 @@ def smooth(values: Sequence[float]) -> tuple[float, ...]:
     return tuple(means)
 
 
-def _range(chart: Chart) -> tuple[float, float]:
-    drawn = [value for value, _ in chart.rules]
-    drawn += [value for line in chart.lines for value in line.values]
-    if chart.axis not in AROUND_ZERO:
-        drawn += [value for line in chart.lines for value in line.raw]
-        return value_range(drawn, chart.axis)
-    drawn += [end for ends in chart.band for end in ends]
-    return value_range([min(max(v, -chart.limit), chart.limit) for v in drawn], chart.axis)
-
-
-def _label_room(chart: Chart) -> int:
-    """Returns the width of the longest label at a line's end."""
-    return round(max(len(line.level) for line in chart.lines) * LETTER) + 14
-
-
-def _stroke(place: int, count: int) -> float:
-    """Returns a curve's width; the first is the widest, so that coinciding curves stay visible."""
-    return 2.0 if count == 1 else 5.0 - 3.0 * place / (count - 1)
-
-
-def _element(tag: str, kind: str, text: str = "", power: str = "", **at: str | float) -> Element:
-    """Returns an element; ``at`` holds attributes, with ``_`` for ``-``."""
-    shown = {
-        name.replace("_", "-"): f"{value:.1f}" if isinstance(value, float) else value
-        for name, value in at.items()
-    }
-    return Element(tag, {"class": kind, **shown}, text, power)
-
-
-def _line(kind: str, frame: Frame, y: float) -> Element:
-    return _element("line", kind, x1=frame.left, x2=frame.plot_right, y1=y, y2=y)
-
-
-def _ticks(chart: Chart, frame: Frame) -> list[Element]:
-    bottom = frame.plot_bottom
-    drawn = [_element("text", "tick y", chart.unit, x=frame.left - 8, y=bottom + 14)]
-    for step in step_ticks(*frame.steps, most=max(frame.width // 90, 3)):
-        x = frame.x(step)
-        drawn.append(_element("line", "grid", x1=x, x2=x, y1=bottom, y2=bottom + 4))
-        drawn.append(_element("text", "tick x", str(step), x=x, y=bottom + 18))
-    return drawn
-
-
-def _name_ticks(chart: Chart, frame: Frame) -> list[Element]:
-    y = frame.plot_bottom + 16
-    return [
-        _element(
-            "text", "tick", name, transform=f"translate({frame.x(step) - 4:.1f} {y}) rotate(30)"
-        )
-        for step, name in zip(chart.steps, chart.names, strict=False)
-    ]
-
-
-def _grid(chart: Chart, frame: Frame) -> list[Element]:
-    drawn = []
-    for value in value_ticks(*frame.values, chart.axis):
-        y = frame.y(value)
-        drawn.append(_line("grid", frame, y))
-        label = tick_label(value, chart.axis)
-        drawn.append(_element("text", "tick y", *label, x=frame.left - 8, y=y))
-    for value, name in chart.rules:
-        y = frame.y(value)
-        drawn.append(_line("rule", frame, y))
-        drawn.append(_element("text", "tick rule-name", name, x=frame.left + 6, y=y - 6))
-    return drawn
-
-
-def _band(chart: Chart, frame: Frame) -> list[Element]:
-    ends = [
-        (frame.x(step), frame.y(low), frame.y(high))
-        for step, (low, high) in zip(chart.steps, chart.band, strict=False)
-        if math.isfinite(low) and math.isfinite(high)
-    ]
-    if len(ends) < 2:
-        return []
-    there = "L".join(f"{x:.1f} {high:.1f}" for x, _, high in ends)
-    back = "L".join(f"{x:.1f} {low:.1f}" for x, low, _ in reversed(ends))
-    return [_element("path", "band", d=f"M{there}L{back}Z")]
-
-
-def _labels(chart: Chart, frame: Frame) -> list[Element]:
-    """Returns the name of each line beside its end, moved apart where they would overlap."""
-    ends: dict[float, list[tuple[float, str]]] = {}
-    for line in chart.lines:
-        if points := _points(chart, line.values, frame):
-            x, y = points[-1]
-            ends.setdefault(x, []).append((y, line.level))
-    drawn = []
-    for x, labels in ends.items():
-        labels.sort()
-        places = spread_out([y for y, _ in labels], LABEL_GAP, frame.top, frame.plot_bottom)
-        for (y, level), place in zip(labels, places, strict=True):
-            if abs(place - y) > 2:
-                leader = f"M{x + 2:.1f} {y:.1f}L{x + 8:.1f} {place:.1f}"
-                drawn.append(_element("path", f"leader {level}", d=leader))
-            drawn.append(_element("text", f"end {level}", level, x=x + 10, y=place))
-    return drawn
-
-
 def spread_out(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:
     """Returns ascending ``places`` moved at least ``gap`` apart, as far as possible within ends."""
     moved: list[float] = []
@@ -251,34 +259,8 @@ def spread_out(places: Sequence[float], gap: float, low: float, high: float) -> 
     return moved
 
 
-def _curve(chart: Chart, line: Line, frame: Frame, *, width: float) -> list[Element]:
-    drawn = []
-    if line.raw:
-        drawn.append(_element("path", f"raw {line.level}", d=_path(chart, line.raw, frame)))
-    path = _path(chart, line.values, frame)
-    drawn.append(_element("path", f"line {line.level}", stroke_width=width, d=path))
-    if chart.shape == "dots":
-        drawn += [
-            _element("circle", f"dot {line.level}", cx=x, cy=y, r=width / 2 + 1.5)
-            for x, y in _points(chart, line.values, frame)
-        ]
-    for step in line.marks:
-        x, y = frame.x(step), frame.y(line.values[chart.steps.index(step)])
-        cross = f"M{x - 8:.1f} {y - 8:.1f}l16 16m0 -16l-16 16"
-        drawn.append(_element("path", f"mark {line.level}", d=cross))
-    return drawn
-
-
-def _path(chart: Chart, values: Sequence[float], frame: Frame) -> str:
-    points = _points(chart, values, frame)
-    if not points:
-        return ""
-    path = f"M{points[0][0]:.1f} {points[0][1]:.1f}"
-    for x, y in points[1:]:
-        path += f"H{x:.1f}V{y:.1f}" if chart.shape == "stairs" else f"L{x:.1f} {y:.1f}"
-    return path
-
-
-def _points(chart: Chart, values: Sequence[float], frame: Frame) -> list[tuple[float, float]]:
-    finite = itertools.takewhile(math.isfinite, values)
-    return [(frame.x(step), frame.y(v)) for v, step in zip(finite, chart.steps, strict=False)]
+def _short(value: float) -> float | None:
+    """Returns ``value`` with three digits; None for NaN and infinity, which JSON lacks."""
+    if not math.isfinite(value):
+        return None
+    return int(value) if float(value).is_integer() else float(f"{value:.3g}")

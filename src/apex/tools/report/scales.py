@@ -1,10 +1,10 @@
-"""Axes: round ticks, and the coordinates of values and steps."""
+"""Axes: their ends, round ticks, and where a value is between the ends."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 Axis = Literal["log10", "log2", "share", "difference", "relative"]
@@ -15,45 +15,15 @@ AROUND_ZERO = ("difference", "relative")
 
 BASES = {"log10": 10, "log2": 2}
 
+SHARE_ENDS = (0.04, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
 
-@dataclass(frozen=True)
-class Frame:
-    """Maps steps and values to the coordinates of a picture ``width`` by ``height``."""
 
-    width: int
-    height: int
-    axis: Axis
-    steps: tuple[int, int]
-    values: tuple[float, float]
-    left: int = 50
-    right: int = 14
-    top: int = 12
-    bottom: int = 30
-
-    @property
-    def plot_right(self) -> int:
-        """Right edge of the plot area."""
-        return self.width - self.right
-
-    @property
-    def plot_bottom(self) -> int:
-        """Bottom edge of the plot area."""
-        return self.height - self.bottom
-
-    def x(self, step: float) -> float:
-        """Returns the horizontal coordinate of ``step``."""
-        first, last = self.steps
-        share = (step - first) / (last - first) if last > first else 0.5
-        return self.left + share * (self.width - self.left - self.right)
-
-    def y(self, value: float) -> float:
-        """Returns the vertical coordinate of ``value``, clamped to the plot area."""
-        low, high = self.values
-        value = min(max(value, low), high)
-        if self.axis in BASES:
-            value, low, high = math.log(value), math.log(low), math.log(high)
-        share = (value - low) / (high - low)
-        return self.height - self.bottom - share * (self.height - self.top - self.bottom)
+def share(value: float, low: float, high: float, axis: Axis) -> float:
+    """Returns where ``value``, clamped, is from ``low`` (0) to ``high`` (1)."""
+    value = min(max(value, low), high)
+    if axis in BASES:
+        value, low, high = math.log(value), math.log(low), math.log(high)
+    return (value - low) / (high - low)
 
 
 def value_range(values: Sequence[float], axis: Axis) -> tuple[float, float]:
@@ -63,20 +33,10 @@ def value_range(values: Sequence[float], axis: Axis) -> tuple[float, float]:
         return -1.1 * size, 1.1 * size
     found = [value for value in values if math.isfinite(value) and value > 0]
     if axis == "share":
-        return 0.0, min(1.0, _round_up(max(found, default=1.0)))
+        largest = max(found, default=1.0)
+        return 0.0, next((end for end in SHARE_ENDS if end >= largest), 1.0)
     margin = 2.0 if axis == "log2" else 1.15
     return min(found, default=1.0) / margin, max(found, default=1.0) * margin
-
-
-def step_ticks(first: int, last: int, most: int) -> list[int]:
-    """Returns at most ``most`` round steps between ``first`` and ``last``."""
-    for power in range(8):
-        for factor in (1, 2, 5):
-            gap = factor * 10**power
-            ticks = list(range(math.ceil(first / gap) * gap, last + 1, gap))
-            if len(ticks) <= most:
-                return ticks
-    return [first, last]
 
 
 def value_ticks(low: float, high: float, axis: Axis, most: int = 6) -> list[float]:
@@ -84,25 +44,26 @@ def value_ticks(low: float, high: float, axis: Axis, most: int = 6) -> list[floa
     if axis == "share":
         return [high * quarter / 4 for quarter in range(5)]
     if axis in AROUND_ZERO:
-        return _even_ticks(low, high, most)
+        return round_ticks(low, high, most)
     base = BASES[axis]
     powers = range(math.floor(math.log(low, base)), math.ceil(math.log(high, base)) + 1)
     decades = [float(base) ** power for power in powers]
     fine = [decade * factor for decade in decades for factor in ((1, 2, 5) if base == 10 else (1,))]
     inside = [value for value in fine if low <= value <= high]
     if base == 10 and len(inside) < 2 and low > 1e-4 and high < 1e5:
-        return _even_ticks(low, high, most)
+        return round_ticks(low, high, most)
     if len(inside) <= most:
         return inside
     inside = [value for value in decades if low <= value <= high]
     return inside[:: math.ceil(len(inside) / most)]
 
 
-def _even_ticks(low: float, high: float, most: int) -> list[float]:
-    power = math.floor(math.log10(high - low)) - 1
-    gaps = [factor * 10.0**p for p in (power, power + 1) for factor in (1, 2, 5)]
-    counts = [(math.ceil(low / gap), math.floor(high / gap), gap) for gap in gaps]
-    first, last, gap = next(count for count in counts if count[1] - count[0] < most)
+def round_ticks(low: float, high: float, most: int, least_gap: float = 0.0) -> list[float]:
+    """Returns at most ``most`` round values in ``low`` to ``high``, ``least_gap`` apart or more."""
+    power = math.floor(math.log10((high - low) or 1.0)) - 1
+    gaps = (factor * 10.0**p for p in itertools.count(power) for factor in (1, 2, 5))
+    ends = ((math.ceil(low / gap), math.floor(high / gap), gap) for gap in gaps if gap >= least_gap)
+    first, last, gap = next(each for each in ends if each[1] - each[0] < most)
     return [float(f"{index * gap:.9g}") for index in range(first, last + 1)]
 
 
@@ -120,8 +81,3 @@ def tick_label(value: float, axis: Axis) -> tuple[str, str]:
     power = math.floor(math.log(value, base) + 1e-9)
     factor = round(value / base**power)
     return (f"{factor}·{base}" if factor > 1 else str(base)), str(power)
-
-
-def _round_up(share: float) -> float:
-    steps = (0.04, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
-    return next((step for step in steps if step >= share), 1.0)
