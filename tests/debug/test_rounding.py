@@ -240,6 +240,26 @@ def test_writes_in_place_and_views_are_followed(how):
     assert (worst.module, worst.op) == ("1", "aten.sub")
 
 
+def test_a_tensor_that_multiplies_itself_in_place_is_followed():
+    x = torch.randn(64, dtype=torch.bfloat16)
+    with amp.debug.trace_rounding() as trace:
+        x = x * 3
+        x.mul_(x)
+        x.add_(1)
+    assert (trace.worst, trace.operators) == (None, 3)
+
+
+def test_lists_that_cancel_in_place_are_called_so():
+    lists = [torch.randn(64, dtype=torch.bfloat16) for _ in range(3)]
+    with amp.debug.trace_rounding() as trace:
+        torch._foreach_mul_(lists, 1.7)
+        torch._foreach_add_(lists, 1000.0)
+        torch._foreach_sub_(lists, 1000.0)
+    assert [(row.op, row.kind, row.calls) for row in trace.lost] == [
+        ("aten.sub_", "cancellation", 1)
+    ]
+
+
 def test_checkpoints_and_models_of_one_name_are_followed():
     class Block(nn.Module):
         def __init__(self):

@@ -193,11 +193,6 @@ def roundoff(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
-def tolerance(inherited: float, unit: float) -> float:
-    """Returns the relative error that inputs' errors and a rounding explain."""
-    return AMPLIFICATION * (inherited + unit)
-
-
 def sum_bound(name: str, args: Sequence[Any], result: Tensor) -> float:
     """Returns the part of the relative bound that grows with the number of terms of a sum."""
     if name in _IN_PLACE_SUMS:

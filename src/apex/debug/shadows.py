@@ -17,6 +17,8 @@ from apex.debug import tensors
 from apex.debug.tensors import OperatorCall
 
 Arguments = tuple[list[Any], dict[str, Any]]
+Pair = tuple[Tensor, Tensor]
+"""A tensor, and its values in fp32."""
 
 _REAL = {
     torch.float16: torch.float16,
@@ -158,14 +160,11 @@ class ShadowCall:
         self.func, self.name = func, rules.base_name(traits.name)
         self._arguments = [*args, *kwargs.values()]
         self._written = {id(tensor) for tensor in tree.tensors(call.overwritten())}
-        own = [self._wide(shadows.own_values_of, value) for value in self._arguments]
-        wide = [self._wide(shadows.values_of, value) for value in self._arguments]
+        self._own_pairs: list[Pair] | None = None
+        self.own = self._in_fp32(shadows.own_values_of, args, kwargs)
+        self.shadows = self._in_fp32(shadows.values_of, args, kwargs)
         if traits.name in rules.DECIDED_BY_SECOND:
-            wide[1] = own[1]
-        names = [argument.name for argument in func._schema.arguments[: len(args)]]
-        if "half_to_float" in names:
-            own[names.index("half_to_float")] = wide[names.index("half_to_float")] = False
-        count = len(args)
+            self.shadows[0][1] = self.own[0][1]
         self.lacks_workspace = any(
             argument.name in _WORKSPACES
             and isinstance(value, Tensor)
@@ -173,32 +172,19 @@ class ShadowCall:
             and shadows.workspace_of(value) is None
             for argument, value in zip(func._schema.arguments, args, strict=False)
         )
-        changed = rules.changed_a_little(self.name, own[:count])
+        changed = rules.changed_a_little(self.name, self.own[0])
         self.first: Tensor | None = None
         if changed is not None and self._may_last(args[changed], shadows):
-            self.first = own[changed].clone()
-        self.shadows = wide[:count], dict(zip(kwargs, wide[count:], strict=True))
-        self.own = own[:count], dict(zip(kwargs, own[count:], strict=True))
-        self.inputs: list[rules.Distance] = []
-        self.unit = 0.0
-        errors = [
-            (self._read(low, high, shadows), high.numel())
-            for low, high in _pairs(self._arguments, wide)
+            self.first = self.own[0][changed].clone()
+        read = [
+            (low, high, shadows.of(low))
+            for low, high in _pairs(self._arguments, _values(self.shadows))
             if traits.reads_written or id(low) not in self._written
         ]
-        shares = [1.0] * len(errors)
-        if self.name in rules.SUMS_OF_OPERANDS:
-            # A broadcast operand counts as often as it is used.
-            most = max((count for _, count in errors), default=1)
-            sizes = [
-                found.size * math.sqrt(most / max(1, count))
-                for found, (_, count) in zip(self.inputs, errors, strict=True)
-            ]
-            shares = [size / (max(sizes) or 1.0) for size in sizes]
-        self.inherited = max(
-            (error * share for (error, _), share in zip(errors, shares, strict=True) if share),
-            default=0.0,
-        )
+        units = [rules.roundoff(low.dtype) for low, _, _ in read if dtypes.is_low_precision(low)]
+        self.unit = max([*units, *(shadow.unit for *_, shadow in read if shadow)], default=0.0)
+        self.inputs = [rules.distance(low.detach(), high) for low, high, _ in read]
+        self.inherited = self._inherited(read)
 
     def _may_last(self, value: Tensor, shadows: Shadows) -> bool:
         """Returns whether a value may be a state, such as an average, and not an activation."""
@@ -209,40 +195,81 @@ class ShadowCall:
         shadow = shadows.of(value)
         return shadow is None or (id(value) in self._written and shadow.entry is not None)
 
-    def _wide(self, values_of: Callable[[Tensor], Tensor], value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return values_of(value).clone() if id(value) in self._written else values_of(value)
-        if isinstance(value, torch.dtype):
-            return torch.float32 if value in dtypes.LOW_PRECISION else value
-        if isinstance(value, list | tuple):
-            return [self._wide(values_of, item) for item in value]
-        return value
+    def _in_fp32(
+        self, values_of: Callable[[Tensor], Tensor], args: Any, kwargs: dict[str, Any]
+    ) -> Arguments:
+        """Returns the arguments with these values in fp32, and copies of those to be written."""
 
-    def _read(self, low: Tensor, high: Tensor, shadows: Shadows) -> float:
-        """Measures an input; returns the error that it brings."""
-        if dtypes.is_low_precision(low):
-            self.unit = max(self.unit, rules.roundoff(low.dtype))
-        found = rules.distance(low.detach(), high)
-        self.inputs.append(found)
-        shadow = shadows.of(low)
-        if shadow is None:
-            return 0.0
-        self.unit = max(self.unit, shadow.unit)
-        in_chain = self.name in rules.LINEAR and low.numel() == shadow.values.numel()
-        return found.relative if not in_chain or shadow.entry is None else shadow.entry
+        def wide(tensor: Tensor) -> Tensor:
+            values = values_of(tensor)
+            return values.clone() if id(tensor) in self._written else values
 
-    def pairs(self, result: Any, arguments: Arguments, in_fp32: Any) -> list[tuple[Tensor, Tensor]]:
-        """Returns each tensor that the call returned or wrote, with its value in fp32.
+        # One copy of a tensor that is given twice, as in x.mul_(x).
+        args, kwargs = tree.map_arguments(wide, args, kwargs)
+        named = zip(self.func._schema.arguments, args, strict=False)
+        return (
+            [False if each.name == "half_to_float" else _dtype_in_fp32(v) for each, v in named],
+            {name: _dtype_in_fp32(value) for name, value in kwargs.items()},
+        )
 
-        The call in fp32 returned ``in_fp32`` and wrote to ``arguments``, ``shadows`` or ``own``.
+    def _inherited(self, read: list[tuple[Tensor, Tensor, Shadow | None]]) -> float:
+        """Returns the largest error among the inputs; in a sum, by their shares of the largest."""
+        errors, sizes = [], []
+        for (low, high, shadow), found in zip(read, self.inputs, strict=True):
+            entry = None
+            if self.name in rules.LINEAR and shadow and low.numel() == shadow.values.numel():
+                entry = shadow.entry
+            errors.append(found.relative if entry is None else entry)
+            # A broadcast operand counts as often as it is used.
+            sizes.append(found.size / math.sqrt(max(1, high.numel())))
+        if self.name in rules.SUMS_OF_OPERANDS:
+            largest = max(sizes, default=0.0)
+            errors = [e * s / largest for e, s in zip(errors, sizes, strict=True) if s]
+        return max(errors, default=0.0)
+
+    def run(self, arguments: Arguments, result: Any) -> tuple[list[Pair], list[Pair]]:
+        """Runs the call on ``shadows`` or ``own``, whose values it may overwrite.
+
+        Returns:
+            Each tensor that the call returned in ``result`` or wrote, with its value in fp32; and
+            each workspace that it filled, with that of the call in fp32.
         """
-        wide = [*arguments[0], *arguments[1].values()]
-        written = [p for p in _pairs(self._arguments, wide) if id(p[0]) in self._written]
-        known = {id(low) for low, _ in written}
-        return [*written, *(p for p in _pairs([result], [in_fp32]) if id(p[0]) not in known)]
+        args, kwargs = arguments
+        if self.name == "aten.native_dropout":  # with the mask of the run
+            in_fp32: Any = args[0] * result[1] / (1.0 - args[1] or 1.0), result[1]
+        else:
+            in_fp32 = self.func(*args, **kwargs)
+        found: dict[int, Pair] = {}
+        for low, high in _pairs(self._arguments, _values(arguments)):
+            if id(low) in self._written:
+                found[id(low)] = low, high
+        for low, high in _pairs([result], [in_fp32]):
+            found.setdefault(id(low), (low, high))
+        both = zip(result, in_fp32, strict=True) if isinstance(result, tuple) else ()
+        filled = [
+            (low, high)
+            for low, high in both
+            if isinstance(low, Tensor) and low.dtype is torch.uint8 and isinstance(high, Tensor)
+        ]
+        return list(found.values()), filled
+
+    def own_pairs(self, result: Any) -> list[Pair]:
+        """Returns each result with its value for the inputs that the call got; runs once."""
+        if self._own_pairs is None:
+            self._own_pairs = self.run(self.own, result)[0]
+        return self._own_pairs
 
 
-def _pairs(lows: Any, highs: Any) -> Iterator[tuple[Tensor, Tensor]]:
+def _values(arguments: Arguments) -> list[Any]:
+    return [*arguments[0], *arguments[1].values()]
+
+
+def _dtype_in_fp32(value: Any) -> Any:
+    is_low = isinstance(value, torch.dtype) and value in dtypes.LOW_PRECISION
+    return torch.float32 if is_low else value
+
+
+def _pairs(lows: Any, highs: Any) -> Iterator[Pair]:
     """Yields the pairs of floating-point tensors in two nestings of the same structure."""
     for low, high in zip(lows, highs, strict=True):
         if isinstance(low, Tensor) and isinstance(high, Tensor):
