@@ -20,8 +20,8 @@ from apex._engine.model.state import ModelState
 from apex._engine.session import Session
 from apex._torch.dispatcher import AUTOCAST_KEYS, has_kernel, has_operator
 from apex.amp._amp_state import _amp_state
-from apex.debug.module_tracker import Direction, ModuleTracker, active_autocast
-from apex.debug.records import CAST, OF_FORWARD
+from apex.debug.module_tracker import ModuleTracker, active_autocast
+from apex.debug.records import CAST, OF_FORWARD, OpRow
 
 FOLLOWS = "follows its input"
 
@@ -89,34 +89,25 @@ class DtypeRules:
         self.session = _session(states)
         self.prepared = bool(states)
 
-    def decided_by(
-        self, op: str, computed_in: str, module: str, inside: bool, direction: Direction
-    ) -> str:
-        """Returns a phrase that says why the running operator computes in its dtype.
-
-        Args:
-            op: The operator without overload, such as ``"addmm"``.
-            computed_in: Name of the dtype in which it computes.
-            module: Qualified name of the module in which it runs.
-            inside: Whether the model runs it.
-            direction: ``"forward"`` or ``"backward"``.
-        """
-        call = self._calls.current
-        if f"aten.{op}" == CAST:
-            if direction == "backward":
+    def decided_by(self, row: OpRow) -> str:
+        """Returns a phrase that says why the running operator computes in its dtype."""
+        call, inside = self._calls.current, row.inside
+        op = row.op.rpartition(".")[2]
+        if row.op == CAST:
+            if row.direction == "backward":
                 return "gradient in the dtype before the cast"
             return f"cast by {call.name}()" if call and call.name else "cast"
-        if direction == "backward":  # autograd's formulas follow the forward
+        if row.direction == "backward":  # autograd's formulas follow the forward
             return OF_FORWARD
         if call is None and inside and self._region is not None:
             call = Call("", self._region, None)  # called from C++
         if call is not None and call.spec is not None:
             return self._by_table(op, call.name, call.spec)
         if call is not None and call.autocast is not None:
-            return _by_autocast(op, computed_in, call.name, *call.autocast)
+            return _by_autocast(op, row.computed_in, call.name, *call.autocast)
         if inside and self._region is not None:
             return "op casts off here"
-        return self._converted.get(module, FOLLOWS) if inside else FOLLOWS
+        return self._converted.get(row.module, FOLLOWS) if inside else FOLLOWS
 
     def _by_table(self, op: str, function: str, spec: CastSpec) -> str:
         kind = self._registered.get(function)
