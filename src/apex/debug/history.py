@@ -260,20 +260,18 @@ def passes_text(passes: Sequence[Pass]) -> str:
     lines = []
     for loss_id, own in losses.items():
         name = f"Loss {loss_id}: " if len(losses) > 1 else ""
-        lines += [name + _title(own), *(f"  {line}" for line in _details(own))]
+        skipped = sum(item.overflow for item in own)
+        share = f" ({percent(skipped / len(own))})" if skipped else ""
+        count = counted(len(own), "backward pass", "es")
+        span = f"({own[0].index} to {own[-1].index})"
+        lines.append(f"{name}{count} {span}, {skipped} skipped{share}")
+        lines += (f"  {line}" for line in _details(own))
     return "\n".join(lines)
 
 
 def _by_loss(passes: Sequence[Pass]) -> dict[int, list[Pass]]:
     losses = sorted({item.loss_id for item in passes})
     return {loss_id: [item for item in passes if item.loss_id == loss_id] for loss_id in losses}
-
-
-def _title(passes: Sequence[Pass]) -> str:
-    skipped = sum(item.overflow for item in passes)
-    share = f" ({percent(skipped / len(passes))})" if skipped else ""
-    count = counted(len(passes), "backward pass", "es")
-    return f"{count} ({passes[0].index} to {passes[-1].index}), {skipped} skipped{share}"
 
 
 def _details(passes: Sequence[Pass]) -> Iterator[str]:
@@ -285,23 +283,18 @@ def _details(passes: Sequence[Pass]) -> Iterator[str]:
         runs = itertools.groupby(item.overflow for item in passes)
         rows = (len(list(run)) for skipped, run in runs if skipped)
         yield f"skips          the last in pass {skips[-1]}, at most {max(rows)} in a row"
-    yield from _norm_line(passes)
-
-
-def _norm_line(passes: Sequence[Pass]) -> Iterator[str]:
     known = [(item.grad_norm, item.index) for item in passes if item.grad_norm is not None]
     norms = [(norm, index) for norm, index in known if math.isfinite(norm)]
-    if not norms:
-        if known:
-            yield f"gradient norm  inf or NaN in all {len(known)} passes"
-        return
-    values = [norm for norm, _ in norms]
-    largest, index = max(norms)
     bad = len(known) - len(norms)
-    yield (
-        f"gradient norm  {values[-1]:.3g} last, median {statistics.median(values):.3g}, "
-        f"largest {largest:.3g} in pass {index}" + (f", {bad} not finite" if bad else "")
-    )
+    if norms:
+        values = [norm for norm, _ in norms]
+        largest, index = max(norms)
+        yield (
+            f"gradient norm  {values[-1]:.3g} last, median {statistics.median(values):.3g}, "
+            f"largest {largest:.3g} in pass {index}" + (f", {bad} not finite" if bad else "")
+        )
+    elif bad:
+        yield f"gradient norm  inf or NaN in all {bad} passes"
 
 
 @torch.no_grad()
