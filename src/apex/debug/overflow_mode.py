@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from apex._core import tree
 from apex._core.dtypes import is_low_precision
 from apex._core.param_groups import params_of, states_in
 from apex._engine.session import Session
@@ -48,8 +47,7 @@ class _Call:
         self._copies: dict[int, Tensor] = {}
         if changes and self._is_known:
             self._copies = copies = {id(t): t.detach().clone() for t in changes}
-            args = tree.map_arguments(lambda t: copies.get(id(t), t), call.args, call.kwargs)
-            self._before = OperatorCall(call.func, call.traits, *args)
+            self._before = call.mapped(lambda t: copies.get(id(t), t))
 
     @functools.cached_property
     def inputs(self) -> list[tuple[Tensor, Tensor]]:

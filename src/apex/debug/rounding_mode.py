@@ -204,13 +204,13 @@ class RoundingMode(OperatorMode):  # type: ignore[no-untyped-call]
             return found.relative, tolerance
         size = found.size
         if self.tracker.direction == "backward" or low.numel() < _FEW:
-            least = rules.least_sizes(call.func, call.name, *call.shadows)
+            least = rules.least_sizes(call.name, call.shadows)
             size = max(size, least[index] if index < len(least) else 0.0)
         if not size:
             return 0.0, tolerance
         if rules.has_no_digits(call.name, [each.size for each in call.inputs], size):
             return None
-        tolerance += rules.sum_bound(call.name, call.own[0], low) + rules.underflow(low) / size
+        tolerance += rules.sum_bound(call.name, call.own.args, low) + rules.underflow(low) / size
         return found.difference / size, tolerance
 
     def _lost_change(self, call: ShadowCall, result: Any) -> float:
@@ -239,13 +239,13 @@ _OVERFLOW = "it returned inf or NaN where fp32 does not; amp.debug.trace_overflo
 def _overflows(call: ShadowCall, pairs: list[Pair]) -> bool:
     """Returns whether finite inputs gave inf or NaN that fp32 does not give."""
     made = any(tensors.kind_of(low) and not tensors.kind_of(high) for low, high in pairs)
-    return made and not any(map(tensors.kind_of, tensors.floating(call.own)))
+    return made and not any(map(tensors.kind_of, tensors.floating(call.own.arguments)))
 
 
 def _distance(call: ShadowCall, values: Tensor, in_fp32: Tensor) -> rules.Distance:
     if call.name in rules.SOFTMAXES:
         is_log = "log" in call.name
-        return rules.distance_of_probabilities(values, in_fp32, call.own[0][1], is_log=is_log)
+        return rules.distance_of_probabilities(values, in_fp32, call.own.args[1], is_log=is_log)
     return rules.distance(values, in_fp32)
 
 

@@ -16,7 +16,6 @@ from apex.debug import rounding_rules as rules
 from apex.debug import tensors
 from apex.debug.tensors import OperatorCall
 
-Arguments = tuple[list[Any], dict[str, Any]]
 Pair = tuple[Tensor, Tensor]
 """A tensor, and its values in fp32."""
 
@@ -32,6 +31,9 @@ _REAL = {
 
 _WORKSPACES = {"workspace", "reserve", "reserveSpace"}
 """Names of arguments that a kernel fills for its backward in a layout of its own."""
+
+_WIDENS = {"aten._softmax", "aten._log_softmax"}
+"""Operators whose third argument is whether they return fp32 for fp16."""
 
 
 @dataclass
@@ -143,43 +145,44 @@ class ShadowCall:
     """One operator call; created before it runs, if it writes to its arguments.
 
     Attributes:
-        func: The operator.
-        name: Its name, such as ``"aten.add"``.
+        name: The operator's name, such as ``"aten.add"``.
         inputs: How far each floating-point input is from its shadow.
         inherited: The largest relative error among the inputs. If the call continues a chain, among
             the values that entered it.
         unit: Unit roundoff of the coarsest dtype that the inputs passed through.
-        shadows: Positional and keyword arguments, replaced by their shadows.
-        own: Positional and keyword arguments in fp32.
+        shadows: The call on the shadows of its arguments.
+        own: The call on its arguments in fp32.
         first: The first result as it was, if the call changes a lasting value by a small share.
         lacks_workspace: Whether it reads a workspace that no kernel in fp32 has filled.
     """
 
     def __init__(self, call: OperatorCall, shadows: Shadows) -> None:
-        func, traits, args, kwargs = call
-        self.func, self.name = func, rules.base_name(traits.name)
-        self._arguments = [*args, *kwargs.values()]
+        if call.traits.name in _WIDENS:
+            call = call._replace(args=(*call.args[:2], False))
+        self.name = rules.base_name(call.traits.name)
+        self._call = call
         self._written = {id(tensor) for tensor in tree.tensors(call.overwritten())}
         self._own_pairs: list[Pair] | None = None
-        self.own = self._in_fp32(shadows.own_values_of, args, kwargs)
-        self.shadows = self._in_fp32(shadows.values_of, args, kwargs)
-        if traits.name in rules.DECIDED_BY_SECOND:
-            self.shadows[0][1] = self.own[0][1]
+        self.own = self._in_fp32(shadows.own_values_of)
+        self.shadows = self._in_fp32(shadows.values_of)
+        if call.traits.name in rules.DECIDED_BY_SECOND:
+            first, _, *rest = self.shadows.args
+            self.shadows = self.shadows._replace(args=(first, self.own.args[1], *rest))
         self.lacks_workspace = any(
             argument.name in _WORKSPACES
             and isinstance(value, Tensor)
             and value.dtype is torch.uint8
             and shadows.workspace_of(value) is None
-            for argument, value in zip(func._schema.arguments, args, strict=False)
+            for argument, value in zip(call.func._schema.arguments, call.args, strict=False)
         )
-        changed = rules.changed_a_little(self.name, self.own[0])
+        changed = rules.changed_a_little(self.name, self.own.args)
         self.first: Tensor | None = None
-        if changed is not None and self._may_last(args[changed], shadows):
-            self.first = self.own[0][changed].clone()
+        if changed is not None and self._may_last(call.args[changed], shadows):
+            self.first = self.own.args[changed].clone()
         read = [
             (low, high, shadows.of(low))
-            for low, high in _pairs(self._arguments, _values(self.shadows))
-            if traits.reads_written or id(low) not in self._written
+            for low, high in _pairs(call.arguments, self.shadows.arguments)
+            if call.traits.reads_written or id(low) not in self._written
         ]
         units = [rules.roundoff(low.dtype) for low, _, _ in read if dtypes.is_low_precision(low)]
         self.unit = max([*units, *(shadow.unit for *_, shadow in read if shadow)], default=0.0)
@@ -195,22 +198,14 @@ class ShadowCall:
         shadow = shadows.of(value)
         return shadow is None or (id(value) in self._written and shadow.entry is not None)
 
-    def _in_fp32(
-        self, values_of: Callable[[Tensor], Tensor], args: Any, kwargs: dict[str, Any]
-    ) -> Arguments:
-        """Returns the arguments with these values in fp32, and copies of those to be written."""
+    def _in_fp32(self, values_of: Callable[[Tensor], Tensor]) -> OperatorCall:
+        """Returns the call on these values in fp32, and on copies of those that it writes."""
 
         def wide(tensor: Tensor) -> Tensor:
             values = values_of(tensor)
             return values.clone() if id(tensor) in self._written else values
 
-        # One copy of a tensor that is given twice, as in x.mul_(x).
-        args, kwargs = tree.map_arguments(wide, args, kwargs)
-        named = zip(self.func._schema.arguments, args, strict=False)
-        return (
-            [False if each.name == "half_to_float" else _dtype_in_fp32(v) for each, v in named],
-            {name: _dtype_in_fp32(value) for name, value in kwargs.items()},
-        )
+        return self._call.mapped(wide, dict.fromkeys(dtypes.LOW_PRECISION, torch.float32))
 
     def _inherited(self, read: list[tuple[Tensor, Tensor, Shadow | None]]) -> float:
         """Returns the largest error among the inputs; in a sum, by their shares of the largest."""
@@ -227,25 +222,25 @@ class ShadowCall:
             errors = [e * s / largest for e, s in zip(errors, sizes, strict=True) if s]
         return max(errors, default=0.0)
 
-    def run(self, arguments: Arguments, result: Any) -> tuple[list[Pair], list[Pair]]:
-        """Runs the call on ``shadows`` or ``own``, whose values it may overwrite.
+    def run(self, in_fp32: OperatorCall, result: Any) -> tuple[list[Pair], list[Pair]]:
+        """Runs ``shadows`` or ``own``, whose arguments it may overwrite.
 
         Returns:
             Each tensor that the call returned in ``result`` or wrote, with its value in fp32; and
             each workspace that it filled, with that of the call in fp32.
         """
-        args, kwargs = arguments
         if self.name == "aten.native_dropout":  # with the mask of the run
-            in_fp32: Any = args[0] * result[1] / (1.0 - args[1] or 1.0), result[1]
+            values, share = in_fp32.args[:2]
+            wide: Any = values * result[1] / (1.0 - share or 1.0), result[1]
         else:
-            in_fp32 = self.func(*args, **kwargs)
+            wide = in_fp32.run()
         found: dict[int, Pair] = {}
-        for low, high in _pairs(self._arguments, _values(arguments)):
+        for low, high in _pairs(self._call.arguments, in_fp32.arguments):
             if id(low) in self._written:
                 found[id(low)] = low, high
-        for low, high in _pairs([result], [in_fp32]):
+        for low, high in _pairs([result], [wide]):
             found.setdefault(id(low), (low, high))
-        both = zip(result, in_fp32, strict=True) if isinstance(result, tuple) else ()
+        both = zip(result, wide, strict=True) if isinstance(result, tuple) else ()
         filled = [
             (low, high)
             for low, high in both
@@ -258,15 +253,6 @@ class ShadowCall:
         if self._own_pairs is None:
             self._own_pairs = self.run(self.own, result)[0]
         return self._own_pairs
-
-
-def _values(arguments: Arguments) -> list[Any]:
-    return [*arguments[0], *arguments[1].values()]
-
-
-def _dtype_in_fp32(value: Any) -> Any:
-    is_low = isinstance(value, torch.dtype) and value in dtypes.LOW_PRECISION
-    return torch.float32 if is_low else value
 
 
 def _pairs(lows: Any, highs: Any) -> Iterator[Pair]:

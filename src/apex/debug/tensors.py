@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from apex._core import dtypes
+from apex._core import dtypes, tree
 from apex._torch import dtensor, ranks
 from apex._torch.copies import capturing
 from apex._torch.dispatch_modes import receives, written_arguments
@@ -102,6 +103,28 @@ class OperatorCall(NamedTuple):
         known = self.traits.name.startswith(_LOCAL) or ranks.world_size() == 1
         return self.traits.exchanges or not known
 
+    @property
+    def arguments(self) -> list[Any]:
+        """All arguments, positional ones first."""
+        return [*self.args, *self.kwargs.values()]
+
+    def mapped(
+        self,
+        values_of: Callable[[Tensor], Tensor],
+        dtypes: Mapping[torch.dtype, torch.dtype] = MappingProxyType({}),
+    ) -> OperatorCall:
+        """Returns the call with other tensors and, where given, other dtypes as arguments.
+
+        A tensor that is given twice, as in ``x.mul_(x)``, is one tensor there, too.
+        """
+
+        def other(value: Any) -> Any:
+            return dtypes.get(value, value) if isinstance(value, torch.dtype) else value
+
+        args, kwargs = tree.map_arguments(values_of, self.args, self.kwargs)
+        named = {name: other(value) for name, value in kwargs.items()}
+        return self._replace(args=tuple(map(other, args)), kwargs=named)
+
     def written(self) -> list[Tensor]:
         """Returns the floating-point tensors that the call writes."""
         return list(floating(self.overwritten()))
@@ -142,14 +165,22 @@ def traits(func: Any) -> Traits:
 
 def floating(value: Any) -> Iterator[Tensor]:
     """Yields the floating-point and complex tensors in nested lists, tuples and dicts."""
-    if isinstance(value, Tensor):
-        if is_checked(value):
-            yield value
-    elif isinstance(value, list | tuple):
+    return (leaf for leaf in _leaves(value) if isinstance(leaf, Tensor) and is_checked(leaf))
+
+
+def has_infinite_number(value: Any) -> bool:
+    """Returns whether nested arguments contain a Python float that is infinite or NaN."""
+    return any(isinstance(leaf, float) and not math.isfinite(leaf) for leaf in _leaves(value))
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
         for item in value:
-            yield from floating(item)
-    elif isinstance(value, dict):
-        yield from floating(list(value.values()))
+            yield from _leaves(item)
+    else:
+        yield value
 
 
 def is_checked(tensor: Tensor) -> bool:
@@ -249,15 +280,6 @@ def covers_storage(tensor: Tensor) -> bool:
     return values.numel() * values.element_size() >= values.untyped_storage().nbytes()
 
 
-def has_infinite_number(value: Any) -> bool:
-    """Returns whether nested arguments contain a Python float that is infinite or NaN."""
-    if isinstance(value, float):
-        return not math.isfinite(value)
-    if isinstance(value, list | tuple):
-        return any(map(has_infinite_number, value))
-    return isinstance(value, dict) and any(map(has_infinite_number, value.values()))
-
-
 def largest_in_double(call: OperatorCall) -> float | None:
     """Returns the largest absolute result of an operator recomputed in float64.
 
@@ -267,7 +289,7 @@ def largest_in_double(call: OperatorCall) -> float | None:
     if call.may_communicate or torch.Tag.nondeterministic_seeded in call.func.tags:
         return None
     try:
-        wide = call._replace(args=_doubled(call.args), kwargs=_doubled(call.kwargs))
+        wide = call.mapped(_doubled, dict.fromkeys(_CHECKED, torch.float64))
         # autocast is off in a dispatch mode. Ending a block of it here would wait for itself: torch
         # holds the lock of its weight cache while it casts a weight.
         with torch.no_grad():
@@ -280,14 +302,6 @@ def largest_in_double(call: OperatorCall) -> float | None:
     return largest(results)
 
 
-def _doubled(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        real = value.layout is torch.strided and not value.is_complex()
-        return value.detach().double() if value.dtype in _CHECKED and real else value
-    if isinstance(value, torch.dtype):
-        return torch.float64 if value in _CHECKED else value
-    if isinstance(value, dict):
-        return {key: _doubled(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_doubled(item) for item in value]
-    return value
+def _doubled(tensor: Tensor) -> Tensor:
+    is_real = tensor.layout is torch.strided and not tensor.is_complex()
+    return tensor.detach().double() if tensor.dtype in _CHECKED and is_real else tensor
