@@ -344,7 +344,10 @@ def _measurable(optimizer: Optimizer, may_underflow: bool) -> Iterator[Tensor]:
             continue
         for param in group["params"]:
             low = is_low_precision(param)
-            if not (low or may_underflow) or not _is_plain(param):
+            if not (low or may_underflow):
+                continue
+            plain = type(param).__torch_dispatch__ is Tensor.__torch_dispatch__
+            if not plain and not dtensor.is_dtensor(param):  # quantized: no memory of its own
                 continue
             if param.grad is None:  # asked last: at O5, reading it would cost
                 continue
@@ -352,12 +355,6 @@ def _measurable(optimizer: Optimizer, may_underflow: bool) -> Iterator[Tensor]:
             kept = dtype is torch.float32 or is_low_precision(param.grad)
             if kept and param.grad.layout is torch.strided:
                 yield param
-
-
-def _is_plain(param: Tensor) -> bool:
-    """Returns whether a tensor has memory of its own, as quantized subclasses do not."""
-    own = type(param).__torch_dispatch__ is Tensor.__torch_dispatch__
-    return own or dtensor.is_dtensor(param)
 
 
 def _count(numel: int) -> int:

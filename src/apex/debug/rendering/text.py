@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from apex.debug.explanation import Explanation, ModuleRow
 
 _COLOURS = {"fp32": "34", "fp64": "34", "fp16": "33", "bf16": "32", "mixed": "35"}
+_WIDTH = 26  # of the longest operator's name
 _BLOCKS = " ▏▎▍▌▋▊▉█"
 
 
@@ -73,9 +74,10 @@ def _operators(explanation: Explanation, shown: Sequence[OpRow]) -> Iterator[tup
         if row.direction != direction:
             direction = row.direction
             yield direction
+        name = row.op.removeprefix("aten.")
         yield (
             formatting.place(row.module, row.inside),
-            _cut(row.op.removeprefix("aten."), 26),
+            name if len(name) <= _WIDTH else f"{name[: _WIDTH - 1]}…",
             formatting.amount(row.calls),
             formatting.types(row),
             formatting.casts(row),
@@ -130,7 +132,3 @@ def _bar(share: float, width: int = 8) -> str:
     eighths = round(share * width * 8)
     bar = "█" * (eighths // 8) + _BLOCKS[eighths % 8].strip()
     return f"{bar:<{width}} {formatting.percent(share):>7}"
-
-
-def _cut(name: str, width: int) -> str:
-    return name if len(name) <= width else f"{name[: width - 1]}…"
