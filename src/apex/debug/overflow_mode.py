@@ -92,7 +92,10 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         given = [scaler] if scaler is not None and scaler.is_enabled() else []
         self._scalers: weakref.WeakSet[Any] = weakref.WeakSet(given)
-        self._stale = self._stale_gradients()
+        # The memory of gradients that were already non-finite when tracing started.
+        stepped = [p for s in self._sessions() for b in s.bindings for p in b.params()]
+        grads = tensors.floating([param.grad for param in (*self._params(), *stepped)])
+        self._stale = {tensors.storage_key(grad) for grad in grads if tensors.kind_of(grad)}
 
     def enter_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Counts the optimizer's own parameters (masters) as weights."""
@@ -103,16 +106,10 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         """Ends the step."""
         self._stepping = None
 
-    def _stale_gradients(self) -> set[int]:
-        """Returns the memory of gradients that were already non-finite when tracing started."""
-        stepped = [p for s in self._sessions() for b in s.bindings for p in b.params()]
-        grads = tensors.floating([param.grad for param in (*self._params(), *stepped)])
-        return {tensors.storage_key(grad) for grad in grads if tensors.kind_of(grad)}
-
     def _operator(self, call: OperatorCall) -> Any:
         self._provenance.time += 1
-        accumulating = self.tracker.is_accumulating
-        if call.traits.view and not accumulating and call.traits.name != "aten.lift_fresh":
+        target = self.tracker.accumulating
+        if call.traits.view and target is None and call.traits.name != "aten.lift_fresh":
             return self._run(call.func, call.args, call.kwargs)
         before = _Call(call)
         result = self._run(call.func, call.args, call.kwargs)
@@ -120,8 +117,8 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
             self._follow_exchange(before, result)
         else:
             self._check(before, result)
-        if accumulating:
-            self._check_gradient(result)
+        if target is not None:
+            self._check_gradient(target, result)
         return result
 
     def _check(self, call: _Call, result: Any) -> None:
@@ -216,16 +213,12 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         own = [param for model in self.tracker.models for param in model.parameters()]
         return [*own, *(param for each in self._optimizers for param in params_of(each))]
 
-    def _check_gradient(self, result: Any) -> None:
-        backward = self.tracker.backward
-        self._provenance.mark_backward(backward)
+    def _check_gradient(self, target: Tensor, result: Any) -> None:
         for grad in tensors.floating(result):
-            origin = self._provenance.of(grad) if tensors.kind_of(grad) else None
-            if origin is None:
-                self._provenance.mark_finite_gradient()
-                continue
-            name = self.tracker.parameter or "(a tensor of no model)"
-            self._provenance.mark_reached(origin, backward=backward, gradient=name)
+            name, origin = "", self._provenance.of(grad) if tensors.kind_of(grad) else None
+            if origin is not None:
+                name = self.tracker.parameters.get(target, "(a tensor of no model)")
+            self._provenance.mark_gradient(name, origin, backward=self.tracker.backward)
 
     # -- origins -------------------------------------------------------------------------------
 
