@@ -145,7 +145,8 @@ class RoundingMode(OperatorMode):  # type: ignore[no-untyped-call]
             return f"it does not run in fp32: {_first_line(error)}"
         if any(low.shape != high.shape for low, high in pairs):
             return "its result has another shape in fp32"
-        if _overflows(call, pairs):
+        made = any(tensors.kind_of(low) and not tensors.kind_of(high) for low, high in pairs)
+        if made and not any(map(tensors.kind_of, tensors.floating(call.own.arguments))):
             self._log.skip(self.tracker.module, call.name, _OVERFLOW)
         pairs = [(low, rules.within_range(low, high)) for low, high in pairs]
         if call.name not in rules.MOVES:
@@ -234,12 +235,6 @@ class RoundingMode(OperatorMode):  # type: ignore[no-untyped-call]
 
 _NO_DIGITS = "it cancels so far that fp32 holds hardly a digit of its result, either"
 _OVERFLOW = "it returned inf or NaN where fp32 does not; amp.debug.trace_overflow tells why"
-
-
-def _overflows(call: ShadowCall, pairs: list[Pair]) -> bool:
-    """Returns whether finite inputs gave inf or NaN that fp32 does not give."""
-    made = any(tensors.kind_of(low) and not tensors.kind_of(high) for low, high in pairs)
-    return made and not any(map(tensors.kind_of, tensors.floating(call.own.arguments)))
 
 
 def _distance(call: ShadowCall, values: Tensor, in_fp32: Tensor) -> rules.Distance:

@@ -166,11 +166,6 @@ def distance_of_probabilities(
     return distance(torch.where(open_rows, values, 0.0), torch.where(open_rows, shadow, 0.0))
 
 
-def base_name(name: str) -> str:
-    """Returns the name of the operator that a ``_foreach_`` operator applies to each tensor."""
-    return name.replace("aten._foreach_", "aten.")
-
-
 def changed_a_little(name: str, args: Sequence[Any]) -> int | None:
     """Returns the place of the argument that an operator changes by a small share.
 

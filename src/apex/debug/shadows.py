@@ -159,7 +159,7 @@ class ShadowCall:
     def __init__(self, call: OperatorCall, shadows: Shadows) -> None:
         if call.traits.name in _WIDENS:
             call = call._replace(args=(*call.args[:2], False))
-        self.name = rules.base_name(call.traits.name)
+        self.name = call.traits.name.replace("aten._foreach_", "aten.")  # which applies it to each
         self._call = call
         self._written = {id(tensor) for tensor in tree.tensors(call.overwritten())}
         self._own_pairs: list[Pair] | None = None
