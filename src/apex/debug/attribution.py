@@ -153,7 +153,7 @@ def _rows(op: str, function: str) -> Iterator[tuple[str, str]]:
         for row in names.get(function, ()) or names.get(f"__{function}__", ()):
             yield function, row
     yield function, function  # torch.fft.rfft calls itself "fft_rfft"
-    for name in (*_CALLERS.get(op, ()), op):
+    for name in (*(caller for caller, calls in _CALLS.items() if op in calls), op):
         for names in NAMES.values():
             for row in names.get(name, ()):
                 yield name, row
@@ -191,29 +191,26 @@ _KINDS: dict[Kind, str] = {
 _COMPARISONS = {"eq", "ge", "gt", "le", "lt", "ne"}
 _PROMOTING = {"add", "sub", "rsub", "mul", "div", "cat", "stack", *_COMPARISONS}
 
-# The functions that call an operator, for operators whose caller is unknown.
-_CALLERS: dict[str, tuple[str, ...]] = {
-    "addmm": ("linear",),
-    "mm": ("matmul", "linear"),
-    "bmm": ("matmul", "einsum"),
-    "mv": ("matmul",),
-    "dot": ("matmul",),
-    "convolution": ("conv2d",),
-    "_softmax": ("softmax",),
-    "_log_softmax": ("log_softmax",),
-    "_safe_softmax": ("softmax",),
-    "native_layer_norm": ("layer_norm",),
-    "native_group_norm": ("group_norm",),
-    "_fused_rms_norm": ("rms_norm",),
-    "_trilinear": ("bilinear",),
-    "linalg_vector_norm": ("norm",),
-    "_prelu_kernel": ("prelu",),
-    "nll_loss_forward": ("nll_loss",),
-    "nll_loss2d_forward": ("nll_loss",),
-    "mkldnn_rnn_layer": ("lstm",),
-    "_cudnn_rnn": ("lstm",),
-    "_scaled_dot_product_flash_attention_for_cpu": ("scaled_dot_product_attention",),
-    "_scaled_dot_product_flash_attention": ("scaled_dot_product_attention",),
-    "_scaled_dot_product_efficient_attention": ("scaled_dot_product_attention",),
-    "_scaled_dot_product_cudnn_attention": ("scaled_dot_product_attention",),
+# The operators that a function calls, for operators whose caller is unknown.
+_CALLS: dict[str, tuple[str, ...]] = {
+    "matmul": ("mm", "bmm", "mv", "dot"),
+    "linear": ("addmm", "mm"),
+    "einsum": ("bmm",),
+    "conv2d": ("convolution",),
+    "softmax": ("_softmax", "_safe_softmax"),
+    "log_softmax": ("_log_softmax",),
+    "layer_norm": ("native_layer_norm",),
+    "group_norm": ("native_group_norm",),
+    "rms_norm": ("_fused_rms_norm",),
+    "bilinear": ("_trilinear",),
+    "norm": ("linalg_vector_norm",),
+    "prelu": ("_prelu_kernel",),
+    "nll_loss": ("nll_loss_forward", "nll_loss2d_forward"),
+    "lstm": ("mkldnn_rnn_layer", "_cudnn_rnn"),
+    "scaled_dot_product_attention": (
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    ),
 }
