@@ -93,6 +93,15 @@ def test_json_contains_no_infinity():
     assert data["first"]["largest_true"] is None
 
 
+def test_the_true_result_of_complex_numbers_is_theirs():
+    z = torch.full((4,), complex(1.0, 1e60), dtype=torch.complex128, requires_grad=True)
+    with trace_overflow() as trace:
+        z.to(torch.complex64).abs().sum().backward()
+    assert trace.first.op == "aten._to_copy"
+    assert trace.first.largest_input == pytest.approx(1e60)
+    assert trace.first.largest_true == pytest.approx(1e60)
+
+
 @pytest.mark.parametrize("how", ["trace begins inside", "step fails"])
 def test_a_partially_traced_step_runs_normally(how):
     net = overflowing_net()

@@ -21,8 +21,12 @@ from apex._torch.sparse import stored_values, with_memory
 
 Kind = Literal["inf", "nan"]
 
-_CHECKED = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-_CHECKED |= {torch.complex32, torch.complex64, torch.complex128}
+_IN_DOUBLE = {
+    **dict.fromkeys((torch.float16, torch.bfloat16, torch.float32, torch.float64), torch.float64),
+    **dict.fromkeys((torch.complex32, torch.complex64, torch.complex128), torch.complex128),
+}
+"""The dtypes of values that are checked, and the widest of their kind."""
+
 SAVES_INFINITIES = ("_ctc_loss", "_scaled_dot_product", "_flash_attention", "_efficient")
 """How operators begin whose outputs after the first, saved for backward, may hold infinities."""
 
@@ -185,7 +189,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 def is_checked(tensor: Tensor) -> bool:
     """Returns whether a tensor has floating-point or complex values, of at least 16 bits."""
-    return tensor.dtype in _CHECKED and tensor.device.type != "meta"
+    return tensor.dtype in _IN_DOUBLE and tensor.device.type != "meta"
 
 
 def real(values: Tensor) -> Tensor:
@@ -240,10 +244,10 @@ def largest(tensors: Sequence[Tensor]) -> float:
     """Returns the largest finite absolute value in all tensors; 0 if there is none. Syncs."""
     result = 0.0
     for tensor in tensors:
-        values = dense(tensor)
-        if values.numel():
+        sizes = dense(tensor).abs()
+        if sizes.numel():
             # nan_to_num would replace infinities by the largest finite number.
-            wide = values.abs().float() if values.dtype is not torch.float64 else values.abs()
+            wide = sizes if sizes.dtype is torch.float64 else sizes.float()
             finite = torch.where(torch.isfinite(wide), wide, 0.0)
             result = max(result, float(finite.amax()))  # sync: tracing is a diagnosis
     return result
@@ -289,7 +293,7 @@ def largest_in_double(call: OperatorCall) -> float | None:
     if call.may_communicate or torch.Tag.nondeterministic_seeded in call.func.tags:
         return None
     try:
-        wide = call.mapped(_doubled, dict.fromkeys(_CHECKED, torch.float64))
+        wide = call.mapped(_doubled, _IN_DOUBLE)
         # autocast is off in a dispatch mode. Ending a block of it here would wait for itself: torch
         # holds the lock of its weight cache while it casts a weight.
         with torch.no_grad():
@@ -303,5 +307,5 @@ def largest_in_double(call: OperatorCall) -> float | None:
 
 
 def _doubled(tensor: Tensor) -> Tensor:
-    is_real = tensor.layout is torch.strided and not tensor.is_complex()
-    return tensor.detach().double() if tensor.dtype in _CHECKED and is_real else tensor
+    wide = _IN_DOUBLE.get(tensor.dtype, tensor.dtype)
+    return tensor.detach().to(wide) if tensor.layout is torch.strided else tensor
