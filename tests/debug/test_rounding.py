@@ -188,6 +188,15 @@ def test_decisions_are_those_of_the_run():
     assert traced(model, torch.randn(64, 16, dtype=torch.bfloat16)).worst is None
 
 
+def test_gradients_without_memory_are_exact():
+    class Sign(nn.Module):
+        def forward(self, x):
+            return x * x.sgn()  # autograd's zeros for the derivative of sgn
+
+    trace = traced(nn.Sequential(nn.Linear(4, 4), Sign()).bfloat16(), torch.randn(8, 4).bfloat16())
+    assert (trace.worst, trace.skipped) == (None, ())
+
+
 class InPlace(nn.Module):
     """The variance of values that are shifted in place, through views, into a slice, by copies."""
 

@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from apex._core import dtypes
 from apex._core.dtypes import is_castable
+from apex._torch.sparse import with_memory
 from apex.debug import tensors
 from apex.debug.attribution import DtypeRules
 from apex.debug.clock import Clock, Span
@@ -107,7 +108,7 @@ class OpStats:
         """Adds the values of a floating-point tensor."""
         if result.numel() == 0:
             return
-        result = result.detach().to_dense()
+        result = with_memory(result.detach()).to_dense()
         largest = _largest(result)
         if largest.device.type != "cpu" or not math.isfinite(float(largest)):  # CPU only: no sync
             finite = torch.isfinite(result)
@@ -306,7 +307,7 @@ def _losses(source: Tensor, result: Tensor) -> Tensor | None:
     old, new = torch.finfo(source.dtype), torch.finfo(result.dtype)
     if new.max >= old.max and new.smallest_normal <= old.smallest_normal:
         return None
-    source, result = source.detach(), result.detach()
+    source, result = with_memory(source.detach()), with_memory(result.detach())
     size = result.abs()
     to_zero = (source != 0.0) & (size == 0.0)
     shrunk = (size < new.smallest_normal) & (size != 0.0)

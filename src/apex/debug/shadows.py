@@ -12,6 +12,7 @@ from torch import Tensor, UntypedStorage
 from torch.utils.weak import WeakIdKeyDictionary
 
 from apex._core import dtypes, tree
+from apex._torch.sparse import with_memory
 from apex.debug import rounding_rules as rules
 from apex.debug import tensors
 from apex.debug.tensors import OperatorCall
@@ -84,6 +85,7 @@ class Shadows:
 
     def own_values_of(self, tensor: Tensor) -> Tensor:
         """Returns a tensor's own values in the dtype of shadows; of other tensors, themselves."""
+        tensor = with_memory(tensor)
         if can_shadow(tensor):
             return widened(tensor)
         return tensor if (found := self.workspace_of(tensor)) is None else found
@@ -125,8 +127,9 @@ class Shadows:
 
 
 def can_shadow(tensor: Tensor) -> bool:
-    """Returns whether a tensor's values can have a shadow: strided and floating-point."""
-    return tensor.layout is torch.strided and tensor.dtype in _REAL and tensor.device.type != "meta"
+    """Returns whether a tensor's values can have a shadow: strided, floating-point, in memory."""
+    has_memory = tensor.device.type != "meta" and with_memory(tensor) is tensor
+    return tensor.layout is torch.strided and tensor.dtype in _REAL and has_memory
 
 
 def widened(tensor: Tensor) -> Tensor:
