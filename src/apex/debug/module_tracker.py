@@ -79,13 +79,8 @@ def hook_forward(
 ) -> tuple[RemovableHandle, RemovableHandle]:
     """Has hooks called around each forward of a module, after an exception, too.
 
-    A scripted module's own methods refuse hooks, although its calls run them.
-
-    Args:
-        module: The module.
-        before: Called before a forward.
-        after: Called after it.
-        first: Whether to call ``before`` ahead of the hooks that are there.
+    With ``first``, ``before`` is called ahead of the hooks that are there. A scripted module's own
+    methods refuse hooks, although its calls run them.
     """
     return (
         nn.Module.register_forward_pre_hook(module, before, prepend=first),

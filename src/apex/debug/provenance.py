@@ -162,12 +162,8 @@ class Provenance:
     def mark_gradient(self, name: str, origin: Origin | None, *, backward: int) -> None:
         """Records that backward pass number ``backward`` adds to the gradient of a parameter.
 
-        A dynamic loss scale skips the step of a pass that overflows, and backs off.
-
-        Args:
-            name: Of the parameter; read only with an origin.
-            origin: Of the gradient's non-finite values; None if it is finite.
-            backward: Number of the pass.
+        ``origin`` is that of its non-finite values; None if it is finite, when ``name`` is not
+        read. A dynamic loss scale skips the step of a pass that overflows, and backs off.
         """
         self.passes += backward != self._backward
         self._backward = backward

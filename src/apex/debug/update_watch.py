@@ -191,13 +191,9 @@ class UpdateWatch:
     def __init__(
         self, loop: Loop, arrived: Callable[[Measured], None], *, every: int, span: int = 1
     ) -> None:
-        """Starts.
+        """Starts; ``arrived`` takes each measurement once it has reached the host.
 
-        Args:
-            loop: The loop.
-            arrived: Takes each measurement once it has reached the host.
-            every: Updates from the begin of one measurement to the begin of the next.
-            span: Updates in which a weight may move; at most ``every``.
+        A weight may move in ``span`` updates, at most ``every``.
         """
         self._loop = loop
         self._arrived: Callable[[Measured], None] | None = arrived
