@@ -369,11 +369,8 @@ def _counts(casts: list[Cast]) -> Iterator[CastCount]:
 
 
 def _holder(tensor: Tensor) -> _Holder:
-    plain = tensor.layout is torch.strided and type(tensor) in _PLAIN
+    plain = tensor.layout is torch.strided and tensors.is_plain(type(tensor))
     return tensor.untyped_storage() if plain else tensor
-
-
-_PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def _flop_formulas() -> dict[Any, Callable[..., int]]:

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from apex._core import dtypes, tree
 from apex._torch import dtensor, ranks
@@ -189,7 +190,13 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 def is_checked(tensor: Tensor) -> bool:
     """Returns whether a tensor has floating-point or complex values, of at least 16 bits."""
-    return tensor.dtype in _IN_DOUBLE and tensor.device.type != "meta"
+    has_values = tensor.device.type != "meta" and not is_lazy(tensor)
+    return tensor.dtype in _IN_DOUBLE and has_values
+
+
+def is_plain(kind: type[Tensor]) -> bool:
+    """Returns whether tensors of a class have memory of their own, as quantized ones do not."""
+    return kind.__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def real(values: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from apex._torch.dispatch_modes import suspend_modes
 from apex._torch.dynamo import untraced
 from apex.debug.loops import Loop
 from apex.debug.module_tracker import owner_of
+from apex.debug.tensors import is_plain
 
 EVERY = 16
 """Updates from one measurement to the next: its cost is spread over as many steps."""
@@ -342,8 +343,7 @@ def _measurable(optimizer: Optimizer, may_underflow: bool) -> Iterator[Tensor]:
             low = is_low_precision(param)
             if not (low or may_underflow):
                 continue
-            plain = type(param).__torch_dispatch__ is Tensor.__torch_dispatch__
-            if not plain and not dtensor.is_dtensor(param):  # quantized: no memory of its own
+            if not is_plain(type(param)) and not dtensor.is_dtensor(param):
                 continue
             if param.grad is None:  # asked last: at O5, reading it would cost
                 continue
