@@ -153,7 +153,6 @@ KNOWN = {
         "a mode is popped only if it is the innermost one, so that an interrupt leaves none",
     ),
     "torch._ops": (DEBUG, TOOL),
-    "._asdict": (DEBUG, "a method of typing.NamedTuple"),
     "._FrameAction": (TRACING, "of dynamo's eval_frame; before torch 2.8 skip_code of it"),
     "._FrameExecStrategy": (TRACING, "of dynamo's eval_frame; before torch 2.8 skip_code of it"),
     "._apply": (

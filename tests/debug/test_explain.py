@@ -354,6 +354,13 @@ def test_the_loss_is_outside_the_model_and_the_default_loss_is_noted():
     assert any("sum of the floating-point outputs" in note for note in found.notes)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_without_memory_are_zeros(dtype):
+    model = Body(lambda self, x: x * x.sgn().float(), layer=nn.Linear(4, 4)).to(dtype)
+    found = explain(model, torch.ones(2, 4, dtype=dtype, requires_grad=True))
+    assert found.totals.nonfinite_share == 0.0
+
+
 def test_attention_on_the_cpu_counts_its_flops():
     def forward(self, x):
         return F.scaled_dot_product_attention(x, x, x)

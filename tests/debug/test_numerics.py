@@ -117,6 +117,7 @@ def test_complex_numbers_are_looked_at():
 
 def test_what_holds_no_values_or_only_8_bits_is_left_out():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2, device="meta"), torch.nn.BatchNorm1d(2))
+    model.append(torch.nn.LazyLinear(2))
     model.register_buffer("small", torch.ones(2).to(torch.float8_e4m3fn))
     found = amp.debug.check_numerics(model)
     assert [i.name for i in found] == ["1.weight", "1.bias", "1.running_mean", "1.running_var"]

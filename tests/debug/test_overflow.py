@@ -67,6 +67,30 @@ def test_a_trace_ends_in_its_own_thread_only(tool):
     assert "No " in str(trace)  # it went on
 
 
+@pytest.mark.parametrize("tool", [amp.debug.trace_overflow, amp.debug.trace_rounding])
+def test_parameters_may_be_of_a_class_of_their_own_or_lazy(tool):
+    class Own(nn.Parameter):
+        pass
+
+    low = torch.bfloat16
+    net = nn.Sequential(nn.Linear(2, 2, dtype=low), nn.LazyConv1d(2, 1, dtype=low))
+    net[0].weight = Own(net[0].weight.data)
+    with tool(net) as trace:
+        net[0].weight.data.mul_(2)
+        net(torch.ones(1, 2, 2, dtype=low)).sum().backward()
+    assert type(net[1].weight) is nn.Parameter
+    assert "No " in str(trace)
+
+
+def test_an_overflow_before_lazy_parameters_have_values_is_reported():
+    class ExpInPlace(nn.Module):
+        def forward(self, x):
+            return (x * 1e4).exp_()
+
+    net = nn.Sequential(ExpInPlace(), nn.LazyLinear(2))
+    assert trace_of(net).first.op == "aten.exp_"
+
+
 def test_a_trace_in_which_nothing_ran_is_no_clean_one():
     trace = amp.debug.trace_overflow(nn.Linear(2, 2))
     nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
@@ -91,6 +115,15 @@ def test_json_contains_no_infinity():
         (net(torch.ones(1, 2)) * 0).log().sum().backward()
     data = json.loads(trace.to_json(), parse_constant=pytest.fail)
     assert data["first"]["largest_true"] is None
+
+
+def test_the_true_result_of_complex_numbers_is_theirs():
+    z = torch.full((4,), complex(1.0, 1e60), dtype=torch.complex128, requires_grad=True)
+    with trace_overflow() as trace:
+        z.to(torch.complex64).abs().sum().backward()
+    assert trace.first.op == "aten._to_copy"
+    assert trace.first.largest_input == pytest.approx(1e60)
+    assert trace.first.largest_true == pytest.approx(1e60)
 
 
 @pytest.mark.parametrize("how", ["trace begins inside", "step fails"])

@@ -188,6 +188,15 @@ def test_decisions_are_those_of_the_run():
     assert traced(model, torch.randn(64, 16, dtype=torch.bfloat16)).worst is None
 
 
+def test_gradients_without_memory_are_exact():
+    class Sign(nn.Module):
+        def forward(self, x):
+            return x * x.sgn()  # autograd's zeros for the derivative of sgn
+
+    trace = traced(nn.Sequential(nn.Linear(4, 4), Sign()).bfloat16(), torch.randn(8, 4).bfloat16())
+    assert (trace.worst, trace.skipped) == (None, ())
+
+
 class InPlace(nn.Module):
     """The variance of values that are shifted in place, through views, into a slice, by copies."""
 
@@ -238,6 +247,26 @@ def test_writes_in_place_and_views_are_followed(how):
     model = nn.Sequential(nn.Linear(16, 16), InPlace(how)).bfloat16()
     worst = traced(model, torch.randn(8, 16, dtype=torch.bfloat16)).worst
     assert (worst.module, worst.op) == ("1", "aten.sub")
+
+
+def test_a_tensor_that_multiplies_itself_in_place_is_followed():
+    x = torch.randn(64, dtype=torch.bfloat16)
+    with amp.debug.trace_rounding() as trace:
+        x = x * 3
+        x.mul_(x)
+        x.add_(1)
+    assert (trace.worst, trace.operators) == (None, 3)
+
+
+def test_lists_that_cancel_in_place_are_called_so():
+    lists = [torch.randn(64, dtype=torch.bfloat16) for _ in range(3)]
+    with amp.debug.trace_rounding() as trace:
+        torch._foreach_mul_(lists, 1.7)
+        torch._foreach_add_(lists, 1000.0)
+        torch._foreach_sub_(lists, 1000.0)
+    assert [(row.op, row.kind, row.calls) for row in trace.lost] == [
+        ("aten.sub_", "cancellation", 1)
+    ]
 
 
 def test_checkpoints_and_models_of_one_name_are_followed():

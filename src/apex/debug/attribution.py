@@ -20,8 +20,8 @@ from apex._engine.model.state import ModelState
 from apex._engine.session import Session
 from apex._torch.dispatcher import AUTOCAST_KEYS, has_kernel, has_operator
 from apex.amp._amp_state import _amp_state
-from apex.debug.module_tracker import Direction, ModuleTracker, active_autocast
-from apex.debug.records import CAST, OF_FORWARD
+from apex.debug.module_tracker import ModuleTracker, active_autocast
+from apex.debug.records import CAST, OF_FORWARD, OpRow
 
 FOLLOWS = "follows its input"
 
@@ -89,34 +89,25 @@ class DtypeRules:
         self.session = _session(states)
         self.prepared = bool(states)
 
-    def decided_by(
-        self, op: str, computed_in: str, module: str, inside: bool, direction: Direction
-    ) -> str:
-        """Returns a phrase that says why the running operator computes in its dtype.
-
-        Args:
-            op: The operator without overload, such as ``"addmm"``.
-            computed_in: Name of the dtype in which it computes.
-            module: Qualified name of the module in which it runs.
-            inside: Whether the model runs it.
-            direction: ``"forward"`` or ``"backward"``.
-        """
-        call = self._calls.current
-        if f"aten.{op}" == CAST:
-            if direction == "backward":
+    def decided_by(self, row: OpRow) -> str:
+        """Returns a phrase that says why the running operator computes in its dtype."""
+        call, inside = self._calls.current, row.inside
+        op = row.op.rpartition(".")[2]
+        if row.op == CAST:
+            if row.direction == "backward":
                 return "gradient in the dtype before the cast"
             return f"cast by {call.name}()" if call and call.name else "cast"
-        if direction == "backward":  # autograd's formulas follow the forward
+        if row.direction == "backward":  # autograd's formulas follow the forward
             return OF_FORWARD
         if call is None and inside and self._region is not None:
             call = Call("", self._region, None)  # called from C++
         if call is not None and call.spec is not None:
             return self._by_table(op, call.name, call.spec)
         if call is not None and call.autocast is not None:
-            return _by_autocast(op, computed_in, call.name, *call.autocast)
+            return _by_autocast(op, row.computed_in, call.name, *call.autocast)
         if inside and self._region is not None:
             return "op casts off here"
-        return self._converted.get(module, FOLLOWS) if inside else FOLLOWS
+        return self._converted.get(row.module, FOLLOWS) if inside else FOLLOWS
 
     def _by_table(self, op: str, function: str, spec: CastSpec) -> str:
         kind = self._registered.get(function)
@@ -162,7 +153,7 @@ def _rows(op: str, function: str) -> Iterator[tuple[str, str]]:
         for row in names.get(function, ()) or names.get(f"__{function}__", ()):
             yield function, row
     yield function, function  # torch.fft.rfft calls itself "fft_rfft"
-    for name in (*_CALLERS.get(op, ()), op):
+    for name in (*(caller for caller, calls in _CALLS.items() if op in calls), op):
         for names in NAMES.values():
             for row in names.get(name, ()):
                 yield name, row
@@ -200,29 +191,26 @@ _KINDS: dict[Kind, str] = {
 _COMPARISONS = {"eq", "ge", "gt", "le", "lt", "ne"}
 _PROMOTING = {"add", "sub", "rsub", "mul", "div", "cat", "stack", *_COMPARISONS}
 
-# The functions that call an operator, for operators whose caller is unknown.
-_CALLERS: dict[str, tuple[str, ...]] = {
-    "addmm": ("linear",),
-    "mm": ("matmul", "linear"),
-    "bmm": ("matmul", "einsum"),
-    "mv": ("matmul",),
-    "dot": ("matmul",),
-    "convolution": ("conv2d",),
-    "_softmax": ("softmax",),
-    "_log_softmax": ("log_softmax",),
-    "_safe_softmax": ("softmax",),
-    "native_layer_norm": ("layer_norm",),
-    "native_group_norm": ("group_norm",),
-    "_fused_rms_norm": ("rms_norm",),
-    "_trilinear": ("bilinear",),
-    "linalg_vector_norm": ("norm",),
-    "_prelu_kernel": ("prelu",),
-    "nll_loss_forward": ("nll_loss",),
-    "nll_loss2d_forward": ("nll_loss",),
-    "mkldnn_rnn_layer": ("lstm",),
-    "_cudnn_rnn": ("lstm",),
-    "_scaled_dot_product_flash_attention_for_cpu": ("scaled_dot_product_attention",),
-    "_scaled_dot_product_flash_attention": ("scaled_dot_product_attention",),
-    "_scaled_dot_product_efficient_attention": ("scaled_dot_product_attention",),
-    "_scaled_dot_product_cudnn_attention": ("scaled_dot_product_attention",),
+# The operators that a function calls, for operators whose caller is unknown.
+_CALLS: dict[str, tuple[str, ...]] = {
+    "matmul": ("mm", "bmm", "mv", "dot"),
+    "linear": ("addmm", "mm"),
+    "einsum": ("bmm",),
+    "conv2d": ("convolution",),
+    "softmax": ("_softmax", "_safe_softmax"),
+    "log_softmax": ("_log_softmax",),
+    "layer_norm": ("native_layer_norm",),
+    "group_norm": ("native_group_norm",),
+    "rms_norm": ("_fused_rms_norm",),
+    "bilinear": ("_trilinear",),
+    "norm": ("linalg_vector_norm",),
+    "prelu": ("_prelu_kernel",),
+    "nll_loss": ("nll_loss_forward", "nll_loss2d_forward"),
+    "lstm": ("mkldnn_rnn_layer", "_cudnn_rnn"),
+    "scaled_dot_product_attention": (
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    ),
 }

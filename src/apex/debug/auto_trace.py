@@ -8,7 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from apex._engine.readback import Readback
 from apex._torch import dtensor, ranks
 from apex._torch.dispatch_modes import suspend_modes
 from apex.debug.arguments import inner
+from apex.debug.faults import Fault
 from apex.debug.loops import Loop, LoopPass, loop_of
 from apex.debug.module_tracker import UncopiedHook, hook_forward
 from apex.debug.overflow import OverflowTrace
@@ -111,20 +112,6 @@ def arm(
     return AutoTrace(loop, scaler, after_skips)
 
 
-class _Pass(NamedTuple):
-    """A pass whose gradients are looked at.
-
-    Attributes:
-        number: Position among these passes, counted from 1.
-        loss_id: Index of the loss.
-        params: Ids of the stepped parameters that have a gradient.
-    """
-
-    number: int
-    loss_id: int
-    params: list[int]
-
-
 class AutoTrace:
     """The handle that :func:`arm` returns.
 
@@ -137,9 +124,9 @@ class AutoTrace:
         self._loop = loop
         self._scaler = None if scaler is None else weakref.ref(scaler)
         self._after_skips = after_skips
-        self._readback: Readback[_Pass] = Readback()
+        self._readback: Readback[tuple[int, int, list[int]]] = Readback()  # see `measure`
         self._passes = 0
-        self._nonfinite: tuple[_Pass, set[int]] | None = None  # and the ids of the parameters
+        self._nonfinite = ""  # the first sentence of a report on gradients
         self._skips_at_trace: dict[int, int] = {}
         self._traced_loss: int | None = None
         self._thread = 0
@@ -170,7 +157,10 @@ class AutoTrace:
 
     @torch.no_grad()
     def measure(self, loss_id: int, params: Iterable[Tensor]) -> None:
-        """Sends the gradients' largest values to the host; called by the loop."""
+        """Sends the gradients' largest values to the host; called by the loop.
+
+        They belong to the pass's number, its loss and the ids of its parameters.
+        """
         if self._loop.dynamic or self.watching:
             return
         self._passes += 1
@@ -179,7 +169,7 @@ class AutoTrace:
             with suspend_modes():
                 grads = [finite.summed_values(dtensor.local(grad)) for grad in own.values()]
                 largest = norms.stacked(norms.max_norms(grads), grads[0].device)
-                self._readback.send(_Pass(self._passes, loss_id, list(own)), largest)
+                self._readback.send((self._passes, loss_id, list(own)), largest)
 
     def end_of_pass(self, end: LoopPass) -> None:
         """Starts a trace if one is due, or ends one; called by the loop."""
@@ -198,12 +188,17 @@ class AutoTrace:
             self._start_if_nonfinite()
 
     def _start_if_nonfinite(self) -> None:
-        for own, largest in self._readback.poll():
-            values = zip(own.params, largest, strict=True)
+        for (number, loss_id, params), largest in self._readback.poll():
+            values = zip(params, largest, strict=True)
             bad = {param for param, value in values if not math.isfinite(value)}
             if bad:
-                self._nonfinite = own, bad
-                self._start(own.loss_id)
+                names = [name for key, name in self._loop.names().items() if key in bad]
+                self._nonfinite = (
+                    f"Gradients are not finite since {self._loop.unit} {number} after "
+                    f"amp.debug.arm: {listed(names, _MAX_NAMED)} ({len(bad)} of {len(params)} "
+                    "gradients)."
+                )
+                self._start(loss_id)
                 return
 
     def _measured(self, measured: Measured) -> None:
@@ -256,49 +251,37 @@ class AutoTrace:
                 self._handles.pop().remove()
 
     def _report(self) -> None:
-        message = self._message()
-        if message is not None:
-            _log.warning(message)  # on rank 0 only
-            self._report_own()
-            self.disarm()
-
-    def _report_own(self) -> None:
-        """Logs what a rank other than 0 computed itself, in one line: rank 0 may not see it."""
-        rank, first = ranks.rank(), self.trace.first if self.trace is not None else None
-        if rank and first is not None and first.cause not in (*_EARLIER, "another rank"):
+        first = None if self.trace is None else self.trace.first
+        message = None if first is None else self._message(first)
+        if first is None or message is None:
+            return
+        _log.warning(message)  # on rank 0 only
+        rank = ranks.rank()
+        if rank and first.cause not in (*_EARLIER, "another rank"):  # rank 0 may not see it
             _log.warning(
                 f"Rank {rank}: {first.headline}; cause: {first.cause}. "
                 "The handle's `trace` on this rank has the report.",
                 extra={"any_rank": True},
             )
+        self.disarm()
 
-    def _message(self) -> str | None:
+    def _message(self, first: Fault) -> str | None:
         """Returns the report, or None if the traced step shows no fault."""
-        first = None if self.trace is None else self.trace.first
-        if first is None or first.cause == "loss scale":
-            return None  # clean, or a dynamic scale that is finding its value
-        found = self._nonfinite
-        if found is None:
+        if first.cause == "loss scale":
+            return None  # a dynamic scale that is finding its value
+        if not self._nonfinite:
             if first.cause == "gradients":
                 return None  # clean, apart from gradients left by the skipped step
             return f"{self._after_skips} or more consecutive steps were skipped. {self.trace}"
-        message = f"{self._gradients(*found)} The trace of the next pass: {self.trace}"
         if first.cause not in _EARLIER:
-            return message
+            return f"{self._nonfinite} The trace of the next pass: {self.trace}"
         weights = map(dtensor.local, self._loop.params())
         if all(bool(torch.isfinite(weight).all()) for weight in weights):  # sync: a diagnosis
             return None  # the script did not step on these gradients
         return (
-            f"{self._gradients(*found)} The weights are no longer finite: without a dynamic loss "
+            f"{self._nonfinite} The weights are no longer finite: without a dynamic loss "
             "scale no step is skipped. To find the operator, go back to an earlier checkpoint and "
             f"run this iteration inside amp.debug.trace_overflow(model). {self._loop.remedy}"
-        )
-
-    def _gradients(self, own: _Pass, bad: set[int]) -> str:
-        names = [name for key, name in self._loop.names().items() if key in bad]
-        return (
-            f"Gradients are not finite since {self._loop.unit} {own.number} after amp.debug.arm: "
-            f"{listed(names, _MAX_NAMED)} ({len(bad)} of {len(own.params)} gradients)."
         )
 
     # Hooks of the models while a step is traced. torch is iterating over them when they run, so

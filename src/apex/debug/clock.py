@@ -7,18 +7,12 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex._torch.copies import record
 
 R = TypeVar("R")
 Span = Callable[[], float]
 """Returns one measured time, in seconds; call it after ``Clock.finish``."""
-
-aten = torch.ops.aten
-
-# Views whose schema does not say so.
-_SHARING = {aten._unsafe_view, aten.unsafe_split, aten.unsafe_split_with_sizes, aten.unsafe_chunk}
 
 
 class Clock:
@@ -83,38 +77,6 @@ class DeviceClock(Clock):
         result = call(*args, **kwargs)
         end = record(self._device, timing=True)
         return result, lambda: float(start.elapsed_time(end)) / 1000.0
-
-
-class Stopwatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Times every operator that computes, not views. Enter it once for each pass.
-
-    Calls ``before`` at every operator, views included.
-    """
-
-    def __init__(self, clock: Clock, before: Callable[[], None] = lambda: None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._clock, self._before = clock, before
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        self._before()
-        if torch.is_inference_mode_enabled():  # where composites arrive whole
-            with self:
-                result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        if func.is_view or func._overloadpacket in _SHARING:
-            return func(*args, **kwargs)
-        result, span = self._clock.time(func, *args, **kwargs)
-        self._observe(func, args, kwargs, result, span)
-        return result
-
-    def _observe(
-        self, func: Any, args: Any, kwargs: dict[str, Any], result: Any, span: Span
-    ) -> None:
-        """Called after each timed operator."""
 
 
 def clock_for(device: torch.device) -> Clock:

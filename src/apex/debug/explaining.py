@@ -19,7 +19,7 @@ from apex.debug.arguments import (
     floating_outputs,
 )
 from apex.debug.attribution import CallTracker, DtypeRules
-from apex.debug.clock import Stopwatch, clock_for
+from apex.debug.clock import clock_for
 from apex.debug.explanation import Explanation
 from apex.debug.module_tracker import ModuleTracker, active_autocast
 from apex.debug.preserve_state import casts_off, preserve_state
@@ -97,19 +97,20 @@ def explain(
     rules = DtypeRules(tracker, calls)
     scale = _scale(loss_scale, scaler, rules)
     clock = clock_for(_device(inner, given))
+    recorder = Recorder(tracker, rules, clock)
 
-    def run(watch: Stopwatch) -> tuple[GradientRow, ...]:
+    def run() -> tuple[GradientRow, ...]:
         clock.begin()
         with preserve_state(inner, given), torch.set_grad_enabled(backward), tracker:
-            with watch, calls:
+            with recorder, calls:
                 loss = inner(*inputs, **keywords)
                 if loss_fn is not None or backward:
                     loss = (loss_fn or _sum_of)(loss)
-            return _gradients(inner, given, loss, scale, watch) if backward else ()
+            return _gradients(inner, given, loss, scale, recorder) if backward else ()
 
-    recorder = Recorder(tracker, rules, clock)
-    run(Stopwatch(clock))
-    gradients = run(recorder)
+    run()
+    recorder.inspects = True
+    gradients = run()
     ops = recorder.records()
     notes = [f"Time is {clock.measures}, the shorter of two passes."]
     if loss_fn is None and backward:
@@ -131,7 +132,7 @@ def explain(
 
 
 def _gradients(
-    model: nn.Module, given: object, loss: Any, scale: float, watch: Stopwatch
+    model: nn.Module, given: object, loss: Any, scale: float, recorder: Recorder
 ) -> tuple[GradientRow, ...]:
     """Runs the backward pass; returns one record per parameter's gradient.
 
@@ -145,7 +146,7 @@ def _gradients(
         start = torch.ones_like(scaled)
         params = {n: p for n, p in model.named_parameters() if p.requires_grad}
         targets = [*params.values(), *(t for t in tree.tensors(given) if t.requires_grad)]
-        with watch:
+        with recorder:
             # Unlike backward(), grad() neither writes .grad nor runs its hooks.
             grads: tuple[Tensor | None, ...] = torch.autograd.grad(
                 scaled, targets, start, allow_unused=True

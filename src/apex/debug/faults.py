@@ -146,10 +146,11 @@ class Fault:
     @property
     def explanation(self) -> str:
         """What happened, in one sentence."""
+        true = self.largest_true
         return _EXPLANATIONS[self._case].format(
             dtype=dtypes.name(self.dtype),
             limit=f"{torch.finfo(self.dtype).max:g}",
-            true=_amount(self.largest_true),
+            true="more" if true is None or not math.isfinite(true) else f"{true:.5g}",
         )
 
     @property
@@ -168,8 +169,11 @@ class Fault:
     @property
     def headline(self) -> str:
         """The operator, its module, and what it returned."""
+        place = place_in_words(self.module, inside=self.inside)
+        if self.cause in _OF_STEPS:
+            place = "in an update of the weights"
         return (
-            f"{self.op} {self._place}, {self.direction}, returned {self.kind} in "
+            f"{self.op} {place}, {self.direction}, returned {self.kind} in "
             f"{dtypes.name(self.dtype)} (largest finite input {self.largest_input:.4g})"
         )
 
@@ -184,16 +188,6 @@ class Fault:
             f"  remedy {self.remedy}",
         ]
         return "\n".join(lines)
-
-    @property
-    def _place(self) -> str:
-        if self.cause in _OF_STEPS:
-            return "in an update of the weights"
-        return place_in_words(self.module, inside=self.inside)
-
-
-def _amount(true: float | None) -> str:
-    return "more" if true is None or not math.isfinite(true) else f"{true:.5g}"
 
 
 def cause_of(fault: Fault, loss_scale: float, *, formula: bool) -> Cause:

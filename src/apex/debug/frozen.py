@@ -8,6 +8,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ WIDER = {
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
+@dataclass(eq=False)
 class FrozenUpdates:
     """Counts of one optimizer step; filled in when the block around the step ends.
 
@@ -39,9 +41,8 @@ class FrozenUpdates:
         frozen: How many of these kept their value.
     """
 
-    def __init__(self) -> None:
-        self.wanted = 0
-        self.frozen = 0
+    wanted: int = 0
+    frozen: int = 0
 
     @property
     def share(self) -> float:

@@ -175,7 +175,12 @@ class History:
 
         A norm of inf or NaN becomes a string (``"inf"``, ``"nan"``), as JSON has no such numbers.
         """
-        return json.dumps([_plain(item) for item in self.passes], indent=1)
+
+        def plain(value: Any) -> Any:
+            return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+        passes = [asdict(item).items() for item in self.passes]
+        return json.dumps([{n: plain(v) for n, v in items} for items in passes], indent=1)
 
     def to_tensorboard(self, writer: Any, prefix: str = "amp") -> None:
         """Writes every pass to a ``torch.utils.tensorboard.SummaryWriter``.
@@ -213,12 +218,28 @@ class History:
                 "history.to_json() has the same data."
             ) from error
         passes = self.passes
-        with_norms = any(item.grad_norm is not None for item in passes)
-        result = Figure(figsize=(9, 5.5 if with_norms else 3), layout="constrained")
-        panels: Any = result.subplots(1 + with_norms, 1, sharex=True, squeeze=False)[:, 0]
-        _scales(panels[0], passes)
-        if with_norms:
-            _norms(panels[1], passes)
+        labels = ["loss scale"]
+        labels += ["gradient norm"] * any(item.grad_norm is not None for item in passes)
+        result = Figure(figsize=(9, 0.5 + 2.5 * len(labels)), layout="constrained")
+        panels: Any = result.subplots(len(labels), 1, sharex=True, squeeze=False)[:, 0]
+        for panel, label in zip(panels, labels, strict=True):
+            panel.set_yscale("log", base=2 if label == "loss scale" else 10)
+            panel.set_ylabel(label)
+            panel.grid(alpha=0.3)
+        losses = _by_loss(passes)
+        for loss_id, own in losses.items():
+            points = [(item.index, item.loss_scale) for item in own]
+            panels[0].step(*zip(*points, strict=True), where="post", label=f"loss {loss_id}")
+            norms = [(item.index, item.grad_norm) for item in own if item.grad_norm]
+            finite_norms = [(index, norm) for index, norm in norms if math.isfinite(norm)]
+            if finite_norms:
+                panels[-1].plot(*zip(*finite_norms, strict=True), label=f"loss {loss_id}")
+        over = [(item.index, item.loss_scale) for item in passes if item.overflow]
+        if over:
+            label = f"overflow, step skipped ({len(over)})"
+            panels[0].plot(*zip(*over, strict=True), "v", color="tab:red", label=label)
+        if over or len(losses) > 1:
+            panels[0].legend()
         panels[-1].set_xlabel("backward pass")
         return result
 
@@ -260,20 +281,18 @@ def passes_text(passes: Sequence[Pass]) -> str:
     lines = []
     for loss_id, own in losses.items():
         name = f"Loss {loss_id}: " if len(losses) > 1 else ""
-        lines += [name + _title(own), *(f"  {line}" for line in _details(own))]
+        skipped = sum(item.overflow for item in own)
+        share = f" ({percent(skipped / len(own))})" if skipped else ""
+        count = counted(len(own), "backward pass", "es")
+        span = f"({own[0].index} to {own[-1].index})"
+        lines.append(f"{name}{count} {span}, {skipped} skipped{share}")
+        lines += (f"  {line}" for line in _details(own))
     return "\n".join(lines)
 
 
 def _by_loss(passes: Sequence[Pass]) -> dict[int, list[Pass]]:
     losses = sorted({item.loss_id for item in passes})
     return {loss_id: [item for item in passes if item.loss_id == loss_id] for loss_id in losses}
-
-
-def _title(passes: Sequence[Pass]) -> str:
-    skipped = sum(item.overflow for item in passes)
-    share = f" ({percent(skipped / len(passes))})" if skipped else ""
-    count = counted(len(passes), "backward pass", "es")
-    return f"{count} ({passes[0].index} to {passes[-1].index}), {skipped} skipped{share}"
 
 
 def _details(passes: Sequence[Pass]) -> Iterator[str]:
@@ -285,23 +304,18 @@ def _details(passes: Sequence[Pass]) -> Iterator[str]:
         runs = itertools.groupby(item.overflow for item in passes)
         rows = (len(list(run)) for skipped, run in runs if skipped)
         yield f"skips          the last in pass {skips[-1]}, at most {max(rows)} in a row"
-    yield from _norm_line(passes)
-
-
-def _norm_line(passes: Sequence[Pass]) -> Iterator[str]:
     known = [(item.grad_norm, item.index) for item in passes if item.grad_norm is not None]
     norms = [(norm, index) for norm, index in known if math.isfinite(norm)]
-    if not norms:
-        if known:
-            yield f"gradient norm  inf or NaN in all {len(known)} passes"
-        return
-    values = [norm for norm, _ in norms]
-    largest, index = max(norms)
     bad = len(known) - len(norms)
-    yield (
-        f"gradient norm  {values[-1]:.3g} last, median {statistics.median(values):.3g}, "
-        f"largest {largest:.3g} in pass {index}" + (f", {bad} not finite" if bad else "")
-    )
+    if norms:
+        values = [norm for norm, _ in norms]
+        largest, index = max(norms)
+        yield (
+            f"gradient norm  {values[-1]:.3g} last, median {statistics.median(values):.3g}, "
+            f"largest {largest:.3g} in pass {index}" + (f", {bad} not finite" if bad else "")
+        )
+    elif bad:
+        yield f"gradient norm  inf or NaN in all {bad} passes"
 
 
 @torch.no_grad()
@@ -315,38 +329,3 @@ def _norm(params: Iterable[Tensor]) -> Tensor:
         device = grads[0].device if grads else torch.device("cpu")
         # In fp32: of 16-bit gradients, torch returns a 16-bit norm.
         return norms.total(norms.stacked(norms.l2_norms(grads), device))
-
-
-def _plain(item: Pass) -> dict[str, Any]:
-    values = asdict(item).items()
-    return {
-        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in values
-    }
-
-
-def _scales(panel: Any, passes: Sequence[Pass]) -> None:
-    losses = _by_loss(passes)
-    for loss_id, own in losses.items():
-        points = zip(*[(item.index, item.loss_scale) for item in own], strict=True)
-        panel.step(*points, where="post", label=f"loss {loss_id}")
-    over = [(item.index, item.loss_scale) for item in passes if item.overflow]
-    if over:
-        label = f"overflow, step skipped ({len(over)})"
-        panel.plot(*zip(*over, strict=True), "v", color="tab:red", label=label)
-    panel.set_yscale("log", base=2)
-    panel.set_ylabel("loss scale")
-    panel.grid(alpha=0.3)
-    if over or len(losses) > 1:
-        panel.legend()
-
-
-def _norms(panel: Any, passes: Sequence[Pass]) -> None:
-    for loss_id, own in _by_loss(passes).items():
-        found = [(item.index, item.grad_norm) for item in own]
-        known = [(index, n) for index, n in found if n is not None and math.isfinite(n) and n > 0]
-        if known:
-            panel.plot(*zip(*known, strict=True), label=f"loss {loss_id}")
-    panel.set_yscale("log")
-    panel.set_ylabel("gradient norm")
-    panel.grid(alpha=0.3)

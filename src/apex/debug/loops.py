@@ -165,17 +165,14 @@ class _AmpLoop(Loop):
     scales = "Pass loss_scale='dynamic' to amp.initialize, or use a bf16 level ('O4', 'O5')"
 
     def __init__(
-        self,
-        session: Session,
-        models: Iterable[nn.Module] | None,
-        bindings: Iterable[Binding] | None = None,
+        self, session: Session, models: Iterable[nn.Module], only: Iterable[Binding] | None
     ) -> None:
-        """``bindings`` and ``models`` are by default all that the session has."""
-        super().__init__(session.models if models is None else models)
+        """``only`` are the optimizers to watch; None for all that the session has."""
+        super().__init__(models)
         self.dynamic = any(scaler.dynamic for scaler in session.scalers)
         self.may_underflow = session.policy.low_precision is torch.float16
         self._session = weakref.ref(session)
-        self._only = None if bindings is None else weakref.WeakSet(bindings)
+        self._only = None if only is None else weakref.WeakSet(only)
 
     def listen(self, listener: Listener) -> None:
         self._listener = listener
@@ -188,18 +185,21 @@ class _AmpLoop(Loop):
             session.remove_listener(self._end_of_pass)
 
     @property
-    def optimizers(self) -> list[Optimizer]:
+    def _bindings(self) -> list[Binding]:
         session = self._session()
         bindings = () if session is None else session.bindings
-        return [b.optimizer for b in bindings if self._only is None or b in self._only]
+        return [each for each in bindings if self._only is None or each in self._only]
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        return [binding.optimizer for binding in self._bindings]
 
     def gradient_scale(self, optimizer: Optimizer) -> Tensor | None:
         session = self._session()
         return None if session is None else session.scalers[0].loss_scale
 
     def _end_of_pass(self, session: Session, end: PassEnd) -> None:
-        known = set(cast(Session, self._session()).bindings) if self._only is None else self._only
-        own = [each for each in end.bindings if isinstance(each, Binding) and each in known]
+        own = [binding for binding in self._bindings if binding in end.bindings]
         if not own or self._listener is None:
             return
         params = (param for binding in own for param in binding.params())
@@ -397,4 +397,6 @@ def loop_of(
             "prepared, which has a loss scale of its own. Leave out scaler=."
         )
     session = cast(Session, sessions.pop())
-    return _AmpLoop(session, models, bindings if only else None)
+    return _AmpLoop(
+        session, session.models if models is None else models, bindings if only else None
+    )

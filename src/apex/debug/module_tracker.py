@@ -79,13 +79,8 @@ def hook_forward(
 ) -> tuple[RemovableHandle, RemovableHandle]:
     """Has hooks called around each forward of a module, after an exception, too.
 
-    A scripted module's own methods refuse hooks, although its calls run them.
-
-    Args:
-        module: The module.
-        before: Called before a forward.
-        after: Called after it.
-        first: Whether to call ``before`` ahead of the hooks that are there.
+    With ``first``, ``before`` is called ahead of the hooks that are there. A scripted module's own
+    methods refuse hooks, although its calls run them.
     """
     return (
         nn.Module.register_forward_pre_hook(module, before, prepend=first),
@@ -291,15 +286,10 @@ class ModuleTracker:
         return self._state.created_site
 
     @property
-    def is_accumulating(self) -> bool:
-        """Whether autograd is adding to the ``grad`` of a tensor."""
-        return getattr(_current_node(), "variable", None) is not None
-
-    @property
-    def parameter(self) -> str:
-        """Qualified name of the parameter to whose ``grad`` autograd is adding; else ``""``."""
-        variable = getattr(_current_node(), "variable", None)
-        return "" if variable is None else self.parameters.get(variable, "")
+    def accumulating(self) -> torch.Tensor | None:
+        """The tensor to whose ``grad`` autograd is adding; None while it adds to none."""
+        variable: torch.Tensor | None = getattr(_current_node(), "variable", None)
+        return variable
 
     @property
     def forward_site(self) -> Site | None:
@@ -307,9 +297,8 @@ class ModuleTracker:
         node = _current_node()
         if node is None:
             return None
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            name = self.parameters.get(variable)
+        if self.accumulating is not None:
+            name = self.parameters.get(self.accumulating)
             return None if name is None else Site(owner_of(name), True, "")
         number, thread = node._sequence_nr(), threading.get_ident()
         task, site = self._sites.get((thread, number), (-1, None))

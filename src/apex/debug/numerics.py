@@ -124,10 +124,9 @@ def check_numerics(model: nn.Module, optimizer: Any = None) -> Numerics:
           weight (parameter, float32): 1 nan of 2
     """
     arguments.module("amp.debug.check_numerics", model)
-    named = [*_of_model(model), *(() if optimizer is None else _of_optimizer(model, optimizer))]
     held = [
         (name, role, finite.summed_values(dtensor.local(tensor.detach())))
-        for name, role, tensor in named
+        for name, role, tensor in _named(model, optimizer)
         if tensors.is_checked(tensor)
     ]
     held = [item for item in held if item[2].numel()]
@@ -148,16 +147,15 @@ def check_numerics(model: nn.Module, optimizer: Any = None) -> Numerics:
     )
 
 
-def _of_model(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+def _named(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, str, Tensor]]:
     for name, param in model.named_parameters():
         yield name, "parameter", param
         if param.grad is not None:
             yield name, "gradient", param.grad
     for name, buffer in model.named_buffers():
         yield name, "buffer", buffer
-
-
-def _of_optimizer(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, str, Tensor]]:
+    if optimizer is None:
+        return
     own = inner(optimizer)
     binding = binding_of(own)
     names = {id(param): name for name, param in model.named_parameters()}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from apex._core import tree
 from apex._core.dtypes import is_low_precision
 from apex._core.param_groups import params_of, states_in
 from apex._engine.session import Session
@@ -41,15 +41,20 @@ class _Call:
         self.name, self.args, self.kwargs = call.traits.name, call.args, call.kwargs
         self.written = call.written()
         self._before = call
-        self._originals: dict[int, Tensor] = {}
         self._saves = self.name.rpartition(".")[2].startswith(tensors.SAVES_INFINITIES)
-        reads = self.written and call.traits.reads_written
-        self._is_known = not reads or all(t.numel() <= _SNAPSHOT_LIMIT for t in self.written)
-        if reads and self._is_known:
-            copies = {id(t): t.detach().clone() for t in self.written}
-            args = tree.map_arguments(lambda t: copies.get(id(t), t), call.args, call.kwargs)
-            self._before = OperatorCall(call.func, call.traits, *args)
-            self._originals = {id(copies[id(t)]): t for t in self.written}
+        changes = self.written if call.traits.reads_written else []
+        self._is_known = all(t.numel() <= _SNAPSHOT_LIMIT for t in changes)
+        self._copies: dict[int, Tensor] = {}
+        if changes and self._is_known:
+            self._copies = copies = {id(t): t.detach().clone() for t in changes}
+            self._before = call.mapped(lambda t: copies.get(id(t), t))
+
+    @functools.cached_property
+    def inputs(self) -> list[tuple[Tensor, Tensor]]:
+        """The floating-point arguments that it reads, each with its values before the call."""
+        unread = set() if self._before.traits.reads_written else set(map(id, self.written))
+        given = tensors.floating([self.args, self.kwargs])
+        return [(t, self._copies.get(id(t), t)) for t in given if id(t) not in unread]
 
     @property
     def is_constant(self) -> bool:
@@ -63,22 +68,9 @@ class _Call:
         known = {id(tensor) for tensor in returned}
         return returned + [tensor for tensor in self.written if id(tensor) not in known]
 
-    def saved_outputs(self, result: Any) -> list[Tensor]:
-        """Returns the outputs saved only for backward."""
-        return list(tensors.floating(result[1:])) if self._saves else []
-
-    def original(self, tensor: Tensor) -> Tensor:
-        """Returns the argument of which ``tensor`` is a snapshot, or ``tensor`` itself."""
-        return self._originals.get(id(tensor), tensor)
-
-    def inputs(self) -> list[Tensor]:
-        """Returns the floating-point tensors that the call read, as they were before it."""
-        call = self._before
-        read = list(tensors.floating([call.args, call.kwargs]))
-        if not call.traits.reads_written:
-            written = {id(tensor) for tensor in self.written}
-            read = [tensor for tensor in read if id(tensor) not in written]
-        return read
+    def saved_outputs(self, result: Any) -> Iterator[Tensor]:
+        """Yields the outputs saved only for backward."""
+        return tensors.floating(result[1:] if self._saves else [])
 
     def largest_in_double(self) -> float | None:
         """Returns the largest absolute result in float64, or None if unknown."""
@@ -100,7 +92,10 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         given = [scaler] if scaler is not None and scaler.is_enabled() else []
         self._scalers: weakref.WeakSet[Any] = weakref.WeakSet(given)
-        self._stale = self._stale_gradients()
+        # The memory of gradients that were already non-finite when tracing started.
+        stepped = [p for s in self._sessions() for b in s.bindings for p in b.params()]
+        grads = tensors.floating([param.grad for param in (*self._params(), *stepped)])
+        self._stale = {tensors.storage_key(grad) for grad in grads if tensors.kind_of(grad)}
 
     def enter_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Counts the optimizer's own parameters (masters) as weights."""
@@ -111,16 +106,10 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         """Ends the step."""
         self._stepping = None
 
-    def _stale_gradients(self) -> set[int]:
-        """Returns the memory of gradients that were already non-finite when tracing started."""
-        stepped = [p for s in self._sessions() for b in s.bindings for p in b.params()]
-        grads = tensors.floating([param.grad for param in (*self._params(), *stepped)])
-        return {tensors.storage_key(grad) for grad in grads if tensors.kind_of(grad)}
-
     def _operator(self, call: OperatorCall) -> Any:
         self._provenance.time += 1
-        accumulating = self.tracker.is_accumulating
-        if call.traits.view and not accumulating and call.traits.name != "aten.lift_fresh":
+        target = self.tracker.accumulating
+        if call.traits.view and target is None and call.traits.name != "aten.lift_fresh":
             return self._run(call.func, call.args, call.kwargs)
         before = _Call(call)
         result = self._run(call.func, call.args, call.kwargs)
@@ -128,8 +117,8 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
             self._follow_exchange(before, result)
         else:
             self._check(before, result)
-        if accumulating:
-            self._check_gradient(result)
+        if target is not None:
+            self._check_gradient(target, result)
         return result
 
     def _check(self, call: _Call, result: Any) -> None:
@@ -138,10 +127,12 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         self._mark_saved(call, result)
         for tensor in call.outputs(result):
             kind = tensors.kind_of(tensor)
-            if kind is None:
-                self._mark_finite(tensor)
-            else:
+            if kind is not None:
                 bad.append((tensor, kind))
+                continue
+            self._provenance.clear(tensor)
+            if self._stale and tensors.covers_storage(tensor):
+                self._stale.discard(tensors.storage_key(tensor))
         if bad:
             origin = self._origin(call, bad)
             for tensor, _ in bad:
@@ -173,8 +164,8 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
     def _mark_read(self, call: _Call) -> None:
         if not self._provenance.has_pending or self.tracker.direction == "backward":
             return
-        for place, tensor in enumerate(call.inputs()):
-            origin = self._provenance.of(call.original(tensor))
+        for place, (argument, _) in enumerate(call.inputs):
+            origin = self._provenance.of(argument)
             if origin is not None:
                 divides = place == 1 and operator_name(call.name) in _TO_DIVISOR
                 self._provenance.mark_read(origin, call.name + DIVISOR * divides)
@@ -186,15 +177,10 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
                 origin = self._new_origin(call, kind, tensor.dtype, "constant", deliberate=True)
                 self._provenance.mark(tensor, origin)
 
-    def _mark_finite(self, tensor: Tensor) -> None:
-        self._provenance.clear(tensor)
-        if self._stale and tensors.covers_storage(tensor):
-            self._stale.discard(tensors.storage_key(tensor))
-
     def _mark_inputs(self, call: _Call, mark: Callable[[Origin], None]) -> None:
-        for tensor in call.inputs():
-            origin = self._provenance.of(call.original(tensor))
-            if origin is not None and tensors.kind_of(tensor):
+        for argument, values in call.inputs:
+            origin = self._provenance.of(argument)
+            if origin is not None and tensors.kind_of(values):
                 mark(origin)
 
     def _mirrors_gradients(self, call: _Call) -> bool:
@@ -227,16 +213,12 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         own = [param for model in self.tracker.models for param in model.parameters()]
         return [*own, *(param for each in self._optimizers for param in params_of(each))]
 
-    def _check_gradient(self, result: Any) -> None:
-        backward = self.tracker.backward
-        self._provenance.mark_backward(backward)
+    def _check_gradient(self, target: Tensor, result: Any) -> None:
         for grad in tensors.floating(result):
-            origin = self._provenance.of(grad) if tensors.kind_of(grad) else None
-            if origin is None:
-                self._provenance.mark_finite_gradient()
-                continue
-            name = self.tracker.parameter or "(a tensor of no model)"
-            self._provenance.mark_reached(origin, backward=backward, gradient=name)
+            name, origin = "", self._provenance.of(grad) if tensors.kind_of(grad) else None
+            if origin is not None:
+                name = self.tracker.parameters.get(target, "(a tensor of no model)")
+            self._provenance.mark_gradient(name, origin, backward=self.tracker.backward)
 
     # -- origins -------------------------------------------------------------------------------
 
@@ -270,27 +252,27 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         return origin
 
     def _nonfinite_inputs(self, call: _Call) -> list[tuple[Kind, Origin]]:
-        found = [(tensor, tensors.kind_of(tensor)) for tensor in call.inputs()]
-        return [(kind, self._input_origin(tensor, kind, call)) for tensor, kind in found if kind]
+        found = [(argument, values, tensors.kind_of(values)) for argument, values in call.inputs]
+        return [
+            (kind, self._input_origin(argument, values, kind, call))
+            for argument, values, kind in found
+            if kind is not None
+        ]
 
-    def _input_origin(self, tensor: Tensor, kind: Kind, call: _Call) -> Origin:
+    def _input_origin(self, argument: Tensor, values: Tensor, kind: Kind, call: _Call) -> Origin:
         """Returns a non-finite input's origin; this operator if the values are from outside."""
-        argument = call.original(tensor)
         origin = self._provenance.of(argument)
-        if origin is not None and self._spoils_weights(origin, tensor, argument):
-            self._provenance.mark_reached(origin, spoils=True)
         if origin is None:
             cause = self._source(argument, call)
-            deliberate = cause == "data" and (call.is_constant or tensors.is_mask(tensor))
+            deliberate = cause == "data" and (call.is_constant or tensors.is_mask(values))
             cause = "constant" if deliberate else cause
-            origin = self._new_origin(call, kind, tensor.dtype, cause, deliberate=deliberate)
+            origin = self._new_origin(call, kind, argument.dtype, cause, deliberate=deliberate)
             self._provenance.mark(argument, origin)
-        return origin
-
-    def _spoils_weights(self, origin: Origin, tensor: Tensor, argument: Tensor) -> bool:
-        """Returns whether values of ``origin`` are weights: of an average that was not called."""
+            return origin
         is_weight = tensors.storage_key(argument) in _keys(self._params())
-        return is_weight and not origin.deliberate and not tensors.is_mask(tensor)
+        if is_weight and not origin.deliberate and not tensors.is_mask(values):
+            self._provenance.mark_reached(origin, spoils=True)  # of an average that was not called
+        return origin
 
     def _source(self, tensor: Tensor, call: _Call) -> Cause:
         key = tensors.storage_key(tensor)
@@ -321,7 +303,7 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         *,
         deliberate: bool = False,
     ) -> Origin:
-        inputs = call.inputs()
+        inputs = [values for _, values in call.inputs]
         direction, formula = self.tracker.direction, self.tracker.runs_formula
         site = self.tracker.site()
         fault = Fault(

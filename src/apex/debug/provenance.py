@@ -149,37 +149,41 @@ class Provenance:
 
     # -- faults ----------------------------------------------------------------------------------
 
-    def mark_reached(
-        self, origin: Origin, *, backward: int = -1, gradient: str = "", spoils: bool = False
-    ) -> None:
-        """Records that values of ``origin`` reached a gradient, the loss, a weight or a buffer.
+    def mark_reached(self, origin: Origin, *, spoils: bool = False) -> None:
+        """Records that values of ``origin`` reached the loss, a weight or a buffer.
 
-        ``backward`` is the backward pass whose gradients they reached, -1 for the loss or a weight:
-        a dynamic loss scale skips the step of such a pass, and backs off. ``gradient`` is the
-        parameter's name. ``spoils`` says that they reached a weight or a buffer.
+        ``spoils`` says that they reached a weight or a buffer.
         """
-        if gradient and gradient not in self.gradients:
-            self.gradients.append(gradient)
-        origin.spoils_only = spoils and (origin.spoils_only or origin not in self._reached)
-        self._reached.setdefault(origin)
-        if origin.fault.heals and backward != -1:
-            self.healed.add(backward)
-            return
+        self._mark_reached(origin, spoils=spoils)
         if origin.fault.heals:
             origin.fault = replace(origin.fault, stepped=True)
         self.is_certain = True
 
-    def mark_backward(self, backward: int) -> None:
-        """Counts a backward pass that has reached a gradient."""
+    def mark_gradient(self, name: str, origin: Origin | None, *, backward: int) -> None:
+        """Records that backward pass number ``backward`` adds to the gradient of a parameter.
+
+        ``origin`` is that of its non-finite values; None if it is finite, when ``name`` is not
+        read. A dynamic loss scale skips the step of a pass that overflows, and backs off.
+        """
         self.passes += backward != self._backward
         self._backward = backward
+        if origin is None:
+            for each in self._pending:
+                if not (each in self._reached or each.fault.heals or each.is_lost):
+                    self._harmless.setdefault(each.place, each).times += 1
+            self._pending.clear()
+            return
+        if name not in self.gradients:
+            self.gradients.append(name)
+        self._mark_reached(origin)
+        if origin.fault.heals:
+            self.healed.add(backward)
+        else:
+            self.is_certain = True
 
-    def mark_finite_gradient(self) -> None:
-        """Records that a parameter received a finite gradient."""
-        for origin in self._pending:
-            if not (origin in self._reached or origin.fault.heals or origin.is_lost):
-                self._harmless.setdefault(origin.place, origin).times += 1
-        self._pending.clear()
+    def _mark_reached(self, origin: Origin, *, spoils: bool = False) -> None:
+        origin.spoils_only = spoils and (origin.spoils_only or origin not in self._reached)
+        self._reached.setdefault(origin)
 
     @property
     def harmless(self) -> list[Origin]:

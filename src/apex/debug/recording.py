@@ -5,20 +5,22 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, MutableMapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from apex._core import dtypes
 from apex._core.dtypes import is_castable
+from apex._torch.sparse import with_memory
 from apex.debug import tensors
 from apex.debug.attribution import DtypeRules
-from apex.debug.clock import Clock, Span, Stopwatch
+from apex.debug.clock import Clock, Span
 from apex.debug.module_tracker import Direction, ModuleTracker
-from apex.debug.records import LOW, CastCount, OpRow, RoundTrip, WeightCasts, computed_in
+from apex.debug.records import CAST, LOW, CastCount, OpRow, RoundTrip, WeightCasts
 from apex.debug.tracing import is_uninitialized
 
 aten = torch.ops.aten
@@ -34,17 +36,8 @@ _PASS_ON = {aten.native_dropout, aten.mul, aten.div, aten.clone, aten.masked_fil
 
 _CASTS = {aten._to_copy.default, aten.to.dtype, aten.to.device, aten.to.other}
 
-
-class Key(NamedTuple):
-    """The identity of one record; see :class:`OpRow`."""
-
-    module: str
-    inside: bool
-    direction: Direction
-    op: str
-    dtypes_in: tuple[str, ...]
-    dtype_out: str
-    decided_by: str
+# Views whose schema does not say so.
+_SHARING = {aten._unsafe_view, aten.unsafe_split, aten.unsafe_split_with_sizes, aten.unsafe_chunk}
 
 
 @dataclass(eq=False)
@@ -68,7 +61,7 @@ class Cast:
     values: int
     losses: Tensor | None
     span: Span
-    own: Key
+    own: OpRow
     before: tuple[Cast, ...] = ()
     charged: bool = False
     used: bool = False
@@ -87,7 +80,7 @@ class Detour:
         returned: Whether a cast has taken its result back.
     """
 
-    key: Key
+    key: OpRow
     low: str
     casts: list[Cast]
     returned: bool = False
@@ -115,7 +108,7 @@ class OpStats:
         """Adds the values of a floating-point tensor."""
         if result.numel() == 0:
             return
-        result = result.detach().to_dense()
+        result = with_memory(result.detach()).to_dense()
         largest = _largest(result)
         if largest.device.type != "cpu" or not math.isfinite(float(largest)):  # CPU only: no sync
             finite = torch.isfinite(result)
@@ -126,29 +119,51 @@ class OpStats:
         self.values += result.numel()
 
 
-class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
-    """Records every operator on floating-point tensors, except views.
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Times every operator that computes, not views, and records those on floating-point tensors.
 
     A cast is charged to the operator that first computes with its result, also through views, so
     each cast in the weight cache counts once. Statistics stay on the device; ``records`` reads
     them after the run.
+
+    Attributes:
+        inspects: Whether to record operators; if not, they are only timed.
+        without_formula: Operators in low precision whose FLOPs torch cannot count.
     """
 
     def __init__(self, tracker: ModuleTracker, rules: DtypeRules, clock: Clock) -> None:
         """Creates a recorder; the caller enters ``tracker`` around it."""
-        super().__init__(clock, tracker.record_site)
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.inspects = False
         self.without_formula: set[str] = set()
-        self._tracker = tracker
-        self._rules = rules
+        self._tracker, self._rules, self._clock = tracker, rules, clock
         self._flops = _flop_formulas()
-        self._stats: defaultdict[Key, OpStats] = defaultdict(OpStats)
+        self._stats: defaultdict[OpRow, OpStats] = defaultdict(OpStats)
         self._trips: defaultdict[_Place, list[list[Cast]]] = defaultdict(list)
         self._weight_casts: defaultdict[str, list[Cast]] = defaultdict(list)
         self._all_casts: list[Cast] = []
         self._detours: MutableMapping[_Holder, Detour] = WeakIdKeyDictionary()
         self._casts: MutableMapping[_Holder, Cast] = WeakIdKeyDictionary()
 
-    def _observe(
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.inspects:
+            self._tracker.record_site()
+        if torch.is_inference_mode_enabled():  # where composites arrive whole
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if func.is_view or func._overloadpacket in _SHARING:
+            return func(*args, **kwargs)
+        result, span = self._clock.time(func, *args, **kwargs)
+        if self.inspects:
+            self._record(func, args, kwargs, result, span)
+        return result
+
+    def _record(
         self, func: Any, args: Any, kwargs: dict[str, Any], result: Any, span: Span
     ) -> None:
         inputs = list(filter(is_castable, tensors.floating([args, kwargs])))
@@ -158,7 +173,7 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
             return
         if not inputs and not outputs:
             return
-        key = self._key(func, inputs, outputs)
+        key = self._key(f"{func.namespace}.{func._overloadpacket.__name__}", inputs, outputs)
         stats = self._stats[key]
         stats.calls += 1
         stats.spans.append(span)
@@ -190,25 +205,23 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
                 self._casts.pop(_holder(tensor), None)
 
     def _follow_detour(
-        self, func: Any, key: Key, inputs: list[Tensor], outputs: list[Tensor]
+        self, func: Any, key: OpRow, inputs: list[Tensor], outputs: list[Tensor]
     ) -> None:
         """Remembers a result of inputs that were cast up for it, also behind a dropout."""
         if not outputs:
             return
         before = (self._cast_of(tensor) for tensor in inputs)
         casts = [c for c in before if c and c.source in LOW and c.target == key.dtype_out]
-        detours = [d for tensor in inputs if (d := self._detour_of(tensor)) is not None]
+        detour: Detour | None = None
         if casts:
-            detours = [Detour(key, casts[0].source, [cast for cast in casts if not cast.used])]
-        elif func._overloadpacket not in _PASS_ON:
-            detours = []
-        if detours:
-            self._detours[_holder(outputs[0])] = detours[0]
+            detour = Detour(key, casts[0].source, [cast for cast in casts if not cast.used])
+        elif func._overloadpacket in _PASS_ON:
+            known = (self._detours.get(_holder(tensor)) for tensor in inputs)
+            detour = next(filter(None, known), None)
+        if detour is not None:
+            self._detours[_holder(outputs[0])] = detour
         else:
             self._detours.pop(_holder(outputs[0]), None)
-
-    def _detour_of(self, tensor: Tensor) -> Detour | None:
-        return self._detours.get(_holder(tensor))
 
     def _cast(self, source: Tensor, result: Tensor, span: Span) -> None:
         cast = Cast(
@@ -218,7 +231,7 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
             values=source.numel(),
             losses=_losses(source, result),
             span=span,
-            own=self._key(aten._to_copy.default, [source], [result]),
+            own=self._key(CAST, [source], [result]),
         )
         first = self._cast_of(source)
         cast.origin = cast
@@ -228,7 +241,7 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
             wasted = [cast] if cast.prior.used else [cast.prior, cast]
             self._trips[cast.own.module, cast.own.direction, path, "", ""].append(wasted)
             cast.origin = cast.prior.prior
-        detour = self._detour_of(source)
+        detour = self._detours.get(_holder(source))
         if detour is not None and detour.low == cast.target and not detour.returned:
             detour.returned = True
             path = (detour.low, cast.source, cast.target)
@@ -245,15 +258,17 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
     def _cast_of(self, tensor: Tensor) -> Cast | None:
         return self._casts.get(_holder(tensor))
 
-    def _key(self, func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> Key:
+    def _key(self, op: str, inputs: list[Tensor], outputs: list[Tensor]) -> OpRow:
         tracker = self._tracker
-        ins = tuple(dict.fromkeys(dtypes.name(tensor.dtype) for tensor in inputs))
-        out = dtypes.name(outputs[0].dtype) if outputs else ""
-        name = func._overloadpacket.__name__
-        op = f"{func.namespace}.{name}"
-        module, inside, direction = tracker.module, tracker.inside, tracker.direction
-        why = self._rules.decided_by(name, computed_in(ins, out), module, inside, direction)
-        return Key(module, inside, direction, op, ins, out, why)
+        row = OpRow(
+            module=tracker.module,
+            inside=tracker.inside,
+            direction=tracker.direction,
+            op=op,
+            dtypes_in=tuple(dict.fromkeys(dtypes.name(tensor.dtype) for tensor in inputs)),
+            dtype_out=dtypes.name(outputs[0].dtype) if outputs else "",
+        )
+        return replace(row, decided_by=self._rules.decided_by(row))
 
     # -- results ---------------------------------------------------------------------------------
 
@@ -263,22 +278,22 @@ class Recorder(Stopwatch):  # type: ignore[no-untyped-call]
         for cast in self._all_casts:
             if not cast.charged:
                 _charge(self._stats[cast.own], cast)
-        return tuple(_record(key, stats) for key, stats in self._stats.items())
+        return tuple(_read(key, stats) for key, stats in self._stats.items())
 
     def round_trips(self) -> tuple[RoundTrip, ...]:
         """Returns the round trips, in order of first use; call it after ``records``."""
-        return tuple(_trip(place, trips) for place, trips in self._trips.items())
+        found = []
+        for (module, direction, path, op, why), trips in self._trips.items():
+            count, size, seconds = _cost([cast for trip in trips for cast in trip])
+            found.append(
+                RoundTrip(module, direction, path, len(trips), count, size, op, why, seconds)
+            )
+        return tuple(found)
 
     def weight_casts(self) -> tuple[WeightCasts, ...]:
         """Returns the casts of parameters by dtype; call it after ``records``."""
         return tuple(
-            WeightCasts(
-                target,
-                len(casts),
-                sum(cast.bytes for cast in casts),
-                sum(cast.span() for cast in casts),
-                tuple(dict.fromkeys(cast.own.module for cast in casts)),
-            )
+            WeightCasts(target, *_cost(casts), tuple(dict.fromkeys(c.own.module for c in casts)))
             for target, casts in self._weight_casts.items()
         )
 
@@ -292,7 +307,7 @@ def _losses(source: Tensor, result: Tensor) -> Tensor | None:
     old, new = torch.finfo(source.dtype), torch.finfo(result.dtype)
     if new.max >= old.max and new.smallest_normal <= old.smallest_normal:
         return None
-    source, result = source.detach(), result.detach()
+    source, result = with_memory(source.detach()), with_memory(result.detach())
     size = result.abs()
     to_zero = (source != 0.0) & (size == 0.0)
     shrunk = (size < new.smallest_normal) & (size != 0.0)
@@ -310,12 +325,9 @@ def _largest(values: Tensor) -> Tensor:
     return torch.maximum(-low, high)
 
 
-def _trip(place: _Place, trips: list[list[Cast]]) -> RoundTrip:
-    module, direction, path, op, decided_by = place
-    casts = [cast for trip in trips for cast in trip]
-    seconds = sum(cast.span() for cast in casts)
-    size = sum(cast.bytes for cast in casts)
-    return RoundTrip(module, direction, path, len(trips), len(casts), size, op, decided_by, seconds)
+def _cost(casts: list[Cast]) -> tuple[int, int, float]:
+    """Returns the number of casts, the bytes that they read and wrote, and their time."""
+    return len(casts), sum(cast.bytes for cast in casts), sum(cast.span() for cast in casts)
 
 
 def _charge(stats: OpStats, cast: Cast) -> None:
@@ -324,11 +336,11 @@ def _charge(stats: OpStats, cast: Cast) -> None:
         stats.casts += [*cast.before, cast]
 
 
-def _record(key: Key, stats: OpStats) -> OpRow:
+def _read(key: OpRow, stats: OpStats) -> OpRow:
     """Reads the statistics; unconsumed casts count as calls."""
     spans = [*stats.spans, *(cast.span for cast in stats.casts)]
-    return OpRow(
-        **key._asdict(),
+    return replace(
+        key,
         calls=stats.calls or len(stats.casts),
         casts=tuple(_counts(stats.casts)),
         seconds=sum(span() for span in spans),
@@ -357,11 +369,8 @@ def _counts(casts: list[Cast]) -> Iterator[CastCount]:
 
 
 def _holder(tensor: Tensor) -> _Holder:
-    plain = tensor.layout is torch.strided and type(tensor) in _PLAIN
+    plain = tensor.layout is torch.strided and tensors.is_plain(type(tensor))
     return tensor.untyped_storage() if plain else tensor
-
-
-_PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def _flop_formulas() -> dict[Any, Callable[..., int]]:

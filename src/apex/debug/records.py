@@ -48,42 +48,51 @@ class CastCount:
 class OpRow:
     """One operator in one module and direction, with one set of dtypes.
 
+    Without calls, it identifies the record of an operator that is running.
+
     Attributes:
         module: Qualified name; ``""`` for the model itself and for code outside it.
         inside: Whether the model ran the operator, rather than the loss.
         direction: ``"forward"`` or ``"backward"``.
         op: Name such as ``"aten.addmm"``; ``"aten._to_copy"`` for casts that no operator consumed.
-        calls: Number of calls.
         dtypes_in: Floating-point dtypes of its inputs, after casts.
         dtype_out: Dtype of its first floating-point result; ``""`` without one.
+        decided_by: What decided these dtypes.
+        calls: Number of calls.
         casts: Casts made for it.
         seconds: Time in the operator and its casts.
         flops: Floating-point operations by torch's formulas; 0 without a formula.
         values: Number of elements in its floating-point results.
         largest: Largest finite absolute value among these.
         nonfinite: Number of inf and NaN among these.
-        decided_by: What decided these dtypes.
     """
 
     module: str
     inside: bool
     direction: Direction
     op: str
-    calls: int
     dtypes_in: tuple[str, ...]
     dtype_out: str
-    casts: tuple[CastCount, ...]
-    seconds: float
-    flops: int
-    values: int
-    largest: float
-    nonfinite: int
-    decided_by: str
+    decided_by: str = ""
+    calls: int = 0
+    casts: tuple[CastCount, ...] = ()
+    seconds: float = 0.0
+    flops: int = 0
+    values: int = 0
+    largest: float = 0.0
+    nonfinite: int = 0
 
     @property
     def computed_in(self) -> str:
-        """The dtype in which the operator computed; see :func:`computed_in`."""
-        return computed_in(self.dtypes_in, self.dtype_out)
+        """The dtype in which the operator computed, derived from its inputs and result.
+
+        This is the dtype of the result if an input has it too, because auxiliary inputs (batch
+        norm's statistics, attention's log-sum) may be wider; otherwise the widest dtype of the
+        inputs.
+        """
+        if not self.dtypes_in or self.dtype_out in self.dtypes_in:
+            return self.dtype_out
+        return max(self.dtypes_in, key=lambda dtype: torch.finfo(getattr(torch, dtype)).bits)
 
     @property
     def headroom(self) -> float | None:
@@ -162,17 +171,6 @@ class GradientRow:
     to_zero: int
     to_subnormal: int
     to_inf: int
-
-
-def computed_in(dtypes_in: tuple[str, ...], dtype_out: str) -> str:
-    """Returns the dtype in which an operator computed, derived from its inputs and result.
-
-    This is the dtype of the result if an input has it too, because auxiliary inputs (batch norm's
-    statistics, attention's log-sum) may be wider; otherwise the widest dtype of the inputs.
-    """
-    if not dtypes_in or dtype_out in dtypes_in:
-        return dtype_out
-    return max(dtypes_in, key=lambda dtype: torch.finfo(getattr(torch, dtype)).bits)
 
 
 def share(part: float, whole: float) -> float | None:

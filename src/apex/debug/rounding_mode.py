@@ -18,7 +18,7 @@ from apex.debug import rounding_rules as rules
 from apex.debug import tensors
 from apex.debug.module_tracker import ModuleTracker
 from apex.debug.rounding_records import Kind, RoundingLog, RoundingRow
-from apex.debug.shadows import Arguments, ShadowCall, Shadows, can_shadow
+from apex.debug.shadows import Pair, ShadowCall, Shadows, can_shadow
 from apex.debug.tensors import OperatorCall
 from apex.debug.tracing import OperatorMode, is_uninitialized
 
@@ -140,14 +140,13 @@ class RoundingMode(OperatorMode):  # type: ignore[no-untyped-call]
         if call.lacks_workspace:
             return "its workspace was filled before the trace"
         try:
-            in_fp32 = _in_fp32(call, call.shadows, result)
-            pairs = call.pairs(result, call.shadows, in_fp32)
-            workspaces = list(_workspaces(result, in_fp32))
+            pairs, workspaces = call.run(call.shadows, result)
         except Exception as error:  # noqa: BLE001 - whatever a kernel raises, the run goes on
             return f"it does not run in fp32: {_first_line(error)}"
         if any(low.shape != high.shape for low, high in pairs):
             return "its result has another shape in fp32"
-        if _overflows(call, pairs):
+        made = any(tensors.kind_of(low) and not tensors.kind_of(high) for low, high in pairs)
+        if made and not any(map(tensors.kind_of, tensors.floating(call.own.arguments))):
             self._log.skip(self.tracker.module, call.name, _OVERFLOW)
         pairs = [(low, rules.within_range(low, high)) for low, high in pairs]
         if call.name not in rules.MOVES:
@@ -164,7 +163,7 @@ class RoundingMode(OperatorMode):  # type: ignore[no-untyped-call]
 
     # -- verdicts ---------------------------------------------------------------------------------
 
-    def _judge(self, call: ShadowCall, result: Any, pairs: list[tuple[Tensor, Tensor]]) -> bool:
+    def _judge(self, call: ShadowCall, result: Any, pairs: list[Pair]) -> bool:
         """Logs the errors of a call's results; returns whether fp32 has digits to compare with."""
         tracker = self.tracker
         judged: set[torch.dtype] = set()
@@ -200,72 +199,49 @@ class RoundingMode(OperatorMode):  # type: ignore[no-untyped-call]
     ) -> tuple[float, float] | None:
         """Returns the relative error of one result, and its tolerance; None without digits."""
         found = _distance(call, low.detach(), high)
-        tolerance = rules.tolerance(call.inherited, max(call.unit, rules.roundoff(low.dtype)))
+        unit = max(call.unit, rules.roundoff(low.dtype))
+        tolerance = rules.AMPLIFICATION * (call.inherited + unit)
         if 2 * found.relative < tolerance:
             return found.relative, tolerance
         size = found.size
         if self.tracker.direction == "backward" or low.numel() < _FEW:
-            least = rules.least_sizes(call.func, call.name, *call.shadows)
+            least = rules.least_sizes(call.name, call.shadows)
             size = max(size, least[index] if index < len(least) else 0.0)
         if not size:
             return 0.0, tolerance
         if rules.has_no_digits(call.name, [each.size for each in call.inputs], size):
             return None
-        tolerance += rules.sum_bound(call.name, call.own[0], low) + rules.underflow(low) / size
+        tolerance += rules.sum_bound(call.name, call.own.args, low) + rules.underflow(low) / size
         return found.difference / size, tolerance
 
     def _lost_change(self, call: ShadowCall, result: Any) -> float:
         """Returns the error of a small change relative to it; see Note [Small changes]."""
         if call.first is None or self.tracker.direction == "backward":
             return 0.0
-        low, exact = call.pairs(result, call.own, _in_fp32(call, call.own, result))[0]
+        low, exact = call.own_pairs(result)[0]
         return rules.distance(low.detach() - call.first, exact - call.first).relative
 
     def _kind(self, call: ShadowCall, result: Any, index: int, error: float) -> Kind:
         """Returns what lost the digits; see :class:`RoundingRow`."""
         try:
-            in_fp32 = _in_fp32(call, call.own, result)
+            low, exact = call.own_pairs(result)[index]
         except RuntimeError:
             return "rounding"
-        low, exact = call.pairs(result, call.own, in_fp32)[index]
         if 2 * _distance(call, low.detach(), exact).relative > error:
             return "rounding"
         largest = max(each.relative for each in call.inputs)
         return "chain" if rules.AMPLIFICATION * largest > error else "cancellation"
 
 
-def _in_fp32(call: ShadowCall, arguments: Arguments, result: Any) -> Any:
-    """Runs a call on arguments in fp32 and returns its result."""
-    args, kwargs = arguments
-    if call.name == "aten.native_dropout":  # with the mask of the run
-        keep = 1.0 - args[1]
-        return args[0] * result[1] / (keep or 1.0), result[1]
-    return call.func(*args, **kwargs)
-
-
 _NO_DIGITS = "it cancels so far that fp32 holds hardly a digit of its result, either"
 _OVERFLOW = "it returned inf or NaN where fp32 does not; amp.debug.trace_overflow tells why"
-
-
-def _overflows(call: ShadowCall, pairs: list[tuple[Tensor, Tensor]]) -> bool:
-    """Returns whether finite inputs gave inf or NaN that fp32 does not give."""
-    made = any(tensors.kind_of(low) and not tensors.kind_of(high) for low, high in pairs)
-    return made and not any(map(tensors.kind_of, tensors.floating(call.own)))
 
 
 def _distance(call: ShadowCall, values: Tensor, in_fp32: Tensor) -> rules.Distance:
     if call.name in rules.SOFTMAXES:
         is_log = "log" in call.name
-        return rules.distance_of_probabilities(values, in_fp32, call.own[0][1], is_log=is_log)
+        return rules.distance_of_probabilities(values, in_fp32, call.own.args[1], is_log=is_log)
     return rules.distance(values, in_fp32)
-
-
-def _workspaces(result: Any, in_fp32: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields the workspaces among the results of a call, each with that of the call in fp32."""
-    if isinstance(result, tuple):
-        for low, high in zip(result, in_fp32, strict=True):
-            if isinstance(low, Tensor) and low.dtype is torch.uint8 and isinstance(high, Tensor):
-                yield low, high
 
 
 @contextmanager

@@ -49,6 +49,7 @@ import torch
 from torch import Tensor
 
 from apex.debug import tensors
+from apex.debug.tensors import OperatorCall
 
 AMPLIFICATION = 4.0
 
@@ -165,11 +166,6 @@ def distance_of_probabilities(
     return distance(torch.where(open_rows, values, 0.0), torch.where(open_rows, shadow, 0.0))
 
 
-def base_name(name: str) -> str:
-    """Returns the name of the operator that a ``_foreach_`` operator applies to each tensor."""
-    return name.replace("aten._foreach_", "aten.")
-
-
 def changed_a_little(name: str, args: Sequence[Any]) -> int | None:
     """Returns the place of the argument that an operator changes by a small share.
 
@@ -191,11 +187,6 @@ def changed_a_little(name: str, args: Sequence[Any]) -> int | None:
 def roundoff(dtype: torch.dtype) -> float:
     """Returns the unit roundoff, half of eps."""
     return torch.finfo(dtype).eps / 2
-
-
-def tolerance(inherited: float, unit: float) -> float:
-    """Returns the relative error that inputs' errors and a rounding explain."""
-    return AMPLIFICATION * (inherited + unit)
 
 
 def sum_bound(name: str, args: Sequence[Any], result: Tensor) -> float:
@@ -226,13 +217,11 @@ def within_range(values: Tensor, shadow: Tensor) -> Tensor:
     return torch.where(out, values, shadow)
 
 
-def least_sizes(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[float]:
-    """Returns, for each result of a sum, its norm if all terms had one sign; of others, nothing.
-
-    Arguments are those in fp32.
-    """
+def least_sizes(name: str, in_fp32: OperatorCall) -> list[float]:
+    """Returns, for each result of a sum, its norm if all terms had one sign; of others, nothing."""
+    args = in_fp32.args
     if name in _SUMS | _IN_PLACE_SUMS:
-        sums = func(*map(_absolute, args), **kwargs)
+        sums = in_fp32._replace(args=[*map(_absolute, args)]).run()
         sums = [sums] if isinstance(sums, Tensor) else sums
         return [0.0 if each is None else norm(each) for each in sums]
     if name == "aten._softmax_backward_data":
@@ -241,7 +230,7 @@ def least_sizes(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any
         return [norm(args[0])]
     if name in _NORM_BACKWARDS:
         gain = 1.0
-        for argument, value in zip(func._schema.arguments, args, strict=False):
+        for argument, value in zip(in_fp32.func._schema.arguments, args, strict=False):
             if argument.name in _NORM_BACKWARDS[name] and isinstance(value, Tensor):
                 gain *= norm(value) / math.sqrt(max(1, value.numel()))
         grad = norm(args[0])

@@ -12,11 +12,13 @@ from torch import Tensor, UntypedStorage
 from torch.utils.weak import WeakIdKeyDictionary
 
 from apex._core import dtypes, tree
+from apex._torch.sparse import with_memory
 from apex.debug import rounding_rules as rules
 from apex.debug import tensors
 from apex.debug.tensors import OperatorCall
 
-Arguments = tuple[list[Any], dict[str, Any]]
+Pair = tuple[Tensor, Tensor]
+"""A tensor, and its values in fp32."""
 
 _REAL = {
     torch.float16: torch.float16,
@@ -30,6 +32,9 @@ _REAL = {
 
 _WORKSPACES = {"workspace", "reserve", "reserveSpace"}
 """Names of arguments that a kernel fills for its backward in a layout of its own."""
+
+_WIDENS = {"aten._softmax", "aten._log_softmax"}
+"""Operators whose third argument is whether they return fp32 for fp16."""
 
 
 @dataclass
@@ -80,6 +85,7 @@ class Shadows:
 
     def own_values_of(self, tensor: Tensor) -> Tensor:
         """Returns a tensor's own values in the dtype of shadows; of other tensors, themselves."""
+        tensor = with_memory(tensor)
         if can_shadow(tensor):
             return widened(tensor)
         return tensor if (found := self.workspace_of(tensor)) is None else found
@@ -121,8 +127,9 @@ class Shadows:
 
 
 def can_shadow(tensor: Tensor) -> bool:
-    """Returns whether a tensor's values can have a shadow: strided and floating-point."""
-    return tensor.layout is torch.strided and tensor.dtype in _REAL and tensor.device.type != "meta"
+    """Returns whether a tensor's values can have a shadow: strided, floating-point, in memory."""
+    has_memory = tensor.device.type != "meta" and with_memory(tensor) is tensor
+    return tensor.layout is torch.strided and tensor.dtype in _REAL and has_memory
 
 
 def widened(tensor: Tensor) -> Tensor:
@@ -141,64 +148,49 @@ class ShadowCall:
     """One operator call; created before it runs, if it writes to its arguments.
 
     Attributes:
-        func: The operator.
-        name: Its name, such as ``"aten.add"``.
+        name: The operator's name, such as ``"aten.add"``.
         inputs: How far each floating-point input is from its shadow.
         inherited: The largest relative error among the inputs. If the call continues a chain, among
             the values that entered it.
         unit: Unit roundoff of the coarsest dtype that the inputs passed through.
-        shadows: Positional and keyword arguments, replaced by their shadows.
-        own: Positional and keyword arguments in fp32.
+        shadows: The call on the shadows of its arguments.
+        own: The call on its arguments in fp32.
         first: The first result as it was, if the call changes a lasting value by a small share.
         lacks_workspace: Whether it reads a workspace that no kernel in fp32 has filled.
     """
 
     def __init__(self, call: OperatorCall, shadows: Shadows) -> None:
-        func, traits, args, kwargs = call
-        self.func, self.name = func, rules.base_name(traits.name)
-        self._arguments = [*args, *kwargs.values()]
+        if call.traits.name in _WIDENS:
+            call = call._replace(args=(*call.args[:2], False))
+        self.name = call.traits.name.replace("aten._foreach_", "aten.")  # which applies it to each
+        self._call = call
         self._written = {id(tensor) for tensor in tree.tensors(call.overwritten())}
-        own = [self._wide(shadows.own_values_of, value) for value in self._arguments]
-        wide = [self._wide(shadows.values_of, value) for value in self._arguments]
-        if traits.name in rules.DECIDED_BY_SECOND:
-            wide[1] = own[1]
-        names = [argument.name for argument in func._schema.arguments[: len(args)]]
-        if "half_to_float" in names:
-            own[names.index("half_to_float")] = wide[names.index("half_to_float")] = False
-        count = len(args)
+        self._own_pairs: list[Pair] | None = None
+        self.own = self._in_fp32(shadows.own_values_of)
+        self.shadows = self._in_fp32(shadows.values_of)
+        if call.traits.name in rules.DECIDED_BY_SECOND:
+            first, _, *rest = self.shadows.args
+            self.shadows = self.shadows._replace(args=(first, self.own.args[1], *rest))
         self.lacks_workspace = any(
             argument.name in _WORKSPACES
             and isinstance(value, Tensor)
             and value.dtype is torch.uint8
             and shadows.workspace_of(value) is None
-            for argument, value in zip(func._schema.arguments, args, strict=False)
+            for argument, value in zip(call.func._schema.arguments, call.args, strict=False)
         )
-        changed = rules.changed_a_little(self.name, own[:count])
+        changed = rules.changed_a_little(self.name, self.own.args)
         self.first: Tensor | None = None
-        if changed is not None and self._may_last(args[changed], shadows):
-            self.first = own[changed].clone()
-        self.shadows = wide[:count], dict(zip(kwargs, wide[count:], strict=True))
-        self.own = own[:count], dict(zip(kwargs, own[count:], strict=True))
-        self.inputs: list[rules.Distance] = []
-        self.unit = 0.0
-        errors = [
-            (self._read(low, high, shadows), high.numel())
-            for low, high in _pairs(self._arguments, wide)
-            if traits.reads_written or id(low) not in self._written
+        if changed is not None and self._may_last(call.args[changed], shadows):
+            self.first = self.own.args[changed].clone()
+        read = [
+            (low, high, shadows.of(low))
+            for low, high in _pairs(call.arguments, self.shadows.arguments)
+            if call.traits.reads_written or id(low) not in self._written
         ]
-        shares = [1.0] * len(errors)
-        if self.name in rules.SUMS_OF_OPERANDS:
-            # A broadcast operand counts as often as it is used.
-            most = max((count for _, count in errors), default=1)
-            sizes = [
-                found.size * math.sqrt(most / max(1, count))
-                for found, (_, count) in zip(self.inputs, errors, strict=True)
-            ]
-            shares = [size / (max(sizes) or 1.0) for size in sizes]
-        self.inherited = max(
-            (error * share for (error, _), share in zip(errors, shares, strict=True) if share),
-            default=0.0,
-        )
+        units = [rules.roundoff(low.dtype) for low, _, _ in read if dtypes.is_low_precision(low)]
+        self.unit = max([*units, *(shadow.unit for *_, shadow in read if shadow)], default=0.0)
+        self.inputs = [rules.distance(low.detach(), high) for low, high, _ in read]
+        self.inherited = self._inherited(read)
 
     def _may_last(self, value: Tensor, shadows: Shadows) -> bool:
         """Returns whether a value may be a state, such as an average, and not an activation."""
@@ -209,40 +201,64 @@ class ShadowCall:
         shadow = shadows.of(value)
         return shadow is None or (id(value) in self._written and shadow.entry is not None)
 
-    def _wide(self, values_of: Callable[[Tensor], Tensor], value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return values_of(value).clone() if id(value) in self._written else values_of(value)
-        if isinstance(value, torch.dtype):
-            return torch.float32 if value in dtypes.LOW_PRECISION else value
-        if isinstance(value, list | tuple):
-            return [self._wide(values_of, item) for item in value]
-        return value
+    def _in_fp32(self, values_of: Callable[[Tensor], Tensor]) -> OperatorCall:
+        """Returns the call on these values in fp32, and on copies of those that it writes."""
 
-    def _read(self, low: Tensor, high: Tensor, shadows: Shadows) -> float:
-        """Measures an input; returns the error that it brings."""
-        if dtypes.is_low_precision(low):
-            self.unit = max(self.unit, rules.roundoff(low.dtype))
-        found = rules.distance(low.detach(), high)
-        self.inputs.append(found)
-        shadow = shadows.of(low)
-        if shadow is None:
-            return 0.0
-        self.unit = max(self.unit, shadow.unit)
-        in_chain = self.name in rules.LINEAR and low.numel() == shadow.values.numel()
-        return found.relative if not in_chain or shadow.entry is None else shadow.entry
+        def wide(tensor: Tensor) -> Tensor:
+            values = values_of(tensor)
+            return values.clone() if id(tensor) in self._written else values
 
-    def pairs(self, result: Any, arguments: Arguments, in_fp32: Any) -> list[tuple[Tensor, Tensor]]:
-        """Returns each tensor that the call returned or wrote, with its value in fp32.
+        return self._call.mapped(wide, dict.fromkeys(dtypes.LOW_PRECISION, torch.float32))
 
-        The call in fp32 returned ``in_fp32`` and wrote to ``arguments``, ``shadows`` or ``own``.
+    def _inherited(self, read: list[tuple[Tensor, Tensor, Shadow | None]]) -> float:
+        """Returns the largest error among the inputs; in a sum, by their shares of the largest."""
+        errors, sizes = [], []
+        for (low, high, shadow), found in zip(read, self.inputs, strict=True):
+            entry = None
+            if self.name in rules.LINEAR and shadow and low.numel() == shadow.values.numel():
+                entry = shadow.entry
+            errors.append(found.relative if entry is None else entry)
+            # A broadcast operand counts as often as it is used.
+            sizes.append(found.size / math.sqrt(max(1, high.numel())))
+        if self.name in rules.SUMS_OF_OPERANDS:
+            largest = max(sizes, default=0.0)
+            errors = [e * s / largest for e, s in zip(errors, sizes, strict=True) if s]
+        return max(errors, default=0.0)
+
+    def run(self, in_fp32: OperatorCall, result: Any) -> tuple[list[Pair], list[Pair]]:
+        """Runs ``shadows`` or ``own``, whose arguments it may overwrite.
+
+        Returns:
+            Each tensor that the call returned in ``result`` or wrote, with its value in fp32; and
+            each workspace that it filled, with that of the call in fp32.
         """
-        wide = [*arguments[0], *arguments[1].values()]
-        written = [p for p in _pairs(self._arguments, wide) if id(p[0]) in self._written]
-        known = {id(low) for low, _ in written}
-        return [*written, *(p for p in _pairs([result], [in_fp32]) if id(p[0]) not in known)]
+        if self.name == "aten.native_dropout":  # with the mask of the run
+            values, share = in_fp32.args[:2]
+            wide: Any = values * result[1] / (1.0 - share or 1.0), result[1]
+        else:
+            wide = in_fp32.run()
+        found: dict[int, Pair] = {}
+        for low, high in _pairs(self._call.arguments, in_fp32.arguments):
+            if id(low) in self._written:
+                found[id(low)] = low, high
+        for low, high in _pairs([result], [wide]):
+            found.setdefault(id(low), (low, high))
+        both = zip(result, wide, strict=True) if isinstance(result, tuple) else ()
+        filled = [
+            (low, high)
+            for low, high in both
+            if isinstance(low, Tensor) and low.dtype is torch.uint8 and isinstance(high, Tensor)
+        ]
+        return list(found.values()), filled
+
+    def own_pairs(self, result: Any) -> list[Pair]:
+        """Returns each result with its value for the inputs that the call got; runs once."""
+        if self._own_pairs is None:
+            self._own_pairs = self.run(self.own, result)[0]
+        return self._own_pairs
 
 
-def _pairs(lows: Any, highs: Any) -> Iterator[tuple[Tensor, Tensor]]:
+def _pairs(lows: Any, highs: Any) -> Iterator[Pair]:
     """Yields the pairs of floating-point tensors in two nestings of the same structure."""
     for low, high in zip(lows, highs, strict=True):
         if isinstance(low, Tensor) and isinstance(high, Tensor):

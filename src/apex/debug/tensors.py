@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
-from apex._core import dtypes
+from apex._core import dtypes, tree
 from apex._torch import dtensor, ranks
 from apex._torch.copies import capturing
 from apex._torch.dispatch_modes import receives, written_arguments
@@ -20,8 +22,12 @@ from apex._torch.sparse import stored_values, with_memory
 
 Kind = Literal["inf", "nan"]
 
-_CHECKED = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-_CHECKED |= {torch.complex32, torch.complex64, torch.complex128}
+_IN_DOUBLE = {
+    **dict.fromkeys((torch.float16, torch.bfloat16, torch.float32, torch.float64), torch.float64),
+    **dict.fromkeys((torch.complex32, torch.complex64, torch.complex128), torch.complex128),
+}
+"""The dtypes of values that are checked, and the widest of their kind."""
+
 SAVES_INFINITIES = ("_ctc_loss", "_scaled_dot_product", "_flash_attention", "_efficient")
 """How operators begin whose outputs after the first, saved for backward, may hold infinities."""
 
@@ -102,6 +108,28 @@ class OperatorCall(NamedTuple):
         known = self.traits.name.startswith(_LOCAL) or ranks.world_size() == 1
         return self.traits.exchanges or not known
 
+    @property
+    def arguments(self) -> list[Any]:
+        """All arguments, positional ones first."""
+        return [*self.args, *self.kwargs.values()]
+
+    def mapped(
+        self,
+        values_of: Callable[[Tensor], Tensor],
+        dtypes: Mapping[torch.dtype, torch.dtype] = MappingProxyType({}),
+    ) -> OperatorCall:
+        """Returns the call with other tensors and, where given, other dtypes as arguments.
+
+        A tensor that is given twice, as in ``x.mul_(x)``, is one tensor there, too.
+        """
+
+        def other(value: Any) -> Any:
+            return dtypes.get(value, value) if isinstance(value, torch.dtype) else value
+
+        args, kwargs = tree.map_arguments(values_of, self.args, self.kwargs)
+        named = {name: other(value) for name, value in kwargs.items()}
+        return self._replace(args=tuple(map(other, args)), kwargs=named)
+
     def written(self) -> list[Tensor]:
         """Returns the floating-point tensors that the call writes."""
         return list(floating(self.overwritten()))
@@ -142,19 +170,33 @@ def traits(func: Any) -> Traits:
 
 def floating(value: Any) -> Iterator[Tensor]:
     """Yields the floating-point and complex tensors in nested lists, tuples and dicts."""
-    if isinstance(value, Tensor):
-        if is_checked(value):
-            yield value
-    elif isinstance(value, list | tuple):
+    return (leaf for leaf in _leaves(value) if isinstance(leaf, Tensor) and is_checked(leaf))
+
+
+def has_infinite_number(value: Any) -> bool:
+    """Returns whether nested arguments contain a Python float that is infinite or NaN."""
+    return any(isinstance(leaf, float) and not math.isfinite(leaf) for leaf in _leaves(value))
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
         for item in value:
-            yield from floating(item)
-    elif isinstance(value, dict):
-        yield from floating(list(value.values()))
+            yield from _leaves(item)
+    else:
+        yield value
 
 
 def is_checked(tensor: Tensor) -> bool:
     """Returns whether a tensor has floating-point or complex values, of at least 16 bits."""
-    return tensor.dtype in _CHECKED and tensor.device.type != "meta"
+    has_values = tensor.device.type != "meta" and not is_lazy(tensor)
+    return tensor.dtype in _IN_DOUBLE and has_values
+
+
+def is_plain(kind: type[Tensor]) -> bool:
+    """Returns whether tensors of a class have memory of their own, as quantized ones do not."""
+    return kind.__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def real(values: Tensor) -> Tensor:
@@ -209,10 +251,10 @@ def largest(tensors: Sequence[Tensor]) -> float:
     """Returns the largest finite absolute value in all tensors; 0 if there is none. Syncs."""
     result = 0.0
     for tensor in tensors:
-        values = dense(tensor)
-        if values.numel():
+        sizes = dense(tensor).abs()
+        if sizes.numel():
             # nan_to_num would replace infinities by the largest finite number.
-            wide = values.abs().float() if values.dtype is not torch.float64 else values.abs()
+            wide = sizes if sizes.dtype is torch.float64 else sizes.float()
             finite = torch.where(torch.isfinite(wide), wide, 0.0)
             result = max(result, float(finite.amax()))  # sync: tracing is a diagnosis
     return result
@@ -249,15 +291,6 @@ def covers_storage(tensor: Tensor) -> bool:
     return values.numel() * values.element_size() >= values.untyped_storage().nbytes()
 
 
-def has_infinite_number(value: Any) -> bool:
-    """Returns whether nested arguments contain a Python float that is infinite or NaN."""
-    if isinstance(value, float):
-        return not math.isfinite(value)
-    if isinstance(value, list | tuple):
-        return any(map(has_infinite_number, value))
-    return isinstance(value, dict) and any(map(has_infinite_number, value.values()))
-
-
 def largest_in_double(call: OperatorCall) -> float | None:
     """Returns the largest absolute result of an operator recomputed in float64.
 
@@ -267,7 +300,7 @@ def largest_in_double(call: OperatorCall) -> float | None:
     if call.may_communicate or torch.Tag.nondeterministic_seeded in call.func.tags:
         return None
     try:
-        wide = call._replace(args=_doubled(call.args), kwargs=_doubled(call.kwargs))
+        wide = call.mapped(_doubled, _IN_DOUBLE)
         # autocast is off in a dispatch mode. Ending a block of it here would wait for itself: torch
         # holds the lock of its weight cache while it casts a weight.
         with torch.no_grad():
@@ -280,14 +313,6 @@ def largest_in_double(call: OperatorCall) -> float | None:
     return largest(results)
 
 
-def _doubled(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        real = value.layout is torch.strided and not value.is_complex()
-        return value.detach().double() if value.dtype in _CHECKED and real else value
-    if isinstance(value, torch.dtype):
-        return torch.float64 if value in _CHECKED else value
-    if isinstance(value, dict):
-        return {key: _doubled(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_doubled(item) for item in value]
-    return value
+def _doubled(tensor: Tensor) -> Tensor:
+    wide = _IN_DOUBLE.get(tensor.dtype, tensor.dtype)
+    return tensor.detach().to(wide) if tensor.layout is torch.strided else tensor

@@ -8,15 +8,13 @@ from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from apex._engine.model.kept_buffers import KeptBuffer
-from apex._engine.tracked_pair import Master
 from apex._torch.dispatch_modes import computes_shapes_only
 from apex.debug import tensors
 from apex.debug.module_tracker import ModuleTracker
@@ -27,8 +25,6 @@ SomeTrace = TypeVar("SomeTrace", bound="Trace")
 
 _EMPTY = ("empty", "new_empty", "resize", "set_")
 """How the names of operators begin that give uninitialized memory."""
-
-_PLAIN = {Tensor, nn.Parameter, Master, KeptBuffer}
 
 
 def is_uninitialized(name: str) -> bool:
@@ -61,7 +57,7 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # Not in __torch_dispatch__ itself: torch wraps it anew in each subclass, at 3 us a call.
     def _traced(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if not _PLAIN.issuperset(types):  # a tensor subclass, whose inner operators come here next
+        if not all(map(tensors.is_plain, types)):  # its inner operators come here next
             return NotImplemented
         if not isinstance(func, torch._ops.OpOverload):
             return self._run(func, args, kwargs)

@@ -20,6 +20,7 @@ from apex._torch.dispatch_modes import suspend_modes
 from apex._torch.dynamo import untraced
 from apex.debug.loops import Loop
 from apex.debug.module_tracker import owner_of
+from apex.debug.tensors import is_plain
 
 EVERY = 16
 """Updates from one measurement to the next: its cost is spread over as many steps."""
@@ -191,13 +192,9 @@ class UpdateWatch:
     def __init__(
         self, loop: Loop, arrived: Callable[[Measured], None], *, every: int, span: int = 1
     ) -> None:
-        """Starts.
+        """Starts; ``arrived`` takes each measurement once it has reached the host.
 
-        Args:
-            loop: The loop.
-            arrived: Takes each measurement once it has reached the host.
-            every: Updates from the begin of one measurement to the begin of the next.
-            span: Updates in which a weight may move; at most ``every``.
+        A weight may move in ``span`` updates, at most ``every``.
         """
         self._loop = loop
         self._arrived: Callable[[Measured], None] | None = arrived
@@ -344,7 +341,9 @@ def _measurable(optimizer: Optimizer, may_underflow: bool) -> Iterator[Tensor]:
             continue
         for param in group["params"]:
             low = is_low_precision(param)
-            if not (low or may_underflow) or not _is_plain(param):
+            if not (low or may_underflow):
+                continue
+            if not is_plain(type(param)) and not dtensor.is_dtensor(param):
                 continue
             if param.grad is None:  # asked last: at O5, reading it would cost
                 continue
@@ -352,12 +351,6 @@ def _measurable(optimizer: Optimizer, may_underflow: bool) -> Iterator[Tensor]:
             kept = dtype is torch.float32 or is_low_precision(param.grad)
             if kept and param.grad.layout is torch.strided:
                 yield param
-
-
-def _is_plain(param: Tensor) -> bool:
-    """Returns whether a tensor has memory of its own, as quantized subclasses do not."""
-    own = type(param).__torch_dispatch__ is Tensor.__torch_dispatch__
-    return own or dtensor.is_dtensor(param)
 
 
 def _count(numel: int) -> int:

@@ -12,45 +12,37 @@ if TYPE_CHECKING:
     from apex.debug.explanation import Explanation, ModuleRow
 
 _COLOURS = {"fp32": "34", "fp64": "34", "fp16": "33", "bf16": "32", "mixed": "35"}
+_WIDTH = 26  # of the longest operator's name
 _BLOCKS = " ▏▎▍▌▋▊▉█"
 
 
 def text(explanation: Explanation, *, rows: int | None, colour: bool) -> str:
     """Returns tables drawn with box characters; see :meth:`Explanation.to_text`."""
+    scale = formatting.number(explanation.loss_scale)
+    level = f"level {explanation.level}, loss scale {scale}"
+    title = f"{explanation.model}, explained · {level}"
+    totals = [line[:3] for line in formatting.lines(explanation)]
     shown = _longest(explanation, rows)
     parts = [
-        _title(explanation),
-        "\n".join(_totals(explanation)),
+        f"{title}\n{'━' * len(title)}",
+        "\n".join(
+            f"  {'  '.join(line).rstrip()}"
+            for line in formatting.aligned(totals, (True, False, True))
+        ),
         "\n".join(_table(_MODULE_HEAD, list(_modules(explanation)), colour)),
         "\n".join(_table(_OP_HEAD, list(_operators(explanation, shown)), colour)),
     ]
     hidden = len(explanation.ops) - len(shown)
     if hidden:
         parts.append(f"{hidden} faster rows omitted; to_json() and to_html() show all.")
-    return "\n\n".join([*parts, "\n".join(explanation.notes), "\n".join(_findings(explanation))])
+    findings = formatting.findings(explanation)
+    numbered = [f"  {number}. {sentence}" for number, sentence in enumerate(findings, 1)]
+    heading = "Findings, by gain" if findings else "Findings: no cast could be saved."
+    return "\n\n".join([*parts, "\n".join(explanation.notes), "\n".join([heading, *numbered])])
 
 
 _MODULE_HEAD = ("module", "<class", "<dtype", "<time", "casts", "headroom")
 _OP_HEAD = ("<where", "<operator", "calls", "<dtypes", "<casts", "time", "headroom", "<decided by")
-
-
-def _title(explanation: Explanation) -> str:
-    title = f"{explanation.model}, explained"
-    level = f"level {explanation.level}, loss scale {formatting.number(explanation.loss_scale)}"
-    return f"{title} · {level}\n{'━' * (len(title) + len(level) + 3)}"
-
-
-def _totals(explanation: Explanation) -> Iterator[str]:
-    cells = [line[:3] for line in formatting.lines(explanation)]
-    for line in formatting.aligned(cells, (True, False, True)):
-        yield f"  {'  '.join(line).rstrip()}"
-
-
-def _findings(explanation: Explanation) -> Iterator[str]:
-    sentences = formatting.findings(explanation)
-    yield "Findings, by gain" if sentences else "Findings: no cast could be saved."
-    for number, sentence in enumerate(sentences, 1):
-        yield f"  {number}. {sentence}"
 
 
 def _modules(explanation: Explanation) -> Iterator[tuple[str, ...]]:
@@ -82,9 +74,10 @@ def _operators(explanation: Explanation, shown: Sequence[OpRow]) -> Iterator[tup
         if row.direction != direction:
             direction = row.direction
             yield direction
+        name = row.op.removeprefix("aten.")
         yield (
             formatting.place(row.module, row.inside),
-            _cut(row.op.removeprefix("aten."), 26),
+            name if len(name) <= _WIDTH else f"{name[: _WIDTH - 1]}…",
             formatting.amount(row.calls),
             formatting.types(row),
             formatting.casts(row),
@@ -139,7 +132,3 @@ def _bar(share: float, width: int = 8) -> str:
     eighths = round(share * width * 8)
     bar = "█" * (eighths // 8) + _BLOCKS[eighths % 8].strip()
     return f"{bar:<{width}} {formatting.percent(share):>7}"
-
-
-def _cut(name: str, width: int) -> str:
-    return name if len(name) <= width else f"{name[: width - 1]}…"
