@@ -26,6 +26,8 @@ class PlainRegion:
         self.calls += 1
         return fn(*args, **kwargs)
 
+    run_eagerly = run
+
 
 class Masters:
     """Fp32 values that differ from the parameters by less than half a rounding step."""

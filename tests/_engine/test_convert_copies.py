@@ -241,6 +241,7 @@ def test_a_model_unpickled_in_a_fresh_process_casts(tmp_path):
         class Region:
             def run(self, fn, /, *args, **kwargs):
                 return fn(*args, **kwargs)
+            run_eagerly = run
         """)
     )
     write = """
