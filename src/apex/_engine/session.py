@@ -55,7 +55,6 @@ class Session:
         policy: The level, in today's terms.
         scalers: One per loss.
         region: Turns op casts on in forward passes; off at levels without op casts.
-        casting: Whether the session has op casts and has not ended.
         options: The options as the public API shows them.
         mistakes: The mistakes found in the training loop.
     """
@@ -107,7 +106,6 @@ class Session:
         self._communicator = Communicator(self.scalers)
         self._shards: list[weakref.ref[object]] = []
         self._prepared: frozenset[int] = frozenset()
-        self.casting = False
         self._end: weakref.finalize[..., Session] | None = None
         self.options: object = None
         self.mistakes = Mistakes()
@@ -199,15 +197,18 @@ class Session:
             self.region.enter_ambient()
             self._end = weakref.finalize(self, _end, self.region, self._functions)
             self._end.atexit = False
-            self.casting = True
 
     def close(self) -> None:
         """Turns op casts off, in this thread and in the models' forward passes; idempotent."""
         if self._end is not None and self._end.alive:
             self._end()
-            self.casting = False
             for model in self._models:
                 conversion.set_region(model, UncastRegion())
+
+    @property
+    def casting(self) -> bool:
+        """Whether the session has op casts and has not ended."""
+        return self._end is not None and self._end.alive
 
     def bind(
         self,
