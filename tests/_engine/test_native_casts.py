@@ -175,7 +175,8 @@ def test_what_torch_before_2_9_cannot_hand_out_is_restated(device):
     for call, op in native_calls(device):
         if device != "cpu" and call.name in NOT_FAKED:
             continue
-        remove = dispatcher.register({op: kernels._Restated(op, device).call_boxed}, device)
+        kernel = kernels._Restated(op, device).call_boxed
+        remove = dispatcher.register({op: kernel}, dispatcher.AUTOCAST_KEYS[device])
         try:
             with native_autocast(device):
                 found = results(call, device)

@@ -77,7 +77,7 @@ def test_torch_calls_one_operator_with_equal_arguments(call):
         seen.append((args[1:], kwargs))
         return args[0]
 
-    remove = dispatcher.register({"to.dtype_layout": kernel}, "cpu")
+    remove = dispatcher.register({"to.dtype_layout": kernel}, "AutocastCPU")
     try:
         with torch.autocast("cpu", torch.bfloat16):
             call(torch.ones(2, dtype=torch.bfloat16))

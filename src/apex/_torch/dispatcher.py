@@ -82,9 +82,9 @@ def has_autocast(op: str, device: str) -> bool:
     return has_kernel(f"aten::{op}", AUTOCAST_KEYS[device])
 
 
-def autocast_kernel(op: str, device: str) -> Any:
-    """Returns torch's own autocast kernel for an operator; None before torch 2.9."""
-    return None if _get_kernel is None else _get_kernel(f"aten::{op}", AUTOCAST_KEYS[device])
+def kernel_of(op: str, key: str) -> Any:
+    """Returns the kernel of an operator for a dispatch key; None before torch 2.9."""
+    return None if _get_kernel is None else _get_kernel(f"aten::{op}", key)
 
 
 def overload(op: str) -> Any:
@@ -105,8 +105,8 @@ def direct_call(op: str) -> Callable[..., Any]:
     return found
 
 
-def register(kernels: dict[str, Callable[..., Any]], device: str) -> Callable[[], None]:
-    """Registers autocast kernels by operator; returns a function that removes them.
+def register(kernels: dict[str, Callable[..., Any]], key: str) -> Callable[[], None]:
+    """Registers kernels by operator for a dispatch key; returns a function that removes them.
 
     A kernel receives the call's dispatch key set, then the operator's arguments.
     """
@@ -115,5 +115,5 @@ def register(kernels: dict[str, Callable[..., Any]], device: str) -> Callable[[]
         # torch warns about replaced kernels; ours call the originals and are removed later.
         warnings.filterwarnings("ignore", "Warning only once for all operators")
         for op, kernel in kernels.items():
-            library.impl(op, kernel, AUTOCAST_KEYS[device], with_keyset=True)  # type: ignore[no-untyped-call]
+            library.impl(op, kernel, key, with_keyset=True)  # type: ignore[no-untyped-call]
     return library._destroy

@@ -128,7 +128,9 @@ class Registry:
             return
         if group not in self._kernels:
             kernels = self._coverage_of(group.device).kernels(group, self._rules)
-            self._kernels[group] = _Kernels(dispatcher.register(kernels, group.device))
+            self._kernels[group] = _Kernels(
+                dispatcher.register(kernels, AUTOCAST_KEYS[group.device])
+            )
         self._kernels[group].registrations += 1
         held.append(group)
 

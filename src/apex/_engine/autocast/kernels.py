@@ -20,6 +20,7 @@ from apex._core.op_table import (
 )
 from apex._engine.autocast.thread_casts import threads
 from apex._torch import dispatcher
+from apex._torch.dispatcher import AUTOCAST_KEYS
 from apex._torch.dynamo import untraced
 
 Kernel = Callable[..., Any]
@@ -64,7 +65,8 @@ class Coverage:
                 continue  # not in this torch release
             native = dispatcher.has_autocast(op, device)
             if native:
-                self.native[op] = dispatcher.autocast_kernel(op, device) or _Restated(op, device)
+                own = dispatcher.kernel_of(op, AUTOCAST_KEYS[device])
+                self.native[op] = own or _Restated(op, device)
             if _needs_kernel(op, device, native):
                 self._filled.append(op)
         self._base = Group(device, tuple(op for op in self._filled if op not in FP16_RANGE))

@@ -25,6 +25,7 @@ from apex._engine.optimizer.unseen_writes import UnseenWrites
 from apex._engine.tracked_pair import TrackedPair
 from apex._engine.undo import Undo, all_or_nothing
 from apex._pickle import empty
+from apex._torch import step_counts
 from apex._torch.autograd import backward_id
 from apex._torch.dynamo import untraced
 
@@ -117,6 +118,7 @@ class Binding:
         with all_or_nothing(undo) as steps:
             self.adopt(optimizer.param_groups, steps)
         other_steps.watch(self)
+        step_counts.raise_together(optimizer)
 
     # -- parameters --------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from apex._core import tree
-from apex._engine.optimizer import deferred, step_counts
+from apex._engine.optimizer import deferred
 from apex._engine.tracked_pair import TrackedPair, mark_rounded
 from apex._torch import blocks, dispatch_modes, dtensor
 from apex._torch.counted import without_counting
@@ -143,8 +143,6 @@ class OnePassStep(TorchDispatchMode):
     ) -> Any:
         """Runs the fused operators by blocks, and every other one as it is."""
         kwargs = kwargs or {}
-        if step_counts.add_(func, args):
-            return None
         if func in dispatch_modes.OPERANDS:
             with without_counting():
                 return self._run(func, args, kwargs)

@@ -16,7 +16,6 @@ from apex._engine import tracked_pair
 from apex._engine.autocast.blocks import UncastBlock
 from apex._engine.mistakes import inspect_step
 from apex._engine.optimizer.one_pass import OnePassStep, fused_kind, one_pass_step
-from apex._engine.optimizer.step_counts import CountingStep, raised_one_by_one
 from apex._torch.dynamo import is_compiling_here, untraced, untraced_frame
 from apex._torch.overrides import without_overrides
 
@@ -27,8 +26,6 @@ Run = Callable[..., Any]
 """The optimizer's own step; takes a closure or nothing."""
 
 Closure = Callable[[], Any]
-
-Mode = OnePassStep | CountingStep
 
 _OVERRIDE_NOTHING = frozenset({nn.Parameter, tracked_pair.Master})
 """Classes of parameters that change nothing about torch's functions."""
@@ -62,29 +59,26 @@ def step(binding: Binding, run: Run, closure: Closure | None) -> Any:
     if not (gradients.used and gradients.overflow.steps):
         _inspect(binding)
     off = UncastBlock()
-    modes: list[Mode] = []
+    one_pass: list[OnePassStep] = []
     ended: list[bool] = []
     try:
         try:
             _mark_masters_written(binding)
             off.__enter__()
-            compiled = is_compiling_here()
             if binding.pairs:
-                _begin_one_pass(binding, modes, OnePassStep.begin, compiled=compiled)
+                compiled = is_compiling_here()
+                _begin_one_pass(binding, one_pass, OnePassStep.begin, compiled=compiled)
                 if not compiled and _sees_only_parameters(binding):
                     run = functools.partial(_run_without_overrides, run)
-            if not (compiled or modes) and raised_one_by_one(binding.optimizer):
-                modes.append(CountingStep())  # type: ignore[no-untyped-call]
-                modes[0].begin()
             if binding.gradients.overflow.checked:
                 return _run_unless_overflow(binding, run)
             binding.gradients.overflow.note_step(skipped=False)
             return run()
         finally:  # also if the step failed partway
-            _end(binding, off, modes, ended)
+            _end(binding, off, one_pass, ended)
     finally:  # see Note [Interrupted blocks]
         if not ended:
-            _end(binding, off, modes, ended)
+            _end(binding, off, one_pass, ended)
 
 
 @untraced
@@ -115,12 +109,12 @@ def _run_without_overrides(run: Run) -> Any:
 def _end(
     binding: Binding,
     off: UncastBlock,
-    modes: Sequence[Mode],
+    one_pass: Sequence[OnePassStep],
     ended: list[bool],
 ) -> None:
     """Rounds the masters into the model and turns casts back on; idempotent."""
     if not ended:
-        for each in modes:
+        for each in one_pass:
             each.end()
         if binding.pairs:
             tracked_pair.write_back(binding.pairs, ends_step=True)
@@ -132,15 +126,15 @@ def _end(
 @untraced_frame
 def _begin_one_pass(
     binding: Binding,
-    modes: list[Mode],
+    one_pass: list[OnePassStep],
     begin: Callable[[OnePassStep], None],
     *,
     compiled: bool,
 ) -> None:
-    """Begins a step in one pass, if gradients are deferred; ``modes`` get it first."""
+    """Begins a step in one pass, if gradients are deferred; ``one_pass`` get it first."""
     step = one_pass_step(binding, compiled=compiled)
     if step is not None:
-        modes.append(step)
+        one_pass.append(step)
         begin(step)
 
 
@@ -236,21 +230,21 @@ def _step_with_closure(binding: Binding, run: Run, closure: Closure) -> Any:
     binding.regroup()
     binding.read_model(steps=True)
     off = UncastBlock()
-    modes: list[Mode] = []
+    one_pass: list[OnePassStep] = []
     ended: list[bool] = []
     try:
         try:
             _mark_masters_written(binding)
             off.__enter__()
-            evaluate = _evaluation(binding, closure, off, modes)
+            evaluate = _evaluation(binding, closure, off, one_pass)
             binding.gradients.overflow.note_step(skipped=False)
             if binding.owner is not None and binding.owner.can_skip:
                 return _run_or_restore(binding, run, evaluate)
             return run(evaluate)
         finally:
-            _end(binding, off, modes, ended)
+            _end(binding, off, one_pass, ended)
     finally:
-        _end(binding, off, modes, ended)
+        _end(binding, off, one_pass, ended)
 
 
 @untraced_frame
@@ -288,13 +282,13 @@ def _evaluation(
     binding: Binding,
     closure: Closure,
     off: UncastBlock,
-    modes: list[Mode],
+    one_pass: list[OnePassStep],
 ) -> Callable[[], Any]:
     """Returns ``closure`` with the model updated before it and op casts as in training."""
 
     @untraced_frame
     def evaluate() -> Any:
-        for each in modes:
+        for each in one_pass:
             each.end()
         tracked_pair.write_back(binding.pairs, ends_step=True)
         with _suspended(off):
@@ -303,7 +297,7 @@ def _evaluation(
         if not binding.gradients.used and any(p.grad is not None for p in binding.params()):
             _inspect(binding)
         _mark_masters_written(binding)
-        _begin_one_pass(binding, modes, OnePassStep.arm, compiled=is_compiling_here())
+        _begin_one_pass(binding, one_pass, OnePassStep.arm, compiled=is_compiling_here())
         return loss
 
     return evaluate
