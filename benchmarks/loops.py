@@ -94,7 +94,8 @@ def with_amp(
 
     def iteration() -> Tensor:
         for _ in range(passes):
-            loss = F.cross_entropy(model(inputs), labels) / passes
+            loss = F.cross_entropy(model(inputs), labels)
+            loss = loss if passes == 1 else loss / passes  # native loops do not divide
             with amp.scale_loss(loss, optimizer) if scaled else nullcontext(loss) as scaled_loss:
                 scaled_loss.backward()
         if max_norm is not None:

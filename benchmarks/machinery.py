@@ -28,8 +28,8 @@ def run(*, quick: bool) -> Iterator[Measurement]:
                 "amp": partial(with_amp, TASK, level, scaled=scaled),
                 "native": partial(native, TASK, dtype),
             },
-            rounds=10,
-            heats=2 if quick else 10,  # a process stays as fast as its memory happens to lie
+            rounds=5,
+            heats=2 if quick else 20,  # a process stays as fast as its memory happens to lie
             calls=8,
             warmup=40,  # past the blocks that are inspected for mistakes
             threads=1,
