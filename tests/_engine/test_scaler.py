@@ -181,10 +181,10 @@ def test_an_overridden_scale_divides_instead_of_the_own():
     assert values == 3.0
 
 
-def test_after_renewal_earlier_tensors_stay_and_the_state_goes_on():
+def test_while_another_block_is_open_its_scale_stays_and_the_state_goes_on():
     scaler = dynamic()
     earlier = scaler.loss_scale
-    scaler.replace_tensors()
+    scaler.open_blocks.add(object())
     run_pass(scaler, math.inf)
     assert earlier == 2.0**16
     assert scaler.read_scale() == 2.0**15

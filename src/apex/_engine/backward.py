@@ -306,9 +306,6 @@ class BackwardPass(ExitStack):
     def _unscale(self) -> None:
         """Does everything that can fail; ``Gradients.roll_back`` reverts it."""
         scaler = self._scaler
-        delayed = scaler.delayed_blocks
-        if scaler.open_blocks or (delayed and any(block.waits for block in delayed)):
-            scaler.replace_tensors()
         scaler.begin_pass(continues=GradState.LOCAL in map(_state_before, self._bindings))
         inverse = None if scaler.is_identity else scaler.inverse(self._scaled_by)
         unscale_ = None if inverse is None else functools.partial(scaler.unscale_, inverse=inverse)

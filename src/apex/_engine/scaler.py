@@ -90,7 +90,8 @@ class Scaler(ABC):
         """Returns the loss times the scale, in fp32 (fp64 of an fp64 loss)."""
         if self.loss_scale.device != loss.device and loss.device.type != "meta":
             self.move_to(loss.device)
-        return self._scaled(loss if loss.dtype is torch.float64 else loss.float())
+        wide = loss.dtype in (torch.float32, torch.float64)
+        return self._scaled(loss if wide else loss.float())
 
     @abstractmethod
     def _scaled(self, loss: Tensor) -> Tensor: ...
@@ -111,13 +112,6 @@ class Scaler(ABC):
 
     def hold_update(self) -> None:
         """Ends a pass whose gradients stay in this process until a later pass sends them."""
-        return
-
-    def replace_tensors(self) -> None:
-        """Continues with copies of a dynamic scale and its flag; the present tensors stay.
-
-        Blocks that have yet to end divide their gradients by the present scale.
-        """
         return
 
     @abstractmethod
@@ -299,7 +293,14 @@ class DynamicScaler(Scaler):
         return self.loss_scale
 
     def begin_pass(self, *, continues: bool = False) -> None:
-        """Clears the flag, unless the scale is not updated from it yet."""
+        """Clears the flag, unless the scale is not updated from it yet.
+
+        Continues with copies of scale and flag where other blocks, which have yet to end, divide
+        by the present scale.
+        """
+        delayed = self.delayed_blocks
+        if self.open_blocks or (delayed and any(block.waits for block in delayed)):
+            self._bind(self._scale_and_flag.clone())
         held = self.pass_state is PassState.HELD and not continues
         if held or self.pass_state is PassState.UPDATED:
             self.found_inf.zero_()
@@ -308,9 +309,6 @@ class DynamicScaler(Scaler):
     def hold_update(self) -> None:
         """Leaves the flag for the pass that sends the gradients."""
         self.pass_state = PassState.HELD
-
-    def replace_tensors(self) -> None:
-        self._bind(self._scale_and_flag.clone())
 
     def inverse(self, scale: Tensor | float) -> Tensor:
         if isinstance(scale, Tensor):
