@@ -88,23 +88,23 @@ def test_a_skipped_step_leaves_the_counts():
 
 
 @pytest.mark.parametrize(
-    ("layers", "fused", "device", "registers"),
+    ("groups", "fused", "device", "registers"),
     [
-        (4, True, "cpu", True),
-        (3, True, "cpu", False),
-        (40, None, "cpu", False),
-        (40, True, "meta", False),
+        ([8], True, "cpu", True),
+        ([2, 0, 22], True, "cpu", True),
+        ([6], True, "cpu", False),
+        ([2] * 40, True, "cpu", False),  # a group for every layer, as in some old scripts
+        ([80], None, "cpu", False),
+        ([80], True, "meta", False),
     ],
 )
 def test_torch_keeps_its_own_kernel_where_ours_would_not_pay(
-    layers, fused, device, registers, monkeypatch
+    groups, fused, device, registers, monkeypatch
 ):
     made = []
     monkeypatch.setattr(step_counts, "_register", lambda: made.append(True))
-    layers = [torch.nn.Linear(4, 4, device=device) for _ in range(layers)]
-    params = [param for layer in layers for param in layer.parameters()]
-    optimizer = torch.optim.AdamW(params)
-    optimizer.param_groups[0]["fused"] = fused
+    params = [[torch.nn.Parameter(torch.ones(4, device=device)) for _ in range(n)] for n in groups]
+    optimizer = torch.optim.AdamW([{"params": each, "fused": fused} for each in params])
     step_counts.raise_together(optimizer)
     assert bool(made) is registers
 
