@@ -109,6 +109,14 @@ def test_torch_keeps_its_own_kernel_where_ours_would_not_pay(
     assert bool(made) is registers
 
 
+def test_where_another_library_has_a_kernel_it_stays(monkeypatch, additions):
+    step_counts._register()  # that of the other library
+    monkeypatch.setattr(step_counts, "_registered", [])
+    trained("AdamW", "O0", layers=4)
+    assert step_counts._registered == [None]
+    assert additions.count((8, True)) == 3
+
+
 def values(dtype, shape):
     if dtype is torch.bool:
         return torch.tensor(True).expand(shape).clone()
