@@ -27,7 +27,7 @@ _LEAST = 8
 _dtype = operator.attrgetter("dtype")
 
 _lock = threading.Lock()
-_registered: list[Callable[[], None] | None] = []
+_registered: list[Callable[[], None]] = []
 
 
 def raise_together(optimizer: Optimizer) -> None:
@@ -44,12 +44,12 @@ def _register() -> None:
     Once and for good: a step may be running whenever its optimizer's last reference goes.
     """
     with _lock:
-        if not _registered:
+        if not dispatcher.has_kernel(f"aten::{_OP}", "CPU"):
             _registered.append(_registration())
 
 
-def _registration() -> Callable[[], None] | None:
-    """Returns what would remove the kernel, and keeps it; None where somebody else has one."""
+def _registration() -> Callable[[], None]:
+    """Returns what would remove the kernel, and keeps it until then."""
     fallback = dispatcher.kernel_of(_OP, "CPU")
     one = torch.ones((), dtype=torch.float32, device="cpu")
 
@@ -64,7 +64,4 @@ def _registration() -> Callable[[], None] | None:
             for each in tensors:  # as torch's own kernel does
                 each.add_(number)
 
-    try:
-        return dispatcher.register({_OP: add_}, "CPU")
-    except RuntimeError:
-        return None
+    return dispatcher.register({_OP: add_}, "CPU")
