@@ -112,7 +112,7 @@ def register(kernels: dict[str, Callable[..., Any]], key: str) -> Callable[[], N
     """
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
-        # torch warns about replaced kernels; ours call the originals and are removed later.
+        # torch warns about replaced kernels; ours call the originals.
         warnings.filterwarnings("ignore", "Warning only once for all operators")
         for op, kernel in kernels.items():
             library.impl(op, kernel, key, with_keyset=True)  # type: ignore[no-untyped-call]

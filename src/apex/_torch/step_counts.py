@@ -31,7 +31,7 @@ _registered: list[Callable[[], None]] = []
 
 
 def raise_together(optimizer: Optimizer) -> None:
-    """Has torch add 1 to lists of numbers at once, if the optimizer's step does so on a CPU."""
+    """Has torch add 1 to all tensors of a list at once, if the optimizer steps so on a CPU."""
     fused = [group["params"] for group in optimizer.param_groups if group.get("fused")]
     params = [*chain.from_iterable(fused)]
     if len(params) >= _LEAST * max(1, len(fused)) and params[0].device.type == "cpu":

@@ -131,7 +131,7 @@ def _begin_one_pass(
     *,
     compiled: bool,
 ) -> None:
-    """Begins a step in one pass, if gradients are deferred; ``one_pass`` get it first."""
+    """Begins a step in one pass, if gradients are deferred; ``one_pass`` gets it first."""
     step = one_pass_step(binding, compiled=compiled)
     if step is not None:
         one_pass.append(step)
