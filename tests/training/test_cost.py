@@ -177,5 +177,4 @@ def own(layers, level):
 @pytest.mark.filterwarnings("ignore:fp16 is emulated")
 @pytest.mark.parametrize(("level", "dtype"), [("O1", torch.float16), ("O4", torch.bfloat16)])
 def test_a_layer_costs_no_more_python_than_with_autocast_and_grad_scaler(level, dtype):
-    # Both have so many step counts that they are raised together, which costs a number of calls.
-    assert own(60, level) - own(40, level) <= native(60, dtype) - native(40, dtype)
+    assert own(40, level) - own(20, level) <= native(40, dtype) - native(20, dtype)
