@@ -4,6 +4,7 @@ import collections
 import contextlib
 import gc
 import random
+import time
 
 import hypothesis
 import pytest
@@ -103,14 +104,28 @@ def nothing_left_on(request):
     if not casts_on():
         return
     request.node.funcargs = {}
-    gc.collect()
-    with apex.amp.disable_casts():  # applies the end of a session in autograd's device thread
-        pass
-    left = casts_on()
+    left = casts_left()
     for device_type in left:
         torch.set_autocast_enabled(device_type, False)
     if left and not request.node.failed:  # the traceback of a failed test keeps its models alive
         pytest.fail(f"the test left casts on for {', '.join(left)}", pytrace=False)
+
+
+def casts_left():
+    """Returns the device types whose casts are still on once nothing holds the test's models.
+
+    autograd's device thread lets go of a backward pass, and of the modes around it, only after
+    backward has returned: a moment later, as it waits for the interpreter's lock.
+    """
+    deadline = time.monotonic() + 2.0
+    while True:
+        gc.collect()
+        with apex.amp.disable_casts():  # applies the end of a session in another thread
+            pass
+        left = casts_on()
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.001)
 
 
 def casts_on():
