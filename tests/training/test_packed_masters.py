@@ -363,6 +363,27 @@ def test_weights_that_exchange_their_memory_exchange_their_values(kind):
 
 
 @pytest.mark.parametrize("kind", [True, *PACKED])
+def test_masters_swapped_by_assignment_come_back_bit_identical(kind):
+    model, optimizer = prepared(kind, model=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    cases.train_step(model, optimizer, torch.ones(2, 4), torch.ones(2, 4))
+    before = cases.masters(optimizer)
+    first, _, second, _ = masters = list(amp.master_params(optimizer))
+    backup = [master.data for master in masters]  # without copies, as many averages keep it
+    for master in masters:
+        master.data = torch.full_like(master, 0.25)
+    assert (model(torch.ones(1, 4)) == 1.5).all()
+    for master, kept in zip(masters, backup, strict=True):
+        master.data = kept
+    assert cases.same(cases.masters(optimizer), before)
+    first.data, second.data = second.data, first.data
+    assert cases.same([second.detach().clone(), first.detach().clone()], [before[0], before[2]])
+    model(torch.ones(1, 4))
+    trained = cases.masters(optimizer)
+    rounded = [value.bfloat16() if kind is True else half_up(value) for value in trained]
+    assert cases.same(rounded, cases.values(model.parameters()))
+
+
+@pytest.mark.parametrize("kind", [True, *PACKED])
 def test_masters_written_after_their_weights_exchanged_memory_reach_the_model(kind):
     model, optimizer = prepared(kind, model=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     first, second = model[0].weight, model[1].weight

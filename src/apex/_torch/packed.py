@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
@@ -147,8 +148,11 @@ class Packed(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """The values, sharing memory and version counter."""
-        return self.detach()
+        """The values, sharing memory and version counter until ``data`` is assigned."""
+        alias = self.detach()
+        aliases = vars(self).setdefault("_aliases", weakref.WeakValueDictionary())
+        aliases[id(alias)] = alias
+        return alias
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -158,7 +162,20 @@ class Packed(Tensor):
                 f"{[*value.shape]}. It shares the memory of the model's weight, so its shape "
                 "cannot change; use master_weights=True."
             )
+        self._part_from_aliases()
         self.detach().copy_(value)
+
+    def _part_from_aliases(self) -> None:
+        """Gives what ``data`` returned earlier memory of its own, with the present values.
+
+        An average that is swapped in and out by assignment (``backup = param.data``, ``param.data =
+        shadow``) holds the values so, as torch gives a plain parameter other memory instead.
+        """
+        aliases = list(vars(self).pop("_aliases", {}).values())
+        if aliases:
+            held = self.packing.copied({})
+            for alias in aliases:
+                alias.packing = held
 
     def numpy(self, *, force: bool = False) -> Any:
         """Returns a copy of the values; read-only, for a write would not reach them."""
