@@ -279,6 +279,35 @@ def test_list_kernels_called_by_a_script_leave_exact_masters(kernel):
     assert cases.same(list(model.state_dict().values()), plain)
 
 
+@pytest.mark.parametrize("size", [4, 64])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda master: master.mul_(1.0),
+        lambda master: torch._foreach_mul_([master], 1.0),
+        lambda master: master.view(-1).mul_(1.0),
+        lambda master: [part.mul_(1.0) for part in master.chunk(2)],
+        lambda master: torch.optim.SGD([master], lr=0.0, fused=True).step(),
+    ],
+    ids=["one", "list", "view", "parts", "other optimizer"],
+)
+def test_a_written_weight_is_exact_in_a_master_that_is_read_or_written_before_the_step(write, size):
+    model, optimizer = prepared("split", "SGD", nn.Sequential(nn.Linear(size, size)))
+    x = torch.ones(2, size)
+    cases.train_step(model, optimizer, x, torch.zeros(2, size))
+    with torch.no_grad():
+        model[0].weight.fill_(0.25)
+    cases.backward(model, optimizer, x, torch.zeros(2, size))
+    master = next(amp.master_params(optimizer))
+    for read in (master.clone(), copy.deepcopy(master)):
+        assert (read.detach() == 0.25).all()
+    with torch.no_grad():
+        write(master)
+    model(x)
+    assert (master.detach().clone() == 0.25).all()
+    assert (model.state_dict()["0.weight"] == 0.25).all()
+
+
 @pytest.mark.parametrize("trained", [False, True])
 def test_a_new_initialization_of_a_large_weight_is_exact(trained):
     model, optimizer = large("split")

@@ -103,12 +103,14 @@ class Halves(Packing):
         low: The lower half.
         whole: The packing that this one is a view of.
         seen: The upper halves of up to ``_SEEN`` elements at the last :meth:`note`.
+        waits: Whether the lower halves of overwritten elements are kept, though not read.
     """
 
     high: Tensor
     low: Tensor
     whole: Halves | None = None
     seen: Tensor | None = None
+    waits: bool = False
 
     def tensors(self) -> list[Tensor]:
         return [self.high, self.low, *([] if self.seen is None else [self.seen])]
@@ -117,6 +119,15 @@ class Halves(Packing):
         """Remembers upper halves, by which :meth:`overwritten` finds what others write to them."""
         now = self._sample()
         self.seen = now.clone() if self.seen is None else self.seen.copy_(now)
+        self.waits = False
+
+    def wait(self) -> None:
+        self.waits = True
+
+    def settle(self) -> None:
+        if self.waits:
+            self.follow(keep_low=True)
+            self.waits = False
 
     def overwritten(self) -> Tensor:
         """Returns which elements got another upper half since :meth:`note`: their lower is void.
@@ -140,14 +151,18 @@ class Halves(Packing):
         return self.high.reshape(-1)[:: self._step]
 
     def complete(self, value: Tensor, spare: Tensor | None = None) -> None:
+        low = self.followed().low if self.waits else self.low
         # In the same dtype, addition needs no memory of its own.
         bits = value.view(torch.int32)
-        bits.add_(self.low if spare is None else spare.copy_(self.low))
+        bits.add_(low if spare is None else spare.copy_(low))
         # A zero that a script wrote past autograd's counter (``weight.data.mul_(mask)``) has the
         # lower half of another value. Below zero, the two are a NaN that no write stores: 0 again.
         # In place on integers: the same by a mask doubles the time of a step.
         spare = torch.bitwise_and(bits, _SIGNLESS, out=spare)
         bits.bitwise_and_(spare.sub_(_VOID).bitwise_right_shift_(31))
+
+    def begin_write(self) -> None:
+        (self.whole or self).settle()
 
     def write(self, value: Tensor, spare: Tensor | None = None) -> None:
         """Stores ``value`` exactly; a NaN loses its payload."""
@@ -178,7 +193,8 @@ class Halves(Packing):
         return [Halves(high, low, self.whole or self) for high, low in parts]
 
     def copied(self, memo: dict[int, Any]) -> Halves:
-        return Halves(self.high.clone(), self.low.clone())
+        low = self.followed().low if self.waits else self.low.clone()
+        return Halves(self.high.clone(), low)
 
 
 @dataclass(eq=False)

@@ -391,7 +391,8 @@ def _follow_model(pair: TrackedPair, *, low_bits: bool, waits: bool, keeps: bool
     packing = pair.packing
     if packing is not None:
         if keeps and pair.is_shared:
-            return  # one memory: the lower halves wait, too
+            packing.wait()  # one memory: the lower halves wait, too
+            return
         packing.follow(keep_low=low_bits)  # first, where the weight was before it got other storage
     earlier = pair.earlier
     if earlier is not None or not pair.is_shared:

@@ -66,6 +66,17 @@ class Packing(Protocol):
         """Sets elements to ``high`` that others have written since :meth:`note`, or all."""
         return
 
+    def wait(self) -> None:
+        """Has :meth:`follow` wait for :meth:`note`: what others have written may be undone.
+
+        Until then values are read, copied and written as :meth:`followed` has them.
+        """
+        return
+
+    def settle(self) -> None:
+        """Follows after all, if it waits: parts of the values are read or written next."""
+        return
+
     def followed(self) -> Packing:
         """Returns what :meth:`follow` would leave, without a change."""
         return self
@@ -326,11 +337,13 @@ def _views(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with torch.inference_mode(mode=base.is_inference()):  # like views of plain tensors
         made = [Packed(part) for part in base.viewed(of)]
         if several:
+            base.packing.settle()
             return made
         same = made[0].packing.high.data_ptr() == base.packing.high.data_ptr()
         if same and made[0].size() == base.size() and made[0].stride() == base.stride():
             # An alias has the same packing, as the upper half may get other memory later.
             return Packed(base.packing, base.stride())
+        base.packing.settle()
         return made[0]
 
 
