@@ -1,5 +1,6 @@
 """Processes that run functions of the tests, each time in a process group of their own."""
 
+import faulthandler
 import gc
 import multiprocessing
 import pickle
@@ -83,7 +84,11 @@ def serve(rank, world_size, backend, pipe):
             store, fn, args = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
-        pipe.send_bytes(pickle.dumps(answer(rank, world_size, backend, store, fn, args)))
+        # A process that hangs shows where, and ends.
+        faulthandler.dump_traceback_later(SECONDS_FOR_ANSWER - 10, exit=True)
+        answered = answer(rank, world_size, backend, store, fn, args)
+        faulthandler.cancel_dump_traceback_later()
+        pipe.send_bytes(pickle.dumps(answered))
 
 
 def answer(rank, world_size, backend, store, fn, args):
