@@ -129,6 +129,11 @@ class Halves(Packing):
             self.follow(keep_low=True)
             self.waits = False
 
+    @property
+    def _valid_low(self) -> Tensor:
+        """The lower halves as they are read: 0 where one of another value waits."""
+        return self.followed().low if self.waits else self.low
+
     def overwritten(self) -> Tensor:
         """Returns which elements got another upper half since :meth:`note`: their lower is void.
 
@@ -151,10 +156,9 @@ class Halves(Packing):
         return self.high.reshape(-1)[:: self._step]
 
     def complete(self, value: Tensor, spare: Tensor | None = None) -> None:
-        low = self.followed().low if self.waits else self.low
         # In the same dtype, addition needs no memory of its own.
         bits = value.view(torch.int32)
-        bits.add_(low if spare is None else spare.copy_(low))
+        bits.add_(self._valid_low if spare is None else spare.copy_(self._valid_low))
         # A zero that a script wrote past autograd's counter (``weight.data.mul_(mask)``) has the
         # lower half of another value. Below zero, the two are a NaN that no write stores: 0 again.
         # In place on integers: the same by a mask doubles the time of a step.
@@ -193,8 +197,7 @@ class Halves(Packing):
         return [Halves(high, low, self.whole or self) for high, low in parts]
 
     def copied(self, memo: dict[int, Any]) -> Halves:
-        low = self.followed().low if self.waits else self.low.clone()
-        return Halves(self.high.clone(), low)
+        return Halves(self.high.clone(), self._valid_low.clone())
 
 
 @dataclass(eq=False)

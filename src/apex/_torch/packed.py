@@ -336,15 +336,16 @@ def _views(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     base = args[0]
     with torch.inference_mode(mode=base.is_inference()):  # like views of plain tensors
         made = [Packed(part) for part in base.viewed(of)]
-        if several:
-            base.packing.settle()
-            return made
-        same = made[0].packing.high.data_ptr() == base.packing.high.data_ptr()
-        if same and made[0].size() == base.size() and made[0].stride() == base.stride():
-            # An alias has the same packing, as the upper half may get other memory later.
+        if not several and _is_alias(made[0], base):
+            # It has the same packing, as the upper half may get other memory later.
             return Packed(base.packing, base.stride())
         base.packing.settle()
-        return made[0]
+        return made if several else made[0]
+
+
+def _is_alias(view: Packed, base: Packed) -> bool:
+    same = view.packing.high.data_ptr() == base.packing.high.data_ptr()
+    return same and view.size() == base.size() and view.stride() == base.stride()
 
 
 def _call(
