@@ -31,12 +31,8 @@ def test_a_write_before_the_first_pass_reaches_the_masters(level, write):
 
 @pytest.mark.parametrize("level", cases.WITH_MASTERS)
 @pytest.mark.parametrize("counted", [True, False])
-def test_masters_that_a_script_asks_for_before_the_first_pass_hold_what_it_wrote(
-    level, counted
-):
-    model, optimizer = cases.prepared(
-        level, lambda params: cases.sgd(params, lr=0.0)
-    )
+def test_masters_that_a_script_asks_for_before_the_first_pass_hold_what_it_wrote(level, counted):
+    model, optimizer = cases.prepared(level, lambda params: cases.sgd(params, lr=0.0))
     weights = list(model.parameters())
     exact = cases.masters(optimizer)
     if counted:

@@ -403,9 +403,7 @@ def test_weights_perturbed_after_a_pass_leave_masters_as_they_were(level, by):
     ("by", "back"),
     [("data", "data"), *product(("data", "copy_"), ("data.copy_", "copy_"))],
 )
-def test_weights_changed_for_the_passes_alone_leave_masters_as_they_were(
-    level, by, back, clips
-):
+def test_weights_changed_for_the_passes_alone_leave_masters_as_they_were(level, by, back, clips):
     make = functools.partial(cases.sgd, lr=0.0)
     model, optimizer = cases.prepared(level, make)
     before = cases.masters(optimizer)

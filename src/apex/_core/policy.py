@@ -11,7 +11,6 @@ LossScale = float | Literal["dynamic"]
 """A static multiplier on the loss, or ``"dynamic"`` for one that follows the gradients."""
 
 
-
 @dataclass(frozen=True)
 class Policy:
     """The settings that every part of a session reads.
