@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.state_dict import (
 
 from apex import amp
 from apex.amp.distributed_checkpoint import with_masters
-from tests.features import shards_on_cpu
 from tests.sharded.cases import (
     OPTIMIZERS,
     close,
@@ -26,6 +25,7 @@ from tests.sharded.cases import (
     whole,
     wholes,
 )
+from tests.support.features import shards_on_cpu
 from tests.training.cases import MIXED, batches, same
 
 DATA = list(batches(6, overflow_at={1}))
