@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.features import shards_on_cpu
+from tests.support.features import shards_on_cpu
 
 MAIN = Path(__file__).parents[2] / "examples" / "fsdp2" / "main.py"
 

@@ -12,7 +12,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from apex import amp
-from tests.features import shards_on_cpu
 from tests.sharded.cases import (
     OPTIMIZERS,
     close,
@@ -22,6 +21,7 @@ from tests.sharded.cases import (
     run,
     sharded,
 )
+from tests.support.features import shards_on_cpu
 from tests.training.cases import batches, same
 
 LEVELS = "O1", "O4"

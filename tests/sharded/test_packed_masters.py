@@ -6,8 +6,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from apex import amp
 from tests.distributed import cases as replicas
-from tests.features import shards_on_cpu
 from tests.sharded.cases import OPTIMIZERS, close, net, prepared, run, sharded, whole, wholes
+from tests.support.features import shards_on_cpu
 from tests.training.cases import batches, same
 
 DATA = list(batches(4, overflow_at={2}))

@@ -15,7 +15,7 @@ from apex._torch import blocks
 from apex.optimizers import FusedAdam, FusedLAMB
 from apex.tools.memory import growth
 from benchmarks.memory import storages
-from tests.reference.rounding import half_up
+from tests.support.reference.rounding import half_up
 from tests.training import cases
 
 PACKED = ("split", "stochastic")

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from apex import amp
-from tests.emulated_cuda import device
 from tests.optimizers import cases as optimizers
+from tests.support.emulated_cuda import device
 from tests.training import cases
 
 ADAMW = cases.OPTIMIZERS["fused AdamW"]
