@@ -129,25 +129,6 @@ def test_torchao_compiles_its_step():
     assert compiled == pytest.approx(eager, rel=1e-3)
 
 
-# -- checkpoints -----------------------------------------------------------------------------
-
-
-@every_kind
-def test_a_converted_checkpoint_has_the_same_moments(module, name, most):
-    model, optimizer = prepared(module, name)
-    losses(model, optimizer, range(2))
-    parts = {"model": model, "optimizer": optimizer, "amp": amp}
-    checkpoint = saved_and_loaded({key: part.state_dict() for key, part in parts.items()})
-    converted = amp.checkpoint.convert(checkpoint, to="optimizer")
-    assert converted.lost == ()
-    assert same(values(converted.state["state"]), values(optimizer.state_dict()["state"]))
-    expected = losses(model, optimizer, range(2, 4))
-    twin, its_optimizer = prepared(module, name)
-    twin.load_state_dict(amp.checkpoint.convert(checkpoint, to="weights").state)
-    its_optimizer.load_state_dict(converted.state)
-    assert losses(twin, its_optimizer, range(2, 4)) == expected
-
-
 @every_kind
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
 def test_initialize_and_restore_leave_codes_and_scales(module, name, most, level):

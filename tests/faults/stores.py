@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tests.reference.loops import LEVELS
-from tests.reference.rounding import half_up, neighbours
+from tests.support.reference.loops import LEVELS
+from tests.support.reference.rounding import half_up, neighbours
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from tests.features import shards_on_cpu
 from tests.sharded.cases import mesh, prepared, run, shard
+from tests.support.features import shards_on_cpu
 from tests.training import cases
 
 pytestmark = shards_on_cpu

@@ -11,7 +11,7 @@ from torch import nn
 import apex
 from apex import amp
 from benchmarks.loops import Task, fused_adamw
-from tests.reference.loops import LEVELS
+from tests.support.reference.loops import LEVELS
 
 __all__ = ["LEVELS"]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from apex import amp
-from tests.reference.loops import Loop
+from tests.support.reference.loops import Loop
 from tests.training import cases
 
 STEPPED = ["fused AdamW", "Adam", "SGD", "RMSprop"]
