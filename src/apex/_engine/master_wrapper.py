@@ -110,6 +110,8 @@ class MasterWrapper:
         initial = options.pop("init_scale")
         scale = initial if dynamic else static_loss_scale
         self.loss_scaler: Any = self._scale_type(scale, dynamic=dynamic, **options)
+        if dynamic:
+            self.loss_scale = min(self.loss_scale, self.loss_scaler.rule().greatest)
         self.optimizer = init_optimizer
         self.overflow = False
         self.verbose = verbose

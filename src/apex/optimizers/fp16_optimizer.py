@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from apex._core.flat import unflatten
 from apex._engine.master_wrapper import MasterWrapper, check_sizes
-from apex_C import unflatten
 
 
 class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name

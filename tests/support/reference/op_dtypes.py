@@ -17,7 +17,7 @@ import torch
 from apex._core.op_names import NAMES
 from apex._core.op_table import COVERED_INSIDE, CastSpec, OpTable
 from apex._engine.autocast.region import CastRegion, _registry
-from tests._engine.op_calls import HOLDERS, calls, convert, tensor_dtypes
+from tests.casts.op_calls import HOLDERS, calls, convert, tensor_dtypes
 
 DEVICE_TYPES = ("cpu",)
 LOW = (torch.bfloat16, torch.float16)
