@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from apex._core import master, rounding
+from apex._core.living import Living
 from apex._pickle import rebuild
 from apex._torch import parameters, ranks
 from apex._torch.dynamo import untraced
@@ -114,11 +115,12 @@ class Pair:
         scaled: Whether the model's gradient is scaled, and so not the master's.
         factor: What clipping multiplies the gradient by that waits on the model, 0-d.
         new: Whether no step has used the pair yet, so that other ranks may hold other low bits.
+        spent: Whether an optimizer has stepped the master's gradient, which another shares.
     """
 
     __slots__ = (
         *("__weakref__", "_master_version", "_model_version", "_seen"),
-        *("factor", "master", "model", "new", "scaled"),
+        *("factor", "master", "model", "new", "scaled", "spent"),
     )
 
     def __init__(
@@ -132,7 +134,8 @@ class Pair:
         own = vars(made)  # scripts set attributes on parameters, which their optimizers may read
         own.update({name: value for name, value in vars(model).items() if name not in own})
         own[_PAIR] = weakref.ref(self)
-        self.scaled, self.factor = False, None
+        self.scaled = self.spent = False
+        self.factor: Tensor | None = None
         self.mark_synced()
         self._model_version = _WRITTEN
 
@@ -165,9 +168,7 @@ class Pair:
     def model_written(self) -> bool:
         """Whether the model's parameter was written, or given other storage, since then."""
         model = self.model
-        return (
-            model._version != self._model_version or model.data_ptr() != self._seen.data_ptr()
-        )
+        return model._version != self._model_version or model.data_ptr() != self._seen.data_ptr()
 
     @property
     def waiting(self) -> Tensor | None:
@@ -177,7 +178,14 @@ class Pair:
     def drop_grads(self) -> None:
         """Drops the gradients of both sides."""
         parameters.set_grad(self.master, None)
-        self.model.grad, self.scaled, self.factor = None, False, None
+        self.model.grad, self.factor = None, None
+        self.scaled = self.spent = False
+
+    def end_step(self, *, shared: bool) -> None:
+        """Drops the master's gradient; of a master that is shared, at the next pass."""
+        self.spent = shared
+        if not shared:
+            parameters.set_grad(self.master, None)
 
 
 def rebuild_pair(
@@ -207,6 +215,10 @@ def rebuild_pair(
         with torch.no_grad():
             pair.set_exact(followed)
     return pair
+
+
+def plain_masters(*_: object) -> None:
+    """Stands for how a file of an earlier release stored masters, which load as plain fp32."""
 
 
 # -- values -----------------------------------------------------------------------------------
@@ -427,14 +439,14 @@ class Masters:
                 clear_grad(pair, set_to_none=set_to_none)
 
 
-_living: weakref.WeakSet[Masters] = weakref.WeakSet()
+_living: Living[Masters] = Living()
 """Those of every session. Compiled code may run for models of other sessions than it traced."""
 
 
 @untraced
 def write_back_all() -> None:
     """Rounds every written master of every session into its model parameter."""
-    for masters in list(_living):
+    for masters in _living:
         masters.write_back()
 
 
@@ -446,4 +458,4 @@ def clear_grad(pair: Pair, *, set_to_none: bool) -> None:
     for grad in (parameters.grad_of(pair.master), pair.model.grad):
         if grad is not None:
             grad.detach().zero_()
-    pair.scaled, pair.factor = False, None
+    pair.scaled, pair.spent, pair.factor = False, False, None

@@ -56,11 +56,9 @@ def step_was_skipped(optimizer: Any, *, on_host: bool = False) -> Tensor | bool 
     binding = binding_of(unwrap(optimizer))
     if binding is None:
         return False if on_host else torch.tensor(False)
-    overflow = binding.gradients.overflow
     if on_host:
-        return overflow.skipped_on_host()
-    skipped = overflow.skipped
+        return binding.skipped_on_host()
+    skipped, flag = binding.skipped, binding.found_inf
     if isinstance(skipped, Tensor):
         return skipped != 0
-    flag = overflow.found_inf
     return torch.full((), skipped, device=None if flag is None else flag.device)

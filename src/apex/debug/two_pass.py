@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from apex._engine.optimizer import one_pass
+from apex._engine.optimizer import block_step
 
 
 @contextmanager
 def two_pass_steps() -> Iterator[None]:
-    """Turns the step in one pass off inside the block, in every thread.
+    """Turns the step block by block off inside the block, in every thread.
 
-    Large models at O2 and O5 otherwise hand their 16-bit gradients to torch's fused kernels
-    block by block, and add up gradients of several passes so. Both ways give the same bits; this
-    one takes 4 more bytes per parameter. Use it to find out whether the blocks are at fault.
+    Large models at O5 otherwise hand their 16-bit gradients to torch's fused kernels block by
+    block. Both ways give the same bits; this one takes 4 more bytes per parameter. Use it to find
+    out whether the blocks are at fault.
 
     Example:
         >>> from apex import amp
         >>> with amp.debug.two_pass_steps():
         ...     pass  # train here
     """
-    before = one_pass.enabled
-    one_pass.enabled = False
+    before = block_step.enabled
+    block_step.enabled = False
     try:
         yield
     finally:
-        one_pass.enabled = before
+        block_step.enabled = before

@@ -60,6 +60,9 @@ class Owner(Protocol):
     def forget(self, binding: Binding) -> None:
         """Removes a closed binding."""
 
+    def others(self, bindings: Sequence[Binding]) -> Iterator[tuple[Binding, bool]]:
+        """Yields every other optimizer, and whether it trains a parameter of ``bindings``."""
+
     def convert_late(self, params: Iterable[Tensor]) -> None:
         """Converts modules added to the models since ``initialize`` that hold ``params``."""
 
@@ -93,6 +96,7 @@ class Binding:
         skipped: Whether the last step was skipped: known on the host, or a 0-d fp32 flag.
         steps: Steps so far, skipped ones included.
         used: Whether a pass has begun.
+        got_scaled: Whether a pass of other optimizers has left scaled gradients.
         stepping: Whether the optimizer is in its step.
     """
 
@@ -128,9 +132,10 @@ class Binding:
     def _begin_anew(self) -> None:
         self.open_pass: OpenPass | None = None
         self.found_inf: Tensor | None = None
-        self.checked = self.used = self.stepping = False
+        self.checked = self.used = self.stepping = self.got_scaled = False
         self.skipped: Tensor | bool = False
         self.steps = 0
+        self._last: Tensor | None = None  # the memory of a flag in ``skipped``, for CUDA graphs
         self._skip_copy: HostCopy | None = None
 
     # -- parameters --------------------------------------------------------------------------
@@ -268,6 +273,7 @@ class Binding:
 
     def note_cleared(self) -> None:
         """Leaves out what was set aside, now that the optimizer's gradients are cleared."""
+        self.got_scaled = False
         opened = self.open_pass
         if opened is None:
             return
@@ -287,7 +293,7 @@ class Binding:
         keeps these beside its groups.
         """
         if self.owner is not None:
-            self.owner.mistakes.note_average()
+            self.owner.mistakes.averages = True
         unsettled = self.open_pass is not None or self.has_plain_gradients()
         pairs = [*self.pairs] if unsettled else []
         try:
@@ -318,18 +324,24 @@ class Binding:
     def begin_step(self, *, skipped: Tensor | bool) -> None:
         """Records whether a step that begins is skipped."""
         if isinstance(skipped, Tensor):
-            last = self.skipped
-            known = isinstance(last, Tensor) and last.device == skipped.device
-            skipped = last.copy_(skipped) if known else skipped.clone()
+            if self._last is None or self._last.device != skipped.device:
+                self._last = torch.empty_like(skipped)
+            skipped = self._last.copy_(skipped)
         self.skipped, self._skip_copy = skipped, None
         self.steps += 1
 
     @untraced
     def end_step(self) -> None:
         """Drops the masters' gradients, which end with the step, and the overflow."""
+        shared = self.shared_pairs()
         for pair in self.pairs:
-            parameters.set_grad(pair.master, None)
+            pair.end_step(shared=id(pair) in shared)
         self.checked = False
+
+    def shared_pairs(self) -> set[int]:
+        """Returns the ids of pairs that other optimizers of the session step, too."""
+        sharers = () if self.owner is None else self.owner.others([self])
+        return {id(pair) for each, shares in sharers if shares for pair in each.pairs}
 
     def skipped_on_host(self) -> bool | None:
         """Returns whether the last step was skipped, None until the answer has arrived."""

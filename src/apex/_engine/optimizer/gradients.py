@@ -28,16 +28,24 @@ class PassGradients:
         scaled: Whether the pass has a loss scale.
     """
 
-    def __init__(self, bindings: Iterable[Binding], *, scaled: bool) -> None:
+    def __init__(
+        self, bindings: Iterable[Binding], others: Iterable[Binding] = (), *, scaled: bool
+    ) -> None:
+        """Finds the parameters of ``bindings``; ``others`` may be reached by the pass, too."""
         pairs = {id(pair): pair for binding in bindings for pair in binding.pairs}
         params = {id(param): param for binding in bindings for param in binding.params()}
         self.scaled = scaled
         self._pairs = list(pairs.values())
         self._stepped = list(params.values()) if scaled else []
+        self._others = [pair for each in others for pair in each.pairs] if scaled else []
         self._aside: dict[int, tuple[nn.Parameter, Tensor]] = {}
 
     def make_room(self) -> None:
         """Moves what waits on models to the masters; with a scale, sets that of masters aside."""
+        for pair in self._pairs:
+            if pair.spent:
+                parameters.set_grad(pair.master, None)
+                pair.spent = False
         take(self._pairs)
         for param in self._stepped:
             if (grad := parameters.grad_of(param)) is not None:
@@ -48,6 +56,9 @@ class PassGradients:
             if pair.scaled:
                 pair.model.grad = None
         self.mark()
+        for pair in self._others:
+            # What reaches them is scaled by a scale that their optimizer's own pass does not know.
+            pair.scaled = pair.scaled or pair.model.grad is None
 
     def mark(self) -> None:
         """Records that gradients which arrive on models are those of the pass, as after a clear."""
@@ -103,7 +114,7 @@ class PassGradients:
 
 
 def _kept(grad: Tensor) -> Tensor:
-    """Returns a gradient that the next pass leaves alone, as it does not with a view of a bucket."""
+    """Returns a gradient that the next pass leaves alone: of a view of a bucket, a copy."""
     strided = grad.layout is torch.strided and not dtensor.is_dtensor(grad)
     shares = strided and grad.untyped_storage().nbytes() != grad.nbytes
     return grad.clone() if shares else grad
