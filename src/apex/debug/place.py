@@ -13,9 +13,9 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import FrameType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,8 @@ _MAX_SITES = 2**17
 _MAX_NODES = 8
 
 
-class Place(NamedTuple):
+@dataclass(frozen=True)
+class Place:
     """Where an operator was called.
 
     Attributes:
@@ -123,9 +124,8 @@ class Finding:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns all data in JSON types."""
-        own = {name: getattr(self, name) for name in _IN_JSON}
-        inputs = [each._asdict() for each in self.inputs]
-        return {**self.place._asdict(), **own, "remedies": [*self.remedies], "inputs": inputs}
+        own = asdict(self)
+        return {**own.pop("place"), **own, "source": self.source}
 
     def __str__(self) -> str:
         known = f" This is {self.pattern}." if self.pattern else ""
@@ -139,9 +139,6 @@ class Finding:
         for name, text in parts:
             lines += [f"  {name:6} {text.replace(chr(10), chr(10) + ' ' * 9)}"] if text else []
         return "\n".join(lines)
-
-
-_IN_JSON = ("op", "kind", "dtype", "what", "cause", "why", "pattern", "source", "heals")
 
 
 @dataclass(eq=False)
@@ -274,7 +271,7 @@ class Tracker:
         if name is not None:
             return name, True
         site = None if task == -1 else self.forward_site
-        return ("", False) if site is None else site.place[:2]
+        return ("", False) if site is None else (site.place.module, site.place.inside)
 
     def location(self) -> str:
         """Returns ``"file:line"`` of the innermost user code, or ``""`` if there is none.

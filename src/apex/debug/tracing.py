@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -300,7 +301,8 @@ class Trace:
 # -- values ----------------------------------------------------------------------------------------
 
 
-class Values(NamedTuple):
+@dataclass(frozen=True)
+class Values:
     """The finite values of one tensor.
 
     Attributes:
