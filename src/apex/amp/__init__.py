@@ -10,11 +10,8 @@ _requirements.check()
 _unavailable.install()
 
 from apex.amp import (  # noqa: F401 - reached as attributes
-    checkpoint,
     compat,
-    distributed_checkpoint,
     lists,
-    lr_scheduler,
     opt,
     rnn_compat,
     scaler,
@@ -46,18 +43,15 @@ sys.modules["apex.amp.debug"] = debug
 __all__ = [
     "_amp_state",
     "bfloat16_function",
-    "checkpoint",
     "clip_grad_norm_",
     "debug",
     "disable_casts",
-    "distributed_checkpoint",
     "float_function",
     "half_function",
     "init",
     "initialize",
     "lists",
     "load_state_dict",
-    "lr_scheduler",
     "master_params",
     "promote_function",
     "register_bfloat16_function",

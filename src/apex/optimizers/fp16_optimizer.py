@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-import apex_C
+from apex._core.flat import unflatten
 from apex._core.scale import checked_static
 from apex._engine.master_wrapper import MasterWrapper, check_keys, check_sizes, forwarded
 
@@ -153,7 +153,7 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
         groups = self._stepped()
         own = [sum(param.numel() for param in params) for params in groups]
         check_sizes([flat.numel() for flat in saved], own)
-        return [apex_C.unflatten(*both) for both in zip(saved, groups, strict=True)]
+        return [unflatten(*both) for both in zip(saved, groups, strict=True)]
 
 
 @torch.no_grad()
