@@ -1,15 +1,18 @@
 """Mixed precision for PyTorch through NVIDIA apex's interface: ``from apex import amp``.
 
-Subpackages are available as attributes too (``import apex; apex.optimizers.FusedAdam(...)``):
-``amp`` is imported eagerly, the others on first use. Where NVIDIA's apex is installed, its own
-``apex/__init__.py`` runs in place of this file (``_apex_amp.py``).
+Subpackages are available as attributes too (``import apex; apex.amp.initialize(...)``), imported on
+first use: a package that imports its subpackages deadlocks where threads import both. Where
+NVIDIA's apex is installed, its ``apex/__init__.py`` runs in place of this file (``_apex_amp.py``).
 """
 
 import importlib
 from types import ModuleType
 
-from apex import amp, debug
+from apex import _requirements, _unavailable
 from apex._core import project
+
+_requirements.check()
+_unavailable.install()
 
 __version__ = project.VERSION
 
@@ -29,7 +32,7 @@ __all__ = [
     "reparameterization",
 ]
 
-_LAZY = frozenset(__all__) - {"__version__", "amp", "debug"}
+_LAZY = frozenset(__all__) - {"__version__"}
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -5,7 +5,7 @@ import sys
 
 from apex import _requirements, _unavailable
 
-# Here and not in apex/__init__.py, which may be NVIDIA's.
+# Here, too: apex/__init__.py may be NVIDIA's.
 _requirements.check()
 _unavailable.install()
 
