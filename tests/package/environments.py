@@ -26,6 +26,11 @@ class Environment:
         line = ["-m", "pip", "--python", str(self.python), "--disable-pip-version-check", "-q"]
         return outcome([sys.executable, *line, *arguments])
 
+    def unpack(self, wheel):
+        """Installs a wheel as pip would, without a record of it."""
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(self.site)
+
     def run(self, *arguments, **environ):
         """Runs Python with these arguments; returns what it prints."""
         return outcome([str(self.python), *arguments], **environ)

@@ -50,25 +50,25 @@ def install(): sys.meta_path.append(Finder)
 
 
 def wheel_first(environment, wheel, folder):
-    environment.pip("install", "--no-deps", str(nvidia_wheel(folder)))
-    environment.pip("install", "--no-deps", str(wheel))
+    environment.unpack(nvidia_wheel(folder))
+    environment.unpack(wheel)
     return {}
 
 
 def wheel_last(environment, wheel, folder):
-    environment.pip("install", "--no-deps", str(wheel))
-    environment.pip("install", "--no-deps", str(nvidia_wheel(folder)))
+    environment.unpack(wheel)
+    environment.unpack(nvidia_wheel(folder))
     return {}
 
 
 def editable_by_path(environment, wheel, folder):
-    environment.pip("install", "--no-deps", str(wheel))
+    environment.unpack(wheel)
     (environment.site / "__editable__.apex-0.1.pth").write_text(str(NVIDIA))
     return {}
 
 
 def editable_by_finder(environment, wheel, folder):
-    environment.pip("install", "--no-deps", str(wheel))
+    environment.unpack(wheel)
     (environment.site / "__editable___apex_finder.py").write_text(FINDER)
     line = "import __editable___apex_finder; __editable___apex_finder.install()"
     (environment.site / "__editable__.apex-0.1.pth").write_text(line)
@@ -76,7 +76,7 @@ def editable_by_finder(environment, wheel, folder):
 
 
 def theirs_on_pythonpath(environment, wheel, folder):
-    environment.pip("install", "--no-deps", str(wheel))
+    environment.unpack(wheel)
     return {"PYTHONPATH": str(NVIDIA)}
 
 
@@ -94,7 +94,7 @@ def test_ours_in_the_user_site_finds_theirs_in_the_system(wheel, tmp_path):
     system = Environment(tmp_path / "env")
     config = tmp_path / "env" / "pyvenv.cfg"
     config.write_text(config.read_text().replace("= false", "= true"))  # reads the user site
-    system.pip("install", "--no-deps", str(nvidia_wheel(tmp_path)))
+    system.unpack(nvidia_wheel(tmp_path))
     base = {"PYTHONUSERBASE": str(tmp_path / "user")}
     user = system.value("import site; print([site.getusersitepackages()])", **base)[0]
     with zipfile.ZipFile(wheel) as archive:
@@ -151,8 +151,8 @@ def test_the_command_works_beside_theirs(beside, arguments):
 
 def test_an_apex_that_has_amp_is_left_alone(wheel, tmp_path):
     environment = Environment(tmp_path / "env")
-    environment.pip("install", "--no-deps", str(wheel))
-    environment.pip("install", "--no-deps", str(nvidia_wheel(tmp_path, amp=True)))
+    environment.unpack(wheel)
+    environment.unpack(nvidia_wheel(tmp_path, amp=True))
     code = """
     import apex, apex.amp
     found = [apex.amp.WHOSE, len(apex.__path__)]
@@ -167,14 +167,14 @@ def test_an_apex_that_has_amp_is_left_alone(wheel, tmp_path):
 
 def test_an_apex_that_is_a_single_file_is_left_alone(wheel, tmp_path):
     environment = Environment(tmp_path / "env")
-    environment.pip("install", "--no-deps", str(wheel))
+    environment.unpack(wheel)
     (environment.site / "apex.py").write_text("WHOSE = 'a file'\n")
     assert environment.value("import apex; print([apex.WHOSE])") == ["a file"]
 
 
 def test_an_empty_folder_apex_counts_as_none(wheel, tmp_path):
     environment = Environment(tmp_path / "env")
-    environment.pip("install", "--no-deps", str(wheel))
+    environment.unpack(wheel)
     (environment.site / "apex" / "contrib").mkdir(parents=True)
     assert environment.value("import apex; print([apex.amp.__name__])") == ["apex.amp"]
 

@@ -2,9 +2,15 @@
 
 from importlib.machinery import PathFinder
 
-import _apex_amp
-
 WHOSE = "theirs"
-_ours = PathFinder.find_spec("amp_C", [_apex_amp.SITE])
-__path__ = _ours.submodule_search_locations
-exec(_ours.loader.get_code("amp_C"))
+
+
+def __getattr__(name):
+    if not name.startswith("multi_"):
+        raise AttributeError(name)
+    import _apex_amp
+
+    ours = PathFinder.find_spec("amp_C", [_apex_amp.SITE])
+    globals()["__path__"] = ours.submodule_search_locations
+    exec(ours.loader.get_code("amp_C"), globals())
+    return globals()[name]
