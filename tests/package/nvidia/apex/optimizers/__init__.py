@@ -1,7 +1,8 @@
-"""The interfaces of NVIDIA's optimizers: undeclared fp32 state, lists of one dtype, a step count."""
+"""The interfaces of NVIDIA's optimizers: undeclared fp32 state, lists of one dtype, step counts."""
+
+import torch
 
 import amp_C
-import torch
 
 from ..multi_tensor_apply import multi_tensor_applier
 
