@@ -9,7 +9,7 @@ import time
 import hypothesis
 import pytest
 
-from tests.emulated_cuda import device
+from tests.support.emulated_cuda import device
 
 if device.INSTALLED:
     device.install()  # before torch is imported
@@ -17,7 +17,8 @@ if device.INSTALLED:
 import torch
 
 import apex
-from tests.devices import Forwarding, Place
+from apex._core.project import VERSION
+from tests.support.devices import Forwarding, Place
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("apex", deadline=None, derandomize=True, database=None)
@@ -29,7 +30,7 @@ DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps")
 
 
 def pytest_report_header():
-    return f"apex {apex.__version__} from {apex.__file__}, torch {torch.__version__}"
+    return f"apex {VERSION} from {apex.__file__}, torch {torch.__version__}"
 
 
 def pytest_configure(config):
