@@ -22,10 +22,9 @@ from apex._engine.session import Session
 from apex._torch import ranks
 from apex.amp import frontend, inputs
 from apex.amp.properties import level_defaults, to_policy
-from apex.debug import tensors
+from apex.debug import tracing
 from apex.debug.preserve_state import casts_off, preserve_state
-from apex.debug.rounding import RoundingTrace
-from apex.debug.rounding_records import RoundingRow, Skipped
+from apex.debug.rounding import RoundingRow, RoundingTrace, Skipped
 from apex.debug.storages import Storages
 
 Loss = Callable[[nn.Module], Tensor]
@@ -197,10 +196,10 @@ class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if isinstance(func, torch._ops.OpOverload) and tensors.traits(func).exchanges:
+        if isinstance(func, torch._ops.OpOverload) and tracing.traits(func).exchanges:
             raise ValueError(
                 "suggest_fp32 got a model that exchanges values with other processes "
-                f"({tensors.traits(func).name}), and each would run it another number of times. "
+                f"({tracing.traits(func).name}), and each would run it another number of times. "
                 "Call it in a single process, before torch.distributed.init_process_group: there, "
                 "SyncBatchNorm is a plain batch norm."
             )
