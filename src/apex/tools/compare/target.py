@@ -1,23 +1,23 @@
-"""The user's model, optimizer, batches and loss, built anew for each level.
+"""The user's model, optimizer, batches and loss: looked at, built once, and copied for each level.
 
 Note [Fresh objects]
-    Each level needs a model and an optimizer that no other level has touched, so a file is executed
-    again, or a function called again, for each of them. If that returns the same objects (names of
-    an imported module, a function with a cache), model and optimizer are deep-copied together
-    before any training.
+    Each level needs a model and an optimizer that no other level has touched. The target is built
+    once, and both are deep-copied together for each use. A model that cannot be copied is built
+    anew each time instead: the file is executed, or the function called, again.
 """
 
 from __future__ import annotations
 
+import ast
 import copy
 import functools
 import importlib
 import importlib.util
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,12 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from apex import amp
-from apex._engine.session import Session
 from apex.debug.arguments import missing_values
+from apex.integrations import scales
 from apex.tools.errors import TargetError, format_error, place_of
-from apex.tools.migrate.sources import UnreadableError, read
-from apex.tools.migrate.uses import uses
 
 FUNCTION = "setup"
 """Default function in a file or module."""
@@ -44,7 +41,9 @@ PARTS: Mapping[str, tuple[Any, str]] = {
 }
 """What a target provides, in the order of a tuple: names, types, and how errors call them."""
 
-# One name for every execution: a module that stayed in sys.modules would keep its model alive.
+_NAMES = "model, optimizer, batches and loss"
+_HELP = "apex compare --help defines targets."
+
 _MODULE = "apex_compare_target"
 
 
@@ -74,30 +73,42 @@ Build = Callable[[], Experiment]
 
 @contextmanager
 def open_target(target: str, *, seed: int = 0) -> Iterator[Build]:
-    """Yields a function that builds the experiment of ``target``.
+    """Yields a function that returns an experiment of ``target``; see Note [Fresh objects].
 
-    ``apex compare --help`` defines targets. Random numbers are seeded with ``seed`` before each
+    ``apex compare --help`` defines targets. Random numbers are seeded with ``seed`` before the
     build. Inside the block, a file's folder is on ``sys.path``, as when Python runs the file, and
     ``sys.argv`` holds no arguments: those of the command are not the target's.
 
     Raises:
-        TargetError: If there is no such target, or it lacks a part.
+        TargetError: If there is no such target, or it lacks a part. A file that does not define
+            the parts is not executed.
     """
     place, function = _split(target)
+    is_file = place.endswith(".py")
+    if is_file:
+        _look_at(Path(place), function)
     path, argv = list(sys.path), sys.argv
     try:
         sys.argv = [place]
-        sys.path.insert(0, str(Path(place).resolve().parent) if _is_file(place) else "")
+        sys.path.insert(0, str(Path(place).resolve().parent) if is_file else "")
 
         def make() -> Experiment:
             seed_all(seed)
-            before = amp._amp_state.sessions()
-            module = _executed(Path(place)) if _is_file(place) else _imported(place)
-            experiment = _made(target, module, function)
-            _refuse_prepared(target, module, before)
-            return experiment
+            return _made(target, _executed(Path(place)) if is_file else _imported(place), function)
 
-        yield _repeatable(target, make)
+        first = make()
+        try:
+            _copied(first)
+        except Exception as error:
+            if make().model is first.model:
+                raise TargetError(
+                    f"{target} returns the same model each time, and it cannot be deep-copied: "
+                    f"{format_error(error)}. Make TARGET a function that builds a new one at every "
+                    "call."
+                ) from error
+            yield make
+        else:
+            yield functools.partial(_copied, first)
     finally:
         sys.path[:], sys.argv = path, argv
         sys.modules.pop(_MODULE, None)
@@ -112,6 +123,11 @@ def seed_all(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
+def _copied(first: Experiment) -> Experiment:
+    model, optimizer = copy.deepcopy((first.model, first.optimizer))
+    return replace(first, model=model, optimizer=optimizer)
+
+
 def _split(target: str) -> tuple[str, str]:
     # The colon of a drive letter is not a separator.
     place, colon, function = target.rpartition(":")
@@ -120,13 +136,87 @@ def _split(target: str) -> tuple[str, str]:
     return target, ""
 
 
-def _is_file(place: str) -> bool:
-    return place.endswith(".py")
+# -- the look at a file before it is executed ----------------------------------------------------
+
+
+def _look_at(path: Path, function: str) -> None:
+    """Raises unless a file defines a target and trains nothing itself; executes nothing."""
+    if not path.is_file():
+        raise TargetError(f"There is no file {path}.")
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError) as error:
+        line = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
+        raise TargetError(f"{path} cannot be read as Python: {error}{line}.") from error
+    _refuse_initialize(path, tree)
+    names, trains = set[str](), False
+    for node in _of_module_level(tree):
+        names |= _bound_by(node)
+        trains |= isinstance(node, ast.Attribute) and node.attr == "backward"
+    if "*" in names:  # of an import, which may define anything
+        return
+    if function or FUNCTION in names:
+        if (function or FUNCTION) not in names:
+            raise TargetError(f"{path} has no function {function}(). {_HELP}")
+        if not trains:
+            return
+    missing = [name for name in PARTS if name not in names]
+    if trains:
+        missing_text = f" It lacks {', '.join(missing)}." if missing else ""
+        raise TargetError(
+            f"{path} is a training script; compare needs four names: {_NAMES}, or a function "
+            f"setup() that returns them.{missing_text} Nothing was run. {_HELP}"
+        )
+    if missing:
+        raise TargetError(
+            f"{path} has no function {FUNCTION}(), and at module level no {', '.join(missing)}; "
+            f"compare needs four names: {_NAMES}. Nothing was run. {_HELP}"
+        )
+
+
+def _of_module_level(tree: ast.Module) -> Iterator[ast.AST]:
+    """Yields the nodes that executing a module runs, its functions and ``__main__`` block aside."""
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.If) and "__main__" in ast.unparse(node.test):
+            continue
+        waiting += ast.iter_child_nodes(node)
+
+
+def _bound_by(node: ast.AST) -> set[str]:
+    match node:
+        case ast.Name(id=name, ctx=ast.Store()):
+            return {name}
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return {name}
+        case ast.alias(name=name, asname=alias):
+            return {alias or name.partition(".")[0]}
+    return set()
+
+
+def _refuse_initialize(path: Path, tree: ast.Module) -> None:
+    """Raises if a file calls ``amp.initialize``, with the line."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(attr="initialize", value=owner)):
+                if ast.unparse(owner) in ("amp", "apex.amp"):
+                    raise TargetError(f"{path} {_INITIALIZE % f' ({path}:{node.lineno})'}")
+
+
+_INITIALIZE = (
+    "calls amp.initialize%s. apex compare does so itself, once per level: return the plain model "
+    "and optimizer in fp32."
+)
+
+
+# -- the build -----------------------------------------------------------------------------------
 
 
 def _executed(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise TargetError(f"There is no file {path}.")
     spec = importlib.util.spec_from_file_location(_MODULE, path)
     if spec is None or spec.loader is None:
         raise TargetError(f"{path} is not a Python file that can be executed.")
@@ -156,12 +246,7 @@ def _made(target: str, module: ModuleType, function: str) -> Experiment:
         return _checked(target, names)
     maker = names.get(function or FUNCTION)
     if not callable(maker):
-        missing = [name for name in PARTS if name not in names]
-        raise TargetError(
-            f"{target} has no function {function or FUNCTION}()"
-            + ("." if function else f", and at module level no {', '.join(missing)}.")
-            + " apex compare --help defines targets."
-        )
+        raise TargetError(f"{target} has no function {function or FUNCTION}(). {_HELP}")
     try:
         given = maker()
     except Exception as error:
@@ -176,8 +261,8 @@ def _checked(target: str, given: Any) -> Experiment:
         given = dict(zip((*PARTS, "evaluate"), given, strict=False))
     if not isinstance(given, Mapping) or any(name not in given for name in PARTS):
         raise TargetError(
-            f"{target} returned {type(given).__name__}; it must return model, optimizer, "
-            "batches and loss in this order, or a dict with these names."
+            f"{target} returned {type(given).__name__}; it must return {_NAMES} in this order, or "
+            "a dict with these names."
         )
     wrong = [
         f"{name} is {type(given[name]).__name__}, not {what}"
@@ -186,15 +271,12 @@ def _checked(target: str, given: Any) -> Experiment:
     ]
     if wrong:
         raise TargetError(f"{target}: {'; '.join(wrong)}.")
-    if missing := missing_values(given["model"]):
+    model, optimizer, batches, loss = (given[name] for name in PARTS)
+    if missing := missing_values(model):
         raise TargetError(f"{target}: the model's {missing}")
-    return Experiment(
-        given["model"],
-        given["optimizer"],
-        given["batches"],
-        _checked_loss(given["loss"]),
-        given.get("evaluate"),
-    )
+    if scales.is_prepared(optimizer):
+        raise TargetError(f"{target} {_INITIALIZE % ''}")
+    return Experiment(model, optimizer, batches, _checked_loss(loss), given.get("evaluate"))
 
 
 def _checked_loss(loss: Callable[..., Any]) -> Callable[[nn.Module, Any], Tensor]:
@@ -221,46 +303,3 @@ def _checked_loss(loss: Callable[..., Any]) -> Callable[[nn.Module, Any], Tensor
         raise TargetError(f"loss(model, batch) returned {fault}{place and f' ({place})'}.")
 
     return checked
-
-
-def _refuse_prepared(target: str, module: ModuleType, before: Sequence[Session]) -> None:
-    """Raises if the target called ``amp.initialize``."""
-    new = [session for session in amp._amp_state.sessions() if session not in before]
-    if not new:
-        return
-    place = _line_of_initialize(module)
-    raise TargetError(
-        f"{target} calls amp.initialize{place and f' ({place})'}. apex compare does so itself, "
-        "once per level: return the plain model and optimizer in fp32."
-    )
-
-
-def _line_of_initialize(module: ModuleType) -> str:
-    """Returns ``"file:line"`` of the call; empty if it is in another file."""
-    path = Path(module.__file__ or "")
-    try:
-        found = [u for u in uses(read(path)) if u.name == "apex.amp.initialize"]
-    except (UnreadableError, SyntaxError, ValueError, RecursionError):
-        return ""
-    return f"{path}:{found[-1].line}" if found else ""
-
-
-def _repeatable(target: str, make: Build) -> Build:
-    """Returns ``make``, or a function that copies if ``make`` returns the same objects again."""
-    first, second = make(), make()
-    if second.model is first.model:
-        _copied(target, first)  # to fail now rather than after the first level
-        return lambda: _copied(target, first)
-    made = [second, first]
-    return lambda: made.pop() if made else make()
-
-
-def _copied(target: str, first: Experiment) -> Experiment:
-    try:
-        model, optimizer = copy.deepcopy((first.model, first.optimizer))
-    except Exception as error:
-        raise TargetError(
-            f"{target} returns the same model each time, and it cannot be deep-copied: "
-            f"{format_error(error)}. Make TARGET a function that builds a new one at every call."
-        ) from error
-    return Experiment(model, optimizer, first.batches, first.loss, first.evaluate)
