@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-import apex
+from apex._core.version import VERSION
 
 OK, FAILED, BAD_INPUT, NOT_WRITTEN, NOT_FINITE, INTERRUPTED = 0, 1, 2, 3, 4, 130
 """Exit codes; docs/reference/command_line.md tells what they mean."""
@@ -33,7 +33,7 @@ _QUESTIONS = """\
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command and all its subcommands."""
     parser = _Parser(prog="apex", description=_QUESTIONS, formatter_class=_Raw)
-    version = f"apex-amp {apex.__version__}, torch {metadata.version('torch')}"
+    version = f"apex-amp {VERSION}, torch {metadata.version('torch')}"
     parser.set_defaults(run=None)
     parser.add_argument("--version", action="version", version=version)
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")

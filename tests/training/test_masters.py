@@ -298,24 +298,6 @@ def test_a_model_that_runs_during_a_step_gets_what_the_step_writes_after_it(leve
     assert cases.same(cases.masters(optimizer), cases.masters(expected))
 
 
-def test_an_assignment_to_data_that_is_interrupted_leaves_model_and_master_in_agreement():
-    model, optimizer = cases.prepared("O5")
-    own = next(amp.master_params(optimizer))
-    lines = 0
-
-    def assign():
-        own.data = torch.full_like(own, 1 / (3 + lines))
-
-    while cases.interrupted_at(lines, assign):
-        forward(model)
-        assert agree(model, optimizer)
-        lines += 1
-    assert lines > 1
-
-
-# -- the model is written --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("level", MASTERS)
 @pytest.mark.parametrize("part", ["model", "submodule"])
 def test_loaded_weights_reach_the_masters_exactly(level, part):
@@ -397,17 +379,15 @@ def test_weights_perturbed_after_a_pass_leave_masters_as_they_were(level, by):
     assert cases.same(cases.masters(optimizer), before)
 
 
-@pytest.mark.parametrize(("level", "kind"), [("O2", True), ("O5", True), ("O5", "split")])
+@pytest.mark.parametrize("level", cases.WITH_MASTERS)
 @pytest.mark.parametrize("clips", ["", "amp", "torch"])
 @pytest.mark.parametrize(
     ("by", "back"),
     [("data", "data"), *product(("data", "copy_"), ("data.copy_", "copy_"))],
 )
-def test_weights_changed_for_the_passes_alone_leave_masters_as_they_were(
-    level, kind, by, back, clips
-):
+def test_weights_changed_for_the_passes_alone_leave_masters_as_they_were(level, by, back, clips):
     make = functools.partial(cases.sgd, lr=0.0)
-    model, optimizer = cases.prepared(level, make, master_weights=kind)
+    model, optimizer = cases.prepared(level, make)
     before = cases.masters(optimizer)
     params = list(model.parameters())
     own = [param.data.clone() for param in params]
@@ -429,11 +409,11 @@ def test_weights_changed_for_the_passes_alone_leave_masters_as_they_were(
         assert cases.same(cases.values(params), own)
 
 
-@pytest.mark.parametrize(("level", "kind"), [("O2", True), ("O5", True), ("O5", "split")])
+@pytest.mark.parametrize("level", cases.WITH_MASTERS)
 @pytest.mark.parametrize("back", ["data", "data.copy_", "copy_"])
-def test_weights_changed_for_the_first_pass_uncounted_are_back_at_the_step(level, kind, back):
+def test_weights_changed_for_the_first_pass_uncounted_are_back_at_the_step(level, back):
     make = functools.partial(cases.sgd, lr=0.0)
-    model, optimizer = cases.prepared(level, make, master_weights=kind)
+    model, optimizer = cases.prepared(level, make)
     params = list(model.parameters())
     own = [param.data.clone() for param in params]
     for _ in range(2):

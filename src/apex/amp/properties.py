@@ -5,14 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from apex._core.arguments import flag
 from apex._core.dtypes import CASTABLE, LOW_PRECISION
-from apex._core.policy import LossScale, MasterWeights, Policy
+from apex._core.policy import LossScale, Policy
 from apex._core.scale import checked_static
 
 
@@ -27,11 +26,9 @@ class Properties:
         patch_torch_functions: Whether ops cast their inputs by the op table.
         patch_torch_functions_type: Low-precision dtype of these casts.
         keep_batchnorm_fp32: Whether batch norm stays fp32 in a converted model.
-        master_weights: Whether optimizers step fp32 masters; ``"split"`` and ``"stochastic"`` are
-            two ways to store them in fewer bytes.
+        master_weights: Whether optimizers step fp32 masters.
         loss_scale: A number, or ``"dynamic"``.
         cast_model_outputs: Dtype of the model's outputs; ``None`` for the level's default.
-        grad_accum_dtype: Dtype in which the gradients of several passes add up; ``None`` for fp32.
     """
 
     enabled: bool
@@ -40,14 +37,10 @@ class Properties:
     patch_torch_functions: bool
     patch_torch_functions_type: torch.dtype | None
     keep_batchnorm_fp32: bool | None
-    master_weights: MasterWeights | None
+    master_weights: bool | None
     loss_scale: LossScale
     cast_model_outputs: torch.dtype | None = None
-    grad_accum_dtype: torch.dtype | None = None
 
-
-PACKED = ("split", "stochastic")
-"""Values of ``master_weights`` that store masters in fewer bytes than fp32."""
 
 _FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -113,7 +106,7 @@ def resolve(
     values = {name: _PARSERS[name](name, value) for name, value in given.items()}
     if defaults.patch_torch_functions and values.get("cast_model_type") is False:
         del values["cast_model_type"]
-    for name, problem in chain(_meaningless(defaults, values), _unfit(defaults, values)):
+    for name, problem in _meaningless(defaults, values):
         if not hard_override:
             raise RuntimeError(problem)
         warnings.warn(problem, UserWarning, stacklevel=3)
@@ -139,7 +132,6 @@ def to_policy(properties: Properties) -> Policy:
         batchnorm_fp32=bool(properties.keep_batchnorm_fp32),
         master_weights=properties.master_weights or False,
         loss_scale=properties.loss_scale,
-        grad_accum_dtype=properties.grad_accum_dtype or _FP32,
     )
 
 
@@ -158,12 +150,11 @@ def _meaningless(defaults: Properties, values: Mapping[str, Any]) -> Iterator[tu
                 "where the model keeps its fp32 parameters and batch norm follows its input. "
                 f"Leave it None, or use opt_level {full!r}.",
             )
-        if (kind := values.get("master_weights")) is not None:
+        if "master_weights" in values:
             yield (
                 "master_weights",
-                f"master_weights={kind!r} has no meaning at {level}: the model's own parameters "
-                "are fp32 there. Leave it None, or use opt_level "
-                f"{'O5' if kind in PACKED else full!r}.",
+                f"master_weights={values['master_weights']} has no meaning at {level}: the model's "
+                f"own parameters are fp32 there. Leave it None, or use opt_level {full!r}.",
             )
         if (dtype := values.get("cast_model_type")) not in (None, _FP32):
             yield (
@@ -188,40 +179,14 @@ def _meaningless(defaults: Properties, values: Mapping[str, Any]) -> Iterator[tu
             )
 
 
-def _unfit(defaults: Properties, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields, in the same form, what does not fit the model's dtype or its masters."""
-    level, properties = defaults.opt_level, replace(defaults, **values)
-    kind, own = properties.master_weights, properties.cast_model_type
-    if kind in PACKED and own not in (None, False, _BF16):
-        why = "whose parameters have no low half to store: nothing is rounded"
-        if own is _FP16:
-            why = (
-                "and 16 more bits do not complete an fp16 weight: its exponent is shorter than "
-                "fp32's, so masters below 6e-5 would lose bits"
-            )
-        yield (
-            "master_weights",
-            f"master_weights={kind!r} needs a bf16 model, but {level} converts this one to {own}, "
-            f"{why}. Use opt_level 'O5', or master_weights=True.",
+def _as_master_weights(name: str, value: object) -> bool:
+    if value in ("split", "stochastic"):
+        raise ValueError(
+            f"master_weights is {value!r}, which was taken out; it must be a bool. For less memory "
+            "use O5 with an optimizer that keeps 8-bit moments, or a bf16 model without amp and "
+            "torchao's optimizers with bf16_stochastic_round=True (docs/howto/memory.md)."
         )
-    if (dtype := properties.grad_accum_dtype) is None:
-        return
-    if own not in LOW_PRECISION:
-        problem = f"has no meaning at {level}, where parameters and gradients are fp32"
-        remedy = "Leave it None, or use opt_level 'O2' or 'O5'."
-    elif not properties.master_weights:
-        problem = f"has no meaning at {level} without masters: gradients add up in {own}"
-        remedy = "Leave it None, or set master_weights=True."
-    elif dtype not in (_FP32, own):
-        problem = f"does not fit a model in {own}"
-        remedy = f"Gradients add up in torch.float32 (the default) or in {own}."
-    else:
-        return
-    yield "grad_accum_dtype", f"grad_accum_dtype={dtype} {problem}. {remedy}"
-
-
-def _as_master_weights(name: str, value: object) -> MasterWeights:
-    return cast(MasterWeights, value) if value in PACKED else flag(name, value, *map(repr, PACKED))
+    return flag(name, value)
 
 
 def _dtype_parser(accepted: Collection[object], described: str) -> Callable[[str, object], object]:
@@ -252,5 +217,4 @@ _PARSERS: Mapping[str, Any] = {
     "master_weights": _as_master_weights,
     "loss_scale": as_loss_scale,
     "cast_model_outputs": _as_output_dtype,
-    "grad_accum_dtype": _as_output_dtype,
 }

@@ -21,6 +21,7 @@ from torch import Tensor
 
 import apex
 from apex._core import dtypes
+from apex._core.version import VERSION
 from apex._torch.devices import cpu_features
 from apex.debug.rendering.formatting import counted
 from apex.tools.compare.timing import Load, LoadMeter, seconds
@@ -97,7 +98,7 @@ def examine(device: torch.device) -> Health:
     level, advice = advise(speeds[str(device)], str(device), meter.load)
     return Health(
         versions={
-            "apex-amp": apex.__version__,
+            "apex-amp": VERSION,
             "torch": torch.__version__,
             "Python": platform.python_version(),
             "system": platform.platform(),

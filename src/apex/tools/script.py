@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import builtins
+import importlib.machinery
 import importlib.util
+import io
 import os
 import runpy
 import sys
+import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
+from types import ModuleType, TracebackType
 
 from apex.tools.errors import InputError, format_error
 
@@ -61,8 +65,10 @@ class Script:
             with self._as_arguments():
                 if self.is_module:
                     runpy.run_module(self.name, run_name="__main__", alter_sys=True)
+                elif _is_source(self.name):
+                    _run_source(os.path.abspath(self.name))
                 else:
-                    runpy.run_path(os.path.abspath(self.name), run_name="__main__")
+                    runpy.run_path(self.name, run_name="__main__")
         except stop:
             return Ending(stopped=True)
         except SystemExit as left:
@@ -87,6 +93,26 @@ class Script:
         finally:
             sys.argv = argv
             sys.path[:] = path
+
+
+def _run_source(path: str) -> None:
+    # Unlike runpy.run_path, this keeps a relative sys.argv[0] beside an absolute __file__.
+    module = ModuleType("__main__")
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    names = {"__file__": path, "__loader__": loader, "__builtins__": builtins, "__cached__": None}
+    vars(module).update(names)
+    with io.open_code(path) as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    before = sys.modules["__main__"]
+    sys.modules["__main__"] = module  # where pickles and spawned processes look for it
+    try:
+        exec(code, vars(module))
+    finally:
+        sys.modules["__main__"] = before
+
+
+def _is_source(path: str) -> bool:
+    return not (os.path.isdir(path) or path.endswith(".pyc") or zipfile.is_zipfile(path))
 
 
 def _folder(path: str) -> str:

@@ -50,8 +50,6 @@ def step(binding: Binding, run: Run, closure: Closure | None) -> Any:
     Returns:
         The result of the step; ``None`` for a skipped one without a closure.
     """
-    if binding.pairs and binding.packing is not None:
-        run = functools.partial(_run_eagerly, run)
     if closure is not None:
         return _step_with_closure(binding, run, closure)
     binding.settle(steps=True)
@@ -60,37 +58,20 @@ def step(binding: Binding, run: Run, closure: Closure | None) -> Any:
         _inspect(binding)
     off = UncastBlock()
     one_pass: list[OnePassStep] = []
-    ended: list[bool] = []
     try:
-        try:
-            _mark_masters_written(binding)
-            off.__enter__()
-            if binding.pairs:
-                compiled = is_compiling_here()
-                _begin_one_pass(binding, one_pass, OnePassStep.begin, compiled=compiled)
-                if not compiled and _sees_only_parameters(binding):
-                    run = functools.partial(_run_without_overrides, run)
-            if binding.gradients.overflow.checked:
-                return _run_unless_overflow(binding, run)
-            binding.gradients.overflow.note_step(skipped=False)
-            return run()
-        finally:  # also if the step failed partway
-            _end(binding, off, one_pass, ended)
-    finally:  # see Note [Interrupted blocks]
-        if not ended:
-            _end(binding, off, one_pass, ended)
-
-
-@untraced
-def _run_eagerly(run: Run, *closure: Closure) -> Any:
-    """Runs a step over packed masters, which a compiled graph would read and write as one value.
-
-    So what the optimizer compiles itself (torchao's do) runs eagerly; a closure's model does not.
-    """
-    if closure:
-        return run(*closure)
-    with torch.compiler.set_stance("force_eager"):
+        _mark_masters_written(binding)
+        off.__enter__()
+        if binding.pairs:
+            compiled = is_compiling_here()
+            _begin_one_pass(binding, one_pass, OnePassStep.begin, compiled=compiled)
+            if not compiled and _sees_only_parameters(binding):
+                run = functools.partial(_run_without_overrides, run)
+        if binding.gradients.overflow.checked:
+            return _run_unless_overflow(binding, run)
+        binding.gradients.overflow.note_step(skipped=False)
         return run()
+    finally:  # also if the step failed partway
+        _end(binding, off, one_pass)
 
 
 def _sees_only_parameters(binding: Binding) -> bool:
@@ -106,21 +87,14 @@ def _run_without_overrides(run: Run) -> Any:
 
 
 @untraced
-def _end(
-    binding: Binding,
-    off: UncastBlock,
-    one_pass: Sequence[OnePassStep],
-    ended: list[bool],
-) -> None:
-    """Rounds the masters into the model and turns casts back on; idempotent."""
-    if not ended:
-        for each in one_pass:
-            each.end()
-        if binding.pairs:
-            tracked_pair.write_back(binding.pairs, ends_step=True)
-        binding.gradients.end_step()
-        off.__exit__(None, None, None)
-        ended.append(True)
+def _end(binding: Binding, off: UncastBlock, one_pass: Sequence[OnePassStep]) -> None:
+    """Rounds the masters into the model and turns casts back on."""
+    for each in one_pass:
+        each.end()
+    if binding.pairs:
+        tracked_pair.write_back(binding.pairs, ends_step=True)
+    binding.gradients.end_step()
+    off.__exit__(None, None, None)
 
 
 @untraced_frame
@@ -231,20 +205,16 @@ def _step_with_closure(binding: Binding, run: Run, closure: Closure) -> Any:
     binding.read_model(steps=True)
     off = UncastBlock()
     one_pass: list[OnePassStep] = []
-    ended: list[bool] = []
     try:
-        try:
-            _mark_masters_written(binding)
-            off.__enter__()
-            evaluate = _evaluation(binding, closure, off, one_pass)
-            binding.gradients.overflow.note_step(skipped=False)
-            if binding.owner is not None and binding.owner.can_skip:
-                return _run_or_restore(binding, run, evaluate)
-            return run(evaluate)
-        finally:
-            _end(binding, off, one_pass, ended)
+        _mark_masters_written(binding)
+        off.__enter__()
+        evaluate = _evaluation(binding, closure, off, one_pass)
+        binding.gradients.overflow.note_step(skipped=False)
+        if binding.owner is not None and binding.owner.can_skip:
+            return _run_or_restore(binding, run, evaluate)
+        return run(evaluate)
     finally:
-        _end(binding, off, one_pass, ended)
+        _end(binding, off, one_pass)
 
 
 @untraced_frame
@@ -304,11 +274,10 @@ def _evaluation(
 
 
 class _Snapshot(NamedTuple):
-    """What an optimizer steps, its state, and the random numbers of stochastic masters."""
+    """What an optimizer steps, and its state."""
 
     params: list[Tensor]
     state: dict[Any, Any]
-    rounding: dict[str, Any]
 
 
 @untraced
@@ -317,7 +286,7 @@ def _snapshot(binding: Binding) -> _Snapshot:
     # restored if a later evaluation overflows, so both are kept until the step ends.
     params = [param.detach().clone() for param in binding.params()]
     state = {param: copy.deepcopy(kept) for param, kept in binding.optimizer.state.items()}
-    return _Snapshot(params, state, {} if binding.packing is None else {**vars(binding.packing)})
+    return _Snapshot(params, state)
 
 
 @untraced
@@ -327,8 +296,6 @@ def _restore_snapshot(binding: Binding, before: _Snapshot) -> None:
         param.copy_(value)
     binding.optimizer.state.clear()
     binding.optimizer.state.update(before.state)
-    if binding.packing is not None:
-        vars(binding.packing).update(before.rounding)  # last: the copies count as writes
 
 
 @contextmanager

@@ -1,0 +1,231 @@
+"""Arguments for every operator of the op table, as the dispatcher gets them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from apex._core.op_table import OpTable
+from apex._torch import dispatcher
+from tests.casts.op_calls import floats, signs
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+_x, _y, _z = floats(2, 3), floats(2, 3, low=0.2), floats(2, 3, low=0.3, high=2.0)
+_square = floats(3, 3) + torch.eye(3)
+_classes = torch.tensor([1, 0])
+_definite = torch.tensor([[4.0, 1.0, 0.5], [1.0, 3.0, 0.25], [0.5, 0.25, 2.0]])
+_tall, _signal = floats(3, 2), floats(2, 8)
+_tensor = (floats(6, 6) + 2 * torch.eye(6)).reshape(2, 3, 6)
+_pivots = torch.tensor([1, 2, 3], dtype=torch.int32)
+_logits = floats(2, 3, low=-9.0, high=9.0)
+_CONVOLUTIONS = {
+    "conv1d": (floats(2, 3, 8), floats(4, 3, 3), floats(4)),
+    "conv2d": (floats(2, 3, 5, 5), floats(4, 3, 3, 3), floats(4)),
+    "conv3d": (floats(1, 2, 4, 4, 4), floats(3, 2, 3, 3, 3), floats(3)),
+}
+_LOG_PROBS = F.log_softmax(floats(4, 2, 3), 2)
+_LABELS, _TIMES, _LENGTHS = torch.tensor([[1, 2], [2, 1]]), [4, 4], [2, 2]
+
+
+def _resized(row: str) -> tuple[Any, ...]:
+    """Returns an image for a row of ``F.interpolate``, and twice its size or that factor."""
+    count = int(row[row.index("d") - 1]) if "nearest" in row else int(row.split("d")[0][-1])
+    corners = () if "nearest" in row else (False,)
+    image = floats(1, 2, *[4] * count)
+    if row.endswith(".vec"):
+        return (image, None, *corners, [2.0] * count)
+    return (image, [8] * count, *corners)
+
+
+def _cell(gates: int, states: int) -> tuple[Any, ...]:
+    hidden: Any = floats(2, 3)
+    if states == 2:
+        hidden = [hidden, floats(2, 3, low=0.2)]
+    rows = gates * 3
+    return (floats(2, 4), hidden, floats(rows, 4), floats(rows, 3), floats(rows), floats(rows))
+
+
+def _network(gates: int, states: int, *, packed: bool) -> tuple[Any, ...]:
+    rows = gates * 3
+    hidden: Any = floats(1, 2, 3)
+    if states == 2:
+        hidden = [hidden, floats(1, 2, 3, low=0.2)]
+    weights = [floats(rows, 4), floats(rows, 3), floats(rows), floats(rows)]
+    if packed:
+        data = (floats(5, 4), torch.tensor([2, 2, 1]))
+        return (*data, hidden, weights, True, 1, 0.0, True, False)
+    return (floats(3, 2, 4), hidden, weights, True, 1, 0.0, True, False, False)
+
+
+_GATES = {"lstm": (4, 2), "gru": (3, 1), "rnn_tanh": (1, 1), "rnn_relu": (1, 1)}
+
+_OF_A_SQUARE = (
+    *("cond", "det", "eig", "eigvals", "inv", "inv_ex", "lu", "lu_factor", "lu_factor_ex"),
+    *("matrix_rank.atol_rtol_float", "matrix_rank.atol_rtol_tensor", "qr", "slogdet", "svd"),
+    "svdvals",
+)
+_OF_A_DEFINITE = (
+    *("cholesky", "cholesky_ex", "eigh", "eigvalsh", "ldl_factor", "ldl_factor_ex"),
+    "matrix_sqrth",
+)
+
+_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    **_CONVOLUTIONS,
+    **{f"{name}.padding": (*args, [1], "same") for name, args in _CONVOLUTIONS.items()},
+    "conv_transpose1d": (floats(2, 3, 8), floats(3, 4, 3), floats(4)),
+    "conv_transpose2d.input": (floats(2, 3, 5, 5), floats(3, 4, 3, 3), floats(4)),
+    "conv_transpose3d.input": (floats(1, 2, 3, 3, 3), floats(2, 3, 3, 3, 3), floats(3)),
+    "conv_tbc": (floats(5, 2, 3), floats(3, 3, 4), floats(4)),
+    "prelu": (signs(2, 3, 4) * floats(2, 3, 4), floats(3)),
+    "addmm": (floats(2, 3), floats(2, 4), floats(4, 3)),
+    "addmv": (floats(2), floats(2, 4), floats(4)),
+    "addr": (floats(2, 3), floats(2), floats(3)),
+    "addbmm": (floats(2, 3), floats(5, 2, 4), floats(5, 4, 3)),
+    "baddbmm": (floats(5, 2, 3), floats(5, 2, 4), floats(5, 4, 3)),
+    "matmul": (floats(2, 4), floats(4, 3)),
+    "mm": (floats(2, 4), floats(4, 3)),
+    "mv": (floats(2, 4), floats(4)),
+    "bmm": (floats(5, 2, 4), floats(5, 4, 3)),
+    "linear": (floats(2, 4), floats(3, 4), floats(3)),
+    "einsum": ("ij,jk->ik", [floats(2, 4), floats(4, 3)]),
+    "tensordot": (floats(2, 4), floats(4, 3), [1], [0]),
+    "scaled_dot_product_attention": tuple(floats(1, 2, 3, 4, low=i / 9) for i in range(3)),
+    **{f"{name}_cell": _cell(*shape) for name, shape in _GATES.items()},
+    **{f"{name}.input": _network(*shape, packed=False) for name, shape in _GATES.items()},
+    **{f"{name}.data": _network(*shape, packed=True) for name, shape in _GATES.items()},
+    "pow.Tensor_Scalar": (_z, 2.5),
+    "pow.Tensor_Tensor": (_z, _x),
+    "pow.Scalar": (2.5, _x),
+    "pow_.Scalar": (_z, 2.5),
+    "pow_.Tensor": (_z, _x),
+    **dict.fromkeys(("cumprod", "cumsum", "cumprod_", "cumsum_"), (_x, 1)),
+    **dict.fromkeys(("renorm", "renorm_"), (_x, 2, 0, 0.5)),
+    "dist": (_x, _y),
+    "logsumexp": (_x, [1]),
+    "linalg_matrix_norm": (_x, 2),
+    "linalg_matrix_norm.str_ord": (_x, "nuc"),
+    "norm.ScalarOpt_dim": (_x, 2, [1]),
+    "norm.ScalarOpt_dtype": (_x, 2),
+    "norm.ScalarOpt_dim_dtype": (_x, 2, [1], False),
+    "nuclear_norm.dim": (_x, [0, 1]),
+    **{f"{name}.dim": (_x, [1]) for name in ("frobenius_norm", "std", "std_mean", "var")},
+    "var_mean.dim": (_x, [1]),
+    "linalg_matrix_exp": (_square,),
+    "linalg_pinv": (_square, 1e-6),
+    "linalg_pinv.rcond_tensor": (_square, torch.tensor(1e-6)),
+    "prod.dim_int": (_x, 1),
+    "sum.dim_IntList": (_x, [1]),
+    "layer_norm": (_x, [3], floats(3), floats(3)),
+    "group_norm": (floats(2, 4, 3), 2, floats(4), floats(4)),
+    "rms_norm": (_x, [3], floats(3)),
+    "cosine_similarity": (_x, _y),
+    "poisson_nll_loss": (_x, _y, True, True, 1e-8, 1),
+    "cosine_embedding_loss": (_x, _y, signs(2)),
+    "hinge_embedding_loss": (_x, signs(2, 3)),
+    **dict.fromkeys(("kl_div", "l1_loss", "mse_loss", "smooth_l1_loss", "huber_loss"), (_x, _y)),
+    "margin_ranking_loss": (floats(4), floats(4, low=0.3), signs(4)),
+    "multilabel_margin_loss": (_x, torch.tensor([[1, 0, -1], [2, -1, 0]])),
+    "multi_margin_loss": (_x, _classes),
+    "soft_margin_loss": (_x, signs(2, 3)),
+    "triplet_margin_loss": (_x, _y, _z),
+    "binary_cross_entropy": (_x, _y),
+    "binary_cross_entropy_with_logits": (_x, _y),
+    "softmax.int": (_x, 1),
+    "log_softmax.int": (_x, 1),
+    "grid_sampler": (floats(1, 1, 3, 3), floats(1, 2, 2, 2), 0, 0, False),
+    **dict.fromkeys(("nll_loss_nd", "nll_loss"), (-_x, _classes)),
+    "nll_loss2d": (-floats(1, 3, 2, 2), torch.tensor([[[1, 0], [2, 1]]])),
+    "ctc_loss.IntList": (_LOG_PROBS, _LABELS, _TIMES, _LENGTHS),
+    "ctc_loss.Tensor": (_LOG_PROBS, _LABELS, torch.tensor(_TIMES), torch.tensor(_LENGTHS)),
+    **dict.fromkeys(("addcdiv", "addcmul"), (_x, _y, _z)),
+    "atan2": (_x, _y),
+    "cross": (_x, _y, 1),
+    "bilinear": (floats(2, 3), floats(2, 4), floats(5, 3, 4), floats(5)),
+    **dict.fromkeys(("dot", "vdot"), (floats(4), floats(4, low=0.2))),
+    "equal": (_x, _x),
+    "convolution": (floats(2, 3, 8), floats(4, 3, 3), floats(4), [1], [0], [1], False, [0], 1),
+    "linalg_multi_dot": ([_square, _tall, _x],),
+    **dict.fromkeys(("linalg_vecdot", "cdist", "complex", "polar"), (_x, _y)),
+    "index_copy": (_x, 0, torch.tensor([1]), floats(1, 3)),
+    "index_put": (_x, [torch.tensor([0])], floats(1, 3)),
+    "scatter_add": (_x, 0, torch.tensor([[1, 0, 1]]), floats(1, 3)),
+    "view_as_complex": (_tall,),
+    **dict.fromkeys(("quantile", "nanquantile"), (_x, torch.tensor([0.25, 0.5]))),
+    **dict.fromkeys(("quantile.scalar", "nanquantile.scalar"), (_x, 0.5)),
+    **dict.fromkeys(("trace", "geqrf", "inverse", "qr", "svd"), (_square,)),
+    **dict.fromkeys(("cholesky", "cholesky_inverse"), (_definite,)),
+    **dict.fromkeys(("cholesky_solve", "triangular_solve"), (_tall, _definite)),
+    **dict.fromkeys(("orgqr", "linalg_householder_product"), (_tall, floats(2))),
+    "ormqr": (_tall, floats(2), _square),
+    "stft": (_signal, 4, None, None, torch.ones(4), False, True, True),
+    "stft.center": (_signal, 4, None, None, torch.ones(4), True, "reflect", False, True, True),
+    **{f"linalg_{name}": (_square,) for name in _OF_A_SQUARE},
+    **{f"linalg_{name}": (_definite,) for name in _OF_A_DEFINITE},
+    **{f"linalg_{name}": (_square, _tall) for name in ("lstsq", "solve", "solve_ex")},
+    **{f"linalg_{name}": (_definite, _pivots, _tall) for name in ("ldl_solve", "lu_solve")},
+    "linalg_cond.p_str": (_square, "fro"),
+    "linalg_matrix_rank": (_square, 0.25),
+    "linalg_matrix_rank.tol_tensor": (_square, torch.tensor(0.25)),
+    "linalg_tensorinv": (_tensor,),
+    "linalg_tensorsolve": (_tensor, _x),
+}
+
+_WITH_OPTIONS: dict[str, list[Arguments]] = {
+    "cross_entropy_loss": [
+        ((_logits, _classes), {}),
+        ((_logits, _classes, floats(3)), {"label_smoothing": 0.3}),
+        ((_logits, floats(2, 3)), {}),
+        ((_logits, floats(2, 3), floats(3)), {"label_smoothing": 0.3, "reduction": 2}),
+        ((floats(1, 3, 2, low=-9.0, high=9.0), torch.tensor([[2, 0]])), {"label_smoothing": 0.1}),
+    ],
+    "norm.ScalarOpt_dtype": [((_x, 2), {"dtype": torch.float32})],
+    "norm.ScalarOpt_dim_dtype": [((_x, 2, [1], False), {"dtype": torch.float32})],
+    "linalg_solve_triangular": [((_definite, _tall), {"upper": True})],
+    "to.dtype_layout": [],  # its dtype is its result's: test_casting_ops.py
+}
+
+
+def arguments(row: str) -> list[Arguments]:
+    """Returns the arguments of each call that a row is tested with."""
+    if row in _WITH_OPTIONS:
+        return _WITH_OPTIONS[row]
+    if "upsample" in row:
+        return [(_resized(row), {})]
+    plain = row if row in _ARGUMENTS else row.removesuffix("_")
+    if row.endswith(".out"):
+        return []  # test_op_table.py
+    return [(_ARGUMENTS.get(plain, (_x,)), {})]
+
+
+def rows() -> list[str]:
+    """Returns every row that is called by itself, of those that this torch has."""
+    known = [row for row in OpTable.default().rows if dispatcher.has_operator(f"aten::{row}")]
+    return [row for row in known if arguments(row)]
+
+
+def floating(value: Any) -> list[Tensor]:
+    """Returns the floating tensors in ``value`` in order, complex ones as real."""
+    if isinstance(value, Tensor):
+        value = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+        return [value] if value.is_floating_point() else []
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in floating(item)]
+    return []
+
+
+def called(row: str, args: Any, kwargs: Any) -> Any:
+    """Calls a row's operator, or in place on a copy of its first argument."""
+    if OpTable.default().rows.get(row, "").endswith("_inplace"):
+        args = (args[0].clone(), *args[1:])
+    return dispatcher.overload(row)(*args, **kwargs)
+
+
+def placed(row: str, args: Any, device: str) -> Any:
+    """Returns the arguments on a device, but the lengths of packed sequences on the host."""
+    there = tree_map_only(Tensor, lambda tensor: tensor.to(device), args)
+    return (there[0], args[1].cpu(), *there[2:]) if row.endswith(".data") else there

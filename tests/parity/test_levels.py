@@ -1,0 +1,68 @@
+"""Training through the public API equals the loop written by hand, bit for bit."""
+
+import pytest
+
+from tests.support import training as cases
+from tests.support.reference.loops import Loop
+
+# torch's fused SGD keeps random numbers in an fp16 momentum on CPU, with or without amp (2.13).
+PAIRS = [
+    (level, name)
+    for level in cases.LEVELS
+    for name in cases.OPTIMIZERS
+    if (level, name) != ("O3", "fused SGD")
+]
+
+
+def train_both(level, name, steps, **options):
+    model, optimizer = cases.prepared(level, cases.OPTIMIZERS[name], **options)
+    loop = Loop(
+        level,
+        cases.net().parameters(),
+        cases.OPTIMIZERS[name],
+        scale=options.get("loss_scale"),
+        interval=options.get("growth_interval", 2000),
+    )
+    train, train_by_hand = cases.stepper(cases, name), cases.stepper(loop, name)
+    for x, y in steps:
+        loss, loss_by_hand = train(model, optimizer, x, y), train_by_hand(x, y)
+        assert cases.same(loss, loss_by_hand)
+        assert cases.loss_scale() == loop.scale
+        assert cases.same(list(model.parameters()), loop.model)
+        assert cases.same(cases.masters(optimizer), loop.stepped)
+    return model, optimizer, loop
+
+
+@pytest.mark.parametrize(("level", "name"), PAIRS)
+def test_training_at_a_level_equals_the_plain_loop(level, name):
+    _, optimizer, loop = train_both(level, name, cases.batches(6))
+    assert cases.same(optimizer.state_dict()["state"], loop.optimizer.state_dict()["state"])
+
+
+@pytest.mark.parametrize(("level", "name"), PAIRS)
+def test_training_with_planted_overflows_equals_the_plain_loop(level, name):
+    steps = cases.batches(9, overflow_at={2, 3, 6})
+    _, optimizer, loop = train_both(level, name, steps, loss_scale="dynamic", growth_interval=2)
+    assert len(set(loop.scales)) > 2
+    assert cases.same(optimizer.state_dict()["state"], loop.optimizer.state_dict()["state"])
+
+
+@pytest.mark.parametrize("name", cases.OPTIMIZERS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_training_whose_first_step_overflows_equals_the_plain_loop(level, name):
+    _, optimizer, loop = train_both(level, name, cases.batches(4, overflow_at={0}))
+    assert cases.same(optimizer.state_dict()["state"], loop.optimizer.state_dict()["state"])
+
+
+@pytest.mark.parametrize("level", cases.LEVELS)
+def test_training_at_a_static_scale_equals_the_plain_loop(level):
+    train_both(level, "Adam", cases.batches(4), loss_scale=128.0)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4"])
+def test_a_static_scale_lets_inf_reach_the_parameters(level):
+    x, y = cases.overflowing()
+    model, optimizer = cases.prepared(level, loss_scale=8.0)
+    cases.train_step(model, optimizer, x, y)
+    assert not all(param.isfinite().all() for param in model.parameters())
+    assert cases.loss_scale() == 8.0

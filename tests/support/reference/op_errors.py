@@ -1,0 +1,267 @@
+"""What each fp32 row would lose in bf16, and so which rows O4 needs.
+
+``python -m tests.support.reference.op_errors`` measures the running torch on the CPU and writes
+the table
+of the documentation.
+
+The inputs are exact in bf16. A call computes from them in bf16, and in fp32 as its row has it,
+whose gradient is then rounded to bf16, the dtype of the inputs. Both are compared with float64;
+errors are relative root mean squares. One rounding to bf16 is 0.0017 on average, 0.0039 at most.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from apex._core.op_names import NAMES, WITHOUT_BF16
+from apex._core.op_table import OpTable
+from apex._torch import dispatcher
+
+PATH = Path(__file__).parents[3] / "docs/_static/op_errors.csv"
+LOW = torch.bfloat16
+ROUNDING = 2.0**-8
+"""The largest relative error of one rounding to bf16."""
+AUTOCASTS = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "mps": "MPS"}
+CATEGORIES = ("fp32", "banned")
+HEAD = ("name", "output in bf16", "gradient in bf16", "gradient by the row", "at O4")
+
+Function = Callable[..., Any]
+
+
+class Errors(NamedTuple):
+    """The errors of one name, the largest of its calls; None without a kernel in bf16."""
+
+    name: str
+    output: float | None
+    gradient: float | None
+    gradient_of_row: float | None
+    in_autocast: list[str]
+
+    @property
+    def range_only(self) -> bool:
+        """Whether the name is in fp32 for the range of fp16 alone."""
+        if self.in_autocast or self.output is None:
+            return False
+        return self.output <= ROUNDING and self.gradient <= 1.05 * self.gradient_of_row
+
+    @property
+    def reason(self) -> str:
+        """Why the name is in fp32 at O4, or is not."""
+        if self.range_only:
+            return "bf16: one rounding, as any operator without a row"
+        if self.in_autocast:
+            return f"fp32, as in torch.autocast on {', '.join(self.in_autocast)}"
+        if self.output is None:
+            return "fp32: no kernel in bf16"
+        if self.output > ROUNDING:
+            return f"fp32: {self.output / ROUNDING:.1f} roundings lost"
+        return f"fp32: {self.gradient / self.gradient_of_row:.1f} times the gradient's error"
+
+
+def names() -> dict[str, tuple[str, ...]]:
+    """Returns the names in fp32 at O1 that have kernels in bf16, with this torch's operators."""
+    rows = OpTable.default().rows
+    found = {**NAMES["torch"], **NAMES["torch.nn.functional"]}
+    return {
+        name: known
+        for name, ops in sorted(found.items())
+        if (known := tuple(op for op in ops if dispatcher.has_operator(f"aten::{op}")))
+        and {rows[op] for op in known} <= {*CATEGORIES}
+        and not {*known} & {*WITHOUT_BF16}
+    }
+
+
+@functools.cache
+def measured() -> tuple[Errors, ...]:
+    """Measures every name."""
+    return tuple(_errors(name, ops) for name, ops in names().items())
+
+
+def _errors(name: str, ops: tuple[str, ...]) -> Errors:
+    native = [
+        device
+        for key, device in AUTOCASTS.items()
+        if any(dispatcher.has_autocast(op, key) for op in ops)
+    ]
+    try:
+        found = [_compared(*call) for call in calls()[name]]
+    except (NotImplementedError, RuntimeError):
+        return Errors(name, None, None, None, native)
+    return Errors(name, *(max(column) for column in zip(*found, strict=True)), native)
+
+
+def _compared(fn: Function, *args: Tensor) -> tuple[float, float, float]:
+    exact, exact_grad = _run(fn, args, torch.float64)
+    low, low_grad = _run(fn, args, LOW)
+    _, row_grad = _run(fn, args, torch.float32)
+    grads = (_relative(grad.to(LOW), exact_grad) for grad in (low_grad, row_grad))
+    return _relative(low, exact), *grads
+
+
+def _run(fn: Function, args: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    args = tuple(arg.to(dtype) if arg.is_floating_point() else arg for arg in args)
+    leaf = args[0].detach().requires_grad_()
+    outputs = fn(leaf, *args[1:])
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    given = torch.Generator().manual_seed(1)
+    grads = [torch.randn(out.shape, generator=given).to(LOW).to(out.dtype) for out in outputs]
+    (grad,) = torch.autograd.grad(outputs, leaf, grads)
+    return torch.cat([out.detach().flatten() for out in outputs]), grad
+
+
+def _relative(value: Tensor, exact: Tensor) -> float:
+    return float((value.double() - exact).norm() / exact.norm())
+
+
+# -- calls ---------------------------------------------------------------------------------------
+
+Call = tuple[Any, ...]
+"""A function and its arguments; the gradient is that of the first."""
+
+
+def _normal(*shape: int, mean: float = 0.0, std: float = 1.0) -> Tensor:
+    return _exact(torch.randn(shape or (64, 256)) * std + mean)
+
+
+def _between(low: float, high: float, *shape: int) -> Tensor:
+    return _exact(torch.rand(shape or (64, 256)) * (high - low) + low)
+
+
+def _exact(values: Tensor) -> Tensor:
+    return values.to(LOW).double()
+
+
+def _rows(fn: Function) -> Function:
+    return functools.partial(fn, dim=1)
+
+
+@functools.cache
+def calls() -> dict[str, list[Call]]:
+    """Returns the calls that measure each name."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return {
+            name: [(_function(name), *args) for args in _arguments(name)] for name in names()
+        } | _calls()
+
+
+def _function(name: str) -> Function:
+    # torch's names of losses are not the functional ones.
+    found: Function = getattr(F, name, None) or getattr(torch, name)
+    return found
+
+
+def _arguments(name: str) -> list[tuple[Tensor, ...]]:
+    signs = torch.where(torch.rand(64, 256) > 0.5, 1.0, -1.0).double()
+    classes = torch.randint(256, (64,))
+    log_probs = _exact(_normal().log_softmax(1))
+    found: dict[str, tuple[Tensor, ...]] = {
+        **dict.fromkeys(("log", "log10", "log2", "reciprocal", "rsqrt"), (_between(0.01, 4.0),)),
+        **dict.fromkeys(("acos", "asin", "erfinv"), (_between(-0.99, 0.99),)),
+        "log1p": (_between(-0.9, 4.0),),
+        "tan": (_between(-1.5, 1.5),),
+        **dict.fromkeys(_PAIRED, (_normal(), _normal())),
+        "binary_cross_entropy": (_between(0.01, 0.99), _between(0.0, 1.0)),
+        "binary_cross_entropy_with_logits": (_normal(), _between(0.0, 1.0)),
+        "cosine_embedding_loss": (_normal(), _normal(), signs[:, 0]),
+        **dict.fromkeys(("cross_entropy", "multi_margin_loss"), (_normal(), classes)),
+        **dict.fromkeys(("hinge_embedding_loss", "soft_margin_loss"), (_normal(), signs)),
+        "kl_div": (log_probs, _between(0.001, 0.9)),
+        "matrix_exp": (_normal(32, 32, std=0.1),),
+        "pinverse": (_normal(32, 16),),
+        "margin_ranking_loss": (_normal(64), _normal(64), signs[:, 0]),
+        "multilabel_margin_loss": (_normal(), torch.randint(-1, 256, (64, 256))),
+        "nll_loss": (log_probs, classes),
+        "poisson_nll_loss": (_normal(), _between(0.0, 3.0)),
+        "triplet_margin_loss": (_normal(), _normal(), _normal()),
+    }
+    return [found.get(name, (_normal(),))]
+
+
+_PAIRED = (
+    "cdist",
+    "dist",
+    "cosine_similarity",
+    "l1_loss",
+    "mse_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+)
+
+
+def _calls() -> dict[str, list[Call]]:
+    offset, weight, bias = _normal(mean=4.0), _normal(256), _normal(256)
+    images, near_one = _normal(2, 4, 16, 16), _normal(64, 64, mean=1.0, std=0.1)
+    resize = functools.partial(functools.partial, F.interpolate)
+    labels, lengths = torch.arange(1, 9).expand(4, 8), torch.full((4,), 8)
+    return {
+        **{name: [(_rows(getattr(torch, name)), near_one)] for name in ("cumprod", "prod")},
+        **{name: [(_rows(getattr(torch, name)), _between(0, 1))] for name in ("cumsum", "sum")},
+        **{
+            name: [(_rows(getattr(torch, name)), x) for x in (_normal(), offset)]
+            for name in ("std", "std_mean", "var", "var_mean")
+        },
+        **{
+            name: [(_rows(_function(name)), _normal())]
+            for name in ("softmax", "softmin", "log_softmax", "logsumexp")
+        },
+        "norm": [(_rows(torch.linalg.vector_norm), _normal())],
+        "renorm": [(lambda x: x.renorm(2, 0, 1.0), _normal())],
+        "pow": [
+            (lambda x: x.pow(3.5), _between(0.01, 4.0)),
+            (torch.pow, _between(0.01, 4.0), _normal()),
+        ],
+        "gelu": [
+            (functools.partial(F.gelu, approximate=form), x)
+            for form in ("none", "tanh")
+            for x in (_normal(), _between(-6.0, 6.0))
+        ],
+        "layer_norm": [(lambda x, w, b: F.layer_norm(x, [256], w, b), offset, weight, bias)],
+        "rms_norm": [(lambda x, w: F.rms_norm(x, [256], w), offset, weight)],
+        "group_norm": [(lambda x, w, b: F.group_norm(x, 4, w, b), offset, weight, bias)],
+        "interpolate": [
+            (resize(scale_factor=scale, mode=mode), images)
+            for mode in ("nearest", "bilinear", "bicubic")
+            for scale in (2.0, 0.6)
+        ],
+        "grid_sample": [
+            (
+                functools.partial(F.grid_sample, align_corners=False),
+                images,
+                _between(-1, 1, 2, 8, 8, 2),
+            )
+        ],
+        "ctc_loss": [
+            (
+                lambda x: F.ctc_loss(x, labels, 4 * lengths, lengths),
+                _exact(_normal(32, 4, 16).log_softmax(2)),
+            )
+        ],
+    }
+
+
+def cells(errors: Errors) -> tuple[str, ...]:
+    """Returns a name's line of the table."""
+    shown = ["-" if each is None else f"{each:.4f}" for each in errors[1:4]]
+    return f"``{errors.name}``", *shown, errors.reason
+
+
+def main() -> None:
+    """Writes the table."""
+    with PATH.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, lineterminator="\n").writerows([HEAD, *map(cells, measured())])
+    print(f"wrote {PATH}")
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    main()
