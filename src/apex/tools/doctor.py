@@ -73,12 +73,10 @@ class Health:
 
     def __str__(self) -> str:
         """Returns the text that ``apex doctor`` prints."""
-        own = self.origins["apex"]
-        apart = [f"{name} from {place}" for name, place in self.origins.items() if name != "apex"]
         conflicts = [f"Conflict: {conflict}." for conflict in self.conflicts]
         parts = [
             [", ".join(f"{name} {version}" for name, version in self.versions.items())],
-            [f"apex from {own}", *apart],
+            [whose(self.origins)],
             conflicts or ["No conflicting apex."],
             [*_speed_lines(self)],
             [f"{self.advice} `apex compare` measures the gain on your model."],
@@ -123,6 +121,11 @@ def origins() -> dict[str, str]:
         spec = importlib.util.find_spec(name)
         found[name] = "nowhere" if spec is None or spec.origin is None else spec.origin
     return found
+
+
+def whose(found: dict[str, str]) -> str:
+    """Returns one line on whose apex is whose."""
+    return f"apex from {found['apex']}; amp_C from {found['amp_C']}"
 
 
 def conflicts() -> list[str]:

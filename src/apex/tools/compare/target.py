@@ -146,32 +146,25 @@ def _look_at(path: Path, function: str) -> None:
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError) as error:
-        line = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
-        raise TargetError(f"{path} cannot be read as Python: {error}{line}.") from error
+        why = f"{error.msg}, line {error.lineno}" if isinstance(error, SyntaxError) else error
+        raise TargetError(f"{path} cannot be read as Python: {why}.") from error
     _refuse_initialize(path, tree)
-    names, trains = set[str](), False
-    for node in _of_module_level(tree):
-        names |= _bound_by(node)
-        trains |= isinstance(node, ast.Attribute) and node.attr == "backward"
-    if "*" in names:  # of an import, which may define anything
-        return
-    if function or FUNCTION in names:
-        if (function or FUNCTION) not in names:
-            raise TargetError(f"{path} has no function {function}(). {_HELP}")
-        if not trains:
-            return
-    missing = [name for name in PARTS if name not in names]
-    if trains:
-        missing_text = f" It lacks {', '.join(missing)}." if missing else ""
+    top = [*_of_module_level(tree)]
+    names = set[str]().union(*map(_bound_by, top))
+    if function and function not in names and "*" not in names:
+        raise TargetError(f"{path} has no function {function}(). {_HELP}")
+    missing = [] if {function or FUNCTION, "*"} & names else [n for n in PARTS if n not in names]
+    if missing or _calls_backward(top):
+        kind = "a training script" if _calls_backward(ast.walk(tree)) else "no target"
+        lacks = f" It lacks {', '.join(missing)}." if missing else ""
         raise TargetError(
-            f"{path} is a training script; compare needs four names: {_NAMES}, or a function "
-            f"setup() that returns them.{missing_text} Nothing was run. {_HELP}"
+            f"{path} is {kind}; compare needs four names: {_NAMES}, or a function {FUNCTION}() "
+            f"that returns them.{lacks} Nothing was run. {_HELP}"
         )
-    if missing:
-        raise TargetError(
-            f"{path} has no function {FUNCTION}(), and at module level no {', '.join(missing)}; "
-            f"compare needs four names: {_NAMES}. Nothing was run. {_HELP}"
-        )
+
+
+def _calls_backward(nodes: Iterable[ast.AST]) -> bool:
+    return any(isinstance(node, ast.Attribute) and node.attr == "backward" for node in nodes)
 
 
 def _of_module_level(tree: ast.Module) -> Iterator[ast.AST]:

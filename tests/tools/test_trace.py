@@ -2,26 +2,25 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import warnings
-from collections import OrderedDict
 
 import pytest
 import torch
-from torch import nn
 
-from apex.cli import exit_codes, main
-from apex.cli import trace as trace_cli
-from apex.debug import script_trace
+
+from apex import cli
+from apex.cli import main
 
 HEAD = """\
 import sys
 import torch
-from torch import nn
+
 torch.manual_seed(0)
 
 class Exp(nn.Module):
@@ -80,7 +79,7 @@ def report_of(output):
 
 def test_the_report_names_operator_module_line_values_cause_and_remedy(trace, tmp_path):
     code, out, _ = trace(BAD)
-    assert code == exit_codes.NOT_FINITE
+    assert code == cli.NOT_FINITE
     script = tmp_path / "train.py"
     lines = report_of(out)
     assert lines[0] == "apex trace: train.py made inf, after 1 optimizer step."
@@ -94,7 +93,7 @@ def test_the_report_names_operator_module_line_values_cause_and_remedy(trace, tm
     assert "logsumexp" in lines[6]
     assert lines[7] == "  hit    the gradients of layers.0.bias, layers.0.weight"
     assert lines[8].startswith("The script was stopped there; with --keep-going")
-    assert "times as long as without the trace" in lines[9]
+    assert re.fullmatch(r"Traced \d+ operators and 1 optimizer step in \d[\d.e-]* s\.", lines[9])
     assert out.startswith("step 0\n\napex trace")  # the second step did not end
 
 
@@ -105,7 +104,7 @@ def test_a_fault_in_the_backward_pass_is_found_at_the_line_of_its_forward(trace)
         loss.backward()
         torch.optim.SGD(net.parameters(), lr=0.1).step()
     """)
-    assert code == exit_codes.NOT_FINITE
+    assert code == cli.NOT_FINITE
     assert "aten.div outside the model, backward, returned inf" in out
     assert "loss = net(torch.zeros(1, 2)).sqrt().sum()" in out
     assert "add an epsilon inside the root" in out
@@ -113,7 +112,7 @@ def test_a_fault_in_the_backward_pass_is_found_at_the_line_of_its_forward(trace)
 
 def test_a_clean_script_is_exit_code_0_and_runs_to_its_end(trace):
     code, out, _ = trace(GOOD)
-    assert code == exit_codes.OK
+    assert code == cli.OK
     assert out.startswith("step 0\nstep 1\nstep 2\n")
     assert report_of(out)[0] == "apex trace: train.py made no inf or NaN that reached its training."
 
@@ -127,32 +126,13 @@ net = nn.Linear(2, 2)
 (net(torch.full((2, 2), 1e30)) * 1e30).sum().backward()
 """
     )
-    assert code == exit_codes.NOT_FINITE
+    assert code == cli.NOT_FINITE
     assert f"  cause  {cause}: " in out
-
-
-@pytest.mark.parametrize(
-    "left",
-    [
-        "torch.set_grad_enabled(False)",
-        "nn.modules.module.register_module_forward_hook(lambda *_: print('called'))",
-    ],
-)
-def test_what_a_script_leaves_behind_does_not_meet_the_measurement_of_the_trace(
-    trace, left, monkeypatch
-):
-    script_trace._unseen_seconds.cache_clear()
-    monkeypatch.setattr(nn.modules.module, "_global_forward_hooks", OrderedDict())
-    with torch.enable_grad():
-        code, out, _ = trace(GOOD + left)
-    assert code == exit_codes.OK
-    assert "called" not in out
-    assert "times as long as without the trace" in report_of(out)[-1]
 
 
 def test_keep_going_tells_at_once_and_runs_to_the_end(trace):
     code, out, _ = trace(BAD, options=["--keep-going"])
-    assert code == exit_codes.NOT_FINITE
+    assert code == cli.NOT_FINITE
     told, ended = out.index("the report follows at the end."), out.index("step 2\n")
     assert told < ended < out.index("First overflow: aten.exp in layers.1")
     assert "after 1 optimizer step." in out
@@ -187,7 +167,7 @@ def test_masks_of_minus_infinity_and_mended_rows_are_no_fault(trace):
 
         train(Masked(), [torch.ones(2, 2)] * 3)
     """)
-    assert code == exit_codes.OK, out
+    assert code == cli.OK, out
 
 
 def test_a_value_that_the_script_skips_is_told_as_harmless(trace):
@@ -198,7 +178,7 @@ def test_a_value_that_the_script_skips_is_told_as_harmless(trace):
             if torch.isfinite(loss):
                 loss.backward()
     """)
-    assert code == exit_codes.OK
+    assert code == cli.OK
     assert "Harmless: 1 non-finite result reached no gradient. The first: aten.log" in out
 
 
@@ -215,7 +195,7 @@ def test_values_that_an_evaluation_at_the_end_masks_out_are_no_fault(trace):
             net(torch.ones(2, 2))
         print((torch.zeros(2) / torch.tensor([0.0, 1.0])).nanmean())
     """)
-    assert code == exit_codes.OK, out
+    assert code == cli.OK, out
     assert "made no inf or NaN that reached its training." in out
 
 
@@ -226,7 +206,7 @@ def test_a_fault_is_not_called_harmless_for_the_finite_gradients_of_another_loss
         good(torch.ones(2, 2)).sum().backward()
         later.backward()
     """)
-    assert code == exit_codes.NOT_FINITE
+    assert code == cli.NOT_FINITE
     assert "aten.exp in " in out
     assert "Harmless" not in out
 
@@ -237,7 +217,7 @@ def test_a_value_that_fp16_lost_is_not_called_harmless_too(trace):
         x = torch.full((2, 2), 300.0, dtype=torch.float16)
         (net(x).square() + x.square()).sigmoid().float().sum().backward()
     """)
-    assert code == exit_codes.NOT_FINITE
+    assert code == cli.NOT_FINITE
     assert "cause  range: " in out
     assert "Harmless" not in out
 
@@ -251,14 +231,14 @@ def test_a_batch_norm_in_eval_mode_spoils_no_weights(trace):
                 norm.eval()(torch.ones(2, 2) / torch.tensor([1.0, value])).nan_to_num(0.0)
         train(norm.train(), [torch.randn(2, 2)])
     """)
-    assert code == exit_codes.OK, out
+    assert code == cli.OK, out
     code, out, _ = trace("""
         norm = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
         with torch.no_grad():
             norm(torch.ones(2, 2) / torch.tensor([1.0, 0.0])).nan_to_num(0.0)
         train(norm, [torch.randn(2, 2)])
     """)
-    assert code == exit_codes.NOT_FINITE  # its running mean is NaN
+    assert code == cli.NOT_FINITE  # its running mean is NaN
     assert "First overflow: aten.div outside the model" in out
 
 
@@ -275,7 +255,7 @@ def test_an_average_of_the_weights_counts_once_it_is_called(trace):
         with torch.no_grad():
             print(average(torch.ones(2, 2)))
     """)
-    assert code == exit_codes.NOT_FINITE
+    assert code == cli.NOT_FINITE
     assert "First overflow: aten.div outside the model" in out
     assert "cause  division by zero" in out
     assert "Harmless" not in out
@@ -302,7 +282,7 @@ def test_a_loss_that_ends_the_script_is_reported(trace):
         if not torch.isfinite(loss):
             sys.exit("loss is not finite")
     """)
-    assert code == exit_codes.NOT_FINITE
+    assert code == cli.NOT_FINITE
     assert "aten.log outside the model" in out
     assert "hit    no gradient, loss or weight before the script ended" in out
 
@@ -332,7 +312,7 @@ def test_a_part_that_is_called_first_is_named_within_the_whole(trace):
 @pytest.mark.parametrize("how", ["net = torch.compile(net, backend='eager')", "net.compile()"])
 def test_compiled_models_run_uncompiled_and_are_traced(trace, how):
     code, out, err = trace(f"net = Net()\n{how}\n" + BAD.replace("Net()", "net"))
-    assert code == exit_codes.NOT_FINITE
+    assert code == cli.NOT_FINITE
     assert "aten.exp in layers.1, forward" in out
     assert "Compiled parts ran uncompiled" in out
     assert err == ""
@@ -345,7 +325,7 @@ def test_threads_of_the_script_are_traced(trace):
         worker.start()
         worker.join()
     """)
-    assert code == exit_codes.NOT_FINITE
+    assert code == cli.NOT_FINITE
     assert "aten.exp in layers.1, forward" in out
     assert "step 1" in out  # an exception in a thread would end that thread only
 
@@ -383,7 +363,7 @@ def test_a_step_beside_a_grad_scaler_is_a_fault_of_the_step(trace):
     body = SCALED.format(scale=2.0**20, x=1.0)
     beside = body.replace("scaler.step(optimizer)", "optimizer.step()")
     code, out, _ = trace(beside.replace("scaler.update()", ""))
-    assert code == exit_codes.NOT_FINITE
+    assert code == cli.NOT_FINITE
     assert "cause  loss scale: " in out
     assert "remedy call scaler.step(optimizer) and scaler.update(), not optimizer.step()" in out
     assert "Healthy" not in out
@@ -392,20 +372,20 @@ def test_a_step_beside_a_grad_scaler_is_a_fault_of_the_step(trace):
 def test_a_fault_is_not_called_healthy_for_what_its_loss_scale_did_before(trace):
     body = SCALED.format(scale=2.0**17, x=1.0).replace("(1, 2)", "(1, 2) if _ < 3 else (0, 2)")
     code, out, _ = trace(body.replace(".sum()", ".mean()"))
-    assert code == exit_codes.NOT_FINITE
+    assert code == cli.NOT_FINITE
     assert "cause  division by zero: " in out
     assert "Healthy" not in out
 
 
 def test_overflows_by_which_a_grad_scaler_finds_its_scale_are_healthy(trace):
     code, out, _ = trace(SCALED.format(scale=2.0**18, x=1.0))
-    assert code == exit_codes.OK, out
+    assert code == cli.OK, out
     assert "Healthy: 3 of 6 backward passes overflowed." in out
 
 
 def test_an_overflow_in_the_forward_of_an_fp16_model_is_a_fault(trace):
     code, out, _ = trace(SCALED.format(scale=1.0, x=1e5))
-    assert code == exit_codes.NOT_FINITE
+    assert code == cli.NOT_FINITE
     assert "aten._to_copy in the model, forward, returned inf in float16" in out
     assert "torch.autocast(device_type, dtype=torch.bfloat16)" in out
     assert "O4" not in out
@@ -413,21 +393,21 @@ def test_an_overflow_in_the_forward_of_an_fp16_model_is_a_fault(trace):
 
 def test_a_scale_that_has_not_found_its_value_is_not_called_healthy(trace):
     code, out, _ = trace(SCALED.format(scale=2.0**40, x=1.0))
-    assert code == exit_codes.OK, out
+    assert code == cli.OK, out
     assert "Not settled: 6 of 6 backward passes overflowed." in out
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_overflows_by_which_amp_finds_its_scale_are_healthy(trace, level):
     code, out, _ = trace(APEX.format(level=level, options=""))
-    assert code == exit_codes.OK, out
+    assert code == cli.OK, out
     assert "Healthy: 2 of 6 backward passes overflowed." in out
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_overflow_at_a_static_scale_is_a_fault(trace, level):
     code, out, _ = trace(APEX.format(level=level, options=", loss_scale=2.0**17"))
-    assert code == exit_codes.NOT_FINITE
+    assert code == cli.NOT_FINITE
     assert "cause  loss scale: " in out
     assert "remedy with a static scale, lower it or pass loss_scale='dynamic'." in out
     assert "Healthy" not in out
@@ -449,7 +429,7 @@ def test_data_of_another_process_or_a_file_is_data(trace, source):
         source,
         "nan",
     )
-    assert code == exit_codes.NOT_FINITE
+    assert code == cli.NOT_FINITE
     assert "aten.addmm in the model, forward, returned nan in float32" in out
     assert "cause  data: " in out
     assert "after 4 optimizer steps" in out
@@ -471,7 +451,7 @@ def test_a_number_that_the_script_writes_itself_is_named_as_its_own(trace, line)
         train(net, xs)
         """
     )
-    assert code == exit_codes.NOT_FINITE
+    assert code == cli.NOT_FINITE
     assert f"         {line}\n" in out
     assert "cause  constant: the script itself gives inf or NaN here" in out
     assert "remedy correct the number" in out
@@ -487,7 +467,7 @@ def test_a_file_that_holds_nan_weights_is_no_data(trace, assign):
         train(net, [torch.ones(2, 2)] * 3)
         """
     )
-    assert code == exit_codes.NOT_FINITE
+    assert code == cli.NOT_FINITE
     assert "cause  weights: the model's weights or buffers were already non-finite: loaded" in out
     assert "remedy check the file that they come from" in out
 
@@ -535,7 +515,7 @@ def test_a_script_sees_what_it_sees_under_python(tmp_path, monkeypatch, capsys, 
         if name == "python":
             subprocess.run([sys.executable, *given, *arguments], check=True)
         else:
-            assert main(["trace", *given, *arguments]) == exit_codes.OK
+            assert main(["trace", *given, *arguments]) == cli.OK
         seen.append(json.loads((tmp_path / name).read_text()))
     for name in set(sys.modules) - modules:
         if name.startswith("project"):
@@ -574,14 +554,15 @@ def test_everything_is_put_back(trace):
 def test_the_script_s_own_exit_code_passes_through(trace, body, status):
     code, out, err = trace(body)
     assert code == status
-    assert report_of(out)[0].endswith("made no inf or NaN that reached its training.")
+    ended = "made no inf or NaN that reached its training."
+    if "Error" in out:
+        ended = "failed before any inf or NaN reached its training."
+    assert report_of(out)[0].endswith(ended)
     if "data" in body:
         assert err.endswith("no data\n")
 
 
-@pytest.mark.parametrize(
-    ("options", "status"), [((), 0), (("--json", "-"), exit_codes.NOT_WRITTEN)]
-)
+@pytest.mark.parametrize(("options", "status"), [((), 0), (("--json", "-"), cli.NOT_WRITTEN)])
 def test_a_script_may_close_its_output(tmp_path, options, status):
     (tmp_path / "train.py").write_text("import sys\nsys.stdout.close()\n")
     command = [sys.executable, "-m", "apex", "trace", *options, str(tmp_path / "train.py")]
@@ -611,7 +592,7 @@ def test_no_handler_of_the_script_keeps_it_from_stopping(trace):
         finally:
             print("cleaned up", float(torch.ones(2).sum()))
     """)
-    assert code == exit_codes.NOT_FINITE
+    assert code == cli.NOT_FINITE
     assert "caught" not in out
     assert "cleaned up 2.0" in out
 
@@ -620,7 +601,7 @@ def test_a_forked_copy_reports_nothing(trace):
     code, out, _ = trace(
         "import os\nif os.fork():\n    os.wait()\n    print('parent')\nelse:\n    os._exit(0)\n"
     )
-    assert code == exit_codes.OK
+    assert code == cli.OK
     assert out.count("apex trace: ") == 1
 
 
@@ -637,7 +618,6 @@ def test_json_holds_the_fault_and_how_the_script_ended(trace):
     assert data["first"]["inputs"][0]["shape"] == [2, 2]
     assert data["ending"] == {"status": 0, "error": "", "interrupted": False, "stopped": True}
     assert (data["steps"], data["steps_before"], data["certain"]) == (1, 1, True)
-    assert data["slowdown"] >= 1.0
 
 
 def test_json_is_written_where_the_command_was_given(trace, tmp_path):
@@ -670,13 +650,13 @@ def test_what_cannot_be_run_is_exit_code_2(tmp_path, monkeypatch, capsys, argume
         code = main(["trace", *arguments])
     except SystemExit as left:
         code = left.code
-    assert code == exit_codes.BAD_INPUT
+    assert code == cli.BAD_INPUT
     assert message in capsys.readouterr().err
 
 
 def test_a_file_that_cannot_be_written_is_found_before_the_script_runs(trace):
     code, out, err = trace("print('executed')", options=["--json", "no/trace.json"])
-    assert (code, out) == (exit_codes.NOT_WRITTEN, "")
+    assert (code, out) == (cli.NOT_WRITTEN, "")
     assert "cannot be written" in err
 
 
@@ -694,7 +674,7 @@ def test_an_interrupt_reports_what_was_seen(tmp_path):
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGINT)
         out = process.stdout.read()
-    assert process.returncode == exit_codes.INTERRUPTED
+    assert process.returncode == cli.INTERRUPTED
     assert "First overflow: aten.log" in out
     assert "The script was interrupted; this is what was seen until then." in out
 
@@ -719,7 +699,7 @@ def test_workers_that_load_data_find_the_script_s_classes_and_are_not_traced(tmp
     )
     command = [sys.executable, "-m", "apex", "trace", "train.py"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert ended.returncode == exit_codes.OK, ended.stderr
+    assert ended.returncode == cli.OK, ended.stderr
     assert ended.stdout.startswith("step 0\nstep 1\n")
     assert ended.stdout.count("apex trace: ") == 1
 
@@ -727,13 +707,13 @@ def test_workers_that_load_data_find_the_script_s_classes_and_are_not_traced(tmp
 def test_a_report_is_finished_when_another_rank_has_ended(tmp_path, monkeypatch):
     """torchrun sends SIGTERM to all ranks when the first has ended."""
     (tmp_path / "train.py").write_text("")
-    written = trace_cli.write_json
+    written = cli.write_json
 
     def terminated(*args):
         os.kill(os.getpid(), signal.SIGTERM)
         written(*args)
 
-    monkeypatch.setattr(trace_cli, "write_json", terminated)
+    monkeypatch.setattr(cli, "write_json", terminated)
     before = signal.getsignal(signal.SIGTERM)
     assert main(["trace", "--json", str(tmp_path / "out.json"), str(tmp_path / "train.py")]) == 0
     assert (tmp_path / "out.json").exists()
@@ -777,7 +757,7 @@ def test_a_backward_pass_in_the_engine_s_own_threads_is_traced(trace):
             net(x.cuda()).abs().sqrt().sum().backward()
             torch.optim.SGD(net.parameters(), lr=0.0).step()
     """)
-    assert code == exit_codes.NOT_FINITE
+    assert code == cli.NOT_FINITE
     assert "aten.div outside the model, backward, returned inf" in out
     assert "train.py:" in out
     assert "net(x.cuda()).abs().sqrt().sum().backward()" in out

@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
+from apex.tools.compare.target import open_target
 from apex.tools.errors import TargetError
-from apex.tools.targets import open_target
 from tests.tools.cases import TARGET, written
 
 BODY = TARGET.replace("\n", "\n    ")
@@ -28,13 +28,17 @@ def trains(experiment):
         (SETUP, ""),
         (SETUP.replace("setup", "other"), ":other"),
         (SETUP.replace("return model, optimizer, batches, loss", "return locals()"), ""),
+        ("from helper_of_target import *\n", ""),
     ],
-    ids=["names", "setup", "function", "dict"],
+    ids=["names", "setup", "function", "dict", "star"],
 )
-def test_a_file_gives_fresh_objects_each_time(tmp_path, text, function):
+def test_each_level_gets_objects_of_its_own(tmp_path, text, function):
+    written(tmp_path, TARGET, "helper_of_target.py")
     with open_target(written(tmp_path, text) + function) as build:
         first, second, third = build(), build(), build()
+    sys.modules.pop("helper_of_target", None)
     assert len({id(experiment.model) for experiment in (first, second, third)}) == 3
+    assert first.optimizer.param_groups[0]["params"][0] is first.model[0].weight
     assert trains(first)
     for one, other in zip(second.model.parameters(), third.model.parameters(), strict=True):
         assert torch.equal(one, other)
@@ -63,31 +67,23 @@ def module(tmp_path, monkeypatch):
     sys.modules.pop("target_module", None)
 
 
-def test_a_function_of_a_module_is_called_anew(module):
-    with open_target(module(SETUP) + ":setup") as build:
-        assert build().model is not build().model
-
-
-def test_what_comes_back_the_same_is_copied_with_its_optimizer(module):
+def test_a_module_and_its_functions_are_targets(module):
     with open_target(module(TARGET)) as build:
-        first, second = build(), build()
-    assert first.model is not second.model
-    assert trains(first)
-    assert first.optimizer.param_groups[0]["params"][0] is first.model[0].weight
-    assert not torch.equal(first.model[0].weight, second.model[0].weight)
-
-
-def test_a_model_that_cannot_be_copied_is_no_fault_where_each_is_made_anew(tmp_path):
-    locked = "\nimport threading\nmodel.lock = threading.Lock()\n"
-    with open_target(written(tmp_path, TARGET + locked)) as build:
+        assert build().model is not build().model
+    with open_target(module(SETUP) + ":setup") as build:
         assert trains(build())
 
 
-def test_a_model_that_must_be_copied_and_cannot_is_refused_with_the_remedy(module):
-    locked = "\nimport threading\nmodel.lock = threading.Lock()\n"
+LOCKED = "import threading\nmodel.lock = threading.Lock()\n"
+
+
+def test_a_model_that_cannot_be_copied_is_made_anew(tmp_path, module):
+    with open_target(written(tmp_path, TARGET + LOCKED)) as build:
+        assert trains(build())
+        assert build().model is not build().model
     with (
         pytest.raises(TargetError, match=r"cannot be deep-copied: TypeError.*builds a new one"),
-        open_target(module(TARGET + locked)),
+        open_target(module(TARGET + LOCKED)),
     ):
         pass
 
@@ -96,30 +92,39 @@ def test_a_model_that_must_be_copied_and_cannot_is_refused_with_the_remedy(modul
     ("text", "message"),
     [
         ("def setup():\n    raise OSError('no data')\n", r"setup\(\) raised OSError: no data"),
-        ("import no_such_module\n", "Executing .* failed: ModuleNotFoundError"),
-        ("raise SystemExit(7)\n", "Executing .* failed: SystemExit: 7"),
-        ("model = 1\n", r"no function setup\(\).*no optimizer, batches, loss"),
+        ("import no_such_module\nfrom x import *\n", "Executing .* failed: ModuleNotFoundError"),
         ("def setup():\n    return 1, 2\n", "returned tuple; it must return model, optimizer"),
         ("import torch\nsetup = torch.nn.ReLU()\n", r"setup\(\) raised TypeError"),
         (TARGET + "model = 3\n", "model is int, not a torch.nn.Module"),
         (TARGET + "loss = 3\nbatches = 4\n", "batches is int.*; loss is int"),
         (TARGET + "model.to('meta')\n", r"the model's parameter '0.weight' has no values yet"),
-        (TARGET + "model = torch.nn.LazyLinear(2)\n", r"the model's parameter 'weight' has no v"),
     ],
-    ids=[
-        "raises",
-        "import",
-        "exit",
-        "nothing",
-        "two",
-        "module",
-        "model",
-        "several",
-        "meta",
-        "lazy",
-    ],
+    ids=["raises", "import", "two", "module", "model", "several", "meta"],
 )
 def test_a_target_that_gives_no_experiment_is_refused(tmp_path, text, message):
+    with pytest.raises(TargetError, match=message), open_target(written(tmp_path, text)):
+        pass
+
+
+SCRIPT = "raise RuntimeError('executed')\nfor batch in []:\n    loss = batch\n    loss.backward()\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (SCRIPT, "is a training script; compare needs four names.*lacks model, optimizer, batches"),
+        (SCRIPT + "model = optimizer = batches = 1\n", "is a training script.*Nothing was run"),
+        (
+            f"def main():\n    {SCRIPT.splitlines()[0]}\n    loss.backward()\n",
+            "is a training script",
+        ),
+        ("1 / 0\nmodel = 1\n", "is no target.*lacks optimizer, batches, loss. Nothing was run"),
+        ("if __name__ == '__main__':\n    def setup(): pass\n1 / 0\n", "is no target.*Nothing was"),
+        ("model = (\n", r"cannot be read as Python.*line 1"),
+    ],
+    ids=["script", "names", "functions", "names missing", "main", "syntax"],
+)
+def test_a_file_is_looked_at_before_anything_is_run(tmp_path, text, message):
     with pytest.raises(TargetError, match=message), open_target(written(tmp_path, text)):
         pass
 
@@ -134,6 +139,12 @@ def test_a_target_that_prepares_its_model_is_refused_with_the_line(tmp_path, imp
     )
     with pytest.raises(TargetError, match=message), open_target(target):
         pass
+    hidden = f"from apex.amp import initialize\n{TARGET}{call.replace('amp.', '')}"
+    with (
+        pytest.raises(TargetError, match=r"calls amp\.initialize\."),
+        open_target(written(tmp_path, hidden)),
+    ):
+        pass
 
 
 @pytest.mark.parametrize(
@@ -141,7 +152,6 @@ def test_a_target_that_prepares_its_model_is_refused_with_the_line(tmp_path, imp
     [
         ("no/such/file.py", "There is no file"),
         ("./", r"\./ is neither a \.py file nor the name of a module"),
-        (".package:setup", r"\.package is neither a \.py file nor the name"),
         ("no_such_package:setup", "Importing no_such_package failed.*A file name needs its suffix"),
         ("math:setup", r"no function setup\(\)\."),
     ],
