@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from apex._core.version import VERSION
+from apex._core.project import VERSION
 
 OK, FAILED, BAD_INPUT, NOT_WRITTEN, NOT_FINITE, INTERRUPTED = 0, 1, 2, 3, 4, 130
 """Exit codes; docs/reference/command_line.md tells what they mean."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import apex
 from apex._core import dtypes
-from apex._core.version import VERSION
+from apex._core.project import VERSION
 from apex._torch.devices import cpu_features
 from apex.debug.rendering.formatting import counted
 from apex.tools.compare.timing import Load, LoadMeter, seconds

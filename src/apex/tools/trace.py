@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from apex.debug.faults import Fault
 from apex.debug.overflow import hit_lines
+from apex.debug.place import Finding
 from apex.debug.rendering.formatting import counted
 from apex.debug.script_trace import ScriptTrace, Seen
 from apex.tools.script import Ending, Script
@@ -142,7 +142,7 @@ def _steps(count: int) -> str:
     return counted(count, "optimizer step")
 
 
-def _brief(fault: Fault | None) -> str:
+def _brief(fault: Finding | None) -> str:
     if fault is None:
         return ""
     where = f" at {fault.location}" if fault.location else ""
