@@ -20,9 +20,7 @@ PYPROJECT = (ROOT / "pyproject.toml").read_text("utf-8")
 
 def run_python(code):
     """Runs code in a fresh interpreter, away from this folder; returns the literal it prints."""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return ast.literal_eval(done.stdout)
 
