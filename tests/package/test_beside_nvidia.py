@@ -1,6 +1,5 @@
 """Beside NVIDIA's apex: its parts stay its own, ours are added, and no file of either changes."""
 
-import sys
 import textwrap
 import zipfile
 
@@ -218,8 +217,8 @@ found = {}
 for name, make in makers.items():
     plain = train(make, None)
     for level in ("O1", "O2", "O4", "O5"):
-        off = max(abs(a - b) for a, b in zip(plain, train(make, level)))
-        found[name, level] = off
+        off = torch.tensor(train(make, level)) - torch.tensor(plain)
+        found[name, level] = repr(off.abs().max().item())
 print(found)
 """
 
@@ -228,4 +227,4 @@ print(found)
 def test_their_optimizers_and_norm_train_under_our_amp_and_skip_an_overflow(beside):
     found = beside.value(TRAIN)
     assert len(found) == 16
-    assert {key: off for key, off in found.items() if not off < 0.01} == {}, sys.version
+    assert {key: off for key, off in found.items() if not float(off) < 0.01} == {}

@@ -29,6 +29,7 @@ class Fused(torch.optim.Optimizer):
 
 class FusedAdam(Fused):
     def __init__(self, params, lr=1e-3, capturable=False):
+        lr = torch.tensor(lr, dtype=torch.float32) if capturable else lr
         super().__init__(params, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8})
         self.capturable = capturable
         if capturable:
@@ -36,19 +37,23 @@ class FusedAdam(Fused):
         self._dummy_overflow_buf = torch.zeros(1, dtype=torch.int)
 
     def step(self, closure=None, grad_scaler=None):
-        found, inverse = torch.zeros(1), 1.0
-        if grad_scaler is not None:
-            found = grad_scaler._check_inf_per_device(self)[torch.device("cpu")]
-            inverse = 1.0 / grad_scaler._get_scale_async()
-        if found.item():
-            return
         for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
+            device = group["params"][0].device
+            kernel, inverse, one = amp_C.multi_tensor_adam, [], 1
+            if self.capturable:  # without a scaler, it checks nothing
+                found, scale = torch.zeros(1, device=device), torch.ones(1, device=device)
+                if grad_scaler is not None:
+                    found = grad_scaler._check_inf_per_device(self)[device]
+                    scale = grad_scaler._get_scale_async()
+                self._dummy_overflow_buf.copy_(found)
+                kernel = amp_C.multi_tensor_adam_capturable
+                inverse = [scale.double().reciprocal().float()]
+                one = (self._dummy_overflow_buf != 1).to(torch.int)
+            group["step"] = group.get("step", 0) + one
             for lists in self.lists(group, "exp_avg", "exp_avg_sq"):
-                lists[0] = [grad * inverse for grad in lists[0]]
                 multi_tensor_applier(
-                    amp_C.multi_tensor_adam, self._dummy_overflow_buf, lists,
-                    group["lr"], *group["betas"], group["eps"], group["step"], 1, 1, 0.0,
+                    kernel, self._dummy_overflow_buf, lists,
+                    group["lr"], *group["betas"], group["eps"], group["step"], 1, 1, 0.0, *inverse,
                 )  # fmt: skip
 
 
