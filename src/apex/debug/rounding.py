@@ -302,7 +302,7 @@ def _cells(row: RoundingRow) -> tuple[str, ...]:
     )
 
 
-# -- the detector ------------------------------------------------------------------------------------
+# -- the detector ----------------------------------------------------------------------------------
 
 _FIRST_RESULT = (
     "native_layer_norm",
@@ -533,7 +533,7 @@ def _without_verdict(call: Call, result: Any) -> str | None:
     return None
 
 
-# -- shadows -----------------------------------------------------------------------------------------
+# -- shadows ---------------------------------------------------------------------------------------
 
 _REAL = {
     **{kind: kind for kind in (*dtypes.LOW_PRECISION, torch.float32, torch.float64)},
