@@ -5,6 +5,7 @@ import io
 
 import pytest
 import torch
+from tests.support.host_reads import HostReads
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
@@ -13,7 +14,6 @@ from apex import amp
 from apex.debug.auto_trace import arm
 from tests.amp.cases import Net, backward, loss_of, one_weight, overflow, prepared, sgd
 from tests.training import cases
-from tests.training.test_cost import HostReads
 
 
 def bad_step(model, optimizer, **options):

@@ -115,15 +115,17 @@ class BackwardPass:
             self._make_room()
         try:
             self._casts.__enter__()
-            if self._mistakes is not None and self._mistakes.blocks_left and self.gradients.scaled:
-                self._inspection = BlockInspection(
-                    self._mistakes, self._bindings, self._others, scaled_loss
-                )
+            self._inspect(scaled_loss)
         except BaseException:
             self._casts.__exit__()
             self._abort()
             raise
         return scaled_loss
+
+    def _inspect(self, scaled_loss: Tensor) -> None:
+        mistakes, anew = self._mistakes, self._continued is None
+        if self.gradients.scaled and anew and mistakes is not None and mistakes.blocks_left:
+            self._inspection = BlockInspection(mistakes, self._bindings, self._others, scaled_loss)
 
     def _finish_others(self) -> None:
         """Unscales what earlier passes left scaled, unless this one continues it."""

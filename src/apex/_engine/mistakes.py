@@ -212,23 +212,22 @@ def _warn_of_late_backward(mistakes: Mistakes, _: Tensor) -> None:
 
 
 @untraced
-def inspect_step(binding: Binding) -> None:
+def inspect_step(binding: Binding, *, in_closure: bool = False) -> None:
     """Warns of an optimizer's first step, or one that no ``scale_loss`` block has used yet."""
     owner = binding.owner
-    if owner is None or (binding.used and binding.steps):
+    if owner is None or (binding.used and (in_closure or binding.steps)):
         return
     # Of several optimizers that a block names, one may have no gradient yet.
     stepped = owner.bindings if binding.used else [binding]
-    groups = binding.optimizer.param_groups
-    if not any(each.has_grads() for each in stepped):
-        mistake = Mistake.STEP_BEFORE_BACKWARD
-        owner.mistakes.warn(Mistake.FORGOTTEN_OPTIMIZER if binding.got_scaled else mistake)
-    elif binding.got_scaled:
+    if binding.got_scaled:
         owner.mistakes.warn(Mistake.FORGOTTEN_OPTIMIZER)
+    elif not any(each.has_grads() or _reached(each) for each in stepped):
+        if not in_closure:
+            owner.mistakes.warn(Mistake.STEP_BEFORE_BACKWARD)
     elif (
         owner.needs_scale
         and not (binding.used or owner.mistakes.has_blocks)
-        and any(map(_is_learning, groups))
+        and any(map(_is_learning, binding.optimizer.param_groups))
     ):
         owner.mistakes.warn(Mistake.NO_SCALE_LOSS)
 

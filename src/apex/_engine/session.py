@@ -101,6 +101,7 @@ class Session:
         self._communicator = Communicator(self.scalers)
         self._shards: list[weakref.ref[object]] = []
         self._prepared: frozenset[int] = frozenset()
+        self._versions: dict[int, int] = {}  # of 16-bit weights, at first
         self._end: weakref.finalize[..., Session] | None = None
         self.options: object = None
         self.mistakes = Mistakes()
@@ -138,6 +139,8 @@ class Session:
             self.start()
             if self.policy.master_weights:
                 _watch_steps(self)
+                params = chain.from_iterable(model.parameters() for model in models)
+                self._versions = {id(p): p._version for p in params if dtypes.is_low_precision(p)}
             restoring.match_states(optimizers, old_dtypes)
             self._models.update(map(conversion.module_behind, models))
             tensors = (named_tensors(model).values() for model in models)
@@ -409,10 +412,15 @@ class Session:
         self.write_back()
         low = [param for param in stepped if dtypes.is_low_precision(param)]
         if low:
-            trained = {id(param) for model in self._models for param in model.parameters()}
-            if not trained.isdisjoint(map(id, low)):
-                increment_version(low)
+            fused = any(group.get("fused") for group in optimizer.param_groups)
+            before = self._versions
+            self._versions = {}  # steps of ours change weights, too: only the first step tells
+            if any(
+                before.get(id(p), p._version) != p._version or (fused and id(p) in before)
+                for p in low
+            ):
                 self.mistakes.warn(Mistake.UNPREPARED_OPTIMIZER)
+            increment_version(low)
 
 
 def _sends(binding: Binding) -> bool:

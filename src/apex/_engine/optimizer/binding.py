@@ -17,7 +17,7 @@ from apex._core import dtypes, finite
 from apex._core.param_groups import is_trained, params_in, params_of
 from apex._engine import masters
 from apex._engine.events import Iteration
-from apex._engine.masters import LazyMaster, Masters, Pair
+from apex._engine.masters import LazyMaster, Master, Masters, Pair
 from apex._engine.mistakes import Mistakes
 from apex._engine.optimizer.exchange import exchange
 from apex._engine.optimizer.gradients import PassGradients
@@ -262,8 +262,9 @@ class Binding:
         )
 
     def has_plain_gradients(self) -> bool:
-        """Whether the model has gradients of a plain backward pass that masters do not have yet."""
-        return not self.checked and any(pair.waiting is not None for pair in self.pairs)
+        """Whether the model has gradients of a plain backward pass, which masters do not show."""
+        waits = (p.waiting is not None and type(p.master) is Master for p in self.pairs)
+        return not self.checked and any(waits)
 
     def zero(self, *, set_to_none: bool) -> None:
         """Clears the gradients of all pairs, model and master."""
@@ -294,7 +295,7 @@ class Binding:
         """
         if self.owner is not None:
             self.owner.mistakes.averages = True
-        unsettled = self.open_pass is not None or self.has_plain_gradients()
+        unsettled = self.open_pass is not None or any(p.waiting is not None for p in self.pairs)
         pairs = [*self.pairs] if unsettled else []
         try:
             exchange(self.optimizer, {id(pair.master): pair.model for pair in pairs})

@@ -131,7 +131,7 @@ class BlockStep(TorchDispatchMode):
             plain = parameters.grad_of(pair.master) is None and not grad.requires_grad
             if plain and _alike(pair.master, grad, pair.model):
                 pair.model.grad = None
-                shown = torch.empty((), device=pair.master.device).expand_as(pair.master)
+                shown = pair.master.detach()  # laid out like a gradient
                 parameters.set_grad(pair.master, shown)
                 self._lent[id(pair.master)] = pair, grad, shown
             else:
@@ -195,15 +195,15 @@ class BlockStep(TorchDispatchMode):
     def _run_blocks(self, func: Any, lists: list[list[Any]], kwargs: dict[str, Any]) -> None:
         params = lists[0]
         lent = [self._lent.pop(id(param)) for param in params]
-        pairs, grads = [pair for pair, _, _ in lent], [grad for _, grad, _ in lent]
+        pairs = [pair for pair, _, _ in lent]
+        lists[1] = [grad for _, grad, _ in lent]
         models = [pair.model.detach() for pair in pairs]
         count, kernel = dispatch_modes.OPERANDS[func], dispatch_modes.function_of(func)
         cuts = _cuts(tuple(map(_numel, params)), params[0].device.type)
         buffer = torch.empty(max(map(_elements, cuts), default=0), device=params[0].device)
         for block in cuts:
             operands = [_pieces(each, block) if each else [] for each in lists[:count]]
-            lows = _pieces(grads, block)
-            operands[1] = _filled(buffer, lows, [pairs[i].factor for i, _, _ in block])
+            operands[1] = _filled(buffer, operands[1], [pairs[i].factor for i, _, _ in block])
             steps = [[each[i] for i, _, _ in block] if each else [] for each in lists[count:]]
             kernel(*operands, *steps, **kwargs)
             torch._foreach_copy_(_pieces(models, block), operands[0])

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from apex._core.finite import group
 from apex._core.foreach import norms
 from apex._engine import masters
 from apex._engine.masters import Pair
 from apex._torch import dtensor, parameters
+from apex._torch.copies import moved
 from apex._torch.dynamo import untraced
 
 if TYPE_CHECKING:
@@ -51,20 +53,24 @@ def clip_grad_norm_(
             "amp.clip_grad_norm_ got a sparse gradient, which has no norm that torch can compute. "
             "Use an embedding with sparse=False, or give it an optimizer of its own."
         )
-    if not waiting:
-        norm = nn.utils.clip_grad_norm_(own, max_norm, norm_type, error_if_nonfinite)
-        return norm.full_tensor() if dtensor.is_dtensor(norm) else norm
+    if dtensor.any_dtensor(own):
+        total = nn.utils.clip_grad_norm_(own, max_norm, norm_type, error_if_nonfinite)
+        return total.full_tensor() if dtensor.is_dtensor(total) else total
+    if not (waiting or own):
+        return torch.tensor(0.0)
     norm = _norm(_grads(waiting, own), norm_type)
     if error_if_nonfinite and not bool(norm.isfinite()):  # sync: the host must raise
         raise RuntimeError(
             f"The norm of order {norm_type} of the gradients is not finite, so they cannot be "
-            "clipped. Pass error_if_nonfinite=False to scale them by it anyway."
+            "clipped. Pass error_if_nonfinite=False to scale them by it anyway: a dynamic loss "
+            "scale then skips the step."
         )
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for pair in waiting:
         pair.factor = factor
-    for param in own:
-        param.grad.mul_(factor.to(param.device))  # type: ignore[union-attr]
+    grads = [grad for param in own if (grad := param.grad) is not None]
+    for same in group(grads) if grads else ():
+        torch._foreach_mul_(same, moved(factor, same[0].device, same[0].dtype))
     return norm
 
 

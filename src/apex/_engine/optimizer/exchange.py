@@ -55,8 +55,9 @@ def _renew(held: Any, new: Mapping[int, nn.Parameter]) -> None:
             other = _renewed(value, new)
             if other is not value:
                 held[key] = other
-            if id(key) in new:
-                held[new[id(key)]] = held.pop(key)
+            renewed = _renewed(key, new)
+            if renewed is not key:
+                held[renewed] = held.pop(key)
     elif isinstance(held, set):
         for item in [item for item in held if id(item) in new]:
             held.remove(item)
@@ -64,7 +65,7 @@ def _renew(held: Any, new: Mapping[int, nn.Parameter]) -> None:
 
 
 def _renewed(item: Any, new: Mapping[int, nn.Parameter]) -> Any:
-    """Returns what takes the place of a parameter, or of a pair with one (a named parameter)."""
-    if type(item) is tuple:
+    """Returns what takes the place of a parameter, or of a tuple with some."""
+    if type(item) is tuple and not new.keys().isdisjoint(map(id, item)):
         return tuple(new.get(id(each), each) for each in item)
     return new.get(id(item), item)

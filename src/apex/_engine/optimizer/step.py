@@ -205,6 +205,7 @@ def _evaluation(binding: Binding, closure: Closure, off: UncastBlock) -> Callabl
         with _suspended(off):
             loss = closure()
         binding.settle(steps=True)
+        inspect_step(binding, in_closure=True)
         for pair in binding.pairs:
             pair.mark_written()
         return loss
