@@ -216,7 +216,6 @@ class Session:
             binding = Binding(
                 optimizer,
                 master_weights=self.policy.master_weights,
-                sums_low=self.policy.sums_low,
                 owner=self,
                 undo=steps,
             )

@@ -69,7 +69,6 @@ def initialize(
     growth_factor: float = 2.0,
     backoff_factor: float = 0.5,
     keep_fp32_values: bool = False,
-    grad_accum_dtype: torch.dtype | None = None,
 ) -> Any:
     """Prepares models and optimizers for mixed precision and returns them.
 
@@ -122,9 +121,6 @@ def initialize(
         keep_fp32_values: Whether :func:`restore` also restores, bit for bit, the weights that no
             optimizer steps (frozen weights, inference-only models). Costs 4 bytes per element;
             weights with masters, and buffers, are always restored exactly.
-        grad_accum_dtype: Dtype in which the gradients of several backward passes add up before a
-            step (O2 and O5): ``torch.float32``, the default, or the model's own, which takes no
-            memory beside the gradients of one pass and rounds after each.
 
     Returns:
         The models as given (one, list or tuple), followed by the optimizers as given if there are
@@ -179,7 +175,6 @@ def initialize(
         "master_weights": master_weights,
         "loss_scale": loss_scale,
         "cast_model_outputs": cast_model_outputs,
-        "grad_accum_dtype": grad_accum_dtype,
     }
     properties = resolve(defaults, overrides, hard_override=_amp_state.hard_override)
     rule = ScaleRule(

@@ -76,7 +76,6 @@ class Binding:
         gradients: The state of its parameters' gradients.
         owner: The session, kept alive; ``None`` in an unpickled optimizer.
         master_weights: Whether low-precision parameters get fp32 masters.
-        sums_low: Whether gradients of several passes add up in the model's 16 bits.
         inner_step: The ``step`` that the instance had before (an LR scheduler's wrapper).
         view: Space for the compatibility view of this binding.
     """
@@ -86,7 +85,6 @@ class Binding:
         optimizer: Optimizer,
         *,
         master_weights: bool,
-        sums_low: bool = False,
         owner: Owner | None = None,
         source: Masters | None = None,
         undo: Undo | None = None,
@@ -96,7 +94,6 @@ class Binding:
         Args:
             optimizer: Any optimizer; its group dicts and lists keep their identity.
             master_weights: Whether low-precision parameters get fp32 masters.
-            sums_low: Whether gradients of several passes add up in the model's 16 bits.
             owner: The session.
             source: The registry of masters; ``None`` for the owner's, or a new one without owner.
             undo: Receives the inverse.
@@ -106,7 +103,6 @@ class Binding:
         self._counted = 0, 0
         self.gradients = Gradients(self)
         self.master_weights = master_weights
-        self.sums_low = sums_low
         self.owner = owner
         self.inner_step: Callable[..., Any] | None = None
         self.view: object = None
@@ -161,7 +157,7 @@ class Binding:
 
     def defers(self) -> bool:
         """Returns whether gradients stay in 16 bits until they are read."""
-        return self.sums_low or one_pass.takes(self)
+        return one_pass.takes(self)
 
     def steps_any(self, params: Iterable[Tensor]) -> bool:
         """Returns whether a group holds the master of one of ``params``, models' parameters."""
@@ -366,9 +362,9 @@ class Binding:
         return empty, ("binding",), self.__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.sums_low = False  # in files of earlier releases
         self.__dict__.update(state)
-        self.__dict__.pop("packing", None)
+        for name in ("packing", "sums_low"):  # in files of earlier releases
+            self.__dict__.pop(name, None)
         self._source = Masters()
         self._owned = {id(pair.model) for pair in self.pairs}
         self._unseen_writes = UnseenWrites()
