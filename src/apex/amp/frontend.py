@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from apex._core.arguments import flag, integer
-from apex._core.freed_memory import keep_freed_memory
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine import restore as restoring
@@ -342,8 +341,6 @@ def _session(
 ) -> Session:
     types = device_types(models)
     warn_if_emulated(policy.low_precision, types)
-    if "cpu" in types:
-        keep_freed_memory()
     spec = None
     if policy.compute_dtype is not None:
         spec = CastSpec(policy.compute_dtype, types, lists.op_table(policy.compute_dtype))
