@@ -6,7 +6,7 @@ from torch import nn
 
 from apex import amp
 from apex.optimizers import FusedLAMB
-from tests.sharded.cases import mesh, net, shard
+from tests.support.sharding import mesh, net, shard
 from tests.support.features import shards_on_cpu
 from tests.training.cases import batch
 
