@@ -48,8 +48,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from apex.debug import tensors
-from apex.debug.tensors import OperatorCall
+from apex.debug import tracing
+from apex.debug.tracing import Call
 
 AMPLIFICATION = 4.0
 
@@ -134,7 +134,7 @@ def distance(values: Tensor, shadow: Tensor) -> Distance:
     Masked are elements that are infinite or NaN on either side and, where a mask was added, those
     far below all others: their size would hide the error of the rest.
     """
-    values, shadow = tensors.real(values), tensors.real(shadow)
+    values, shadow = tracing.real(values), tracing.real(shadow)
     if not values.numel():
         return Distance(0.0, 0.0)
     wide, shadow = values.double(), shadow.double()
@@ -217,7 +217,7 @@ def within_range(values: Tensor, shadow: Tensor) -> Tensor:
     return torch.where(out, values, shadow)
 
 
-def least_sizes(name: str, in_fp32: OperatorCall) -> list[float]:
+def least_sizes(name: str, in_fp32: Call) -> list[float]:
     """Returns, for each result of a sum, its norm if all terms had one sign; of others, nothing."""
     args = in_fp32.args
     if name in _SUMS | _IN_PLACE_SUMS:
