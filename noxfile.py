@@ -73,7 +73,8 @@ def tests(session):
 def stress(session):
     """The same tests with STRESS=1, which widens their lists."""
     session.run(
-        sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadgroup", *(session.posargs or ["tests"]),
+        sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadgroup",
+        *(session.posargs or ["tests"]),
         env={"OMP_NUM_THREADS": "1", "STRESS": "1"},
     )  # fmt: skip
 
