@@ -9,7 +9,7 @@ import time
 import hypothesis
 import pytest
 
-from tests.emulated_cuda import device
+from tests.support.emulated_cuda import device
 
 if device.INSTALLED:
     device.install()  # before torch is imported
@@ -17,7 +17,7 @@ if device.INSTALLED:
 import torch
 
 import apex
-from tests.devices import Forwarding, Place
+from tests.support.devices import Forwarding, Place
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("apex", deadline=None, derandomize=True, database=None)

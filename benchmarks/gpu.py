@@ -354,7 +354,8 @@ def main() -> None:
         sys.exit(
             f"make gpu needs a GPU and a torch built for it; torch {torch.__version__} of "
             f"{sys.executable} sees none. Name another interpreter with `make gpu PYTHON=...`; "
-            "without a GPU, rehearse it with `python -m tests.emulated_cuda benchmarks.gpu --tiny`."
+            "without a GPU, rehearse it with "
+            "`python -m tests.support.emulated_cuda benchmarks.gpu --tiny`."
         )
     warnings.filterwarnings("ignore", message="fp16 is emulated")
     tests = gpu_tests() if args.tests is None else args.tests

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -72,7 +72,6 @@ def with_amp(
     level: str,
     *,
     max_norm: float | None = None,
-    masters: Literal["split", "stochastic"] | None = None,
     passes: int = 1,
     grad_accum_dtype: torch.dtype | None = None,
     scaled: bool = True,
@@ -87,7 +86,6 @@ def with_amp(
         model,
         optimizer,
         opt_level=level,
-        master_weights=masters,
         grad_accum_dtype=grad_accum_dtype,
         verbosity=0,
     )

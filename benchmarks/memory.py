@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,14 +28,7 @@ PASSES = 4
 WIDE, DEEP = 1024, 13
 """A model of 13.6 M parameters, whose activations are few."""
 
-Masters = Literal["split", "stochastic"] | None
-
-PEAKS: dict[tuple[str, Masters], tuple[int, float]] = {
-    ("O2", None): (14, 16.2),
-    ("O5", None): (14, 16.2),
-    ("O5", "split"): (12, 14.3),
-    ("O5", "stochastic"): (10, 12.3),
-}
+PEAKS: dict[str, tuple[int, float]] = {"O2": (14, 16.2), "O5": (14, 16.2)}
 """Bytes stored, and with 16-bit gradients: the goal without clipping; 0.1 more with it."""
 
 
@@ -62,13 +54,12 @@ def _peaks() -> Iterator[Measurement]:
     params = sum(param.numel() for param in _large_model().parameters())
     native_peak = peak_bytes(native(task, torch.bfloat16), 12 * params) / params
     yield Measurement(NAME, "peak, torch.autocast", native_peak, "bytes/param")
-    for (level, masters), (stored, bound) in PEAKS.items():
-        name = f"peak, {level}" + ("" if masters is None else f" {masters}")
+    for level, (stored, bound) in PEAKS.items():
         for case, max_norm, more in (("", None, 0.0), (", clipped", 0.1, 0.1)):
             goal = Goal("<=", bound + more)
-            work = _quiet(task, level, max_norm=max_norm, masters=masters)
+            work = _quiet(task, level, max_norm=max_norm)
             peak = peak_bytes(work, stored * params) / params
-            yield Measurement(NAME, f"{name}{case}", peak, "bytes/param", goal)
+            yield Measurement(NAME, f"peak, {level}{case}", peak, "bytes/param", goal)
     for dtype, goal in ((torch.float32, Goal("<=", 20.4)), (torch.bfloat16, Goal("<=", 16.4))):
         work = with_amp(task, "O5", passes=PASSES, grad_accum_dtype=dtype)
         peak = peak_bytes(work, BYTES["O5"] * params) / params
@@ -151,12 +142,10 @@ def _has_storage(tensor: Tensor) -> bool:
     return not torch._is_functional_tensor(tensor)
 
 
-def _quiet(
-    task: Task, level: str, *, max_norm: float | None = None, masters: Masters = None
-) -> Work:
+def _quiet(task: Task, level: str, *, max_norm: float | None = None) -> Work:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fp16 is emulated")
-        return with_amp(task, level, max_norm=max_norm, masters=masters)
+        return with_amp(task, level, max_norm=max_norm)
 
 
 def _trained(task: Task, level: str) -> Work:

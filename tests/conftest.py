@@ -6,7 +6,7 @@ import gc
 import pytest
 
 from apex.amp import _amp_state
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 
 @pytest.fixture(autouse=True)

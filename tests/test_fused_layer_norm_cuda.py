@@ -5,7 +5,7 @@ import torch
 
 import fused_layer_norm_cuda as kernels
 from apex import amp
-from tests.reference import norms
+from tests.support.reference import norms
 
 SHAPE = (2, 4)
 EPS = 1e-5

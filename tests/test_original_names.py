@@ -1,6 +1,7 @@
 """Every name that apex's own modules define is at its path, or its error says what to use.
 
-``reference/apex_names.json`` lists them: facts read from NVIDIA/apex at e13873d (reparameterization
+``support/reference/apex_names.json`` lists them: facts read from NVIDIA/apex at e13873d
+(reparameterization
 at the last commit that has it), with parameters in order. Left out are names with a leading
 underscore and ``parallel.multiproc``, whose import started processes.
 """
@@ -14,7 +15,7 @@ import pytest
 
 from apex import _unavailable
 
-NAMES = json.loads((Path(__file__).parent / "reference" / "apex_names.json").read_text())
+NAMES = json.loads((Path(__file__).parent / "support/reference/apex_names.json").read_text())
 
 
 @pytest.fixture(autouse=True)

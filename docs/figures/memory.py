@@ -19,15 +19,12 @@ _TRAININGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "O0, O1, O4": ("O0", {}, "peak, torch.autocast"),
     "O2, O5": ("O5", {}, "peak, O5"),
     "O3": ("O3", {"cast_model_type": torch.bfloat16}, ""),
-    "O5, split": ("O5", {"master_weights": "split"}, "peak, O5 split"),
-    "O5, stochastic": ("O5", {"master_weights": "stochastic"}, "peak, O5 stochastic"),
 }
 """Level, options of amp.initialize, and the benchmark's case of the peak, if it has one."""
 
 _BLOCKS: dict[str, tuple[dict[str, Any], int, int]] = {
     "O5, 8-bit moments": ({}, 8, 256),
     "O5, fp8 moments": ({}, 8, 256),
-    "O5, split, 8-bit": ({"master_weights": "split"}, 8, 256),
     "O5, 4-bit moments": ({}, 4, 128),
 }
 """Options, bits of a moment in torchao, and the elements that share one fp32 scale."""

@@ -55,7 +55,7 @@ def batch(step, size, device):
 def train(args, device):
     torch.manual_seed(0)
     model = Sorter().to(device)
-    # First the shards, then the optimizer over them, then amp: masters are sharded, too.
+    # First the shards, then the optimizer over them, then amp.
     mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
@@ -74,8 +74,7 @@ def train(args, device):
             scaled_loss.backward()
         nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
         optimizer.step()
-    states, _ = states_of(model, optimizer)
-    dcp.save({**states, "step": args.steps}, checkpoint_id=args.output)
+    dcp.save({**states_of(model, optimizer), "step": args.steps}, checkpoint_id=args.output)
 
     digits, ordered = batch(10**6, 256, device)
     with torch.no_grad():
@@ -90,19 +89,16 @@ def train(args, device):
 
 
 def states_of(model, optimizer):
-    """Returns what a checkpoint holds, and the view of the model that names the masters."""
-    view = amp.distributed_checkpoint.with_masters(model, optimizer)
-    model_state, optimizer_state = get_state_dict(view, optimizer)
-    return {"model": model_state, "optimizer": optimizer_state, "amp": amp.state_dict()}, view
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {"model": model_state, "optimizer": optimizer_state, "amp": amp.state_dict()}
 
 
 def load(folder, model, optimizer):
     """Loads a checkpoint, of any number of ranks, and returns its step."""
-    states, view = states_of(model, optimizer)
-    states["step"] = 0
+    states = {**states_of(model, optimizer), "step": 0}
     dcp.load(states, checkpoint_id=folder)
     set_state_dict(
-        view,
+        model,
         optimizer,
         model_state_dict=states["model"],
         optim_state_dict=states["optimizer"],
@@ -113,7 +109,7 @@ def load(folder, model, optimizer):
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--opt-level", default="O5", choices=["O0", "O1", "O2", "O4", "O5"])
+    parser.add_argument("--opt-level", default="O4", choices=["O0", "O1", "O4"])
     parser.add_argument("--steps", type=int, default=150, help="steps of the whole run")
     parser.add_argument("--batch", type=int, default=64, help="sequences per rank and step")
     parser.add_argument("--output", type=Path, default=Path("sorter"), help="checkpoint folder")

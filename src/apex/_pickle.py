@@ -20,8 +20,8 @@ _KINDS = {
     "optimizer": "apex._engine.optimizer.optimizer_class:rebuild_optimizer",
     "output_cast": "apex._engine.model.state:OutputCast",
     "tracked_pair": "apex._engine.tracked_pair:rebuild_pair",
-    "split": "apex._core.packing:Split",
-    "stochastic": "apex._core.packing:Stochastic",
+    "split": "apex._engine.tracked_pair:plain_masters",
+    "stochastic": "apex._engine.tracked_pair:plain_masters",
     "proxy": "apex._engine.model.proxy_class:rebuild_proxy",
     "plan": "apex._engine.model.plan:ModelPlan",
 }

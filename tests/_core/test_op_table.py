@@ -14,7 +14,7 @@ from apex._core.op_names import NAMES
 from apex._core.op_table import COVERED_INSIDE, CastSpec, OpTable
 
 LISTS = json.loads(
-    (Path(__file__).parents[1] / "reference" / "apex_op_lists.json").read_text(encoding="utf-8")
+    (Path(__file__).parents[1] / "support/reference/apex_op_lists.json").read_text(encoding="utf-8")
 )
 CATEGORIES = {
     "half": {"low_precision"},

@@ -4,9 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from apex._core.packing import Split
 from apex._core.rounding import exact_value, exact_values
-from apex._torch.packed import Packed
 
 LOWS = [torch.bfloat16, torch.float16]
 
@@ -93,17 +91,6 @@ def test_what_does_not_fit_is_matched_by_itself():
     assert_as_one_by_one(params, [torch.rand(3, 2) for _ in params])
     assert_as_one_by_one(params, [known[0].double(), known[1].to(torch.bfloat16), known[2]])
     assert_as_one_by_one([params[0], params[1].half(), params[2]], known)
-
-
-def test_packed_values():
-    exact = [torch.rand(2, 3) for _ in range(3)]
-    params = [value.to(torch.bfloat16) for value in exact]
-    known = []
-    for param, value in zip(params, exact, strict=True):
-        packing = Split().pack(param)
-        packing.load(value)
-        known.append(Packed(packing))
-    assert_as_one_by_one(params, known)
 
 
 def test_many_small_values_take_few_operators():

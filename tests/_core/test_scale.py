@@ -16,7 +16,7 @@ from apex._core.scale import (
     next_scale,
     update_scale_,
 )
-from tests.reference import loops
+from tests.support.reference import loops
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 

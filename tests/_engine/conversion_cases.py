@@ -54,9 +54,6 @@ class Masters:
     def note_copy(self, *models):
         pass
 
-    def packed_value(self, param, dtype):
-        return None
-
     @torch.no_grad()
     def set_exact(self, values):
         for param, value in values:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 LISTS = json.loads(
-    (Path(__file__).parents[1] / "reference" / "apex_op_lists.json").read_text(encoding="utf-8")
+    (Path(__file__).parents[1] / "support/reference/apex_op_lists.json").read_text(encoding="utf-8")
 )
 HOLDERS = {"torch": torch, "torch.nn.functional": F, "torch.Tensor": Tensor}
 

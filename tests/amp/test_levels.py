@@ -330,7 +330,7 @@ def test_a_type_for_function_casts_is_refused_where_there_are_none(level):
     [
         ({"keep_batchnorm_fp32": "true"}, "a bool, or the string 'True' or 'False'"),
         ({"keep_batchnorm_fp32": torch.float32}, "a bool, or the string 'True' or 'False'"),
-        ({"master_weights": 128.0}, "a bool, 'split', 'stochastic', or the string 'True'"),
+        ({"master_weights": 128.0}, "a bool, or the string 'True' or 'False'"),
         ({"keep_fp32_values": "x"}, "a bool, or the string 'True' or 'False'"),
         ({"enabled": "false"}, "a bool, or the string 'True' or 'False'"),
         ({"enabled": ["optimizer"]}, "a bool, or the string 'True' or 'False'"),

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import gpu
 from benchmarks.networks import Bert, ResNet
-from tests.emulated_cuda import build
+from tests.support.emulated_cuda import build
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,7 +23,7 @@ def rehearsal(tmp_path_factory):
     except build.Unavailable as reason:
         pytest.skip(f"no emulated CUDA: {reason}")
     folder = tmp_path_factory.mktemp("results")
-    command = [sys.executable, "-m", "tests.emulated_cuda", "benchmarks.gpu", "--tiny"]
+    command = [sys.executable, "-m", "tests.support.emulated_cuda", "benchmarks.gpu", "--tiny"]
     run = subprocess.run(
         [*command, "--results", str(folder), "--tests", "tests/_core/test_finite.py"],
         check=False, cwd=ROOT, capture_output=True, text=True,
@@ -117,7 +117,7 @@ def test_failures_are_read_from_what_pytest_says_as_it_goes():
 
 def test_only_files_with_tests_for_a_gpu_are_collected():
     files = {path.relative_to(ROOT).as_posix() for path in gpu.gpu_tests()}
-    assert {"tests/optimizers/test_gpu.py", "tests/emulated_cuda/test_steps.py"} <= files
+    assert {"tests/optimizers/test_gpu.py", "tests/support/emulated_cuda/test_steps.py"} <= files
     assert "tests/_core/test_tree.py" not in files
 
 

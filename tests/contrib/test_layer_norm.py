@@ -7,7 +7,7 @@ import torch
 
 from apex.contrib.layer_norm import FastLayerNorm
 from apex.contrib.layer_norm.layer_norm import FastLayerNormFN, _fast_layer_norm
-from tests.reference import norms
+from tests.support.reference import norms
 
 FULL, BF16, HALF = torch.float32, torch.bfloat16, torch.float16
 

@@ -9,8 +9,8 @@ from torch import nn
 
 from apex.contrib import xentropy
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
-from tests import features
-from tests.reference.norms import assert_close
+from tests.support import features
+from tests.support.reference.norms import assert_close
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ROWS, CLASSES = 6, 5

@@ -321,11 +321,10 @@ def test_the_remedy_for_an_optimizer_that_divides_by_zero_is_an_eps():
     assert trace.first.remedy.startswith("pass the optimizer an eps above 0")
 
 
-@pytest.mark.parametrize("masters", [True, "split", "stochastic"])
-def test_a_step_in_the_trace_may_have_masters_of_any_kind(masters):
+def test_a_step_in_the_trace_may_have_masters():
     net = nn.Linear(2, 2)
     net, optimizer = amp.initialize(
-        *(net, cases.sgd(net.parameters())), opt_level="O5", master_weights=masters, verbosity=0
+        *(net, cases.sgd(net.parameters())), opt_level="O5", verbosity=0
     )
     batches = torch.ones(1, 2), torch.full((1, 2), float("nan"))
     with trace_overflow(net) as trace:
@@ -335,11 +334,10 @@ def test_a_step_in_the_trace_may_have_masters_of_any_kind(masters):
     assert trace.first.cause == "data"
 
 
-@pytest.mark.parametrize("masters", [True, "split", "stochastic"])
-def test_what_a_script_wrote_into_masters_counts_as_weights(masters):
+def test_what_a_script_wrote_into_masters_counts_as_weights():
     net = nn.Linear(2, 2)
     net, optimizer = amp.initialize(
-        *(net, cases.sgd(net.parameters())), opt_level="O5", master_weights=masters, verbosity=0
+        *(net, cases.sgd(net.parameters())), opt_level="O5", verbosity=0
     )
     with torch.no_grad():
         next(amp.master_params(optimizer))[0, 0] = float("inf")

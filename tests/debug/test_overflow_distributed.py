@@ -16,7 +16,7 @@ from apex.debug.overflow import trace_overflow
 from apex.debug.skips import why_skipped
 from apex.parallel import SyncBatchNorm
 from tests.amp.cases import backward
-from tests.features import shards_on_cpu
+from tests.support.features import shards_on_cpu
 
 pytestmark = pytest.mark.distributed
 

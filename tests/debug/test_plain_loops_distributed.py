@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from apex import amp
 from tests.debug.test_plain_loops import bf16_model, fp16_autocast, sgd
-from tests.features import shards_on_cpu
+from tests.support.features import shards_on_cpu
 from tests.training.cases import batch, batches, net
 
 pytestmark = pytest.mark.distributed

@@ -7,8 +7,8 @@ from torch import nn
 from apex import amp
 from apex.optimizers import FusedLAMB
 from apex.parallel import SyncBatchNorm
-from tests.features import shards_on_cpu
 from tests.sharded.cases import mesh, net, shard
+from tests.support.features import shards_on_cpu
 from tests.training.cases import batch
 
 pytestmark = pytest.mark.distributed

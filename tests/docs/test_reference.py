@@ -12,15 +12,13 @@ LISTED = {"amp": "apex.amp", "debug": "apex.debug"}
 """Pages that name what they show, in an order of their own."""
 
 WHOLE = [
-    "apex.amp.distributed_checkpoint",
     "apex.fp16_utils",
     "apex.normalization",
     "apex.optimizers",
     "apex.parallel",
 ]
 # A view for scripts, and modules with pages or parts of their own.
-NO_FUNCTIONS = {"_amp_state", "checkpoint", "debug", "distributed_checkpoint", "lists"}
-NO_FUNCTIONS |= {"lr_scheduler"}
+NO_FUNCTIONS = {"_amp_state", "debug", "lists"}
 
 
 @pytest.mark.parametrize("page", LISTED)

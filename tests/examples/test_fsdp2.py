@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.features import shards_on_cpu
+from tests.support.features import shards_on_cpu
 
 MAIN = Path(__file__).parents[2] / "examples" / "fsdp2" / "main.py"
 
@@ -35,5 +35,5 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path):
     expected = run(tmp_path, "--steps", "20", "--output", "whole")
     assert expected[0] < 2.2  # the logarithm of ten digits is 2.3
     assert expected[1] > 0.15
-    run(tmp_path, "--steps", "10", "--opt-level", "O5")
+    run(tmp_path, "--steps", "10", "--opt-level", "O4")
     assert run(tmp_path, "--steps", "20", "--resume") == expected

@@ -12,7 +12,7 @@ from torch import nn
 from apex import amp
 from tests.faults.memory import live_sessions
 from tests.faults.shadow import peek, recording
-from tests.reference.loops import LEVELS, next_scale
+from tests.support.reference.loops import LEVELS, next_scale
 from tests.training import cases
 
 INTERVAL, LEAST, GREATEST = 3, 2.0**14, 2.0**17

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tests.reference.loops import LEVELS
-from tests.reference.rounding import half_up, neighbours
+from tests.support.reference.loops import LEVELS
+from tests.support.reference.rounding import half_up, neighbours
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,6 @@ class Store:
 
 
 STORES = {level: Store(level) for level in LEVELS} | {
-    "O5 split": Store("O5", {"master_weights": "split"}, shares=True),
-    "O5 stochastic": Store("O5", {"master_weights": "stochastic"}, shares=True, at_random=True),
     "O2 sums": Store("O2", {"grad_accum_dtype": torch.float16}, sums_low=True),
     "O5 sums": Store("O5", {"grad_accum_dtype": torch.bfloat16}, sums_low=True),
 }

@@ -30,7 +30,7 @@ from tests.faults.machine import (
 from tests.faults.shadow import Shadow
 from tests.faults.stores import STORES
 from tests.faults.weight_rules import WRITES, WeightRules
-from tests.reference.loops import LEVELS
+from tests.support.reference.loops import LEVELS
 from tests.training import cases
 
 BAD = {"inf": torch.inf, "NaN": torch.nan}

@@ -6,7 +6,7 @@ from hypothesis.stateful import precondition, rule
 from torch import nn
 
 from tests.faults.machine import CASTING, INDEX, SEEDS, WHICH, Machine
-from tests.reference.loops import LEVELS
+from tests.support.reference.loops import LEVELS
 from tests.training import cases
 
 CALLS = st.sampled_from(["write_a_master", "write_a_weight", "write_a_weight"])

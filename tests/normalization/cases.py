@@ -3,7 +3,7 @@
 import torch
 
 from apex.normalization import fused_layer_norm as fused
-from tests.reference import norms
+from tests.support.reference import norms
 
 FULL, BF16, HALF, DOUBLE = torch.float32, torch.bfloat16, torch.float16, torch.float64
 SIZE = 8

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from apex.normalization import fused_layer_norm as fused
 from tests.normalization import cases
 from tests.normalization.cases import BF16, DOUBLE, FULL, HALF, SIZE
-from tests.reference import norms
+from tests.support.reference import norms
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 MIXES = [(x, w) for x in (FULL, BF16, HALF, DOUBLE) for w in (FULL, BF16, HALF, DOUBLE)]

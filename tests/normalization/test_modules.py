@@ -16,7 +16,7 @@ from apex.normalization import (
 )
 from tests.normalization import cases
 from tests.normalization.cases import BF16, FULL, HALF, SIZE
-from tests.reference import norms
+from tests.support.reference import norms
 
 MODULES = [getattr(normalization, name) for name in cases.MODULES]
 MIXED = [MixedFusedLayerNorm, MixedFusedRMSNorm]

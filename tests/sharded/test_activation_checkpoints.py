@@ -10,8 +10,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from tests.features import shards_on_cpu
 from tests.sharded.cases import mesh, prepared, wholes
+from tests.support.features import shards_on_cpu
 from tests.training.cases import MIXED, backward, batch
 
 pytestmark = shards_on_cpu

@@ -3,7 +3,6 @@
 import gc
 
 import pytest
-import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -13,8 +12,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from apex import amp
-from apex.amp.distributed_checkpoint import with_masters
-from tests.features import shards_on_cpu
 from tests.sharded.cases import (
     OPTIMIZERS,
     close,
@@ -23,17 +20,17 @@ from tests.sharded.cases import (
     prepared,
     run,
     sharded,
-    whole,
-    wholes,
 )
-from tests.training.cases import MIXED, batches, same
+from tests.support.features import shards_on_cpu
+from tests.training.cases import batches, same
 
+LEVELS = "O1", "O4"
 DATA = list(batches(6, overflow_at={1}))
 BEFORE, AFTER = DATA[:3], DATA[3:]
 
 
 def states(model, optimizer):
-    model_state, optimizer_state = get_state_dict(with_masters(model, optimizer), optimizer)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
     return {"model": model_state, "optimizer": optimizer_state, "amp": amp.state_dict()}
 
 
@@ -41,7 +38,7 @@ def load(model, optimizer, folder):
     loaded = states(model, optimizer)
     dcp.load(loaded, checkpoint_id=folder)
     set_state_dict(
-        with_masters(model, optimizer),
+        model,
         optimizer,
         model_state_dict=loaded["model"],
         optim_state_dict=loaded["optimizer"],
@@ -68,7 +65,7 @@ def resumed(rank, folder, level, world_size):
 
 
 def at_levels(rank, fn, folder, *args):
-    return {level: fn(rank, folder, level, *args) for level in MIXED}
+    return {level: fn(rank, folder, level, *args) for level in LEVELS}
 
 
 def agree(first, second, *, bits):
@@ -81,7 +78,7 @@ def agree(first, second, *, bits):
 def test_a_run_of_two_ranks_resumes_on_two_bit_for_bit_and_on_one(on_two_ranks, tmp_path):
     before = on_two_ranks(at_levels, saved, str(tmp_path), 2)
     after = on_two_ranks(at_levels, resumed, str(tmp_path), 2)
-    for level in MIXED:
+    for level in LEVELS:
         assert agree(before[0][level], after[0][level], bits=True), level
         assert agree(before[1][level], after[1][level], bits=True), level
         alone = resumed(0, str(tmp_path), level, None)
@@ -90,13 +87,13 @@ def test_a_run_of_two_ranks_resumes_on_two_bit_for_bit_and_on_one(on_two_ranks, 
 
 def fused_adam(rank, folder):
     make = OPTIMIZERS["FusedAdam"]
-    model, optimizer = sharded("O5", 2, make)
+    model, optimizer = sharded("O4", 2, make)
     run(model, optimizer, BEFORE)
     dcp.save(states(model, optimizer), checkpoint_id=folder)
     before = outcome(model, optimizer), run(model, optimizer, AFTER)
     del model, optimizer
     gc.collect()
-    model, optimizer = sharded("O5", 2, make, model=net(seed=5))
+    model, optimizer = sharded("O4", 2, make, model=net(seed=5))
     load(model, optimizer, folder)
     return before, (outcome(model, optimizer), run(model, optimizer, AFTER))
 
@@ -109,8 +106,8 @@ def test_counts_that_a_flag_decided_about_load_into_a_new_optimizer(on_two_ranks
 
 @shards_on_cpu
 def test_a_run_of_two_ranks_resumes_on_four(on_two_ranks, on_four_ranks, tmp_path):
-    before = on_two_ranks(saved, str(tmp_path), "O5", 2)[0]
-    for after in on_four_ranks(resumed, str(tmp_path), "O5", 4):
+    before = on_two_ranks(saved, str(tmp_path), "O4", 2)[0]
+    for after in on_four_ranks(resumed, str(tmp_path), "O4", 4):
         assert agree(before, after, bits=False)
 
 
@@ -124,13 +121,13 @@ def own_states(model, optimizer):
 
 def by_own_states(rank, folder):
     gc.collect()
-    model, optimizer = sharded("O5", 2)
+    model, optimizer = sharded("O4", 2)
     run(model, optimizer, BEFORE)
     dcp.save(own_states(model, optimizer), checkpoint_id=folder)
     before = run(model, optimizer, AFTER)
     del model, optimizer
     gc.collect()
-    model, optimizer = sharded("O5", 2, model=net(seed=5))
+    model, optimizer = sharded("O4", 2, model=net(seed=5))
     run(model, optimizer, BEFORE[:1])  # so that there is a state to load into
     loaded = own_states(model, optimizer)
     dcp.load(loaded, checkpoint_id=folder)
@@ -148,12 +145,12 @@ def test_the_objects_own_state_dicts_resume_bit_for_bit(on_two_ranks, tmp_path):
 
 def full_states(rank):
     options = StateDictOptions(full_state_dict=True)
-    model, optimizer = sharded("O5", 2)
+    model, optimizer = sharded("O4", 2)
     run(model, optimizer, BEFORE)
-    full = get_state_dict(with_masters(model, optimizer), optimizer, options=options)
-    other, other_optimizer = sharded("O5", 2, model=net(seed=5))
+    full = get_state_dict(model, optimizer, options=options)
+    other, other_optimizer = sharded("O4", 2, model=net(seed=5))
     set_state_dict(
-        with_masters(other, other_optimizer),
+        other,
         other_optimizer,
         model_state_dict=full[0],
         optim_state_dict=full[1],
@@ -169,55 +166,11 @@ def test_full_state_dicts_come_from_all_ranks_and_go_to_all(on_two_ranks):
             assert same(before[part], after[part]), part
 
 
-def model_states(rank, level):
-    model, optimizer = sharded(level, 2)
-    first = {name: whole(value) for name, value in model.state_dict().items()}
-    run(model, optimizer, BEFORE)
-    state = model.state_dict()
-    saved = {name: whole(value) for name, value in state.items()}
-    masters = wholes(amp.master_params(optimizer))
-    other, other_optimizer = sharded(level, 2, model=net(seed=5))
-    other.load_state_dict(state)
-    loaded = wholes(amp.master_params(other_optimizer))
-    weights = wholes(other.parameters()), wholes(model.parameters())
-    return first, list(saved.values()), masters, loaded, weights
-
-
-@shards_on_cpu
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_the_state_dict_is_exact_in_fp32_and_loading_sets_masters(level, on_two_ranks):
-    exact = net().state_dict()
-    for first, saved, masters, loaded, (weights, of_origin) in on_two_ranks(model_states, level):
-        assert same(dict(first), dict(exact))
-        assert same(saved, masters)
-        assert same(loaded, masters)
-        assert same(weights, of_origin)
-
-
-def test_masters_of_another_model_have_no_view():
-    model, _ = prepared("O5", net())
-    other, optimizer = prepared("O5", net())
-    with pytest.raises(ValueError, match="masters of a model that was not passed"):
-        with_masters(model, optimizer)
-    with pytest.raises(TypeError, match=r"with_masters got list; it takes a torch\.nn\.Module"):
-        with_masters([other], optimizer)
-
-
-def test_the_view_names_the_masters_and_leaves_the_model_alone():
-    model, optimizer = prepared("O5", net())
-    run(model, optimizer, BEFORE)
-    named = dict(with_masters(model, optimizer).named_parameters())
-    assert [*map(id, named.values())] == [*map(id, amp.master_params(optimizer))]
-    assert all(param.dtype is torch.bfloat16 for param in model.parameters())
-    names = get_optimizer_state_dict(with_masters(model, optimizer), optimizer)["state"]
-    assert [*names] == [name for name, _ in model.named_parameters()]
-
-
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_a_model_without_its_masters_is_refused_with_the_remedy(level):
     model, optimizer = prepared(level, net())
     run(model, optimizer, BEFORE[:1])
-    remedy = r"with_masters\(model, optimizer\), from apex\.amp\.distributed_checkpoint"
+    remedy = r"Save model\.state_dict\(\) and optimizer\.state_dict\(\)"
     with pytest.raises(ValueError, match=remedy):
         get_state_dict(model, optimizer)
     with pytest.raises(ValueError, match=remedy):

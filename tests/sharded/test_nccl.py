@@ -10,9 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from apex import amp
 from benchmarks.counting import refused_syncs
-from tests.features import shards_on_cpu
-from tests.ranks import Ranks
 from tests.sharded.cases import wholes
+from tests.support.features import shards_on_cpu
+from tests.support.ranks import Ranks
 from tests.training import cases
 
 pytestmark = pytest.mark.distributed

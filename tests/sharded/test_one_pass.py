@@ -8,8 +8,8 @@ from apex import amp
 from apex._engine.optimizer import deferred, one_pass
 from apex._torch import blocks
 from apex.optimizers import FusedAdam
-from tests.features import shards_on_cpu
 from tests.sharded.cases import mesh, net, prepared, shard, wholes
+from tests.support.features import shards_on_cpu
 from tests.training.cases import LEVELS, WITH_MASTERS, backward, batches, same
 
 pytestmark = shards_on_cpu

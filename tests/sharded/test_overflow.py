@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 from apex import amp
-from tests.features import shards_on_cpu
 from tests.sharded.cases import mesh, net, prepared, shard, sharded, whole, wholes
+from tests.support.features import shards_on_cpu
 from tests.training.cases import MIXED, backward, batch, loss_of, sgd
 
 pytestmark = shards_on_cpu

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import (
 
 from apex import amp, optimizers
 from apex._torch import fsdp
-from tests.features import shards_on_cpu
 from tests.sharded.cases import close, mesh, net, prepared, shard, sharded, whole, wholes
+from tests.support.features import shards_on_cpu
 from tests.training.cases import MIXED, backward, batch, loss_of, same, sgd
 
 

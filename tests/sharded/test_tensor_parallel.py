@@ -6,8 +6,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial
 
 from apex import amp
-from tests.features import shards_on_cpu
 from tests.sharded.cases import OPTIMIZERS, Parallel, in_parallel, master_of, mesh, prepared, wholes
+from tests.support.features import shards_on_cpu
 from tests.training.cases import backward, batches, train_step
 
 LEVELS = ("O4", "O5")

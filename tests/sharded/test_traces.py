@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from apex import amp
-from tests.features import shards_on_cpu
 from tests.sharded.cases import sharded
+from tests.support.features import shards_on_cpu
 from tests.training.cases import batch
 
 pytestmark = shards_on_cpu

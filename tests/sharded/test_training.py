@@ -5,7 +5,6 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from apex import amp
-from tests.features import shards_on_cpu
 from tests.sharded.cases import (
     OPTIMIZERS,
     close,
@@ -18,6 +17,7 @@ from tests.sharded.cases import (
     sharded,
     wholes,
 )
+from tests.support.features import shards_on_cpu
 from tests.training.cases import MIXED, backward, batches, train_step, train_step_with_closure
 
 pytestmark = shards_on_cpu

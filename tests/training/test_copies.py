@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from apex import amp
-from tests.reference.loops import Loop
+from tests.support.reference.loops import Loop
 from tests.training import cases
 
 STEPPED = ["fused AdamW", "Adam", "SGD", "RMSprop"]
@@ -83,9 +83,8 @@ def test_a_deep_copy_of_model_and_optimizer_trains_equally(level, name):
 @pytest.mark.parametrize(
     "copied_by", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))]
 )
-@pytest.mark.parametrize("kind", [True, "split", "stochastic"])
-def test_a_copy_has_the_weights_that_were_written_since_the_last_step(kind, copied_by, elsewhere):
-    model, optimizer = cases.prepared("O5", master_weights=kind)
+def test_a_copy_has_the_weights_that_were_written_since_the_last_step(copied_by, elsewhere):
+    model, optimizer = cases.prepared("O5")
     train(model, optimizer, cases.batches(2))
     expected = cases.masters(optimizer)
     with torch.no_grad():
@@ -97,9 +96,8 @@ def test_a_copy_has_the_weights_that_were_written_since_the_last_step(kind, copi
     assert cases.same(cases.values(copied.parameters()), cases.values(model.parameters()))
 
 
-@pytest.mark.parametrize("kind", [True, "split", "stochastic"])
-def test_a_copy_made_while_weights_are_swapped_leaves_the_masters(kind):
-    model, optimizer = cases.prepared("O5", master_weights=kind)
+def test_a_copy_made_while_weights_are_swapped_leaves_the_masters():
+    model, optimizer = cases.prepared("O5")
     train(model, optimizer, cases.batches(2))
     own, masters = model[0].weight.detach().clone(), cases.masters(optimizer)
     with torch.no_grad():

@@ -143,13 +143,10 @@ def test_an_optimizer_may_keep_a_number_in_its_state(level):
     assert trace.first.cause == "optimizer state"
 
 
-@pytest.mark.parametrize("options", [{}, {"master_weights": "split"}], ids=str)
 @pytest.mark.parametrize("level", cases.WITH_MASTERS)
-def test_optimizers_inside_another_step_masters(level, options):
-    if level == "O2" and options:
-        pytest.skip("split masters need bf16")
-    model, optimizer = trained(Container, level, **options)
-    other = trained(lambda params: SGD(params, lr=0.1, momentum=0.9), level, **options)
+def test_optimizers_inside_another_step_masters(level):
+    model, optimizer = trained(Container, level)
+    other = trained(lambda params: SGD(params, lr=0.1, momentum=0.9), level)
     assert cases.same(model.state_dict(), other[0].state_dict())
     assert all(a is b for a, b in zip(optimizer.inner(), amp.master_params(optimizer), strict=True))
     amp.restore(model, optimizer)
@@ -203,9 +200,8 @@ def plain_backward(model, optimizer, x, y):
 
 
 @pytest.mark.parametrize("run", [cases.backward, plain_backward])
-@pytest.mark.parametrize("kind", [True, "split"])
-def test_optimizers_inside_that_would_miss_the_gradients_of_a_pass_are_refused(kind, run):
-    model, optimizer = cases.prepared("O5", InBackward, master_weights=kind)
+def test_optimizers_inside_that_would_miss_the_gradients_of_a_pass_are_refused(run):
+    model, optimizer = cases.prepared("O5", InBackward)
     before = cases.masters(optimizer)
     with pytest.raises(RuntimeError, match=r"SGD\.step\(\) was called.*as a list"):
         run(model, optimizer, *cases.batch())

@@ -29,14 +29,10 @@ def test_a_write_before_the_first_pass_reaches_the_masters(level, write):
     assert torch.equal(next(amp.master_params(optimizer)), torch.full((8, 4), 2.0))
 
 
-@pytest.mark.parametrize(("level", "master_weights"), [("O2", True), ("O5", True), ("O5", "split")])
+@pytest.mark.parametrize("level", cases.WITH_MASTERS)
 @pytest.mark.parametrize("counted", [True, False])
-def test_masters_that_a_script_asks_for_before_the_first_pass_hold_what_it_wrote(
-    level, master_weights, counted
-):
-    model, optimizer = cases.prepared(
-        level, lambda params: cases.sgd(params, lr=0.0), master_weights=master_weights
-    )
+def test_masters_that_a_script_asks_for_before_the_first_pass_hold_what_it_wrote(level, counted):
+    model, optimizer = cases.prepared(level, lambda params: cases.sgd(params, lr=0.0))
     weights = list(model.parameters())
     exact = cases.masters(optimizer)
     if counted:

@@ -12,7 +12,7 @@ from apex._engine.optimizer import deferred, one_pass
 from apex._torch import blocks
 from benchmarks.loops import with_amp
 from benchmarks.memory import peak_bytes
-from tests.reference.loops import Loop
+from tests.support.reference.loops import Loop
 from tests.training import cases
 from tests.training.test_cost import reads_of
 

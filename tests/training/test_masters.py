@@ -397,17 +397,15 @@ def test_weights_perturbed_after_a_pass_leave_masters_as_they_were(level, by):
     assert cases.same(cases.masters(optimizer), before)
 
 
-@pytest.mark.parametrize(("level", "kind"), [("O2", True), ("O5", True), ("O5", "split")])
+@pytest.mark.parametrize("level", cases.WITH_MASTERS)
 @pytest.mark.parametrize("clips", ["", "amp", "torch"])
 @pytest.mark.parametrize(
     ("by", "back"),
     [("data", "data"), *product(("data", "copy_"), ("data.copy_", "copy_"))],
 )
-def test_weights_changed_for_the_passes_alone_leave_masters_as_they_were(
-    level, kind, by, back, clips
-):
+def test_weights_changed_for_the_passes_alone_leave_masters_as_they_were(level, by, back, clips):
     make = functools.partial(cases.sgd, lr=0.0)
-    model, optimizer = cases.prepared(level, make, master_weights=kind)
+    model, optimizer = cases.prepared(level, make)
     before = cases.masters(optimizer)
     params = list(model.parameters())
     own = [param.data.clone() for param in params]
@@ -429,11 +427,11 @@ def test_weights_changed_for_the_passes_alone_leave_masters_as_they_were(
         assert cases.same(cases.values(params), own)
 
 
-@pytest.mark.parametrize(("level", "kind"), [("O2", True), ("O5", True), ("O5", "split")])
+@pytest.mark.parametrize("level", cases.WITH_MASTERS)
 @pytest.mark.parametrize("back", ["data", "data.copy_", "copy_"])
-def test_weights_changed_for_the_first_pass_uncounted_are_back_at_the_step(level, kind, back):
+def test_weights_changed_for_the_first_pass_uncounted_are_back_at_the_step(level, back):
     make = functools.partial(cases.sgd, lr=0.0)
-    model, optimizer = cases.prepared(level, make, master_weights=kind)
+    model, optimizer = cases.prepared(level, make)
     params = list(model.parameters())
     own = [param.data.clone() for param in params]
     for _ in range(2):

@@ -16,7 +16,7 @@ from apex._torch import blocks
 from apex.optimizers import FusedAdagrad, FusedAdam, FusedSGD
 from benchmarks.loops import fused_adamw, with_amp
 from benchmarks.memory import peak_bytes
-from tests.reference.loops import Loop
+from tests.support.reference.loops import Loop
 from tests.training import cases
 from tests.training.test_cost import reads_of
 

@@ -393,8 +393,7 @@ def test_a_weight_whose_memory_another_parameter_takes_is_not_rounded_over_it(le
     assert torch.equal(weight, stepped)
 
 
-@pytest.mark.parametrize("masters", [True, "split"])
-def test_weights_that_share_memory_before_initialize_train_as_two(masters):
+def test_weights_that_share_memory_before_initialize_train_as_two():
     def model(shared):
         made = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).bfloat16()
         with torch.no_grad():
@@ -407,7 +406,7 @@ def test_weights_that_share_memory_before_initialize_train_as_two(masters):
 
     weights = []
     for shared in (True, False):
-        own, optimizer = cases.prepared("O5", model=model(shared), master_weights=masters)
+        own, optimizer = cases.prepared("O5", model=model(shared))
         for seed in (1, 2):
             optimizer.zero_grad()
             x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))

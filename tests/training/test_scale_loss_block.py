@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from apex import amp
-from tests.reference.loops import Loop
+from tests.support.reference.loops import Loop
 from tests.training import cases
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from apex import amp
-from tests.reference.loops import Loop
+from tests.support.reference.loops import Loop
 from tests.training import cases
 from tests.wrappers.cases import EPS, LEVELS, prepared
 

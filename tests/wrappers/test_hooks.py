@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from apex import amp
-from tests.reference.loops import Loop
+from tests.support.reference.loops import Loop
 from tests.training import cases
 from tests.wrappers.cases import CASTS_DOWN, LEVELS, prepared, train
 

@@ -7,11 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from apex._core import dtypes
-from apex._core.packing import Kind
 from apex._torch import dtensor, foreach
 from apex._torch.dynamo import untraced
-from apex._torch.packed import Packed
 
 
 def make_master(
@@ -31,26 +28,6 @@ def make_master(
     if not value.is_contiguous() and torch.empty_like(value).stride() != value.stride():
         value = value.clone()
     return nn.Parameter(value) if dtensor.is_dtensor(value) else kind(value)
-
-
-def make_packed(param: nn.Parameter, exact: Tensor | None, kind: Kind) -> nn.Parameter:
-    """Returns a packed fp32 parameter whose upper half is ``param``, bf16.
-
-    Sets ``param`` to the packing's rounding of ``exact``, its value before rounding, if known.
-
-    Raises:
-        RuntimeError: If ``param`` is not bf16.
-    """
-    if param.dtype is not torch.bfloat16:
-        raise RuntimeError(
-            f"Masters cannot be packed beside a weight in {dtypes.name(param.dtype)}: 16 more bits "
-            "complete a bf16 weight only, which has the exponent of fp32. Use master_weights=True."
-        )
-    weight = dtensor.local(param).detach()
-    packing = kind.pack(weight)
-    if exact is not None:
-        packing.load(dtensor.local(exact.detach()))
-    return nn.Parameter(dtensor.with_local(param, Packed(packing)))
 
 
 @untraced

@@ -11,10 +11,6 @@ LossScale = float | Literal["dynamic"]
 """A static multiplier on the loss, or ``"dynamic"`` for one that follows the gradients."""
 
 
-MasterWeights = bool | Literal["split", "stochastic"]
-"""Whether optimizers step fp32 masters, and how these are stored if not as fp32 tensors."""
-
-
 @dataclass(frozen=True)
 class Policy:
     """The settings that every part of a session reads.
@@ -25,8 +21,7 @@ class Policy:
         compute_dtype: Low-precision dtype of the op casts; ``None`` means no op casts.
         output_dtype: Dtype of the model's floating-point outputs; ``None`` keeps theirs.
         batchnorm_fp32: Whether batch norm stays in fp32 when ``param_dtype`` is lower.
-        master_weights: Whether the optimizer steps fp32 masters of low-precision parameters;
-            ``"split"`` and ``"stochastic"`` say how these are stored (``_core/packing.py``).
+        master_weights: Whether the optimizer steps fp32 masters of low-precision parameters.
         loss_scale: Multiplier on the loss, or ``"dynamic"``.
         grad_accum_dtype: Dtype in which the gradients of several passes add up, beside masters.
     """
@@ -36,7 +31,7 @@ class Policy:
     compute_dtype: torch.dtype | None
     output_dtype: torch.dtype | None
     batchnorm_fp32: bool
-    master_weights: MasterWeights
+    master_weights: bool
     loss_scale: LossScale
     grad_accum_dtype: torch.dtype = torch.float32
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from apex._torch import dtensor, parameters
 from apex._torch.overrides import without_overrides
-from apex._torch.packed import Packed, plain, stacked
 
 _TOGETHER = 2**16
 """Elements that are compared together, which bounds the memory for it."""
@@ -38,8 +37,8 @@ def exact_value(param: Tensor, candidates: Iterable[Tensor | None]) -> Tensor:
     for candidate in candidates:
         if candidate is not None and candidate.shape == param.shape:
             known = dtensor.local(dtensor.laid_out_as(param, candidate.detach()))
-            exact = plain(known).to(device=value.device, dtype=torch.float32)
-            rounded = _rounded(known, exact, value.dtype)
+            exact = known.to(device=value.device, dtype=torch.float32)
+            rounded = exact.to(value.dtype)
             if _same_here(rounded, value):
                 result = exact.clone()
             else:
@@ -90,20 +89,19 @@ def _of_one_shape(params: list[Tensor], known: list[Any]) -> Sequence[Tensor]:
         return ()
     kinds: set[Any] = set(map(type, known))
     is_known = type(None) not in kinds
-    packed = is_known and all(isinstance(each, Packed) for each in known)
-    if is_known and not packed and any(k.__torch_dispatch__ is not _DISPATCH for k in kinds):
+    if is_known and any(k.__torch_dispatch__ is not _DISPATCH for k in kinds):
         return ()
     try:
         value = torch.stack(params)
         with without_overrides():
-            joined = stacked(known) if packed else torch.stack(known) if is_known else value
+            joined = torch.stack(known) if is_known else value
     except RuntimeError:  # of other shapes, or on several devices
         return ()
     if joined.shape != value.shape or value.dtype is not params[0].dtype:
         return ()
-    exact = plain(joined).to(device=value.device, dtype=torch.float32)
+    exact = joined.to(device=value.device, dtype=torch.float32)
     if is_known:
-        rounded = _rounded(joined, exact, value.dtype)
+        rounded = exact.to(value.dtype)
         if not _same_here(rounded, value):
             exact = torch.where(rounded == value, exact, value)
     values: Sequence[Tensor] = _unbind_copy(exact)
@@ -139,13 +137,6 @@ def _same_here(rounded: Tensor, value: Tensor) -> bool:
     )
 
 
-def _rounded(tensor: Tensor, exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns ``exact``, the values of ``tensor``, as a model of ``dtype`` holds them."""
-    if isinstance(tensor, Packed) and tensor.packing.high.dtype is dtype:
-        return tensor.packing.high.to(exact.device)
-    return exact.to(dtype)
-
-
 @torch.no_grad()
 def makes_equal(value: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns whether rounding to ``dtype`` makes distinct elements equal, as a 0-d bool tensor."""
@@ -164,10 +155,7 @@ def update_master(param: Tensor, master: Tensor, known: Sequence[Tensor]) -> Non
     low, exact = dtensor.locals_of([param, master])
     result = low = low.to(exact.device)
     for candidate in dtensor.locals_of(known):
-        values = plain(candidate).to(exact.device)
-        result = torch.where(_rounded(candidate, values, low.dtype) == low, values, result)
-    if isinstance(exact, Packed):
-        exact.packing.load(result)
-        return
+        values = candidate.to(exact.device)
+        result = torch.where(values.to(low.dtype) == low, values, result)
     # Not counted by autograd: a loss that uses masters directly may have saved them for backward.
     parameters.uncounted(exact).copy_(result)

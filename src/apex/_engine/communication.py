@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from apex._core import dtypes
 from apex._core.garbage import Living
-from apex._core.packing import Stochastic
 from apex._engine import tracked_pair
 from apex._engine.optimizer.binding import Binding
 from apex._engine.scaler import Scaler
@@ -19,7 +18,6 @@ from apex._engine.tracked_pair import TrackedPair
 from apex._torch import ddp, ranks
 from apex._torch.ddp import NO_WRAPPER, Communication
 from apex._torch.dynamo import untraced
-from apex._torch.packed import plain
 
 _log = logging.getLogger("apex")
 
@@ -169,20 +167,12 @@ def _check_order(wrapper: DistributedDataParallel) -> None:
 def _broadcast(pairs: Sequence[TrackedPair], wrapper: DistributedDataParallel) -> None:
     """Broadcasts exact master values from the first rank of the wrapper's group.
 
-    So that replicas stay equal, this includes the state of stochastic rounding. The wrapper itself
-    broadcasts rounded weights only. Every rank is about to send gradients in the same order, so
-    this cannot deadlock, which a collective in ``initialize`` could.
+    The wrapper itself broadcasts rounded weights only. Every rank is about to send gradients in the
+    same order, so this cannot deadlock, which a collective in ``initialize`` could.
     """
-    exact = [plain(pair.master.detach()) for pair in pairs]
-    ddp.broadcast_from_first_rank(exact, wrapper)
-    for rule in {id(p.kind): p.kind for p in pairs if isinstance(p.kind, Stochastic)}.values():
-        state = rule.state().to(exact[0].device)
-        ddp.broadcast_from_first_rank([state], wrapper)
-        rule.set_state(state)
-    for pair, value in zip(pairs, exact, strict=True):
-        if pair.packing is not None:
-            pair.set_exact(value)
-        elif pair.model_written:  # perhaps for this pass alone
+    ddp.broadcast_from_first_rank([pair.master.detach() for pair in pairs], wrapper)
+    for pair in pairs:
+        if pair.model_written:  # perhaps for this pass alone
             pair.mark_followed()
         else:
             pair.mark_master_written()

@@ -11,25 +11,17 @@ from torch.autograd.graph import increment_version
 
 from apex._core import rounding
 from apex._core.garbage import Living
-from apex._core.packing import Kind
 from apex._engine.tracked_pair import TrackedPair, read_model, round_into_model, write_back
-from apex._torch import dtensor
 from apex._torch.dynamo import untraced
-from apex._torch.packed import plain
 
 PREPARED = "_apex_binding"
 """Attribute that marks the optimizers prepared by amp."""
 
 
 class Masters:
-    """Every master of one session, indexed by model parameter.
+    """Every master of one session, indexed by model parameter."""
 
-    Attributes:
-        kind: How masters are packed; ``None`` for plain fp32.
-    """
-
-    def __init__(self, kind: Kind | None = None) -> None:
-        self.kind = kind
+    def __init__(self) -> None:
         self._by_param: weakref.WeakValueDictionary[int, TrackedPair] = (
             weakref.WeakValueDictionary()
         )
@@ -52,14 +44,14 @@ class Masters:
             return known
         if exact is None and (kept := self._kept_value(param)) is not None:
             exact = rounding.exact_value(param, [kept])
-        pair = TrackedPair(param, exact, self.kind)
+        pair = TrackedPair(param, exact)
         self.hold([pair], holder)
         return pair
 
     def make_all(self, params: Iterable[tuple[nn.Parameter, Tensor]], holder: object) -> None:
         """Makes the pairs of parameters that have none, from their values before rounding."""
         unknown = ((param, exact) for param, exact in params if self.pair_of(param) is None)
-        self.hold([TrackedPair(param, exact, self.kind) for param, exact in unknown], holder)
+        self.hold([TrackedPair(param, exact) for param, exact in unknown], holder)
 
     def hold(self, pairs: Sequence[TrackedPair], holder: object) -> None:
         """Registers pairs that live as long as ``holder``."""
@@ -121,19 +113,6 @@ class Masters:
             read_model([pair])
         return pair.known
 
-    def packed_value(self, param: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Returns ``param`` in ``dtype``, with the upper halves of a packed master.
-
-        Elements that are not the master's are rounded to nearest. ``None`` without such a master.
-        """
-        pair = self.pair_of(param)
-        packing = None if pair is None else pair.packing
-        if pair is None or packing is None or packing.high.dtype is not dtype:
-            return None
-        own, high = dtensor.local(param.detach()), packing.high.to(param.device)
-        known = plain(dtensor.local(pair.master.detach())).to(own)
-        return dtensor.with_local(param, torch.where(own == known, high, own.to(high.dtype)))
-
     def _kept_value(self, param: Tensor) -> Tensor | None:
         for values in self._kept.values():
             if id(param) in values:
@@ -170,13 +149,12 @@ class Masters:
         """Sets masters to the exact values of parameters that are loaded next.
 
         The parameters count as written: where one is not loaded after all, its master follows it.
-        Packed masters, whose memory is that of their parameters, are not set.
         """
         for param, value in values:
             pair = self.pair_of(param)
             if pair is None and (kept := self._kept_value(param)) is not None:
                 kept.copy_(value)
-            elif pair is not None and pair.packing is None:
+            elif pair is not None:
                 pair.set_exact(value)
                 increment_version(param)
 

@@ -16,7 +16,6 @@ from apex._engine.optimizer import optimizer_class
 from apex._engine.optimizer.binding import Binding
 from apex._engine.optimizer.exchange import optimizers_in
 from apex._torch import parameters
-from apex._torch.packed import plain
 
 
 def restore(models: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> None:
@@ -50,7 +49,7 @@ def _release(binding: Binding) -> None:
     for pair in pairs:
         if dtypes.is_low_precision(pair.model):  # its module is no longer part of the model
             pair.model.grad = None
-            pair.model.data = parameters.uncounted(plain(pair.master))
+            pair.model.data = parameters.uncounted(pair.master)
         grad = pair.master.grad
         pair.model.grad = None if grad is None else grad.to(pair.model.dtype)
     binding.close()

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from apex._core.finite import unscale_, unscale_and_check_
-from apex._core.packing import Stochastic
 from apex._core.policy import LossScale
 from apex._core.scale import ScaleRule, checked_static, update_scale_
 from apex._engine.events import Iteration, ScaleUpdate
@@ -57,7 +56,6 @@ class Scaler(ABC):
         loss_id: Index of the loss in its session.
         open_blocks: The open ``scale_loss`` blocks, which have yet to divide by the present scale.
         delayed_blocks: Those that have left their gradients scaled.
-        rounding: The session's stochastic rounding, which is saved with its first scale.
         block_on_read: Whether to block on the readback, so that a report can still inspect the
             gradients it names.
         pass_state: The state of the flag; reset by callers if a pass fails.
@@ -79,7 +77,6 @@ class Scaler(ABC):
         self.open_blocks: set[object] = set()
         self.delayed_blocks: weakref.WeakSet[Block] = weakref.WeakSet()
         self.block_on_read = False
-        self.rounding: Stochastic | None = None
         self.pass_state = PassState.UPDATED
         self.view: object = None
         self.own_update: Callable[[], object] | None = None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Wrapper
 from torch.optim import Optimizer
 
-from apex._core import dtypes, packing
+from apex._core import dtypes
 from apex._core.garbage import uncollected
 from apex._core.param_groups import is_trained
 from apex._core.policy import Policy
@@ -69,7 +69,6 @@ class Session:
         functions: UserRegistry | None = None,
         listeners: Sequence[Listener] = (),
         keep_fp32: bool = False,
-        rounding_seed: int = 0,
     ) -> None:
         """Makes the scalers and registers the kernels for op casts.
 
@@ -81,7 +80,6 @@ class Session:
             functions: User-registered functions, cast while the session lives.
             listeners: Called with every scale update, once it is readable on the host.
             keep_fp32: Whether 16-bit parameters without a master keep their fp32 values.
-            rounding_seed: Seed of stochastic rounding.
         """
         self.policy = policy
         rule = rule or ScaleRule()
@@ -95,11 +93,7 @@ class Session:
         self._listeners = tuple(listeners)
         self._keep_fp32 = keep_fp32
         self._pass_listeners: list[PassListener] = []
-        kind = packing.kind_of(policy.master_weights, rounding_seed)
-        self.masters = Masters(kind)
-        if isinstance(kind, packing.Stochastic):
-            for first in self.scalers[:1]:
-                first.rounding = kind
+        self.masters = Masters()
         self._bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -221,7 +215,7 @@ class Session:
         with all_or_nothing(undo) as steps:
             binding = Binding(
                 optimizer,
-                master_weights=bool(self.policy.master_weights),
+                master_weights=self.policy.master_weights,
                 sums_low=self.policy.sums_low,
                 owner=self,
                 undo=steps,
@@ -347,9 +341,6 @@ class Session:
     def masters_of(self, params: Iterable[Tensor]) -> list[Tensor | None]:
         """Returns :meth:`master_of` of each parameter or buffer."""
         return self.masters.masters_of(params)
-
-    def packed_value(self, param: Tensor, dtype: torch.dtype) -> Tensor | None:
-        return self.masters.packed_value(param, dtype)
 
     def set_exact(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:
         self.masters.set_exact(values)

@@ -22,11 +22,6 @@ Note [Which side is newer]
 
     Compiled code does not run a model's forward in Python. A guard, which dynamo evaluates before
     it runs the code, rounds the masters instead.
-
-    The upper half of a packed master (Note [Upper halves]) is the model's weight itself, so there
-    is nothing to copy: a write to either side is one to both, and one to the weight leaves the
-    lower half. If the weight is given other storage, the master keeps the old one until the two are
-    in sync again.
 """
 
 from __future__ import annotations
@@ -39,12 +34,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from apex._core import master, rounding
-from apex._core.packing import Kind
 from apex._pickle import rebuild
 from apex._torch import dtensor, parameters, ranks
 from apex._torch.dynamo import untraced
 from apex._torch.overrides import without_overrides
-from apex._torch.packed import Packed, Packing, plain
 
 _WRITTEN, _STEPPED = -1, -2
 """Versions that no tensor has, so the master or the model counts as written.
@@ -107,30 +100,21 @@ class TrackedPair:
         mirror_id: The ``id`` of the gradient that does.
         earlier: The master's values before it followed the model for a pass; ``None`` if it has
             not since the last step.
-        kind: How the master is packed; ``None`` for a plain one.
-        packing: The packed master's values.
     """
 
     __slots__ = (
         *("__weakref__", "_master_version", "_model_alias", "_model_version", "model_address"),
         "_sent",  # a process that is spawned gets memory by a number, which must not be reused
         *("compares", "earlier", "low_bits", "master", "model", "new", "mirror_id"),
-        *("mirrors_grad", "kind", "packing", "unshared"),
+        *("mirrors_grad", "unshared"),
     )
 
-    def __init__(
-        self, model: nn.Parameter, exact: Tensor | None = None, kind: Kind | None = None
-    ) -> None:
+    def __init__(self, model: nn.Parameter, exact: Tensor | None = None) -> None:
         """Makes the master of ``model``, from its value before rounding if known."""
         self.model = model
-        self.kind = kind
-        if kind is None:
-            self.master = master.make_master(model, exact, Master)
-        else:
-            self.master = master.make_packed(model, exact, kind)
+        self.master = master.make_master(model, exact, Master)
         if model.__dict__:
             _pass_on_attributes(model, self.master)
-        self.packing = packing_of(self.master)
         self.low_bits = True
         self.unshared = False
         self.new = self.compares = True
@@ -144,7 +128,7 @@ class TrackedPair:
 
         Of a weight that was written, the copy has the master that follows it; this one waits.
         """
-        parts = self.model, self.master, self.new, self.low_bits, self.kind
+        parts = self.model, self.master, self.new, self.low_bits, None
         waits = self.model_written and not self.master_written
         self._sent = self._followed() if waits else None
         return rebuild, ("tracked_pair", *parts, *([] if self._sent is None else [self._sent]))
@@ -152,7 +136,7 @@ class TrackedPair:
     def _followed(self) -> Tensor | None:
         """Returns the master's values after it has followed the model; ``None`` if it has them."""
         value = rounding.exact_value(self.model, self.candidates(low_bits=self.low_bits))
-        own = plain(dtensor.local(self.master.detach()))
+        own = dtensor.local(self.master.detach())
         return None if torch.equal(dtensor.local(value), own.to(value.device)) else value
 
     def mark_synced(self) -> None:
@@ -164,8 +148,6 @@ class TrackedPair:
         self.earlier = None
         # Held so that the address is not reused by another storage. A DTensor has no address.
         self._model_alias = None if dtensor.is_dtensor(self.model) else self.model.detach()
-        if self.packing is not None:
-            self.packing.note()
 
     def mark_followed(self, earlier: Tensor | None = None) -> None:
         """Records that the master holds what the model has for now; the step looks again."""
@@ -181,59 +163,17 @@ class TrackedPair:
         """Marks the master as written until its optimizer's step ends; see :func:`write_back`."""
         self._master_version = _STEPPED
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether the model's weight is the upper half of the packed master."""
-        packing = self.packing
-        if packing is None:
-            return False
-        weight = dtensor.local(self.model)
-        return weight.dtype is packing.high.dtype and weight.data_ptr() == packing.high.data_ptr()
-
-    def share(self, *, write: bool) -> bool:
-        """Makes the model's weight the upper half of a packed master, where it can be.
-
-        Writes the upper half to the weight, unless the two are equal already (``write=False``).
-        Returns whether the model now holds the rounded master.
-        """
-        packing = self.packing
-        if packing is None or self.is_shared:
-            return packing is not None
-        weight, high = dtensor.local(self.model), packing.high
-        if weight.dtype is not high.dtype or weight.device != high.device:
-            return False
-        if write:
-            with torch.no_grad():
-                weight.copy_(high)
-        packing.high = weight.detach()
-        return True
-
-    def leave_memory(self) -> None:
-        """Gives a packed master memory of its own: another weight may have got its weight's old."""
-        if self.packing is not None:
-            self.packing.high = self.packing.high.clone()
-
     def set_exact(self, value: Tensor) -> None:
         """Sets the master of a model's parameter that was set to ``value``, rounded."""
-        if self.packing is None:
-            self.master.copy_(value)
-        else:
-            self.share(write=False)
-            self.packing.load(dtensor.local(value))
+        self.master.copy_(value)
         self.mark_synced()
 
     @property
     def known(self) -> Tensor:
-        """The master, without the lower halves of what was written to the weight alone.
-
-        Of a weight that was changed for a pass, what it is changed back to.
-        """
-        packing = self.packing
+        """The master; of a weight that was changed for a pass, what it is changed back to."""
         if self.earlier is not None and not self.master_written:
             return rounding.exact_value(self.model, [self.master, self.earlier])
-        if packing is None or self.master_written:
-            return self.master
-        return dtensor.with_local(self.master, Packed(packing.followed()))
+        return self.master
 
     def candidates(self, *, low_bits: bool) -> list[Tensor]:
         """Returns what the master may hold beyond 16 bits, the likelier last.
@@ -243,18 +183,10 @@ class TrackedPair:
         earlier = [] if self.earlier is None else [self.earlier]
         return [self.known, *earlier] if low_bits else earlier
 
-    def copied(self) -> Tensor:
-        """Returns a copy of the master's values, packed alike."""
-        own = dtensor.local(self.master.detach())
-        copied = Packed(own.packing.copied({})) if isinstance(own, Packed) else own.clone()
-        return dtensor.with_local(self.master, copied)
-
     @property
     def is_current(self) -> bool:
         """Whether the master's values are those that :attr:`known` gives."""
-        if self.earlier is not None:
-            return False
-        return self.packing is None or not (self.new or self.model_written)
+        return self.earlier is None
 
     @property
     def master_written(self) -> bool:
@@ -274,39 +206,38 @@ def _pass_on_attributes(model: nn.Parameter, made: nn.Parameter) -> None:
     own.update({name: value for name, value in vars(model).items() if name not in own})
 
 
-def packing_of(tensor: Tensor) -> Packing | None:
-    own = dtensor.local(tensor)
-    return own.packing if isinstance(own, Packed) else None
-
-
 def rebuild_pair(
     model: nn.Parameter,
     made: nn.Parameter,
     new: bool,
     low_bits: bool,
-    kind: Kind | None = None,
+    _: object = None,
     followed: Tensor | None = None,
 ) -> TrackedPair:
-    """Rebuilds a pair from a copy or a file; ``followed`` are newer values of the master."""
+    """Rebuilds a pair from a copy or a file; ``followed`` are newer values of the master.
+
+    Files of earlier releases say in the fifth place how they stored the master.
+    """
     if model.is_inference() or made.is_inference():
         raise RuntimeError(
             "A model and its optimizer with fp32 masters were copied or loaded under "
             "torch.inference_mode, where torch counts no writes. Do so outside it, or under "
             "torch.no_grad."
         )
-    if kind is not None and packing_of(made) is None:  # files hold plain masters
-        parameters.swap(made, master.make_packed(model, made.detach(), kind))
     _pass_on_attributes(model, made)
     pair = TrackedPair.__new__(TrackedPair)
-    pair.model, pair.master, pair.kind, pair.packing = model, made, kind, packing_of(made)
+    pair.model, pair.master = model, made
     pair.new = pair.compares = new
     pair.low_bits, pair.mirrors_grad, pair.mirror_id, pair.unshared = low_bits, False, 0, False
-    pair.share(write=True)
     pair.mark_synced()
     if followed is not None:
         with torch.no_grad():
             pair.set_exact(followed)
     return pair
+
+
+def plain_masters(*_: object) -> None:
+    """Stands for how a file of an earlier release stored masters, which load as plain fp32."""
 
 
 @untraced
@@ -325,12 +256,7 @@ def write_back(pairs: Iterable[TrackedPair], *, ends_step: bool = False) -> None
 @untraced
 def round_into_model(pairs: Sequence[TrackedPair], *, ends_step: bool = False) -> None:
     """Rounds masters into their model parameters, written or not; see :func:`write_back`."""
-    away = [pair for pair in pairs if pair.packing is not None and not pair.is_shared]
-    for pair in away:
-        pair.leave_memory()
-    apart = [pair for pair in pairs if pair.packing is None]
-    apart += [pair for pair in away if not pair.share(write=True)]
-    master.copy_to_model([pair.master for pair in apart], [pair.model for pair in apart])
+    master.copy_to_model([pair.master for pair in pairs], [pair.model for pair in pairs])
     stepped = [] if ends_step else [p for p in pairs if p._master_version == _STEPPED]
     mark_rounded(pairs)
     for pair in stepped:
@@ -342,8 +268,6 @@ def mark_rounded(pairs: Iterable[TrackedPair]) -> None:
     for pair in pairs:
         pair._master_version, pair._model_version = pair.master._version, pair.model._version
         pair.earlier = None
-        if pair.packing is not None:
-            pair.packing.note()
 
 
 @untraced
@@ -388,21 +312,11 @@ def _follow_model(pair: TrackedPair, *, low_bits: bool, waits: bool, keeps: bool
         waits: Whether the step looks again.
         keeps: Whether it finds the master's earlier values then.
     """
-    packing = pair.packing
-    if packing is not None:
-        if keeps and pair.is_shared:
-            packing.wait()  # one memory: the lower halves wait, too
-            return
-        packing.follow(keep_low=low_bits)  # first, where the weight was before it got other storage
     earlier = pair.earlier
-    if earlier is not None or not pair.is_shared:
-        known = pair.candidates(low_bits=low_bits)
-        if keeps and earlier is None:
-            earlier = pair.copied()
-        if not pair.is_shared:
-            pair.leave_memory()
-        rounding.update_master(pair.model, pair.master, known)
-        pair.share(write=False)
+    known = pair.candidates(low_bits=low_bits)
+    if keeps and earlier is None:
+        earlier = pair.master.detach().clone()
+    rounding.update_master(pair.model, pair.master, known)
     if waits:
         pair.mark_followed(earlier)
     else:

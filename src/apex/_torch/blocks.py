@@ -42,11 +42,10 @@ _ALIGNMENT = 16
 """Elements: each part of a buffer starts at a multiple, as the kernels' vectors like it."""
 
 
-def elements(total: int, device: torch.device, buffers: int = 1) -> int:
-    """Returns the elements of a block, given those of all tensors and its number of buffers."""
+def elements(total: int, device: torch.device) -> int:
+    """Returns the elements of a block, given those of all tensors."""
     share = total / (_SHARE_ON_CPU if device.type == "cpu" else _SHARE)
-    least = _aligned(_LEAST // buffers)
-    return max(least, min(_GREATEST, round(share / least) * least))
+    return max(_LEAST, min(_GREATEST, round(share / _LEAST) * _LEAST))
 
 
 def parts(tensor: Tensor) -> Sequence[Tensor]:
@@ -123,16 +122,15 @@ class Cuts:
         return [values[i] for i in self._positions]
 
 
-def cuts(tensors: Sequence[Tensor], buffers: int = 1, *, in_order: bool = False) -> Cuts:
+def cuts(tensors: Sequence[Tensor], *, in_order: bool = False) -> Cuts:
     """Returns cuts through tensors of one device.
 
     Args:
         tensors: The tensors.
-        buffers: How many buffers each block takes.
         in_order: Whether pieces stay in the order of the tensors, in up to twice as many blocks.
     """
     sizes = tuple(map(Tensor.numel, tensors))
-    return _cuts(sizes, elements(sum(sizes), tensors[0].device, buffers), in_order)
+    return _cuts(sizes, elements(sum(sizes), tensors[0].device), in_order)
 
 
 _cuts = functools.lru_cache(maxsize=32)(Cuts)  # an optimizer cuts the same tensors in each step

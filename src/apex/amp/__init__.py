@@ -8,11 +8,8 @@ from apex import _conflict
 _conflict.check(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from apex.amp import (  # noqa: F401 - reached as attributes
-    checkpoint,
     compat,
-    distributed_checkpoint,
     lists,
-    lr_scheduler,
     opt,
     rnn_compat,
     scaler,
@@ -40,17 +37,14 @@ from apex.amp.skips import step_was_skipped
 __all__ = [
     "_amp_state",
     "bfloat16_function",
-    "checkpoint",
     "clip_grad_norm_",
     "disable_casts",
-    "distributed_checkpoint",
     "float_function",
     "half_function",
     "init",
     "initialize",
     "lists",
     "load_state_dict",
-    "lr_scheduler",
     "master_params",
     "promote_function",
     "register_bfloat16_function",

@@ -7,7 +7,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,7 +55,7 @@ def initialize(
     cast_model_type: torch.dtype | bool | None = None,
     patch_torch_functions: bool | None = None,
     keep_batchnorm_fp32: bool | str | None = None,
-    master_weights: bool | Literal["split", "stochastic"] | None = None,
+    master_weights: bool | None = None,
     loss_scale: float | str | None = None,
     cast_model_outputs: torch.dtype | None = None,
     num_losses: int = 1,
@@ -69,7 +69,6 @@ def initialize(
     growth_factor: float = 2.0,
     backoff_factor: float = 0.5,
     keep_fp32_values: bool = False,
-    rounding_seed: int = 0,
     grad_accum_dtype: torch.dtype | None = None,
 ) -> Any:
     """Prepares models and optimizers for mixed precision and returns them.
@@ -103,10 +102,7 @@ def initialize(
             cast. O1 and O4 only accept ``torch.float32``, which casts inputs and outputs to fp32.
         patch_torch_functions: Whether ops cast by the op table; False turns that off at O1 and O4.
         keep_batchnorm_fp32: Whether batch norm stays fp32 in a converted model (O2, O3, O5).
-        master_weights: Whether optimizers step fp32 masters (O0, O2, O3, O5). With a bf16 model
-            (O5), ``"split"`` stores them exactly in 2 more bytes per parameter, beside the model's
-            weights, and ``"stochastic"`` in none: the weights are then the masters, rounded
-            stochastically.
+        master_weights: Whether optimizers step fp32 masters (O0, O2, O3, O5).
         loss_scale: A positive number, a string with one, or ``"dynamic"``. With a static scale,
             gradients are not checked and no step is skipped.
         cast_model_outputs: Dtype of the models' floating-point outputs. By default, models with
@@ -126,8 +122,6 @@ def initialize(
         keep_fp32_values: Whether :func:`restore` also restores, bit for bit, the weights that no
             optimizer steps (frozen weights, inference-only models). Costs 4 bytes per element;
             weights with masters, and buffers, are always restored exactly.
-        rounding_seed: Seed of ``master_weights="stochastic"``. Under DistributedDataParallel, the
-            first rank's counts.
         grad_accum_dtype: Dtype in which the gradients of several backward passes add up before a
             step (O2 and O5): ``torch.float32``, the default, or the model's own, which takes no
             memory beside the gradients of one pass and rounds after each.
@@ -200,7 +194,7 @@ def initialize(
     model_list = inputs.model_list(models)
     inputs.check_models(model_list, plan, op_casts=policy.compute_dtype is not None)
     optimizer_list = inputs.optimizer_list(optimizers)
-    inputs.check_optimizers(optimizer_list, model_list, master_weights=bool(policy.master_weights))
+    inputs.check_optimizers(optimizer_list, model_list, master_weights=policy.master_weights)
     if policy.master_weights and optimizer_list:
         inputs.check_masters(model_list)
     made = _session(
@@ -209,7 +203,6 @@ def initialize(
         model_list,
         integer("num_losses", num_losses, least=1 if optimizer_list else 0),
         keep_fp32=flag("keep_fp32_values", keep_fp32_values),
-        rounding_seed=integer("rounding_seed", rounding_seed, least=0),
     )
     _amp_state.verbosity = verbosity
     report.start_up(defaults, properties)
@@ -269,8 +262,7 @@ def state_dict(
 
     ``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``, one entry per loss in the
     order of the ``initialize`` calls; empty without a session. Entries of static scales are marked
-    under ``apex_amp_v1``, a key that apex ignores; a session that rounds stochastically has its
-    state there.
+    under ``apex_amp_v1``, a key that apex ignores.
 
     Args:
         destination: Dict to add the entries to and return; ``None`` for a new one.
@@ -352,7 +344,6 @@ def _session(
     num_losses: int,
     *,
     keep_fp32: bool,
-    rounding_seed: int = 0,
 ) -> Session:
     types = device_types(models)
     warn_if_emulated(policy.low_precision, types)
@@ -369,7 +360,6 @@ def _session(
         functions=_amp_state.functions,
         listeners=(report.scale_update,),
         keep_fp32=keep_fp32,
-        rounding_seed=rounding_seed,
     )
     for scaler in made.scalers:
         scaler.block_on_read = report.lists_gradients()

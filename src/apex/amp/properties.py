@@ -6,13 +6,13 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from apex._core.arguments import flag
 from apex._core.dtypes import CASTABLE, LOW_PRECISION
-from apex._core.policy import LossScale, MasterWeights, Policy
+from apex._core.policy import LossScale, Policy
 from apex._core.scale import checked_static
 
 
@@ -27,8 +27,7 @@ class Properties:
         patch_torch_functions: Whether ops cast their inputs by the op table.
         patch_torch_functions_type: Low-precision dtype of these casts.
         keep_batchnorm_fp32: Whether batch norm stays fp32 in a converted model.
-        master_weights: Whether optimizers step fp32 masters; ``"split"`` and ``"stochastic"`` are
-            two ways to store them in fewer bytes.
+        master_weights: Whether optimizers step fp32 masters.
         loss_scale: A number, or ``"dynamic"``.
         cast_model_outputs: Dtype of the model's outputs; ``None`` for the level's default.
         grad_accum_dtype: Dtype in which the gradients of several passes add up; ``None`` for fp32.
@@ -40,14 +39,11 @@ class Properties:
     patch_torch_functions: bool
     patch_torch_functions_type: torch.dtype | None
     keep_batchnorm_fp32: bool | None
-    master_weights: MasterWeights | None
+    master_weights: bool | None
     loss_scale: LossScale
     cast_model_outputs: torch.dtype | None = None
     grad_accum_dtype: torch.dtype | None = None
 
-
-PACKED = ("split", "stochastic")
-"""Values of ``master_weights`` that store masters in fewer bytes than fp32."""
 
 _FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -158,12 +154,11 @@ def _meaningless(defaults: Properties, values: Mapping[str, Any]) -> Iterator[tu
                 "where the model keeps its fp32 parameters and batch norm follows its input. "
                 f"Leave it None, or use opt_level {full!r}.",
             )
-        if (kind := values.get("master_weights")) is not None:
+        if "master_weights" in values:
             yield (
                 "master_weights",
-                f"master_weights={kind!r} has no meaning at {level}: the model's own parameters "
-                "are fp32 there. Leave it None, or use opt_level "
-                f"{'O5' if kind in PACKED else full!r}.",
+                f"master_weights={values['master_weights']} has no meaning at {level}: the model's "
+                f"own parameters are fp32 there. Leave it None, or use opt_level {full!r}.",
             )
         if (dtype := values.get("cast_model_type")) not in (None, _FP32):
             yield (
@@ -191,19 +186,7 @@ def _meaningless(defaults: Properties, values: Mapping[str, Any]) -> Iterator[tu
 def _unfit(defaults: Properties, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yields, in the same form, what does not fit the model's dtype or its masters."""
     level, properties = defaults.opt_level, replace(defaults, **values)
-    kind, own = properties.master_weights, properties.cast_model_type
-    if kind in PACKED and own not in (None, False, _BF16):
-        why = "whose parameters have no low half to store: nothing is rounded"
-        if own is _FP16:
-            why = (
-                "and 16 more bits do not complete an fp16 weight: its exponent is shorter than "
-                "fp32's, so masters below 6e-5 would lose bits"
-            )
-        yield (
-            "master_weights",
-            f"master_weights={kind!r} needs a bf16 model, but {level} converts this one to {own}, "
-            f"{why}. Use opt_level 'O5', or master_weights=True.",
-        )
+    own = properties.cast_model_type
     if (dtype := properties.grad_accum_dtype) is None:
         return
     if own not in LOW_PRECISION:
@@ -220,8 +203,14 @@ def _unfit(defaults: Properties, values: Mapping[str, Any]) -> Iterator[tuple[st
     yield "grad_accum_dtype", f"grad_accum_dtype={dtype} {problem}. {remedy}"
 
 
-def _as_master_weights(name: str, value: object) -> MasterWeights:
-    return cast(MasterWeights, value) if value in PACKED else flag(name, value, *map(repr, PACKED))
+def _as_master_weights(name: str, value: object) -> bool:
+    if value in ("split", "stochastic"):
+        raise ValueError(
+            f"master_weights is {value!r}, which was taken out; it must be a bool. For less memory "
+            "use O5 with an optimizer that keeps 8-bit moments, or a bf16 model without amp and "
+            "torchao's optimizers with bf16_stochastic_round=True (docs/howto/memory.md)."
+        )
+    return flag(name, value)
 
 
 def _dtype_parser(accepted: Collection[object], described: str) -> Callable[[str, object], object]:

@@ -4,9 +4,7 @@ Note [Versioned key]: an entry holds apex's two keys, ``loss_scale`` and ``unski
 stores its additions beside them under ``apex_amp_v1``, which apex does not read; a later format
 will use a key with another number, and unknown keys are ignored. Static scales have
 ``{"dynamic": False}`` there. Without it, a checkpoint of O4 (static, 1.0) would start the
-dynamic scale of O2 at 1.0, and fp16 gradients would underflow until the scale had grown. The first
-entry of a session that rounds stochastically has the state of that: ``{"rounding": {"seed": 0,
-"writes": 12}}``.
+dynamic scale of O2 at 1.0, and fp16 gradients would underflow until the scale had grown.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ VERSIONED = "apex_amp_v1"
 """Key of this package's additions; see Note [Versioned key]."""
 
 _MIN_SCALE, _MAX_SCALE = SMALLEST_SCALE, ScaleRule().greatest
-_ROUNDING = "seed", "writes"
 _MAX_STEPS = 2**31 - 1
 _ENTRY = re.compile(r"loss_scaler(0|[1-9][0-9]*)")
 _log = logging.getLogger("apex")
@@ -38,32 +35,26 @@ class State(NamedTuple):
         loss_scale: Multiplier of the loss.
         unskipped: Clean steps since the scale last changed.
         static: Whether the scale is static; ``None`` if unknown.
-        rounding: Seed and writes so far of stochastic rounding, if any.
     """
 
     key: str
     loss_scale: float
     unskipped: int
     static: bool | None = None
-    rounding: tuple[int, int] | None = None
 
 
 def entries(scalers: Iterable[Scaler]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the key and state of every scaler: ``"loss_scaler0"`` and so on."""
     for index, scaler in enumerate(scalers):
-        state, kept = scaler.state(), scaler.rounding
-        rounding = None if kept is None else (kept.seed, kept.writes)
+        state = scaler.state()
         scale, steps = state["loss_scale"], int(state["unskipped"])
-        yield entry(State(f"loss_scaler{index}", scale, steps, not scaler.dynamic, rounding))
+        yield entry(State(f"loss_scaler{index}", scale, steps, not scaler.dynamic))
 
 
 def entry(state: State) -> tuple[str, dict[str, Any]]:
     """Returns the key and value of one scaler in a checkpoint."""
     value: dict[str, Any] = {"loss_scale": state.loss_scale, "unskipped": state.unskipped}
-    added: dict[str, Any] = {"dynamic": False} if state.static else {}
-    if state.rounding is not None:
-        added["rounding"] = dict(zip(_ROUNDING, state.rounding, strict=True))
-    return state.key, {**value, VERSIONED: added} if added else value
+    return state.key, {**value, VERSIONED: {"dynamic": False}} if state.static else value
 
 
 def set_scalers(scalers: Sequence[Scaler], states: Sequence[State]) -> None:
@@ -74,8 +65,6 @@ def set_scalers(scalers: Sequence[Scaler], states: Sequence[State]) -> None:
     kind (of apex) is accepted by a dynamic scaler, or by a static one with the same scale.
     """
     for scaler, state in zip(scalers, states, strict=False):
-        if scaler.rounding is not None and state.rounding is not None:
-            scaler.rounding.seed, scaler.rounding.writes = state.rounding
         if _accepts(scaler, state):
             scaler.set_scale(state.loss_scale)
             scaler.set_clean_steps(state.unskipped)
@@ -166,27 +155,13 @@ def _parsed(key: str, value: Any) -> State:
         raise RuntimeError(f"amp.load_state_dict: {key!r} holds {shown(value)}; it must be a dict.")
     loss_scale, unskipped = checked(f"amp.load_state_dict: {key}", value)
     added = value.get(VERSIONED, {})
-    known = added if isinstance(added, Mapping) else {"dynamic": added}
-    dynamic, rounding = known.get("dynamic"), known.get("rounding")
+    dynamic = added.get("dynamic") if isinstance(added, Mapping) else added
     if not isinstance(dynamic, bool | None):
         raise RuntimeError(
             f"amp.load_state_dict: {key}[{VERSIONED!r}] is {shown(added)}; it must be a dict whose "
             "'dynamic' is True or False."
         )
-    static = None if dynamic is None else not dynamic
-    return State(key, loss_scale, unskipped, static, _rounding(key, rounding))
-
-
-def _rounding(key: str, found: Any) -> tuple[int, int] | None:
-    if found is None:
-        return None
-    seed, writes = (isinstance(found, Mapping) and found.get(name) for name in _ROUNDING)
-    if type(seed) is int and type(writes) is int and min(seed, writes) >= 0:
-        return seed, writes
-    raise RuntimeError(
-        f"amp.load_state_dict: {key}[{VERSIONED!r}]['rounding'] is {shown(found)}; it must hold "
-        "the numbers 'seed' and 'writes'."
-    )
+    return State(key, loss_scale, unskipped, None if dynamic is None else not dynamic)
 
 
 def _accepts(scaler: Scaler, state: State) -> bool:

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from apex._torch.packed import stored_tensors
-
 
 class Storages:
     """A running count of the bytes of storages.
@@ -54,7 +52,7 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
     """Yields the tensor, or those inside a wrapper without a storage, such as 8-bit moments."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
-        yield from stored_tensors(tensor)
+        yield tensor
     else:
         for name in flatten()[0]:
             yield from _parts(getattr(tensor, name))

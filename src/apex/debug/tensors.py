@@ -17,7 +17,6 @@ from apex._core import dtypes, tree
 from apex._torch import dtensor, ranks
 from apex._torch.copies import capturing
 from apex._torch.dispatch_modes import receives, written_arguments
-from apex._torch.packed import stored_tensors
 from apex._torch.sparse import stored_values, with_memory
 
 Kind = Literal["inf", "nan"]
@@ -278,11 +277,8 @@ def is_mask(tensor: Tensor) -> bool:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Returns the address of a tensor's storage, shared by its views; 0 if it has none.
-
-    That of a packed master is the storage of its upper half: the model's weight.
-    """
-    return stored_tensors(dense(tensor))[0].untyped_storage().data_ptr()
+    """Returns the address of a tensor's storage, shared by its views; 0 if it has none."""
+    return dense(tensor).untyped_storage().data_ptr()
 
 
 def covers_storage(tensor: Tensor) -> bool:

@@ -266,7 +266,8 @@ class ApexPrecision(_Precision):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Takes over the scale of a checkpoint that was trained with ``precision="16-mixed"``."""
         if scaler := checkpoint.get("MixedPrecision"):
-            self.load_state_dict(amp.checkpoint.convert(scaler, to="amp").state)
+            scale = {"loss_scale": scaler.get("scale"), "unskipped": scaler.get("_growth_tracker")}
+            self.load_state_dict({"loss_scaler0": scale})
 
 
 _REMEDY = (

@@ -50,9 +50,6 @@ class MasterSource(Protocol):
     def masters_of(self, params: Iterable[Tensor]) -> list[Tensor | None]:
         """Returns :meth:`master_of` of each of many tensors."""
 
-    def packed_value(self, param: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Returns ``param`` in ``dtype`` as a packed master of that dtype holds it, or ``None``."""
-
     def set_exact(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Sets masters from pairs of a low-precision parameter and its newly loaded fp32 value."""
 

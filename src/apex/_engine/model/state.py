@@ -164,8 +164,6 @@ class ModelState:
                 if dtypes.is_low_precision(tensor):
                     exact = None if source is None else source.master_of(tensor)
                     set_in_place(tensor, rounding.exact_value(tensor, [exact]), undo)
-                elif source and (low := source.packed_value(tensor, dtype)) is not None:
-                    set_in_place(tensor, low, undo)
             self.apply(model)
         self._warn_of_dtype(model, dtype, before.param_dtype)
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core import dtypes
-from apex._core.packing import Kind
 from apex._core.param_groups import is_trained, params_in, params_of
 from apex._engine import tracked_pair
 from apex._engine.masters import Masters
@@ -180,11 +179,6 @@ class Binding:
     def sharing(self) -> list[Binding]:
         """Returns this one, and the session's others that train one of its parameters."""
         return [self, *(() if self.owner is None else self.owner.sharers([self]))]
-
-    @property
-    def packing(self) -> Kind | None:
-        """How masters are stored in fewer bytes than fp32; ``None`` if they are not."""
-        return self._source.kind
 
     def is_frozen(self, param: Tensor) -> bool:
         """Returns whether ``param`` is frozen and gets its master when unfrozen."""
@@ -364,7 +358,7 @@ class Binding:
         state = self.__dict__.copy()
         for name in ("_optimizer", "_source", "_owned", "_unseen_writes", "gradients"):
             del state[name]
-        state.update(owner=None, inner_step=None, view=None, packing=self._source.kind)
+        state.update(owner=None, inner_step=None, view=None)
         return state
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -374,7 +368,8 @@ class Binding:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.sums_low = False  # in files of earlier releases
         self.__dict__.update(state)
-        self._source = Masters(self.__dict__.pop("packing", None))
+        self.__dict__.pop("packing", None)
+        self._source = Masters()
         self._owned = {id(pair.model) for pair in self.pairs}
         self._unseen_writes = UnseenWrites()
         self.gradients = Gradients(self)  # copies and files hold no gradients

@@ -28,7 +28,6 @@ from apex._engine.tracked_pair import TrackedPair, mark_rounded
 from apex._torch import blocks, dispatch_modes, dtensor
 from apex._torch.counted import without_counting
 from apex._torch.dynamo import untraced
-from apex._torch.packed import BUFFERS, Packed, unpacked
 
 if TYPE_CHECKING:
     from apex._engine.optimizer.binding import Binding
@@ -179,7 +178,7 @@ class OnePassStep(TorchDispatchMode):
         lent = self._lent_for_blocks(func, args, kwargs)
         taken, rest = blocks.divide(args, [each is not None for each in lent])
         own = [self._real(grad) for grad in rest[1]]
-        if taken[0]:  # first, as where no gradient is deferred: masters number their writes
+        if taken[0]:
             lists = [dtensor.locals_of(each) for each in taken]
             self._run_blocks(func, lists, [each for each in lent if each is not None], kwargs)
         if rest[0]:
@@ -198,52 +197,26 @@ class OnePassStep(TorchDispatchMode):
                 values[i], models[i] = each.gradient.values, each.pair.model
         states = [each for each in args[2 : dispatch_modes.OPERANDS[func]] if each]
         alike = blocks.alike(*map(dtensor.locals_of, (args[0], values, models, *states)))
-        found = [
+        return [
             each if same and each is not None and each.gradient.stand_in is not None else None
             for same, each in zip(alike, lent, strict=True)
         ]
-        return found if None not in found else self._with_fp32(found, args, states)
-
-    def _with_fp32(
-        self, found: list[_Lent | None], args: tuple[Any, ...], states: Sequence[Any]
-    ) -> list[_Lent | None]:
-        """Adds the fp32 gradients of packed masters to those that are taken by blocks.
-
-        Blocks and their order decide how stochastic masters round. Whether somebody has read a
-        gradient, perhaps on one rank only, must not.
-        """
-        pairs = {id(pair.master): pair for pair in self._pairs if pair.packing is not None}
-        if not pairs:
-            return found
-        grads = [
-            self._real(grad) if each is None else grad
-            for each, grad in zip(found, args[1], strict=True)
-        ]
-        alike = blocks.alike(*map(dtensor.locals_of, (args[0], grads, *states)))
-        for i, (param, grad) in enumerate(zip(args[0], grads, strict=True)):
-            pair = pairs.get(id(param))
-            if alike[i] and found[i] is None and pair is not None:
-                own = deferred.Deferred(pair, dtensor.local(grad), ())
-                found[i] = _Lent(None, pair, own)
-        return found
 
     def _run_blocks(
         self, func: Any, lists: blocks.Lists, lent: Sequence[_Lent], kwargs: dict[str, Any]
     ) -> None:
-        params: Sequence[Any] = lists[0]
-        packed = isinstance(params[0], Packed)  # a session packs all its masters, or none
-        cuts = blocks.cuts(params, BUFFERS if packed else 1)
+        params = lists[0]
+        cuts = blocks.cuts(params)
         pairs = [each.pair for each in lent]
         models = [pair.model for pair in pairs]
-        masters = unpacked(cuts, params) if packed else _Rounding(cuts, params, models)
+        masters = _Rounding(cuts, params, models)
         grads = deferred.gradients(cuts, [each.gradient for each in lent], masters.pieces)
         blocks.run(func, lists, kwargs, cuts, masters, grads)
         for each in lent:
             each.gradient.stand_in = None
-        if not packed:
-            increment_version(models)
-            mark_rounded(pairs)
-            self._rounded += zip(params, pairs, strict=True)
+        increment_version(models)
+        mark_rounded(pairs)
+        self._rounded += zip(params, pairs, strict=True)
 
 
 class _Lent(NamedTuple):

@@ -287,7 +287,6 @@ def _validate_names(binding: Binding, model: nn.Module) -> None:
     if any(id(pair.master) not in held for pair in binding.pairs):
         raise ValueError(
             "torch.distributed.checkpoint got a model that does not hold the fp32 masters that its "
-            "optimizer steps, and so cannot name them. Pass get_state_dict and set_state_dict a "
-            "view of the model: with_masters(model, optimizer), from "
-            "apex.amp.distributed_checkpoint."
+            "optimizer steps, and so cannot name them. Save model.state_dict() and "
+            "optimizer.state_dict() in place of get_state_dict(model, optimizer)."
         )

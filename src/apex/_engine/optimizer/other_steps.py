@@ -25,7 +25,7 @@ from apex._engine.masters import PREPARED, write_back_all
 from apex._engine.mistakes import Mistake, Mistakes
 from apex._engine.optimizer import step
 from apex._engine.optimizer.exchange import holds
-from apex._engine.tracked_pair import Master, packing_of
+from apex._engine.tracked_pair import Master
 from apex._torch.autograd import backward_id
 from apex._torch.dynamo import untraced
 
@@ -136,7 +136,7 @@ def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
 
 def _is_master(param: nn.Parameter) -> bool:
     own = type(param) is not nn.Parameter  # a fast way out: isinstance runs Python for parameters
-    return own and (isinstance(param, Master) or packing_of(param) is not None)
+    return own and isinstance(param, Master)
 
 
 def _written_to(optimizer: Optimizer) -> Iterator[tuple[Mistakes, nn.Parameter, int]]:

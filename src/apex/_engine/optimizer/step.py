@@ -50,8 +50,6 @@ def step(binding: Binding, run: Run, closure: Closure | None) -> Any:
     Returns:
         The result of the step; ``None`` for a skipped one without a closure.
     """
-    if binding.pairs and binding.packing is not None:
-        run = functools.partial(_run_eagerly, run)
     if closure is not None:
         return _step_with_closure(binding, run, closure)
     binding.settle(steps=True)
@@ -79,18 +77,6 @@ def step(binding: Binding, run: Run, closure: Closure | None) -> Any:
     finally:  # see Note [Interrupted blocks]
         if not ended:
             _end(binding, off, one_pass, ended)
-
-
-@untraced
-def _run_eagerly(run: Run, *closure: Closure) -> Any:
-    """Runs a step over packed masters, which a compiled graph would read and write as one value.
-
-    So what the optimizer compiles itself (torchao's do) runs eagerly; a closure's model does not.
-    """
-    if closure:
-        return run(*closure)
-    with torch.compiler.set_stance("force_eager"):
-        return run()
 
 
 def _sees_only_parameters(binding: Binding) -> bool:
@@ -304,11 +290,10 @@ def _evaluation(
 
 
 class _Snapshot(NamedTuple):
-    """What an optimizer steps, its state, and the random numbers of stochastic masters."""
+    """What an optimizer steps, and its state."""
 
     params: list[Tensor]
     state: dict[Any, Any]
-    rounding: dict[str, Any]
 
 
 @untraced
@@ -317,7 +302,7 @@ def _snapshot(binding: Binding) -> _Snapshot:
     # restored if a later evaluation overflows, so both are kept until the step ends.
     params = [param.detach().clone() for param in binding.params()]
     state = {param: copy.deepcopy(kept) for param, kept in binding.optimizer.state.items()}
-    return _Snapshot(params, state, {} if binding.packing is None else {**vars(binding.packing)})
+    return _Snapshot(params, state)
 
 
 @untraced
@@ -327,8 +312,6 @@ def _restore_snapshot(binding: Binding, before: _Snapshot) -> None:
         param.copy_(value)
     binding.optimizer.state.clear()
     binding.optimizer.state.update(before.state)
-    if binding.packing is not None:
-        vars(binding.packing).update(before.rounding)  # last: the copies count as writes
 
 
 @contextmanager

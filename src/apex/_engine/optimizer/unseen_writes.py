@@ -52,7 +52,7 @@ def _differs(pair: TrackedPair) -> Tensor | None:
 
     ``None`` if the two are not in sync, or cannot be compared.
     """
-    if pair.packing is not None or pair.new or pair.master_written or pair.model_written:
+    if pair.new or pair.master_written or pair.model_written:
         return None
     weight, own = dtensor.local(pair.model.detach()), dtensor.local(pair.master.detach())
     if type(weight) is not Tensor or not weight.numel() or not dtypes.is_low_precision(weight):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.emulated_cuda import build
-from tests.emulated_cuda.process import Process
+from tests.support.emulated_cuda import build
+from tests.support.emulated_cuda.process import Process
 
 TESTS = """
 import os, pytest, torch
@@ -18,7 +18,7 @@ def test_crashes(): os._exit(3)
 @pytest.fixture
 def process(tmp_path):
     (tmp_path / "conftest.py").write_text(
-        "from tests.emulated_cuda import device\ndevice.install()\n"
+        "from tests.support.emulated_cuda import device\ndevice.install()\n"
     )
     (tmp_path / "test_some.py").write_text(TESTS)
     try:

@@ -14,7 +14,7 @@ from apex._engine.events import Iteration, ScaleUpdate
 from apex._engine.readback import Readback
 from apex._engine.scaler import DynamicScaler
 from apex.debug.clock import clock_for
-from tests.emulated_cuda import device
+from tests.support.emulated_cuda import device
 from tests.training import test_loss_scale
 
 DEVICES = [torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)]

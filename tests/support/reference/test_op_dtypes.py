@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.reference import op_dtypes
+from tests.support.reference import op_dtypes
 
 
 def committed():
@@ -21,8 +21,8 @@ def test_the_running_torch_gives_the_committed_dtypes():
         shown = "\n  ".join(lines)
         pytest.fail(
             f"{len(lines)} results differ from {op_dtypes.PATH.name}:\n  {shown}\n"
-            "Is the change meant? Then run `python -m tests.reference.op_dtypes` and commit the "
-            "table.",
+            "Is the change meant? Then run `python -m tests.support.reference.op_dtypes` and "
+            "commit the table.",
             pytrace=False,
         )
 

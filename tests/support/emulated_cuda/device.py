@@ -14,7 +14,7 @@ import functools
 import os
 import sys
 
-from tests.emulated_cuda import build
+from tests.support.emulated_cuda import build
 
 VARIABLE = "APEX_EMULATED_CUDA"
 """Set to 1, the root conftest.py installs the device."""
@@ -32,7 +32,7 @@ def install():
         raise ImportError("The emulated CUDA device must be installed before torch is imported.")
     library()
 
-    from tests.emulated_cuda import front
+    from tests.support.emulated_cuda import front
 
     front.replace(library())
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.reference.loops import Loop
-from tests.training import cases
+from tests.support import training as cases
+from tests.support.reference.loops import Loop
 
 # torch's fused SGD keeps random numbers in an fp16 momentum on CPU, with or without amp (2.13).
 PAIRS = [

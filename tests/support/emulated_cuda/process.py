@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.emulated_cuda import build, device
+from tests.support.emulated_cuda import build, device
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PIPE = "APEX_EMULATED_CUDA_PIPE"
 SECONDS = 300
 

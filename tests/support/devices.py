@@ -1,6 +1,6 @@
 """Where a test runs: on the CPU, on a GPU, or on the emulated CUDA device.
 
-The markers are explained in tests/emulated_cuda/README.md.
+The markers are explained in tests/support/emulated_cuda/README.md.
 """
 
 import functools
@@ -8,8 +8,8 @@ import functools
 import pytest
 import torch
 
-from tests.emulated_cuda import build, device
-from tests.emulated_cuda.process import Process
+from tests.support.emulated_cuda import build, device
+from tests.support.emulated_cuda.process import Process
 
 REAL = torch.cuda.is_available() and not device.INSTALLED
 

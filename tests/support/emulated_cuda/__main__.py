@@ -1,13 +1,13 @@
 """Runs a module in a process that has the emulated device.
 
-python -m tests.emulated_cuda MODULE [ARGUMENT ...]
+python -m tests.support.emulated_cuda MODULE [ARGUMENT ...]
 """
 
 import os
 import runpy
 import sys
 
-from tests.emulated_cuda import device
+from tests.support.emulated_cuda import device
 
 os.environ[device.VARIABLE] = "1"  # for pytest, if the module starts it
 device.install()

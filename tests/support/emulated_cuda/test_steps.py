@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from apex import amp
-from tests.emulated_cuda import device
 from tests.optimizers import cases as optimizers
+from tests.support.emulated_cuda import device
 from tests.training import cases
 
 ADAMW = cases.OPTIMIZERS["fused AdamW"]
@@ -221,10 +221,8 @@ def test_an_iteration_with_any_other_optimizer_waits_once_and_only_where_it_may_
 
 
 @pytest.mark.emulated
-def test_a_skip_aware_schedule_catches_up_without_a_wait():
+def test_whether_a_step_was_skipped_is_asked_without_a_wait():
     model, optimizer = cases.prepared("O2", ADAMW, model=cases.net().cuda())
-    plain = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    scheduler = amp.lr_scheduler.skip_aware(plain)
     batches = on("cuda", cases.batches(6, overflow_at={0, 2}))
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -233,8 +231,5 @@ def test_a_skip_aware_schedule_catches_up_without_a_wait():
             skipped = amp.step_was_skipped(optimizer)
             assert skipped.device.type == "cuda"
             assert amp.step_was_skipped(optimizer, on_host=True) in (None, True, False)
-            scheduler.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    state = scheduler.state_dict()
-    assert state["last_epoch"] - state["skips_ahead"] == 4

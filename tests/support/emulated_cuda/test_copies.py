@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from apex._torch import copies
-from tests.emulated_cuda import device
+from tests.support.emulated_cuda import device
 
 DEVICES = [torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)]
 pytestmark = pytest.mark.gpu(devices=2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from apex._core.op_table import FP16_RANGE
-from tests.reference import op_errors
+from tests.support.reference import op_errors
 
 pytestmark = pytest.mark.filterwarnings("ignore:reduction. 'mean' divides:UserWarning")
 

@@ -1,6 +1,7 @@
 """The result dtype of every function of apex's lists under op casts, and who decides it.
 
-``python -m tests.reference.op_dtypes`` writes it for the running torch, as ``op_dtypes.json``, to
+``python -m tests.support.reference.op_dtypes`` writes it for the running torch, as
+``op_dtypes.json``, to
 be read and committed. The results hold for every release of torch; who decides them changes.
 """
 
