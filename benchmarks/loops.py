@@ -73,7 +73,6 @@ def with_amp(
     *,
     max_norm: float | None = None,
     passes: int = 1,
-    grad_accum_dtype: torch.dtype | None = None,
     scaled: bool = True,
 ) -> Work:
     """Returns one iteration with amp at ``level``, which may clip the gradients' norm.
@@ -86,7 +85,6 @@ def with_amp(
         model,
         optimizer,
         opt_level=level,
-        grad_accum_dtype=grad_accum_dtype,
         verbosity=0,
     )
 

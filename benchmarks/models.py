@@ -11,11 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from apex import amp
-from apex._core.freed_memory import keep_freed_memory
 from benchmarks.loops import Batch, Task, device, fused_adamw, native, with_amp
 from benchmarks.measurement import Goal, Measurement, sampled
 from benchmarks.memory import kept_bytes
-from benchmarks.race import Work, race
+from benchmarks.race import race
 
 NAME = "models"
 LARGE = 5760
@@ -24,15 +23,13 @@ LARGE = 5760
 def run(*, quick: bool) -> Iterator[Measurement]:
     """Yields O4 and O5 against native autocast, and the gain of both over O0.
 
-    The ratio of autocast to itself shows how far noise alone moves a ratio from 1, and that of
-    autocast with ``keep_freed_memory`` what ``initialize`` gains by it.
+    The ratio of autocast to itself shows how far noise alone moves a ratio from 1.
     """
     for name, task in TASKS.items():
         times = race(
             {
                 "native": partial(native, task, torch.bfloat16),
                 "twin": partial(native, task, torch.bfloat16),
-                "keeping": partial(_keeping_memory, task),
                 **{level: partial(with_amp, task, level) for level in ("O0", "O4", "O5")},
             },
             rounds=3 if quick else 8,
@@ -46,7 +43,6 @@ def run(*, quick: bool) -> Iterator[Measurement]:
             ("O4 / autocast", times.ratios("O4", "native"), Goal("<=", o4)),
             ("O5 / autocast", times.ratios("O5", "native"), Goal("<=", o5)),
             ("autocast / autocast", times.ratios("twin", "native"), None),
-            ("autocast, memory kept / autocast", times.ratios("keeping", "native"), None),
             ("O0 / O4", times.ratios("O0", "O4"), gain),
             ("O0 / O5", times.ratios("O0", "O5"), gain),
         )
@@ -57,11 +53,6 @@ def run(*, quick: bool) -> Iterator[Measurement]:
         autocast, ours = _kept_under_autocast(task), _kept_at_o4(task)
         case = f"{name}, kept at O4 / autocast"
         yield Measurement(NAME, case, ours / autocast, "x", Goal("<=", 1.0))
-
-
-def _keeping_memory(task: Task) -> Work:
-    keep_freed_memory()
-    return native(task, torch.bfloat16)
 
 
 def _kept_under_autocast(task: Task) -> int:

@@ -94,7 +94,6 @@ AUTOGRAD = "apex/_torch/autograd.py"
 FOREACH = "apex/_torch/foreach.py"
 GRAD_SCALERS = "apex/_torch/grad_scaler.py"
 TRACING = "apex/_torch/dynamo.py"
-PACKED = "apex/_torch/packed.py"
 OVERRIDES = "apex/_torch/overrides.py"
 FUNCTION_MODES_PLACE = "apex/_torch/function_modes.py"
 DISPATCHER = "apex/_torch/dispatcher.py"
@@ -183,12 +182,8 @@ KNOWN = {
         "gives an unpickled optimizer's class the step hooks, as Optimizer.__setstate__ does",
     ),
     "._per_optimizer_states": (GRAD_SCALERS, GRAD_SCALER),
-    "torch.Tensor._make_wrapper_subclass": (
-        PACKED,
-        "torch's notes on extending it name this way to make a tensor without storage",
-    ),
     "._schema": (
-        f"{DISPATCH_MODES} {DISPATCHER} {PACKED} {DEBUG}",
+        f"{DISPATCH_MODES} {DISPATCHER} {DEBUG}",
         "an operator's schema; torch.library documents it as the way to read one",
     ),
     "._sequence_nr": (DEBUG, TOOL),

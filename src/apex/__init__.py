@@ -18,12 +18,13 @@ _requirements.check()
 _unavailable.install()
 
 from apex import amp, debug  # noqa: E402 - after the check
+from apex._core.version import VERSION  # noqa: E402
 
 # The debug tools are a layer above amp, and users reach them as amp.debug or apex.amp.debug.
 amp.debug = debug  # type: ignore[attr-defined]
 sys.modules["apex.amp.debug"] = debug
 
-__version__ = "0.2.0"  # same as in pyproject.toml; importlib.metadata would slow down every import
+__version__ = VERSION
 
 __all__ = [
     "RNN",

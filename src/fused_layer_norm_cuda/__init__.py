@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from apex._core.foreach.working import math_dtype
-from apex.normalization._compute import norm_gradients
 
 __all__ = [
     "backward",
@@ -177,7 +176,12 @@ def _backward(
     *,
     centered: bool,
 ) -> list[Tensor]:
-    wide_grad, saved, wide_weight, wide_bias = _widened(grad, input_or_output, weight, bias)
+    """Returns the gradients of the input, and where given, of weight and bias.
+
+    With ``y`` the input over its deviation and ``g`` the gradient that reaches it, the input's is
+    ``(g - y * mean(g * y)) / deviation``, less its mean where the norm is centered.
+    """
+    g, saved, wide_weight, wide_bias = _widened(grad, input_or_output, weight, bias)
     rows = (*saved.shape[: saved.dim() - len(shape)], *(1 for _ in shape))
     factor = invvar.to(saved.dtype).view(rows)
     if memory_efficient:
@@ -185,10 +189,13 @@ def _backward(
         y = y if wide_weight is None else y / _away_from_zero(wide_weight, eps)
     else:
         y = (saved if mean is None else saved - mean.to(saved.dtype).view(rows)) * factor
+    of_y = g if wide_weight is None else g * wide_weight
+    of_x = of_y - y * (of_y * y).mean(_dims(shape), keepdim=True)
+    if centered:
+        of_x = of_x - of_y.mean(_dims(shape), keepdim=True)
     like = [each for each in (input_or_output, weight, bias) if each is not None]
-    return norm_gradients(
-        wide_grad, y, factor, wide_weight, _dims(shape), centered=centered, like=like
-    )
+    found = (of_x * factor, g * y, g)
+    return [f.sum_to_size(t.shape).to(t.dtype) for f, t in zip(found, like, strict=False)]
 
 
 def _widened(input: Tensor, *others: Tensor | None) -> list[Any]:

@@ -26,8 +26,8 @@ from apex._core.op_table import (
 from apex._engine.autocast import kernels
 from apex._engine.autocast.region import CastRegion
 from apex._torch import dispatcher
-from tests._engine.op_calls import HOLDERS, Call, calls, convert, floats, tensor_dtypes
-from tests._engine.op_rows import arguments, rows
+from tests.casts.op_calls import HOLDERS, Call, calls, convert, floats, tensor_dtypes
+from tests.casts.op_rows import arguments, rows
 
 LOW, FP32 = torch.bfloat16, torch.float32
 ROWS = OpTable.default().rows

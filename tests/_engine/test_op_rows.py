@@ -23,8 +23,8 @@ from apex._core.op_table import (
 )
 from apex._engine.autocast.region import CastRegion
 from apex._torch import dispatcher
-from tests._engine.op_calls import convert
-from tests._engine.op_rows import arguments, floating, rows
+from tests.casts.op_calls import convert
+from tests.casts.op_rows import arguments, floating, rows
 
 FP32 = torch.float32
 LOW = [torch.bfloat16, torch.float16]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from apex._core.op_table import CastSpec, OpTable
 from apex._engine.autocast.region import CastRegion
-from tests._engine.op_calls import HOLDERS, Call, calls, convert, tensor_dtypes
+from tests.casts.op_calls import HOLDERS, Call, calls, convert, tensor_dtypes
 
 LOW = [torch.bfloat16, torch.float16]
 # Part of their arithmetic is in the input's dtype (see OpTable): exact dtype, near value.

@@ -43,7 +43,6 @@ ADDED = {
     "growth_factor": 2.0,
     "backoff_factor": 0.5,
     "keep_fp32_values": False,
-    "grad_accum_dtype": None,
 }
 
 

@@ -655,16 +655,13 @@ def test_a_skip_that_finds_the_scale_hides_no_fault_behind_it():
     assert (trace.first.node, trace.first.cause) == ("Sqrt", "derivative")
 
 
-@pytest.mark.parametrize("low_sums", [False, True])
-def test_a_sum_of_gradients_that_masters_hold_in_fp32_is_no_overflow(low_sums):
-    sums = {"grad_accum_dtype": torch.float16} if low_sums else {}
+def test_a_sum_of_gradients_that_masters_hold_in_fp32_is_no_overflow():
     net = nn.Linear(2, 2, bias=False)
     net, optimizer = amp.initialize(
-        net, cases.sgd(net.parameters()), opt_level="O2", loss_scale=1.0, verbosity=0, **sums
+        net, cases.sgd(net.parameters()), opt_level="O2", loss_scale=1.0, verbosity=0
     )
     with trace_overflow(net) as trace:
         for _ in range(3):
             backward((net(torch.ones(1, 2)) * 3e4).sum(), optimizer)
-    finite = all(bool(p.grad.isfinite().all()) for p in amp.master_params(optimizer))
-    assert finite == (not low_sums)
-    assert (trace.first is None) == finite, trace
+    assert all(bool(p.grad.isfinite().all()) for p in amp.master_params(optimizer))
+    assert trace.first is None, trace

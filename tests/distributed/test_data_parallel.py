@@ -130,9 +130,9 @@ def test_an_inf_in_one_rank_skips_and_halves_on_all(on_two_ranks, level, wrapper
 # -- accumulation under no_sync --------------------------------------------------------------
 
 
-def accumulate(rank, level, wrapper, delay, poisoned=None, sums_low=False):
+def accumulate(rank, level, wrapper, delay, poisoned=None):
     """Three updates of three passes each; only the last pass of an update communicates."""
-    model, optimizer = prepare(level, seed=rank, **accumulating(level, sums_low))
+    model, optimizer = prepare(level, seed=rank)
     parallel = WRAPPERS[wrapper](model)
     for update in range(3):
         for part in range(3):
@@ -145,11 +145,6 @@ def accumulate(rank, level, wrapper, delay, poisoned=None, sums_low=False):
         optimizer.step()
         optimizer.zero_grad()
     return state(parallel, optimizer)
-
-
-def accumulating(level, sums_low):
-    low = sums_low and level in WITH_MASTERS
-    return {"grad_accum_dtype": LEVELS[level].stored} if low else {}
 
 
 def accumulate_alone(level):
@@ -174,19 +169,9 @@ def test_gradients_accumulated_without_sync_are_sent_with_the_last(
     assert_trained_alike(first, accumulate_alone(level), level, eps=8)
 
 
-@pytest.mark.parametrize("delay", [False, True])
-@pytest.mark.parametrize("wrapper", [name for name in WRAPPERS if name != "torch static"])
-@pytest.mark.parametrize("level", WITH_MASTERS)
-def test_sums_in_16_bits_are_sent_with_the_last_pass(on_two_ranks, level, wrapper, delay):
-    first, second = on_two_ranks(accumulate, level, wrapper, delay, None, True)
-    assert first == second
-    assert_trained_alike(first, accumulate_alone(level), level, eps=8)
-
-
-@pytest.mark.parametrize("sums_low", [False, True])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_inf_without_sync_skips_the_update_on_all(on_two_ranks, level, sums_low):
-    first, second = on_two_ranks(accumulate, level, "torch", False, (0, 1, 0), sums_low)
+def test_an_inf_without_sync_skips_the_update_on_all(on_two_ranks, level):
+    first, second = on_two_ranks(accumulate, level, "torch", False, (0, 1, 0))
     assert first == second
     assert first["scales"]["loss_scaler0"] == {"loss_scale": START_SCALE / 2, "unskipped": 1}
 
@@ -212,9 +197,9 @@ def test_an_overflow_that_was_dropped_before_it_was_sent_moves_no_scale(on_two_r
     assert first["scales"]["loss_scaler0"] == {"loss_scale": START_SCALE, "unskipped": 1}
 
 
-def accumulate_in_step(rank, level, sums_low):
+def accumulate_in_step(rank, level):
     """Every pass communicates; gradients in buckets that the next pass writes into."""
-    model, optimizer = prepare(level, seed=rank, **accumulating(level, sums_low))
+    model, optimizer = prepare(level, seed=rank)
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
     for part in range(2):
         backward(parallel, optimizer, *batch(rank, part))
@@ -223,9 +208,8 @@ def accumulate_in_step(rank, level, sums_low):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("sums_low", [False, True])
-def test_passes_that_all_communicate_add_up(on_two_ranks, level, sums_low):
-    first, second = on_two_ranks(accumulate_in_step, level, sums_low)
+def test_passes_that_all_communicate_add_up(on_two_ranks, level):
+    first, second = on_two_ranks(accumulate_in_step, level)
     assert first == second
     model, optimizer = prepare(level, seed=0)
     for part in range(2):

@@ -19,7 +19,6 @@ INTERVAL, LEAST, GREATEST = 3, 2.0**14, 2.0**17
 LOSSES = 2
 CASTING = ("O1", "O4")
 BOTH = ("one", "two")
-LOST = "lost"
 WHICH, INDEX, SEEDS = st.sampled_from(BOTH), st.integers(0, 4), st.integers(1, 5)
 PAIRS = [
     ("SGD", "fused AdamW"),
@@ -110,7 +109,7 @@ class Machine(RuleBasedStateMachine):
 
     def forget(self):
         """No gradient is there, and no overflow waits for a step."""
-        self.flags = dict.fromkeys(BOTH, False)  # or True, or LOST
+        self.flags = dict.fromkeys(BOTH, False)
         self.stale = set()  # optimizers that have not seen what became of their model's gradients
         self.unlike = set()  # names of model gradients that do not follow their masters'
         self.delayed = None  # the loss whose scaled gradients wait for a pass
@@ -132,10 +131,6 @@ class Machine(RuleBasedStateMachine):
     @property
     def saved_the_same_groups(self):
         return self.saved is not None and self.saved[1].keys() == self.shadow.weights.keys()
-
-    @property
-    def store(self):
-        return self.shadow.store
 
     @property
     def in_place(self):
@@ -200,24 +195,6 @@ class Machine(RuleBasedStateMachine):
             overflow = self.optimizers[which]._apex_binding.gradients.overflow
             self.flags[which] = overflow.checked and bool(overflow.found_inf)
 
-    def gives_back(self, which, loss_id):
-        """Sums in 16 bits continue in a pass, unless it continues another."""
-        if self.delayed is not None:
-            return []
-        scale, overflowed = self.scales[loss_id][0], self.flags[which]
-        return self.shadow.give_back(self.names[which], scale, overflowed=overflowed)
-
-    def spoils(self, given):
-        """A pass failed: there is no other copy of sums in 16 bits."""
-        self.shadow.scaled = {}
-        lost = set().union(*given.values())
-        for name in lost:
-            self.shadow.sums[name] = torch.zeros_like(self.shadow.weights[name])
-        self.stale = set(BOTH) if lost else self.stale  # the model has the zeros
-        for which in BOTH:
-            if not lost.isdisjoint(self.names[which]):
-                self.flags[which] = LOST
-
     def ends_pass(self, loss_id):
         scale, clean = self.scales[loss_id]
         overflow = self.shadow.unscale(scale)
@@ -233,7 +210,7 @@ class Machine(RuleBasedStateMachine):
         """A ``scale_loss`` block, here and in the shadow."""
         order = [self.optimizers[each] for each in which]
         block = amp.scale_loss(loss, order, loss_id=loss_id, delay_unscale=delay)
-        raw, given = {}, {}
+        raw = {}
         in_place = self.in_place
         try:
             with recording(self.model, raw), block as scaled:
@@ -245,7 +222,6 @@ class Machine(RuleBasedStateMachine):
                 # Unfrozen ones have got their masters as the pass began.
                 self.shadow.adopt(self.stepped(*which))
                 in_place = self.in_place
-                given = {each: self.gives_back(each, loss_id) for each in which}
                 assert torch.is_autocast_enabled("cpu") is (self.level in CASTING)
                 if after == "block":
                     raise self.kind
@@ -253,7 +229,7 @@ class Machine(RuleBasedStateMachine):
                 if after == "after backward":
                     raise self.kind
         except BaseException:
-            self.spoils(given)
+            self.shadow.scaled = {}
             raise
         finally:
             self.shadow.add_in_place(raw, in_place)
@@ -270,12 +246,11 @@ class Machine(RuleBasedStateMachine):
         params = self.params()
         for name, param in self.stepped().items():
             expected = self.shadow.weights[name]
-            if not (self.store.shares and name in self.shadow.written):  # until they are in sync
-                assert cases.same(param.detach(), expected), name
+            assert cases.same(param.detach(), expected), name
             model = params[name].detach()
             if name in self.shadow.written:
                 assert cases.same(model, self.shadow.written[name]), name
-            elif name not in self.shadow.unseen or self.shadow.shows_at_once(name):
+            elif name not in self.shadow.unseen:
                 assert cases.same(model, self.shadow.shown(name)), name
         for param in params.values():
             assert param.isfinite().all()

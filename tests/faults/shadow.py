@@ -8,7 +8,6 @@ from torch import nn
 
 from apex._engine.optimizer import deferred
 from apex._torch import parameters
-from tests.faults.stores import can_be_rounded
 
 
 @contextmanager
@@ -42,7 +41,6 @@ class Shadow:
     """Expected values by parameter name.
 
     Attributes:
-        store: How amp stores them.
         low: The dtypes of the model's parameters.
         weights: What optimizers step, in its own dtype: fp32 where there is a master.
         sums: The gradients that optimizers step by; ``None`` where there are none.
@@ -50,16 +48,14 @@ class Shadow:
         written: Values that were written into the model since the last step.
         earlier: Weights from before they followed what was written, until the next step.
         unseen: Names whose masters were written since the model was last used.
-        away: Names whose weights have got memory of their own since they shared their masters'.
     """
 
-    def __init__(self, store, low, weights):
-        self.store = store
+    def __init__(self, low, weights):
         self.low = low
-        self.weights = {name: store.loaded(v, low[name]) for name, v in weights.items()}
+        self.weights = weights
         self.sums = dict.fromkeys(weights)
         self.scaled, self.written, self.earlier = {}, {}, {}
-        self.unseen, self.away = set(), set()
+        self.unseen = set()
 
     def has_master(self, name):
         return self.low[name] is not self.weights[name].dtype
@@ -75,16 +71,6 @@ class Shadow:
     def add_scaled(self, raw):
         for name, grad in raw.items():
             self.scaled[name] = self.scaled[name] + grad if name in self.scaled else grad
-
-    def give_back(self, names, scale, *, overflowed):
-        """A pass begins, and goes on with sums in 16 bits; returns the names of these."""
-        if not self.store.sums_low:
-            return []
-        given = [k for k in names if self.sums[k] is not None and self.has_master(k)]
-        for name in given:
-            total = torch.zeros_like(self.sums[name]) if overflowed else self.sums[name] * scale
-            self.scaled[name], self.sums[name] = total.to(self.low[name]), None
-        return given
 
     def unscale(self, scale):
         """Adds what passes have left scaled; returns whether any of it is infinite or NaN."""
@@ -125,11 +111,11 @@ class Shadow:
     # -- weights -----------------------------------------------------------------------------
 
     def shown(self, name):
-        return self.store.shown(self.weights[name], self.low[name])
+        return self.weights[name].to(self.low[name])
 
     def shown_before(self, name):
         """Returns what the model showed before its weight was written."""
-        return self.store.shown(self.earlier.get(name, self.weights[name]), self.low[name])
+        return self.earlier.get(name, self.weights[name]).to(self.low[name])
 
     def merged(self, name):
         """Returns the weight with what was written into the model, where that differs from it."""
@@ -139,7 +125,7 @@ class Shadow:
         low = self.written[name]
         merged = low.to(weight.dtype)
         for known in (weight, self.earlier.get(name, weight)):
-            merged = torch.where(self.store.shown(known, self.low[name]) == low, known, merged)
+            merged = torch.where(known.to(self.low[name]) == low, known, merged)
         return merged
 
     def take(self, names, *, steps=False):
@@ -148,16 +134,14 @@ class Shadow:
             if steps:
                 self.weights[name] = self.merged(name)
                 self.forget_write(name)
-            elif not self.shows_at_once(name):  # else both are one memory, and wait
+            else:
                 merged = self.merged(name)
                 self.earlier.setdefault(name, self.weights[name])
                 self.weights[name] = merged
-                self.away.discard(name)
 
     def forget_write(self, name):
         self.written.pop(name, None)
         self.earlier.pop(name, None)
-        self.away.discard(name)
 
     def show(self, names):
         """The model is used: it shows what was written into masters, which wins."""
@@ -172,8 +156,7 @@ class Shadow:
                 self.weights[name] = self.weights[name].to(param.dtype)
 
     def write_both(self, name, value):
-        value = value.to(self.weights[name].dtype)
-        self.weights[name] = self.store.loaded(value, self.low[name])
+        self.weights[name] = value.to(self.weights[name].dtype)
         self.forget_write(name)
         self.unseen.discard(name)
 
@@ -181,29 +164,13 @@ class Shadow:
         self.weights[name] = value.clone()
         if self.has_master(name):
             self.unseen.add(name)
-            if self.shows_at_once(name):
-                self.forget_write(name)
 
-    def shows_at_once(self, name):
-        """Returns whether the model shows what is written to a master."""
-        return self.store.shares and name not in self.away
-
-    def write_model(self, name, value, *, elsewhere):
-        """The model's weight gets a value, perhaps in memory of its own."""
+    def write_model(self, name, value):
+        """The model's weight gets a value."""
         if not self.has_master(name):
             self.weights[name] = value.clone()
             return
         self.written[name] = value.clone()
-        if elsewhere:
-            self.away.add(name)
-
-    def round_at_random(self, stepped):
-        """Takes over what has become of written masters, where that is left to chance."""
-        if self.store.at_random:
-            for name, param in stepped.items():
-                if self.has_master(name):
-                    assert can_be_rounded(param, self.weights[name]), name
-                    self.weights[name] = param.detach().clone()
 
     def step(self, make, optimizer, stepped):
         """Steps by a plain optimizer that has the state of ``optimizer``."""

@@ -1,17 +1,11 @@
 """Ctrl-C in the middle of a pass: the gradients are those from before, and the next pass works."""
 
-import contextlib
 import copy
-import gc
 import signal
-import sys
-from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
 
-import apex._engine.autocast
 from apex import amp
 from apex._engine.autocast.thread_casts import threads
 from tests.training import cases
@@ -112,100 +106,3 @@ def test_an_interrupt_inside_forward_leaves_no_cast_region(level):
     with amp.disable_casts():
         assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype is torch.float32
     assert model(cases.batch()[0]).dtype is cases.LEVELS[level].compute
-
-
-# -- an interrupt at any line ---------------------------------------------------------------------
-
-CASTING = Path(apex._engine.autocast.__file__).parent
-
-
-class Lines:
-    """Counts the lines of the casts' own files that run, and raises at one of them.
-
-    Attributes:
-        places: File and line number of each, in order.
-    """
-
-    def __init__(self, interrupt_at=None):
-        self.interrupt_at = interrupt_at
-        self.places = []
-
-    def __enter__(self):
-        sys.settrace(self.trace)
-
-    def __exit__(self, *exc_info):
-        sys.settrace(None)
-
-    def trace(self, frame, event, arg):
-        if Path(frame.f_code.co_filename).parent != CASTING:
-            return None
-        if event == "line":
-            self.places.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
-            if len(self.places) - 1 == self.interrupt_at:
-                raise KeyboardInterrupt
-        return self.trace
-
-    def first_times(self, times):
-        """Returns the positions at which each place is passed for the first times."""
-        seen = Counter()
-        for position, place in enumerate(self.places):
-            seen[place] += 1
-            if seen[place] <= times:
-                yield position
-
-
-def casts():
-    here = threads.current
-    return (
-        (here.off, here.runs, here.busy, here.task, here.specs, here.stale),
-        (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
-        (torch.is_autocast_cache_enabled(), torch._C._len_torch_function_stack()),
-        torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype,
-        torch.exp(torch.ones(1, dtype=torch.bfloat16)).dtype,
-    )
-
-
-def forward_and_loss(model, optimizer, x, y):
-    cases.loss_of(model, x, y)
-
-
-def block(model, optimizer, x, y):
-    loss = Mixing.apply(model(x)).float().sum()
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
-
-
-def own_code(model, optimizer, x, y):
-    with amp.disable_casts():
-        model(x)
-    amp.float_function(torch.exp)(model(x.double())).sum().backward()
-    Mixing.apply(model(x)).sum().backward()
-
-
-class Mixing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad @ torch.eye(grad.shape[1])
-
-
-@pytest.mark.parametrize("act", [forward_and_loss, block, own_code])
-def test_an_interrupt_at_any_line_leaves_the_casts_as_they_were(act):
-    model, optimizer = cases.prepared("O4", cases.OPTIMIZERS["SGD"])
-    x, y = cases.batch()
-    act(model, optimizer, x, y)
-    lines, before = Lines(), casts()
-    with lines:
-        act(model, optimizer, x, y)
-    assert len(set(lines.places)) > 20
-    for position in lines.first_times(2):
-        with contextlib.suppress(KeyboardInterrupt), Lines(position):
-            act(model, optimizer, x, y)
-        assert casts() == before, lines.places[position]
-    weight = model[0].weight
-    weight.data.zero_()  # a cast of it that was kept would be served now
-    gc.collect()
-    assert model[0](x).float().equal(model[0].bias.bfloat16().float().expand(len(x), -1))

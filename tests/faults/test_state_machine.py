@@ -28,7 +28,6 @@ from tests.faults.machine import (
     SEEDS,
 )
 from tests.faults.shadow import Shadow
-from tests.faults.stores import STORES
 from tests.faults.weight_rules import WRITES, WeightRules
 from tests.support.reference.loops import LEVELS
 from tests.training import cases
@@ -57,15 +56,13 @@ class Training(WeightRules, GradientRules):
         self.make(names, seed)
 
     @precondition(lambda self: not self.prepared)
-    @rule(store=st.sampled_from(sorted(STORES)), loss_scale=st.sampled_from([None, "dynamic", 8.0]))
-    def prepare(self, store, loss_scale):
+    @rule(level=st.sampled_from(sorted(LEVELS)), loss_scale=st.sampled_from([None, "dynamic", 8.0]))
+    def prepare(self, level, loss_scale):
         # Adam divides by zero in fp16: its epsilon and small squares round to 0.
-        store = STORES["O5" if store == "O3" and self.adam else store]
-        level = store.level
+        level = "O5" if level == "O3" and self.adam else level
         before = {name: param.detach().clone() for name, param in self.stepped().items()}
         options = {"loss_scale": loss_scale, "growth_interval": INTERVAL, "verbosity": 0}
         options |= {"min_loss_scale": LEAST, "max_loss_scale": GREATEST, "num_losses": LOSSES}
-        options |= store.options
         optimizers = list(self.optimizers.values())
         model, bound = amp.initialize(self.model, optimizers, opt_level=level, **options)
         assert model is self.model
@@ -77,7 +74,7 @@ class Training(WeightRules, GradientRules):
         stepped = self.stepped()
         low = {name: param.dtype for name, param in self.model.named_parameters()}
         weights = {name: value.to(stepped[name].dtype) for name, value in before.items()}
-        self.shadow = Shadow(store, low, weights)
+        self.shadow = Shadow(low, weights)
         self.saved = None
 
     # -- passes and steps --------------------------------------------------------------------
@@ -142,7 +139,6 @@ class Training(WeightRules, GradientRules):
                 self.shadow.step(self.makers[which], optimizer, stepped)
             optimizer.step()
             self.shadow.show(stepped)
-            self.shadow.round_at_random(self.stepped(which))  # unfrozen ones have masters now
 
     def step_of_another(self, make):
         """Another optimizer, which amp has not prepared, steps by the rules of both."""
@@ -154,7 +150,6 @@ class Training(WeightRules, GradientRules):
             self.shadow.step(make, another, self.stepped("one"))
         another.step()
         self.shows()
-        self.shadow.round_at_random(self.stepped())
 
     # -- late changes, files, copies ---------------------------------------------------------
 
@@ -228,8 +223,6 @@ class Training(WeightRules, GradientRules):
     @precondition(lambda self: self.prepared and self.delayed is None)
     @rule(copied=COPIES, seed=SEEDS)
     def copies_train_alike(self, copied, seed):
-        if self.store.at_random and self.awaits_masters():
-            return  # which draw from random numbers that the copies share
         ends = []
         for _ in range(2):
             model, *optimizers = copied((self.model, *self.optimizers.values()))

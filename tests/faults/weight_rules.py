@@ -42,15 +42,12 @@ class WeightRules(Machine):
         else:
             param.data = value
         self.shadow.write_master(name, value)
-        self.shadow.round_at_random({name: param})
 
     @precondition(lambda self: self.prepared)
     @rule(which=WHICH, index=INDEX, how=st.sampled_from(["copy_", "init", "assign"]))
     def write_a_weight(self, which, index, how):
         names = self.names[which]
         name = names[index % len(names)]
-        if name in self.shadow.unseen and self.shadow.shows_at_once(name):
-            self.forward(training=False)  # or the master keeps lower halves of what it had
         param = self.params()[name]
         value = param.detach().clone()
         value.view(-1)[1:] = 0.25
@@ -62,7 +59,7 @@ class WeightRules(Machine):
                 nn.init.constant_(param.view(-1)[1:], 0.25)
         else:
             param.data = value
-        self.shadow.write_model(name, value, elsewhere=how == "assign")
+        self.shadow.write_model(name, value)
 
     @precondition(lambda self: self.prepared and self.shadow.written)
     @rule(index=INDEX)
@@ -96,5 +93,3 @@ class WeightRules(Machine):
             cases.change(params, values, "data" if assign else "copy_")
             with torch.no_grad():
                 self.model(cases.batch()[0])
-        if assign:
-            self.shadow.away |= set(self.names["one"]) | set(self.names["two"])

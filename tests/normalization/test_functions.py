@@ -152,45 +152,6 @@ def test_autograd_functions_by_name_give_what_the_functions_give(name):
     assert torch.equal(ours, getattr(fused, name)(x, *params, (SIZE,), 1e-5))
 
 
-def through_backward(name, x, *params, subclass=True):
-    """Calls an autograd function; as a subclass, whose gradients come from ``backward``."""
-    function = getattr(fused, cases.FUNCTION_CLASSES[name])
-    if subclass:
-        function = type("Subclass", (function,), {"__module__": __name__})
-    return function.apply(x, *params, torch.Size((SIZE,)), 1e-5)
-
-
-@pytest.mark.parametrize(("dtype", "weight_dtype"), [(FULL, FULL), (BF16, BF16), (BF16, FULL)])
-@pytest.mark.parametrize("name", [*cases.AFFINE, *cases.PLAIN])
-def test_backward_gives_torchs_gradients(name, dtype, weight_dtype):
-    x, weight, bias = cases.tensors(dtype, weight_dtype)
-    inputs = cases.leaves(name, x, weight, bias) if name in cases.AFFINE else [x]
-    results = [through_backward(name, *inputs, subclass=on) for on in (True, False)]
-    assert "SubclassBackward" in type(results[0].grad_fn).__name__
-    assert torch.equal(*results)
-    eps = torch.finfo(dtype).eps
-    for one, other in zip(*(cases.gradients(r, inputs) for r in results), strict=True):
-        assert one.dtype is other.dtype
-        torch.testing.assert_close(one, other, rtol=16 * eps, atol=16 * eps)
-
-
-@pytest.mark.parametrize("name", [*cases.AFFINE, *cases.PLAIN])
-def test_backward_has_derivatives_of_its_own(name):
-    x, weight, bias = cases.tensors(DOUBLE, shape=(2, SIZE))
-    inputs = cases.leaves(name, x, weight, bias) if name in cases.AFFINE else [x]
-    assert torch.autograd.gradgradcheck(lambda *given: through_backward(name, *given), inputs)
-
-
-def test_an_integer_shape_has_gradients_too():
-    x, weight, bias = cases.tensors()
-    function = type("Whole", (fused.FusedLayerNormAffineFunction,), {"__module__": __name__})
-    grads = [
-        torch.autograd.grad(function.apply(x, weight, bias, shape, 1e-5).square().sum(), weight)
-        for shape in (SIZE, (SIZE,))
-    ]
-    assert torch.equal(*(grad for (grad,) in grads))
-
-
 @pytest.mark.parametrize("name", cases.FUNCTION_CLASSES.values())
 def test_libraries_find_memory_efficient_in_the_signature_of_forward(name):
     forward = getattr(fused, name).forward

@@ -1,7 +1,6 @@
 """A tiny net, its data, optimizers, and one step as a user writes it."""
 
 import io
-import sys
 from pathlib import Path
 
 import torch
@@ -166,27 +165,3 @@ def large_task():
         lambda: (torch.randn(1, 1024), torch.zeros(1, dtype=torch.long)),
         fused_adamw,
     )
-
-
-def interrupted_at(line, call):
-    """Calls ``call``; a Ctrl-C comes as apex reaches the line of this number, counted from 0."""
-    passed = []
-
-    def trace(frame, event, arg):
-        if not frame.f_code.co_filename.startswith(SOURCES):
-            return None
-        if event == "line":
-            passed.append(frame.f_lineno)
-            if len(passed) > line:
-                raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    return False

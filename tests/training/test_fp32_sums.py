@@ -199,31 +199,6 @@ def test_a_pass_that_fails_leaves_the_sums(level, scale, monkeypatch):
 
 
 @levels
-@scales
-@pytest.mark.parametrize("clears", [False, True])
-def test_an_interrupted_sum_is_not_stepped_unless_it_is_cleared(level, scale, clears, monkeypatch):
-    model, optimizer = cases.prepared(level, cases.sgd, loss_scale=scale)
-    cases.backward(model, optimizer, *cases.batch())
-    add = fp32_sums.Sums.add
-
-    def interrupted(self):
-        self._blocks = self._blocks[:2]
-        add(self)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(fp32_sums.Sums, "add", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        cases.backward(model, optimizer, *cases.batch(seed=2))
-    monkeypatch.undo()
-    before = cases.masters(optimizer)
-    if clears:
-        optimizer.zero_grad()
-    cases.backward(model, optimizer, *cases.batch())
-    optimizer.step()
-    assert cases.same(cases.masters(optimizer), before) is not clears
-
-
-@levels
 def test_an_iteration_peaks_at_the_sums_and_16_bit_gradients(level, monkeypatch):
     """By itself, at the sizes for which it is meant: 3 M parameters."""
     monkeypatch.undo()

@@ -206,19 +206,3 @@ def test_optimizers_inside_that_would_miss_the_gradients_of_a_pass_are_refused(r
     with pytest.raises(RuntimeError, match=r"SGD\.step\(\) was called.*as a list"):
         run(model, optimizer, *cases.batch())
     assert cases.same(cases.masters(optimizer), before)
-
-
-def test_an_interrupted_initialize_leaves_the_optimizers_inside_with_the_same_parameters():
-    line = 0
-    while True:
-        model = cases.net()
-        optimizer = Container(model.parameters())
-
-        def call(model=model, optimizer=optimizer):
-            amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
-
-        if not cases.interrupted_at(line, call):
-            return
-        own = optimizer.param_groups[0]["params"]
-        assert all(a is b for a, b in zip(optimizer.inner(), own, strict=True))
-        line += 20

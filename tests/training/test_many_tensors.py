@@ -1,15 +1,12 @@
 """What amp costs in a model of many tensors: operators and calls per tensor."""
 
-import gc
 import sys
-from contextlib import nullcontext
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex import amp
-from apex._engine.session import Session
 from tests.training import cases
 
 
@@ -57,38 +54,6 @@ def many_tensors(count):
         torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4)) for _ in range(count // 4)
     )
     return torch.nn.Sequential(*parts)
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("fails", [False, True])
-def test_initialize_converts_without_collections(enabled, fails, monkeypatch):
-    """Each would search all objects of the process."""
-    inside = []
-
-    def note(phase, info):
-        frame = sys._getframe()
-        while frame is not None:
-            inside.append(frame.f_code is Session.prepare.__wrapped__.__code__)
-            frame = frame.f_back
-
-    model = many_tensors(400)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if fails:
-        monkeypatch.setattr(Session, "start", lambda session: 1 / 0)
-    before, threshold = gc.isenabled(), gc.get_threshold()
-    gc.callbacks.append(note)
-    try:
-        gc.set_threshold(10)
-        (gc.enable if enabled else gc.disable)()
-        with pytest.raises(ZeroDivisionError) if fails else nullcontext():
-            amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
-        assert gc.isenabled() is enabled
-    finally:
-        gc.callbacks.remove(note)
-        gc.set_threshold(*threshold)
-        (gc.enable if before else gc.disable)()
-    assert not any(inside)
-    assert bool(inside) is enabled
 
 
 @pytest.mark.parametrize("level", cases.WITH_MASTERS)

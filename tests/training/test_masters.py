@@ -298,24 +298,6 @@ def test_a_model_that_runs_during_a_step_gets_what_the_step_writes_after_it(leve
     assert cases.same(cases.masters(optimizer), cases.masters(expected))
 
 
-def test_an_assignment_to_data_that_is_interrupted_leaves_model_and_master_in_agreement():
-    model, optimizer = cases.prepared("O5")
-    own = next(amp.master_params(optimizer))
-    lines = 0
-
-    def assign():
-        own.data = torch.full_like(own, 1 / (3 + lines))
-
-    while cases.interrupted_at(lines, assign):
-        forward(model)
-        assert agree(model, optimizer)
-        lines += 1
-    assert lines > 1
-
-
-# -- the model is written --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("level", MASTERS)
 @pytest.mark.parametrize("part", ["model", "submodule"])
 def test_loaded_weights_reach_the_masters_exactly(level, part):

@@ -136,12 +136,6 @@ def perturbed_weights(model, optimizer, x, y):
     cases.train_step(model, optimizer, x, y)
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "fused AdamW"])
-@pytest.mark.parametrize("level", cases.WITH_MASTERS)
-def test_weights_written_uncounted_are_warned_of_once(level, optimizer):
-    assert_warns_once(level, clipped_weights, r"\.data(?s:.*)torch\.no_grad", optimizer)
-
-
 class Preconditioner(torch.optim.Optimizer):
     """As those of K-FAC: writes the gradients of the model's parameters, and no weight."""
 

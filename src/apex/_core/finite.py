@@ -78,7 +78,7 @@ def unscale_and_check_(values: list[Tensor], inverse_scale: Tensor, found_inf: T
         if device == found_inf.device:
             foreach.check_and_unscale_(grads, found_inf, inverse_scale)
             continue
-        found_here = torch.zeros((), device=device)
+        found_here = torch.zeros((), dtype=torch.float32, device=device)
         foreach.check_and_unscale_(grads, found_here, moved(inverse_scale, device))
         raise_flag_(found_inf, moved(found_here, found_inf.device))
 

@@ -36,3 +36,8 @@ def states_in(state: Mapping[Any, Any]) -> Iterator[tuple[Tensor, dict[str, Any]
     for param, own in state.items():
         if isinstance(param, Tensor):
             yield param, own
+
+
+def is_from(optimizer: Any, module: str) -> bool:
+    """Returns whether a class of this module is among the optimizer's, ours or NVIDIA's."""
+    return any(kind.__module__ == module for kind in type(optimizer).__mro__)

@@ -23,7 +23,6 @@ class Policy:
         batchnorm_fp32: Whether batch norm stays in fp32 when ``param_dtype`` is lower.
         master_weights: Whether the optimizer steps fp32 masters of low-precision parameters.
         loss_scale: Multiplier on the loss, or ``"dynamic"``.
-        grad_accum_dtype: Dtype in which the gradients of several passes add up, beside masters.
     """
 
     opt_level: str
@@ -33,12 +32,6 @@ class Policy:
     batchnorm_fp32: bool
     master_weights: bool
     loss_scale: LossScale
-    grad_accum_dtype: torch.dtype = torch.float32
-
-    @property
-    def sums_low(self) -> bool:
-        """Whether the gradients of several passes add up in 16 bits."""
-        return self.grad_accum_dtype is not torch.float32
 
     @property
     def low_precision(self) -> torch.dtype | None:

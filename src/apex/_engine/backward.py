@@ -215,7 +215,6 @@ class BackwardPass(ExitStack):
         binding.gradients.begin(
             self,
             identity=self._scaler.is_identity,
-            scale=scale,
             # Delayed gradients stay in place until they are reduced.
             sent_with=scale if communication.sends or self._delay_unscale else None,
             keeps=not communication.in_buckets,

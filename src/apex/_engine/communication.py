@@ -10,7 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from apex._core import dtypes
-from apex._core.garbage import Living
+from apex._core.living import Living
 from apex._engine import tracked_pair
 from apex._engine.optimizer.binding import Binding
 from apex._engine.scaler import Scaler

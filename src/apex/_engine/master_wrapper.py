@@ -1,11 +1,11 @@
-"""The base of apex's three ``FP16_Optimizer`` classes: masters and a loss scale on the host."""
+"""apex's ``FP16_Optimizer``: fp32 masters and a loss scale on the host, around any optimizer."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Callable, Mapping
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +15,13 @@ from apex._core.scale import checked_static
 from apex._engine.host_scale import HostScale
 from apex._engine.optimizer.optimizer_class import binding_of
 
-_OWN_PASS = (
-    "FP16_Optimizer got gradients of a backward pass that it did not run, and divides them by its "
-    "loss scale, {:g}, as in apex. Call optimizer.backward(loss), not loss.backward(), unless the "
-    "script multiplies the loss by optimizer.loss_scale itself."
-)
+_log = logging.getLogger("apex")
+
+_SCALE = "dynamic_loss_scale", "cur_scale", "cur_iter"
+_RULE = "last_overflow_iter", "scale_factor", "scale_window"
 
 
-def forwarded(part: str, name: str, doc: str) -> Any:
+def forwarded(part: str, name: str, doc: str = "") -> Any:
     """Returns a property that reads and sets an attribute of a part of its object."""
 
     def read(self: Any) -> Any:
@@ -35,31 +34,49 @@ def forwarded(part: str, name: str, doc: str) -> Any:
 
 
 class MasterWrapper:
-    """Wraps any optimizer over 16-bit parameters and steps fp32 masters in their place.
+    """Steps fp32 masters of a model's 16-bit parameters, with a static or dynamic loss scale.
 
-    Gradients of several backward passes accumulate at one scale: before each pass, existing ones
-    are rescaled to the current loss scale.
+    ``loss.backward()`` becomes ``optimizer.backward(loss)``; the rest of the loop stays. New
+    scripts use :func:`apex.amp.initialize` at level O2.
 
     Attributes:
         optimizer: The wrapped optimizer, whose groups hold the masters.
-        loss_scaler: The loss scale.
-        overflow: Whether the masters' latest gradients held inf or NaN.
+        loss_scaler: The loss scale, with the attributes ``cur_scale`` to ``scale_window``.
+        overflow: Whether the masters' latest gradients held inf or NaN; the step is then skipped.
         verbose: Whether overflows are logged.
+        fp16_groups: The model's 16-bit parameters with masters, per group.
+        fp32_from_fp16_groups: Their masters.
+        fp32_from_fp32_groups: The fp32 parameters of each group, stepped directly.
     """
 
-    _adopts_frozen: ClassVar[bool] = False
-    """Whether parameters that do not require gradients get masters, too."""
+    _per_step: ClassVar[bool] = True
+    """Whether masters get their gradients in ``step``, as in 2019, and not in ``backward``.
+
+    Frozen parameters then have masters, too, and a static scale is checked.
+    """
+    _masters_key: ClassVar[str] = "fp32_groups_flat"
+    _keys: ClassVar[tuple[str, ...]] = (*_SCALE, "optimizer_state_dict")
+    """Keys that a saved state must have, beside ``_masters_key``."""
     _scale_type: ClassVar[type[HostScale]] = HostScale
-    _scale_options: ClassVar[dict[str, Any]]
-    """What ``dynamic_loss_args`` takes, with its defaults."""
+    _scale_options: ClassVar[dict[str, Any]] = {
+        "init_scale": 2.0**16,
+        "scale_factor": 2.0,
+        "scale_window": 1000,
+        "min_loss_scale": 1.0,
+        "max_loss_scale": None,
+    }
 
     clip_grad_norm = staticmethod(nn.utils.clip_grad_norm_)
+    first_closure_call_this_step = True
     state = forwarded("optimizer", "state", "The optimizer's state.")
-    param_groups = forwarded(
-        "optimizer", "param_groups", "The optimizer's groups, which hold the masters."
+    param_groups = forwarded("optimizer", "param_groups", "The optimizer's groups.")
+    dynamic_loss_scale = forwarded("loss_scaler", "dynamic", "Whether gradients move the scale.")
+    cur_scale, cur_iter = (
+        forwarded("loss_scaler", "cur_scale"),
+        forwarded("loss_scaler", "cur_iter"),
     )
-    dynamic_loss_scale = forwarded(
-        "loss_scaler", "dynamic", "Whether the scale follows the gradients."
+    last_overflow_iter, scale_factor, scale_window = (
+        forwarded("loss_scaler", name) for name in _RULE
     )
 
     def __init__(
@@ -76,8 +93,8 @@ class MasterWrapper:
             init_optimizer: An optimizer over the model's fp16, bf16 and fp32 parameters.
             static_loss_scale: The scale (multiplier) unless it is dynamic.
             dynamic_loss_scale: Whether the scale follows the gradients.
-            dynamic_loss_args: ``init_scale``, ``scale_factor`` and ``scale_window`` of a dynamic
-                scale; in ``apex.fp16_utils`` also ``min_loss_scale`` and ``max_loss_scale``.
+            dynamic_loss_args: ``init_scale``, ``scale_factor``, ``scale_window``,
+                ``min_loss_scale`` and ``max_loss_scale`` of a dynamic scale.
             verbose: Whether skipped steps are logged.
 
         Raises:
@@ -87,33 +104,26 @@ class MasterWrapper:
             ValueError: If a scale is out of range.
             RuntimeError: If ``amp.initialize`` has prepared the optimizer.
         """
-        self._check_optimizer(init_optimizer)
+        _check_optimizer(init_optimizer)
         dynamic = arguments.flag("dynamic_loss_scale", dynamic_loss_scale)
         options = self._dynamic_options(dynamic_loss_args if dynamic else None)
         initial = options.pop("init_scale")
         scale = initial if dynamic else static_loss_scale
         self.loss_scaler: Any = self._scale_type(scale, dynamic=dynamic, **options)
-        if binding_of(init_optimizer) is not None:
-            raise RuntimeError(
-                "FP16_Optimizer got an optimizer that amp.initialize has prepared, and each keeps "
-                "masters and a loss scale of its own. Use amp.scale_loss(loss, optimizer) without "
-                "FP16_Optimizer, or FP16_Optimizer without amp.initialize."
-            )
+        if dynamic:
+            self.loss_scale = min(self.loss_scale, self.loss_scaler.rule().greatest)
         self.optimizer = init_optimizer
         self.overflow = False
         self.verbose = verbose
-        # The scale of the model's present gradients; None for those of the script's own passes.
+        self._pending = self._per_step  # whether masters lack gradients that ``step`` needs
+        # The scale of the present gradients of 16-bit and of fp32 parameters, None for no own pass.
         self._scale_of_low: float | None = None
         self._scale_of_direct: float | None = None
-        self._pending = False
-        self._low_groups: list[list[nn.Parameter]] = []
+        self.fp16_groups: list[list[nn.Parameter]] = []
         self.fp32_from_fp16_groups: list[list[nn.Parameter]] = []
         self.fp32_from_fp32_groups: list[list[nn.Parameter]] = []
         for group in init_optimizer.param_groups:
             self._adopt(group["params"])
-
-    def _check_optimizer(self, optimizer: Any) -> None:
-        raise NotImplementedError
 
     def _dynamic_options(self, given: Any) -> dict[str, Any]:
         options, names = {} if given is None else given, ", ".join(self._scale_options)
@@ -124,7 +134,7 @@ class MasterWrapper:
         return {**self._scale_options, **options}
 
     def _adopt(self, params: list[nn.Parameter]) -> None:
-        stepped = [param for param in params if param.requires_grad or self._adopts_frozen]
+        stepped = [param for param in params if param.requires_grad or self._per_step]
         masters = {p: master.make_master(p) for p in stepped if dtypes.is_low_precision(p)}
         params[:] = [masters.get(param, param) for param in params]
         for param, own in masters.items():
@@ -133,11 +143,9 @@ class MasterWrapper:
                     key: dtypes.cast(value, torch.float32) if _is_like(value, param) else value
                     for key, value in state.items()
                 }
-        self._low_groups.append(list(masters))
+        self.fp16_groups.append(list(masters))
         self.fp32_from_fp16_groups.append(list(masters.values()))
         self.fp32_from_fp32_groups.append([param for param in stepped if param not in masters])
-
-    # -- the wrapped optimizer ---------------------------------------------------------------
 
     @property
     def loss_scale(self) -> float:
@@ -151,7 +159,7 @@ class MasterWrapper:
     @property
     def all_fp16_params(self) -> list[nn.Parameter]:
         """The model's 16-bit parameters that have masters."""
-        return [*chain(*self._low_groups)]
+        return [*chain(*self.fp16_groups)]
 
     @property
     def all_fp32_from_fp16_params(self) -> list[nn.Parameter]:
@@ -172,54 +180,87 @@ class MasterWrapper:
 
     # -- gradients ---------------------------------------------------------------------------
 
-    def _clear_grads(self, *, set_to_none: bool) -> None:
-        for param in chain(*self._stepped(), *self._low_groups):
-            if set_to_none:
+    def zero_grad(self, set_grads_to_None: bool | None = None, set_to_none: bool = False) -> None:  # noqa: N803 - apex's name
+        """Clears the gradients of masters and model.
+
+        Args:
+            set_grads_to_None: Whether to remove them instead of setting them to zero; by default
+                only in ``apex.optimizers`` and ``apex.contrib.optimizers``.
+            set_to_none: The same, under torch's name.
+        """
+        removes = self._per_step if set_grads_to_None is None else set_grads_to_None
+        for param in chain(*self._stepped(), *self.fp16_groups):
+            if removes or set_to_none:
                 param.grad = None
             elif param.grad is not None:
                 param.grad.detach_().zero_()
         self._scale_of_low = self._scale_of_direct = None
-        self._pending = False
+        self._pending = self._per_step
 
-    def _backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        """Runs the backward pass of the scaled loss; the masters do not receive gradients yet."""
+    def backward(
+        self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False
+    ) -> None:
+        """Runs the backward pass of the loss times the scale, in fp32; several calls accumulate.
+
+        Args:
+            loss: The loss.
+            update_master_grads: Pass False to call ``update_master_grads`` yourself, after the
+                last of several losses (``apex.fp16_utils``).
+            retain_graph: As in ``Tensor.backward``.
+
+        Raises:
+            RuntimeError: Between ``clip_master_grads`` and ``step``, where ``step`` gives the
+                masters their gradients (``apex.optimizers``).
+        """
         arguments.loss("FP16_Optimizer.backward", loss)
+        if self._per_step and not self._pending:
+            raise RuntimeError(
+                "FP16_Optimizer.backward was called between clip_master_grads and step. "
+                "Accumulate first, then clip, then step."
+            )
         scale = self.loss_scale
         with torch.no_grad():
             for params, earlier in (
                 (self.all_fp16_params, self._scale_of_low),
                 (self.all_fp32_from_fp32_params, self._scale_of_direct),
             ):
-                if earlier is not None and earlier != scale:
+                if earlier not in (None, scale):
                     finite.unscale_(finite.values_of(params), scale / earlier)
         self._scale_of_low = self._scale_of_direct = scale
         self._pending = True
         torch.autograd.backward(loss.float() * scale, retain_graph=retain_graph)
+        if update_master_grads and not self._per_step:
+            self.update_master_grads()
 
     @torch.no_grad()
-    def _give_masters_grads(self, *, check: bool) -> None:
-        """Gives the masters unscaled fp32 gradients; with ``check``, also sets ``overflow``.
+    def update_master_grads(self) -> None:
+        """Copies the model's gradients to the masters, divided by the scale; updates the scale.
 
-        The model keeps its scaled 16-bit gradients. A check is one host sync. Gradients of passes
-        that the script ran itself count as multiplied by the present scale, as in apex.
+        Gradients of passes that the script ran itself count as multiplied by the present scale, as
+        in apex. Where gradients are checked this waits for the device: ``overflow`` is on the host.
         """
         present = self.loss_scale
         copies = master.copy_grads(self.all_fp16_params, self.all_fp32_from_fp16_params)
-        fresh = finite.dense_values(copies)
-        direct = finite.values_of(self.all_fp32_from_fp32_params)
-        if self._scale_of_low is None and present != 1.0 and (fresh or direct):
-            warnings.warn(_OWN_PASS.format(present), stacklevel=4)
         self.overflow = _unscale_(
-            (fresh, self._scale_of_low or present),
-            (direct, self._scale_of_direct or present),
-            check=check,
+            (finite.dense_values(copies), self._scale_of_low or present),
+            (finite.values_of(self.all_fp32_from_fp32_params), self._scale_of_direct or present),
+            check=self._per_step or self.loss_scaler.dynamic,
         )
         if self._scale_of_direct is not None:
             self._scale_of_direct = 1.0
         self._pending = False
+        self.loss_scaler.update_scale(self.overflow)
 
     def _receive(self) -> None:
-        """Gives the masters what they lack of the gradients; here they have them."""
+        if self._per_step and self._pending:
+            self.update_master_grads()
+
+    def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
+        """Returns the gradients of each group's parameters; ``None`` after an overflow."""
+        if self.overflow:
+            _log.warning("inspect_master_grad_data: the gradients overflowed; returning None.")
+            return None
+        return [[None if p.grad is None else p.grad.data for p in own] for own in self._stepped()]
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Any:
         """Clips the gradients of the optimizer's parameters by their total norm.
@@ -237,43 +278,136 @@ class MasterWrapper:
             return -1
         return self.clip_grad_norm(list(chain(*self._stepped())), *norms)
 
-    # -- state -------------------------------------------------------------------------------
+    # -- the step ----------------------------------------------------------------------------
 
-    def _load(
-        self,
-        optimizer_state: dict[str, Any],
-        masters: list[list[nn.Parameter]],
-        saved: list[list[Tensor]],
-        scale: dict[str, Any],
-    ) -> None:
-        """Loads the optimizer's state, each group's masters, and attributes of the loss scale.
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Steps the masters and rounds them into the model; does nothing after an overflow.
 
-        The model gets the rounded masters.
+        Args:
+            closure: Clears the gradients, computes the loss, calls ``backward`` of this object
+                and returns the loss. It is called again while its gradients overflow.
 
         Raises:
-            ValueError: If masters or optimizer do not fit; nothing has changed then.
+            RuntimeError: If the masters lack gradients because ``update_master_grads`` was not
+                called, nor ``backward``, or a closure overflows at the smallest loss scale.
         """
-        given, own = (
-            [[tuple(tensor.shape) for tensor in group] for group in groups]
-            for groups in (saved, masters)
-        )
-        check_sizes(given, own)
-        self.optimizer.load_state_dict(optimizer_state)
+        if closure is not None:
+            return self._step_with_closure(closure)
+        self._receive()
+        pairs = zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True)
+        if self._pending or any(own.grad is not None and m.grad is None for own, m in pairs):
+            raise RuntimeError(
+                "FP16_Optimizer.step got gradients that the masters do not have yet. Call "
+                "update_master_grads() after the last backward(..., update_master_grads=False), "
+                "and optimizer.backward(loss) in place of loss.backward()."
+            )
+        result = None
+        if self.overflow:
+            self._report("Gradient overflow.  Skipping step")
+        else:
+            result = self.optimizer.step()
+            self._master_params_to_model_params()
+        if self._per_step:
+            for param in self.all_fp32_from_fp16_params:
+                param.grad = None
+        self._pending = self._per_step
+        return result
+
+    def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
+        def attempt() -> Any:
+            loss = closure()
+            self._receive()
+            return loss
+
+        def evaluate() -> Any:
+            if not self.first_closure_call_this_step:
+                self._master_params_to_model_params()  # the optimizer has moved the masters
+            self.first_closure_call_this_step = False
+            loss = attempt()
+            while self.overflow:
+                self._report("Gradient overflow within the closure.  Calling it again")
+                if self.loss_scale <= self.loss_scaler.rule().least:
+                    raise RuntimeError(
+                        "The gradients of the closure overflow even at the smallest loss scale, "
+                        f"{self.loss_scale:g}: they hold NaN or inf at any scale. Check the batch "
+                        "and the loss."
+                    )
+                loss = attempt()
+            return loss
+
+        try:
+            result = self.optimizer.step(evaluate)
+            self._master_params_to_model_params()
+        finally:
+            self.first_closure_call_this_step = True
+        return result
+
+    def _report(self, message: str) -> None:
+        if self.verbose:
+            _log.warning("%s, reducing loss scale to %s", message, self.loss_scale)
+
+    def maybe_print(self, msg: object) -> None:
+        """Logs ``msg`` (logger ``apex``) where ``verbose`` is set."""
+        if self.verbose:
+            _log.info("%s", msg)
+
+    # -- state -------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns loss scale, optimizer and masters, under apex's keys."""
+        return {
+            **self._saved_scale(),
+            "optimizer_state_dict": self.optimizer.state_dict(),
+            self._masters_key: self._saved_masters(),
+        }
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Loads what ``state_dict`` returned, here or in apex; the model gets rounded masters.
+
+        Raises:
+            ValueError: If it does not fit this optimizer; nothing has changed then.
+        """
+        state: Any = state_dict if isinstance(state_dict, Mapping) else {}
+        if missing := [key for key in (*self._keys, self._masters_key) if key not in state]:
+            raise ValueError(
+                f"FP16_Optimizer.load_state_dict got {arguments.kind(state_dict)} without "
+                f"{', '.join(missing)}. Pass what FP16_Optimizer.state_dict() returned."
+            )
+        scale = self._scale_in(state)
+        masters = [*chain(*self._saved_groups())]
+        values = self._by_parameter(state[self._masters_key])
+        self.optimizer.load_state_dict(state["optimizer_state_dict"])
         with torch.no_grad():
-            for param, value in zip(chain(*masters), chain(*saved), strict=True):
+            for param, value in zip(masters, values, strict=True):
                 param.copy_(value)
         self._master_params_to_model_params()
         vars(self.loss_scaler).update(scale)
 
+    def _saved_scale(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in (*_SCALE, *_RULE)}
 
-def check_keys(state_dict: Any, keys: Iterable[str]) -> None:
-    """Raises ValueError unless ``state_dict`` is a dict with all ``keys``."""
-    missing = [key for key in keys if not isinstance(state_dict, Mapping) or key not in state_dict]
-    if missing:
-        raise ValueError(
-            f"FP16_Optimizer.load_state_dict got {arguments.kind(state_dict)} without "
-            f"{', '.join(missing)}. Pass what FP16_Optimizer.state_dict() returned."
-        )
+    def _scale_in(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the attributes of the loss scale in a saved state."""
+        scale = {name: state[name] for name in (*_SCALE, *_RULE) if name in state}
+        scale["cur_scale"] = checked_static(scale["cur_scale"], "cur_scale")
+        return {"dynamic": bool(scale.pop("dynamic_loss_scale")), **scale}
+
+    def _saved_groups(self) -> list[list[nn.Parameter]]:
+        """Returns the parameters whose values are saved, per group."""
+        return self._stepped()
+
+    def _saved_masters(self) -> list[Any]:
+        return [[param.detach() for param in group] for group in self._saved_groups()]
+
+    def _by_parameter(self, saved: Any) -> list[Tensor]:
+        """Returns the saved masters, one for each parameter; ValueError if they do not fit."""
+        groups = saved, self._saved_groups()
+        check_sizes(*([[tuple(t.shape) for t in group] for group in each] for each in groups))
+        return [*chain(*saved)]
+
+    def __getstate__(self) -> NoReturn:
+        """Refuses pickling, as apex did."""
+        raise RuntimeError("FP16_Optimizer is saved by its state_dict(), not by copy or pickle.")
 
 
 def check_sizes(given: list[Any], own: list[Any]) -> None:
@@ -282,6 +416,28 @@ def check_sizes(given: list[Any], own: list[Any]) -> None:
         raise ValueError(
             f"FP16_Optimizer.load_state_dict got masters of sizes {given}; this optimizer's groups "
             f"have {own}. Build model and groups as they were when it was saved."
+        )
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    groups = getattr(optimizer, "param_groups", None)
+    if not isinstance(groups, list) or isinstance(optimizer, MasterWrapper):
+        raise TypeError(
+            f"FP16_Optimizer got {type(optimizer).__name__}; it wraps an optimizer, such as "
+            "torch.optim.SGD(model.parameters(), lr=0.1)."
+        )
+    accepted = (*dtypes.LOW_PRECISION, torch.float32)
+    for param in (param for group in groups for param in group["params"]):
+        if param.requires_grad and param.dtype not in accepted:
+            raise TypeError(
+                f"FP16_Optimizer got a parameter of {param.dtype} and shape "
+                f"{tuple(param.shape)}; it takes float16, bfloat16 and float32."
+            )
+    if binding_of(optimizer) is not None:
+        raise RuntimeError(
+            "FP16_Optimizer got an optimizer that amp.initialize has prepared, and each keeps "
+            "masters and a loss scale of its own. Use amp.scale_loss(loss, optimizer) without "
+            "FP16_Optimizer, or FP16_Optimizer without amp.initialize."
         )
 
 
@@ -294,7 +450,8 @@ def _unscale_(*scaled: tuple[list[Tensor], float], check: bool) -> bool:
     found_inf: Tensor | None = None
     for values, scale in scaled:
         if values and check:
-            found_inf = torch.zeros((), device=values[0].device) if found_inf is None else found_inf
+            if found_inf is None:
+                found_inf = torch.zeros((), dtype=torch.float32, device=values[0].device)
             finite.unscale_and_check_(values, torch.full_like(found_inf, 1.0 / scale), found_inf)
         elif values and scale != 1.0:
             finite.unscale_(values, 1.0 / scale)

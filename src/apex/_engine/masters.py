@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from apex._core import rounding
-from apex._core.garbage import Living
+from apex._core.living import Living
 from apex._engine.tracked_pair import TrackedPair, read_model, round_into_model, write_back
 from apex._torch.dynamo import untraced
 

@@ -90,16 +90,6 @@ class Mistake(enum.Enum):
         "    model, [optimizer, other] = amp.initialize(model, [optimizer, other], ...)\n"
         "or make a new one over the masters: torch.optim.SGD(amp.master_params(optimizer), ...)"
     )
-    UNSEEN_WRITE = (
-        "The model's weights were changed through param.data (or by NumPy or a collective), which "
-        "PyTorch does not count. The fp32 masters do not have that change, so this step overwrites "
-        "it. Change weights as\n"
-        "    with torch.no_grad():\n"
-        "        param.clamp_(-c, c)\n"
-        "or change the masters, through .data if you like:\n"
-        "    for param in amp.master_params(optimizer):\n"
-        "        param.data.clamp_(-c, c)"
-    )
 
 
 class Mistakes:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from apex._core import dtypes, tree
-from apex._core.param_groups import params_of, states_in
+from apex._core.param_groups import is_from, params_of, states_in
 from apex._engine import model as conversion
 from apex._engine.optimizer import optimizer_class
 from apex._engine.optimizer.binding import Binding
@@ -81,8 +81,9 @@ def match_states(optimizers: Iterable[Optimizer], before: Mapping[int, torch.dty
 def _matched(
     optimizer: Optimizer, binding: Binding | None, before: Mapping[int, torch.dtype]
 ) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    # apex.optimizers keep fp32 state for 16-bit parameters, and declare it.
-    if getattr(optimizer, "state_stays_fp32", False):
+    # apex.optimizers keep fp32 state for 16-bit parameters. Ours declare it, NVIDIA's does not.
+    declared = getattr(optimizer, "state_stays_fp32", False)
+    if declared or is_from(optimizer, "apex.optimizers.fused_adam"):
         return
     # 0-d tensors are step counts, which stay exact; in LBFGS they are dot products.
     least_dim = 0 if isinstance(optimizer, LBFGS) else 1

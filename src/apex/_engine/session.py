@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel as Wrapper
 from torch.optim import Optimizer
 
 from apex._core import dtypes
-from apex._core.garbage import uncollected
 from apex._core.param_groups import is_trained
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
@@ -106,7 +105,6 @@ class Session:
 
     # -- setting up --------------------------------------------------------------------------
 
-    @uncollected
     def prepare(
         self,
         models: Sequence[nn.Module],
@@ -216,7 +214,6 @@ class Session:
             binding = Binding(
                 optimizer,
                 master_weights=self.policy.master_weights,
-                sums_low=self.policy.sums_low,
                 owner=self,
                 undo=steps,
             )

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from apex._core.arguments import flag, integer
-from apex._core.freed_memory import keep_freed_memory
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine import restore as restoring
@@ -69,7 +68,6 @@ def initialize(
     growth_factor: float = 2.0,
     backoff_factor: float = 0.5,
     keep_fp32_values: bool = False,
-    grad_accum_dtype: torch.dtype | None = None,
 ) -> Any:
     """Prepares models and optimizers for mixed precision and returns them.
 
@@ -122,9 +120,6 @@ def initialize(
         keep_fp32_values: Whether :func:`restore` also restores, bit for bit, the weights that no
             optimizer steps (frozen weights, inference-only models). Costs 4 bytes per element;
             weights with masters, and buffers, are always restored exactly.
-        grad_accum_dtype: Dtype in which the gradients of several backward passes add up before a
-            step (O2 and O5): ``torch.float32``, the default, or the model's own, which takes no
-            memory beside the gradients of one pass and rounds after each.
 
     Returns:
         The models as given (one, list or tuple), followed by the optimizers as given if there are
@@ -179,7 +174,6 @@ def initialize(
         "master_weights": master_weights,
         "loss_scale": loss_scale,
         "cast_model_outputs": cast_model_outputs,
-        "grad_accum_dtype": grad_accum_dtype,
     }
     properties = resolve(defaults, overrides, hard_override=_amp_state.hard_override)
     rule = ScaleRule(
@@ -347,8 +341,6 @@ def _session(
 ) -> Session:
     types = device_types(models)
     warn_if_emulated(policy.low_precision, types)
-    if "cpu" in types:
-        keep_freed_memory()
     spec = None
     if policy.compute_dtype is not None:
         spec = CastSpec(policy.compute_dtype, types, lists.op_table(policy.compute_dtype))

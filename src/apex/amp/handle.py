@@ -306,5 +306,6 @@ def _scaler(session: Session, loss_id: int) -> Scaler:
             f"num_losses={max(loss_id + 1, -loss_id)} to amp.initialize."
         )
     scaler = session.scalers[loss_id]
+    scaler.loss_id = int(loss_id) % count  # scripts may have exchanged scalers
     scaler.own_update = own_update(scaler) if scaler.dynamic else None
     return scaler

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core.arguments import kind
+from apex._core.param_groups import is_from
 from apex._engine import tracked_pair
 from apex._engine.mistakes import Mistake
 from apex._engine.optimizer.binding import Binding
@@ -136,7 +137,8 @@ class AmpStash:
     def _groups(self) -> Iterator[tuple[list[TrackedPair], list[Tensor]]]:
         """Yields each group's parameters with masters, and those without."""
         binding = self._binding
-        if not binding.master_weights:
+        # NVIDIA's FusedSGD steps its groups, whose masters it then finds here, by kernels for fp16.
+        if not binding.master_weights or is_from(binding.optimizer, "apex.optimizers.fused_sgd"):
             raise AttributeError(
                 "optimizer._amp_stash has groups only if the optimizer steps masters (O2, O5)."
             )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 import torch
@@ -30,7 +29,6 @@ class Properties:
         master_weights: Whether optimizers step fp32 masters.
         loss_scale: A number, or ``"dynamic"``.
         cast_model_outputs: Dtype of the model's outputs; ``None`` for the level's default.
-        grad_accum_dtype: Dtype in which the gradients of several passes add up; ``None`` for fp32.
     """
 
     enabled: bool
@@ -42,7 +40,6 @@ class Properties:
     master_weights: bool | None
     loss_scale: LossScale
     cast_model_outputs: torch.dtype | None = None
-    grad_accum_dtype: torch.dtype | None = None
 
 
 _FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -109,7 +106,7 @@ def resolve(
     values = {name: _PARSERS[name](name, value) for name, value in given.items()}
     if defaults.patch_torch_functions and values.get("cast_model_type") is False:
         del values["cast_model_type"]
-    for name, problem in chain(_meaningless(defaults, values), _unfit(defaults, values)):
+    for name, problem in _meaningless(defaults, values):
         if not hard_override:
             raise RuntimeError(problem)
         warnings.warn(problem, UserWarning, stacklevel=3)
@@ -135,7 +132,6 @@ def to_policy(properties: Properties) -> Policy:
         batchnorm_fp32=bool(properties.keep_batchnorm_fp32),
         master_weights=properties.master_weights or False,
         loss_scale=properties.loss_scale,
-        grad_accum_dtype=properties.grad_accum_dtype or _FP32,
     )
 
 
@@ -183,26 +179,6 @@ def _meaningless(defaults: Properties, values: Mapping[str, Any]) -> Iterator[tu
             )
 
 
-def _unfit(defaults: Properties, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields, in the same form, what does not fit the model's dtype or its masters."""
-    level, properties = defaults.opt_level, replace(defaults, **values)
-    own = properties.cast_model_type
-    if (dtype := properties.grad_accum_dtype) is None:
-        return
-    if own not in LOW_PRECISION:
-        problem = f"has no meaning at {level}, where parameters and gradients are fp32"
-        remedy = "Leave it None, or use opt_level 'O2' or 'O5'."
-    elif not properties.master_weights:
-        problem = f"has no meaning at {level} without masters: gradients add up in {own}"
-        remedy = "Leave it None, or set master_weights=True."
-    elif dtype not in (_FP32, own):
-        problem = f"does not fit a model in {own}"
-        remedy = f"Gradients add up in torch.float32 (the default) or in {own}."
-    else:
-        return
-    yield "grad_accum_dtype", f"grad_accum_dtype={dtype} {problem}. {remedy}"
-
-
 def _as_master_weights(name: str, value: object) -> bool:
     if value in ("split", "stochastic"):
         raise ValueError(
@@ -241,5 +217,4 @@ _PARSERS: Mapping[str, Any] = {
     "master_weights": _as_master_weights,
     "loss_scale": as_loss_scale,
     "cast_model_outputs": _as_output_dtype,
-    "grad_accum_dtype": _as_output_dtype,
 }

@@ -27,7 +27,7 @@ SKIPS_BEFORE_WARNING = 50
 _NAMED = 3
 """Parameters that a line names."""
 
-_UNREPORTED = ("cast_model_outputs", "grad_accum_dtype")
+_UNREPORTED = ("cast_model_outputs",)
 """Options that the start-up report, whose lines are apex's, leaves out."""
 
 

@@ -9,9 +9,17 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
+from apex import _unavailable
 from apex._core.scale import ScaleRule
 from apex._engine.scaler import INITIAL_SCALE, Scaler, scaler_for
 from apex.amp.properties import as_loss_scale
+
+_LOOP = "LossScaler.unscale, or amp_C.multi_tensor_scale and amp_C.multi_tensor_axpby"
+
+__getattr__ = _unavailable.names_instead(
+    __name__,
+    {"axpby_check_overflow_python": _LOOP, "scale_check_overflow_python": _LOOP},
+)
 
 
 def _of_rule(name: str) -> Any:
@@ -103,21 +111,17 @@ class LossScaler:
         """Returns the current scale."""
         return self._scaler.read_scale()
 
-    @property
-    def _loss_scale(self) -> float:
-        return self._scaler.read_scale()
-
-    @_loss_scale.setter
-    def _loss_scale(self, value: float) -> None:
-        self._scaler.set_scale(value)
-
-    @property
-    def _unskipped(self) -> int:
-        return self._scaler.read_clean_steps()
-
-    @_unskipped.setter
-    def _unskipped(self, value: int) -> None:
-        self._scaler.set_clean_steps(value)
+    _loss_scale = property(
+        lambda self: self._scaler.read_scale(),
+        lambda self, value: self._scaler.set_scale(value),
+    )
+    _unskipped = property(
+        lambda self: self._scaler.read_clean_steps(),
+        lambda self, value: self._scaler.set_clean_steps(value),
+    )
+    _scale_seq_len = _of_rule("growth_interval")
+    _min_loss_scale = _of_rule("floor")
+    _max_loss_scale = _of_rule("ceiling")
 
     @property
     def _has_overflow(self) -> bool:
@@ -130,23 +134,14 @@ class LossScaler:
 
     @property
     def _overflow_buf(self) -> Tensor:
-        return (
-            self._scaler.found_inf.reshape(1)
-            if self._assigned_flag is None
-            else self._assigned_flag
-        )
+        assigned = self._assigned_flag
+        return self._scaler.found_inf.reshape(1) if assigned is None else assigned
 
     @_overflow_buf.setter
-    def _overflow_buf(self, flag: Tensor) -> None:
-        if not isinstance(flag, Tensor):
+    def _overflow_buf(self, flag: Any) -> None:
+        if not isinstance(flag, Tensor) or flag.numel() != 1:
             raise TypeError(f"_overflow_buf is {flag!r}; it must be a tensor with one element.")
-        if flag.numel() != 1:
-            raise ValueError(f"_overflow_buf has shape {tuple(flag.shape)}; it needs one element.")
         self._assigned_flag = flag
-
-    _scale_seq_len = _of_rule("growth_interval")
-    _min_loss_scale = _of_rule("floor")
-    _max_loss_scale = _of_rule("ceiling")
 
     def clear_overflow_state(self) -> None:
         """Clears the overflow flag, and a tensor that the script assigned as ``_overflow_buf``."""
@@ -154,6 +149,7 @@ class LossScaler:
         if self._assigned_flag is not None:
             self._assigned_flag.zero_()
 
+    @torch.no_grad()
     def unscale(
         self,
         model_grads: Sequence[Tensor],
@@ -172,14 +168,13 @@ class LossScaler:
             scale_override: Divisor to use instead of the scale.
         """
         del unused_scale, models_are_masters
-        with torch.no_grad():
-            for master, model in zip(master_grads, model_grads, strict=True):
-                if master is not model:
-                    master.copy_(model)
-            scaler = self._scaler
-            inverse = None if scale_override is None else scaler.inverse(scale_override)
-            scaler.unscale_(list(master_grads), inverse=inverse)
+        for master, model in zip(master_grads, model_grads, strict=True):
+            if master is not model:
+                master.copy_(model)
+        inverse = None if scale_override is None else self._scaler.inverse(scale_override)
+        self._scaler.unscale_(list(master_grads), inverse=inverse)
 
+    @torch.no_grad()
     def unscale_with_stashed(
         self,
         model_grads: Sequence[Tensor],
@@ -197,11 +192,10 @@ class LossScaler:
                 the scale, 1 and 1.
         """
         scale, stashed_scale, out = scale_override or (None, 1.0, 1.0)
-        with torch.no_grad():
-            stashed = [grad * (out / stashed_scale) for grad in stashed_master_grads]
-            override = None if scale is None else scale / out
-            self.unscale(model_grads, master_grads, scale_override=override)
-            torch._foreach_add_(list(master_grads), stashed)
+        stashed = [grad * (out / stashed_scale) for grad in stashed_master_grads]
+        override = None if scale is None else scale / out
+        self.unscale(model_grads, master_grads, scale_override=override)
+        torch._foreach_add_(list(master_grads), stashed)
 
     def unscale_python(
         self, model_grads: Sequence[Tensor], master_grads: Sequence[Tensor], scale: float
@@ -218,10 +212,9 @@ class LossScaler:
         b: float,
     ) -> None:
         """Writes ``a * model_grads + b * stashed_master_grads`` into ``master_grads``."""
-        with torch.no_grad():
-            stashed = [grad * b for grad in stashed_master_grads]
-            self.unscale(model_grads, master_grads, scale_override=1.0 / a)
-            torch._foreach_add_(list(master_grads), stashed)
+        scales = 1.0 / a, 1.0, 1.0
+        stashed = [grad * b for grad in stashed_master_grads]
+        self.unscale_with_stashed(model_grads, stashed, master_grads, scales)
 
     def update_scale(self) -> bool:
         """Updates the scale by the overflow flag; returns whether to skip the step.
@@ -229,9 +222,9 @@ class LossScaler:
         The flag is that of the last pass, or the tensor that the script assigned as
         ``_overflow_buf``. Waits for the device if the scale is dynamic.
         """
-        if self._scaler.dynamic and self._assigned_flag is not None:
+        if self.dynamic and self._assigned_flag is not None:
             self._scaler.found_inf.copy_(self._assigned_flag.reshape(()))
-        overflow = self._scaler.dynamic and self._scaler.read_found_inf()
+        overflow = self.dynamic and self._scaler.read_found_inf()
         self._scaler.update(())
         self._scaler.read_updates()
         return overflow
@@ -255,46 +248,11 @@ def own_update(scaler: Scaler) -> Callable[[], object] | None:
     view = LossScaler.over(scaler)
 
     def after_unscale() -> bool:
-        view.unscale((), ())
+        if unscales:
+            view.unscale((), ())
         return view.update_scale()
 
-    return after_unscale if unscales else view.update_scale
-
-
-def scale_check_overflow_python(
-    model_grad: Tensor, master_grad: Tensor, scale: float, check_overflow: bool = False
-) -> bool:
-    """Writes ``scale * model_grad`` into ``master_grad``, unless a check finds inf or NaN.
-
-    Returns:
-        Whether ``check_overflow`` is set and ``model_grad`` holds inf or NaN. The check waits for
-        the device.
-    """
-    return axpby_check_overflow_python(
-        model_grad, master_grad, master_grad, scale, 0.0, check_overflow
-    )
-
-
-@torch.no_grad()
-def axpby_check_overflow_python(
-    model_grad: Tensor,
-    stashed_grad: Tensor,
-    master_grad: Tensor,
-    a: float,
-    b: float,
-    check_overflow: bool = False,
-) -> bool:
-    """Writes ``a * model_grad + b * stashed_grad``, unless a check finds inf or NaN.
-
-    Returns:
-        Whether ``check_overflow`` is set and ``model_grad`` holds inf or NaN. The check waits for
-        the device.
-    """
-    if check_overflow and not bool(torch.isfinite(model_grad).all()):  # sync: the caller asks
-        return True
-    scaled = model_grad.to(master_grad.dtype) * a
-    master_grad.copy_(scaled if b == 0.0 else scaled + stashed_grad * b)
-    return False
+    return after_unscale
 
 
 class LossScalers(MutableSequence[LossScaler]):
@@ -307,44 +265,25 @@ class LossScalers(MutableSequence[LossScaler]):
         return len(self._scalers)
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [LossScaler.over(scaler) for scaler in self._scalers[index]]
-        return LossScaler.over(self._scalers[index])
+        found = self._scalers[index]
+        return [*map(LossScaler.over, found)] if isinstance(found, list) else LossScaler.over(found)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         several = isinstance(index, slice)
-        self._scalers[index] = (
-            [_engine_scaler(s) for s in value] if several else _engine_scaler(value)
-        )
-        self._renumber()
+        self._scalers[index] = [*map(_scaler, value)] if several else _scaler(value)
 
     def __delitem__(self, index: int | slice) -> None:
         del self._scalers[index]
-        self._renumber()
 
     def insert(self, index: int, value: LossScaler) -> None:
         """Inserts a scaler before ``index``."""
-        self._scalers.insert(index, _engine_scaler(value))
-        self._renumber()
-
-    def _renumber(self) -> None:
-        for loss_id, scaler in enumerate(self._scalers):
-            scaler.loss_id = loss_id
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, LossScalers | list) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles as a list of independent scalers."""
-        return list, (list(self),)
+        self._scalers.insert(index, _scaler(value))
 
     def __repr__(self) -> str:
         return repr(list(self))
 
 
-def _engine_scaler(given: object) -> Scaler:
+def _scaler(given: object) -> Any:
     if isinstance(given, LossScaler):
         return given._scaler
     raise TypeError(

@@ -14,15 +14,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from apex._core.arguments import shown
+from apex._core.arguments import is_number, shown
 from apex._core.scale import SMALLEST_SCALE, ScaleRule
 from apex._engine.scaler import Scaler
 
 VERSIONED = "apex_amp_v1"
 """Key of this package's additions; see Note [Versioned key]."""
 
-_MIN_SCALE, _MAX_SCALE = SMALLEST_SCALE, ScaleRule().greatest
-_MAX_STEPS = 2**31 - 1
+_RANGES = {"loss_scale": (SMALLEST_SCALE, ScaleRule().greatest), "unskipped": (0, 2**31 - 1)}
 _ENTRY = re.compile(r"loss_scaler(0|[1-9][0-9]*)")
 _log = logging.getLogger("apex")
 
@@ -34,65 +33,59 @@ class State(NamedTuple):
         key: ``"loss_scaler0"`` and so on.
         loss_scale: Multiplier of the loss.
         unskipped: Clean steps since the scale last changed.
-        static: Whether the scale is static; ``None`` if unknown.
+        static: Whether the scale is known to be static.
     """
 
     key: str
     loss_scale: float
     unskipped: int
-    static: bool | None = None
+    static: bool = False
 
 
 def entries(scalers: Iterable[Scaler]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the key and state of every scaler: ``"loss_scaler0"`` and so on."""
     for index, scaler in enumerate(scalers):
-        state = scaler.state()
-        scale, steps = state["loss_scale"], int(state["unskipped"])
-        yield entry(State(f"loss_scaler{index}", scale, steps, not scaler.dynamic))
-
-
-def entry(state: State) -> tuple[str, dict[str, Any]]:
-    """Returns the key and value of one scaler in a checkpoint."""
-    value: dict[str, Any] = {"loss_scale": state.loss_scale, "unskipped": state.unskipped}
-    return state.key, {**value, VERSIONED: {"dynamic": False}} if state.static else value
+        added = {} if scaler.dynamic else {VERSIONED: {"dynamic": False}}
+        state = {"loss_scale": scaler.read_scale(), "unskipped": scaler.read_clean_steps()}
+        yield f"loss_scaler{index}", {**state, **added}
 
 
 def set_scalers(scalers: Sequence[Scaler], states: Sequence[State]) -> None:
     """Sets the scalers from the states, in order; ignores extra scalers and states.
 
-    Skips and logs a static state for a dynamic scaler, and the reverse, and a static scale of 1,
-    which scales nothing, for a static scaler of another scale, and the reverse. A state of unknown
-    kind (of apex) is accepted by a dynamic scaler, or by a static one with the same scale.
+    A static scale of 1 scales nothing: it takes no other scale, and no other scaler takes it. Skips
+    and logs any other static state for a dynamic scaler, and the reverse. A state of unknown kind
+    (of apex) is accepted by a dynamic scaler, or by a static one with the same scale.
     """
     for scaler, state in zip(scalers, states, strict=False):
-        if _accepts(scaler, state):
-            scaler.set_scale(state.loss_scale)
-            scaler.set_clean_steps(state.unskipped)
+        given, own = state.loss_scale, scaler.read_scale()
+        if scaler.dynamic:
+            fits, unscaled = not state.static, given == 1.0
         else:
-            _log_skipped(state, scaler)
+            unscaled = own == 1.0 or (state.static and given == 1.0)
+            fits = given == own or (state.static and not unscaled)
+        if fits:
+            scaler.set_scale(given)
+            scaler.set_clean_steps(state.unskipped)
+        elif not unscaled:
+            kind = "dynamic" if scaler.dynamic else "static"
+            _log.warning(
+                f"amp skipped {state.key} of the checkpoint, {given:g}: this scaler is {kind}, at "
+                f"{own:g}. To continue with the checkpoint's, pass it or 'dynamic' as loss_scale "
+                "to amp.initialize."
+            )
 
 
 def apply_pending(scalers: Sequence[Scaler], pending: Sequence[State]) -> list[State]:
     """Sets the scalers of a new session from pending states; returns the remaining states."""
-    rest = list(pending[len(scalers) :])
     set_scalers(scalers, pending)
-    if pending and len(pending) < len(scalers):
-        fresh = ", ".join(map(str, range(len(pending), len(scalers))))
+    if pending and len(pending) != len(scalers):
         _log.warning(
-            f"amp.initialize: the checkpoint has no scale for loss {fresh}; it starts at the "
-            "default."
+            f"amp.initialize made {len(scalers)} loss scalers; the checkpoint has {len(pending)}. "
+            "Scalers without a state start at the default; the next amp.initialize call takes the "
+            "remaining states."
         )
-    if rest:
-        left = ", ".join(state.key for state in rest)
-        _log.warning(
-            f"amp.initialize: the next amp.initialize call will load {left} of the checkpoint."
-        )
-    return rest
-
-
-def is_key(key: object) -> bool:
-    """Returns whether ``key`` is the key of a scaler."""
-    return isinstance(key, str) and _ENTRY.fullmatch(key) is not None
+    return list(pending[len(scalers) :])
 
 
 def parsed(state_dict: Any) -> list[State]:
@@ -115,73 +108,23 @@ def parsed(state_dict: Any) -> list[State]:
                 "amp.state_dict(): 'loss_scaler0', 'loss_scaler1' and so on."
             )
         indices[int(match[1])] = _parsed(key, value)
-    for index in range(len(indices)):
-        if index not in indices:
-            raise RuntimeError(
-                f"amp.load_state_dict: 'loss_scaler{index}' is missing; the keys are "
-                f"{', '.join(state_dict)}. The checkpoint is truncated."
-            )
+    if missing := [index for index in range(len(indices)) if index not in indices]:
+        raise RuntimeError(
+            f"amp.load_state_dict: 'loss_scaler{missing[0]}' is missing; the keys are "
+            f"{', '.join(state_dict)}. The checkpoint is truncated."
+        )
     return [indices[index] for index in sorted(indices)]
 
 
-def checked(
-    place: str, values: Mapping[str, Any], names: tuple[str, str] = ("loss_scale", "unskipped")
-) -> tuple[float, int]:
-    """Returns the scale and the count of clean steps in ``values``, under ``names``.
-
-    Raises:
-        RuntimeError: If one is missing or out of range; the message names it and ``place``.
-    """
-    for name in names:
-        if isinstance(values.get(name), bool) or not isinstance(values.get(name), int | float):
-            raise RuntimeError(
-                f"{place}[{name!r}] is {shown(values.get(name))}; it must be a number. The "
-                "checkpoint is truncated or of another kind."
-            )
-    loss_scale, unskipped = values[names[0]], values[names[1]]
-    if not _MIN_SCALE <= loss_scale <= _MAX_SCALE:
-        raise RuntimeError(
-            f"{place}[{names[0]!r}] is {shown(loss_scale)}; it must be positive and finite in fp32."
-        )
-    if not (0 <= unskipped <= _MAX_STEPS and unskipped == int(unskipped)):
-        raise RuntimeError(
-            f"{place}[{names[1]!r}] is {shown(unskipped)}; it must be a count of steps."
-        )
-    return float(loss_scale), int(unskipped)
-
-
 def _parsed(key: str, value: Any) -> State:
-    if not isinstance(value, Mapping):
-        raise RuntimeError(f"amp.load_state_dict: {key!r} holds {shown(value)}; it must be a dict.")
-    loss_scale, unskipped = checked(f"amp.load_state_dict: {key}", value)
-    added = value.get(VERSIONED, {})
-    dynamic = added.get("dynamic") if isinstance(added, Mapping) else added
-    if not isinstance(dynamic, bool | None):
-        raise RuntimeError(
-            f"amp.load_state_dict: {key}[{VERSIONED!r}] is {shown(added)}; it must be a dict whose "
-            "'dynamic' is True or False."
-        )
-    return State(key, loss_scale, unskipped, None if dynamic is None else not dynamic)
-
-
-def _accepts(scaler: Scaler, state: State) -> bool:
-    if scaler.dynamic:
-        return not state.static
-    scales = state.loss_scale, scaler.read_scale()
-    return state.static is not False and (
-        scales[0] == scales[1] or (state.static is True and 1.0 not in scales)
-    )
-
-
-def _log_skipped(state: State, scaler: Scaler) -> None:
-    if scaler.dynamic:
-        _log.warning(
-            f"amp skipped {state.key}: the checkpoint's scale is static ({state.loss_scale:g}) but "
-            f"this scaler is dynamic, at {scaler.read_scale():g}."
-        )
-    else:
-        _log.warning(
-            f"amp skipped {state.key}: this scaler is static ({scaler.read_scale():g}). To "
-            f"continue with the checkpoint's {state.loss_scale:g}, pass it or 'dynamic' as "
-            "loss_scale to amp.initialize."
-        )
+    values = value if isinstance(value, Mapping) else {}
+    for name, (least, most) in _RANGES.items():
+        number: Any = values.get(name)
+        if not (is_number(number) and least <= number <= most):
+            raise RuntimeError(
+                f"amp.load_state_dict: {key}[{name!r}] is {shown(number)}; it must be a number "
+                f"from {least:g} to {most:g}. The checkpoint is truncated or of another kind."
+            )
+    added = values.get(VERSIONED)
+    static = (added.get("dynamic") if isinstance(added, Mapping) else added) is False
+    return State(key, float(values["loss_scale"]), int(values["unskipped"]), static)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-import apex
+from apex._core.version import VERSION
 from apex.cli import exit_codes
 from apex.cli.arguments import Parser
 from apex.cli.output import NotWrittenError
@@ -30,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=exit_codes.epilog(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    version = f"apex-amp {apex.__version__}, torch {metadata.version('torch')}"
+    version = f"apex-amp {VERSION}, torch {metadata.version('torch')}"
     parser.set_defaults(run=None, hint="")  # appended to the error on an unknown argument
     parser.add_argument("--version", action="version", version=version)
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")

@@ -187,8 +187,8 @@ class OverflowMode(OperatorMode):  # type: ignore[no-untyped-call]
         """Returns whether amp shows a model the gradients that its masters hold in fp32."""
         if self.tracker.inside or call.name not in ("aten._foreach_copy_", "aten.copy_"):
             return False
-        sessions = [s for s in self._sessions() if not s.policy.sums_low]
-        return _keys(call.written) <= _gradients(p.model for s in sessions for p in s.masters.all())
+        pairs = [pair for session in self._sessions() for pair in session.masters.all()]
+        return _keys(call.written) <= _gradients(pair.model for pair in pairs)
 
     def _writes_weights(self, call: _Call, among: Iterable[Tensor] | None = None) -> bool:
         """Returns whether a call writes weights, if given those among these tensors."""

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-import apex_C
 from apex import _unavailable
 from apex._core import arguments, dtypes, master, tree
+from apex._core.flat import flatten, unflatten
 
 __getattr__ = _unavailable.names_instead(
     __name__, dict.fromkeys(("TORCH_MAJOR", "TORCH_MINOR"), "torch.__version__")
@@ -126,7 +126,7 @@ def prep_param_lists(
             f"prep_param_lists(flat_master=True) got a model with parameters of {shown}; one flat "
             "master takes parameters of one dtype on one device. Use flat_master=False."
         )
-    flat = nn.Parameter(apex_C.flatten([param.detach() for param in params]).to(torch.float32))
+    flat = nn.Parameter(flatten([param.detach() for param in params]).to(torch.float32))
     flat.grad = torch.zeros_like(flat)
     return params, [flat]
 
@@ -146,7 +146,7 @@ def model_grads_to_master_grads(
     model_params, master_params = _fitting(model_params, master_params, flat_master)
     if flat_master:
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]
-        master_params[0].grad = apex_C.flatten(grads).to(torch.float32)
+        master_params[0].grad = flatten(grads).to(torch.float32)
     else:
         master.copy_grads(model_params, master_params)
 
@@ -164,7 +164,7 @@ def master_params_to_model_params(
     model_params, master_params = _fitting(model_params, master_params, flat_master)
     values: Sequence[Tensor] = master_params
     if flat_master:
-        values = apex_C.unflatten(master_params[0].detach(), model_params)
+        values = unflatten(master_params[0].detach(), model_params)
     master.copy_to_model(values, model_params)
 
 

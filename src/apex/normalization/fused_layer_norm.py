@@ -1,13 +1,17 @@
-"""Fused norms: modules, functions and autograd functions with apex's names.
+"""Fused norms: modules, functions and autograd functions with apex's names, on torch's kernels.
 
 The result of a fused norm has the input's dtype, that of a mixed norm the weight's. Under autocast,
 both have autocast's dtype, unlike torch's layer norm, whose result is fp32.
+
+Sources: Ba et al., "Layer Normalization", arXiv:1607.06450; Zhang and Sennrich, "Root Mean Square
+Layer Normalization", arXiv:1910.07467.
 """
 
-# ruff: noqa: A002 - `input` is apex's and torch's name for it
+# ruff: noqa: A001, A002 - `input` is apex's and torch's name for it
 
 from __future__ import annotations
 
+import functools
 import numbers
 from collections.abc import Sequence
 from typing import Any
@@ -19,16 +23,8 @@ from torch.jit import is_scripting  # type: ignore[attr-defined]
 
 from apex import _unavailable
 from apex._core.arguments import flag
-from apex._core.dtypes import LOW_PRECISION
-from apex.normalization._compute import Shape, norm
-from apex.normalization._functions import (
-    FusedLayerNormAffineFunction,
-    FusedLayerNormAffineMixedDtypesFunction,
-    FusedLayerNormFunction,
-    FusedRMSNormAffineFunction,
-    FusedRMSNormAffineMixedDtypesFunction,
-    FusedRMSNormFunction,
-)
+from apex._core.dtypes import CASTABLE, LOW_PRECISION
+from apex._torch.dispatcher import is_under_autocast
 
 __all__ = [
     "FusedLayerNorm",
@@ -63,6 +59,176 @@ __getattr__ = _unavailable.names_instead(
         "supports_custom_op": "torch.library.custom_op, which every supported torch has",
     },
 )
+
+
+Shape = int | Sequence[int]
+"""Sizes of the last dimensions; an integer means one dimension."""
+
+
+def _norm(
+    input: Tensor,
+    shape: Shape,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    out: torch.dtype,
+    centered: bool,
+    autocasts: bool = True,
+) -> Tensor:
+    """Returns a layer norm or, if not ``centered``, an RMS norm, in the dtype ``out``.
+
+    These are ``(x - mean) / sqrt(variance + eps) * weight + bias``, and
+    ``x / sqrt(mean(x^2) + eps) * weight``. Statistics are fp32 or wider. If dtypes differ, the norm
+    is computed in the widest of them and rounded once. Under autocast the result has autocast's
+    dtype, unless not ``autocasts``.
+
+    Raises:
+        TypeError: If a dtype is not fp16, bf16, fp32 or fp64.
+    """
+    under = is_under_autocast(input)
+    if under and autocasts and input.dtype is not torch.float64:  # which autocast casts neither
+        out = torch.get_autocast_dtype(input.device.type)
+    dtypes = {out, *(t.dtype for t in (input, weight, bias) if t is not None)}
+    if under:
+        dtypes.add(torch.float32)  # in which autocast's own row would compute
+    if len(dtypes) > 1:
+        wide = _widest(dtypes)
+        input = input.to(wide)
+        weight, bias = (None if t is None else t.to(wide) for t in (weight, bias))
+    sizes: Any = [int(shape)] if isinstance(shape, numbers.Integral) else tuple(shape)  # type: ignore[arg-type]
+    if centered:
+        return F.layer_norm(input, sizes, weight, bias, eps).to(out)
+    return F.rms_norm(input, sizes, weight, eps).to(out)
+
+
+def _widest(dtypes: set[torch.dtype]) -> torch.dtype:
+    for dtype in dtypes:
+        if dtype not in CASTABLE:
+            raise TypeError(
+                f"A fused norm got a tensor of {dtype}; it takes float16, bfloat16, float32 and "
+                "float64, in any combination. Cast the input or the parameters first."
+            )
+    return functools.reduce(torch.promote_types, dtypes)
+
+
+class _NormFunction:
+    """apex's autograd functions: ``apply`` runs torch's operators, which carry gradients.
+
+    As in apex, it ignores autocast: the result has the input's dtype (of the mixed functions, the
+    weight's). ``memory_efficient`` has no effect: the input is kept for the backward.
+    """
+
+    @classmethod
+    def apply(cls, *args: Any) -> Tensor:
+        """Returns the norm; the arguments are those of ``forward`` without ``ctx``."""
+        result: Tensor = cls.forward(None, *args)  # type: ignore[attr-defined]
+        return result
+
+    @staticmethod
+    def backward(ctx: object, grad_output: Tensor) -> Any:
+        """Raises RuntimeError: torch computes the gradients of what ``apply`` returns."""
+        raise RuntimeError("No backward here: torch differentiates what apply returns.")
+
+
+class FusedLayerNormAffineFunction(_NormFunction):
+    """Layer norm with weight and bias; the result has the input's dtype."""
+
+    @staticmethod
+    def forward(
+        ctx: object,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        normalized_shape: Shape,
+        eps: float,
+        memory_efficient: bool = False,
+    ) -> Tensor:
+        """Returns the normalized input."""
+        return _layer(input, normalized_shape, weight, bias, eps, out=input.dtype)
+
+
+class FusedLayerNormAffineMixedDtypesFunction(_NormFunction):
+    """Layer norm with weight and bias; the result has the weight's dtype."""
+
+    @staticmethod
+    def forward(
+        ctx: object,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        normalized_shape: Shape,
+        eps: float,
+        memory_efficient: bool = False,
+    ) -> Tensor:
+        """Returns the normalized input."""
+        return _layer(input, normalized_shape, weight, bias, eps, out=weight.dtype)
+
+
+class FusedLayerNormFunction(_NormFunction):
+    """Layer norm without parameters; the result has the input's dtype."""
+
+    @staticmethod
+    def forward(
+        ctx: object,
+        input: Tensor,
+        normalized_shape: Shape,
+        eps: float,
+        memory_efficient: bool = False,
+    ) -> Tensor:
+        """Returns the normalized input."""
+        return _layer(input, normalized_shape, None, None, eps, out=input.dtype)
+
+
+class FusedRMSNormAffineFunction(_NormFunction):
+    """RMS norm with a weight; the result has the input's dtype."""
+
+    @staticmethod
+    def forward(
+        ctx: object,
+        input: Tensor,
+        weight: Tensor,
+        normalized_shape: Shape,
+        eps: float,
+        memory_efficient: bool = False,
+    ) -> Tensor:
+        """Returns the normalized input."""
+        return _rms(input, normalized_shape, weight, None, eps, out=input.dtype)
+
+
+class FusedRMSNormAffineMixedDtypesFunction(_NormFunction):
+    """RMS norm with a weight; the result has the weight's dtype."""
+
+    @staticmethod
+    def forward(
+        ctx: object,
+        input: Tensor,
+        weight: Tensor,
+        normalized_shape: Shape,
+        eps: float,
+        memory_efficient: bool = False,
+    ) -> Tensor:
+        """Returns the normalized input."""
+        return _rms(input, normalized_shape, weight, None, eps, out=weight.dtype)
+
+
+class FusedRMSNormFunction(_NormFunction):
+    """RMS norm without a weight; the result has the input's dtype."""
+
+    @staticmethod
+    def forward(
+        ctx: object,
+        input: Tensor,
+        normalized_shape: Shape,
+        eps: float,
+        memory_efficient: bool = False,
+    ) -> Tensor:
+        """Returns the normalized input."""
+        return _rms(input, normalized_shape, None, None, eps, out=input.dtype)
+
+
+_layer = functools.partial(_norm, centered=True, autocasts=False)
+_rms = functools.partial(_norm, centered=False, autocasts=False)
 
 
 class _FusedNorm(nn.Module):
@@ -136,7 +302,7 @@ class FusedLayerNorm(_FusedNorm):
         if is_scripting():
             return F.layer_norm(input, shape, weight, self.bias, eps)
         out = self._out_dtype(input)
-        return norm(input, shape, weight, self.bias, eps, out=out, centered=True)
+        return _norm(input, shape, weight, self.bias, eps, out=out, centered=True)
 
 
 class FusedRMSNorm(_FusedNorm):
@@ -164,7 +330,7 @@ class FusedRMSNorm(_FusedNorm):
         if is_scripting():
             return F.rms_norm(input, shape, weight, eps)
         out = self._out_dtype(input)
-        return norm(input, shape, weight, None, eps, out=out, centered=False)
+        return _norm(input, shape, weight, None, eps, out=out, centered=False)
 
     def _out_dtype(self, input: Tensor) -> torch.dtype:
         weight = self.weight
@@ -232,14 +398,14 @@ def fused_layer_norm_affine(
         eps: Term added to the variance.
         memory_efficient: Has no effect.
     """
-    return norm(input, normalized_shape, weight, bias, eps, out=input.dtype, centered=True)
+    return _norm(input, normalized_shape, weight, bias, eps, out=input.dtype, centered=True)
 
 
 def fused_layer_norm(
     input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
     """Returns the layer norm of ``input`` in its dtype, without weight and bias."""
-    return norm(input, normalized_shape, None, None, eps, out=input.dtype, centered=True)
+    return _norm(input, normalized_shape, None, None, eps, out=input.dtype, centered=True)
 
 
 def mixed_dtype_fused_layer_norm_affine(
@@ -251,7 +417,7 @@ def mixed_dtype_fused_layer_norm_affine(
     memory_efficient: bool = False,
 ) -> Tensor:
     """Returns the layer norm of ``input`` in the weight's dtype."""
-    return norm(input, normalized_shape, weight, bias, eps, out=weight.dtype, centered=True)
+    return _norm(input, normalized_shape, weight, bias, eps, out=weight.dtype, centered=True)
 
 
 def fused_rms_norm_affine(
@@ -262,14 +428,14 @@ def fused_rms_norm_affine(
     memory_efficient: bool = False,
 ) -> Tensor:
     """Returns the RMS norm of ``input`` in its dtype."""
-    return norm(input, normalized_shape, weight, None, eps, out=input.dtype, centered=False)
+    return _norm(input, normalized_shape, weight, None, eps, out=input.dtype, centered=False)
 
 
 def fused_rms_norm(
     input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
     """Returns the RMS norm of ``input`` in its dtype, without a weight."""
-    return norm(input, normalized_shape, None, None, eps, out=input.dtype, centered=False)
+    return _norm(input, normalized_shape, None, None, eps, out=input.dtype, centered=False)
 
 
 def mixed_dtype_fused_rms_norm_affine(
@@ -280,7 +446,7 @@ def mixed_dtype_fused_rms_norm_affine(
     memory_efficient: bool = False,
 ) -> Tensor:
     """Returns the RMS norm of ``input`` in the weight's dtype."""
-    return norm(input, normalized_shape, weight, None, eps, out=weight.dtype, centered=False)
+    return _norm(input, normalized_shape, weight, None, eps, out=weight.dtype, centered=False)
 
 
 def manual_rms_norm(
@@ -294,7 +460,7 @@ def manual_rms_norm(
     if weight is not None:
         low = weight.dtype in LOW_PRECISION
         out = weight.dtype if low else torch.promote_types(out, weight.dtype)
-    return norm(
+    return _norm(
         input, normalized_shape, weight, None, eps, out=out, centered=False, autocasts=False
     )
 

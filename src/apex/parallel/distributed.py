@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import parallel
 
-import amp_C
 from apex import _unavailable
 from apex._core import arguments
 from apex._torch.ddp import SENDS_LATER
@@ -135,7 +135,11 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     # What an `allreduce_bucket` that copies apex's reads.
     allreduce_different_streams = False
-    multi_tensor_scale = staticmethod(amp_C.multi_tensor_scale)
+
+    @property
+    def multi_tensor_scale(self) -> Any:
+        """The function of ``amp_C``, which may be NVIDIA's."""
+        return importlib.import_module("amp_C").multi_tensor_scale
 
     @property
     def main_stream(self) -> torch.cuda.Stream | None:

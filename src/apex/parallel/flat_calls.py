@@ -9,22 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import apex_C
+from apex._core.flat import flatten as flatten
+from apex._core.flat import unflatten as unflatten
 from apex.parallel.process_groups import require_running
 
 Call = Callable[..., Any]
 
 _SPLIT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-def flatten(bucket: Sequence[Tensor]) -> Tensor:
-    """Returns a 1-d tensor with the elements of dense tensors of one dtype and device."""
-    return apex_C.flatten(bucket)
-
-
-def unflatten(coalesced: Tensor, bucket: Sequence[Tensor]) -> list[Tensor]:
-    """Returns views of ``coalesced`` in the shapes of ``bucket``, from which it was flattened."""
-    return apex_C.unflatten(coalesced, bucket)
 
 
 def split_half_float_double(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

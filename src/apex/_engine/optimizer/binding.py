@@ -15,16 +15,13 @@ from apex._core import dtypes
 from apex._core.param_groups import is_trained, params_in, params_of
 from apex._engine import tracked_pair
 from apex._engine.masters import Masters
-from apex._engine.mistakes import Mistake, Mistakes
+from apex._engine.mistakes import Mistakes
 from apex._engine.optimizer import one_pass, other_steps
 from apex._engine.optimizer.exchange import exchange
 from apex._engine.optimizer.gradients import Gradients
-from apex._engine.optimizer.state import find_by_itself, find_by_model
-from apex._engine.optimizer.unseen_writes import UnseenWrites
 from apex._engine.tracked_pair import TrackedPair
 from apex._engine.undo import Undo, all_or_nothing
 from apex._pickle import empty
-from apex._torch import step_counts
 from apex._torch.autograd import backward_id
 from apex._torch.dynamo import untraced
 
@@ -76,7 +73,6 @@ class Binding:
         gradients: The state of its parameters' gradients.
         owner: The session, kept alive; ``None`` in an unpickled optimizer.
         master_weights: Whether low-precision parameters get fp32 masters.
-        sums_low: Whether gradients of several passes add up in the model's 16 bits.
         inner_step: The ``step`` that the instance had before (an LR scheduler's wrapper).
         view: Space for the compatibility view of this binding.
     """
@@ -86,7 +82,6 @@ class Binding:
         optimizer: Optimizer,
         *,
         master_weights: bool,
-        sums_low: bool = False,
         owner: Owner | None = None,
         source: Masters | None = None,
         undo: Undo | None = None,
@@ -96,7 +91,6 @@ class Binding:
         Args:
             optimizer: Any optimizer; its group dicts and lists keep their identity.
             master_weights: Whether low-precision parameters get fp32 masters.
-            sums_low: Whether gradients of several passes add up in the model's 16 bits.
             owner: The session.
             source: The registry of masters; ``None`` for the owner's, or a new one without owner.
             undo: Receives the inverse.
@@ -106,18 +100,15 @@ class Binding:
         self._counted = 0, 0
         self.gradients = Gradients(self)
         self.master_weights = master_weights
-        self.sums_low = sums_low
         self.owner = owner
         self.inner_step: Callable[..., Any] | None = None
         self.view: object = None
         self._source = source or (Masters() if owner is None else owner.masters)
         self._frozen: list[nn.Parameter] = []
-        self._unseen_writes = UnseenWrites()
         self._owned: set[int] = set()  # ids of the pairs' model parameters
         with all_or_nothing(undo) as steps:
             self.adopt(optimizer.param_groups, steps)
         other_steps.watch(self)
-        step_counts.raise_together(optimizer)
 
     # -- parameters --------------------------------------------------------------------------
 
@@ -161,7 +152,7 @@ class Binding:
 
     def defers(self) -> bool:
         """Returns whether gradients stay in 16 bits until they are read."""
-        return self.sums_low or one_pass.takes(self)
+        return one_pass.takes(self)
 
     def steps_any(self, params: Iterable[Tensor]) -> bool:
         """Returns whether a group holds the master of one of ``params``, models' parameters."""
@@ -217,12 +208,9 @@ class Binding:
         if new:
             every = groups is self.optimizer.param_groups
             exchange(self.optimizer, new, None if every else groups)
-            find_by_model(self.optimizer, self)
 
     def _undo_adopt(self, pairs: int, frozen: int) -> None:
         """Reverts :meth:`adopt`, given the number of pairs and frozen parameters before it."""
-        if not pairs:
-            find_by_itself(self.optimizer)
         added = self.pairs[pairs:]
         exchange(self.optimizer, {id(pair.master): pair.model for pair in added})
         self._owned.difference_update(id(pair.model) for pair in added)
@@ -243,7 +231,6 @@ class Binding:
 
         Allocates nothing, so it works out of memory.
         """
-        find_by_itself(self.optimizer)
         exchange(self.optimizer, {id(pair.master): pair.model for pair in self.pairs})
         self.pairs.clear()  # gradients hold the same list
         self._owned = set()
@@ -267,13 +254,7 @@ class Binding:
 
     @untraced
     def regroup(self) -> None:
-        """Puts the masters of models' parameters into groups that a script has built anew.
-
-        The state may be new as well.
-        """
-        if not self._owned:
-            return
-        find_by_model(self.optimizer, self)
+        """Puts the masters of models' parameters into groups that a script has built anew."""
         if not self._owned.isdisjoint(map(id, self.params())):
             with all_or_nothing() as undo:
                 self.adopt(self.optimizer.param_groups, undo)
@@ -295,8 +276,6 @@ class Binding:
                 self._begin_step_in_backward()
         if self.master_weights:
             self.read_model(steps=steps)
-        if steps and self.pairs and self._unseen_writes.look(self.pairs) and self.owner is not None:
-            self.owner.mistakes.warn(Mistake.UNSEEN_WRITE)
         gradients.absorb_raw()
         if steps and gradients.overflow.begin_step(self.params):
             gradients.watch_writes()
@@ -356,7 +335,7 @@ class Binding:
         """Leaves out what belongs to this process: the optimizer, the session, the gradients."""
         tracked_pair.write_back(self.pairs)
         state = self.__dict__.copy()
-        for name in ("_optimizer", "_source", "_owned", "_unseen_writes", "gradients"):
+        for name in ("_optimizer", "_source", "_owned", "gradients"):
             del state[name]
         state.update(owner=None, inner_step=None, view=None)
         return state
@@ -366,10 +345,9 @@ class Binding:
         return empty, ("binding",), self.__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.sums_low = False  # in files of earlier releases
         self.__dict__.update(state)
-        self.__dict__.pop("packing", None)
+        for name in ("packing", "sums_low"):  # in files of earlier releases
+            self.__dict__.pop(name, None)
         self._source = Masters()
         self._owned = {id(pair.model) for pair in self.pairs}
-        self._unseen_writes = UnseenWrites()
         self.gradients = Gradients(self)  # copies and files hold no gradients

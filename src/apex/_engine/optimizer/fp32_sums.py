@@ -4,8 +4,7 @@ Note [Sums in fp32]
     From the second pass on, the gradient of a master is a sum. An fp32 copy of what a pass adds
     would take 4 bytes per parameter beside it, so a large model has a copy of one block at a time.
     Until a pass is known to succeed it changes no gradient from before; then it adds in place, as
-    autograd does, with buffers that it has allocated before. If an interrupt ends that halfway,
-    the next step is skipped unless the gradients are cleared before.
+    autograd does, with buffers that it has allocated before.
 """
 
 from __future__ import annotations
@@ -31,23 +30,16 @@ class Added(NamedTuple):
     """What a pass adds to one sum.
 
     Attributes:
-        model: The model's parameter.
-        gradient: Its gradient, which need not be that of its master.
+        gradient: The gradient of the model's parameter, which need not be that of its master.
         total: The fp32 sum, laid out alike.
     """
 
-    model: nn.Parameter
     gradient: Deferred
     total: Tensor
 
 
 class Sums:
-    """Gradients of one device, and the sums to which they are added.
-
-    Attributes:
-        begun: Whether the sums have changed.
-        models: The models' parameters.
-    """
+    """Gradients of one device, and the sums to which they are added."""
 
     def __init__(self, added: Sequence[Added]) -> None:
         """Allocates all that :meth:`add` needs.
@@ -55,9 +47,8 @@ class Sums:
         Args:
             added: What :func:`split` found on one device.
         """
-        self.models, gradients, totals = zip(*added, strict=True)
+        gradients, totals = zip(*added, strict=True)
         cuts = blocks.cuts(totals)
-        self.begun = False
         self._blocks = cuts.blocks
         self._totals = cuts.of_all(totals)
         self._lows = cuts.of_all([each.values for each in gradients])
@@ -65,7 +56,6 @@ class Sums:
 
     def add(self) -> None:
         """Adds the gradients, and rounds the sums into their memory. Cannot fail."""
-        self.begun = True
         with torch.no_grad(), without_counting():
             for block in self._blocks:
                 totals = self._totals[block]
@@ -91,7 +81,7 @@ def split(
             rest.append((pair, grad))
             continue
         gradient = Deferred(pair, dtensor.local(grad), factors)
-        by_device.setdefault(total.device, []).append(Added(pair.model, gradient, total))
+        by_device.setdefault(total.device, []).append(Added(gradient, total))
     return list(by_device.values()), rest
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from apex._core import finite, master
-from apex._engine.optimizer import deferred, fp32_sums, low_sums, mirror_gradients, one_pass
+from apex._engine.optimizer import deferred, fp32_sums, mirror_gradients, one_pass
 from apex._engine.optimizer.deferred import Deferred, Factor
 from apex._engine.tracked_pair import TrackedPair
 
@@ -40,7 +40,7 @@ class GradientPass:
 
     __slots__ = (
         *("aside", "before", "pairs", "scaled", "unmirrored"),
-        *("_back", "_deferred", "_fresh", "_given", "_mirrors", "_returned", "_sums", "_totals"),
+        *("_back", "_deferred", "_fresh", "_mirrors", "_returned", "_totals"),
     )
 
     def __init__(self, before: GradState, *, identity: bool = True) -> None:
@@ -57,8 +57,6 @@ class GradientPass:
         self.aside: Grads = []
         self._back: Grads = []
         self._returned = False
-        self._sums: Sequence[low_sums.Sum] = ()
-        self._given: dict[int, Deferred | None] = {}
         self._fresh: Grads = []
         self._deferred: list[Deferred] = []
         self._mirrors: Grads = []
@@ -77,7 +75,7 @@ class GradientPass:
         """Finds what makes room for the gradients of the pass.
 
         Args:
-            pairs: The pairs whose gradients are not given back as sums.
+            pairs: Those that no other optimizer of the pass has prepared.
             params: The parameters that are stepped; none if their gradients stay in place.
             sent_with: The scale that unreduced gradients return to the pass with; ``None`` if there
                 are none.
@@ -90,24 +88,15 @@ class GradientPass:
         elif self.scaled:
             self.aside = _present(params, keeps=keeps)
 
-    def take_sums(
-        self, pairs: Sequence[TrackedPair], scale: Tensor | float, overflowed: Tensor | None
-    ) -> Collection[int]:
-        """Finds the sums in 16 bits that continue in the pass; returns the ids of their masters."""
-        self._sums = low_sums.scaled_by(pairs, scale, overflowed)
-        return {id(pair.master) for pair, _ in self._sums}
-
     def make_room(self) -> None:
         """Sets gradients aside, and gives the model those to which the pass adds."""
-        if self._sums:
-            self._given = low_sums.give_back(self._sums)
         for pair in self.unmirrored:  # after absorb_raw() no other model parameter has a gradient
             pair.model.grad, pair.mirrors_grad = None, False
         for param, _ in self.aside:
             param.grad = None
         for param, grad in self._back:
             param.grad = grad
-        self._sums, self._back = (), []
+        self._back = []
 
     def drop_aside(self, cleared: Container[int]) -> None:
         """Drops what was set aside for the parameters with these ids."""
@@ -207,8 +196,8 @@ class GradientPass:
         """
         kept: list[Deferred] = []
         summed: Sequence[list[fp32_sums.Added]] = ()
-        if (not self._returned or optimized.sums_low) and optimized.defers():
-            kept, self._mirrors, found = _left_low(found, factors, self.aside, self._given)
+        if not self._returned and optimized.defers():
+            kept, self._mirrors, found = _left_low(found, factors, self.aside)
             self._deferred = kept
         if found and not self._returned and one_pass.goes_by_blocks(optimized):
             summed, found = fp32_sums.split(found, factors, self.aside)
@@ -228,14 +217,8 @@ class GradientPass:
         for totals in self._totals:
             totals.add()
 
-    def restore(self, optimized: Binding) -> list[nn.Parameter]:
-        """Restores the gradients that were set aside; returns the parameters whose sum is lost.
-
-        Sums in 16 bits are zeroed.
-        """
-        spoiled = low_sums.spoiled(self.pairs, self._given)
-        lost = [pair.model for pair, _ in spoiled]
-        lost += chain.from_iterable(each.models for each in self._totals if each.begun)
+    def restore(self, optimized: Binding) -> None:
+        """Restores the gradients that were set aside."""
         for pair in self.pairs:
             pair.model.grad = None
         if self.scaled:
@@ -243,9 +226,6 @@ class GradientPass:
                 param.grad = None
         for param, grad in self.aside:
             param.grad = grad
-        for pair, grad in spoiled:
-            pair.model.grad = grad
-        return lost
 
 
 def _present(params: Iterable[nn.Parameter], *, keeps: bool) -> Grads:
@@ -294,10 +274,7 @@ def received(pairs: Iterable[TrackedPair], done: set[int] | None) -> Received:
 
 
 def _left_low(
-    received: Received,
-    factors: Sequence[Factor],
-    aside: Grads,
-    sums: dict[int, Deferred | None],
+    received: Received, factors: Sequence[Factor], aside: Grads
 ) -> tuple[list[Deferred], Grads, Received]:
     """Returns the gradients that stay in 16 bits, the models' mirrors of them, and the others.
 
@@ -305,7 +282,6 @@ def _left_low(
         received: What the pass brought.
         factors: What makes a gradient the master's.
         aside: Gradients that are added.
-        sums: By id of the master, the deferred gradient to which the pass added.
     """
     added = {id(param) for param, _ in aside}
     low: list[Deferred] = []
@@ -315,11 +291,7 @@ def _left_low(
         if values is None or id(pair.master) in added:
             rest.append((pair, grad))
             continue
-        earlier = sums.get(id(pair.master))
-        if earlier is not None and earlier.values is values:
-            each, each.factors = earlier, tuple(factors)
-        else:
-            each = Deferred(pair, values, factors)
+        each = Deferred(pair, values, factors)
         low.append(each)
         mirrors.append((pair.model, each.mirror(pair.model)))
     return low, mirrors, rest

@@ -119,7 +119,6 @@ class Gradients:
         opened: OpenPass | None = None,
         *,
         identity: bool,
-        scale: Tensor | float | None = None,
         sent_with: Tensor | float | None = 1.0,
         keeps: bool = True,
         begun: set[int] | None = None,
@@ -134,8 +133,6 @@ class Gradients:
             opened: The pass.
             identity: Whether the loss scale is exactly 1 and unchecked, so that parameters without
                 a master accumulate in place.
-            scale: The scale of the pass, for sums in 16 bits; ``None`` if it is not known yet, so
-                that they continue in fp32.
             sent_with: The scale of the gradients that this pass reduces across ranks; ``None`` if
                 it reduces none.
             keeps: Whether a gradient set aside keeps its values; False if its memory is a DDP
@@ -144,8 +141,7 @@ class Gradients:
                 skips; extended by its own. ``None`` if the pass has one optimizer.
         """
         optimized = self._optimized
-        low_scale = scale if optimized.sums_low else None
-        if not keeps and low_scale is None:
+        if not keeps:
             self.settle()
         pairs: Sequence[TrackedPair] = optimized.pairs
         params = optimized.params() if begun is not None or not identity else []
@@ -160,15 +156,6 @@ class Gradients:
         else:
             new = GradientPass(self.state, identity=identity)
             new.pairs = pairs
-            if low_scale is not None:
-                # An overflow that no other rank knows of yet is sent to them, as inf in the sum.
-                known = self.overflow.checked and self.state is not GradState.LOCAL
-                flag = self.overflow.found_inf if known else None
-                if flag is not None:
-                    self.overflow.keep()
-                summed = new.take_sums(pairs, low_scale, flag)
-                pairs = [pair for pair in pairs if id(pair.master) not in summed]
-                params = [param for param in params if id(param) not in summed]
             returns = self.state is GradState.LOCAL
             if pairs or params:
                 new.set_aside(pairs, params, sent_with=sent_with if returns else None, keeps=keeps)
@@ -218,8 +205,7 @@ class Gradients:
         """Discards the pass and restores the gradients that were set aside.
 
         A pass that accumulated in place (scale 1, or gradients still scaled) leaves what it added,
-        as plain autograd does. Sums in 16 bits are zeroed, and the next step is skipped; see
-        Note [Sums in 16 bits] and Note [Sums in fp32].
+        as plain autograd does.
 
         Args:
             aborted: The pass; nothing happens unless it is the open one.
@@ -231,10 +217,7 @@ class Gradients:
             self.open_pass = earlier
             return
         current = self.current
-        lost = current.restore(self._optimized)
-        for binding in self._optimized.sharing() if lost else ():
-            if binding.steps_any(lost):
-                binding.gradients.overflow.raise_for_lost(lost[0].device)
+        current.restore(self._optimized)
         self._end_pass(current.before)
         self.open_pass = earlier
         mirror_gradients.write_again(current.unmirrored)

@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
 )
 
 from apex._core import dtypes
-from apex._core.garbage import Living
+from apex._core.living import Living
 from apex._core.param_groups import params_of
 from apex._engine.masters import PREPARED, write_back_all
 from apex._engine.mistakes import Mistake, Mistakes

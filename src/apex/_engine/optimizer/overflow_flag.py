@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from apex._core import finite
-from apex._core.foreach import norms
 from apex._torch import dtensor
 from apex._torch.copies import HostCopy, capturing
 from apex._torch.dynamo import untraced
@@ -28,8 +27,6 @@ class OverflowFlag:
     def __init__(self) -> None:
         self.found_inf: Tensor | None = None
         self.checked = False
-        self._lost = False
-        self._zeroed = False
         self._cleared: Tensor | None = None  # an overflow since the last step, of cleared gradients
         self._waits = False  # for a step
         self.skipped: Tensor | bool = False
@@ -49,20 +46,11 @@ class OverflowFlag:
             flag.copy_(found_inf)
         self.checked = self._waits = True
 
-    def raise_for_lost(self, device: torch.device) -> None:
-        """Makes steps skip, for gradients are lost, and those that are left may be zero."""
-        self.raise_by(torch.ones((), device=device))
-        self._lost = self._zeroed = True
-
-    def keep(self) -> None:
-        """Lets a set flag stay until every gradient is zero: sums start again without their inf."""
-        self._lost = True
-
     def clear(self) -> None:
         """Makes steps run again: there are no gradients."""
         if self.checked:
             self._note_cleared()
-        self.checked = self._lost = self._zeroed = False
+        self.checked = False
 
     @torch.no_grad()
     def recheck(self, params: list[nn.Parameter], others: list[nn.Parameter]) -> None:
@@ -74,17 +62,11 @@ class OverflowFlag:
         """
         if not self.checked or self.found_inf is None:
             return
-        if self._zeroed:  # not by the script
-            self._zeroed = False
-            return
         self._note_cleared()
         flag = self._to_write(self.found_inf)
         before = flag.clone()
         flag.zero_()
-        if self._lost:
-            _raise_if_any(flag, params)
-        else:
-            _raise_by_grads(flag, others)
+        _raise_by_grads(flag, others)
         flag.mul_(before)
         _raise_by_grads(flag, params)
         # A rank that alone sees what is left of an overflow would skip alone.
@@ -146,11 +128,6 @@ def _raise_by_grads(flag: Tensor, params: Iterable[nn.Parameter]) -> None:
     grads = _grads(params)
     if grads:
         finite.unscale_and_check_(grads, torch.ones_like(flag), flag)
-
-
-def _raise_if_any(flag: Tensor, params: Iterable[nn.Parameter]) -> None:
-    greatest = [norm for same in finite.group(_grads(params)) for norm in norms.max_norms(same)]
-    finite.raise_flag_(flag, (norms.stacked(greatest, flag.device) != 0).any().to(flag.dtype))
 
 
 def _grads(params: Iterable[nn.Parameter]) -> list[Tensor]:

@@ -58,25 +58,20 @@ def step(binding: Binding, run: Run, closure: Closure | None) -> Any:
         _inspect(binding)
     off = UncastBlock()
     one_pass: list[OnePassStep] = []
-    ended: list[bool] = []
     try:
-        try:
-            _mark_masters_written(binding)
-            off.__enter__()
-            if binding.pairs:
-                compiled = is_compiling_here()
-                _begin_one_pass(binding, one_pass, OnePassStep.begin, compiled=compiled)
-                if not compiled and _sees_only_parameters(binding):
-                    run = functools.partial(_run_without_overrides, run)
-            if binding.gradients.overflow.checked:
-                return _run_unless_overflow(binding, run)
-            binding.gradients.overflow.note_step(skipped=False)
-            return run()
-        finally:  # also if the step failed partway
-            _end(binding, off, one_pass, ended)
-    finally:  # see Note [Interrupted blocks]
-        if not ended:
-            _end(binding, off, one_pass, ended)
+        _mark_masters_written(binding)
+        off.__enter__()
+        if binding.pairs:
+            compiled = is_compiling_here()
+            _begin_one_pass(binding, one_pass, OnePassStep.begin, compiled=compiled)
+            if not compiled and _sees_only_parameters(binding):
+                run = functools.partial(_run_without_overrides, run)
+        if binding.gradients.overflow.checked:
+            return _run_unless_overflow(binding, run)
+        binding.gradients.overflow.note_step(skipped=False)
+        return run()
+    finally:  # also if the step failed partway
+        _end(binding, off, one_pass)
 
 
 def _sees_only_parameters(binding: Binding) -> bool:
@@ -92,21 +87,14 @@ def _run_without_overrides(run: Run) -> Any:
 
 
 @untraced
-def _end(
-    binding: Binding,
-    off: UncastBlock,
-    one_pass: Sequence[OnePassStep],
-    ended: list[bool],
-) -> None:
-    """Rounds the masters into the model and turns casts back on; idempotent."""
-    if not ended:
-        for each in one_pass:
-            each.end()
-        if binding.pairs:
-            tracked_pair.write_back(binding.pairs, ends_step=True)
-        binding.gradients.end_step()
-        off.__exit__(None, None, None)
-        ended.append(True)
+def _end(binding: Binding, off: UncastBlock, one_pass: Sequence[OnePassStep]) -> None:
+    """Rounds the masters into the model and turns casts back on."""
+    for each in one_pass:
+        each.end()
+    if binding.pairs:
+        tracked_pair.write_back(binding.pairs, ends_step=True)
+    binding.gradients.end_step()
+    off.__exit__(None, None, None)
 
 
 @untraced_frame
@@ -217,20 +205,16 @@ def _step_with_closure(binding: Binding, run: Run, closure: Closure) -> Any:
     binding.read_model(steps=True)
     off = UncastBlock()
     one_pass: list[OnePassStep] = []
-    ended: list[bool] = []
     try:
-        try:
-            _mark_masters_written(binding)
-            off.__enter__()
-            evaluate = _evaluation(binding, closure, off, one_pass)
-            binding.gradients.overflow.note_step(skipped=False)
-            if binding.owner is not None and binding.owner.can_skip:
-                return _run_or_restore(binding, run, evaluate)
-            return run(evaluate)
-        finally:
-            _end(binding, off, one_pass, ended)
+        _mark_masters_written(binding)
+        off.__enter__()
+        evaluate = _evaluation(binding, closure, off, one_pass)
+        binding.gradients.overflow.note_step(skipped=False)
+        if binding.owner is not None and binding.owner.can_skip:
+            return _run_or_restore(binding, run, evaluate)
+        return run(evaluate)
     finally:
-        _end(binding, off, one_pass, ended)
+        _end(binding, off, one_pass)
 
 
 @untraced_frame

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 
-from apex import optimizers
+from apex._engine.master_wrapper import MasterWrapper
 
 
-class FP16_Optimizer(optimizers.FP16_Optimizer):  # noqa: N801 - apex's name
+class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
     """Like :class:`apex.optimizers.FP16_Optimizer`, but saves masters one by one."""
 
     _masters_key: ClassVar[str] = "fp32_groups"
@@ -18,9 +18,3 @@ class FP16_Optimizer(optimizers.FP16_Optimizer):  # noqa: N801 - apex's name
     def fp32_groups(self) -> list[list[nn.Parameter]]:
         """The fp32 masters, or the fp32 parameters themselves, per group."""
         return self._stepped()
-
-    def _saved_masters(self) -> list[Any]:
-        return [[param.detach() for param in params] for params in self.fp32_groups]
-
-    def _by_parameter(self, saved: list[Any]) -> list[list[Tensor]]:
-        return saved

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-import apex
 from apex._core import dtypes
+from apex._core.version import VERSION
 from apex._torch.devices import cpu_features
 from apex.debug.rendering.formatting import counted
 from apex.tools.doctor import huge_pages, installed, speeds, syncs
@@ -82,7 +82,7 @@ def examine(device: torch.device, *, budget: float = 0.2) -> Health:
     measured = [s for name in devices for s in speeds.measure(torch.device(name), budget=budget)]
     return Health(
         versions={
-            "apex-amp": apex.__version__,
+            "apex-amp": VERSION,
             "torch": torch.__version__,
             "Python": platform.python_version(),
             "system": platform.platform(),

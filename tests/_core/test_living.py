@@ -2,7 +2,7 @@
 
 import gc
 
-from apex._core.garbage import Living
+from apex._core.living import Living
 
 
 class Thing:

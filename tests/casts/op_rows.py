@@ -7,10 +7,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from apex._core.op_table import OpTable
 from apex._torch import dispatcher
-from tests._engine.op_calls import floats, signs
+from tests.casts.op_calls import floats, signs
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -215,3 +216,16 @@ def floating(value: Any) -> list[Tensor]:
     if isinstance(value, list | tuple):
         return [tensor for item in value for tensor in floating(item)]
     return []
+
+
+def called(row: str, args: Any, kwargs: Any) -> Any:
+    """Calls a row's operator, or in place on a copy of its first argument."""
+    if OpTable.default().rows.get(row, "").endswith("_inplace"):
+        args = (args[0].clone(), *args[1:])
+    return dispatcher.overload(row)(*args, **kwargs)
+
+
+def placed(row: str, args: Any, device: str) -> Any:
+    """Returns the arguments on a device, but the lengths of packed sequences on the host."""
+    there = tree_map_only(Tensor, lambda tensor: tensor.to(device), args)
+    return (there[0], args[1].cpu(), *there[2:]) if row.endswith(".data") else there

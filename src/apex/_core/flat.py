@@ -1,0 +1,50 @@
+"""Flattens dense tensors into one tensor, and back: ``apex_C``, which may be NVIDIA's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def flatten(bucket: Sequence[Tensor]) -> Tensor:
+    """Returns a new 1-d tensor with all elements of ``bucket``.
+
+    Args:
+        bucket: Dense tensors of one dtype and device; at least one.
+
+    Raises:
+        ValueError: If there are no tensors, or dtypes or devices differ.
+    """
+    tensors = list(bucket)
+    if not tensors:
+        raise ValueError("apex_C.flatten got no tensors; it takes at least one.")
+    kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
+    if len(kinds) > 1:
+        found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
+        raise ValueError(
+            f"apex_C.flatten got tensors of {found}; a flat tensor has one dtype and device. "
+            "Flatten them separately."
+        )
+    return torch.cat([tensor.contiguous().view(-1) for tensor in tensors])
+
+
+def unflatten(coalesced: Tensor, bucket: Sequence[Tensor]) -> list[Tensor]:
+    """Returns views of ``coalesced`` in the shapes of ``bucket``, in their order.
+
+    Args:
+        coalesced: A 1-d tensor of any dtype.
+        bucket: Tensors that determine the shapes of the views.
+
+    Raises:
+        ValueError: If the numbers of elements differ.
+    """
+    sizes = [tensor.numel() for tensor in bucket]
+    if coalesced.dim() != 1 or coalesced.numel() != sum(sizes):
+        raise ValueError(
+            f"apex_C.unflatten got a flat tensor of shape {tuple(coalesced.shape)} for tensors "
+            f"with {sum(sizes)} elements in total; it takes a 1-d tensor with the same number."
+        )
+    pieces = torch.split(coalesced, sizes)
+    return [piece.view(like.shape) for piece, like in zip(pieces, bucket, strict=True)]

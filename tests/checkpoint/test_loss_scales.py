@@ -1,0 +1,241 @@
+"""``amp.state_dict`` and ``amp.load_state_dict``: apex's format, before and after initialize."""
+
+import copy
+import io
+import re
+from collections import OrderedDict
+
+import pytest
+import torch
+
+from apex import amp
+from tests.support.steps import (
+    DYNAMIC,
+    LEVELS,
+    Net,
+    overflow,
+    prepared,
+    scale,
+    sgd,
+    train,
+    unskipped,
+)
+
+
+def entry(loss_scale, unskipped):
+    return {"loss_scale": loss_scale, "unskipped": unskipped}
+
+
+def static(loss_scale, unskipped):
+    return {**entry(loss_scale, unskipped), "apex_amp_v1": {"dynamic": False}}
+
+
+def states(*values):
+    return {f"loss_scaler{index}": entry(*value) for index, value in enumerate(values)}
+
+
+def found(count):
+    return [(scale(index), unskipped(index)) for index in range(count)]
+
+
+# -- saving ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_entry_has_apexs_two_numbers_and_says_whether_the_scale_is_static(level):
+    model, optimizer = prepared(level)
+    train(model, optimizer, steps=2)
+    state = amp.state_dict()
+    assert type(state) is OrderedDict
+    assert state == {"loss_scaler0": entry(2.0**16, 2) if level in DYNAMIC else static(1.0, 2)}
+    assert [*map(type, state["loss_scaler0"].values())][:2] == [float, int]
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    overflow(model, optimizer)
+    assert torch.load(file, weights_only=True) == state
+
+
+def test_it_has_the_scalers_of_all_live_sessions_in_order():
+    assert amp.state_dict() == OrderedDict()
+    first, second = prepared("O2", num_losses=11), prepared("O2", loss_scale=4.0, num_losses=2)
+    overflow(*first, loss_id=10)
+    assert [*amp.state_dict()] == [f"loss_scaler{index}" for index in range(13)]
+    assert [scale(10), scale(11), scale(0)] == [2.0**15, 4.0, 2.0**16]
+    del first
+    assert [value["loss_scale"] for value in amp.state_dict().values()] == [4.0, 4.0]
+    del second
+    assert amp.state_dict({"own": 1}) == {"own": 1}
+
+
+# -- loading ---------------------------------------------------------------------------------
+
+
+def test_loading_goes_by_number():
+    keep = prepared("O2", num_losses=11)
+    state = states(*((2.0**index, index) for index in range(11)))
+    amp.load_state_dict(dict(sorted(state.items(), reverse=True)))
+    assert found(11) == [(2.0**index, index) for index in range(11)]
+    del keep
+
+
+@pytest.mark.parametrize("loss_scale", [64.0, 1 / 3, 2.0**-20, 1e30])
+def test_a_static_scale_is_loaded_to_the_last_bit(loss_scale):
+    keep = prepared("O0", loss_scale=loss_scale)
+    state = amp.state_dict()
+    del keep
+    keep = prepared("O0", loss_scale=2.0)
+    amp.load_state_dict(state)
+    assert scale() == loss_scale
+    del keep
+
+
+def test_a_count_beyond_the_growth_interval_grows_the_scale_at_the_next_clean_step():
+    model, optimizer = prepared("O5", loss_scale="dynamic", growth_interval=5)
+    later = {"apex_amp_v2": [1], "apex_amp_v1": {"new": 1}}  # unknown keys are ignored
+    amp.load_state_dict({"loss_scaler0": {**entry(8.0, 1000), **later}})
+    train(model, optimizer, steps=1)
+    assert found(1) == [(16.0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("present", "saved", "after", "words"),
+    [
+        ("dynamic", static(512.0, 9), 2.0**16, "512: this scaler is dynamic, at 65536"),
+        (128.0, entry(512.0, 9), 128.0, "512: this scaler is static, at 128"),
+        ("dynamic", static(1.0, 9), 2.0**16, None),  # O5's into O2
+        (1.0, entry(2.0**16, 9), 1.0, None),  # O2's into O5
+        (1.0, static(128.0, 9), 1.0, None),
+        (128.0, static(1.0, 9), 128.0, None),
+        (64.0, entry(64.0, 9), 64.0, None),
+        ("dynamic", entry(64.0, 9), 64.0, None),
+    ],
+)
+def test_a_scale_of_another_kind_is_not_loaded_and_said_unless_one_scales_nothing(
+    present, saved, after, words, caplog
+):
+    keep = prepared("O5", loss_scale=present)
+    amp.load_state_dict({"loss_scaler0": saved})
+    assert scale() == after
+    if words is None:
+        assert not caplog.records
+    else:
+        assert f"amp skipped loss_scaler0 of the checkpoint, {words}" in caplog.text
+    del keep
+
+
+@pytest.mark.parametrize(("saved", "present"), [(3, 1), (1, 3)])
+def test_another_number_of_scalers_warns_and_loads_what_fits(saved, present):
+    keep = prepared("O2", num_losses=present)
+    words = f"got {saved} loss scalers, but amp has {present}.*same num_losses"
+    with pytest.warns(UserWarning, match=words):
+        amp.load_state_dict(states(*((2.0**index, index) for index in range(saved))))
+    fits = min(saved, present)
+    given = [(2.0**index, index) for index in range(fits)]
+    assert found(present) == given + [(2.0**16, 0)] * (present - fits)
+    del keep
+
+
+def test_with_two_sessions_as_many_entries_as_the_newest_has_go_to_it(caplog):
+    first, second = prepared("O2"), prepared("O1", num_losses=2)
+    amp.load_state_dict(states((1.0, 0), (2.0, 1)))
+    assert found(3) == [(2.0**16, 0), (1.0, 0), (2.0, 1)]
+    assert "2 loss scalers, which the newest amp.initialize" in caplog.text
+    amp.load_state_dict(states((4.0, 0), (8.0, 1), (16.0, 2)))
+    assert found(3) == [(4.0, 0), (8.0, 1), (16.0, 2)]
+    del first, second
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ({"model": {}}, "unexpected key 'model'"),
+        ({"loss_scaler01": entry(1.0, 0)}, "unexpected key 'loss_scaler01'"),
+        ({3: entry(1.0, 0)}, "unexpected key 3"),
+        ({"loss_scaler1": 3.0}, r"loss_scaler1\['loss_scale'\] is None; it must be a number"),
+        ({"loss_scaler1": {"loss_scale": 1.0}}, r"loss_scaler1\['unskipped'\] is None"),
+        ({"loss_scaler1": entry("8", 0)}, r"loss_scaler1\['loss_scale'\] is '8'; it must be a num"),
+        ({"loss_scaler1": entry(0.0, 0)}, r"is 0\.0; it must be a number from 1\.17549e-38"),
+        ({"loss_scaler1": entry(float("nan"), 0)}, "is nan; it must"),
+        ({"loss_scaler1": entry(10**400, 0)}, "it must be a number from"),
+        ({"loss_scaler1": entry(1.0, -1)}, r"\['unskipped'\] is -1"),
+        ({"loss_scaler1": entry(True, 0)}, r"loss_scaler1\['loss_scale'\] is True"),
+        ({"loss_scaler2": entry(1.0, 0)}, "'loss_scaler1' is missing; the keys are loss_scaler0"),
+        (None, r"accepts the dict that amp\.state_dict"),
+    ],
+)
+def test_a_bad_state_is_refused_by_name_and_changes_nothing(bad, words):
+    keep = prepared("O2", num_losses=2)
+    before = amp.state_dict()
+    with pytest.raises(RuntimeError, match=words):
+        amp.load_state_dict(bad if bad is None else {"loss_scaler0": entry(8.0, 1), **bad})
+    assert amp.state_dict() == before
+    del keep
+
+
+# -- loading before initialize ---------------------------------------------------------------
+
+
+def test_a_state_loaded_before_initialize_is_taken_by_it_once():
+    amp.load_state_dict(states((4.0, 7), (256.0, 0)))
+    amp.load_state_dict(states((512.0, 7), (256.0, 0)))  # replaces the first
+    assert amp.state_dict() == {}
+    keep = prepared("O2", num_losses=2), prepared("O2")
+    assert found(3) == [(512.0, 7), (256.0, 0), (2.0**16, 0)]
+    del keep
+    amp.load_state_dict(states((8.0, 1)))
+    keep = amp.init()
+    assert found(1) == [(8.0, 1)]
+    del keep
+
+
+def test_several_calls_take_it_in_order(caplog):
+    amp.load_state_dict(states((1.0, 0), (2.0, 1), (4.0, 2)))
+    first = prepared("O2")
+    assert "the next amp.initialize call takes the remaining states" in caplog.text
+    second, third = prepared("O2"), prepared("O2", num_losses=2)
+    assert found(4) == [(1.0, 0), (2.0, 1), (4.0, 2), (2.0**16, 0)]
+    assert re.search("made 2 loss scalers; the checkpoint has 1", caplog.text)
+    del first, second, third
+
+
+def test_what_waits_outlives_mistakes_and_disabled_calls(caplog, capsys):
+    amp.load_state_dict(states((512.0, 7)))
+    with pytest.raises(RuntimeError, match="must be a number"):
+        amp.load_state_dict(states((0.0, 7)))
+    with pytest.raises(RuntimeError, match="on the meta device"):
+        amp.initialize(Net().to("meta"), opt_level="O2", verbosity=0)
+    model = Net()
+    amp.initialize(model, sgd(model), enabled=False)
+    amp.load_state_dict(states((2.0, 7)))  # nothing to load into
+    assert (not caplog.records, capsys.readouterr()) == (True, ("", ""))
+    keep = prepared("O2")
+    assert scale() == 512.0
+    del keep
+
+
+# -- resuming --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_resumed_run_equals_an_uninterrupted_one(level):
+    def momentum(model):
+        return sgd(model, momentum=0.5)
+
+    model, optimizer = prepared(level, growth_interval=3, optimizer=momentum)
+    train(model, optimizer, steps=2)
+    if level in DYNAMIC:
+        overflow(model, optimizer)
+        optimizer.step()
+    train(model, optimizer, steps=2)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), amp.state_dict()))
+    assert {v.dtype for v in saved[0].values()} <= {torch.float32, torch.int64}
+    masters = [p.detach().clone() for p in amp.master_params(optimizer)]
+    expected = train(model, optimizer, steps=5), [*amp.state_dict().values()]
+
+    # A cell that is run again: the first session lives.
+    again = prepared(level, growth_interval=3, optimizer=momentum)
+    for part, state in zip((*again, amp), saved, strict=True):
+        part.load_state_dict(state)
+    assert all(map(torch.equal, masters, amp.master_params(again[1])))
+    assert (train(*again, steps=5), [*amp.state_dict().values()][1:]) == expected

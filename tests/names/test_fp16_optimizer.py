@@ -1,0 +1,464 @@
+"""apex's three ``FP16_Optimizer`` classes: a loop with masters by hand, and their files."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from apex import amp, fp16_utils, optimizers
+from apex.contrib import optimizers as contrib
+from tests.support.training import same
+
+OLD, FLAT, LISTED = fp16_utils.FP16_Optimizer, optimizers.FP16_Optimizer, contrib.FP16_Optimizer
+each = pytest.mark.parametrize("wrapper", [OLD, FLAT, LISTED], ids=["2018", "2019", "contrib"])
+SCALE = {"init_scale": 64.0, "scale_window": 2}
+DYNAMIC = {"dynamic_loss_scale": True, "dynamic_loss_args": SCALE}
+modes = pytest.mark.parametrize("mode", [{"static_loss_scale": 128.0}, DYNAMIC])
+
+
+def net(dtype=torch.float16):
+    """16-bit layers around a batch norm in fp32."""
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).to(dtype)
+    model[1].float()
+    return model
+
+
+def loss_of(model, step=0, overflow=False):
+    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(step), dtype=torch.float32)
+    x = x * float("inf") if overflow else x
+    return model(x.to(model[0].weight.dtype)).float().square().mean()
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def build(wrapper, dtype=torch.float16, **options):
+    model = net(dtype)
+    return model, wrapper(sgd(model), **options)
+
+
+def train(model, optimizer, steps, overflow_at=()):
+    for step in steps:
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(model, step, overflow=step in overflow_at))
+        optimizer.step()
+
+
+def masters(optimizer):
+    return [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
+
+
+class Reference:
+    """A loop by hand: fp32 copies of all parameters, gradients divided by the scale."""
+
+    def __init__(self, scale, dynamic, window=2):
+        self.model = net()
+        self.params = [nn.Parameter(p.detach().float().clone()) for p in self.model.parameters()]
+        self.optimizer = torch.optim.SGD(self.params, lr=0.1, momentum=0.9)
+        self.scale, self.dynamic, self.window, self.clean = scale, dynamic, window, 0
+
+    def step(self, step, overflow):
+        self.model.zero_grad()
+        (loss_of(self.model, step, overflow) * self.scale).backward()
+        grads = [p.grad.float() / self.scale for p in self.model.parameters()]
+        if self.dynamic and not all(grad.isfinite().all() for grad in grads):
+            self.scale, self.clean = self.scale / 2, 0
+            return
+        for param, grad in zip(self.params, grads, strict=True):
+            param.grad = grad
+        self.clean += 1
+        if self.dynamic and self.clean == self.window:
+            self.scale, self.clean = self.scale * 2, 0
+        self.optimizer.step()
+        for param, own in zip(self.model.parameters(), self.params, strict=True):
+            param.data.copy_(own.data)
+
+
+# -- the loop --------------------------------------------------------------------------------
+
+
+@modes
+@each
+@pytest.mark.parametrize("default", [torch.float32, torch.float64, torch.bfloat16])
+def test_it_trains_like_a_loop_by_hand(wrapper, mode, default):
+    dynamic = "dynamic_loss_scale" in mode
+    reference = Reference(64.0 if dynamic else 128.0, dynamic)
+    model, optimizer = build(wrapper, **mode)
+    torch.set_default_dtype(default)
+    try:
+        for step in range(6):
+            overflow = dynamic and step in (1, 4)
+            train(model, optimizer, [step], {step} if overflow else ())
+            reference.step(step, overflow)
+            assert same(masters(optimizer), [p.detach() for p in reference.params])
+            assert optimizer.loss_scale == reference.scale
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert same(dict(model.state_dict()), dict(reference.model.state_dict()))
+
+
+@each
+def test_an_overflow_skips_the_step_and_halves_the_scale(wrapper, caplog):
+    for verbose in (False, True):
+        model, optimizer = build(wrapper, dynamic_loss_scale=True, verbose=verbose)
+        before = masters(optimizer)
+        train(model, optimizer, [0], overflow_at={0})
+        assert (optimizer.overflow, optimizer.loss_scale) == (True, 2.0**15)
+        assert same(masters(optimizer), before)
+        assert ("Skipping step" in caplog.text) is verbose
+
+
+def test_only_the_classes_of_2019_check_static_scales():
+    for wrapper, skips in ((OLD, False), (FLAT, True), (LISTED, True)):
+        model, optimizer = build(wrapper, static_loss_scale=8.0)
+        train(model, optimizer, [0], overflow_at={0})
+        assert (optimizer.overflow, bool(masters(optimizer)[0].isfinite().all())) == (skips, skips)
+
+
+@each
+def test_bfloat16_models_have_masters_too(wrapper):
+    model, optimizer = build(wrapper, torch.bfloat16)
+    train(model, optimizer, [0])
+    assert same(optimizer.all_fp32_from_fp16_params[0].bfloat16(), model[0].weight)
+
+
+def test_no_scale_falls_below_its_least():
+    model, optimizer = build(FLAT, dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 1.5})
+    train(model, optimizer, [0], overflow_at={0})
+    assert optimizer.cur_scale == 1.0
+
+
+# -- gradients -------------------------------------------------------------------------------
+
+
+@each
+@pytest.mark.parametrize("window", [1, 100])
+def test_gradients_of_two_losses_add_up(wrapper, window):
+    args = {"init_scale": 64.0, "scale_window": window}
+    model, optimizer = build(wrapper, dynamic_loss_scale=True, dynamic_loss_args=args)
+    for step in range(2):
+        optimizer.backward(loss_of(model, step))
+    optimizer.clip_master_grads(float("inf"))
+    plain = net().float()
+    sum(loss_of(plain, step) for step in range(2)).backward()
+    for grads, param in zip(
+        *(optimizer.inspect_master_grad_data(), [[p.grad for p in plain.parameters()]]), strict=True
+    ):
+        torch.testing.assert_close(grads, param, rtol=2**-6, atol=2**-8)
+
+
+def test_masters_may_get_the_gradients_of_several_losses_at_once():
+    model, optimizer = build(OLD, static_loss_scale=4.0)
+    loss = loss_of(model)
+    optimizer.backward(loss, update_master_grads=False, retain_graph=True)
+    with pytest.raises(RuntimeError, match="Call update_master_grads"):
+        optimizer.step()
+    optimizer.backward(loss, update_master_grads=False)
+    optimizer.update_master_grads()
+    twice = optimizer.inspect_master_grad_data()[0][0].clone()
+    optimizer.zero_grad()
+    optimizer.backward(loss_of(model))
+    assert same(twice, 2 * optimizer.inspect_master_grad_data()[0][0])
+
+
+@each
+def test_passes_that_a_script_scales_itself_are_divided_by_the_scale(wrapper):
+    model, optimizer = build(wrapper, static_loss_scale=128.0)
+    expected = build(wrapper, static_loss_scale=128.0)
+    train(*expected, [0])
+    optimizer.zero_grad()
+    (loss_of(model) * optimizer.loss_scale).backward()
+    if wrapper is OLD:
+        with pytest.raises(RuntimeError, match=r"optimizer\.backward\(loss\) in place of loss\."):
+            optimizer.step()
+        optimizer.update_master_grads()
+    optimizer.step()
+    assert same(masters(optimizer), masters(expected[1]))
+
+
+@each
+def test_clipping_clips_the_unscaled_gradients_and_returns_minus_1_on_overflow(wrapper):
+    model, optimizer = build(wrapper, dynamic_loss_scale=True)
+    optimizer.backward(loss_of(model) / 64)
+    norm = optimizer.clip_master_grads(0.001)
+    assert 0.001 < norm < 1
+    grads = [g for group in optimizer.inspect_master_grad_data() for g in group]
+    assert nn.utils.get_total_norm(grads).item() == pytest.approx(0.001, rel=1e-3)
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.backward(loss_of(model, overflow=True))
+    assert optimizer.clip_master_grads(1.0) == -1
+    assert optimizer.inspect_master_grad_data() is None
+
+
+def test_a_pass_between_clipping_and_the_step_is_refused():
+    model, optimizer = build(FLAT)
+    optimizer.backward(loss_of(model))
+    optimizer.clip_master_grads(1.0)
+    with pytest.raises(RuntimeError, match="between clip_master_grads and step"):
+        optimizer.backward(loss_of(model))
+
+
+@each
+def test_sparse_gradients_are_unscaled_and_checked_by_the_sum_of_their_rows(wrapper):
+    table = nn.Embedding(3, 2, sparse=True)
+    optimizer = wrapper(torch.optim.SGD(table.parameters(), lr=1.0), dynamic_loss_scale=True)
+    optimizer.backward(table(torch.tensor([1, 1])).sum())
+    if wrapper is not OLD:
+        optimizer.update_master_grads()
+    assert table.weight.grad.to_dense().tolist() == [[0.0, 0.0], [2.0, 2.0], [0.0, 0.0]]
+    optimizer.zero_grad()
+    optimizer.loss_scale = 1.0
+    optimizer.backward((table(torch.tensor([1, 1])) * 3e38).sum())
+    optimizer.step()
+    assert optimizer.overflow
+
+
+def test_zero_grad_clears_masters_and_model():
+    for wrapper, options, gone in (
+        (OLD, {}, False),
+        (OLD, {"set_grads_to_None": True}, True),
+        (OLD, {"set_to_none": True}, True),
+        (FLAT, {}, True),
+        (FLAT, {"set_grads_to_None": False}, False),
+    ):
+        model, optimizer = build(wrapper)
+        optimizer.backward(loss_of(model))
+        optimizer.update_master_grads()
+        optimizer.zero_grad(**options)
+        for param in (*model.parameters(), *optimizer.all_fp32_from_fp16_params):
+            assert param.grad is None if gone else param.grad.count_nonzero() == 0
+
+
+# -- closures --------------------------------------------------------------------------------
+
+
+@each
+def test_lbfgs_sees_the_model_move_between_evaluations(wrapper):
+    model = net()
+    inner = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=5)
+    optimizer, losses = wrapper(inner, static_loss_scale=16.0), []
+
+    def evaluate():
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        optimizer.backward(loss)
+        losses.append(loss.item())
+        return loss
+
+    optimizer.step(evaluate)
+    assert losses[-1] < losses[0] / 2
+
+
+@pytest.mark.parametrize("overflows", [2, 99])
+def test_a_closure_that_overflows_is_called_again_at_a_lower_scale(overflows):
+    args = {"init_scale": 8.0, "min_loss_scale": 1.0}
+    model, optimizer = build(OLD, dynamic_loss_scale=True, dynamic_loss_args=args)
+    calls = []
+
+    def evaluate():
+        optimizer.zero_grad()
+        calls.append(1)
+        loss = loss_of(model, overflow=len(calls) <= overflows)
+        optimizer.backward(loss)
+        return loss
+
+    if overflows == 99:
+        with pytest.raises(RuntimeError, match="even at the smallest loss scale, 1"):
+            optimizer.step(evaluate)
+    else:
+        assert optimizer.step(evaluate).isfinite()
+        assert optimizer.loss_scale == 2.0
+
+
+# -- construction ----------------------------------------------------------------------------
+
+
+@each
+def test_groups_keep_their_identity_and_hold_the_masters(wrapper):
+    model = net()
+    inner = sgd(model)
+    group = inner.param_groups[0]
+    optimizer = wrapper(inner)
+    assert optimizer.optimizer.param_groups[0] is optimizer.param_groups[0] is group
+    assert {p.dtype for p in group["params"]} == {torch.float32}
+    assert optimizer.fp16_groups[0][0] is model[0].weight
+    assert optimizer.fp32_from_fp32_groups[0][0] is model[1].weight is group["params"][2]
+    torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1)
+
+
+@each
+def test_state_of_a_used_optimizer_moves_to_the_masters_in_fp32(wrapper):
+    model = net()
+    inner = sgd(model)
+    loss_of(model).backward()
+    inner.step()
+    optimizer = wrapper(inner)
+    state = optimizer.state[optimizer.all_fp32_from_fp16_params[0]]
+    assert state["momentum_buffer"].dtype is torch.float32
+
+
+def test_frozen_parameters_have_masters_in_2019s_classes_only():
+    for wrapper, count in ((OLD, 1), (FLAT, 4)):
+        model = net().requires_grad_(False)
+        model[2].weight.requires_grad_()
+        assert len(wrapper(sgd(model)).all_fp32_from_fp16_params) == count
+
+
+@each
+@pytest.mark.parametrize(
+    ("make", "options", "error", "words"),
+    [
+        (lambda m: m, {}, TypeError, "got Sequential; it wraps an optimizer"),
+        (lambda m: sgd(m.double()), {}, TypeError, r"got a parameter of torch\.float64"),
+        (sgd, {"dynamic_loss_scale": "no"}, TypeError, "is 'no'; it must be a bool"),
+        (sgd, {**DYNAMIC, "dynamic_loss_args": {"window": 3}}, TypeError, r"holds \['window'\]"),
+        (sgd, {**DYNAMIC, "dynamic_loss_args": [1]}, TypeError, "it must be a dict of init_scale"),
+        (sgd, {"static_loss_scale": 0.0}, ValueError, "positive, finite"),
+        (sgd, {"static_loss_scale": "dynamic"}, ValueError, "dynamic_loss_scale=True"),
+        (sgd, {**DYNAMIC, "dynamic_loss_args": {"init_scale": "x"}}, ValueError, "positive"),
+    ],
+)
+def test_bad_arguments_change_nothing(wrapper, make, options, error, words):
+    model = net()
+    given = make(model)
+    with pytest.raises(error, match=words):
+        wrapper(given, **options)
+    if given is not model:
+        assert given.param_groups[0]["params"][0] is model[0].weight
+
+
+@each
+def test_an_optimizer_that_amp_has_prepared_is_refused(wrapper):
+    model = nn.Linear(1, 1)
+    model, optimizer = amp.initialize(model, sgd(model), opt_level="O5", verbosity=0)
+    with pytest.raises(RuntimeError, match=r"amp\.initialize has prepared.*Use amp\.scale_loss"):
+        wrapper(optimizer)
+
+
+@each
+def test_bad_calls_are_refused(wrapper):
+    model, optimizer = build(wrapper)
+    for loss in (None, "loss", 1.0):
+        with pytest.raises(TypeError, match=r"FP16_Optimizer\.backward got a loss of type"):
+            optimizer.backward(loss)
+    for norm, error in (("x", TypeError), (None, TypeError), (-1, ValueError)):
+        with pytest.raises(error, match=f"clip_master_grads got max_norm={norm!r}; it must be"):
+            optimizer.clip_master_grads(norm)
+    for way in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(RuntimeError, match="state_dict"):
+            way(optimizer)
+    train(model, optimizer, [0])
+
+
+# -- files -----------------------------------------------------------------------------------
+
+
+@modes
+@each
+def test_a_saved_run_continues_bit_by_bit(wrapper, mode):
+    overflow_at = {2} if "dynamic_loss_scale" in mode else set()
+    model, optimizer = build(wrapper, **mode)
+    train(model, optimizer, range(3), overflow_at)
+    file = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict()], file)
+    train(model, optimizer, range(3, 6))
+    other, resumed = build(wrapper, **mode)
+    file.seek(0)
+    of_model, of_optimizer = torch.load(file)
+    other.load_state_dict(of_model)
+    resumed.load_state_dict(of_optimizer)
+    train(other, resumed, range(3, 6))
+    assert same(masters(resumed), masters(optimizer))
+    assert same(dict(other.state_dict()), dict(model.state_dict()))
+    assert resumed.loss_scale == optimizer.loss_scale
+
+
+def test_states_have_apexs_keys():
+    scale = {"dynamic_loss_scale", "cur_scale", "cur_iter"}
+    rule = {"last_overflow_iter", "scale_factor", "scale_window"}
+    for wrapper, keys in (
+        (OLD, {"loss_scaler", "overflow", "first_closure_call_this_step", "fp32_from_fp16"}),
+        (FLAT, {*scale, *rule, "fp32_groups_flat"}),
+        (LISTED, {*scale, *rule, "fp32_groups"}),
+    ):
+        state = build(wrapper)[1].state_dict()
+        assert {*state} == {*keys, "dynamic_loss_scale", "optimizer_state_dict"}
+    assert [t.shape for t in build(FLAT)[1].state_dict()["fp32_groups_flat"]] == [(34,)]
+
+
+class Pickled:
+    """What unpickling a scaler of apex gives: its attributes."""
+
+    def __init__(self, **attributes):
+        self.__dict__.update(attributes)
+
+
+@pytest.mark.parametrize(
+    ("scaler", "steps"),
+    [
+        (Pickled(_loss_scale=512.0, _unskipped=7, dynamic=True), 7),
+        (Pickled(cur_scale=512.0, cur_iter=9, last_overflow_iter=4), 4),
+        (fp16_utils.DynamicLossScaler(init_scale=512.0), 0),
+    ],
+)
+def test_a_scaler_of_apexs_checkpoint_is_read(scaler, steps):
+    _, optimizer = build(OLD, dynamic_loss_scale=True)
+    optimizer.load_state_dict({**optimizer.state_dict(), "loss_scaler": scaler})
+    assert optimizer.loss_scaler.loss_scale() == optimizer.loss_scaler._loss_scale == 512.0
+    assert optimizer.loss_scaler._unskipped == steps
+
+
+def damages(wrapper):
+    key = wrapper._masters_key
+    yield lambda state: {}
+    yield lambda state: None
+    yield lambda state: {name: value for name, value in state.items() if name != key}
+    yield lambda state: {**state, key: state[key][:-1]}
+    yield lambda state: {**state, "loss_scaler": None, "cur_scale": "x"}
+    groups = {"state": {}, "param_groups": []}
+    yield lambda state: {**state, "optimizer_state_dict": groups}
+
+
+@each
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(wrapper):
+    model, optimizer = build(wrapper, **DYNAMIC)
+    train(model, optimizer, range(2))
+    state = copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, range(2, 3))
+    before = copy.deepcopy(optimizer.state_dict())
+    for damage in damages(wrapper):
+        words = r"load_state_dict|loss_scaler|parameter group|cur_scale is 'x'"
+        with pytest.raises(ValueError, match=words):
+            optimizer.load_state_dict(damage(state))
+        assert same(optimizer.state_dict(), before)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_a_script_saves_and_loads_the_flat_masters_itself(layout):
+    def setup():
+        model = nn.Conv2d(3, 2, 2).bfloat16().to(memory_format=layout)
+        return model, FLAT(optimizers.FusedAdam(model.parameters(), lr=0.05))
+
+    def train_conv(model, optimizer):
+        for _ in range(2):
+            optimizer.zero_grad()
+            optimizer.backward(model(torch.ones(2, 3, 4, 4).bfloat16()).float().square().sum())
+            optimizer.step()
+        return masters(optimizer)
+
+    torch.manual_seed(0)
+    (model, first), (other, second) = setup(), setup()
+    train_conv(model, first)
+    other.load_state_dict(model.state_dict())
+    second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
+    for current, saved in zip(second.fp32_groups_flat, first.fp32_groups_flat, strict=True):
+        current.data.copy_(saved)
+    assert same(train_conv(other, second), train_conv(model, first))
+    held = second.param_groups[0]["params"][0]
+    assert second.fp32_groups_flat[0].data_ptr() == held.data_ptr()

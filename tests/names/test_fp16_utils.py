@@ -1,0 +1,267 @@
+"""``apex.fp16_utils``: half models, masters and loss scales for loops written by hand."""
+
+import inspect
+
+import pytest
+import torch
+from torch import nn
+
+from apex import fp16_utils
+from apex.fp16_utils import DynamicLossScaler, LossScaler, fp16util
+from tests.support.training import same
+
+HALF = torch.float16
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.table = nn.Embedding(3, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.plain_norm = nn.BatchNorm1d(4, affine=False)
+        self.last = nn.Linear(4, 2)
+        self.register_buffer("steps", torch.tensor([3]))
+
+    def forward(self, rows, shift=0.0):
+        return self.last(self.plain_norm(self.norm(self.table(rows) + shift)))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        (
+            "FP16_Optimizer",
+            "init_optimizer, static_loss_scale=1.0, dynamic_loss_scale=False, "
+            "dynamic_loss_args=None, verbose=True",
+        ),
+        ("FP16_Optimizer.backward", "self, loss, update_master_grads=True, retain_graph=False"),
+        ("FP16_Optimizer.clip_master_grads", "self, max_norm, norm_type=2"),
+        ("prep_param_lists", "model, flat_master=False"),
+        ("model_grads_to_master_grads", "model_params, master_params, flat_master=False"),
+        ("DynamicLossScaler", "init_scale=4294967296, scale_factor=2.0, scale_window=1000"),
+        ("LossScaler", "scale=1"),
+        ("convert_network", "network, dtype"),
+    ],
+)
+def test_arguments_are_apexs(name, arguments):
+    found = fp16_utils
+    for part in name.split("."):
+        found = getattr(found, part)
+    parameters = inspect.signature(found).parameters.values()
+    shown = [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters]
+    assert ", ".join(shown) == arguments
+
+
+# -- half models -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "to_half",
+    [
+        lambda net: fp16_utils.network_to_half(net)[1],
+        lambda net: fp16_utils.FP16Model(net).network,
+        lambda net: fp16_utils.convert_network(net, HALF),
+        lambda net: fp16_utils.BN_convert_float(net.half()),
+    ],
+)
+def test_a_half_network_keeps_affine_batch_norm_in_fp32(to_half):
+    model = Net()
+    before = list(model.parameters())
+    found = {name: t.dtype for name, t in to_half(model).state_dict().items()}
+    halves = {"table.weight", "last.weight", "last.bias"}
+    halves |= {"plain_norm.running_mean", "plain_norm.running_var"}
+    assert {name for name, dtype in found.items() if dtype is HALF} == halves
+    assert found["norm.weight"] is found["norm.running_var"] is torch.float32
+    assert found["steps"] is torch.int64
+    assert all(map(lambda a, b: a is b, before, model.parameters()))
+
+
+def test_half_networks_cast_their_inputs():
+    assert fp16_utils.tofp16()(torch.ones(1)).dtype is HALF
+    assert fp16_utils.network_to_half(nn.Linear(2, 2))(torch.ones(1, 2)).dtype is HALF
+    rows = torch.tensor([0, 1, 2])  # integers stay
+    assert fp16_utils.FP16Model(Net())(rows, shift=torch.ones(1)).dtype is HALF
+
+
+def test_convert_module_casts_one_module_and_its_gradients():
+    model = nn.Sequential(nn.Linear(1, 1))
+    model.register_parameter("own", nn.Parameter(torch.ones(1)))
+    (model(torch.ones(1, 1)) * model.own).sum().backward()
+    fp16_utils.convert_module(model, HALF)
+    assert {n: p.dtype for n, p in model.named_parameters() if p.dtype is HALF} == {"own": HALF}
+    assert model.own.grad.dtype is HALF
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: fp16_utils.convert_network(nn.Linear(1, 1), "half"), "must be a floating dtype"),
+        (lambda: fp16_utils.convert_network(nn.Linear(1, 1), torch.int32), "a floating dtype"),
+        (lambda: fp16_utils.network_to_half([nn.Linear(1, 1)]), "convert_network got list"),
+        (lambda: fp16_utils.BN_convert_float(nn.Linear), "BN_convert_float got the class Linear"),
+        (lambda: fp16_utils.prep_param_lists(None), "prep_param_lists got NoneType"),
+    ],
+)
+def test_what_is_no_module_or_dtype_is_refused(call, words):
+    with pytest.raises(TypeError, match=words):
+        call()
+
+
+# -- masters ---------------------------------------------------------------------------------
+
+
+def half_net():
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).half()
+    model[1].bias.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_loop_by_masters_steps_like_fp32(flat):
+    params, masters = fp16_utils.prep_param_lists(half_net(), flat_master=flat)
+    reference = [nn.Parameter(p.detach().float()) for p in params]
+    optimizers = [torch.optim.SGD(ps, lr=2.0**-12, momentum=0.5) for ps in (masters, reference)]
+    for step in range(4):
+        for param, own in zip(params, reference, strict=True):
+            param.grad = torch.full_like(param, step + 1.0)
+            own.grad = param.grad.float()
+        fp16_utils.model_grads_to_master_grads(params, masters, flat_master=flat)
+        for optimizer in optimizers:
+            optimizer.step()
+        fp16_utils.master_params_to_model_params(iter(params), iter(masters), flat_master=flat)
+    assert same([p.detach() for p in params], [p.detach().half() for p in reference])
+
+
+def test_masters_are_fp32_leaves_that_share_nothing_with_the_model():
+    for model in (nn.Linear(2, 2), nn.Linear(2, 2).half()):
+        for flat in (False, True):
+            params, masters = fp16_utils.prep_param_lists(model, flat_master=flat)
+            assert {own.dtype for own in masters} == {torch.float32}
+            assert all(own.requires_grad and own.is_leaf for own in masters)
+            assert not {p.data_ptr() for p in params} & {own.data_ptr() for own in masters}
+    assert masters[0].grad.count_nonzero() == 0  # of a flat master, at once
+
+
+def test_a_master_without_a_model_gradient_has_none_and_a_flat_one_zeros():
+    params, masters = fp16_utils.prep_param_lists(half_net())
+    masters[0].grad = torch.ones_like(masters[0])
+    fp16_utils.model_grads_to_master_grads(params, masters)
+    assert masters[0].grad is None
+    params, masters = fp16_utils.prep_param_lists(half_net(), flat_master=True)
+    params[1].grad = torch.ones_like(params[1])
+    fp16_utils.model_grads_to_master_grads(params, masters, flat_master=True)
+    assert masters[0].grad.tolist() == [0.0] * 12 + [1.0] * 4 + [0.0] * 8
+
+
+def test_lists_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="float16 on cpu', 'float32 on cpu"):
+        fp16_utils.prep_param_lists(fp16_utils.network_to_half(Net()), flat_master=True)
+    flat = fp16_utils.prep_param_lists(half_net(), flat_master=True)
+    params, masters = fp16_utils.prep_param_lists(half_net())
+    for call in (fp16_utils.model_grads_to_master_grads, fp16_utils.master_params_to_model_params):
+        with pytest.raises(ValueError, match=r"flat_master=False\)"):
+            call(*flat)
+        with pytest.raises(ValueError, match="the lists are swapped"):
+            call(masters, params)
+
+
+def test_small_names():
+    assert fp16_utils.to_python_float(torch.tensor(2.5)) == 2.5
+    assert fp16_utils.to_python_float([2.5]) == 2.5
+    assert fp16_utils.clip_grad_norm is nn.utils.clip_grad_norm_
+    master = torch.ones(2, requires_grad=True)
+    master.register_hook(fp16util.backwards_debug_hook)
+    with pytest.raises(RuntimeError, match=r"A master got a gradient of shape \(2,\)"):
+        master.sum().backward()
+
+
+# -- loss scales -----------------------------------------------------------------------------
+
+
+def param(*grad, dtype=torch.float32):
+    result = nn.Parameter(torch.zeros(len(grad), dtype=dtype))
+    result.grad = torch.tensor(grad, dtype=dtype)
+    return result
+
+
+def by_the_rule(overflows, scale, factor, window):
+    """apex's rule, said plainly: what the scale is after each update."""
+    scales, last = [], -1
+    for i, overflow in enumerate(overflows):
+        if overflow:
+            scale, last = max(scale / factor, 1.0), i
+        elif (i - last) % window == 0:
+            scale = scale * factor
+        scales.append(scale)
+    return scales
+
+
+@pytest.mark.parametrize(("factor", "window"), [(2.0, 1), (2.0, 3), (4.0, 2)])
+def test_a_dynamic_scale_follows_the_rule(factor, window):
+    overflows = [False, False, True, False, False, False, False, *[True] * 5, *[False] * 6]
+    scaler = DynamicLossScaler(init_scale=8.0, scale_factor=factor, scale_window=window)
+    scales = []
+    for overflow in overflows:
+        scaler.update_scale(overflow)
+        scales.append(scaler.loss_scale)
+    assert scales == by_the_rule(overflows, 8.0, factor, window)
+
+
+def test_a_static_scale_stays_and_sees_no_overflow():
+    scaler = LossScaler(8.0)
+    scaler.update_scale(True)
+    assert (scaler.loss_scale, scaler.has_overflow([param(float("inf"))])) == (8.0, False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_overflow_is_an_inf_or_nan_and_no_large_number(dtype):
+    scaler, largest = DynamicLossScaler(), torch.finfo(dtype).max
+    for value in (float("inf"), -float("inf"), float("nan")):
+        assert scaler.has_overflow(iter([param(1.0), param(1.0, value, dtype=dtype)]))
+    large = param(largest, largest, dtype=dtype)  # their sum is beyond the range
+    assert not scaler.has_overflow([large, nn.Parameter(torch.zeros(1))])
+    assert large.grad.tolist() == [largest, largest]
+
+
+def test_overflow_is_seen_in_the_sum_of_sparse_rows():
+    bad = nn.Parameter(torch.zeros(3, 1))
+    bad.grad = torch.sparse_coo_tensor([[0, 0]], [[3e38], [3e38]], (3, 1), check_invariants=True)
+    assert DynamicLossScaler().has_overflow([bad])
+
+
+def test_a_scaler_that_apex_pickled_goes_on():
+    scaler = DynamicLossScaler.__new__(DynamicLossScaler)
+    state = {"cur_scale": 8.0, "cur_iter": 3, "last_overflow_iter": 1}
+    scaler.__dict__.update(**state, scale_factor=2.0, scale_window=2)
+    scaler.update_scale(False)
+    assert scaler.loss_scale == 16.0
+    scaler.update_scale(True)
+    assert (scaler.loss_scale, scaler.last_overflow_iter) == (8.0, 4)
+
+
+@pytest.mark.parametrize("scaler", [LossScaler(4.0), DynamicLossScaler(init_scale=4.0)])
+def test_backward_scales_the_loss(scaler):
+    weight = nn.Parameter(torch.ones(1))
+    loss = weight.square().sum()
+    scaler.backward(loss, retain_graph=True)
+    scaler.backward(loss)
+    assert weight.grad.item() == 16.0
+    assert scaler.scale_gradient(None, (torch.ones(1),), None)[0].item() == 4.0
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda: LossScaler("x"), ValueError),
+        (lambda: DynamicLossScaler(init_scale=-1.0), ValueError),
+        (lambda: DynamicLossScaler(scale_factor=1.0), ValueError),
+        (lambda: DynamicLossScaler(scale_window=0), ValueError),
+        (lambda: LossScaler(8.0).backward(1.0), TypeError),
+        (lambda: LossScaler(8.0).backward(torch.tensor(1)), TypeError),
+    ],
+)
+def test_bad_values_are_refused(call, error):
+    with pytest.raises(error, match=r"it must (be|have) a|it must be (above|at least) 1"):
+        call()

@@ -1,0 +1,329 @@
+"""apex's ``LossScaler``: the views in ``_amp_state.loss_scalers``, and one made by a script."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import amp_C
+from apex import amp
+from apex.amp.scaler import LossScaler
+from tests.support.steps import (
+    backward,
+    loss_of,
+    one_weight,
+    overflow,
+    prepared,
+    scale,
+    slope,
+    train,
+    unskipped,
+)
+
+
+def scaler():
+    return amp._amp_state.loss_scalers[0]
+
+
+# -- the views -------------------------------------------------------------------------------
+
+
+def test_values_read_as_plain_numbers():
+    model, optimizer = prepared("O2")
+    train(model, optimizer, steps=2)
+    assert (scaler()._loss_scale, scaler()._unskipped, scaler()._has_overflow) == (
+        2.0**16,
+        2,
+        False,
+    )
+    overflow(model, optimizer)
+    assert (scaler().loss_scale(), scaler()._unskipped, scaler()._has_overflow) == (
+        2.0**15,
+        0,
+        True,
+    )
+    assert scaler()._overflow_buf.tolist() == [1]
+    kinds = scaler()._loss_scale, scaler()._unskipped, scaler()._has_overflow
+    assert [*map(type, kinds)] == [float, int, bool]
+    scaler().clear_overflow_state()
+    assert (scaler()._has_overflow, scaler()._overflow_buf.item()) == (False, 0)
+    optimizer.zero_grad()
+    backward(loss_of(model), optimizer)
+    assert scaler()._has_overflow is False
+
+
+@pytest.mark.parametrize(("given", "dynamic"), [("dynamic", True), (1.0, False), ("128", False)])
+def test_the_scale_and_its_count_can_be_set(given, dynamic):
+    model, optimizer = one_weight("O1", loss_scale=given)
+    assert scaler().dynamic is dynamic
+    scaler()._loss_scale, scaler()._unskipped = 2**20, 7
+    with amp.scale_loss(slope(model, 1.0), optimizer) as scaled_loss:
+        assert scaled_loss == 2.0**20
+        scaled_loss.backward()
+    assert model.weight.grad == 1.0
+    assert (scale(), unskipped()) == (2.0**20, 8)
+    for value in (0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="positive, finite"):
+            scaler()._loss_scale = value
+    assert scale() == 2.0**20
+
+
+def test_bounds_and_window_can_be_set():
+    model, optimizer = prepared("O2", min_loss_scale=2.0, max_loss_scale=2.0**20)
+    assert (scaler()._min_loss_scale, scaler()._max_loss_scale) == (2.0, 2.0**20)
+    train(model, optimizer, steps=3)
+    scaler()._scale_seq_len = 2.0  # NVIDIA's GNMT parses it as a float
+    scaler()._max_loss_scale = 2.0**17
+    train(model, optimizer, steps=1)  # the count is past the window: grows at once
+    assert (scale(), unskipped()) == (2.0**17, 0)
+    train(model, optimizer, steps=2)
+    assert scale() == 2.0**17
+    scaler()._min_loss_scale = 2.0**17
+    overflow(model, optimizer)
+    assert scale() == 2.0**17
+    with pytest.raises(TypeError, match=r"is 2\.5; it must be an integer"):
+        scaler()._scale_seq_len = 2.5
+
+
+def test_each_scaler_has_one_view_which_keeps_what_scripts_put_on_it():
+    keep = prepared("O2", num_losses=2)
+    one, two = amp._amp_state.loss_scalers
+    one.mark = 3
+    assert scaler() is one is not two
+    del keep
+
+
+def test_scalers_can_be_exchanged_and_added():
+    made = LossScaler(2.0)
+    amp._amp_state.loss_scalers = [made]
+    assert [*amp._amp_state.loss_scalers] == [made]
+    model, optimizer = prepared("O2")
+    assert scale() == 2.0**16  # initialize makes its own
+    with pytest.raises(TypeError, match=r"got float; it accepts apex\.amp\.scaler\.LossScaler"):
+        amp._amp_state.loss_scalers[0] = 8.0
+    amp._amp_state.loss_scalers[0] = LossScaler(4.0)
+    with amp.scale_loss(model.last.weight.float().sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    assert scale() == 4.0
+    amp._amp_state.loss_scalers = [LossScaler(2.0), LossScaler("dynamic")]
+    amp._amp_state.loss_scalers.append(LossScaler("dynamic"))
+    optimizer.zero_grad()
+    overflow(model, optimizer, loss_id=2)
+    assert [scale(index) for index in range(3)] == [2.0, 2.0**16, 2.0**15]
+    del amp._amp_state.loss_scalers[0]
+    assert len(amp.state_dict()) == 2
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+def test_a_copy_of_a_view_is_an_independent_scaler(duplicate):
+    model, optimizer = prepared("O2")
+    train(model, optimizer, steps=2)
+    saved = duplicate(scaler())
+    overflow(model, optimizer)
+    assert (saved.loss_scale(), saved._unskipped, scale()) == (2.0**16, 2, 2.0**15)
+
+
+# -- a flag that scripts set -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float32])
+def test_a_flag_that_a_script_sets_decides_every_update(dtype):
+    made = LossScaler("dynamic")
+    flag = torch.zeros(1, dtype=dtype)
+    made._overflow_buf = flag
+    assert made._overflow_buf is flag
+    decisions = []
+    for found in (1, 0, 1):
+        made.clear_overflow_state()
+        flag.fill_(found)
+        decisions.append(made.update_scale())
+    assert decisions == [True, False, True]
+    assert (made.loss_scale(), made._unskipped) == (2.0**14, 0)
+    static = LossScaler(8.0)
+    static._overflow_buf = torch.ones(1, dtype=dtype)
+    assert (static.update_scale(), static.loss_scale()) == (False, 8.0)
+    for bad in (torch.ones(2), 1, None):
+        with pytest.raises(TypeError, match=r"_overflow_buf is .* one element"):
+            made._overflow_buf = bad
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_has_overflow_can_be_set_before_the_update(found):
+    model, optimizer = prepared("O2")
+    overflow(model, optimizer, delay_overflow_check=True)
+    scaler()._has_overflow = found
+    assert scaler()._has_overflow is found
+    assert scaler().update_scale() is found
+    assert scale() == (2.0**15 if found else 2.0**16)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_averaged_by_a_script_after_accumulation_train_and_skip(level):
+    """``--allreduce_post_accumulation`` of NVIDIA's BERT, on one process."""
+    model, optimizer = one_weight(level)
+    scaler()._loss_scale = 2.0**10
+    flag = torch.zeros(1, dtype=torch.int32)
+    weights, scales = [], []
+    for slopes in ((1.0, 3.0), (1.0, torch.inf), (2.0, 2.0)):
+        for value in slopes:
+            with amp.scale_loss(slope(model, value), optimizer, delay_overflow_check=True) as loss:
+                loss.backward()
+        grads = [p.grad for p in amp.master_params(optimizer)]
+        sent = [torch.empty_like(grad) for grad in grads]
+        flag.zero_()
+        amp_C.multi_tensor_scale(65536, flag, [grads, sent], scaler().loss_scale() / 2)
+        flag.zero_()
+        amp_C.multi_tensor_scale(65536, flag, [sent, grads], 1.0 / scaler().loss_scale())
+        scaler()._overflow_buf = flag
+        if scaler().update_scale():
+            for param in optimizer._amp_stash.all_fp32_from_fp16_params:
+                param.grad = None
+        else:
+            optimizer.step()
+        for param in model.parameters():
+            param.grad = None
+        weights.append(model.weight.item())
+        scales.append(scale())
+    assert weights == [0.75, 0.75, 0.5]
+    assert scales == [2.0**10, 2.0**9, 2.0**9]
+
+
+def apex_update(self):
+    """The rule of apex, for a flag that another rank may have raised."""
+    self._has_overflow = bool(self._overflow_buf.item()) or self.elsewhere
+    if self._has_overflow:
+        self._loss_scale, self._unskipped = self._loss_scale / 2.0, 0
+    else:
+        self._unskipped += 1
+    return self._has_overflow
+
+
+def then_the_original(self, original=LossScaler.update_scale):
+    self._has_overflow = self._has_overflow or self.elsewhere
+    return original(self)
+
+
+class Shared(LossScaler):
+    """Shares the flag where it is found, as training of a tensor-parallel GPT does."""
+
+    def unscale(self, *args, **kwargs):
+        super().unscale(*args, **kwargs)
+        self._overflow_buf.fill_(self._overflow_buf.item() or self.elsewhere)
+
+
+def on_the_class(monkeypatch, update):
+    monkeypatch.setattr(LossScaler, "update_scale", update)
+
+
+def on_one_object(monkeypatch, update):
+    monkeypatch.setattr(scaler(), "update_scale", update.__get__(scaler()), raising=False)
+
+
+def in_a_subclass(monkeypatch, update):
+    amp._amp_state.loss_scalers[0] = Shared("dynamic")
+
+
+@pytest.mark.parametrize("update", [apex_update, then_the_original])
+@pytest.mark.parametrize("put", [on_the_class, on_one_object, in_a_subclass])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_script_may_share_the_overflow_flag_over_ranks(level, put, update, monkeypatch, capsys):
+    model, optimizer = one_weight(level, loss_scale="dynamic", verbosity=1)
+    put(monkeypatch, update)
+    for elsewhere, expected in ((False, (0.9375, 2.0**16, 1)), (True, (0.9375, 2.0**15, 0))):
+        scaler().elsewhere = elsewhere
+        optimizer.zero_grad()
+        backward(slope(model, 0.5), optimizer)
+        optimizer.step()
+        assert (model.weight, scale(), unskipped()) == expected
+    assert capsys.readouterr().out.count("reducing loss scale to 32768.0") == 1
+
+
+# -- a LossScaler of one's own ---------------------------------------------------------------
+
+
+def test_a_scaler_can_be_made_with_apexs_arguments():
+    made = LossScaler(128.0)
+    assert (made.loss_scale(), made.dynamic, made._unskipped) == (128.0, False, 0)
+    made = LossScaler("dynamic")
+    assert (made.loss_scale(), made._scale_seq_len) == (2.0**16, 2000)
+    assert (made._min_loss_scale, made._max_loss_scale) == (None, 2.0**24)
+    made = LossScaler(
+        "dynamic",
+        init_scale=2.0**10,
+        scale_factor=4.0,
+        scale_window=3,
+        min_loss_scale=2.0,
+        max_loss_scale=2.0**12,
+    )
+    assert (made.loss_scale(), made._min_loss_scale, made._max_loss_scale) == (1024.0, 2.0, 4096.0)
+    for _ in range(3):
+        made.update_scale()
+    assert made.loss_scale() == 2.0**12
+    assert LossScaler.has_fused_kernel
+    assert not LossScaler.warned_no_fused_kernel
+    assert not LossScaler.warned_unscaling_non_fp32_grad
+
+
+def test_unscale_writes_divided_gradients():
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        grads, out = [torch.full((3,), 16.0, dtype=dtype)], [torch.empty(3)]
+        LossScaler(8.0).unscale(grads, out, 8.0)
+        assert (out[0].tolist(), grads[0].tolist()) == ([2.0] * 3, [16.0] * 3)
+    for given in (8.0, "dynamic"):
+        grads = [torch.full((2,), 16.0)]
+        LossScaler(given).unscale(grads, grads, models_are_masters=True, scale_override=4.0)
+        assert grads[0].tolist() == [4.0, 4.0]
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_a_dynamic_unscale_finds_the_overflow_and_update_scale_says_to_skip(bad):
+    made = LossScaler("dynamic")
+    for grad, found, state in ((bad, True, (2.0**15, 0)), (1.0, False, (2.0**15, 1))):
+        made.clear_overflow_state()
+        made.unscale([torch.tensor([1.0, grad])], [torch.empty(2)])
+        assert (made._has_overflow, made.update_scale()) == (found, found)
+        assert (made.loss_scale(), made._unskipped) == state
+    static = LossScaler(8.0)
+    static.unscale([torch.tensor([bad])], [torch.empty(1)])
+    assert (static._has_overflow, static.update_scale(), static._unskipped) == (False, False, 1)
+
+
+def test_a_scale_set_above_its_maximum_halves_from_where_it_is():
+    made = LossScaler("dynamic")
+    made._loss_scale = 2.0**30
+    for _ in range(10):
+        made.clear_overflow_state()
+        made.unscale([torch.tensor([torch.inf])], [torch.empty(1)])
+        made.update_scale()
+    assert made.loss_scale() == 2.0**20
+
+
+def test_unscale_with_stashed_adds_earlier_gradients():
+    grads, stash, out = [torch.tensor([16.0]).half()], [torch.tensor([3.0])], [torch.empty(1)]
+    made = LossScaler(8.0)
+    made.unscale_with_stashed(grads, stash, out)
+    assert out[0] == 5.0
+    made.unscale_with_stashed(grads, stash, out, (4.0, 0.5, 2.0))
+    assert out[0] == 20.0
+    made.unscale_python(grads, out, 4.0)
+    assert out[0] == 4.0
+    made.unscale_with_stashed_python(grads, stash, out, 0.5, 2.0)
+    assert out[0] == 14.0
+    made.unscale_with_stashed(grads, stash, stash)
+    assert stash[0] == 5.0
+
+
+@pytest.mark.parametrize(
+    ("error", "arguments", "words"),
+    [
+        (ValueError, ("abc",), "positive, finite number.*, or a string with one"),
+        (ValueError, (None,), "positive, finite number"),
+        (ValueError, ("dynamic", "x"), "loss_scale is 'x'; it must be a positive"),
+        (ValueError, ("dynamic", 8.0, 0), "growth_factor is 0; it must be above 1"),
+        (TypeError, ("dynamic", 8.0, "2"), "growth_factor is '2'; it must be a number"),
+    ],
+)
+def test_bad_values_are_refused(error, arguments, words):
+    with pytest.raises(error, match=words):
+        LossScaler(*arguments)
