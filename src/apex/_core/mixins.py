@@ -1,4 +1,4 @@
-"""Classes generated for objects that exist already: a subclass of their own, under the same name."""
+"""Classes generated for objects that exist already, under the name of their own class."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ MIXIN = "_apex_mixin"
 def with_mixin(mixin: type, own: type, names: dict[str, Any]) -> Any:
     """Returns a new subclass of ``own`` whose methods are looked up in ``mixin`` first.
 
-    Its last base is ``own``, and it has the further attributes ``names``.
+    Its last base is ``own``, and it has the further attributes ``names``. Its objects'
+    ``self.__class__`` is ``own``: as in Horovod, methods may call ``super(self.__class__, self)``.
     """
-    return new_class(own, (mixin, own), {MIXIN: mixin, **names})
+    seen = property(lambda self: own, vars(object)["__class__"].__set__)
+    return new_class(own, (mixin, own), {MIXIN: mixin, "__class__": seen, **names})
 
 
 def new_class(own: type, bases: tuple[type, ...], names: dict[str, Any]) -> Any:
@@ -23,7 +25,7 @@ def new_class(own: type, bases: tuple[type, ...], names: dict[str, Any]) -> Any:
     names = {**shown, **names}
     try:
         return types.new_class(own.__name__, bases, {}, lambda scope: scope.update(names))
-    except Exception:  # a metaclass that requires keywords or forbids subclasses
+    except Exception:  # noqa: BLE001 - a metaclass that requires keywords or forbids subclasses
         return type.__new__(type(own), own.__name__, bases, names)
 
 

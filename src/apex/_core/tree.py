@@ -125,9 +125,9 @@ def converted(obj: Any, dtype: torch.dtype) -> Any:
             copied = copy.copy(obj)
         with _FloatingOnly():
             result = copied.to(dtype)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # whatever the class raises for an argument that it does not know
+    except Exception as error:  # whatever the class raises for an argument that it does not know
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
         return obj
     if result is None:  # it works in place
         result = copied
@@ -141,7 +141,7 @@ def _attributes(obj: Any) -> dict[str, int]:
 
 
 class _FloatingOnly(TorchFunctionMode):
-    """Keeps the dtype of tensors that are not floating where Python code casts to a floating one."""
+    """Casts floating-point tensors only; others keep their dtype."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -216,7 +216,10 @@ class _Walk:
                     result[key] = value
         if dataclasses.is_dataclass(result):
             changed = self._changed(
-                [(each.name, getattr(result, each.name, None)) for each in dataclasses.fields(result)]
+                [
+                    (each.name, getattr(result, each.name, None))
+                    for each in dataclasses.fields(result)
+                ]
             )
             if changed:
                 result = _copied(result) if result is obj else result
@@ -243,7 +246,10 @@ def _sequence_like(obj: Any, items: list[Any]) -> Any:
         made = copy.copy(obj)
         made[:] = items
         return made
-    return kind(*items) if isinstance(getattr(kind, "_fields", None), tuple) else kind(items)
+    if not isinstance(getattr(kind, "_fields", None), tuple):
+        return kind(items)
+    # Not by the class's own ``__new__``, which may not take the items; dynamo traces only that.
+    return kind(*items) if _is_compiling() else kind._make(items)
 
 
 def _copied(obj: Any) -> Any:

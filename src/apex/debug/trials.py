@@ -172,7 +172,7 @@ class Trials:
     def _prepared(self, model: nn.Module, fp32: Sequence[str]) -> Iterator[Session]:
         """Prepares a model in a session of its own, which no other model notices."""
         rules = () if self.has_op_casts else tuple(fp32)
-        plan = frontend._plan(self._policy, rules)
+        plan = frontend._plan(self._policy, fp32_modules=rules)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="fp16 is emulated")
             inputs.check_models([model], plan, op_casts=self.has_op_casts)

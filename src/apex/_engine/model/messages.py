@@ -39,9 +39,10 @@ _WITHOUT_KERNEL = (
 )
 _HOLDS = (
     "amp prepared the model {model} to compute in {dtype}, but it now holds {found}, cast, added "
-    "or assigned after amp.initialize, or passed to functional_call. Call .to({dtype}) on it; pass "
-    "the parameters of an added module to optimizer.add_param_group, which also makes their fp32 "
-    "masters; make a copy of the model plain with amp.restore(copy)."
+    "or assigned after amp.initialize, or passed to functional_call. Call .to({dtype}) on it, or "
+    "assign and pass value.to(param.dtype); pass the parameters of an added module to "
+    "optimizer.add_param_group, which also makes their fp32 masters; make a copy of the model "
+    "plain with amp.restore(copy)."
 )
 _MADE = (
     "amp prepared the model {model} to compute in {dtype}: its parameters and the inputs of its "
@@ -86,9 +87,12 @@ def explain(model: nn.Module, plan: ModelPlan, error: RuntimeError) -> None:
 
 def _of_another_dtype(model: nn.Module, plan: ModelPlan) -> list[str]:
     """Returns the names and dtypes of parameters and buffers that differ from the plan's."""
+    planned: Iterable[tuple[str, Tensor, torch.dtype]] = planned_dtypes(model, plan)
+    if plan.param_dtype is None:
+        planned = [(name, param, torch.float32) for name, param in model.named_parameters()]
     return [
         f"{name} ({dtypes.name(tensor.dtype)})"
-        for name, tensor, dtype in planned_dtypes(model, plan)
+        for name, tensor, dtype in planned
         if dtypes.is_castable(tensor) and tensor.dtype is not dtype
     ]
 
@@ -99,12 +103,13 @@ def log_lost(model: nn.Module, before: Iterable[tuple[Tensor, Tensor]]) -> None:
     ``before`` holds tensors of the converted model with their values before conversion.
     """
     names = {id(buffer): name for name, buffer in model.named_buffers()}
-    found = []
-    for tensor, exact in before:
-        rounded = id(tensor) in names and exact.dtype in WIDE and dtypes.is_low_precision(tensor)
-        if rounded and exact.numel() > 1 and exact.layout is torch.strided:
-            if makes_equal(exact, tensor.dtype).item():  # sync: before training begins
-                found.append(names[id(tensor)])
+    rounded = [
+        (names[id(tensor)], makes_equal(exact, tensor.dtype))
+        for tensor, exact in before
+        if id(tensor) in names and exact.dtype in WIDE and dtypes.is_low_precision(tensor)
+        if exact.numel() > 1 and exact.layout is torch.strided
+    ]
+    found = [name for name, lost in rounded if lost.item()]  # sync: before training begins
     if found:
         _log.warning(
             "amp: in %s, rounding to 16 bits makes distinct values equal in %s. %s",

@@ -66,20 +66,21 @@ class _Overrides:
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """Pickles a model that casts no parameters as a plain model, any other by its kind."""
         base, state = _base(self), state_of(self)
+        if state is not None:
+            state.link.write_back()
         reduced = base.__reduce_ex__(self, 2)
-        if state is None or isinstance(reduced, str) or not is_generated(type(self)):
+        if isinstance(reduced, str) or not is_generated(type(self)):
             return reduced
-        state.link.write_back()
         func, args, inner, *rest = (*reduced, None)[: max(len(reduced), 3)]
         func = base if func is type(self) else func
         args = tuple(base if arg is type(self) else _unconverted(arg) for arg in args)
         inner = _unconverted(inner)
-        if state.plan.casts_down:
+        if state is not None and state.plan.casts_down:
             return rebuild, ("model", func, *args), (state, inner), *rest
         if func is copyreg.__newobj__:  # type: ignore[attr-defined]
             # pickle accepts this one only if the object's ``__class__`` is its first argument.
             func, args = _RECONSTRUCTOR, (args[0], object, None)
-        if state.inner_forward is not None and isinstance(inner, dict):
+        if state is not None and state.inner_forward and isinstance(inner, dict):
             inner = {"forward": state.inner_forward, **inner}
         return func, args, inner, *rest
 
@@ -108,13 +109,14 @@ class _Overrides:
 
 def _copied(module: Any, memo: dict[int, Any] | None) -> Any:
     """Returns a deep copy, or without ``memo`` a shallow one."""
-    base, kind, state = _base(module), type(module), state_of(module)
-    deep = functools.partial(copy.deepcopy, memo=memo) if memo is not None else lambda each: each
+    base, state = _base(module), state_of(module)
+    kind: Any = type(module)
+    deep: Any = _same if memo is None else functools.partial(copy.deepcopy, memo=memo)
     if state is not None:
         state.link.write_back()
     own = getattr(base, "__copy__" if memo is None else "__deepcopy__", None)
+    is_graph = issubclass(base, GraphModule)  # its methods change the class of their object
     if own is not None:
-        is_graph = issubclass(base, GraphModule)  # its methods change the class of their object
         with _in_class(module, base) if is_graph else nullcontext():
             new = own(module, *([] if memo is None else [memo]))
         if is_graph:
@@ -131,9 +133,13 @@ def _copied(module: Any, memo: dict[int, Any] | None) -> Any:
             memo[id(module)] = new
         if inner is not None:
             new.__setstate__(deep(inner))
-    if state is not None and is_generated(type(new)) and STATE not in new.__dict__:
+    if state is not None and STATE not in new.__dict__ and (own is None or is_graph):
         _continue(new, deep(state))
     return new
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _continue(model: nn.Module, state: ModelState) -> None:
@@ -209,9 +215,9 @@ def plain_class(kind: type) -> type:
     A class generated on top of it (by ``fully_shard`` or a parametrization of the model itself) is
     rebuilt over the plain class.
     """
-    if is_generated(kind):
-        return kind.__bases__[-1]
-    bases = tuple(plain_class(b) if _base_or_none(b) else b for b in kind.__bases__)
+    if is_generated(kind) or _base_or_none(kind) is None:
+        return kind.__bases__[-1] if is_generated(kind) else kind
+    bases = tuple(map(plain_class, kind.__bases__))
     names = {k: v for k, v in vars(kind).items() if k not in ("__dict__", "__weakref__")}
     made: type = new_class(kind, bases, names)
     return made
@@ -233,7 +239,8 @@ def _base(module: nn.Module) -> Any:
 
 def _namespace(base: Any) -> dict[str, Any]:
     """Returns the attributes of the generated class of ``base``."""
-    names = {name: each for name, each in vars(_Overrides).items() if inspect.isfunction(each)}
+    own = vars(_Overrides).items()
+    names: dict[str, Any] = {name: each for name, each in own if inspect.isfunction(each)}
     names |= {name: _explained(method) for name, method in _methods(base).items()}
     names["forward"] = _casting_forward(base)
     if issubclass(base, GraphModule):

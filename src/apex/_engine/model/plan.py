@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, Protocol
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from apex._core import dtypes
 from apex._pickle import rebuild
-from apex._torch.modules import named_modules, own_tensors
+from apex._torch.modules import own_tensors
 
 Cast = Callable[[Any, torch.dtype], Any]
 """Casts the floating tensors in a value to a dtype."""
@@ -52,6 +53,9 @@ class MasterSource(Protocol):
 
     def note_copy(self, model: nn.Module, copied: nn.Module) -> None:
         """Adds a deep copy of ``model``."""
+
+    def cast_gradients(self) -> AbstractContextManager[None]:
+        """Returns a context in which parameters change their dtype, and their gradients follow."""
 
     def clear_grads(self, params: Iterable[Tensor], *, set_to_none: bool) -> None:
         """Clears the gradients of the masters of ``params``."""
@@ -171,13 +175,13 @@ def planned_dtypes(model: nn.Module, plan: ModelPlan) -> Iterator[Planned]:
     apart = fp32_modules(model, plan)
     seen: set[int] = set()
     # fp32 modules first, because the first to yield a shared tensor decides.
-    parts = sorted(named_modules(model).items(), key=lambda part: part[1] not in apart)
+    parts = sorted(model.named_modules(), key=lambda part: part[1] not in apart)
     for name, module in parts:
         for key, tensor in own_tensors(module, name):
             dtype = plan.param_dtype
-            if plan.casts_down and (module in apart or stays_fp32(plan, key, tensor)):
-                dtype = torch.float32
-            elif dtype is None and plan.widen_low and dtypes.is_low_precision(tensor):
+            widened = dtype is None and plan.widen_low and dtypes.is_low_precision(tensor)
+            kept = plan.casts_down and (module in apart or stays_fp32(plan, key, tensor))
+            if widened or kept:
                 dtype = torch.float32
             if dtype is not None and id(tensor) not in seen:
                 seen.add(id(tensor))

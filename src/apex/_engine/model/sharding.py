@@ -61,7 +61,7 @@ def check(
     """
     target = {}
     changed: set[int] = set()
-    for name, tensor, dtype, _ in planned:
+    for name, tensor, dtype in planned:
         if dtypes.is_castable(tensor):
             target[id(tensor)] = (name, dtype)
             if tensor.dtype is not dtype and dtensor.is_dtensor(tensor):

@@ -6,6 +6,7 @@ import copy
 import inspect
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from apex._core import dtypes, rounding, tree
+from apex._core import dtypes, tree
 from apex._engine.autocast.region import UncastRegion
 from apex._engine.model.plan import ModelPlan, Region, planned_dtypes, topmost_fp32_modules
 from apex._engine.model.state_dict import Fp32Hooks, MasterLink
@@ -22,7 +23,7 @@ from apex._engine.undo import Undo, all_or_nothing
 from apex._pickle import empty, rebuild
 from apex._torch.ddp import active_wrapper
 from apex._torch.dynamo import at_tracing
-from apex._torch.modules import own_tensors, state_dict_hooks
+from apex._torch.modules import state_dict_hooks
 
 STATE = "_apex_state"
 
@@ -40,7 +41,7 @@ class ModelState:
         owner: Kept alive by the model; not copied with it.
         inner_forward: A ``forward`` that was set on the object, called in place of the class's.
         handles: Hooks to remove at the end.
-        hooked: The low-precision dtype that the attached hooks are for.
+        hooked: The dtype that the attached hooks are for.
         given: The plan of the conversion; differs from ``plan`` after the model was cast to another
             dtype.
         names: Names of the positional arguments of ``forward``.
@@ -95,26 +96,25 @@ class ModelState:
                 undo.push(casts.undo)
             for each in planned_dtypes(model, self.plan):
                 cast_in_place(each.tensor, each.dtype, casts)
-        low = self.plan.param_dtype if self.plan.casts_down else None
-        if low is not self.hooked:
+        if self.plan.param_dtype is not self.hooked:
             self.remove_hooks()
-            self.hooked = low
-        if low is not None:
-            self._attach_hooks(model, low)
+            self.hooked = self.plan.param_dtype
+        if self.given.casts_down:
+            self._attach_hooks(model)
         for module in model.modules():
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()  # makes the weights contiguous again, for cuDNN
 
-    def _attach_hooks(self, model: nn.Module, low: torch.dtype) -> None:
+    def _attach_hooks(self, model: nn.Module) -> None:
         """Attaches the hooks to every module that lacks them."""
+        low = self.hooked or torch.float32
         for module in topmost_fp32_modules(model, self.plan):
             if not _has(module._forward_pre_hooks, InputCast):
                 cast = module.register_forward_pre_hook(InputCast(), with_kwargs=True)
                 self.handles.append(cast)
                 self.handles.append(module.register_forward_hook(OutputCast(low)))
         for module in model.modules():
-            holds_low = any(dtypes.is_low_precision(tensor) for _, tensor in own_tensors(module))
-            if holds_low and not _has(state_dict_hooks(module), Fp32Hooks):
+            if not _has(state_dict_hooks(module), Fp32Hooks):
                 Fp32Hooks(self.link).attach(module, self.handles)
 
     def cast_model(
@@ -167,7 +167,9 @@ class ModelState:
         All or nothing. Masters, optimizers and loss scales stay.
         """
         self.link.write_back()
-        with all_or_nothing() as undo:
+        source = self.link.source
+        casting = nullcontext() if source is None else source.cast_gradients()
+        with casting, all_or_nothing() as undo:
             undo.push(setattr, self, "plan", self.plan)
             self.plan = self.given
             if dtype is not self.given.param_dtype:

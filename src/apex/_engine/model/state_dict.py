@@ -36,7 +36,7 @@ class MasterLink:
         """Connects to ``masters``; ``None`` if there are none."""
         self._masters = masters
         self._origin: weakref.ref[MasterSource] | None = None
-        self._keys: dict[int, str] = {}
+        self._keys: dict[int, tuple[str, int]] = {}
         self._destination: weakref.ref[object] | None = None
         self._entry: Tensor | None = None
         self._told = False
@@ -64,22 +64,24 @@ class MasterLink:
 
     def save(self, destination: MutableMapping[str, Any], key: str, tensor: Tensor) -> None:
         """Replaces the entry of a tensor by its fp32 values; entries of tied tensors share them."""
-        entry = destination[key]
-        if entry is tensor or not isinstance(entry, Tensor):  # with ``keep_vars``
-            return
         if self._destination is None or self._destination() is not destination:
             self.write_back()  # once per call; entries are aliases of the weights
             self._check_entry()
             self._keys = {}
             known = isinstance(destination, OrderedDict)  # others allow no weak reference
             self._destination = weakref.ref(destination) if known else None
-        first = self._keys.setdefault(id(tensor), key)
-        if first != key and first in destination:
+        entry = destination[key]
+        if entry is tensor or not isinstance(entry, Tensor):  # with ``keep_vars``
+            return
+        now = 0 if tensor.is_inference() else tensor._version
+        first, version = self._keys.get(id(tensor), (key, -1))
+        if version == now and first in destination:
             destination[key] = destination[first]
-        else:
-            destination[key] = self.exact(tensor, entry)
-            if self._origin is not None and self._entry is None:
-                self._entry = destination[key]
+            return
+        destination[key] = self.exact(tensor, entry)
+        self._keys[id(tensor)] = key, now
+        if self._origin is not None and self._entry is None:
+            self._entry = destination[key]
 
     def _check_entry(self) -> None:
         """Notes once if an average was written into the entries of a copy's latest state dict."""

@@ -10,8 +10,8 @@ import torch
 import torch.multiprocessing
 
 from apex import amp
+from tests.model.cases import LEVELS, SCALE, prepared, train
 from tests.training import cases
-from tests.wrappers.cases import LEVELS, SCALE, prepared, train
 
 pytestmark = pytest.mark.slow
 
