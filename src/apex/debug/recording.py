@@ -21,7 +21,7 @@ from apex.debug.attribution import DtypeRules
 from apex.debug.clock import Clock, Span
 from apex.debug.module_tracker import Direction, ModuleTracker
 from apex.debug.records import CAST, LOW, CastCount, OpRow, RoundTrip, WeightCasts
-from apex.debug.tracing import is_uninitialized
+from apex.debug.tracing import traits
 
 aten = torch.ops.aten
 
@@ -184,7 +184,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             stats.flops += int(formula(*args, **kwargs, out_val=result))
         elif "low precision" in key.decided_by:
             self.without_formula.add(key.op)
-        if not is_uninitialized(key.op):
+        if not traits(func).uninitialized:
             for tensor in outputs:
                 stats.add_values(tensor)
 
