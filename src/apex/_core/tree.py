@@ -249,7 +249,7 @@ def _sequence_like(obj: Any, items: list[Any]) -> Any:
     if not isinstance(getattr(kind, "_fields", None), tuple):
         return kind(items)
     # Not by the class's own ``__new__``, which may not take the items; dynamo traces only that.
-    return kind(*items) if _is_compiling() else kind._make(items)
+    return kind(*items) if _is_compiling() else tuple.__new__(kind, items)
 
 
 def _copied(obj: Any) -> Any:

@@ -42,10 +42,13 @@ class Converted(nn.Module):
 
 
 class _Overrides:
-    """The attributes of every generated class; they call the model's own by :func:`_base`."""
+    """The attributes of every generated class; they call the model's own by :func:`_own_class`."""
 
     def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        apply, state = functools.partial(_base(self)._apply, self, recurse=recurse), state_of(self)
+        apply, state = (
+            functools.partial(_own_class(self)._apply, self, recurse=recurse),
+            state_of(self),
+        )
         return apply(fn) if state is None else state.cast_model(self, apply, fn)
 
     def __prepare_scriptable__(self: Any) -> NoReturn:
@@ -58,14 +61,14 @@ class _Overrides:
     @untraced
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
         """Clears the gradients of the parameters and of their masters."""
-        _base(self).zero_grad(self, set_to_none)
+        _own_class(self).zero_grad(self, set_to_none)
         state = state_of(self)
         if state is not None and state.link.source is not None:
             state.link.source.clear_grads(self.parameters(), set_to_none=set_to_none)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """Pickles a model that casts no parameters as a plain model, any other by its kind."""
-        base, state = _base(self), state_of(self)
+        base, state = _own_class(self), state_of(self)
         if state is not None:
             state.link.write_back()
         reduced = base.__reduce_ex__(self, 2)
@@ -86,11 +89,11 @@ class _Overrides:
 
     def __setstate__(self: Any, saved: Any) -> None:
         if not (isinstance(saved, tuple) and saved and isinstance(saved[0], ModelState)):
-            _base(self).__setstate__(self, saved)
+            _own_class(self).__setstate__(self, saved)
             return
         state, inner = saved
         if inner is not None:
-            _base(self).__setstate__(self, inner)
+            _own_class(self).__setstate__(self, inner)
         _continue(self, state)
 
     def __copy__(self: Any) -> Any:
@@ -109,7 +112,7 @@ class _Overrides:
 
 def _copied(module: Any, memo: dict[int, Any] | None) -> Any:
     """Returns a deep copy, or without ``memo`` a shallow one."""
-    base, state = _base(module), state_of(module)
+    base, state = _own_class(module), state_of(module)
     kind: Any = type(module)
     deep: Any = _same if memo is None else functools.partial(copy.deepcopy, memo=memo)
     if state is not None:
@@ -215,7 +218,7 @@ def plain_class(kind: type) -> type:
     A class generated on top of it (by ``fully_shard`` or a parametrization of the model itself) is
     rebuilt over the plain class.
     """
-    if is_generated(kind) or _base_or_none(kind) is None:
+    if is_generated(kind) or _found_base(kind) is None:
         return kind.__bases__[-1] if is_generated(kind) else kind
     bases = tuple(map(plain_class, kind.__bases__))
     names = {k: v for k, v in vars(kind).items() if k not in ("__dict__", "__weakref__")}
@@ -228,13 +231,13 @@ def is_generated(kind: type) -> bool:
     return mixin_of(kind) is Converted
 
 
-def _base_or_none(kind: type) -> Any:
+def _found_base(kind: type) -> Any:
     return next((each.__bases__[-1] for each in kind.__mro__ if is_generated(each)), None)
 
 
-def _base(module: nn.Module) -> Any:
+def _own_class(module: nn.Module) -> Any:
     """Returns the model's own class."""
-    return _base_or_none(type(module))
+    return _found_base(type(module))
 
 
 def _namespace(base: Any) -> dict[str, Any]:
@@ -250,7 +253,7 @@ def _namespace(base: Any) -> dict[str, Any]:
 
 def _recompile(module: Any) -> Any:
     """Compiles a graph anew; torch sets the ``forward`` of the object's class."""
-    with _in_class(module, base := _base(module)):
+    with _in_class(module, base := _own_class(module)):
         return base.recompile(module)
 
 
