@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 _MODULE = "torch.distributed.fsdp"
 """Used only if a script has imported it, to keep ``import apex.amp`` fast."""
@@ -49,16 +49,6 @@ def param_groups(model: nn.Module) -> list[Any]:
         for group in [one] if one is not None else several or ():
             found[id(group)] = group
     return list(found.values())
-
-
-def sharded_params(group: Any) -> list[Tensor]:
-    """Returns the sharded parameters of a group."""
-    return [param.sharded_param for param in group.fsdp_params]
-
-
-def has_run(group: Any) -> bool:
-    """Returns whether a group has been gathered before, which fixes the dtype of its buffers."""
-    return any(getattr(param, "all_gather_outputs", None) for param in group.fsdp_params)
 
 
 def compute_dtype(group: Any) -> torch.dtype | None:

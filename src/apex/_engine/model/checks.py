@@ -74,24 +74,18 @@ def check(
         _check_no_inference_tensors(model, plan)
     _check_fp32_modules(model, plan, others)
     _check_names(plan, (model, *others))
-    is_sharded = any(True for _ in fsdp.sharded_modules(model))
-    if is_sharded or dtensor.any_dtensor(tensors.values()):
-        remedy = (
-            "drop entries of fp32_modules" if plan.fp32_modules else "keep_batchnorm_fp32=False"
-        )
-        sharding.check(model, planned_dtypes(model, plan), remedy, op_casts=op_casts)
+    if dtensor.any_dtensor(tensors.values()):
+        sharding.check(planned_dtypes(model, plan))
 
 
 def check_restorable(model: nn.Module) -> None:
     """Raises RuntimeError if a converted model's parameters cannot be cast back to fp32."""
     state = state_of(model)
-    if state is not None and state.plan.casts_down:
-        if torch.is_inference_mode_enabled():
-            raise RuntimeError(
-                "amp.restore was called under torch.inference_mode(), where parameters cannot be "
-                "converted for later training. Call it outside of the block, or in torch.no_grad()."
-            )
-        sharding.check_restorable(model)
+    if state is not None and state.plan.casts_down and torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "amp.restore was called under torch.inference_mode(), where parameters cannot be "
+            "converted for later training. Call it outside of the block, or in torch.no_grad()."
+        )
 
 
 def _check_kind(model: object, plan: ModelPlan) -> None:

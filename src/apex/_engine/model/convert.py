@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from apex._core import dtypes
 from apex._core.rounding import exact_value
+from apex._engine.model import sharding
 from apex._engine.model.module_class import convert_class, plain_class, swap_class
 from apex._engine.model.plan import MasterSource, ModelPlan, Region
 from apex._engine.model.state import (
@@ -43,7 +44,7 @@ def convert(
         owner: Kept alive by the model, but not copied with it.
         undo: Receives the inverse of the tensors' casts.
     """
-    state = ModelState(plan, region, MasterLink(masters), owner)
+    state = ModelState(sharding.inputs_left(model, plan), region, MasterLink(masters), owner)
     module = module_behind(model)
     module.__dict__[STATE] = state  # first, because undo_convert() needs it
     try:

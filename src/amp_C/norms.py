@@ -11,6 +11,13 @@ from apex._core.foreach import norms
 from apex._core.foreach.gate import as_scalar
 from apex._core.foreach.working import working
 
+__all__ = [
+    "multi_tensor_l2norm",
+    "multi_tensor_l2norm_mp",
+    "multi_tensor_l2norm_scale",
+    "multi_tensor_unscale_l2norm",
+]
+
 
 @torch.no_grad()
 def multi_tensor_l2norm(
@@ -26,16 +33,8 @@ def multi_tensor_l2norm(
     return _reported(noop_flag, tensors, per_tensor)
 
 
-@torch.no_grad()
-def multi_tensor_l2norm_mp(
-    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, per_tensor: bool | None = False
-) -> tuple[Tensor, Tensor]:
-    """Returns the result of :func:`multi_tensor_l2norm`.
-
-    In apex, the result is undefined if the flag is already set; here, it is the norm.
-    """
-    (tensors,) = checked("multi_tensor_l2norm_mp", noop_flag, tensor_lists, 1)
-    return _reported(noop_flag, tensors, per_tensor)
+multi_tensor_l2norm_mp = multi_tensor_l2norm
+"""In apex, the result is undefined if the flag is already set; here, it is the norm."""
 
 
 @torch.no_grad()

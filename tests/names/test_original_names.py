@@ -15,7 +15,7 @@ import pytest
 
 from apex import _unavailable
 
-NAMES = json.loads((Path(__file__).parent / "support/reference/apex_names.json").read_text())
+NAMES = json.loads((Path(__file__).parents[1] / "support/reference/apex_names.json").read_text())
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,9 @@ def fault(entry):
     if "parameters" not in entry:
         return ""
     given = parameters(owner, found, entry)
-    wanted = entry["parameters"]
+    # Our steps take grad_scaler by keyword: GradScaler passes itself to a step that names it, and
+    # warns.
+    wanted = [name for name in entry["parameters"] if name != "grad_scaler"]
     return "" if given[: len(wanted)] == wanted else f"{path} takes {given}, not {wanted}"
 
 
