@@ -6,8 +6,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from apex import amp
-from tests.training import cases
-from tests.wrappers.cases import (
+from tests.model.cases import (
     CASTS_DOWN,
     EPS,
     LEVELS,
@@ -17,6 +16,7 @@ from tests.wrappers.cases import (
     train,
     train_plain,
 )
+from tests.training import cases
 
 every_level = pytest.mark.parametrize("level", LEVELS)
 casting_levels = pytest.mark.parametrize("level", CASTS_DOWN)

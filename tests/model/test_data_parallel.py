@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from apex import amp
+from tests.model.cases import EPS, LEVELS, prepared
 from tests.support.reference.loops import Loop
 from tests.training import cases
-from tests.wrappers.cases import EPS, LEVELS, prepared
 
 every_level = pytest.mark.parametrize("level", LEVELS)
 

@@ -31,7 +31,7 @@ class Sized(collections.abc.Sized, TwoLayers):
         return 2
 
 
-class AbstractSGD(abc.ABC, torch.optim.SGD):
+class AbstractSGD(torch.optim.SGD, abc.ABC):
     pass
 
 

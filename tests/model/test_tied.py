@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex import amp
+from tests.model.cases import EPS, LEVELS, SCALE, close
 from tests.training import cases
-from tests.wrappers.cases import EPS, LEVELS, SCALE, close
 
 every_level = pytest.mark.parametrize("level", LEVELS)
 TOKENS = torch.tensor([0, 3, 3, 5])

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from apex import amp
+from tests.model.cases import LEVELS, prepared, train
 from tests.training import cases
-from tests.wrappers.cases import LEVELS, prepared, train
 
 every_level = pytest.mark.parametrize("level", LEVELS)
 

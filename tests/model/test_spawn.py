@@ -10,8 +10,8 @@ import torch
 import torch.multiprocessing
 
 from apex import amp
+from tests.model.cases import LEVELS, SCALE, prepared, train
 from tests.training import cases
-from tests.wrappers.cases import LEVELS, SCALE, prepared, train
 
 pytestmark = pytest.mark.slow
 
@@ -139,16 +139,11 @@ def test_a_pair_whose_weights_were_written_trains_there_as_here(spawned, level):
     assert cases.same(found, wanted)
 
 
-@pytest.mark.parametrize("level", [level for level in LEVELS if level != "O3"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_what_is_stepped_there_stays_in_the_shared_memory_of_the_plain_model(spawned, level):
     results, expected = spawned
     _, masters = pickle.loads(results[level, "hogwild"])
     assert cases.same(masters, expected[level, "hogwild"])
-
-
-def test_at_o3_the_shared_fp32_model_is_left_behind(spawned):
-    _, expected = spawned
-    assert cases.same(expected["O3", "hogwild"], cases.values(cases.net().parameters()))
 
 
 @every_level

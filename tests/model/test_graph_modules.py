@@ -7,9 +7,9 @@ import torch
 from torch import fx
 
 from apex import amp
+from tests.model.cases import LEVELS, prepared, train
 from tests.training import cases
 from tests.training.cases import same, saved_and_loaded
-from tests.wrappers.cases import LEVELS, prepared, train
 
 every_level = pytest.mark.parametrize("level", LEVELS)
 

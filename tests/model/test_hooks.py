@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from apex import amp
+from tests.model.cases import CASTS_DOWN, LEVELS, prepared, train
 from tests.support.reference.loops import Loop
 from tests.training import cases
-from tests.wrappers.cases import CASTS_DOWN, LEVELS, prepared, train
 
 every_level = pytest.mark.parametrize("level", LEVELS)
 before_and_after = pytest.mark.parametrize("when", ["before initialize", "after initialize"])

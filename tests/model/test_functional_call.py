@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch.func import functional_call, grad, jacfwd, jacrev, stack_module_state, vmap
 
 from apex import amp
+from tests.model.cases import CASTS_DOWN, EPS, LEVELS
 from tests.support.reference.loops import Loop
 from tests.training import cases
-from tests.wrappers.cases import CASTS_DOWN, EPS, LEVELS
 
 every_level = pytest.mark.parametrize("level", LEVELS)
 
