@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import configparser
 import importlib
 import inspect
 import io
@@ -15,6 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
+from importlib import resources
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -22,7 +24,6 @@ from typing import Any, Literal
 from apex._unavailable import INSTEAD
 from apex.debug.rendering.formatting import counted
 from apex.tools.errors import InputError
-from apex.tools.migrate_notes import NOTED_KEYWORDS, NOTES, OPTIMIZER_ATTRIBUTES, REFUSED_KEYWORDS
 
 ROOTS = ("apex", "amp_C", "apex_C", "fused_adam_cuda", "fused_layer_norm_cuda")
 """The top-level modules of this distribution."""
@@ -32,6 +33,13 @@ OPTIMIZER = "optimizer."
 
 SKIPPED = frozenset({"site-packages", "dist-packages", "build", "__pycache__"})
 """Folders skipped as copies or third-party code; hidden folders are skipped too."""
+
+_DATA = configparser.ConfigParser(delimiters=("=",), interpolation=None)
+_DATA.optionxform = str  # type: ignore[assignment, method-assign] # names keep their case
+_DATA.read_string(resources.files("apex.tools").joinpath("migrate.ini").read_text("utf-8"))
+NOTES, ATTRIBUTES = dict(_DATA["notes"]), dict(_DATA["optimizer"])
+IDLE = {name: words.split() for name, words in _DATA["idle"].items()}
+"""Notes on names and on attributes of optimizers; arguments without effect."""
 
 NOT_IMPORTED = ("apex.integrations",)
 """Packages whose modules import another library; their names are assumed to exist."""
@@ -220,7 +228,7 @@ def names(text: str) -> list[Name]:
     Raises:
         SyntaxError: If it is not valid in the running version of Python.
     """
-    if not any(word in text for word in (*ROOTS, *OPTIMIZER_ATTRIBUTES)):  # not worth parsing
+    if not any(word in text for word in (*ROOTS, *ATTRIBUTES)):  # not worth parsing
         return []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # invalid escapes are the script's concern
@@ -254,7 +262,7 @@ class _Visitor(ast.NodeVisitor):
             if imported is not None and full not in ROOTS:  # `apex is None` adds nothing
                 yield Name(full, use.line, use.keywords)
             for attribute in () if imported is not None else attributes:
-                if attribute in OPTIMIZER_ATTRIBUTES:
+                if attribute in ATTRIBUTES:
                     yield Name(OPTIMIZER + attribute, use.line)
 
     def _owner(self, name: str) -> int:
@@ -367,17 +375,18 @@ def verdict_of(use: Name) -> tuple[Kind, str]:
     kind, text = verdict_of_name(use.name)
     if kind == "not supported" or use.name.startswith(OPTIMIZER):
         return kind, text
-    if refused := [*_refusals(use.name, use.keywords)]:
-        return "not supported", " ".join(refused)
-    name = _noted_name(use.name)
-    return _noted(text, *(NOTED_KEYWORDS.get((name, each), "") for each in use.keywords))
+    taken = _parameters(resolve(use.name)) if use.keywords else None
+    if taken is not None and (unknown := [each for each in use.keywords if each not in taken]):
+        return "not supported", f"{use.name} takes no argument {', '.join(unknown)}: remove it."
+    idle = [each for each in use.keywords if each in IDLE.get(_noted_name(use.name), ())]
+    return _noted(text, *(f"{each} has no effect: remove it." for each in idle))
 
 
 @cache
 def verdict_of_name(name: str) -> tuple[Kind, str]:
     """Returns the verdict on a full name, such as ``apex.optimizers.FusedAdam``."""
     if name.startswith(OPTIMIZER):
-        return _noted(OPTIMIZER_ATTRIBUTES[name.removeprefix(OPTIMIZER)])
+        return _noted(ATTRIBUTES[name.removeprefix(OPTIMIZER)])
     if (instead := _instead(name)) is not None:
         return "not supported", f"Use {instead}."
     try:
@@ -444,18 +453,7 @@ def _noted_name(name: str) -> str:
 
 @cache
 def _names_of_objects() -> dict[int, str]:
-    keys = {name for name, _ in (*REFUSED_KEYWORDS, *NOTED_KEYWORDS)} | set(NOTES)
-    return {id(resolve(name)): name for name in sorted(keys)}
-
-
-def _refusals(full_name: str, keywords: tuple[str, ...]) -> Iterator[str]:
-    name = _noted_name(full_name)
-    taken = _parameters(resolve(full_name)) if keywords else None
-    for keyword in keywords:
-        if (name, keyword) in REFUSED_KEYWORDS:
-            yield REFUSED_KEYWORDS[name, keyword]
-        elif taken is not None and keyword not in taken:
-            yield f"{full_name} takes no argument {keyword}: remove it."
+    return {id(resolve(name)): name for name in sorted({*NOTES, *IDLE})}
 
 
 def _parameters(function: Any) -> frozenset[str] | None:
