@@ -105,8 +105,6 @@ def test_a_local_name_hides_the_import():
         "def f(x, amp=amp.initialize):\n    return amp.state_dict\n",
         "def f():\n    for amp in amp_values:\n        amp.state_dict\namp.initialize\n",
         "def f():\n    try: pass\n    except E as amp: amp.state_dict\namp.initialize\n",
-        "[amp.state_dict for amp in x], amp.initialize\n",
-        "(lambda amp: amp.state_dict), amp.initialize\n",
         "class A:\n    amp = 1\n    def f(self):\n        amp.initialize\n",
         "def f():\n    def amp(): amp.state_dict\namp.initialize\n",
         "def f():\n    import other as amp\n    amp.state_dict\namp.initialize\n",
@@ -163,15 +161,6 @@ def test_attributes_of_optimizers_are_found_without_an_import():
         (1, "optimizer._amp_stash"),
         (2, "optimizer.clip_master_grads"),
     ]
-
-
-def test_strings_count_where_they_name_something_of_apex(tmp_path):
-    path = tmp_path / "config.py"
-    path.write_text(
-        'imports = ["apex.optimizers.FusedAdam", "apex.pyprof", "apex.of.a.mountain", "apex"]\n'
-    )
-    own = [use.name for use in migration_of(path).uses]
-    assert own == ["apex.optimizers.FusedAdam", "apex.pyprof"]
 
 
 def test_a_star_import_is_the_module():

@@ -58,13 +58,11 @@ class Name:
         name: The name.
         line: From 1.
         keywords: Keyword arguments of the call.
-        quoted: Whether it is a string, as in configs and for ``import_module``.
     """
 
     name: str
     line: int
     keywords: tuple[str, ...] = ()
-    quoted: bool = False
 
 
 @dataclass(frozen=True)
@@ -160,8 +158,7 @@ def migration_of(path: Path) -> Migration:
     found: list[Use] = []
     for file in files:
         try:
-            # Any string may look like a full name; only those that apex has, or had, count.
-            own = [name for name in names(_read(file)) if not name.quoted or is_known(name.name)]
+            own = names(_read(file))
             found += [Use(str(file), each.line, each.name, *verdict_of(each)) for each in own]
         except InputError as error:  # noqa: PERF203 - one bad file must not end the search
             if file == path:
@@ -246,7 +243,6 @@ class _Visitor(ast.NodeVisitor):
 
     def __init__(self, module: symtable.SymbolTable) -> None:
         self._tables = [module]  # of the scopes around the visited node
-        self._entered: set[int] = set()
         self._imports: dict[tuple[int, str], set[str]] = defaultdict(set)
         self._direct: list[Name] = []
         self._reads: list[tuple[int, str, list[str], Name]] = []
@@ -318,53 +314,23 @@ class _Visitor(ast.NodeVisitor):
             use = Name("", node.lineno, self._calls.get(node, ()))
             self._reads.append((self._owner(node.id), node.id, [], use))
 
-    def visit_Constant(self, node: ast.Constant) -> None:
-        value = node.value
-        if isinstance(value, str) and "." in value and _is_of_apex(value) and _is_dotted(value):
-            self._direct.append(Name(value, node.lineno, quoted=True))
-
-    def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
-        for part in node.values:  # a constant part is not a full name
-            if not isinstance(part, ast.Constant):
-                self.visit(part)
-
     def _visit_scope(self, node: Any) -> None:
         """Visits the body in its own scope, and the rest (defaults, bases) in the one around."""
-        body = [*ast.iter_child_nodes(node)] if isinstance(node, _COMPREHENSIONS) else node.body
-        body = body if isinstance(body, list) else [body]
         for child in ast.iter_child_nodes(node):
-            if child not in body:
+            if child not in node.body:
                 self.visit(child)
-        name = getattr(node, "name", _SCOPES.get(type(node), ""))
-        for table in self._tables[-1].get_children():
-            fits = (table.get_name(), table.get_lineno()) == (name, node.lineno)
-            if fits and table.get_id() not in self._entered:
-                break
-        else:  # comprehensions are part of the scope around in some releases
-            table = self._tables[-1]
-        self._entered.add(table.get_id())
-        self._tables.append(table)
-        for child in body:
+        around = self._tables[-1]
+        own = [
+            table
+            for table in around.get_children()
+            if (table.get_name(), table.get_lineno()) == (node.name, node.lineno)
+        ]
+        self._tables.append(own[-1] if own else around)
+        for child in node.body:
             self.visit(child)
         self._tables.pop()
 
     visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = _visit_scope  # noqa: N815
-    visit_Lambda = visit_ListComp = visit_SetComp = visit_DictComp = _visit_scope  # noqa: N815
-    visit_GeneratorExp = _visit_scope  # noqa: N815
-
-
-def _is_dotted(text: str) -> bool:
-    return all(map(str.isidentifier, text.split(".")))
-
-
-_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-_SCOPES: dict[type, str] = {
-    ast.Lambda: "lambda",
-    ast.ListComp: "listcomp",
-    ast.SetComp: "setcomp",
-    ast.DictComp: "dictcomp",
-    ast.GeneratorExp: "genexpr",
-}
 
 
 # -- verdicts --------------------------------------------------------------------------------------
@@ -394,11 +360,6 @@ def verdict_of_name(name: str) -> tuple[Kind, str]:
     except LookupError as error:
         return "not supported", str(error.args[0])
     return _noted(NOTES.get(_noted_name(name), ""))
-
-
-def is_known(name: str) -> bool:
-    """Returns whether apex has or had this name."""
-    return verdict_of_name(name)[0] != "not supported" or _instead(name) is not None
 
 
 def resolve(name: str) -> Any:
