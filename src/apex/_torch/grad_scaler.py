@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from types import FunctionType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,41 +29,6 @@ def signals(scaler: Any, optimizer: Optimizer) -> tuple[Tensor | None, Tensor | 
     found = list((flags or state["found_inf_per_device"]).values())
     total = torch.stack([moved(flag.reshape(()), found[0].device) for flag in found]).sum()
     return None if unscaled else scaler._get_scale_async(), total
-
-
-class StepOfInstances:
-    """A class's ``step``, whose ``grad_scaler`` an instance takes but does not show.
-
-    Where ``GradScaler.step`` finds it in the signature it passes itself by a deprecated protocol,
-    and warns. Else it sets ``grad_scale`` and ``found_inf``.
-    """
-
-    def __init__(self, step: Callable[..., Any]) -> None:
-        signature = inspect.signature(step)
-
-        @functools.wraps(step)
-        def of_instance(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            return step(optimizer, *args, **kwargs)
-
-        shown = [each for each in signature.parameters.values() if each.name != "grad_scaler"]
-        of_instance.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
-        self._of_class, self._of_instance = step, cast(FunctionType, of_instance)
-
-    def __get__(self, optimizer: Optimizer | None, owner: type[Optimizer]) -> Any:
-        if optimizer is None:
-            return self._of_class
-        return self._of_instance.__get__(optimizer, owner)
-
-    @classmethod
-    def install(cls, owner: type[Optimizer]) -> None:
-        """Puts one on a class whose ``step`` is ours; torch replaces it with the first instance.
-
-        A user's own ``step`` stays, for its signature may ask for the protocol.
-        """
-        step: Any = owner.step
-        ours = inspect.unwrap(step).__module__.split(".")[0] == "apex"
-        if ours and not isinstance(inspect.getattr_static(owner, "step"), cls):
-            owner.step = cls(step)  # type: ignore[method-assign, assignment]
 
 
 Steps = Sequence[tuple[Optimizer, Tensor]]

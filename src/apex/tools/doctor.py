@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
 import platform
 import statistics
 import sys
@@ -139,12 +138,6 @@ def conflicts() -> list[str]:
                 f"the distribution `apex` {distribution.version} contains modules; "
                 f"uninstall it: {sys.executable} -m pip uninstall apex"
             )
-    folders = sorted({(Path(entry) / "apex").resolve() for entry in sys.path} - {ours})
-    found += [
-        f"another package apex in {folder} is shadowed by this one; remove it"
-        for folder in folders
-        if (folder / "__init__.py").is_file()
-    ]
     for name, origin in origins().items():
         if origin == "nowhere":
             found.append(f"the module {name} is missing; reinstall apex-amp")
@@ -228,9 +221,6 @@ def _conv(device: torch.device, dtype: torch.dtype) -> tuple[Callable[[], Tensor
 WORK = {"matmul": _matmul, "conv": _conv}
 """Makes each operator, with the floating-point operations of a call."""
 
-_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
-"""Environment variables that keep oneDNN's kernels from instructions that the CPU has."""
-
 
 def _described(device: torch.device) -> str:
     if device.type == "cuda":
@@ -242,8 +232,7 @@ def _described(device: torch.device) -> str:
     extensions = [n for n in ("avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16") if has.get(n)]
     name = has.get("cpu_name") or platform.processor() or platform.machine()
     threads = counted(torch.get_num_threads(), "thread")
-    limits = [f"limited by {each}={os.environ[each]}" for each in _LIMITS if os.environ.get(each)]
-    return ", ".join([name, threads, *(extensions or ["no 16-bit units"]), *limits])
+    return ", ".join([name, threads, *(extensions or ["no 16-bit units"])])
 
 
 def _speed_lines(health: Health) -> Iterator[str]:
