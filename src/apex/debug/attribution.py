@@ -172,13 +172,12 @@ def _by_autocast(op: str, computed_in: str, function: str, device: str, dtype: t
 
 _LISTS: dict[Category, str] = {
     "low_precision": "low precision list",
-    "low_precision_inplace": "low precision list",
+    "destination": "dtype of what is written",
     "recurrent": "low precision list",
     "fp32": "fp32 list",
     "fp32_inplace": "fp32 list",
     "banned": "banned list, run in fp32",
     "promote": "promote list",
-    "to_cpu": "fp32 list",
 }
 
 _KINDS: dict[Kind, str] = {
