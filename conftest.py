@@ -17,6 +17,7 @@ if device.INSTALLED:
 import torch
 
 import apex
+from apex._core.project import VERSION
 from tests.support.devices import Forwarding, Place
 
 torch.set_num_threads(1)
@@ -29,7 +30,7 @@ DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps")
 
 
 def pytest_report_header():
-    return f"apex {apex.__version__} from {apex.__file__}, torch {torch.__version__}"
+    return f"apex {VERSION} from {apex.__file__}, torch {torch.__version__}"
 
 
 def pytest_configure(config):
@@ -50,6 +51,8 @@ def write_shared_caches():
 
 def pytest_collection_modifyitems(items):
     for item in items:
+        if {"on_two_ranks", "on_four_ranks", "on_ranks"} & {*getattr(item, "fixturenames", ())}:
+            item.add_marker(pytest.mark.xdist_group("ranks"))  # one pool of processes
         skipped = Place(item).skipped
         if skipped is not None:
             item.add_marker(pytest.mark.skip(reason=skipped))

@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from apex import amp
 from apex.amp import debug
-from apex.debug.faults import Fault
 from apex.debug.loops import loop_of
 from apex.optimizers import FP16_Optimizer
 from tests.training.cases import batch, batches, net
@@ -392,20 +391,6 @@ def test_bad_data_is_named_in_every_loop(make):
     assert (fault.cause, fault.module) == ("data", "" if casts_outside else "0")
 
 
-@pytest.mark.parametrize("level", ["torch.autocast", "16-bit model"])
-@pytest.mark.parametrize("cause", ["range", "loss scale", "update"])
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("module", ["", "Net:body.0"])
-@pytest.mark.parametrize("op", ["aten.addmm", "aten._to_copy", "aten.exp"])
-@pytest.mark.parametrize("inside", [True, False])
-def test_no_remedy_of_a_plain_loop_names_options_of_amp(
-    level, cause, direction, module, op, inside
-):
-    fault = Fault(module, op, direction, "inf", torch.float16, 1.0, "", cause, inside, 1e9, level)
-    for option in ("fp32_modules", "register_float", "disable_casts", "'O4'", "master_weights"):
-        assert option not in fault.remedy
-
-
 # -- arm -------------------------------------------------------------------------------------
 
 
@@ -595,7 +580,7 @@ def test_frozen_updates_knows_scaled_gradients(optimizer, unscales):
         (Plain, "none"),
     ],
 )
-def test_explain_knows_scale_and_regime(make, level):
+def test_explain_knows_the_regime(make, level):
     loop = make()
     x, y = batch()
 
@@ -609,10 +594,8 @@ def test_explain_knows_scale_and_regime(make, level):
         def forward(self, x):
             return loop.loss(x, y)
 
-    found = amp.debug.explain(Wrapped(), x, scaler=loop.scaler)
+    found = amp.debug.explain(Wrapped(), x)
     assert found.level == level
-    assert found.loss_scale == loop.scaler.get_scale()
-    assert found.gradients
 
 
 # -- devices ---------------------------------------------------------------------------------

@@ -1,0 +1,121 @@
+"""A comparison as table cells, and as text for the terminal."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+
+from apex._core import dtypes
+from apex.debug.rendering.formatting import aligned, short
+from apex.tools.compare.columns import COLUMNS
+from apex.tools.compare.results import Comparison, Result
+from apex.tools.compare.training import end_loss
+from apex.tools.compare.verdict import megabytes
+
+NOTHING = "-"
+
+WIDTH = 100
+
+Row = dict[str, str]
+"""One level's cells, by the names of the columns."""
+
+
+def rows(comparison: Comparison) -> list[tuple[Result, Row]]:
+    """Returns every level, but for those that were skipped, with its cells."""
+    return [(r, _row(r, comparison)) for r in comparison.results if not r.skipped]
+
+
+def footnote(comparison: Comparison) -> str:
+    """Returns the meaning of the asterisk; empty if no level has one."""
+    results = comparison.results
+    steps = [len(r.training.losses) for r in results if r.emulated and r.training is not None]
+    if not steps:
+        return ""
+    return (
+        f"* emulated: this machine does not compute in it natively. Trained for only "
+        f"{max(steps)} steps; compare its loss with fp32 after the same number of steps."
+    )
+
+
+def comparison_text(comparison: Comparison, *, wide: bool = False) -> str:
+    """Returns the table, failures, notes and the recommendation."""
+    found = comparison.recommendation
+    errors = [f"{each.name}: {error}" for each in comparison.failed for error in each.errors]
+    parts = [
+        wrapped(f"{comparison.target}: {comparison.steps} steps on {comparison.machine}"),
+        text_table(comparison, wide=wide),
+        "\n".join(map(wrapped, errors)),
+        "\n".join(map(wrapped, comparison.notes)),
+        "\n".join(
+            [wrapped(found.text), *(wrapped(f"  - {each}", "    ") for each in found.reasons)]
+        ),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def text_table(comparison: Comparison, *, wide: bool = False) -> str:
+    """Returns the table of the main columns; with ``wide``, of every column that is not empty."""
+    cells = rows(comparison)
+    columns = {
+        name: column
+        for name, column in COLUMNS.items()
+        if column.is_compact or (wide and any(row[name] != NOTHING for _, row in cells))
+    }
+    lines = [[each.heading for each in columns.values()]]
+    lines += [[row[name] for name in columns] for _, row in cells]
+    table = aligned(lines, [each.is_left for each in columns.values()])
+    body = ["  ".join(line).rstrip() for line in table]
+    rule = "-" * max(map(len, body))
+    more = "" if wide else "--wide shows all columns; --help explains them."
+    below = map(wrapped, filter(None, (footnote(comparison), more)))
+    return "\n".join([body[0], rule, *body[1:], rule, *below])
+
+
+def wrapped(text: str, indent: str = "") -> str:
+    """Returns a paragraph in lines of at most ``WIDTH`` characters; ``indent`` is of the others."""
+    return textwrap.fill(
+        text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def _row(result: Result, comparison: Comparison) -> Row:
+    timing, speed, memory = result.timing, comparison.speed(result), result.memory
+    record = result.training
+    verdicts = {verdict.level: verdict.word for verdict in comparison.recommendation.verdicts}
+    row = {
+        **dict.fromkeys(COLUMNS, NOTHING),
+        "level": result.name + " *" * result.emulated,
+        "compute": "failed",
+        "time": NOTHING if timing is None else three_digits(timing.median),
+        "speed": NOTHING if speed is None else f"{speed.median:.2f}x",
+        "memory": megabytes(memory) if memory else NOTHING,
+        "verdict": verdicts.get(result.name, NOTHING),
+    }
+    if record is not None:
+        loss = end_loss(record.losses)
+        row |= {
+            "compute": short(dtypes.name(record.compute_dtype or result.level.dtype)),
+            "saved": megabytes(record.saved_bytes),
+            "stored": f"{record.stored.per_param:.1f}",
+            "loss": f"{loss:.4g}" if math.isfinite(loss) else "diverged",
+            "evaluation": NOTHING if record.evaluation is None else f"{record.evaluation:.4g}",
+            "distance": NOTHING if record.distance is None else _percent(record.distance),
+            "skipped": f"{len(record.skipped)} of {len(record.losses)}",
+            "frozen": NOTHING if record.frozen is None else _percent(record.frozen),
+        }
+    return row
+
+
+def three_digits(value: float) -> str:
+    """Returns three digits of a time, without an exponent."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _percent(share: float) -> str:
+    if not math.isfinite(share):
+        return "inf"
+    if share == 0:
+        return "0 %"
+    if share < 1e-4:
+        return "<0.01 %"
+    return f"{share * 100:.3g} %" if share < 0.1 else f"{share * 100:.0f} %"

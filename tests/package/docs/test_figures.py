@@ -1,0 +1,76 @@
+"""The committed figures are those that docs/figures draws, and say what they show."""
+
+import itertools
+import re
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from docs.figures import FIGURES, devices, exactness, loss_scaling, master_weights, memory, path
+from tests.package.docs.pages import ROOT
+
+TEXT = "{http://www.w3.org/2000/svg}text"
+
+
+def drawn(name):
+    if name == "devices" and not torch.__version__.startswith(devices.TORCH):
+        pytest.skip(f"shows the autocast of torch {devices.TORCH}")
+    return FIGURES[name]()
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_the_committed_figure_is_what_is_drawn(name):
+    assert path(name).read_text("utf-8") == drawn(name), "run python -m docs.figures"
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_is_well_formed_has_text_and_is_described(name):
+    figure = ElementTree.fromstring(path(name).read_text("utf-8"))
+    assert len(figure.findall(TEXT)) > 5
+    assert len(figure.get("aria-label")) > 40
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_figure_stands_on_the_page_of_its_name(name):
+    shown = rf"^:file: \.\./_static/figures/{name}\.svg$"
+    pages = [ROOT / "docs" / folder / f"{name}.md" for folder in ("concepts", "howto")]
+    texts = [page.read_text("utf-8") for page in pages if page.exists()]
+    assert [bool(re.search(shown, text, re.MULTILINE)) for text in texts] == [True]
+
+
+def test_every_concept_has_a_figure():
+    assert {page.stem for page in (ROOT / "docs/concepts").glob("*.md")} <= set(FIGURES)
+
+
+def test_the_bars_of_memory_are_the_table_of_its_page():
+    page = (ROOT / "docs/howto/memory.md").read_text("utf-8")
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| O")]
+    table = {re.sub(r"[`\[\]]|\(.*?\)", "", row[0]): row[1:5] for row in rows}
+    for name, each in memory.values().items():
+        sizes = each.weights, each.masters, each.moments, each.stored
+        shown = [0.0 if cell == "-" else float(cell) for cell in table[name]]
+        assert shown == pytest.approx(sizes, abs=0.01), name
+
+
+def test_the_weight_of_the_figure_moves_with_a_master_and_not_without():
+    masters, rounded, alone = master_weights.values()
+    assert set(alone) == {1.0}
+    assert sorted(set(rounded)) == [1.0, 1.0078125, 1.015625]
+    assert masters[-1] == pytest.approx(1.016)
+
+
+def test_the_gradients_of_the_figure_are_all_of_the_digits_example():
+    assert sum(loss_scaling.GRADIENTS.values()) == 380_362
+
+
+def test_the_scale_of_the_figure_overflows_once_a_growth_too_many():
+    scales = [state.scale for state in loss_scaling.history()]
+    changes = [after / before for before, after in itertools.pairwise(scales)]
+    assert changes.count(2.0) == 7
+    assert changes.count(0.5) == 5
+
+
+def test_the_bits_of_the_figure_are_those_of_the_number():
+    assert int(exactness.bits(1 / 3), 2) == torch.tensor(1 / 3).view(torch.int32).item()
+    assert exactness.bits(exactness.rounded(1 / 3))[16:] == "0" * 16
