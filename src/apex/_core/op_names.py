@@ -264,8 +264,9 @@ def operators(namespace: str, name: str) -> tuple[str, ...]:
     holder: Any = {"torch": torch, "torch.Tensor": torch.Tensor}.get(namespace, torch.nn.functional)
     if known is None and not callable(getattr(holder, name, None)):
         raise ValueError(
-            f"amp.lists holds {name!r}, but {namespace} has no such function. Correct the name, or "
-            "register a function of another module: amp.register_float_function(module, name)."
+            f"amp.lists cannot cast {namespace}.{name}: torch has no such function. Correct the "
+            "name, or register a function of another module: amp.register_float_function(module, "
+            "name)."
         )
     if namespace == "torch.nn.functional" and not dispatcher.is_builtin(name):
         return ()
