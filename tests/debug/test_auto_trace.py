@@ -5,7 +5,6 @@ import io
 
 import pytest
 import torch
-from tests.support.host_reads import HostReads
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
@@ -13,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from apex import amp
 from apex.debug.watch import arm
 from tests.amp.cases import Net, backward, loss_of, one_weight, overflow, prepared, sgd
+from tests.support.host_reads import HostReads
 from tests.training import cases
 
 

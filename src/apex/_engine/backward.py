@@ -111,7 +111,7 @@ class BackwardPass:
             for binding in self._bindings:
                 binding.adopt_new()
             scaled_loss, self._scale = self._scaler.scale(self._loss)
-            self._version = self._scaler.version
+            self._scale_version = self._scaler.version
             self._make_room()
         try:
             self._casts.__enter__()
@@ -142,7 +142,9 @@ class BackwardPass:
 
     def _continues(self, delayed: BackwardPass) -> bool:
         """Returns whether the pass may add to gradients left scaled: one scale, and one owner."""
-        same_scale = delayed._scaler is self._scaler and delayed._version == self._scaler.version
+        same_scale = (
+            delayed._scaler is self._scaler and delayed._scale_version == self._scaler.version
+        )
         return same_scale and {*map(id, delayed._kept())} == {*map(id, self._bindings)}
 
     def _make_room(self) -> None:

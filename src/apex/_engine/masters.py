@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from apex._core import master, rounding
-from apex._core.living import Living
 from apex._pickle import rebuild
 from apex._torch import parameters, ranks
 from apex._torch.dynamo import untraced
@@ -350,8 +349,6 @@ class Masters:
 
     def hold(self, pairs: Sequence[Pair], holder: object) -> None:
         """Registers pairs that live as long as ``holder``."""
-        if pairs:
-            _living.add(self)
         self._by_holder.setdefault(holder, []).extend(pairs)
         self._by_param.update({id(pair.model): pair for pair in pairs})
 
@@ -437,17 +434,6 @@ class Masters:
         for pair in self.all():
             if id(pair.model) in params:
                 clear_grad(pair, set_to_none=set_to_none)
-
-
-_living: Living[Masters] = Living()
-"""Those of every session. Compiled code may run for models of other sessions than it traced."""
-
-
-@untraced
-def write_back_all() -> None:
-    """Rounds every written master of every session into its model parameter."""
-    for masters in _living:
-        masters.write_back()
 
 
 def clear_grad(pair: Pair, *, set_to_none: bool) -> None:
