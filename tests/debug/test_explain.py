@@ -171,7 +171,7 @@ def test_a_function_that_the_user_registered_is_named():
     row = row_of(found, "tanh")
     assert (row.computed_in, row.decided_by) == (
         "bfloat16",
-        "registered by you: low precision (tanh)",
+        "registered by you: low_precision (tanh)",
     )
 
 

@@ -653,9 +653,8 @@ class _Reasons:
         return self._converted.get(row.module, _FOLLOWS) if inside else _FOLLOWS
 
     def _by_table(self, op: str, function: str, spec: CastSpec) -> str:
-        kind = self._registered.get(function)
-        if kind is not None:
-            return f"registered by you: {_KINDS[kind]} ({function})"
+        if function in self._registered:
+            return f"registered by you: {self._registered[function]} ({function})"
         for name, row in _rows(op, function):
             if row in spec.table.rows:
                 return f"{_LISTS[spec.table.rows[row]]} ({name})"
@@ -664,8 +663,7 @@ class _Reasons:
 
 def _rows(op: str, function: str) -> Iterator[tuple[str, str]]:
     """Yields the candidate rows of the op table as (name, operator), the most specific first."""
-    callers = (caller for caller, calls in _CALLS.items() if op in calls.split())
-    for name in (function, *callers, op):
+    for name in (function, _CALLED_BY.get(op, op), op):
         for names in NAMES.values():
             for row in names.get(name, ()) or names.get(f"__{name}__", ()):
                 yield name, row
@@ -688,13 +686,6 @@ _LISTS: dict[Category, str] = {
     "promote": "promote list",
 }
 
-_KINDS = {
-    "low_precision": "low precision",
-    "bfloat16": "bfloat16",
-    "float": "fp32",
-    "promote": "widest input",
-}
-
 _PROMOTING = {
     "add",
     "sub",
@@ -711,23 +702,5 @@ _PROMOTING = {
     "ne",
 }
 
-# The operators that a function calls, for operators whose caller is unknown.
-_CALLS = {
-    "matmul": "mm bmm mv dot",
-    "linear": "addmm mm",
-    "einsum": "bmm",
-    "conv2d": "convolution",
-    "softmax": "_softmax _safe_softmax",
-    "log_softmax": "_log_softmax",
-    "layer_norm": "native_layer_norm",
-    "group_norm": "native_group_norm",
-    "rms_norm": "_fused_rms_norm",
-    "bilinear": "_trilinear",
-    "norm": "linalg_vector_norm",
-    "prelu": "_prelu_kernel",
-    "nll_loss": "nll_loss_forward nll_loss2d_forward",
-    "lstm": "mkldnn_rnn_layer _cudnn_rnn",
-    "scaled_dot_product_attention": "_scaled_dot_product_flash_attention_for_cpu "
-    "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
-    "_scaled_dot_product_cudnn_attention",
-}
+_CALLED_BY = {"addmm": "linear", "convolution": "conv2d", "native_layer_norm": "layer_norm"}
+"""A function that calls an operator, for operators called from C++."""
