@@ -356,6 +356,7 @@ def _session(
     spec = None
     if policy.compute_dtype is not None:
         spec = CastSpec(policy.compute_dtype, types, lists.op_table(policy.compute_dtype))
+        _amp_state.functions.listed = lists.python_functions()
     made = Session(
         policy,
         num_losses=num_losses,
