@@ -28,12 +28,17 @@ from apex._engine.session import Session
 from apex._torch.copies import record
 from apex._torch.dispatcher import AUTOCAST_KEYS, has_kernel, has_operator
 from apex.amp._amp_state import _amp_state
-from apex.debug import tracing
-from apex.debug.arguments import check_loss, check_loss_fn, checked_model, floating_outputs
+from apex.debug import common, tracing
+from apex.debug.common import (
+    casts_off,
+    check_loss,
+    check_loss_fn,
+    checked_model,
+    floating_outputs,
+    preserve_state,
+    save,
+)
 from apex.debug.place import Direction, Tracker, active_autocast
-from apex.debug.preserve_state import casts_off, preserve_state
-from apex.debug.rendering import formatting
-from apex.debug.rendering.files import save
 from apex.debug.tracing import Call, Detector, Trace, floating
 
 aten = torch.ops.aten
@@ -276,14 +281,14 @@ class Explanation:
         Args:
             rows: Largest number of operators to show, those that took the most time; None for all.
         """
-        total, share = self.total, formatting.percent(self.low_precision_share)
+        total, share = self.total, common.percent(self.low_precision_share)
         longest = sorted(self.ops, key=lambda row: -row.seconds)[:rows]
         shown = [row for row in self.ops if row in longest]
         hidden = len(self.ops) - len(shown)
         lines = [
             f"{self.model}, explained: level {self.level}",
-            f"  {share} of {formatting.amount(total.flops)} FLOPs in 16 bits; "
-            f"{formatting.counted(total.casts, 'cast')}, {formatting.size(total.cast_bytes)} moved",
+            f"  {share} of {common.amount(total.flops)} FLOPs in 16 bits; "
+            f"{common.counted(total.casts, 'cast')}, {common.size(total.cast_bytes)} moved",
             "",
             *_table(_MODULE_HEAD, map(self._module_cells, self.modules)),
             "",
@@ -295,24 +300,24 @@ class Explanation:
         return "\n".join(lines)
 
     def _share(self, seconds: float) -> str:
-        return formatting.percent(seconds / self.total.seconds if self.total.seconds else None)
+        return common.percent(seconds / self.total.seconds if self.total.seconds else None)
 
     def _module_cells(self, row: ModuleRow) -> tuple[str, ...]:
         indent = "  " * (row.name.count(".") + bool(row.name))
         name = indent + (row.name.rpartition(".")[2] or "(model)")
-        casts = formatting.amount(row.casts) if row.casts else ""
-        return name, row.kind, formatting.short(row.dtype), self._share(row.seconds), casts
+        casts = common.amount(row.casts) if row.casts else ""
+        return name, row.kind, common.short(row.dtype), self._share(row.seconds), casts
 
     def _op_cells(self, row: OpRow) -> tuple[str, ...]:
         made = [f"{c.count} {_arrow([c.source, c.target])}" for c in row.casts]
-        moved = f", {formatting.size(sum(c.bytes for c in row.casts))}" if made else ""
-        taken = " + ".join(map(formatting.short, row.dtypes_in)) or formatting.short("")
+        moved = f", {common.size(sum(c.bytes for c in row.casts))}" if made else ""
+        taken = " + ".join(map(common.short, row.dtypes_in)) or common.short("")
         return (
-            formatting.place(row.module, row.inside),
+            common.place(row.module, row.inside),
             row.op.removeprefix("aten.")[:26],
             row.direction,
-            formatting.amount(row.calls),
-            f"{taken} → {formatting.short(row.dtype_out)}",
+            common.amount(row.calls),
+            f"{taken} → {common.short(row.dtype_out)}",
             ", ".join(made) + moved,
             self._share(row.seconds),
             row.decided_by,
@@ -340,12 +345,12 @@ _OP_HEAD = ("where", "operator", "pass", "calls", "dtypes", "casts", "time", "de
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    cells = formatting.aligned([head, *rows], [True] * len(head))
+    cells = common.aligned([head, *rows], [True] * len(head))
     return ("  ".join(line).rstrip() for line in cells)
 
 
 def _arrow(names: Sequence[str]) -> str:
-    return "→".join(map(formatting.short, names))
+    return "→".join(map(common.short, names))
 
 
 def _summed(name: str, kind: str, rows: Sequence[OpRow]) -> ModuleRow:
