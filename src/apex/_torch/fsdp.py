@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from apex._torch.modules import named_modules
-
 _MODULE = "torch.distributed.fsdp"
 """Used only if a script has imported it, to keep ``import apex.amp`` fast."""
 
@@ -29,7 +27,7 @@ def sharded_modules(model: nn.Module) -> Iterator[nn.Module]:
     """Yields the modules that ``fully_shard`` was called on."""
     fsdp = sys.modules.get(_MODULE)
     if fsdp is not None:
-        yield from (m for m in named_modules(model).values() if isinstance(m, fsdp.FSDPModule))
+        yield from (m for m in model.modules() if isinstance(m, fsdp.FSDPModule))
 
 
 def reshard(model: nn.Module) -> None:

@@ -130,6 +130,7 @@ def start_o1_session(loss_scale: float | str, *, allow_banned: bool = False) -> 
     types = all_device_types()
     spec = CastSpec(torch.float16, types, lists.op_table(torch.float16), allow_banned)
     warn_if_emulated(policy.low_precision, types)
+    _amp_state.functions.listed = lists.python_functions()
     session = Session(
         policy,
         rule=ScaleRule(ceiling=2.0**24),

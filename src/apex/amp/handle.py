@@ -247,8 +247,6 @@ def handle_of(session: Session | None) -> AmpHandle | NoOpHandle:
 
 def _unwrapped(optimizers: Optimizers) -> list[Optimizer]:
     """Returns the optimizers inside wrappers, each once: a pass moves its gradients only once."""
-    if isinstance(optimizers, Optimizer):
-        return [optimizers]
     if not isinstance(optimizers, (list, tuple)):
         return [unwrap(optimizers)]
     return list({id(each): each for each in map(unwrap, optimizers)}.values())
