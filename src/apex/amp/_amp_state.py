@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 import weakref
 from collections.abc import Iterable
@@ -16,7 +15,7 @@ from apex.amp.optimizers import master_params as master_params  # scripts import
 if TYPE_CHECKING:
     from apex._engine.scaler import Scaler
     from apex._engine.session import Session
-    from apex.amp.handle import AmpHandle, NoOpHandle
+    from apex.amp.handle import AmpHandle
     from apex.amp.scaler import LossScaler, LossScalers
 
 
@@ -50,25 +49,21 @@ class AmpState:
         self.pending_states: list[scaler_states.State] = []
         self._sessions: list[weakref.ref[Session]] = []
         self.disabled: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._init_handle: AmpHandle | NoOpHandle | None = None
-        self._assigned_handle: list[Any] = []
+        self._init_handle: AmpHandle | None = None
+        self._assigned_handle: Any = None
         self._sessionless_scalers: list[Scaler] = []
-        self._lock = threading.RLock()  # a Ctrl-C as a block ends may leave it held
 
     # -- sessions ----------------------------------------------------------------------------
 
     def add(self, session: Session) -> None:
         """Makes ``session`` current and applies pending loss scales to it."""
-        with self._lock:
-            self._sessions = [ref for ref in self._sessions if ref() is not None]
-            self._sessions.append(weakref.ref(session))
-            self._assigned_handle.clear()
-            self.pending_states = scaler_states.apply_pending(session.scalers, self.pending_states)
+        self._sessions = [*map(weakref.ref, self.sessions()), weakref.ref(session)]
+        self._assigned_handle = None
+        self.pending_states = scaler_states.apply_pending(session.scalers, self.pending_states)
 
     def discard(self, session: Session) -> None:
         """Removes ``session``."""
-        with self._lock:
-            self._sessions = [ref for ref in self._sessions if ref() not in (None, session)]
+        self._sessions = [ref for ref in self._sessions if ref() not in (None, session)]
 
     def end_unused(self) -> None:
         """Ends the sessions of ``initialize`` that have no model and no optimizer any longer.
@@ -86,7 +81,7 @@ class AmpState:
         return [session for ref in self._sessions if (session := ref()) is not None]
 
     def scaling(self) -> list[Session]:
-        """Returns the sessions whose scales scripts see; that of ``amp.init`` if it is alone."""
+        """Returns the sessions in ``amp.state_dict()``: of ``initialize``, or else of ``init``."""
         sessions = self.sessions()
         return [session for session in sessions if session.options is not None] or sessions
 
@@ -110,21 +105,15 @@ class AmpState:
         options = session.options
         return not isinstance(options, OptProperties) or bool(options.options["enabled"])
 
-    def hold_handle(self, handle: AmpHandle | NoOpHandle) -> None:
+    def hold_handle(self, handle: AmpHandle) -> None:
         """Stores the handle of ``amp.init``, which keeps its session alive."""
-        self._init_handle = handle
-        self._assigned_handle.clear()
+        self._init_handle, self._assigned_handle = handle, None
 
     def release_handle(self) -> None:
         """Deactivates and drops the handle of an earlier ``amp.init``."""
         if self._init_handle is not None:
             self._init_handle._deactivate()
             self._init_handle = None
-
-    def retire(self, handle: AmpHandle, session: Session) -> None:
-        """Removes the session of a deactivated ``amp.init`` handle from ``state_dict``."""
-        if handle is self._init_handle:
-            self.discard(session)
 
     # -- apex's view -------------------------------------------------------------------------
 
@@ -152,13 +141,11 @@ class AmpState:
         """
         from apex.amp.handle import handle_of
 
-        if self._assigned_handle:
-            return self._assigned_handle[0]
-        return self._init_handle or handle_of(self.current())
+        return self._assigned_handle or self._init_handle or handle_of(self.current())
 
     @handle.setter
     def handle(self, handle: Any) -> None:
-        self._assigned_handle[:] = [handle]
+        self._assigned_handle = handle
 
 
 class OptProperties:

@@ -16,17 +16,15 @@ from apex._core.arguments import flag, integer
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine import restore as restoring
-from apex._engine.autocast.region import CastSpec
 from apex._engine.model import ModelPlan, is_converted, module_behind
 from apex._engine.scaler import Scaler
-from apex._engine.session import Session
 from apex._engine.undo import all_or_nothing
-from apex.amp import _initialize, inputs, lists, report, scaler_states
+from apex.amp import _initialize, inputs, report, scaler_states
 from apex.amp._amp_state import OptProperties, _amp_state
-from apex.amp.devices import device_types, warn_if_emulated
 from apex.amp.opt_levels import O0, O1, O2, O3, O4, O5, Properties, opt_levels
 from apex.amp.optimizers import AmpStashOptimizer
 from apex.amp.properties import LEVELS, level_defaults, resolve, to_policy
+from apex.amp.sessions import new_session
 
 __all__ = [
     "O0",
@@ -164,7 +162,11 @@ def initialize(
         _amp_state.opt_properties = OptProperties({"enabled": False})
         _amp_state.disabled.update(inputs.models_and_optimizers(models, optimizers))
         return models if optimizers is None else (models, optimizers)
-    _check_cudnn()
+    if not torch.backends.cudnn.enabled:
+        raise RuntimeError(
+            "amp.initialize needs torch.backends.cudnn.enabled = True; it is False. Mixed "
+            "precision depends on cuDNN's low-precision kernels."
+        )
     defaults = level_defaults(opt_level)
     overrides = {
         "cast_model_type": cast_model_type,
@@ -176,13 +178,6 @@ def initialize(
         "cast_model_outputs": cast_model_outputs,
     }
     properties = resolve(defaults, overrides, hard_override=_amp_state.hard_override)
-    rule = ScaleRule(
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=growth_interval,
-        floor=min_loss_scale,
-        ceiling=max_loss_scale,
-    )
     policy = to_policy(properties)
     plan = _plan(policy, inputs.fp32_rules(fp32_modules))
     model_list = inputs.model_list(models)
@@ -191,14 +186,16 @@ def initialize(
     inputs.check_optimizers(optimizer_list, model_list, master_weights=policy.master_weights)
     if policy.master_weights and optimizer_list:
         inputs.check_masters(model_list)
-    made = _session(
+    made = new_session(
         policy,
-        rule,
-        model_list,
-        integer("num_losses", num_losses, least=1 if optimizer_list else 0),
+        ScaleRule(growth_factor, backoff_factor, growth_interval, min_loss_scale, max_loss_scale),
+        models=model_list,
+        num_losses=integer("num_losses", num_losses, least=1 if optimizer_list else 0),
         keep_fp32=flag("keep_fp32_values", keep_fp32_values),
     )
     _amp_state.verbosity = verbosity
+    for scaler in made.scalers:
+        scaler.block_on_read = report.lists_gradients()
     report.start_up(defaults, properties)
     report.low_precision_models(model_list, policy, trains=bool(optimizer_list))
     report.untrained_parameters(model_list, optimizer_list)
@@ -297,18 +294,11 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     if not scalers:
         return
     scalers = _target_scalers(states, scalers)
-    if not states:
-        warnings.warn(
-            f"amp.load_state_dict got 0 loss scalers, but amp has {len(scalers)}: the state was "
-            "saved with amp disabled, or before amp.initialize. The scales are kept.",
-            UserWarning,
-            stacklevel=2,
-        )
-    elif len(states) != len(scalers):
+    if len(states) != len(scalers):
         warnings.warn(
             f"amp.load_state_dict got {len(states)} loss scalers, but amp has {len(scalers)}; "
             f"the first {min(len(states), len(scalers))} are loaded. Pass the same num_losses to "
-            "amp.initialize to load all.",
+            "amp.initialize to load all. (A state without any was saved with amp disabled.)",
             UserWarning,
             stacklevel=2,
         )
@@ -329,33 +319,6 @@ def _target_scalers(states: Sequence[object], scalers: list[Scaler]) -> list[Sca
 
 def _live_scalers() -> list[Scaler]:
     return [scaler for session in _amp_state.scaling() for scaler in session.scalers]
-
-
-def _session(
-    policy: Policy,
-    rule: ScaleRule,
-    models: Sequence[nn.Module],
-    num_losses: int,
-    *,
-    keep_fp32: bool,
-) -> Session:
-    types = device_types(models)
-    warn_if_emulated(policy.low_precision, types)
-    spec = None
-    if policy.compute_dtype is not None:
-        spec = CastSpec(policy.compute_dtype, types, lists.op_table(policy.compute_dtype))
-    made = Session(
-        policy,
-        num_losses=num_losses,
-        rule=rule,
-        spec=spec,
-        functions=_amp_state.functions,
-        listeners=(report.scale_update,),
-        keep_fp32=keep_fp32,
-    )
-    for scaler in made.scalers:
-        scaler.block_on_read = report.lists_gradients()
-    return made
 
 
 def _is_enabled(enabled: object, opt_level: str) -> bool:
@@ -382,11 +345,3 @@ def _plan(policy: Policy, fp32_modules: tuple[type[nn.Module] | str, ...]) -> Mo
         cast=_initialize.custom_cast(),
         widen_low=policy.compute_dtype is not None,
     )
-
-
-def _check_cudnn() -> None:
-    if not torch.backends.cudnn.enabled:
-        raise RuntimeError(
-            "amp.initialize needs torch.backends.cudnn.enabled = True; it is False. Mixed "
-            "precision depends on cuDNN's low-precision kernels."
-        )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core import arguments
+from apex._core.policy import LossScale
 from apex._engine.autocast.region import UncastRegion, casts_off
 from apex._engine.model import set_region, state_of
 from apex._engine.optimizer.optimizer_class import binding_of
@@ -22,6 +23,7 @@ from apex.amp.opt import OptimWrapper
 from apex.amp.optimizers import AmpStashOptimizer, unwrap
 from apex.amp.scaler import LossScaler as LossScaler  # scripts import it from here
 from apex.amp.scaler import own_update
+from apex.amp.sessions import start_o1_session
 
 if TYPE_CHECKING:
     from apex._engine.optimizer.binding import Binding
@@ -112,6 +114,8 @@ class AmpHandle:
     """
 
     verbose, has_cache = False, True
+    _session: Session | None = None
+    _models: Iterable[nn.Module] = ()
 
     def __init__(
         self,
@@ -129,30 +133,22 @@ class AmpHandle:
             verbose: Value of ``verbose``.
             session: A session with casts, which the handle keeps alive instead of starting one.
         """
-        from apex.amp.amp import start_o1_session
-
         self._session = start_o1_session(loss_scale) if session is None else session
         self.verbose, self.has_cache = verbose, enable_caching
-        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def cast_in_fp16_models(self, sessions: Iterable[Session]) -> None:
         """Turns the casts on in forward passes of the sessions' fp16 models (O2, O3), too."""
-        for session in sessions:
-            if session.policy.param_dtype is torch.float16:
-                self._models.update(session.models)
+        fp16 = [each for each in sessions if each.policy.param_dtype is torch.float16]
+        self._models = weakref.WeakSet(model for each in fp16 for model in each.models)
         for model in self._models:
-            set_region(model, self._session.region)
+            set_region(model, cast(Session, self._session).region)
 
     def is_active(self) -> bool:
         """Returns whether op casts are on."""
-        return self._session.casting
+        return self._session is not None and self._session.casting
 
     _is_active = property(is_active)
-
-    @property
-    def cache(self) -> dict[Tensor, Tensor]:
-        """An empty dict: the handle caches no casts."""
-        return {}
+    cache = property(lambda self: {}, doc="An empty dict: the handle caches no casts.")
 
     def remove_cache(self, param: Tensor) -> None:
         """Clears torch's autocast cache, for all weights."""
@@ -167,78 +163,65 @@ class AmpHandle:
             RuntimeError: If ``wrap_optimizer`` returned ``optimizer``, which has its own
                 ``scale_loss``.
         """
+        if self._session is None:
+            return nullcontext(loss)
         if isinstance(optimizer, OptimWrapper):
             raise RuntimeError(
                 "handle.scale_loss got an optimizer that handle.wrap_optimizer wrapped. Call "
                 "optimizer.scale_loss(loss) on the wrapped optimizer."
             )
         arguments.loss("amp.scale_loss", loss)
-        scaler = _scaler(self._session, 0)
-        return self._session.backward_pass(loss, [self._bound(optimizer)], scaler)
+        self._bind(optimizer)
+        return self._backward_pass(loss, optimizer, _scaler(self._session, 0))
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
         """Wraps an optimizer to add ``scale_loss``, with one scale per loss."""
         return OptimWrapper(optimizer, self, num_loss)
 
-    def _bound(self, optimizer: Any) -> Binding:
+    @property
+    def _loss_scale(self) -> LossScale:
+        return "dynamic" if self._session is None else self._session.policy.loss_scale
+
+    def _bind(self, optimizer: Any) -> None:
         own = unwrap(optimizer)
-        if binding_of(own) is None:
+        if self._session is not None and binding_of(own) is None:
             self._session.bind(own, mixin=AmpStashOptimizer)
-        binding = binding_of(own)
-        if binding is None:
-            raise RuntimeError("The optimizer could not be prepared.")
-        return binding
+
+    def _backward_pass(
+        self, loss: Tensor, optimizer: Any, scaler: Scaler
+    ) -> AbstractContextManager[Tensor]:
+        bindings: Any = [binding_of(unwrap(optimizer))]
+        return cast(Session, self._session).backward_pass(loss, bindings, scaler)
 
     def _clear_cache(self) -> None:
         torch.clear_autocast_cache()
 
     def _deactivate(self) -> None:
+        """Ends the casts, and the session's place in ``amp.state_dict()`` if it is of ``init``."""
+        if self._session is None:
+            return
         self._session.close()
         for model in self._models:
             state = state_of(model)
             if state is not None and state.region is self._session.region:
                 state.region = UncastRegion()
-        _amp_state.retire(self, self._session)
+        if self._session.options is None:
+            _amp_state.discard(self._session)
 
     def _disable_casts(self) -> AbstractContextManager[None]:
         return casts_off()
 
 
-class NoOpHandle:
+class NoOpHandle(AmpHandle):
     """The handle of ``amp.init(enabled=False)``: casts and scales nothing."""
 
-    _session = None
-    _is_active = False
-    verbose = False
     has_cache = False
 
-    def is_active(self) -> bool:
-        """Returns False."""
-        return False
-
-    def scale_loss(self, loss: Tensor, optimizer: Any) -> AbstractContextManager[Tensor]:
-        """Returns a context that yields the loss itself."""
-        del optimizer
-        return nullcontext(loss)
-
-    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
-        """Wraps an optimizer to add a ``scale_loss`` that yields the loss itself."""
-        return OptimWrapper(optimizer, self, num_loss)
-
-    def _bound(self, optimizer: Any) -> None:
-        """Binds nothing."""
-
-    def _clear_cache(self) -> None:
-        """Does nothing."""
-
-    def _deactivate(self) -> None:
-        """Does nothing."""
-
-    def _disable_casts(self) -> AbstractContextManager[None]:
-        return casts_off()
+    def __init__(self) -> None:
+        """Starts no session."""
 
 
-def handle_of(session: Session | None) -> AmpHandle | NoOpHandle:
+def handle_of(session: Session | None) -> AmpHandle:
     """Returns a handle of ``session``, a no-op one if it has no op casts."""
     if session is None or session.policy.compute_dtype is None:
         return NoOpHandle()
@@ -247,11 +230,8 @@ def handle_of(session: Session | None) -> AmpHandle | NoOpHandle:
 
 def _unwrapped(optimizers: Optimizers) -> list[Optimizer]:
     """Returns the optimizers inside wrappers, each once: a pass moves its gradients only once."""
-    if isinstance(optimizers, Optimizer):
-        return [optimizers]
-    if not isinstance(optimizers, (list, tuple)):
-        return [unwrap(optimizers)]
-    return list({id(each): each for each in map(unwrap, optimizers)}.values())
+    several = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
+    return list({id(each): each for each in map(unwrap, several)}.values())
 
 
 def session_of(
@@ -262,24 +242,23 @@ def session_of(
     Raises:
         RuntimeError: If ``caller``, a public function, got an optimizer without a session.
     """
-    if len(bindings) == 1 and bindings[0] is not None and bindings[0].owner is not None:
-        only: Any = bindings[0].owner
-        return only if _amp_state.is_on(only) else None
-    if not bindings and (current := _amp_state.current()) is not None:
-        return current if _amp_state.is_on(current) else None
-    owners = {binding and binding.owner for binding in bindings}
-    if None in owners or not owners:
-        disabled = bool(optimizers) and _amp_state.disabled.issuperset(optimizers)
-        if not any(bindings) and (disabled or not _amp_state.enabled):
-            return None
-        raise RuntimeError(_not_prepared(bindings, caller))
-    newest = [session for session in _amp_state.sessions() if session in owners][-1:]
-    session = newest[0] if newest else cast(Session, owners.pop())
-    return session if _amp_state.is_on(session) else None
+    owners: set[Any] = {binding and binding.owner for binding in bindings}
+    session = None if owners else _amp_state.current()
+    if owners and None not in owners:
+        newest = [session for session in _amp_state.sessions() if session in owners][-1:]
+        session = newest[0] if newest else owners.pop()
+    if session is not None:
+        return session if _amp_state.is_on(session) else None
+    disabled = bool(optimizers) and _amp_state.disabled.issuperset(optimizers)
+    if not any(bindings) and (disabled or not _amp_state.enabled):
+        return None
+    raise RuntimeError(_not_prepared(bindings, caller))
 
 
 def _not_prepared(bindings: Sequence[Binding | None], caller: str) -> str:
-    call = "    model, optimizer = amp.initialize(model, optimizer, opt_level='O1')"
+    options = _amp_state.opt_properties.options if _amp_state.initialized else {}
+    level = options.get("opt_level", "O1")
+    call = f"    model, optimizer = amp.initialize(model, optimizer, opt_level={level!r})"
     if any(binding is not None and binding.owner is None for binding in bindings):
         return (
             f"{caller} got an unpickled optimizer, which has no amp session. Call "
@@ -297,7 +276,7 @@ def _not_prepared(bindings: Sequence[Binding | None], caller: str) -> str:
 
 def _scaler(session: Session, loss_id: int) -> Scaler:
     count = len(session.scalers)
-    if type(loss_id) is not int and not isinstance(loss_id, SupportsIndex):
+    if not isinstance(loss_id, SupportsIndex):
         raise TypeError(f"loss_id is {loss_id!r}; it must be an integer: the index of a loss.")
     if not -count <= loss_id < count:
         raise IndexError(

@@ -15,9 +15,7 @@ from apex._torch.dynamo import untraced, untraced_frame
 from apex.amp.scaler import LossScaler as LossScaler  # scripts import it from here
 
 if TYPE_CHECKING:
-    from apex._engine.optimizer.binding import Binding
-    from apex._engine.session import Session
-    from apex.amp.handle import AmpHandle, NoOpHandle
+    from apex.amp.handle import AmpHandle
 
 
 class OptimWrapper:
@@ -27,19 +25,14 @@ class OptimWrapper:
     overflow in any of them skips the step.
     """
 
-    def __init__(self, optimizer: Any, amp_handle: AmpHandle | NoOpHandle, num_loss: int) -> None:
+    def __init__(self, optimizer: Any, amp_handle: AmpHandle, num_loss: int) -> None:
         """Wraps ``optimizer``; under a ``NoOpHandle``, losses are not scaled."""
         num_loss = arguments.integer("num_loss", num_loss, least=1)
-        self._optimizer = optimizer
-        self._binding: Binding | None = amp_handle._bound(optimizer)
-        self._session: Session | None = amp_handle._session
-        self._num_loss = num_loss
+        self._optimizer, self._handle = optimizer, amp_handle
         self._loss_index = 0
-        scale = "dynamic" if self._session is None else self._session.policy.loss_scale
-        self._loss_scaler = [
-            scaler_for(scale, ScaleRule(ceiling=2.0**24), loss_id=index)
-            for index in range(num_loss)
-        ]
+        amp_handle._bind(optimizer)
+        scale, rule = amp_handle._loss_scale, ScaleRule(ceiling=2.0**24)
+        self._loss_scaler = [scaler_for(scale, rule, loss_id=index) for index in range(num_loss)]
 
     @untraced
     def scale_loss(self, loss: Tensor) -> AbstractContextManager[Tensor]:
@@ -48,17 +41,18 @@ class OptimWrapper:
         Raises:
             RuntimeError: If there are more blocks between two steps than ``num_loss``.
         """
-        if self._session is None or self._binding is None:
+        if self._handle._session is None:
             return nullcontext(loss)
-        if self._loss_index >= self._num_loss:
+        count = len(self._loss_scaler)
+        if self._loss_index >= count:
             raise RuntimeError(
-                f"optimizer.scale_loss was called more than {self._num_loss} times without a "
-                "step. Pass num_loss=... to handle.wrap_optimizer, one for each loss."
+                f"optimizer.scale_loss was called more than {count} times without a step. Pass "
+                "num_loss=... to handle.wrap_optimizer, one for each loss."
             )
         arguments.loss("optimizer.scale_loss", loss)
         scaler = self._loss_scaler[self._loss_index]
         self._loss_index += 1
-        return self._session.backward_pass(loss, [self._binding], scaler)
+        return self._handle._backward_pass(loss, self._optimizer, scaler)
 
     @untraced_frame
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -70,10 +64,9 @@ class OptimWrapper:
         """Clears the gradients."""
         self._optimizer.zero_grad(*args, **kwargs)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Any:
         """Returns the optimizer's state."""
-        state: dict[str, Any] = self._optimizer.state_dict()
-        return state
+        return self._optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the optimizer's state."""

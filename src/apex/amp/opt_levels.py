@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from apex.amp._amp_state import OptProperties
 from apex.amp.properties import DESCRIPTIONS, LEVELS
@@ -14,17 +14,8 @@ class Properties(OptProperties):
     """Options before a level has set them, with apex's defaults; see :class:`Level`."""
 
     def __init__(self) -> None:
-        names = asdict(LEVELS["O0"])
         given = {"enabled": False, "patch_torch_functions": False, "loss_scale": 1.0}
-        super().__init__({name: given.get(name) for name in names})
-
-    def _update_options_dict(self, new_options: Iterable[tuple[str, Any]]) -> None:
-        for name, value in new_options:
-            if name not in self.options:
-                raise ValueError(
-                    f"{name!r} is not an option; the options are {', '.join(self.options)}."
-                )
-            self.options[name] = value
+        super().__init__({name: given.get(name) for name in asdict(LEVELS["O0"])})
 
 
 class Level:
@@ -40,12 +31,11 @@ class Level:
 
     def __init_subclass__(cls) -> None:
         """Sets the description by the class's name."""
-        cls.brief = f"{cls.__name__}:  {DESCRIPTIONS[cls.__name__]}"
-        cls.more = cls.brief
+        cls.brief = cls.more = f"{cls.__name__}:  {DESCRIPTIONS[cls.__name__]}"
 
     def __call__(self, properties: Properties) -> Properties:
         """Sets every option to the level's default; returns ``properties``."""
-        properties._update_options_dict(asdict(LEVELS[type(self).__name__]).items())
+        properties.options.update(asdict(LEVELS[type(self).__name__]))
         return properties
 
 

@@ -140,42 +140,30 @@ def _meaningless(defaults: Properties, values: Mapping[str, Any]) -> Iterator[tu
 
     The caller may delete one from ``values`` before it asks for the next.
     """
-    level = defaults.opt_level
+    level, full = defaults.opt_level, "O2" if defaults.opt_level == "O1" else "O5"
+    reasons, remedy = (
+        {
+            "patch_torch_functions": f"the whole model runs in {defaults.cast_model_type}",
+            "patch_torch_functions_type": f"the whole model runs in {defaults.cast_model_type}",
+        },
+        "'O1' (fp16) or 'O4' (bf16), which cast around operators",
+    )
     if defaults.patch_torch_functions:
-        full = "O2" if level == "O1" else "O5"
-        if "keep_batchnorm_fp32" in values:
+        reasons, remedy = (
+            {
+                "keep_batchnorm_fp32": "parameters stay fp32 and batch norm follows its input",
+                "master_weights": "the model's own parameters are fp32",
+                "cast_model_type": "operators cast and the model stays fp32",
+            },
+            repr(full),
+        )
+    accepted = {"cast_model_type": _FP32, "patch_torch_functions": False}
+    for name, why in reasons.items():
+        if name in values and values[name] != accepted.get(name):
             yield (
-                "keep_batchnorm_fp32",
-                f"keep_batchnorm_fp32={values['keep_batchnorm_fp32']} has no meaning at {level}, "
-                "where the model keeps its fp32 parameters and batch norm follows its input. "
-                f"Leave it None, or use opt_level {full!r}.",
-            )
-        if "master_weights" in values:
-            yield (
-                "master_weights",
-                f"master_weights={values['master_weights']} has no meaning at {level}: the model's "
-                f"own parameters are fp32 there. Leave it None, or use opt_level {full!r}.",
-            )
-        if (dtype := values.get("cast_model_type")) not in (None, _FP32):
-            yield (
-                "cast_model_type",
-                f"cast_model_type={dtype} has no meaning at {level}, which casts around operators "
-                f"and leaves the model in fp32. Leave it None, or use opt_level {full!r}.",
-            )
-    else:
-        if values.get("patch_torch_functions"):
-            yield (
-                "patch_torch_functions",
-                f"patch_torch_functions=True has no meaning at {level}, where the whole model runs "
-                f"in {defaults.cast_model_type}. Leave it None, or use opt_level 'O1' (fp16) or "
-                "'O4' (bf16) for casts around operators.",
-            )
-        if "patch_torch_functions_type" in values:
-            yield (
-                "patch_torch_functions_type",
-                f"patch_torch_functions_type has no meaning at {level}, which does not cast around "
-                "operators. Use opt_level 'O1' or 'O4', or set cast_model_type to convert the "
-                "model.",
+                name,
+                f"{name}={values[name]} has no meaning at {level}, where {why}. Leave it None, or "
+                f"use opt_level {remedy}.",
             )
 
 

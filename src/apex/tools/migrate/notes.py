@@ -29,8 +29,8 @@ NOTES: Mapping[str, str] = {
         "both. Change the lists before amp.initialize."
     ),
     "apex.amp.wrap": (
-        "Only make_cast_wrapper and make_promote_wrapper exist, because no torch function is "
-        "replaced. Use amp.register_half_function and the like for your own functions."
+        "No wrapper is there, because no torch function is replaced. Use "
+        "amp.register_half_function and the like for your own functions."
     ),
     "apex.amp._initialize": "A replaced applier or to_type takes effect at the next initialize.",
     # -- optimizers
