@@ -13,6 +13,7 @@ from apex.amp import scaler_states
 from apex.amp.optimizers import master_params as master_params  # scripts import it from here
 
 if TYPE_CHECKING:
+    from apex._engine.readback import Readback
     from apex._engine.scaler import Scaler
     from apex._engine.session import Session
     from apex.amp.handle import AmpHandle
@@ -28,13 +29,15 @@ class AmpState:
         verbosity: 0 for no output, 1 for the start-up and overflow reports, 2 to name nonfinite
             gradients, too.
         hard_override: Whether invalid overrides cause a warning instead of an error.
-        allow_incoming_model_not_fp32: Whether to accept float64 models at O1 and O4, too.
+        allow_incoming_model_not_fp32: Whether 16-bit parameters stay as they come at O0, O1 and
+            O4, and float64 models are accepted at O1 and O4, too.
         opt_properties: Options of the latest ``initialize`` or ``init``; absent before the first.
         min_loss_scale: Argument of the latest ``initialize``; each scaler has its own.
         max_loss_scale: Likewise.
         functions: Functions that the user registered for casting.
         pending_states: Loss scales of a checkpoint that was loaded before any session existed.
         disabled: Models and optimizers that ``initialize(enabled=False)`` was the last to receive.
+        losses: Losses with static scales on their way to the host; None once one was not finite.
     """
 
     opt_properties: OptProperties
@@ -49,6 +52,8 @@ class AmpState:
         self.pending_states: list[scaler_states.State] = []
         self._sessions: list[weakref.ref[Session]] = []
         self.disabled: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.losses: weakref.WeakKeyDictionary[Session, Readback[int] | None]
+        self.losses = weakref.WeakKeyDictionary()
         self._init_handle: AmpHandle | None = None
         self._assigned_handle: Any = None
         self._sessionless_scalers: list[Scaler] = []

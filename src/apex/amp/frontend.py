@@ -184,7 +184,8 @@ def initialize(
     inputs.check_models(model_list, plan, op_casts=policy.compute_dtype is not None)
     optimizer_list = inputs.optimizer_list(optimizers)
     inputs.check_optimizers(optimizer_list, model_list, master_weights=policy.master_weights)
-    if policy.master_weights and optimizer_list:
+    masters = policy.master_weights and bool(optimizer_list)
+    if masters:
         inputs.check_masters(model_list)
     made = new_session(
         policy,
@@ -197,7 +198,7 @@ def initialize(
     for scaler in made.scalers:
         scaler.block_on_read = report.lists_gradients()
     report.start_up(defaults, properties)
-    report.low_precision_models(model_list, policy, trains=bool(optimizer_list))
+    report.low_precision_models(model_list, plan, masters=masters)
     report.untrained_parameters(model_list, optimizer_list)
     with all_or_nothing() as undo:
         made.prepare(model_list, optimizer_list, plan, mixin=AmpStashOptimizer, undo=undo)
@@ -336,12 +337,15 @@ def _is_enabled(enabled: object, opt_level: str) -> bool:
 
 
 def _plan(policy: Policy, fp32_modules: tuple[type[nn.Module] | str, ...]) -> ModelPlan:
+    dtype, as_it_comes = policy.param_dtype, _amp_state.allow_incoming_model_not_fp32
+    if as_it_comes and dtype is torch.float32:
+        dtype = None
     return ModelPlan(
-        param_dtype=policy.param_dtype,
-        input_dtype=policy.param_dtype,
+        param_dtype=dtype,
+        input_dtype=dtype,
         output_dtype=policy.output_dtype,
         keep_batchnorm_fp32=policy.batchnorm_fp32,
         fp32_modules=fp32_modules,
         cast=_initialize.custom_cast(),
-        widen_low=policy.compute_dtype is not None,
+        widen_low=policy.compute_dtype is not None and not as_it_comes,
     )

@@ -18,6 +18,7 @@ from apex._engine.model import set_region, state_of
 from apex._engine.optimizer.optimizer_class import binding_of
 from apex._engine.session import Session
 from apex._torch.dynamo import untraced
+from apex.amp import report
 from apex.amp._amp_state import _amp_state
 from apex.amp.opt import OptimWrapper
 from apex.amp.optimizers import AmpStashOptimizer, unwrap
@@ -88,10 +89,13 @@ def scale_loss(
     if session is None:
         return nullcontext(loss)
     arguments.loss("amp.scale_loss", loss)
+    scaler = _scaler(session, loss_id)
+    if not scaler.dynamic:
+        report.nonfinite_loss(session, scaler.loss_id, loss)
     return session.backward_pass(
         loss,
         bindings,
-        _scaler(session, loss_id),
+        scaler,
         delay_unscale=delay_unscale,
         delay_overflow_check=delay_overflow_check,
     )
@@ -257,21 +261,17 @@ def session_of(
 
 def _not_prepared(bindings: Sequence[Binding | None], caller: str) -> str:
     options = _amp_state.opt_properties.options if _amp_state.initialized else {}
-    level = options.get("opt_level", "O1")
-    call = f"    model, optimizer = amp.initialize(model, optimizer, opt_level={level!r})"
+    why = "got no optimizer that amp has prepared. Pass it to amp.initialize and use the result:"
     if any(binding is not None and binding.owner is None for binding in bindings):
-        return (
-            f"{caller} got an unpickled optimizer, which has no amp session. Call "
-            f"amp.restore(model, optimizer) with the model it was saved with, and then\n{call}"
+        why = (
+            "got an unpickled optimizer, which has no amp session. Call amp.restore(model, "
+            "optimizer) with the model it was saved with, and then"
         )
-    if not _amp_state.initialized:
-        return f"{caller} was called before amp.initialize. First call\n{call}"
-    if not bindings:
-        return f"{caller} got no optimizer, and there is no live amp session. Call\n{call}"
-    return (
-        f"{caller} got an optimizer that amp has not prepared. Pass it to amp.initialize and "
-        f"use the one returned:\n{call}"
-    )
+    elif not _amp_state.initialized:
+        why = "was called before amp.initialize. First call"
+    level = options.get("opt_level", "O1")
+    call = f"model, optimizer = amp.initialize(model, optimizer, opt_level={level!r})"
+    return f"{caller} {why}\n    {call}"
 
 
 def _scaler(session: Session, loss_id: int) -> Scaler:

@@ -76,18 +76,14 @@ def level_defaults(opt_level: object) -> Properties:
     """
     if isinstance(opt_level, str) and opt_level in LEVELS:
         return LEVELS[opt_level]
+    text = str(opt_level).strip().upper()
+    text = f"O{int(text)}" if text.isdigit() else text
+    meant = f" Did you mean {text!r}?" if text in LEVELS else ""
     raise RuntimeError(
-        f"Unexpected optimization level {opt_level!r}.{_suggestion(opt_level)} The levels are "
-        f"{', '.join(repr(level) for level in LEVELS)}. "
+        f"Unexpected optimization level {opt_level!r}.{meant} The levels are "
+        f"{', '.join(map(repr, LEVELS))}. "
         'Note that the prefix O in "O0", "O1" and so on is the letter O, not the number zero.'
     )
-
-
-def _suggestion(opt_level: object) -> str:
-    text = str(opt_level).strip().upper()
-    if text.isdigit():
-        text = "O" + str(int(text))
-    return f" Did you mean {text!r}?" if text in LEVELS else ""
 
 
 def resolve(

@@ -72,16 +72,14 @@ def device_types(models: Iterable[nn.Module]) -> tuple[str, ...]:
 
 
 def _warn_if_emulated(dtype: torch.dtype | None, types: Iterable[str]) -> None:
-    if dtype is torch.float16 and "cpu" in types and not _native_fp16():
+    if dtype is not torch.float16 or "cpu" not in types:
+        return
+    features = cpu_features()
+    arm = features.get("architecture") in ("aarch64", "arm64")
+    if not (features.get("avx512_fp16") or features.get("amx_fp16") or arm):
         warnings.warn(
             "fp16 is emulated on this CPU: matrix products are far slower than in fp32. Use bf16 "
             "here: opt_level 'O4' instead of 'O1', or 'O5' instead of 'O2'.",
             UserWarning,
             stacklevel=4,
         )
-
-
-def _native_fp16() -> bool:
-    features = cpu_features()
-    arm = features.get("architecture") in ("aarch64", "arm64")
-    return bool(features.get("avx512_fp16") or features.get("amx_fp16") or arm)
