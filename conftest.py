@@ -17,6 +17,7 @@ if device.INSTALLED:
 import torch
 
 import apex
+from apex._core.project import VERSION
 from tests.support.devices import Forwarding, Place
 
 torch.set_num_threads(1)
@@ -29,7 +30,7 @@ DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps")
 
 
 def pytest_report_header():
-    return f"apex {apex.__version__} from {apex.__file__}, torch {torch.__version__}"
+    return f"apex {VERSION} from {apex.__file__}, torch {torch.__version__}"
 
 
 def pytest_configure(config):

@@ -82,7 +82,6 @@ def clients(session, transformers):
     )  # fmt: skip
     session.install("-qq", "--no-deps", "torchao", "bitsandbytes")  # needs are met
     session.install("-qq", "--no-deps", "--force-reinstall", str(wheel_path))
-    session.install("-qq", "--no-deps", "--no-build-isolation", "packaging/apex-metadata")
     session.run(
         "python", "-m", "pytest", "-m", "clients",
         *(session.posargs or CLIENTS),
@@ -99,7 +98,6 @@ def programs(session):
         "-qq", "-c", CONSTRAINTS, f"{wheel_path}[test]", "-r", "packaging/programs-needs.txt"
     )
     session.install("-qq", "--no-deps", "--force-reinstall", str(wheel_path))
-    session.install("-qq", "--no-deps", "--no-build-isolation", "packaging/apex-metadata")
     session.install("-qq", "--no-deps", "-r", "packaging/programs.txt")
     # One environment holds one release of a name: the older is found by its path.
     older = Path(session.virtualenv.location, "opennmt-1.1.1").absolute()

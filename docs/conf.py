@@ -8,13 +8,13 @@ from pathlib import Path
 from docutils import nodes
 from docutils.parsers.rst import Directive
 
-import apex
+from apex._core.project import VERSION
 from apex.cli import build_parser
 
 project = "apex-amp"
 author = "the apex-amp authors"
 copyright = f"2026, {author}"  # noqa: A001 - Sphinx's name
-release = version = apex.__version__
+release = version = VERSION
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]

@@ -1,30 +1,20 @@
 """Mixed precision for PyTorch through NVIDIA apex's interface: ``from apex import amp``.
 
-Subpackages are available as attributes too (``import apex; apex.optimizers.FusedAdam(...)``):
-``amp`` is imported eagerly, the others on first use.
+Subpackages are available as attributes too (``import apex; apex.amp.initialize(...)``), imported on
+first use: a package that imports its subpackages deadlocks where threads import both. Where
+NVIDIA's apex is installed, its ``apex/__init__.py`` runs in place of this file (``_apex_amp.py``).
 """
 
 import importlib
-import os
-import sys
 from types import ModuleType
 
-from apex import _conflict, _requirements, _unavailable
+from apex import _requirements, _unavailable
+from apex._core import project
 
-# Runs first: if the folder holds another package's files, the imports below may fail with errors
-# that hide the cause.
-_conflict.check(os.path.dirname(os.path.abspath(__file__)))
 _requirements.check()
 _unavailable.install()
 
-from apex import amp, debug  # noqa: E402 - after the check
-from apex._core.version import VERSION  # noqa: E402
-
-# The debug tools are a layer above amp, and users reach them as amp.debug or apex.amp.debug.
-amp.debug = debug  # type: ignore[attr-defined]
-sys.modules["apex.amp.debug"] = debug
-
-__version__ = VERSION
+__version__ = project.VERSION
 
 __all__ = [
     "RNN",
@@ -42,7 +32,7 @@ __all__ = [
     "reparameterization",
 ]
 
-_LAZY = frozenset(__all__) - {"__version__", "amp", "debug"}
+_LAZY = frozenset(__all__) - {"__version__"}
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -52,7 +51,7 @@ INSTEAD: Mapping[str, str] = {
 """What to use instead, by module name."""
 
 
-class UnavailableFinder(MetaPathFinder):
+class UnavailableFinder:
     """Raises for the modules in `INSTEAD` and finds no others."""
 
     def find_spec(

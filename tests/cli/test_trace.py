@@ -2,21 +2,19 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import warnings
-from collections import OrderedDict
 
 import pytest
 import torch
-from torch import nn
 
 from apex.cli import exit_codes, main
 from apex.cli import trace as trace_cli
-from apex.debug import script_trace
 
 HEAD = """\
 import sys
@@ -92,9 +90,9 @@ def test_the_report_names_operator_module_line_values_cause_and_remedy(trace, tm
     assert lines[5].startswith("  cause  range: ")
     assert lines[6].startswith("  remedy ")
     assert "logsumexp" in lines[6]
-    assert lines[7] == "  hit    the gradients of layers.0.bias, layers.0.weight"
-    assert lines[8].startswith("The script was stopped there; with --keep-going")
-    assert "times as long as without the trace" in lines[9]
+    assert lines[8] == "  hit    the gradients of layers.0.bias, layers.0.weight"
+    assert lines[9].startswith("The script was stopped there; with --keep-going")
+    assert re.fullmatch(r"Traced \d+ operators and 1 optimizer step in \S+ s\.", lines[-1])
     assert out.startswith("step 0\n\napex trace")  # the second step did not end
 
 
@@ -118,8 +116,8 @@ def test_a_clean_script_is_exit_code_0_and_runs_to_its_end(trace):
     assert report_of(out)[0] == "apex trace: train.py made no inf or NaN that reached its training."
 
 
-@pytest.mark.parametrize(("steps", "cause"), [(0, "range"), (1, "divergence")])
-def test_values_grow_by_training_only_once_it_has_begun(trace, steps, cause):
+@pytest.mark.parametrize("steps", [0, 1])
+def test_values_that_have_grown_are_named_so(trace, steps):
     code, out, _ = trace(
         f"train(Net(), [torch.zeros(2, 2)] * {steps})\n"
         + """
@@ -128,26 +126,7 @@ net = nn.Linear(2, 2)
 """
     )
     assert code == exit_codes.NOT_FINITE
-    assert f"  cause  {cause}: " in out
-
-
-@pytest.mark.parametrize(
-    "left",
-    [
-        "torch.set_grad_enabled(False)",
-        "nn.modules.module.register_module_forward_hook(lambda *_: print('called'))",
-    ],
-)
-def test_what_a_script_leaves_behind_does_not_meet_the_measurement_of_the_trace(
-    trace, left, monkeypatch
-):
-    script_trace._unseen_seconds.cache_clear()
-    monkeypatch.setattr(nn.modules.module, "_global_forward_hooks", OrderedDict())
-    with torch.enable_grad():
-        code, out, _ = trace(GOOD + left)
-    assert code == exit_codes.OK
-    assert "called" not in out
-    assert "times as long as without the trace" in report_of(out)[-1]
+    assert "  cause  range: values have grown so large" in out
 
 
 def test_keep_going_tells_at_once_and_runs_to_the_end(trace):
@@ -384,8 +363,8 @@ def test_a_step_beside_a_grad_scaler_is_a_fault_of_the_step(trace):
     beside = body.replace("scaler.step(optimizer)", "optimizer.step()")
     code, out, _ = trace(beside.replace("scaler.update()", ""))
     assert code == exit_codes.NOT_FINITE
-    assert "cause  loss scale: " in out
-    assert "remedy call scaler.step(optimizer) and scaler.update(), not optimizer.step()" in out
+    assert "cause  range: " in out
+    assert "if scaled, call scaler.step(optimizer) and scaler.update(), not optimizer.step()" in out
     assert "Healthy" not in out
 
 
@@ -429,7 +408,7 @@ def test_an_overflow_at_a_static_scale_is_a_fault(trace, level):
     code, out, _ = trace(APEX.format(level=level, options=", loss_scale=2.0**17"))
     assert code == exit_codes.NOT_FINITE
     assert "cause  loss scale: " in out
-    assert "remedy with a static scale, lower it or pass loss_scale='dynamic'." in out
+    assert "remedy 1. pass loss_scale='dynamic' instead of a static scale" in out
     assert "Healthy" not in out
 
 
@@ -474,7 +453,7 @@ def test_a_number_that_the_script_writes_itself_is_named_as_its_own(trace, line)
     assert code == exit_codes.NOT_FINITE
     assert f"         {line}\n" in out
     assert "cause  constant: the script itself gives inf or NaN here" in out
-    assert "remedy correct the number" in out
+    assert "remedy 1. correct the number" in out
 
 
 @pytest.mark.parametrize("assign", [True, False])
@@ -489,7 +468,7 @@ def test_a_file_that_holds_nan_weights_is_no_data(trace, assign):
     )
     assert code == exit_codes.NOT_FINITE
     assert "cause  weights: the model's weights or buffers were already non-finite: loaded" in out
-    assert "remedy check the file that they come from" in out
+    assert "remedy 1. check the file that they come from" in out
 
 
 # -- the script runs as under python -----------------------------------------------------------
@@ -637,7 +616,6 @@ def test_json_holds_the_fault_and_how_the_script_ended(trace):
     assert data["first"]["inputs"][0]["shape"] == [2, 2]
     assert data["ending"] == {"status": 0, "error": "", "interrupted": False, "stopped": True}
     assert (data["steps"], data["steps_before"], data["certain"]) == (1, 1, True)
-    assert data["slowdown"] >= 1.0
 
 
 def test_json_is_written_where_the_command_was_given(trace, tmp_path):

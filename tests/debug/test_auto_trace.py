@@ -226,7 +226,7 @@ def test_rank_0_logs_the_report_and_others_a_line(log, rank):
     finally:
         torch.distributed.destroy_process_group()
     (message,) = log()
-    assert handle.trace.first.headline in message
+    assert handle.trace.first.what in message
     assert ("remedy" in message) == (rank == 0)
     assert message.startswith("Rank 1: ") == (rank == 1)
 

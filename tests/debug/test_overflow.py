@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizer_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
@@ -45,8 +46,9 @@ def test_the_report_names_module_line_cause_and_remedy():
     assert lines[2] == "         return x.exp()"
     assert lines[3].startswith("  in     float32 [1, 2] from 1")
     assert lines[4].startswith("  cause  range: the true result, ")
-    assert lines[5].startswith("  remedy ")
-    assert lines[6] == "  hit    the gradients of 0.bias, 0.weight"
+    assert lines[5].startswith("  remedy 1. use a form that does not overflow: torch.logsumexp")
+    assert lines[6].startswith("         2. ")
+    assert lines[-1] == "  hit    the gradients of 0.bias, 0.weight"
 
 
 def test_the_report_of_a_clean_trace_counts_the_operators():
@@ -102,7 +104,7 @@ def test_json_holds_what_the_attributes_hold():
     trace = trace_of(overflowing_net())
     data = json.loads(trace.to_json())
     first = data["first"]
-    for name in ("module", "op", "direction", "kind", "largest_input", "location", "cause"):
+    for name in ("module", "op", "direction", "kind", "location", "cause", "pattern", "source"):
         assert first[name] == getattr(trace.first, name)
     assert first["dtype"] == "float32"
     assert sorted(data["gradients"]) == ["0.bias", "0.weight"]
@@ -114,7 +116,7 @@ def test_json_contains_no_infinity():
     with trace_overflow(net) as trace:
         (net(torch.ones(1, 2)) * 0).log().sum().backward()
     data = json.loads(trace.to_json(), parse_constant=pytest.fail)
-    assert data["first"]["largest_true"] is None
+    assert data["first"]["inputs"][0]["smallest"] == 0.0
 
 
 def test_the_true_result_of_complex_numbers_is_theirs():
@@ -122,8 +124,8 @@ def test_the_true_result_of_complex_numbers_is_theirs():
     with trace_overflow() as trace:
         z.to(torch.complex64).abs().sum().backward()
     assert trace.first.op == "aten._to_copy"
-    assert trace.first.largest_input == pytest.approx(1e60)
-    assert trace.first.largest_true == pytest.approx(1e60)
+    assert trace.first.inputs[0].high == pytest.approx(1e60)
+    assert "the true result, 1e+60, exceeds" in trace.first.why
 
 
 @pytest.mark.parametrize("how", ["trace begins inside", "step fails"])
@@ -188,8 +190,7 @@ def test_the_remedy_is_that_of_the_active_level_only(level, remedy, others):
     with trace_overflow(net) as trace:
         cases.backward(net, optimizer, torch.full((1, 2), 3.0), torch.zeros(1, 2))
     assert (trace.first.op, trace.first.module) == ("aten.addmm", "1")
-    assert trace.first.dtype is torch.float16
-    assert trace.first.level == level
+    assert trace.first.dtype == "float16"
     assert remedy in trace.first.remedy
     assert ("'O4'" if level == "O1" else "'O5'") in trace.first.remedy
     assert not any(other in trace.first.remedy for other in others)
@@ -202,7 +203,6 @@ def test_the_remedy_without_amp_names_nothing_of_amp(autocast):
     net = net if autocast else net.half()
     with torch.autocast("cpu", torch.float16, enabled=autocast), trace_overflow(net) as trace:
         net(torch.full((1, 2), 3.0, dtype=torch.float32 if autocast else torch.float16))
-    assert trace.first.level == ("torch.autocast" if autocast else "16-bit model")
     assert ("torch.autocast(" in trace.first.remedy) == autocast
     assert "bfloat16" in trace.first.remedy
     assert "amp." not in trace.first.remedy.replace("torch.amp.", "")
@@ -253,7 +253,7 @@ def test_the_remedy_for_an_operator_sign_in_o1_fixes_it():
         return trace.first
 
     first = first_with(Attention())
-    assert (first.op, first.function) == ("aten.mm", ("torch", "matmul"))
+    assert first.op == "aten.mm"
     assert "register_float_function" not in first.remedy
     assert "run that line on .float() inputs `with amp.disable_casts():` (O1)" in first.remedy
     assert first_with(Mended()) is None
@@ -281,7 +281,7 @@ def test_the_remedy_for_a_line_of_the_model_itself_fixes_it(level):
         return trace.first
 
     remedy = first_with(Pooled(mended=False)).remedy
-    assert "compute squares, norms and variances in fp32, x.float()" in remedy
+    assert "compute squares, norms, variances and sums in fp32, x.float()" in remedy
     assert "run that line on .float() inputs, and cast its result back, .to(x.dtype)" in remedy
     assert first_with(Pooled(mended=True)) is None
 
@@ -291,7 +291,7 @@ def test_an_operator_without_a_python_function_has_none_to_register():
     nn.init.constant_(net.weight, 6e4)
     with trace_overflow(net) as trace:
         net(torch.full((1, 1, 2), 3.0, dtype=torch.float16)).float().sum().backward()
-    assert (trace.first.op, trace.first.function) == ("aten.convolution", None)
+    assert trace.first.op == "aten.convolution"
     assert "register_float_function" not in trace.first.remedy
 
 
@@ -318,7 +318,7 @@ def test_the_remedy_for_an_optimizer_that_divides_by_zero_is_an_eps():
     assert (trace.first.cause, trace.first.kind) == ("update", "nan")
     assert "in an update of the weights, forward, returned nan" in str(trace)
     assert "the optimizer's step divided by 0" in str(trace)
-    assert trace.first.remedy.startswith("pass the optimizer an eps above 0")
+    assert trace.first.remedies[0].startswith("pass the optimizer an eps above 0")
 
 
 def test_a_step_in_the_trace_may_have_masters():
@@ -369,26 +369,12 @@ def test_the_remedy_for_a_cast_that_overflows_is_to_scale_down():
     assert "disable_casts" not in trace.first.remedy
 
 
-class Steep(nn.Module):
-    def forward(self, x):
-        return (x.float() * 1e6).to(x.dtype)
-
-
-@pytest.mark.parametrize("kept", [[], ["1"]])
-def test_a_module_that_is_in_fp32_already_is_not_to_be_kept_so(kept):
-    net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(Steep()))
-    net = amp.initialize(net, opt_level="O3", fp32_modules=kept, verbosity=0)
-    with trace_overflow(net) as trace:
-        net(torch.ones(1, 2)).sum().backward()
-    assert ("keep the modules next to it in fp32, too" in trace.first.remedy) == bool(kept)
-
-
 def test_the_gradient_of_a_cast_is_no_cast_that_a_script_can_scale():
     net = nn.Linear(2, 2)
     with trace_overflow(net) as trace:
         (net(torch.ones(1, 2)).half().float() * 1e6).sum().backward()
     assert (trace.first.op, trace.first.direction) == ("aten._to_copy", "backward")
-    assert trace.first.remedy.startswith("make the loss smaller")
+    assert trace.first.remedies[0].startswith("make the loss smaller")
 
 
 @pytest.mark.parametrize("level", ["O1", "O4"])
@@ -414,19 +400,6 @@ def test_the_remedy_for_weights_that_outgrow_fp16_names_nothing_that_is_there_al
     assert "master" not in trace.first.remedy
 
 
-def test_the_remedy_for_a_negative_state_is_no_eps():
-    net = nn.Linear(2, 2)
-    optimizer = torch.optim.Adam(net.parameters(), foreach=False)
-    net(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    optimizer.state[net.weight]["exp_avg_sq"].fill_(-1.0)
-    with trace_overflow(net) as trace:
-        optimizer.step()
-    assert (trace.first.op, trace.first.cause) == ("aten.sqrt", "update")
-    assert "reset the optimizer's state" in trace.first.remedy
-    assert "eps" not in trace.first.remedy
-
-
 def first_with_fp32(modules):
     """Returns the first fault of a model at O2 whose products grow from layer to layer."""
     net = nn.Sequential(*[nn.Linear(2, 2, bias=False) for _ in range(3)])
@@ -436,14 +409,6 @@ def first_with_fp32(modules):
     with trace_overflow(net) as trace:
         net(torch.ones(1, 2))
     return trace.first
-
-
-def test_the_remedy_for_a_module_in_fp32_is_not_to_keep_it_in_fp32():
-    assert "fp32_modules=['2']" in first_with_fp32([]).remedy
-    beside = first_with_fp32(["2"])
-    assert (beside.op, beside.module) == ("aten._to_copy", "2")
-    assert "keep the modules next to it in fp32, too" in beside.remedy
-    assert "fp32_modules" not in beside.remedy
 
 
 def test_the_remedy_for_a_model_in_fp16_reminds_of_a_divergence():
@@ -470,7 +435,7 @@ def test_the_remedy_for_a_loss_scale_covers_static_scales():
     with trace_overflow(net) as trace:
         backward(net(torch.ones(1, 2)).float().sum(), optimizer)
     assert trace.first.cause == "loss scale"
-    assert "static scale, lower it or pass loss_scale='dynamic'." in trace.first.remedy
+    assert trace.first.remedies[0] == "pass loss_scale='dynamic' instead of a static scale"
 
 
 def test_an_overflow_in_the_loss_is_outside_the_model():
@@ -485,7 +450,7 @@ def test_a_loss_scale_that_is_too_high_is_reported_as_normal():
     with trace_overflow(model) as trace:
         backward(model.last.weight.float().sum(), optimizer)
     assert trace.first.cause == "loss scale"
-    assert trace.first.remedy.startswith("none with a dynamic scale, ")
+    assert trace.first.remedies[0].startswith("none with a dynamic scale, ")
     assert trace.gradients == ["last.weight"]
 
 
@@ -532,7 +497,7 @@ def test_an_overflow_in_place_keeps_its_input():
     net = nn.Linear(2, 2)
     with torch.no_grad(), trace_overflow(net) as trace:
         (net(torch.ones(1, 2)) * 0 + 90.0).exp_()
-    assert (trace.first.op, trace.first.largest_input) == ("aten.exp_", 90.0)
+    assert (trace.first.op, trace.first.inputs[0].high) == ("aten.exp_", 90.0)
     assert trace.first.cause == "range"
 
 
@@ -601,7 +566,7 @@ def test_random_numbers_are_those_of_an_untraced_run():
 def registered(net):
     hooks = [optimizer_hooks._global_optimizer_pre_hooks]
     hooks += [optimizer_hooks._global_optimizer_post_hooks]
-    hooks += [each for m in net.modules() for each in (m._forward_hooks, m._forward_pre_hooks)]
+    hooks += [modules._global_forward_hooks, modules._global_forward_pre_hooks]
     return list(map(len, hooks))
 
 
@@ -652,16 +617,96 @@ def test_a_skip_that_finds_the_scale_hides_no_fault_behind_it():
         backward((net(torch.ones(1, 2)).float() * 1e2).sum(), optimizer)
         assert trace.first.heals
         backward((net(torch.ones(1, 2)).float() * 0).sqrt().sum(), optimizer)
-    assert (trace.first.node, trace.first.cause) == ("Sqrt", "derivative")
+    assert (trace.first.op, trace.first.cause) == ("aten.div", "derivative")
 
 
-def test_a_sum_of_gradients_that_masters_hold_in_fp32_is_no_overflow():
-    net = nn.Linear(2, 2, bias=False)
-    net, optimizer = amp.initialize(
-        net, cases.sgd(net.parameters()), opt_level="O2", loss_scale=1.0, verbosity=0
-    )
+# -- what a person at night met --------------------------------------------------------------------
+
+
+def scaled_steps(scaler, x, steps=1, make=torch.optim.SGD, **options):
+    """Iterations of a plain loop in fp16 whose scaler the trace is not given."""
+    net = nn.Linear(2, 2)
+    optimizer = make(net.parameters(), lr=1e-3, **options)
     with trace_overflow(net) as trace:
-        for _ in range(3):
-            backward((net(torch.ones(1, 2)) * 3e4).sum(), optimizer)
-    assert all(bool(p.grad.isfinite().all()) for p in amp.master_params(optimizer))
-    assert trace.first is None, trace
+        for _ in range(steps):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = net(torch.full((1, 2), x)).float().sum()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    return trace
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}], ids=["", "fused"])
+def test_a_grad_scaler_shows_itself_by_what_it_does(options):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18)
+    trace = scaled_steps(scaler, 1.0, steps=4, **options)
+    assert (trace.first.cause, trace.first.heals) == ("loss scale", True)
+    assert scaler.get_scale() < 2.0**18
+    trace = scaled_steps(scaler, 1e5)
+    assert (trace.first.op, trace.first.cause, trace.first.heals) == (
+        "aten._to_copy",
+        "range",
+        False,
+    )
+
+
+def test_an_idle_grad_scaler_heals_nothing():
+    idle = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    idle.scale(torch.ones(()))
+    net = nn.Linear(2, 2).half()
+    with trace_overflow(net) as trace:
+        (net(torch.ones(1, 2, dtype=torch.half)).float() * 1e6).sum().backward()
+        torch.optim.SGD(net.parameters(), lr=0.1).step()
+    assert (trace.first.cause, trace.first.direction, trace.first.heals) == (
+        *("range", "backward"),
+        False,
+    )
+
+
+@pytest.mark.parametrize(
+    "write", [lambda x: x.__setitem__((0, 0), float("nan")), lambda x: x.mul_(torch.nan)]
+)
+def test_a_constant_is_named_as_the_script_wrote_it(write):
+    net, x = nn.Linear(2, 2), torch.ones(1, 2)
+    with trace_overflow(net) as trace:
+        write(x)
+        net(x).sum().backward()
+    headline = str(trace).splitlines()[0]
+    assert headline.startswith(f"First overflow: the constant float('nan') at {__file__}:")
+    assert trace.first.remedies[0].startswith("correct the number")
+
+
+def test_a_trace_copies_nothing_while_an_optimizer_steps():
+    class Allocated(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func in (torch.ops.aten.clone.default, torch.ops.aten.empty_like.default):
+                self.largest = max(self.largest, args[0].numel())
+            return func(*args, **(kwargs or {}))
+
+    net = nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+    net(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    with Allocated() as allocated, trace_overflow(net) as trace:
+        optimizer.step()
+    assert allocated.largest == 0
+    assert trace.first is None
+
+
+def test_the_copies_of_one_operator_are_capped_together(monkeypatch):
+    monkeypatch.setattr("apex.debug.overflow._MAX_COPIED", 6)
+    with torch.no_grad(), trace_overflow(nn.Identity()) as trace:
+        torch._foreach_exp_([torch.full((4,), 90.0), torch.full((4,), 90.0)])
+    assert (trace.first.op, trace.first.cause) == ("aten._foreach_exp_", "range")
+    assert trace.first.inputs == ()
+
+
+def test_models_that_are_not_given_are_found_as_they_are_called():
+    net = overflowing_net()
+    with trace_overflow() as trace:
+        net(torch.ones(1, 2)).sum().backward()
+    assert (trace.first.module, trace.gradients) == ("1", ["0.bias", "0.weight"])

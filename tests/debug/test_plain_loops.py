@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from apex import amp
 from apex.amp import debug
-from apex.debug.faults import Fault
 from apex.debug.loops import loop_of
 from apex.optimizers import FP16_Optimizer
 from tests.training.cases import batch, batches, net
@@ -390,20 +389,6 @@ def test_bad_data_is_named_in_every_loop(make):
     fault = first_fault(loop, torch.full((3, 4), torch.nan))
     casts_outside = next(loop.model.parameters()).dtype is not torch.float32
     assert (fault.cause, fault.module) == ("data", "" if casts_outside else "0")
-
-
-@pytest.mark.parametrize("level", ["torch.autocast", "16-bit model"])
-@pytest.mark.parametrize("cause", ["range", "loss scale", "update"])
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("module", ["", "Net:body.0"])
-@pytest.mark.parametrize("op", ["aten.addmm", "aten._to_copy", "aten.exp"])
-@pytest.mark.parametrize("inside", [True, False])
-def test_no_remedy_of_a_plain_loop_names_options_of_amp(
-    level, cause, direction, module, op, inside
-):
-    fault = Fault(module, op, direction, "inf", torch.float16, 1.0, "", cause, inside, 1e9, level)
-    for option in ("fp32_modules", "register_float", "disable_casts", "'O4'", "master_weights"):
-        assert option not in fault.remedy
 
 
 # -- arm -------------------------------------------------------------------------------------

@@ -1,11 +1,13 @@
 """Automatic mixed precision: ``initialize``, ``scale_loss``, and the levels O0 to O5."""
 
-import os
+import importlib
+import sys
 
-from apex import _conflict
+from apex import _requirements, _unavailable
 
-# Another distribution may have replaced our apex/__init__.py, so check here, too.
-_conflict.check(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+# Here, too: apex/__init__.py may be NVIDIA's.
+_requirements.check()
+_unavailable.install()
 
 from apex.amp import (  # noqa: F401 - reached as attributes
     compat,
@@ -34,10 +36,15 @@ from apex.amp.handle import disable_casts, scale_loss
 from apex.amp.optimizers import master_params
 from apex.amp.skips import step_was_skipped
 
+# The debug tools are a layer above, and users reach them as amp.debug or apex.amp.debug.
+debug = importlib.import_module("apex.debug")
+sys.modules["apex.amp.debug"] = debug
+
 __all__ = [
     "_amp_state",
     "bfloat16_function",
     "clip_grad_norm_",
+    "debug",
     "disable_casts",
     "float_function",
     "half_function",

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from apex._core.version import VERSION
+from apex._core.project import VERSION
 from apex.cli import exit_codes
 from apex.cli.arguments import Parser
 from apex.cli.output import NotWrittenError

@@ -15,7 +15,7 @@ from apex.cli import exit_codes
 from apex.cli.output import NotWrittenError, check_json, write_json
 
 if TYPE_CHECKING:
-    from apex.debug.faults import Fault
+    from apex.debug.place import Finding as Fault
 
 HELP = "run a training script, name the first operator that makes inf or NaN"
 

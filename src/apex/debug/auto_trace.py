@@ -22,10 +22,10 @@ from apex._engine.readback import Readback
 from apex._torch import dtensor, ranks
 from apex._torch.dispatch_modes import suspend_modes
 from apex.debug.arguments import inner
-from apex.debug.faults import Fault
 from apex.debug.loops import Loop, LoopPass, loop_of
 from apex.debug.module_tracker import UncopiedHook, hook_forward
 from apex.debug.overflow import OverflowTrace
+from apex.debug.place import Finding
 from apex.debug.rendering.formatting import listed, percent
 from apex.debug.update_watch import (
     EVERY,
@@ -242,13 +242,11 @@ class AutoTrace:
         if self.watching and self.trace is not None and own_thread:
             self._traced_loss = None
             with suspend_modes(self.trace.mode):
-                self.trace.stop_mode()
+                self.trace.__exit__(None, None, None)
 
     def _remove_hooks(self) -> None:
-        if self.trace is not None and not self.watching:
-            self.trace.__exit__(None, None, None)
-            while self._handles:
-                self._handles.pop().remove()
+        while self._handles and not self.watching:
+            self._handles.pop().remove()
 
     def _report(self) -> None:
         first = None if self.trace is None else self.trace.first
@@ -259,13 +257,13 @@ class AutoTrace:
         rank = ranks.rank()
         if rank and first.cause not in (*_EARLIER, "another rank"):  # rank 0 may not see it
             _log.warning(
-                f"Rank {rank}: {first.headline}; cause: {first.cause}. "
+                f"Rank {rank}: {first.what}; cause: {first.cause}. "
                 "The handle's `trace` on this rank has the report.",
                 extra={"any_rank": True},
             )
         self.disarm()
 
-    def _message(self, first: Fault) -> str | None:
+    def _message(self, first: Finding) -> str | None:
         """Returns the report, or None if the traced step shows no fault."""
         if first.cause == "loss scale":
             return None  # a dynamic scale that is finding its value

@@ -17,7 +17,7 @@ from apex._engine.model.plan import fp32_modules
 from apex._engine.model.state import ModelState, state_of
 from apex._torch.dispatcher import AUTOCAST_KEYS
 from apex.debug import frames
-from apex.debug.patterns import node_name, nodes_behind
+from apex.debug.place import node_name, nodes_behind
 
 Direction = Literal["forward", "backward"]
 

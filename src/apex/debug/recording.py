@@ -21,7 +21,7 @@ from apex.debug.attribution import DtypeRules
 from apex.debug.clock import Clock, Span
 from apex.debug.module_tracker import Direction, ModuleTracker
 from apex.debug.records import CAST, LOW, CastCount, OpRow, RoundTrip, WeightCasts
-from apex.debug.tracing import is_uninitialized
+from apex.debug.tracing_old import is_uninitialized
 
 aten = torch.ops.aten
 

@@ -15,7 +15,7 @@ from apex.debug.rendering import formatting
 from apex.debug.rendering.files import json_types, render, save
 from apex.debug.rounding_mode import RoundingMode
 from apex.debug.rounding_records import RoundingLog, RoundingRow, Skipped
-from apex.debug.tracing import Trace
+from apex.debug.tracing_old import Trace
 
 
 def trace_rounding(*models: nn.Module, scaler: Any = None) -> RoundingTrace:

@@ -20,7 +20,7 @@ from apex.debug.module_tracker import ModuleTracker
 from apex.debug.rounding_records import Kind, RoundingLog, RoundingRow
 from apex.debug.shadows import Pair, ShadowCall, Shadows, can_shadow
 from apex.debug.tensors import OperatorCall
-from apex.debug.tracing import OperatorMode, is_uninitialized
+from apex.debug.tracing_old import OperatorMode, is_uninitialized
 
 _SAVES_FOR_BACKWARD = (
     "native_layer_norm",

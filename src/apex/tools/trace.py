@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from apex.debug.faults import Fault
 from apex.debug.overflow import hit_lines
+from apex.debug.place import Finding as Fault
 from apex.debug.rendering.formatting import counted
 from apex.debug.script_trace import ScriptTrace, Seen
 from apex.tools.script import Ending, Script
@@ -31,7 +31,7 @@ class Tracing:
             "first_harmless": _brief(seen.first_harmless),
         }
         own = {"script": self.script, "ending": asdict(self.ending)}
-        return own | asdict(seen) | faults | {"rank": self.rank, "slowdown": seen.slowdown}
+        return own | asdict(seen) | faults | {"rank": self.rank}
 
 
 class FaultFound(BaseException):
@@ -128,11 +128,8 @@ def _remarks(tracing: Tracing) -> list[str]:
             "Trace the program that its processes run."
         )
         return lines if ending.status else [*lines, none]
-    lines.append(
-        f"Traced {counted(seen.operators, 'operator')} and {_steps(seen.steps)} in "
-        f"{seen.seconds:.3g} s, about {seen.slowdown:.1f} times as long as without the trace."
-    )
-    return lines
+    operators = counted(seen.operators, "operator")
+    return [*lines, f"Traced {operators} and {_steps(seen.steps)} in {seen.seconds:.3g} s."]
 
 
 def _steps(count: int) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from apex._core import dtypes
-from apex._core.version import VERSION
+from apex._core.project import VERSION
 from apex._torch.devices import cpu_features
 from apex.debug.rendering.formatting import counted
 from apex.tools.doctor import huge_pages, installed, speeds, syncs

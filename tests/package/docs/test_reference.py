@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.docs.pages import ROOT
+from tests.package.docs.pages import ROOT
 
 REFERENCE = ROOT / "docs/reference"
 LISTED = {"amp": "apex.amp", "debug": "apex.debug"}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from docs.figures import FIGURES, devices, exactness, loss_scaling, master_weights, memory, path
-from tests.docs.pages import ROOT
+from tests.package.docs.pages import ROOT
 
 TEXT = "{http://www.w3.org/2000/svg}text"
 

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed
 
 from apex.cli import build_parser
-from tests.docs.pages import PAGES, ROOT, blocks, name, shell
+from tests.package.docs.pages import PAGES, ROOT, blocks, name, shell
 
 
 def plain(page):

@@ -1,0 +1,7 @@
+"""Version and address of this project, for messages."""
+
+VERSION = "0.2.0"
+"""As in pyproject.toml; ``importlib.metadata`` would slow down every import."""
+
+ADDRESS = "https://github.com/apex-amp/apex-amp"
+"""The repository, without a slash at the end."""

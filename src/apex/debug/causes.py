@@ -1,0 +1,430 @@
+"""Why an operator returned inf or NaN for finite inputs, the formula behind it, and remedies."""
+
+from __future__ import annotations
+
+import configparser
+import functools
+import importlib.resources
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from apex._core import dtypes
+from apex.debug.place import Finding, Place
+from apex.debug.tracing import Kind, Values
+
+Cause = Literal[
+    "loss scale",
+    "range",
+    "division by zero",
+    "domain",
+    "derivative",
+    "constant",
+    "data",
+    "weights",
+    "optimizer state",
+    "gradients",
+    "another rank",
+    "update",
+]
+
+
+@dataclass(eq=False)
+class Birth:
+    """The call that first produced a non-finite value, and what has become of it.
+
+    Attributes:
+        place, op, kind, dtype: As of its :class:`Finding`.
+        time: Number of operators traced before it.
+        given: The cause, where it is no matter of the values: where they came from.
+        deliberate: Whether the value is intended, as a constant or a mask.
+        number: The inf or NaN that the script wrote there; None if it computed it.
+        inputs: Ranges of the inputs, at most four.
+        true: Largest absolute result in float64: ``inf`` if infinite or undefined there, too; None
+            if unknown.
+        level: What set the dtypes.
+        node: In a backward pass, the autograd node, such as ``"Sqrt"``.
+        formula: Whether autograd's own formula of a derivative ran, not user code.
+        fed_by: Autograd nodes that computed the input, the nearest first.
+        scale: Multiplier on the loss; None while unknown.
+        dynamic: Whether a dynamic loss scale, of amp or a ``GradScaler``, unscaled the gradients.
+        stepped: Whether values reached the loss or weights.
+        masked: Whether values were masked out.
+        absorbed: Whether a softmax or exp mapped -inf to 0, as is right.
+        spoils: Whether values reached weights or buffers, but no gradient and no loss.
+        readers: Operators that read the values, in order, at most eight.
+        passes: Backward passes in which values reached a gradient.
+        times: Number of harmless births at its place, of which it is the first.
+    """
+
+    place: Place
+    op: str
+    kind: Kind
+    dtype: torch.dtype
+    time: int = 0
+    given: Cause | Literal[""] = ""
+    deliberate: bool = False
+    number: float | None = None
+    inputs: tuple[Values, ...] = ()
+    true: float | None = None
+    level: str = ""
+    node: str = ""
+    formula: bool = False
+    fed_by: tuple[str, ...] = ()
+    scale: float | None = None
+    dynamic: bool = False
+    stepped: bool = False
+    masked: bool = False
+    absorbed: bool = False
+    spoils: bool = False
+    readers: list[str] = field(default_factory=list)
+    passes: set[int] = field(default_factory=set)
+    times: int = 0
+
+    @property
+    def backward(self) -> bool:
+        """Whether it happened in a backward pass."""
+        return self.place.direction == "backward"
+
+    @property
+    def name(self) -> str:
+        """The operator without namespace and underscores."""
+        return operator_name(self.op)
+
+    @property
+    def lowest(self) -> float:
+        """The least finite input."""
+        return min((values.low for values in self.inputs), default=0.0)
+
+    @property
+    def largest(self) -> float:
+        """The largest finite absolute value of the inputs."""
+        return max((max(-each.low, each.high) for each in self.inputs), default=0.0)
+
+    @property
+    def in_fp16(self) -> bool:
+        """Whether the first input is in fp16."""
+        return bool(self.inputs) and self.inputs[0].dtype == "float16"
+
+    @property
+    def fits_fp32(self) -> bool:
+        """Whether what exceeds fp16 is, as far as known, in the range of fp32 and bf16."""
+        return self.dtype is torch.float16 and (self.true or 0.0) <= torch.finfo(torch.float32).max
+
+    @property
+    def cause(self) -> Cause:
+        """Why the result was not finite."""
+        if self.given:
+            return self.given
+        # A kernel that does not run in float64 (attention on CUDA) leaves the true result unknown.
+        true = 0.0 if self.true is None else self.true
+        finite = math.isfinite(true)
+        if self.kind == "inf" and self.name in _DEFINED_EVERYWHERE:  # too large for float64, too
+            finite = True
+        elif self.true is None:  # overflow rarely produces NaN
+            finite = self.kind == "inf" and self.name not in _DIVIDES
+        if not finite:
+            # A power of 0 is inf at most; NaN is that of a negative number.
+            divides = self.name in _DIVIDES and not (self.kind == "nan" and self.name in _POWERS)
+            elsewhere: Cause = "division by zero" if divides else "domain"
+            return "derivative" if self.formula else elsewhere
+        scale = self.scale or 1.0
+        unscaled = true / scale if math.isfinite(true) else 0.0
+        fits = unscaled <= torch.finfo(self.dtype).max
+        return "loss scale" if self.backward and scale > 1.0 and fits else "range"
+
+    @property
+    def heals(self) -> bool:
+        """Whether a dynamic loss scale backs off from it, as it does to find its value."""
+        return self.cause == "loss scale" and self.dynamic and not self.stepped
+
+    @property
+    def may_heal(self) -> bool:
+        """Whether it heals, or may turn out to once a ``GradScaler`` unscales the gradients."""
+        unknown = self.scale is None and self.backward and self.cause == "range"
+        return self.heals or (unknown and not self.stepped)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether fp16 lost a value that no softmax or exp has mapped to the right result."""
+        return self.cause == "range" and self.dtype is torch.float16 and not self.absorbed
+
+    def rank(self) -> tuple[bool, bool, bool, bool, int]:
+        """Returns what sorts births, the most severe first."""
+        stale = self.given == "gradients"  # left by an earlier step
+        return self.deliberate, self.spoils, stale, self.masked, self.time
+
+
+def operator_name(op: str) -> str:
+    """Returns an operator's name without namespace and underscores."""
+    return op.rpartition(".")[2].strip("_").removeprefix("foreach_")
+
+
+def finding_of(birth: Birth) -> Finding:
+    """Returns a birth's place, cause and remedies."""
+    pattern, case = _pattern_of(birth), _case(birth)
+    remedies = _remedies(pattern if birth.cause == "range" else pattern or case)
+    if birth.cause == "range" and (not pattern or birth.fits_fp32):
+        remedies += _for_range(birth)
+    elif birth.cause == "loss scale":
+        remedies = _for_loss_scale(birth)
+    elif birth.cause == "update" and birth.number is None and birth.dtype is torch.float16:
+        masters = (_MASTERS if birth.level[:1] == "O" else _FP32_WEIGHTS,)
+        # A copy is one of masters to the model.
+        remedies += () if birth.name == "copy" else masters
+        remedies += (_TO_BF16[birth.level],)
+    text = " ".join(remedies)
+    if birth.dtype is torch.float16 and "eps" in text and "fp16" not in text:
+        remedies = (*remedies, "in fp16, use 1e-2 as eps: slopes as steep as 1 / eps**2 must fit")
+    return Finding(
+        place=birth.place,
+        op=birth.op,
+        kind=birth.kind,
+        dtype=dtypes.name(birth.dtype),
+        what=_what(birth),
+        cause=birth.cause,
+        why=_data()[case]["why"].format(
+            dtype=dtypes.name(birth.dtype),
+            limit=f"{torch.finfo(birth.dtype).max:g}",
+            true=_true(birth),
+        ),
+        remedies=remedies,
+        inputs=birth.inputs,
+        pattern=pattern,
+        heals=birth.heals,
+    )
+
+
+def _what(birth: Birth) -> str:
+    if birth.number is not None:
+        return f"the constant float('{birth.number}') at {birth.place.location}"
+    place = str(birth.place)
+    if birth.cause in ("update", "optimizer state"):
+        place = "in an update of the weights"
+    largest = f" (largest finite input {birth.largest:.4g})" if birth.inputs else ""
+    name = dtypes.name(birth.dtype)
+    return f"{birth.op} {place}, {birth.place.direction}, returned {birth.kind} in {name}{largest}"
+
+
+def _true(birth: Birth) -> str:
+    known = birth.true is not None and math.isfinite(birth.true)
+    return f"{birth.true:.5g}" if known else "more"
+
+
+def _case(birth: Birth) -> str:
+    """Returns the cause, divided where what to do depends on more."""
+    if birth.number is not None:
+        return "a learning rate" if birth.cause == "update" else "a number"
+    if birth.cause == "update" and birth.kind == "nan":
+        return "an undefined update"
+    # Not a mask of torch.finfo(dtype).min.
+    grown = 1e9 < birth.largest < torch.finfo(birth.dtype).max
+    return "growth" if birth.cause == "range" and grown and not birth.fits_fp32 else birth.cause
+
+
+_DIVIDES = set(
+    """div divide reciprocal rsqrt pow remainder fmod mean var std var_mean std_mean addcdiv
+    nll_loss_forward nll_loss2d_forward native_batch_norm native_batch_norm_legit
+    batch_norm_with_update cudnn_batch_norm miopen_batch_norm native_layer_norm
+    native_group_norm fused_rms_norm weight_norm_interface""".split()  # noqa: SIM905
+)
+_POWERS = {"pow", "rsqrt", "sqrt"}
+_DEFINED_EVERYWHERE = set(
+    """exp exp2 expm1 sinh cosh mul add sub square mm bmm addmm baddbmm sum cumsum
+    convolution""".split()  # noqa: SIM905
+)
+
+
+@functools.cache
+def _data() -> configparser.ConfigParser:
+    """Returns what causes.ini says of each cause and formula."""
+    found = configparser.ConfigParser(interpolation=None, delimiters="=", default_section="")
+    text = importlib.resources.files("apex.debug").joinpath("causes.ini").read_text("utf-8")
+    found.read_string(text)
+    return found
+
+
+def _remedies(name: str) -> tuple[str, ...]:
+    return tuple(_data().get(name, "remedies", fallback="").split("\n")[1:])
+
+
+_LOWER_RATE = "lower the learning rate or warm it up, and clip the gradients"
+_EPS = "because an optimizer's eps of 1e-8 is 0 in fp16, and weights end at 65504"
+_MASTERS = f"step fp32 masters (O2, or master_weights=True), {_EPS}"
+_FP32_WEIGHTS = f"keep the weights in fp32 (torch.autocast, or amp.initialize at O2), {_EPS}"
+
+
+def _for_loss_scale(birth: Birth) -> tuple[str, ...]:
+    of_amp = birth.level.startswith("O")
+    if birth.stepped:
+        amp = "end the scale_loss block, then step the optimizer that amp.initialize returned"
+        way = amp if of_amp else _BY_SCALER
+        return (f"{way}: the optimizer stepped on gradients that had overflowed",)
+    if not birth.dynamic:
+        way = "pass loss_scale='dynamic'" if of_amp else "scale it with torch.amp.GradScaler"
+        return (f"{way} instead of a static scale", "lower the static scale")
+    return (
+        "none with a dynamic scale, which finds its value this way: it backs off, and the next "
+        "step runs",
+        f"if it never settles, {_TO_BF16[birth.level]}",
+    )
+
+
+def _for_range(birth: Birth) -> tuple[str, ...]:
+    if not birth.fits_fp32:
+        ways = _remedies("range")
+        return (_LOWER_RATE, *ways) if _case(birth) == "growth" else (*ways, _LOWER_RATE)
+    forward, inside = not birth.backward, birth.place.inside
+    found: list[str] = []
+    if forward and birth.name in ("to_copy", "copy"):
+        found = ["scale the values down before the cast", *_modules(birth)]
+    elif forward and inside:
+        found = [_in_fp32(birth)]
+    elif not forward:
+        smaller = ["make the loss smaller (a mean, not a sum; a lower static loss scale)"]
+        found = [*_modules(birth), *(smaller * (not birth.dynamic))]
+        found += [f"if scaled, {_BY_SCALER}"] * (birth.scale is None)
+    found += [] if inside else ["compute the loss in fp32: loss_fn(output.float(), target)"]
+    found.append(_TO_BF16[birth.level])
+    return (*found, *(["if the loss grew before, lower the learning rate"] * inside))
+
+
+def _in_fp32(birth: Birth) -> str:
+    """Returns how to run one operator of a model in fp32 at the active level."""
+    converted = _modules(birth)
+    if converted:
+        return converted[0]
+    function = _FUNCTIONAL.get(birth.name)
+    if birth.level == "O1" and function is not None:
+        return f"amp.register_float_function(torch.nn.functional, {function!r}) before it (O1)"
+    # The line may call a method or `@`, which registering a function in torch does not cover.
+    return f"run that line on .float() inputs{_AROUND_FP32.get(birth.level, '')}"
+
+
+def _modules(birth: Birth) -> list[str]:
+    if birth.level not in ("O2", "O3", "16-bit model") or not birth.place.module:
+        return []
+    name = birth.place.module.rpartition(":")[2]
+    if birth.level == "16-bit model":
+        return [
+            f"keep the module in fp32 (model.get_submodule({name!r}).float()) and call it on "
+            ".float() inputs"
+        ]
+    return [f"keep the module in fp32 with amp.initialize(..., fp32_modules=[{name!r}])"]
+
+
+_FUNCTIONAL = {
+    "addmm": "linear",
+    "native_layer_norm": "layer_norm",
+    "scaled_dot_product_flash_attention_for_cpu": "scaled_dot_product_attention",
+}
+_AROUND_FP32 = {
+    **dict.fromkeys(("O2", "O3", "16-bit model"), ", and cast its result back, .to(x.dtype)"),
+    "O1": " `with amp.disable_casts():` (O1)",
+    "torch.autocast": " `with torch.autocast(device_type, enabled=False):`",
+}
+_BY_SCALER = "call scaler.step(optimizer) and scaler.update(), not optimizer.step()"
+_TO_BF16 = {
+    "O1": "use the bf16 level 'O4'",
+    "O2": "use the bf16 level 'O5'",
+    "O3": "use the bf16 level 'O5'",
+    "torch.autocast": "use torch.autocast(device_type, dtype=torch.bfloat16), without a GradScaler",
+    "16-bit model": "use bf16 (model.bfloat16())",
+    **dict.fromkeys(
+        ("", "O0", "O4", "O5"),
+        "compute in bf16 (torch.bfloat16), whose range is that of fp32",
+    ),
+}
+"""What computes in bf16, by level."""
+
+
+# -- formulas that are known to overflow or to leave a domain --------------------------------------
+
+
+def _pattern_of(birth: Birth) -> str:
+    """Returns the formula that a birth has, from its operator, inputs and readers; "" if none."""
+    name = birth.node if birth.cause == "derivative" else birth.name
+    for formula, row in _data().items():
+        fits = name in row.get("ops", "").split() and birth.cause in row["causes"].split(", ")
+        if fits and _WHEN.get(formula, _always)(birth):
+            return formula
+    return ""
+
+
+def _always(_: Birth) -> bool:
+    return True
+
+
+def _fed(birth: Birth, *chain: str) -> bool:
+    """Returns whether the input comes from these nodes, the nearest first."""
+    behind = birth.fed_by[: len(chain)]
+    return len(behind) == len(chain) and all(
+        name in names.split() for name, names in zip(behind, chain, strict=True)
+    )
+
+
+def _read(birth: Birth, *ops: str) -> bool:
+    """Returns whether the operators read the non-finite values in this order."""
+    readers = iter(birth.readers)
+    return all(any(operator_name(op) == wanted for op in readers) for wanted in ops)
+
+
+def _softmax_reads(birth: Birth, *softmaxes: str) -> bool:
+    """Returns whether a softmax read the non-finite values before a product did."""
+    names = [operator_name(op) for op in birth.readers]
+    layers = ("mm", "bmm", "baddbmm", "addmm", "convolution")
+    return next((n for n in names if n in (*softmaxes, *layers)), "") in softmaxes
+
+
+def _is_negative(birth: Birth) -> bool:
+    return birth.lowest < 0.0 and birth.kind == "nan"
+
+
+DIVISOR = " (divisor)"
+"""What follows a division's name among the readers where it read its divisor."""
+
+_SOFTMAXES = ("softmax", "safe_softmax")  # of attention; losses call log_softmax
+
+_WHEN: dict[str, Callable[[Birth], bool]] = {
+    "a mask beyond fp16's range before a softmax": lambda b: (
+        b.dtype is torch.float16
+        and b.lowest < -65504.0
+        and _softmax_reads(b, *_SOFTMAXES, "log_softmax")
+    ),
+    "an addition to a mask of the least number": lambda b: b.lowest == torch.finfo(b.dtype).min,
+    "a product before a softmax": lambda b: _softmax_reads(b, *_SOFTMAXES),
+    "a logarithm of probabilities": lambda b: (
+        _fed(b, "Softmax SafeSoftmax Sigmoid")
+        or _fed(b, "Div", "Exp")
+        or _fed(b, "Rsub Sub", "Sigmoid Softmax")
+    ),
+    "a logsumexp by hand": lambda b: (
+        _fed(b, "Sum Mean", "Exp") or (b.cause == "range" and _read(b, "sum", "log"))
+    ),
+    "a softplus by hand": lambda b: _read(b, "log1p") or _read(b, "add", "log"),
+    "a softmax by hand": lambda b: (
+        _fed(b, "Sum", "Exp")
+        if b.name == "div"
+        else _read(b, "sum", "div") or b.readers[:1] == ["aten.div"]
+    ),
+    "a sigmoid by hand": lambda b: (
+        _read(b, "add", "reciprocal") or _read(b, "add", f"div{DIVISOR}")
+    ),
+    "a root of a negative number": lambda b: (
+        _is_negative(b) and (b.name != "pow" or _fed(b, "Sub Rsub", "Mean Div"))
+    ),
+    "a power of a negative number": lambda b: b.lowest < 0.0,
+    "log of a negative number": _is_negative,
+    "log of 0": lambda b: b.in_fp16,
+    "a norm by hand at 0": lambda b: _fed(b, "Sum Mean", "Pow Mul Square"),
+    "division by a norm that is 0": lambda b: (
+        _fed(b, "LinalgVectorNorm Norm Sqrt") and not b.in_fp16
+    ),
+    "division by 0 in fp16": lambda b: b.in_fp16,
+    "division by a tiny number": lambda b: len(b.inputs) > 1 and 0.0 < b.inputs[1].smallest < 1e-3,
+    "a square or a sum in fp16": lambda b: b.in_fp16,
+}
+"""What else the formulas of causes.ini ask."""

@@ -1,0 +1,517 @@
+"""Where an operator ran: the module, the direction of the pass, and the line of user code."""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import os
+import sys
+import sysconfig
+import threading
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from types import FrameType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.utils.weak import WeakIdKeyDictionary
+
+from apex._core import dtypes
+from apex._engine.model.state import ModelState, state_of
+from apex._torch.dispatcher import AUTOCAST_KEYS
+
+Direction = Literal["forward", "backward"]
+
+# torch has no public names for these. Without them, backward passes have no module and no line.
+_graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+_current_node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", lambda: None)
+_next_sequence: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 0)
+
+_MAX_SITES = 2**17
+"""Autograd nodes whose sites are kept, the latest; a graph seldom has more."""
+
+_MAX_NODES = 8
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an operator was called.
+
+    Attributes:
+        module: Qualified name of the innermost module; ``""`` for the model itself and outside it.
+        inside: Whether a model was running, forward or backward.
+        direction: ``"forward"`` or ``"backward"``.
+        location: ``"file:line"`` of user code, in a backward pass of the forward; ``""`` if none.
+    """
+
+    module: str
+    inside: bool
+    direction: Direction
+    location: str
+
+    def __str__(self) -> str:
+        if self.module:
+            return f"in {self.module}"
+        return "in the model" if self.inside else "outside the model"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Where low precision, or a formula, went wrong, why, and what to do.
+
+    Attributes:
+        place: The module, the direction and the line.
+        op: Operator, such as ``"aten.exp"``.
+        kind: What happened: ``"inf"``, ``"nan"``, ``"rounding"``, ``"cancellation"``, ``"chain"``.
+        dtype: Name of the dtype of the result.
+        what: What happened, in a line.
+        cause: Why, in one to three words.
+        why: Why, in a sentence.
+        remedies: What to do, the most likely way first.
+        inputs: Ranges of the inputs, at most four.
+        pattern: The formula to avoid, such as ``"a softmax by hand"``; ``""`` if none is known.
+        heals: Whether a dynamic loss scale backs off from it, as it does to find its value.
+    """
+
+    place: Place
+    op: str
+    kind: str
+    dtype: str
+    what: str
+    cause: str
+    why: str
+    remedies: tuple[str, ...]
+    inputs: tuple[Any, ...] = ()
+    pattern: str = ""
+    heals: bool = False
+
+    @property
+    def module(self) -> str:
+        """Qualified name of the module; ``""`` for the model itself and outside it."""
+        return self.place.module
+
+    @property
+    def direction(self) -> Direction:
+        """``"forward"`` or ``"backward"``."""
+        return self.place.direction
+
+    @property
+    def location(self) -> str:
+        """``"file:line"`` of user code; ``""`` if there is none."""
+        return self.place.location
+
+    @property
+    def source(self) -> str:
+        """The line of code at ``location``; ``""`` if there is none to read."""
+        file, _, line = self.location.rpartition(":")
+        return linecache.getline(file, int(line)).strip() if line else ""
+
+    @property
+    def remedy(self) -> str:
+        """The remedies, one a line, numbered if there are several."""
+        if len(self.remedies) == 1:
+            return self.remedies[0]
+        return "\n".join(f"{number}. {each}" for number, each in enumerate(self.remedies, 1))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns all data in JSON types."""
+        own = asdict(self)
+        return {**own.pop("place"), **own, "source": self.source}
+
+    def __str__(self) -> str:
+        known = f" This is {self.pattern}." if self.pattern else ""
+        parts = (
+            ("at", "\n".join(filter(None, [self.location, self.source]))),
+            ("in", ", ".join(map(str, self.inputs))),
+            ("cause", f"{self.cause}: {self.why}{known}"),
+            ("remedy", self.remedy),
+        )
+        lines = [self.what]
+        for name, text in parts:
+            lines += [f"  {name:6} {text.replace(chr(10), chr(10) + ' ' * 9)}"] if text else []
+        return "\n".join(lines)
+
+
+@dataclass(eq=False)
+class Site:
+    """Where an autograd node was created, and what made the operator's result non-finite."""
+
+    place: Place
+    birth: Any = None
+
+
+@dataclass
+class _ThreadState(threading.local):
+    """One thread's stack of running modules: each with its name and backward pass."""
+
+    stack: list[tuple[nn.Module, str, int]] = field(default_factory=list)
+    last_sequence: int = -1
+    created_site: Site | None = None
+
+
+class Tracker:
+    """Tracks which module of the given models is running, in which direction and from which line.
+
+    In a backward pass, module and line are those whose forward created the running autograd node.
+    Whoever asks has ``record_site`` called at every operator.
+
+    With several models, names are prefixed with the model's class: ``"Net:body.0"``, and
+    ``"Net[1]:body.0"`` for the second model of a class. Without any, models are found as they are
+    called: modules with parameters that are called from outside any other. None is kept alive.
+
+    Attributes:
+        names: Qualified name of each module.
+        parameters: Qualified name of each parameter.
+        autocast: Dtype of the ``torch.autocast`` around the last call of a model; None without one.
+        compiled: Whether a model that was found was under ``torch.compile``.
+    """
+
+    def __init__(self, *models: nn.Module) -> None:
+        """Collects the names; tracking starts on entry."""
+        self.names: MutableMapping[nn.Module, str] = weakref.WeakKeyDictionary()
+        self.parameters: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
+        self.autocast: torch.dtype | None = None
+        self.compiled = False
+        self._discovers = not models
+        self._models = [weakref.ref(unwrapped(model)) for model in models]
+        self._nameless: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._state = _ThreadState()
+        self._thread = 0
+        self._sites: OrderedDict[tuple[int, int], tuple[int, Site]] = OrderedDict()
+        self._hooks = ExitStack()
+        self._add_names()
+
+    def __enter__(self) -> Tracker:
+        """Registers hooks on all modules."""
+        self._thread = threading.get_ident()
+        self._state.last_sequence = _next_sequence() - 1
+        self._hooks.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message=_ABOUT_GLOBAL_HOOKS)
+        before = register_module_forward_pre_hook(self._enter_module)
+        after = register_module_forward_hook(self._leave_module, always_call=True)
+        self._hooks.callback(before.remove)
+        self._hooks.callback(after.remove)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Removes the hooks and discards the recorded sites."""
+        self._hooks.close()
+        self._state = _ThreadState()
+        self._sites.clear()
+
+    # -- names -----------------------------------------------------------------------------------
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The models that exist, unwrapped."""
+        return [model for found in self._models if (model := found()) is not None]
+
+    def _add_names(self) -> None:
+        for prefix, model in _prefixed(self.models):
+            for name, module in model.named_modules():
+                self.names.setdefault(module, prefix + name)
+            for name, parameter in model.named_parameters():
+                self.parameters.setdefault(parameter, prefix + name)
+
+    def prepared(self) -> list[tuple[nn.Module, ModelState]]:
+        """Returns the models, and modules inside them, that amp has prepared."""
+        parts = (part for model in self.models for part in model.modules())
+        return [(part, state) for part in parts if (state := state_of(part)) is not None]
+
+    # -- queries -------------------------------------------------------------------------------
+
+    @property
+    def direction(self) -> Direction:
+        """``"backward"`` while autograd computes gradients; recomputed checkpoints are forward."""
+        task = _graph_task()
+        if task == -1 or self._running(task) is not None:
+            return "forward"
+        # A recompute enables gradients; autograd's own formulas run without them.
+        return "forward" if torch.is_grad_enabled() and _within_backward()[1] else "backward"
+
+    @property
+    def backward(self) -> int:
+        """Number of the running backward pass; -1 outside any."""
+        return _graph_task()
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether this is the thread that started tracking, outside any backward pass."""
+        return _graph_task() == -1 and threading.get_ident() == self._thread
+
+    @property
+    def runs_formula(self) -> bool:
+        """Whether autograd's own formula of a derivative is running, not user code."""
+        return self.direction == "backward" and not _within_backward()[0]
+
+    @property
+    def node(self) -> Any:
+        """The running autograd node; None outside any."""
+        return _current_node()
+
+    @property
+    def place(self) -> Place:
+        """Where the running operator was called."""
+        return Place(*self.module, self.direction, self.location())
+
+    @property
+    def module(self) -> tuple[str, bool]:
+        """Name of the innermost running module, and whether a model, or its backward, is."""
+        task = _graph_task()
+        name = self._running(task)
+        if name is not None:
+            return name, True
+        site = None if task == -1 else self.forward_site
+        return ("", False) if site is None else (site.place.module, site.place.inside)
+
+    def location(self) -> str:
+        """Returns ``"file:line"`` of the innermost user code, or ``""`` if there is none.
+
+        In a backward pass this is the line of the forward, unless user code itself is running (a
+        custom backward, a hook, a recompute). Without a recorded forward, it is the line that
+        started the backward pass.
+        """
+        if _graph_task() == -1:
+            return _innermost_line()
+        site = self.forward_site
+        forward = "" if site is None else site.place.location
+        return _within_backward()[0] or forward or _innermost_line()
+
+    def _running(self, task: int) -> str | None:
+        """Returns the name of the innermost module if it was called in backward pass ``task``."""
+        stack = self._state.stack
+        return stack[-1][1] if stack and stack[-1][2] == task else None
+
+    # -- autograd nodes --------------------------------------------------------------------------
+
+    def record_site(self) -> None:
+        """Records the current place if the running operator has created an autograd node.
+
+        Note [Sequence numbers]
+            Autograd numbers nodes per thread and creates an operator's node just before it calls
+            the operator's kernel. So the first kernel after the count changes belongs to the node
+            with the last number. Nodes created in a thread of the engine are numbered in that
+            thread; only a backward pass inside or after the one that created them (a reentrant
+            checkpoint, a double backward) can run them.
+        """
+        number = _next_sequence() - 1
+        self._state.created_site = None
+        if number != self._state.last_sequence:
+            self._state.last_sequence = number
+            self._state.created_site = site = Site(self.place)
+            self._sites[threading.get_ident(), number] = _graph_task(), site
+            if len(self._sites) > _MAX_SITES:
+                self._sites.popitem(last=False)
+
+    @property
+    def created_site(self) -> Site | None:
+        """The site of the autograd node that the last operator created; None if it created none.
+
+        In that node's backward, ``forward_site`` returns the same object.
+        """
+        return self._state.created_site
+
+    @property
+    def accumulating(self) -> Tensor | None:
+        """The tensor to whose ``grad`` autograd is adding; None while it adds to none."""
+        variable: Tensor | None = getattr(_current_node(), "variable", None)
+        return variable
+
+    @property
+    def forward_site(self) -> Site | None:
+        """The site whose forward created the running autograd node; None if unknown."""
+        node = _current_node()
+        if node is None:
+            return None
+        if self.accumulating is not None:
+            name = self.parameters.get(self.accumulating)
+            return None if name is None else Site(Place(owner_of(name), True, "backward", ""))
+        number, thread = node._sequence_nr(), threading.get_ident()
+        task, site = self._sites.get((thread, number), (-1, None))
+        if site is not None and (thread == self._thread or task != _graph_task()):
+            return site
+        return self._sites.get((self._thread, number), (-1, None))[1]
+
+    # -- hooks -----------------------------------------------------------------------------------
+
+    def _enter_module(self, module: nn.Module, _: Any) -> None:
+        active = active_autocast()
+        if active is not None or not self._state.stack:  # accelerate enters it inside the model
+            self.autocast = None if active is None else active[1]
+        if self._discovers and module not in self.names and module not in self._nameless:
+            self._discover(module)
+        name = self.names.get(module)
+        if name is not None:  # a copy, or a replica of DataParallel, has none
+            self._state.stack.append((module, name, _graph_task()))
+
+    def _leave_module(self, module: nn.Module, *_: Any) -> None:
+        stack = self._state.stack
+        if stack and stack[-1][0] is module:
+            stack.pop()
+
+    def _discover(self, module: nn.Module) -> None:
+        model = unwrapped(module)
+        if not self._state.stack and next(model.parameters(), None) is not None:
+            self.compiled |= any(getattr(module, name, None) is not None for name in _COMPILED)
+            parts = set(model.modules())
+            others = [each for each in self.models if each not in parts]
+            self._models = [weakref.ref(each) for each in (*others, model)]
+            self.names.clear()
+            self.parameters.clear()
+        self._add_names()
+        if module not in self.names:  # a loss, without parameters: of the code that calls it
+            self._nameless.add(module)
+
+
+# torch's own, which the hooks would cause. A compiled model runs uncompiled in a trace.
+_ABOUT_GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
+
+_COMPILED = ("_orig_mod", "_compiled_call_impl")
+"""What a module has that torch.compile wrapped, or that compiled itself."""
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Returns the model inside ``torch.compile`` and data-parallel wrappers."""
+    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    while True:
+        inner = getattr(model, "_orig_mod", model.module if isinstance(model, wrappers) else None)
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def _prefixed(models: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    seen: dict[str, int] = {}
+    for model in models:
+        name = type(model).__name__
+        count = seen[name] = seen.get(name, -1) + 1
+        prefix = f"{name}[{count}]:" if count else f"{name}:"
+        yield prefix if len(models) > 1 else "", model
+
+
+def active_autocast() -> tuple[str, torch.dtype] | None:
+    """Returns device type and dtype of an active ``torch.autocast``; None without one."""
+    on = (device for device in AUTOCAST_KEYS if torch.is_autocast_enabled(device))
+    return next(((device, torch.get_autocast_dtype(device)) for device in on), None)
+
+
+def level_of(tracker: Tracker, sessions: Iterable[Any]) -> str:
+    """Returns what sets the dtypes: a level, ``"torch.autocast"``, ``"16-bit model"`` or ``""``."""
+    for session in sessions:
+        return str(session.policy.opt_level)
+    if tracker.autocast is not None:
+        return "torch.autocast"
+    params = (param for model in tracker.models for param in model.parameters())
+    return "16-bit model" if any(map(dtypes.is_low_precision, params)) else ""
+
+
+def owner_of(parameter: str) -> str:
+    """Returns the name of the module that owns the named parameter."""
+    own = parameter.rpartition(":")[2].rpartition(".")[2]
+    return parameter.removesuffix(own).removesuffix(".")
+
+
+# -- autograd nodes by name ----------------------------------------------------------------------
+
+# Nodes that pass values on, or shift them by a small number.
+_TRANSPARENT = frozenset(
+    """View UnsafeView ReshapeAlias Alias T Transpose Permute Expand Squeeze Unsqueeze Select Slice
+    Split Unbind Index Gather Clone ToCopy Cat Stack Add Clamp ClampMin Flatten Detach
+    MaskedFill""".split()  # noqa: SIM905
+)
+
+
+def nodes_behind(node: Any) -> tuple[str, ...]:
+    """Returns the names of the autograd nodes behind a tensor's ``grad_fn``, the nearest first.
+
+    Follows the first input of each, and leaves out nodes that only pass values on.
+    """
+    names: list[str] = []
+    for _ in range(4 * _MAX_NODES):
+        if node is None or len(names) == _MAX_NODES:
+            break
+        name = node_name(node)
+        if name not in _TRANSPARENT:
+            names.append(name)
+        node = next((inner for inner, _ in node.next_functions if inner is not None), None)
+    return tuple(names)
+
+
+def node_name(node: Any) -> str:
+    """Returns the operator of an autograd node: ``"Sqrt"`` for ``SqrtBackward0``."""
+    return str(node.name()).rpartition("::")[2].partition("Backward")[0].strip("_")
+
+
+# -- frames --------------------------------------------------------------------------------------
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_APEX = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+_STANDARD = sysconfig.get_path("stdlib") + os.sep
+_ENGINE = {_TORCH + os.path.join("autograd", name) for name in ("graph.py", "__init__.py")}
+_CHECKPOINT = _TORCH + os.path.join("utils", "checkpoint.py")
+
+
+def _innermost_line() -> str:
+    """Returns ``"file:line"`` of the innermost user frame, or ``""`` if there is none."""
+    return next((_line(frame) for frame in _frames() if _is_user(frame)), "")
+
+
+def _within_backward() -> tuple[str, bool]:
+    """Returns the innermost user line of the running backward, and whether a checkpoint recomputes.
+
+    The search ends at the frames of autograd's Python entry point, which threads of the engine do
+    not have.
+    """
+    line = ""
+    for frame in _frames():
+        kind = _kind(frame.f_code.co_filename)
+        if kind == "engine":
+            break
+        if kind == "checkpoint":
+            return line, True
+        if not line and _is_user(frame):
+            line = _line(frame)
+    return line, False
+
+
+def is_user_file(filename: str) -> bool:
+    """Returns whether a file belongs to neither torch, apex nor the standard library."""
+    return _kind(filename) == "user"
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _line(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _is_user(frame: FrameType) -> bool:
+    code = frame.f_code
+    # A dispatch mode observes the operator; the call itself is further out.
+    return _kind(code.co_filename) == "user" and code.co_name != "__torch_dispatch__"
+
+
+@functools.cache
+def _kind(filename: str) -> Literal["engine", "checkpoint", "library", "user"]:
+    if filename in _ENGINE:
+        return "engine"
+    if filename == _CHECKPOINT:
+        return "checkpoint"
+    if filename.startswith((_TORCH, _APEX, "<frozen")):
+        return "library"
+    standard = filename.startswith(_STANDARD) and "site-packages" not in filename
+    return "library" if standard else "user"

@@ -1,0 +1,153 @@
+"""Finds ``apex`` where nobody provides it, and adds to another ``apex`` the parts that it lacks.
+
+``apex_amp.pth`` runs :func:`install` whenever Python starts, so this file imports only what the
+interpreter has loaded already.
+"""
+
+import os
+import sys
+from _thread import _local
+
+TYPE_CHECKING = False  # that of typing takes 2 ms
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from importlib.machinery import ModuleSpec
+    from importlib.metadata import Distribution
+    from types import ModuleType
+    from typing import Any
+
+# importlib.machinery takes 1 ms.
+PathFinder: "Any" = sys.modules["_frozen_importlib_external"].PathFinder
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+INSTALLED = os.path.join(HERE, "apex_amp", "_site")
+SITE = INSTALLED if os.path.isdir(INSTALLED) else os.path.dirname(HERE)  # a checkout: src/
+"""The folder of our ``apex`` and kernels; no other distribution writes to it."""
+
+REAL_SITE = os.path.realpath(SITE)
+
+KERNELS = ("amp_C", "apex_C", "fused_adam_cuda", "fused_layer_norm_cuda")
+
+PARTS = (
+    "RNN", "amp", "contrib", "debug", "fp16_utils", "fused_dense", "mlp", "multi_tensor_apply",
+    "normalization", "optimizers", "parallel", "reparameterization",
+)  # fmt: skip
+"""Our subpackages, for ``import apex; apex.amp.initialize(...)`` under another ``apex``."""
+
+_searching = _local()  # threads may import at the same time
+
+
+class Finder:
+    """Stands first in ``sys.meta_path``; answers for ``apex`` and the kernels alone."""
+
+    @classmethod
+    def find_spec(cls, name: str, path: "Any" = None, target: "Any" = None) -> "ModuleSpec | None":
+        """Returns the spec of theirs where another distribution has the module, or else of ours.
+
+        Raises:
+            ModuleNotFoundError: If their ``apex`` has ``amp``, but not this kernel. None would let
+                the path line of ``apex_amp.pth`` find ours.
+        """
+        if (name != "apex" and name not in KERNELS) or getattr(_searching, "on", False):
+            return None
+        theirs = find_theirs(name)
+        if name == "apex":
+            if theirs is None:
+                return find_ours(name)
+            if theirs.submodule_search_locations is not None and not has_amp(theirs):
+                theirs.submodule_search_locations.append(os.path.join(SITE, "apex"))
+                _add_parts(theirs.loader)
+            return theirs
+        if theirs is not None:
+            return theirs
+        if has_amp(find_theirs("apex")):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return find_ours(name)
+
+    @classmethod
+    def find_distributions(cls, context: "Any" = None) -> "Iterator[Distribution]":
+        """Yields metadata of ``apex`` where asked for that name, and nobody else has any."""
+        if getattr(context, "name", None) != "apex" or getattr(_searching, "on", False):
+            return
+        from importlib import metadata
+        from pathlib import Path
+
+        _searching.on = True
+        try:
+            known = next(iter(metadata.distributions(name="apex")), None)
+        finally:
+            _searching.on = False
+        if known is None:
+
+            class Metadata(metadata.Distribution):
+                def read_text(self, filename: str) -> "str | None":
+                    if filename != "METADATA":
+                        return None
+                    version = metadata.version("apex-amp")
+                    return f"Metadata-Version: 2.1\nName: apex\nVersion: {version}\n"
+
+                def locate_file(self, path: "Any") -> "Any":
+                    return Path(SITE, path)
+
+            yield Metadata()
+
+
+def find_ours(name: str) -> "ModuleSpec | None":
+    """Returns the spec of a module in SITE."""
+    spec: ModuleSpec | None = PathFinder.find_spec(name, [SITE])
+    return spec
+
+
+def find_theirs(name: str) -> "ModuleSpec | None":
+    """Returns the spec of a module outside SITE, or None; a folder without files is none."""
+    _searching.on = True
+    try:
+        for finder in tuple(sys.meta_path):
+            find = getattr(finder, "find_spec", None)
+            if finder is Finder or find is None:
+                continue
+            elsewhere = None
+            if finder is PathFinder:
+                elsewhere = [entry for entry in sys.path if os.path.realpath(entry) != REAL_SITE]
+            spec: ModuleSpec | None = find(name, elsewhere)
+            if spec is not None and spec.origin is not None:
+                return spec
+    finally:
+        _searching.on = False
+    return None
+
+
+def has_amp(spec: "ModuleSpec | None") -> bool:
+    """Returns whether a spec is of an ``apex`` with ``amp``, of before May 2025."""
+    folders = (spec and spec.submodule_search_locations) or ()
+    return any(os.path.isfile(os.path.join(folder, "amp", "__init__.py")) for folder in folders)
+
+
+def _add_parts(loader: "Any") -> None:
+    """Makes the module that this loader executes import our parts as attributes."""
+    execute = loader.exec_module
+
+    def exec_module(module: "ModuleType") -> None:
+        execute(module)
+        theirs = getattr(module, "__getattr__", None)
+
+        def __getattr__(name: str) -> "Any":  # noqa: N807 - becomes the module's
+            if name in PARTS:
+                from importlib import import_module
+
+                return import_module(f"apex.{name}")
+            if theirs is not None:
+                return theirs(name)
+            raise AttributeError(f"module 'apex' has no attribute {name!r}")
+
+        module.__dict__["__getattr__"] = __getattr__
+
+    loader.exec_module = exec_module  # of this instance
+
+
+def install() -> None:
+    """Installs the finder; with the environment's ``APEX_AMP=off``, hides the package instead."""
+    if os.environ.get("APEX_AMP") == "off":
+        sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != REAL_SITE]
+    elif Finder not in sys.meta_path:
+        sys.meta_path.insert(0, Finder)

@@ -1,0 +1,3 @@
+"""A part of the stand-in for NVIDIA's apex."""
+
+WHOSE = "theirs"

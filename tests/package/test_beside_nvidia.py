@@ -1,0 +1,230 @@
+"""Beside NVIDIA's apex: its parts stay its own, ours are added, and no file of either changes."""
+
+import textwrap
+import zipfile
+
+import pytest
+
+from tests.package.environments import NVIDIA, Environment, nvidia_wheel
+
+OURS = ["amp", "parallel", "fp16_utils", "RNN", "reparameterization", "debug"]
+THEIRS = ["optimizers", "normalization", "contrib", "mlp", "fused_dense", "multi_tensor_apply"]
+
+WHOSE = f"""
+import importlib, os, apex
+import _apex_amp
+names = {OURS + THEIRS}
+found = {{}}
+for name in names:
+    module = getattr(apex, name)
+    assert module is importlib.import_module("apex." + name)
+    found[name] = "ours" if module.__file__.startswith(_apex_amp.SITE + os.sep) else "theirs"
+from apex import amp
+import apex.contrib.clip_grad, amp_C
+assert amp is apex.amp and callable(apex.amp.initialize)
+found["apex"], found["amp_C"], found["clip_grad"] = (
+    apex.WHOSE, amp_C.WHOSE, apex.contrib.clip_grad.WHOSE
+)
+print(found)
+"""
+EXPECTED = {
+    **dict.fromkeys(OURS, "ours"),
+    **dict.fromkeys([*THEIRS, "apex", "amp_C", "clip_grad"], "theirs"),
+}
+
+FINDER = f"""
+import sys
+from importlib.util import spec_from_file_location
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "apex":
+            folder = {str(NVIDIA / "apex")!r}
+            return spec_from_file_location(
+                name, folder + "/__init__.py", submodule_search_locations=[folder])
+        if name == "amp_C":
+            return spec_from_file_location(name, {str(NVIDIA / "amp_C.py")!r})
+def install(): sys.meta_path.append(Finder)
+"""
+
+
+def wheel_first(environment, wheel, folder):
+    environment.unpack(nvidia_wheel(folder))
+    environment.unpack(wheel)
+    return {}
+
+
+def wheel_last(environment, wheel, folder):
+    environment.unpack(wheel)
+    environment.unpack(nvidia_wheel(folder))
+    return {}
+
+
+def editable_by_path(environment, wheel, folder):
+    environment.unpack(wheel)
+    (environment.site / "__editable__.apex-0.1.pth").write_text(str(NVIDIA))
+    return {}
+
+
+def editable_by_finder(environment, wheel, folder):
+    environment.unpack(wheel)
+    (environment.site / "__editable___apex_finder.py").write_text(FINDER)
+    line = "import __editable___apex_finder; __editable___apex_finder.install()"
+    (environment.site / "__editable__.apex-0.1.pth").write_text(line)
+    return {}
+
+
+def theirs_on_pythonpath(environment, wheel, folder):
+    environment.unpack(wheel)
+    return {"PYTHONPATH": str(NVIDIA)}
+
+
+SETUPS = [wheel_first, wheel_last, editable_by_path, editable_by_finder, theirs_on_pythonpath]
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_each_part_is_whose_it_should_be(wheel, tmp_path, setup):
+    environment = Environment(tmp_path / "env")
+    environ = setup(environment, wheel, tmp_path)
+    assert environment.value(WHOSE, **environ) == EXPECTED
+
+
+def test_ours_in_the_user_site_finds_theirs_in_the_system(wheel, tmp_path):
+    system = Environment(tmp_path / "env")
+    config = tmp_path / "env" / "pyvenv.cfg"
+    config.write_text(config.read_text().replace("= false", "= true"))  # reads the user site
+    system.unpack(nvidia_wheel(tmp_path))
+    base = {"PYTHONUSERBASE": str(tmp_path / "user")}
+    user = system.value("import site; print([site.getusersitepackages()])", **base)[0]
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(user)
+    assert system.value(WHOSE, **base) == EXPECTED
+
+
+def test_installing_and_uninstalling_either_changes_no_byte_of_the_other(wheel, tmp_path):
+    environment = Environment(tmp_path / "env")
+    theirs = nvidia_wheel(tmp_path)
+    empty = environment.files()
+    environment.pip("install", "--no-deps", str(theirs))
+    nvidia = environment.files()
+    environment.pip("install", "--no-deps", str(wheel))
+    both = environment.files()
+    assert {name: both[name] for name in nvidia} == nvidia
+    environment.pip("uninstall", "-y", "apex")
+    ours = environment.files()
+    assert ours == {name: both[name] for name in both if name not in nvidia or name in empty}
+    assert environment.value("import apex; print([apex.amp.__name__])") == ["apex.amp"]
+    environment.pip("install", "--no-deps", str(theirs))
+    environment.pip("uninstall", "-y", "apex-amp")
+    assert environment.files() == nvidia
+
+
+@pytest.fixture(scope="module")
+def beside(wheel, tmp_path_factory):
+    environment = Environment(tmp_path_factory.mktemp("beside"))
+    wheel_first(environment, wheel, tmp_path_factory.mktemp("wheel"))
+    return environment
+
+
+def test_their_version_is_the_one_of_the_distribution_apex(beside):
+    code = "from importlib.metadata import version; print([version('apex')])"
+    assert beside.value(code) == ["0.1"]
+
+
+def test_the_switch_leaves_theirs_alone(beside):
+    code = (
+        "import apex, importlib.util as u\n"
+        "print([apex.WHOSE, u.find_spec('apex.amp'), hasattr(apex, 'amp')])"
+    )
+    assert beside.value(code, APEX_AMP="off") == ["theirs", None, False]
+
+
+def test_an_attribute_that_neither_has_is_an_attribute_error(beside):
+    assert beside.value("import apex; print([hasattr(apex, 'nothing')])") == [False]
+
+
+@pytest.mark.parametrize("arguments", [["-m", "apex", "--version"], ["-m", "apex", "--help"]])
+def test_the_command_works_beside_theirs(beside, arguments):
+    assert "apex" in beside.run(*arguments)
+
+
+def test_an_apex_that_has_amp_is_left_alone(wheel, tmp_path):
+    environment = Environment(tmp_path / "env")
+    environment.unpack(wheel)
+    environment.unpack(nvidia_wheel(tmp_path, amp=True))
+    code = """
+    import apex, apex.amp
+    found = [apex.amp.WHOSE, len(apex.__path__)]
+    for name in ("apex.parallel", "amp_C"):
+        try: __import__(name)
+        except ModuleNotFoundError as error: found.append(error.name)
+    print(found)
+    """
+    expected = ["theirs", 1, "apex.parallel", "amp_C"]
+    assert environment.value(textwrap.dedent(code)) == expected
+
+
+def test_an_apex_that_is_a_single_file_is_left_alone(wheel, tmp_path):
+    environment = Environment(tmp_path / "env")
+    environment.unpack(wheel)
+    (environment.site / "apex.py").write_text("WHOSE = 'a file'\n")
+    assert environment.value("import apex; print([apex.WHOSE])") == ["a file"]
+
+
+def test_an_empty_folder_apex_counts_as_none(wheel, tmp_path):
+    environment = Environment(tmp_path / "env")
+    environment.unpack(wheel)
+    (environment.site / "apex" / "contrib").mkdir(parents=True)
+    assert environment.value("import apex; print([apex.amp.__name__])") == ["apex.amp"]
+
+
+TRAIN = """
+import warnings, torch, apex
+from apex import amp
+from apex.normalization import FusedLayerNorm
+from apex.optimizers import FusedAdam, FusedLAMB, FusedSGD
+assert FusedLayerNorm.__module__ == FusedAdam.__module__[:5] + "normalization"
+assert apex.optimizers.WHOSE == "theirs"
+makers = {
+    "adam": lambda p: FusedAdam(p, lr=0.01),
+    "capturable": lambda p: FusedAdam(p, lr=0.01, capturable=True),
+    "sgd": lambda p: FusedSGD(p, lr=0.01, momentum=0.9),
+    "lamb": lambda p: FusedLAMB(p, lr=0.01),
+}
+def train(make, level):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), FusedLayerNorm(8), torch.nn.Linear(8, 1))
+    optimizer = make(model.parameters())
+    if level:
+        scale = {"loss_scale": "dynamic"} if level in ("O1", "O2") else {}
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **scale)
+    losses = []
+    for step in range(4):
+        x = torch.randn(8, 8)
+        loss = (model(x).float() - x.mean(1, keepdim=True)).pow(2).mean() / 16
+        optimizer.zero_grad()
+        if level:
+            with amp.scale_loss(loss, optimizer) as scaled:
+                (scaled * torch.inf if step == 1 and level in ("O1", "O2") else scaled).backward()
+        else:
+            loss.backward()
+        if step != 1 or level in ("O1", "O2"):
+            optimizer.step()
+        losses.append(loss.item())
+    return losses
+warnings.simplefilter("ignore")
+found = {}
+for name, make in makers.items():
+    plain = train(make, None)
+    for level in ("O1", "O2", "O4", "O5"):
+        off = torch.tensor(train(make, level)) - torch.tensor(plain)
+        found[name, level] = repr(off.abs().max().item())
+print(found)
+"""
+
+
+@pytest.mark.slow
+def test_their_optimizers_and_norm_train_under_our_amp_and_skip_an_overflow(beside):
+    found = beside.value(TRAIN)
+    assert len(found) == 16
+    assert {key: off for key, off in found.items() if not float(off) < 0.01} == {}

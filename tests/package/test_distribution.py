@@ -1,0 +1,145 @@
+"""What pip installs: names, versions, dependencies, files, licence; what the README links to."""
+
+import ast
+import importlib.metadata
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import apex
+from apex._core.project import ADDRESS, VERSION
+
+ROOT = Path(__file__).parents[2]
+PYPROJECT = (ROOT / "pyproject.toml").read_text("utf-8")
+
+
+def run_python(code):
+    """Runs code in a fresh interpreter, away from this folder; returns the literal it prints."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return ast.literal_eval(done.stdout)
+
+
+def test_there_is_one_version():
+    (written,) = re.findall(r'^version = "([^"]+)"', PYPROJECT, re.MULTILINE)
+    (cited,) = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert {written, cited, apex.__version__, importlib.metadata.version("apex-amp")} == {VERSION}
+
+
+def test_there_is_one_address():
+    addresses = set(re.findall(r"https://github\.com/[\w-]+/[\w-]+", PYPROJECT))
+    assert addresses == {ADDRESS}
+
+
+def test_public_names_are_these_and_each_is_reached_as_an_attribute():
+    names = [
+        "RNN", "__version__", "amp", "contrib", "debug", "fp16_utils", "fused_dense", "mlp",
+        "multi_tensor_apply", "normalization", "optimizers", "parallel", "reparameterization",
+    ]  # fmt: skip
+    assert apex.__all__ == names
+    code = f"import apex; print([getattr(apex, name) is not None for name in {names}])"
+    assert run_python(code) == [True] * len(names)
+
+
+def test_torch_is_the_only_dependency_and_development_builds_of_nvidia_s_images_satisfy_it():
+    required = importlib.metadata.requires("apex-amp")
+    assert [line for line in required if "extra ==" not in line] == ["torch>=2.6.0a0"]
+
+
+@pytest.mark.parametrize("version", [None, "2.5.1+cu121"])
+@pytest.mark.parametrize("name", ["apex", "apex.amp", "apex.optimizers"])
+def test_a_missing_or_old_torch_is_one_error_with_the_command(tmp_path, name, version):
+    (tmp_path / "torch").mkdir()
+    text = "raise ModuleNotFoundError(name='torch')" if version is None else ""
+    (tmp_path / "torch" / "__init__.py").write_text(text or f"__version__ = {version!r}")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import {name}"
+    run = [sys.executable, "-c", code]
+    done = subprocess.run(run, capture_output=True, text=True, check=False)
+    found = "torch is not installed" if version is None else f"this is torch {version}"
+    assert done.returncode == 1
+    assert f"ImportError: apex-amp needs torch 2.6 or newer, and {found}" in done.stderr
+    assert "pip install --upgrade 'torch>=2.6'" in done.stderr
+    assert "During handling" not in done.stderr
+
+
+def test_links_of_the_readme_hold_outside_the_repository():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    targets = re.findall(r"\]\(([^)]+)\)|^\[.+\]: (.+)$", text, re.MULTILINE)
+    targets = [inline or listed for inline, listed in targets]
+    assert len(targets) > 5
+    for target in targets:
+        match = re.fullmatch(rf"{re.escape(ADDRESS)}/(?:blob|tree|raw)/main/([^#]+)(#.*)?", target)
+        assert match is not None, target
+        assert (ROOT / match[1]).exists(), target
+
+
+def test_the_wheel_puts_everything_where_no_other_apex_lies(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        files = [Path(name) for name in archive.namelist()]
+        path_line, start_line = archive.read("apex_amp.pth").decode().splitlines()
+        entry = archive.read("apex_amp.start").decode()
+    assert {file.parts[0] for file in files} == {
+        "_apex_amp.py",
+        "apex_amp",
+        "apex_amp.pth",
+        "apex_amp.start",
+        f"apex_amp-{VERSION}.dist-info",
+    }
+    assert {file.parts[2] for file in files if file.parts[1:2] == ("_site",)} == {
+        "amp_C",
+        "apex",
+        "apex_C",
+        "fused_adam_cuda",
+        "fused_layer_norm_cuda",
+    }
+    assert path_line == "apex_amp/_site"
+    assert start_line == "import _apex_amp; _apex_amp.install()"
+    assert entry == "_apex_amp:install\n"  # PEP 829, Python 3.15
+    assert Path("apex_amp/_site/apex/py.typed") in files
+    assert wheel.name.endswith("-py3-none-any.whl")
+
+
+@pytest.mark.slow
+def test_the_sdist_builds_the_wheel_that_the_repository_builds(wheel, tmp_path):
+    build(ROOT, "sdist", tmp_path)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    build(tmp_path / sdist.name.removesuffix(".tar.gz"), "wheel", tmp_path)
+    (second,) = tmp_path.glob("*.whl")
+    assert contents(second) == contents(wheel)
+
+
+def contents(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        return {info.filename: info.CRC for info in archive.infolist()}
+
+
+def build(source, target, out):
+    command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(out)]
+    subprocess.run(command, cwd=source, check=True, capture_output=True)
+
+
+def test_license_is_installed():
+    text = importlib.metadata.distribution("apex-amp").read_text("licenses/LICENSE")
+    assert "the apex-amp authors" in text
+
+
+def test_import_after_torch_loads_only_apex_and_the_standard_library():
+    loaded = run_python(
+        "import sys, torch; before = set(sys.modules); import apex.amp; "
+        "print(sorted(set(sys.modules) - before))"
+    )
+    assert "apex.amp" in loaded
+    standard = {"apex", *sys.stdlib_module_names}
+    assert [name for name in loaded if name.partition(".")[0] not in standard] == []
+
+
+def test_import_prints_nothing_and_warns_of_nothing():
+    code = "import torch, warnings; warnings.simplefilter('error'); import apex.amp; print(None)"
+    assert run_python(code) is None
