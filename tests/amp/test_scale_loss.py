@@ -74,7 +74,7 @@ def test_before_initialize_the_error_shows_the_call():
 def test_an_optimizer_that_amp_has_not_prepared_is_refused():
     model, optimizer = prepared("O2")
     loss = loss_of(model)
-    words = "an optimizer that amp has not prepared. Pass it to amp.initialize"
+    words = "no optimizer that amp has prepared. Pass it to amp.initialize"
     with nothing_changes(model, optimizer), pytest.raises(RuntimeError, match=words):
         amp.scale_loss(loss, sgd(Net()))
     with nothing_changes(model, optimizer), pytest.raises(RuntimeError, match=words):

@@ -6,7 +6,7 @@ import torch
 import apex.amp as amp
 from apex.debug.skips import NonfiniteGradient, why_skipped
 from tests.amp.cases import LEVELS, Net, backward, loss_of, overflow, prepared, sgd
-from tests.amp.test_report import LINE
+from tests.names.test_report import LINE
 
 
 def break_two(model, optimizer):

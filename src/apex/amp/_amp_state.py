@@ -11,6 +11,7 @@ from apex._engine.autocast.user_functions import UserRegistry
 from apex._torch import ranks
 from apex.amp import scaler_states
 from apex.amp.optimizers import master_params as master_params  # scripts import it from here
+from apex.amp.properties import Properties
 
 if TYPE_CHECKING:
     from apex._engine.readback import Readback
@@ -36,11 +37,10 @@ class AmpState:
         max_loss_scale: Likewise.
         functions: Functions that the user registered for casting.
         pending_states: Loss scales of a checkpoint that was loaded before any session existed.
-        disabled: Models and optimizers that ``initialize(enabled=False)`` was the last to receive.
         losses: Losses with static scales on their way to the host; None once one was not finite.
     """
 
-    opt_properties: OptProperties
+    opt_properties: Properties
 
     def __init__(self) -> None:
         self.verbosity = 1
@@ -51,7 +51,6 @@ class AmpState:
         self.functions = UserRegistry()
         self.pending_states: list[scaler_states.State] = []
         self._sessions: list[weakref.ref[Session]] = []
-        self.disabled: weakref.WeakSet[Any] = weakref.WeakSet()
         self.losses: weakref.WeakKeyDictionary[Session, Readback[int] | None]
         self.losses = weakref.WeakKeyDictionary()
         self._init_handle: AmpHandle | None = None
@@ -108,7 +107,7 @@ class AmpState:
     def is_on(self, session: Session) -> bool:
         """Returns whether ``session`` scales losses: False if a script unset its ``enabled``."""
         options = session.options
-        return not isinstance(options, OptProperties) or bool(options.options["enabled"])
+        return not isinstance(options, Properties) or bool(options.options["enabled"])
 
     def hold_handle(self, handle: AmpHandle) -> None:
         """Stores the handle of ``amp.init``, which keeps its session alive."""
@@ -151,32 +150,6 @@ class AmpState:
     @handle.setter
     def handle(self, handle: Any) -> None:
         self._assigned_handle = handle
-
-
-class OptProperties:
-    """The options of an ``initialize`` call, readable and settable as attributes.
-
-    Attributes:
-        options: Values by name.
-    """
-
-    options: dict[str, Any]
-
-    def __init__(self, options: dict[str, Any]) -> None:
-        self.__dict__["options"] = options
-
-    def __getattr__(self, name: str) -> Any:
-        # copy and pickle look up attributes before ``options`` exists.
-        options = self.__dict__.get("options", {})
-        if name not in options:
-            raise AttributeError(
-                f"amp has no option {name!r}; the options are {', '.join(options)}."
-            )
-        return options[name]
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Sets the option ``name``; after ``initialize``, only ``enabled`` has an effect."""
-        self.options[name] = value
 
 
 _amp_state = AmpState()

@@ -7,9 +7,10 @@ from typing import Any, ParamSpec, TypeVar
 
 from apex._core.arguments import flag
 from apex._engine.autocast.user_functions import cast_function
-from apex.amp._amp_state import OptProperties, _amp_state
+from apex.amp._amp_state import _amp_state
 from apex.amp.frontend import *  # noqa: F403 - scripts import apex.amp.amp as amp
 from apex.amp.handle import AmpHandle, NoOpHandle
+from apex.amp.properties import Properties
 from apex.amp.sessions import start_o1_session
 
 P = ParamSpec("P")
@@ -110,6 +111,6 @@ def init(
     if enabled:
         handle.cast_in_fp16_models(_amp_state.sessions())
     if all(session.options is None for session in _amp_state.sessions()):
-        _amp_state.opt_properties = OptProperties({"enabled": enabled})
+        _amp_state.opt_properties = Properties({"enabled": enabled})
     _amp_state.hold_handle(handle)
     return handle

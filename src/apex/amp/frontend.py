@@ -6,7 +6,6 @@ import logging
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -16,14 +15,26 @@ from apex._core.arguments import flag, integer
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine import restore as restoring
-from apex._engine.model import ModelPlan, is_converted, module_behind
+from apex._engine.model import ModelPlan, is_converted
+from apex._engine.optimizer.optimizer_class import binding_of
 from apex._engine.scaler import Scaler
 from apex._engine.undo import all_or_nothing
 from apex.amp import _initialize, inputs, report, scaler_states
-from apex.amp._amp_state import OptProperties, _amp_state
-from apex.amp.opt_levels import O0, O1, O2, O3, O4, O5, Properties, opt_levels
+from apex.amp._amp_state import _amp_state
 from apex.amp.optimizers import AmpStashOptimizer
-from apex.amp.properties import LEVELS, level_defaults, resolve, to_policy
+from apex.amp.properties import (
+    O0,
+    O1,
+    O2,
+    O3,
+    O4,
+    O5,
+    Properties,
+    level_defaults,
+    opt_levels,
+    resolve,
+    to_policy,
+)
 from apex.amp.sessions import new_session
 
 __all__ = [
@@ -159,8 +170,7 @@ def initialize(
         raise TypeError(f"verbosity is {verbosity!r}; it must be an integer: 0, 1 or 2.")
     if not _is_enabled(enabled, opt_level):
         _amp_state.verbosity = verbosity
-        _amp_state.opt_properties = OptProperties({"enabled": False})
-        _amp_state.disabled.update(inputs.models_and_optimizers(models, optimizers))
+        _amp_state.opt_properties = Properties({"enabled": False})
         return models if optimizers is None else (models, optimizers)
     if not torch.backends.cudnn.enabled:
         raise RuntimeError(
@@ -205,8 +215,7 @@ def initialize(
         undo.push(_amp_state.discard, made)
         undo.push(setattr, _amp_state, "pending_states", _amp_state.pending_states)
         _amp_state.add(made)
-        _amp_state.disabled.difference_update([*map(module_behind, model_list), *optimizer_list])
-        _amp_state.opt_properties = made.options = OptProperties(asdict(properties))
+        _amp_state.opt_properties = made.options = properties
         _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
     return models if optimizers is None else (models, optimizers)
 
@@ -223,8 +232,8 @@ def restore(models: Any, optimizers: Any = None) -> Any:
         optimizers: Their optimizers, likewise; ``None`` if there are none.
 
     Returns:
-        The arguments, in the form that :func:`initialize` returns. Objects that it received with
-        ``enabled=False`` are unchanged.
+        The arguments, in the form that :func:`initialize` returns; unchanged if it was last called
+        with ``enabled=False`` and prepared none of them.
 
     Raises:
         ValueError: If a model or optimizer is not prepared; nothing changes in this case.
@@ -238,12 +247,12 @@ def restore(models: Any, optimizers: Any = None) -> Any:
         >>> amp.restore(model).weight.dtype
         torch.float32
     """
-    skip = _amp_state.disabled
-    model_list = [model for model in inputs.model_list(models) if module_behind(model) not in skip]
-    own = [each for each in inputs.optimizer_list(optimizers) if each not in skip]
-    inputs.check_prepared(model_list, own)
-    restoring.restore(filter(is_converted, model_list), own)
-    _amp_state.end_unused()
+    model_list, own = inputs.model_list(models), inputs.optimizer_list(optimizers)
+    prepared = any(map(is_converted, model_list)) or any(map(binding_of, own))
+    if prepared or _amp_state.enabled:
+        inputs.check_prepared(model_list, own)
+        restoring.restore(filter(is_converted, model_list), own)
+        _amp_state.end_unused()
     return models if optimizers is None else (models, optimizers)
 
 
@@ -323,7 +332,7 @@ def _live_scalers() -> list[Scaler]:
 
 
 def _is_enabled(enabled: object, opt_level: str) -> bool:
-    if not (isinstance(enabled, str) and enabled in LEVELS):
+    if not (isinstance(enabled, str) and enabled in opt_levels):
         return flag("enabled", enabled)
     # Scripts pass the level by position, as in amp.initialize(model, optimizer, "O1").
     if enabled != opt_level:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
@@ -13,14 +13,15 @@ from torch.optim import Optimizer
 
 from apex._core import arguments
 from apex._core.policy import LossScale
+from apex._core.scale import ScaleRule
 from apex._engine.autocast.region import UncastRegion, casts_off
 from apex._engine.model import set_region, state_of
 from apex._engine.optimizer.optimizer_class import binding_of
+from apex._engine.scaler import Scaler, scaler_for
 from apex._engine.session import Session
-from apex._torch.dynamo import untraced
+from apex._torch.dynamo import untraced, untraced_frame
 from apex.amp import report
 from apex.amp._amp_state import _amp_state
-from apex.amp.opt import OptimWrapper
 from apex.amp.optimizers import AmpStashOptimizer, unwrap
 from apex.amp.scaler import LossScaler as LossScaler  # scripts import it from here
 from apex.amp.scaler import own_update
@@ -28,7 +29,6 @@ from apex.amp.sessions import start_o1_session
 
 if TYPE_CHECKING:
     from apex._engine.optimizer.binding import Binding
-    from apex._engine.scaler import Scaler
 
 Optimizers = Optimizer | Iterable[Any] | Any
 
@@ -83,9 +83,10 @@ def scale_loss(
         >>> optimizer.step()
     """
     del model
-    own = _unwrapped(optimizers)
-    bindings: list[Any] = list(map(binding_of, own))  # none is None if there is a session
-    session = session_of(own, bindings, caller="amp.scale_loss")
+    bindings: list[Any] = [
+        *map(binding_of, _unwrapped(optimizers))
+    ]  # none is None if there is a session
+    session = session_of(bindings, caller="amp.scale_loss")
     if session is None:
         return nullcontext(loss)
     arguments.loss("amp.scale_loss", loss)
@@ -225,6 +226,71 @@ class NoOpHandle(AmpHandle):
         """Starts no session."""
 
 
+class OptimWrapper:
+    """An optimizer with ``scale_loss``; delegates everything else to the optimizer.
+
+    With several losses, the n-th ``scale_loss`` block after a step uses the n-th loss scale; an
+    overflow in any of them skips the step.
+    """
+
+    def __init__(self, optimizer: Any, amp_handle: AmpHandle, num_loss: int) -> None:
+        """Wraps ``optimizer``; under a ``NoOpHandle``, losses are not scaled."""
+        num_loss = arguments.integer("num_loss", num_loss, least=1)
+        self._optimizer, self._handle = optimizer, amp_handle
+        self._loss_index = 0
+        amp_handle._bind(optimizer)
+        scale, rule = amp_handle._loss_scale, ScaleRule(ceiling=2.0**24)
+        self._loss_scaler = [scaler_for(scale, rule, loss_id=index) for index in range(num_loss)]
+
+    @untraced
+    def scale_loss(self, loss: Tensor) -> AbstractContextManager[Tensor]:
+        """Returns the context of the next loss's backward pass.
+
+        Raises:
+            RuntimeError: If there are more blocks between two steps than ``num_loss``.
+        """
+        if self._handle._session is None:
+            return nullcontext(loss)
+        count = len(self._loss_scaler)
+        if self._loss_index >= count:
+            raise RuntimeError(
+                f"optimizer.scale_loss was called more than {count} times without a step. Pass "
+                "num_loss=... to handle.wrap_optimizer, one for each loss."
+            )
+        arguments.loss("optimizer.scale_loss", loss)
+        scaler = self._loss_scaler[self._loss_index]
+        self._loss_index += 1
+        return self._handle._backward_pass(loss, self._optimizer, scaler)
+
+    @untraced_frame
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Steps, unless a gradient of any loss overflowed."""
+        self._loss_index = 0
+        return self._optimizer.step() if closure is None else self._optimizer.step(closure)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Clears the gradients."""
+        self._optimizer.zero_grad(*args, **kwargs)
+
+    def state_dict(self) -> Any:
+        """Returns the optimizer's state."""
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the optimizer's state."""
+        self._optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group of parameters."""
+        self._optimizer.add_param_group(param_group)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_optimizer"], name)
+
+    def __repr__(self) -> str:
+        return repr(self._optimizer)
+
+
 def handle_of(session: Session | None) -> AmpHandle:
     """Returns a handle of ``session``, a no-op one if it has no op casts."""
     if session is None or session.policy.compute_dtype is None:
@@ -238,10 +304,8 @@ def _unwrapped(optimizers: Optimizers) -> list[Optimizer]:
     return list({id(each): each for each in map(unwrap, several)}.values())
 
 
-def session_of(
-    optimizers: Sequence[Optimizer], bindings: Sequence[Binding | None], *, caller: str
-) -> Session | None:
-    """Returns the newest session that prepared one of the optimizers; None if amp is disabled.
+def session_of(bindings: Sequence[Binding | None], *, caller: str) -> Session | None:
+    """Returns the newest session of optimizers' bindings; None if amp is disabled.
 
     Raises:
         RuntimeError: If ``caller``, a public function, got an optimizer without a session.
@@ -253,8 +317,7 @@ def session_of(
         session = newest[0] if newest else owners.pop()
     if session is not None:
         return session if _amp_state.is_on(session) else None
-    disabled = bool(optimizers) and _amp_state.disabled.issuperset(optimizers)
-    if not any(bindings) and (disabled or not _amp_state.enabled):
+    if not any(bindings) and not _amp_state.enabled:
         return None
     raise RuntimeError(_not_prepared(bindings, caller))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -60,16 +60,6 @@ def fp32_rules(given: object) -> tuple[Any, ...]:
         f"fp32_modules is {shown}; it accepts a sequence of module types and name patterns. Pass "
         f"fp32_modules=[{shown}]."
     )
-
-
-def models_and_optimizers(*given: object) -> Iterator[nn.Module | Optimizer]:
-    """Yields the models and optimizers among the arguments, unwrapping optimizers."""
-    for each in given:
-        for item in each if isinstance(each, list | tuple) else [each]:
-            if isinstance(item, nn.Module):
-                yield conversion.module_behind(item)
-            elif isinstance(inner := getattr(item, "optim", item), Optimizer):
-                yield inner
 
 
 def check_models(models: Sequence[nn.Module], plan: ModelPlan, *, op_casts: bool) -> None:

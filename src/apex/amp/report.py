@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from apex._engine.session import Session
 from apex._torch import ranks
 from apex._torch.modules import named_tensors
 from apex.amp._amp_state import _amp_state, maybe_print
-from apex.amp.nonfinite import count_nonfinite, nonfinite_gradients, summary
+from apex.amp.nonfinite import summary
 from apex.amp.properties import DESCRIPTIONS, Properties
 
 SKIPS_BEFORE_WARNING = 50
@@ -53,7 +52,7 @@ def start_up(defaults: Properties, properties: Properties) -> None:
     """Reports the level, its defaults, and the options after the caller's overrides."""
     level = defaults.opt_level
     before, after = (
-        [f"{k:26} : {v}" for k, v in asdict(each).items() if k != _UNREPORTED]
+        [f"{k:26} : {v}" for k, v in each.options.items() if k != _UNREPORTED]
         for each in (defaults, properties)
     )
     for line in (
@@ -125,13 +124,12 @@ def scale_update(session: Session, update: ScaleUpdate) -> None:
             rank0=True,
         )
     if update.optimizers and lists_gradients() and ranks.rank() == 0:
-        maybe_print(summary(count_nonfinite(nonfinite_gradients(session))))
+        maybe_print(summary(session))
     if update.skipped_in_row == SKIPS_BEFORE_WARNING:
-        found = summary(count_nonfinite(nonfinite_gradients(session)))
         warnings.warn(
             f"amp has skipped {update.skipped_in_row} steps in a row for loss {update.loss_id}; "
-            f"its scale is down to {update.loss_scale:g} and the model is not training. {found} "
-            "No loss scale mends a NaN; an inf exceeds the range even at this scale. "
+            f"its scale is down to {update.loss_scale:g} and the model is not training. "
+            f"{summary(session)} No scale mends a NaN; an inf exceeds the range at any scale. "
             f"{_TRACE}; a bf16 level ('O4', 'O5') has fp32's range.",
             UserWarning,
             stacklevel=6,

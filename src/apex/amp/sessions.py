@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -19,7 +18,7 @@ from apex._torch.dispatcher import AUTOCAST_KEYS
 from apex._torch.modules import named_tensors
 from apex.amp import lists, report
 from apex.amp._amp_state import _amp_state
-from apex.amp.properties import LEVELS, as_loss_scale, to_policy
+from apex.amp.properties import as_loss_scale, level_defaults, to_policy
 
 
 def new_session(
@@ -50,7 +49,7 @@ def new_session(
 def start_o1_session(loss_scale: float | str, *, allow_banned: bool = False) -> Session:
     """Starts a session without models that applies O1's casts in this thread."""
     scale = as_loss_scale("loss_scale", loss_scale)
-    policy = to_policy(replace(LEVELS["O1"], loss_scale=scale))
+    policy = to_policy(level_defaults("O1", loss_scale=scale))
     session = new_session(policy, ScaleRule(ceiling=2.0**24), allow_banned=allow_banned)
     session.start()
     _amp_state.add(session)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from apex.amp.nonfinite import NonfiniteGradient, count_nonfinite, nonfinite_of
+from apex.amp.nonfinite import NonfiniteGradient, nonfinite_gradients
 from apex.debug.loops import loop_of
 
 
@@ -42,5 +42,4 @@ def why_skipped(
     """
     loop = loop_of("why_skipped", [optimizer], models=model)
     names = loop.names()
-    found = nonfinite_of(loop.params())
-    return count_nonfinite((names[id(param)], values) for param, values in found)
+    return nonfinite_gradients((names[id(param)], param) for param in loop.params())
