@@ -16,7 +16,7 @@ help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.demo ## Train on handwritten digits at every level; print the table, write report.html
-	$(RUN) -m apex compare examples/digits/experiment.py --steps 138 --emulated
+	$(RUN) -m apex compare examples/digits/experiment.py --steps 138
 
 test: $(VENV)/.dev ## The whole check: lint, types, docs, then every test on the installed wheel
 	@$(NOX) -s lint types docs wheel

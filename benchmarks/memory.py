@@ -12,7 +12,7 @@ from torch.autograd.profiler import profile
 
 from apex._engine.tracked_pair import Master
 from apex.debug.storages import Storages
-from apex.tools.memory import growth
+from benchmarks.allocation import growth
 from benchmarks.loops import Task, device, fused_adamw, native, with_amp
 from benchmarks.measurement import Goal, Measurement
 from benchmarks.race import Work

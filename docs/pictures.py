@@ -60,15 +60,7 @@ def trace() -> str:
     return _TERMINAL % html.escape(text)
 
 
-def explanation() -> str:
-    """Returns the page on a small transformer at O4."""
-    model = nn.Sequential(nn.Linear(64, 128), Block(128), Block(128), nn.Linear(128, 10))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
-    return amp.debug.explain(model, torch.randn(8, 32, 64)).to_html()
-
-
-PICTURES = {"trace": (trace, 940, 275), "explain": (explanation, 1100, 900)}
+PICTURES = {"trace": (trace, 940, 275)}
 """What makes each picture's page, and its size in pixels."""
 
 

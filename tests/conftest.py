@@ -29,7 +29,7 @@ def _forget():
 def every_dtype_is_fast():
     """Lets ``apex compare`` train its 16-bit levels on CPUs without 16-bit units, too."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("apex.tools.compare.slowdown", lambda dtype, device: 1.0)
+        patch.setattr("apex.tools.compare.run.slowdown", lambda dtype, device: 1.0)
         yield
 
 

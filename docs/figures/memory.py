@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from apex import amp
-from apex.tools import memory
+from apex.tools.compare.training import stored
 from docs.figures.svg import Drawing
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/cpu.json"
@@ -73,10 +73,10 @@ def _stored(level: str, options: dict[str, Any]) -> tuple[float, float, float]:
     with amp.scale_loss(model(torch.ones(1, 256)).sum(), optimizer) as scaled_loss:
         scaled_loss.backward()
     optimizer.step()
-    stored = memory.stored(model, optimizer)
+    found = stored(model, optimizer)
     amp.restore(model, optimizer)
-    sizes = stored.model, stored.masters, stored.optimizer
-    return tuple(round(size / stored.params, 1) for size in sizes)  # the step count is 4 bytes
+    sizes = found.model, found.masters, found.optimizer
+    return tuple(round(size / found.params, 1) for size in sizes)  # the step count is 4 bytes
 
 
 def draw() -> str:

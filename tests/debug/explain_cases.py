@@ -25,5 +25,5 @@ def row_of(found, op, module="", direction="forward", inside=True):
 
 
 def casts_of(row):
-    """Returns count, values and bytes of a row's casts by their dtypes."""
-    return {(c.source, c.target): (c.count, c.values, c.bytes) for c in row.casts}
+    """Returns count and bytes of a row's casts by their dtypes."""
+    return {(c.source, c.target): (c.count, c.bytes) for c in row.casts}

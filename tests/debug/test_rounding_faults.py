@@ -19,6 +19,9 @@ from tests.debug.rounding_cases import (
     need_kernels,
 )
 
+KERNELS = {"aten.mkldnn_rnn_layer_backward"}
+"""Healthy operators without a verdict: their workspace is of the kernel in 16 bits."""
+
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("fault", FAULTS)
@@ -49,7 +52,7 @@ def test_a_healthy_model_loses_none(name, mode, seed):
         for _ in range(2):
             training.step(*batch(training.model))
     assert trace.worst is None, str(trace)
-    assert trace.skipped == ()
+    assert {each.op for each in trace.skipped} <= KERNELS
     assert trace.operators > 20
 
 
@@ -83,7 +86,7 @@ def test_an_overflow_has_no_verdict():
         model(torch.ones(1, 2, dtype=torch.float16))
     assert [(each.module, each.op) for each in trace.skipped] == [("1", "aten.mm")]
     assert "amp.debug.trace_overflow" in trace.skipped[0].reason
-    assert "within their tolerance; 1 without a verdict." in str(trace)
+    assert "within tolerance; 1 without a verdict." in str(trace)
 
 
 @pytest.mark.parametrize("scale", [2.0**14, 2.0**17], ids=["sums", "the gradient's cast"])
@@ -213,7 +216,7 @@ def test_an_fp32_module_is_the_remedy():
         with amp.debug.trace_rounding(model) as trace:
             model(batch(model)[0]).float().square().mean().backward()
         if not remedy:
-            assert "fp32_modules=['faulty']" in trace.worst.remedy
+            assert "fp32_modules=['faulty']" in trace.worst.finding.remedy
     assert trace.worst is None, str(trace)
 
 

@@ -6,7 +6,7 @@ import torch
 from apex import optimizers
 from apex.contrib import optimizers as contrib
 from apex.optimizers import fused_optimizer
-from apex.tools.memory import growth
+from benchmarks.allocation import growth
 from tests.optimizers import cases, plain
 
 # Sums in another order, over four steps.

@@ -1,19 +1,15 @@
-"""Targets and results for the tests of the tools."""
+"""Targets and results for the tests of ``apex compare``."""
 
-import io
-import math
 import random
 from dataclasses import replace
-from functools import partial
 
 import torch
 
-from apex.tools.compare import Options, compare
-from apex.tools.progress import Progress
-from apex.tools.recommend import recommendation
-from apex.tools.results import Comparison, Distance, ModuleError, Probe, Result, Stored, Timing
-from apex.tools.results import Training as Record
-from apex.tools.variants import VARIANTS, parse_variants
+from apex.tools.compare.results import LEVELS, Comparison, Probe, Result, Stored, parse_levels
+from apex.tools.compare.results import Training as Record
+from apex.tools.compare.run import Options, compare
+from apex.tools.compare.timing import Timing
+from apex.tools.compare.verdict import recommendation
 
 TARGET = """
 import torch
@@ -29,6 +25,13 @@ def loss(model, batch):
     return nn.functional.cross_entropy(model(inputs).float(), labels)
 """
 
+FAILS_IN_BF16 = TARGET.replace(
+    "    return nn",
+    "    if model(inputs).dtype == torch.bfloat16:\n"
+    "        raise RuntimeError('no kernel for bf16')\n"
+    "    return nn",
+)
+
 
 def written(folder, text=TARGET, name="target.py"):
     """Writes a target; returns how the command names it."""
@@ -37,30 +40,11 @@ def written(folder, text=TARGET, name="target.py"):
     return str(path)
 
 
-def compared(
-    target,
-    levels="O0,O4",
-    *,
-    steps=4,
-    rounds=2,
-    seed=0,
-    emulated_steps=2,
-    stream=None,
-    suggest_fp32=False,
-):
-    """Compares on the CPU; progress goes to ``stream``."""
-    options = Options(
-        variants=parse_variants(levels),
-        steps=steps,
-        emulated_steps=emulated_steps,
-        rounds=rounds,
-        seed=seed,
-        device=torch.device("cpu"),
-        suggest_fp32=suggest_fp32,
-    )
-    return compare(
-        target, options, partial(Progress, file=stream or io.StringIO(), seconds=math.inf)
-    )
+def compared(target, levels="O0,O4", *, steps=4, rounds=2, seed=0, emulated=True, stages=None):
+    """Compares on the CPU; notes each stage."""
+    given = parse_levels(levels)
+    options = Options(given, steps, rounds, seed, torch.device("cpu"), emulated)
+    return compare(target, options, ([] if stages is None else stages).append)
 
 
 def by_name(comparison):
@@ -75,40 +59,33 @@ def samples_of(name, milliseconds, spread, rounds=20):
 
 
 def result_of(
-    name="O0", *, milliseconds=10.0, spread=0.1, samples=(), errors=(), probe=(), **changes
+    name="O0", *, milliseconds=10.0, spread=0.1, samples=(), errors=(), saved=4000, **changes
 ):
-    """Returns a made-up result: a sound training, ten steps long."""
+    """Returns a made-up result: a sound training, 25 steps long."""
     emulated = changes.pop("emulated", False)
     record = Record(
         **{
-            "losses": tuple(1.0 / step for step in range(1, 11)),
-            "loss_scales": (1.0,) * 11,
-            "frozen": ((5, 0.0), (10, 0.0)),
+            "losses": tuple(1.0 / step for step in range(1, 26)),
+            "loss_scales": (1.0,) * 26,
             "stored": Stored(params=100, model=400, masters=0, optimizer=800),
-            "distance": Distance(steps=10, weights=0.01, loss=0.0),
+            "frozen": 0.0,
+            "distance": 0.01,
             **changes,
         }
     )
-    seen = {
-        "compute_dtype": str(VARIANTS[name].dtype).removeprefix("torch."),
-        "modules": (ModuleError("0", "Linear", 1e-4), ModuleError("", "Sequential", 0.5)),
-        "eps": 0.01,
-        "underflow": 0.0,
-        "activation_bytes": 4000,
-    }
+    dtype = str(LEVELS[name].dtype).removeprefix("torch.")
     return Result(
-        VARIANTS[name],
-        slowdown=30.0 if emulated else 1.0,
+        LEVELS[name],
         emulated=emulated,
         training=record,
         timing=Timing(tuple(samples) or samples_of(name, milliseconds, spread)),
-        probe=Probe(**seen | dict(probe)),
+        probe=Probe(dtype, first="0", underflow=0.0, saved_bytes=saved),
         errors=errors,
     )
 
 
 def comparison_of(*results, **changes):
     """Returns a comparison of made-up results, with its recommendation."""
-    values = {"target": "a.py", "machine": "a <machine>", "steps": 10, "seed": 0} | changes
+    values = {"target": "a.py", "machine": "a <machine>", "steps": 25, "seed": 0} | changes
     found = Comparison(results=results, **values)
     return replace(found, recommendation=recommendation(found))

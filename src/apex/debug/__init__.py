@@ -13,7 +13,7 @@ _MODULES = {
     "check_numerics": "numerics",
     "explain": "explaining",
     "frozen_updates": "frozen",
-    "suggest_fp32": "suggestion",
+    "suggest_fp32": "suggest",
     "trace_overflow": "overflow",
     "trace_rounding": "rounding",
     "two_pass_steps": "two_pass",

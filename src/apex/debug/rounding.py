@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+import math
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
+from apex._core import dtypes, tree
+from apex._core.param_groups import params_of, states_in
+from apex._torch.dispatch_modes import suspend_modes
+from apex._torch.overrides import without_functions
+from apex._torch.sparse import with_memory
+from apex.debug import rules, tracing
 from apex.debug.arguments import check_scaler
-from apex.debug.module_tracker import ModuleTracker
+from apex.debug.place import Finding, Place
 from apex.debug.rendering import formatting
-from apex.debug.rendering.files import json_types, render, save
-from apex.debug.rounding_mode import RoundingMode
-from apex.debug.rounding_records import RoundingLog, RoundingRow, Skipped
-from apex.debug.tracing_old import Trace
+from apex.debug.rendering.files import json_types, save
+from apex.debug.tracing import Call, Detector, Trace, floating
+
+Kind = Literal["rounding", "cancellation", "chain", ""]
+Pair = tuple[Tensor, Tensor]
+"""A tensor, and its values in fp32."""
 
 
 def trace_rounding(*models: nn.Module, scaler: Any = None) -> RoundingTrace:
@@ -39,8 +53,9 @@ def trace_rounding(*models: nn.Module, scaler: Any = None) -> RoundingTrace:
     ``torch.compile`` run uncompiled inside the context, as compiled code is opaque.
 
     Args:
-        models: One or more models, as passed to ``amp.initialize`` or since wrapped by
-            ``torch.compile`` or DistributedDataParallel. They provide the names of modules.
+        models: Models, as passed to ``amp.initialize`` or since wrapped by ``torch.compile`` or
+            DistributedDataParallel, which provide the names of modules. Without any, they are found
+            as they are called.
         scaler: The ``torch.amp.GradScaler`` of a plain loop, as the other tools take it. Errors are
             relative, so its scale changes none of them.
 
@@ -66,6 +81,123 @@ def trace_rounding(*models: nn.Module, scaler: Any = None) -> RoundingTrace:
     return RoundingTrace(*models)
 
 
+@dataclass(frozen=True)
+class RoundingRow:
+    """One operator of one module, by the call of it that lost most digits.
+
+    Errors are norms of differences from the fp32 shadows, relative to the shadows' norms.
+
+    Attributes:
+        module: Qualified name in the model; ``""`` for the model itself and outside it.
+        inside: Whether a model was running, forward or backward.
+        direction: ``"forward"`` or ``"backward"``.
+        op: Operator, such as ``"aten.sub"``.
+        dtype: Dtype of the result.
+        error: Error of the result.
+        tolerance: The largest error that is explained by the errors of the inputs, the dtype and
+            the operator's shape.
+        inherited: The largest error among the inputs; in a chain of linear operators, such as a
+            running sum, among the values that entered the chain.
+        kind: ``"rounding"`` if the operator's own result is wrong for the inputs that it got,
+            ``"cancellation"`` if it is right and magnifies their errors, ``"chain"`` if the errors
+            of many small steps have added up; ``""`` within the tolerance.
+        location: ``"file:line"`` of user code; ``""`` within the tolerance. In a backward pass, the
+            line of the forward.
+        calls: Number of calls.
+    """
+
+    module: str
+    inside: bool
+    direction: Literal["forward", "backward"]
+    op: str
+    dtype: str
+    error: float
+    tolerance: float
+    inherited: float
+    kind: Kind
+    location: str
+    calls: int
+
+    @property
+    def suspicion(self) -> float:
+        """The error in multiples of the tolerance."""
+        return self.error / self.tolerance
+
+    @property
+    def finding(self) -> Finding:
+        """What happened, why, and what to do."""
+        place = Place(self.module, self.inside, self.direction, self.location)
+        times = f"{self.error / self.inherited:.0f} times" if self.inherited else "from none"
+        name = self.module.rpartition(":")[2]
+        in_fp32 = (
+            (f"keep the module in fp32, fp32_modules=[{name!r}] (O2, O3, O5)",) if name else ()
+        )
+        return Finding(
+            place,
+            self.op,
+            self.kind,
+            self.dtype,
+            f"{self.op} {place}, {self.direction}, in {self.dtype}: error {self.error:.2g}, "
+            f"explained {self.tolerance:.2g}, inherited {self.inherited:.2g}",
+            self.kind,
+            _WHY[self.kind].format(dtype=self.dtype, times=times),
+            (*in_fp32, _ON_FLOATS, _FORMS[self.kind]),
+        )
+
+
+_WHY: dict[Kind, str] = {
+    "": "",
+    "rounding": "in {dtype}, its result is wrong even for the inputs that it got.",
+    "cancellation": "right for the inputs that it got, but their errors grew {times}: it subtracts "
+    "near-equal numbers, or its result depends steeply on them.",
+    "chain": "each step is right, but the roundings of many steps in {dtype} add up.",
+}
+_ON_FLOATS = "compute it on .float() inputs, `with amp.disable_casts():` at O1 and O4"
+_FORMS: dict[Kind, str] = {
+    "": "",
+    "rounding": "hold what it updates in fp32",
+    "cancellation": "use a form that does not cancel (the mean of (x - mean)**2 as a variance, a "
+    "logsumexp, positions and angles in fp32)",
+    "chain": "hold the running value in fp32",
+}
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """An operator without a verdict.
+
+    Attributes:
+        module: See :class:`RoundingRow`.
+        op: See :class:`RoundingRow`.
+        reason: Why its results count as exact from there on.
+    """
+
+    module: str
+    op: str
+    reason: str
+
+
+@dataclass
+class _Log:
+    """What a trace has found; ``lost`` are places, in order of time."""
+
+    operators: int = 0
+    seen: int = 0
+    skipped: dict[Skipped, None] = field(default_factory=dict)
+    rows: dict[tuple[Any, ...], RoundingRow] = field(default_factory=dict)
+    lost: dict[tuple[Any, ...], None] = field(default_factory=dict)
+
+    def add(self, row: RoundingRow) -> None:
+        """Records one result of one call."""
+        place = row.module, row.inside, row.direction, row.op, row.dtype
+        if row.error > row.tolerance:
+            self.lost.setdefault(place)
+        known = self.rows.setdefault(place, row)
+        if known is not row:
+            worst = max(known, row, key=lambda each: each.suspicion)
+            self.rows[place] = replace(worst, calls=known.calls + row.calls)
+
+
 class RoundingTrace(Trace):
     """The result of :func:`trace_rounding`. ``print`` shows it, ``save`` writes a file."""
 
@@ -73,10 +205,10 @@ class RoundingTrace(Trace):
 
     def __init__(self, *models: nn.Module) -> None:
         super().__init__(*models)
-        self._log = RoundingLog()
+        self._log = _Log()
 
-    def _new_mode(self) -> RoundingMode:
-        return RoundingMode(ModuleTracker(*self._models), self._log)
+    def _detector(self) -> Detector:
+        return _RoundingDetector(self._tracker, self._log)
 
     @property
     def rows(self) -> tuple[RoundingRow, ...]:
@@ -103,94 +235,63 @@ class RoundingTrace(Trace):
         """Number of operator calls that were compared with fp32."""
         return self._log.operators
 
-    # -- formats ----------------------------------------------------------------------------------
-
     def to_text(self, *, rows: int | None = 10) -> str:
         """Returns the verdict and a table of the most suspicious operators.
 
         Args:
             rows: Largest number of operators to show; None for all.
         """
-        lines, worst = [self._verdict], self.worst
-        if worst is not None:
-            lines += [f"  at     {worst.location}"] if worst.location else []
-            lines += [f"  cause  {worst.cause}", f"  remedy {worst.remedy}"]
+        lines = [self._verdict]
         shown = [_cells(row) for row in self.rows[:rows]]
         if shown:
             table = formatting.aligned([_HEAD, *shown], [True] * len(_HEAD))
             lines += ["", *("  ".join(line).rstrip() for line in table)]
-        return "\n".join([*lines, *(f"skipped: {line}" for line in self._skips)])
-
-    def to_html(self) -> str:
-        """Returns a self-contained page, which loads nothing and runs no script."""
-        return render(
-            "apex.debug.rendering",
-            "rounding.html.jinja",
-            verdict=self._verdict,
-            worst=self.worst,
-            head=_HEAD,
-            rows=[(_cells(row), row.suspicion, bool(row.kind)) for row in self.rows],
-            skips=self._skips,
+        skips = (
+            f"skipped: {e.op} in {e.module or '(no module)'}: {e.reason}" for e in self.skipped
         )
+        return "\n".join([*lines, *skips])
 
     @property
     def _verdict(self) -> str:
-        """What was found, in one line."""
-        worst = self.worst
-        if worst is None:
-            rest = f"; {len(self.skipped)} without a verdict" if self.skipped else ""
+        if self.worst is not None:
+            return f"Digits first lost: {self.worst.finding}"
+        if not self._log.seen:
             return (
-                f"No digits lost: {self.operators} operators traced, all within their "
-                f"tolerance{rest}."
+                "Nothing traced: no operator ran inside. Write `with "
+                "amp.debug.trace_rounding(model) as trace:` around a whole iteration."
             )
-        return (
-            f"Digits first lost: {worst.op} {worst.place}, {worst.direction}, in {worst.dtype}: "
-            f"error {worst.error:.2g}, explained {worst.tolerance:.2g}, "
-            f"inherited {worst.inherited:.2g}"
-        )
+        if not self.operators and not self.skipped:
+            return f"Nothing to judge: none of {self._log.seen} operators computed in 16 bits."
+        rest = f"; {len(self.skipped)} without a verdict" if self.skipped else ""
+        return f"No digits lost: {self.operators} operators traced, all within tolerance{rest}."
 
-    @property
-    def _skips(self) -> list[str]:
-        """A line for each operator without a verdict."""
-        return [f"{e.op} in {e.module or '(no module)'}: {e.reason}" for e in self.skipped]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns all data in plain containers; an infinite number as None."""
+    def to_json(self) -> str:
+        """Returns all data as JSON; an infinite number as null."""
         found = {
             "worst": None if self.worst is None else asdict(self.worst),
             "rows": list(map(asdict, self.rows)),
             "skipped": list(map(asdict, self.skipped)),
             "operators": self.operators,
         }
-        return dict(json_types(found))
-
-    def to_json(self) -> str:
-        """Returns all data as JSON."""
-        return json.dumps(self.to_dict(), indent=2)
+        return json.dumps(json_types(found), indent=2)
 
     def save(self, path: str | Path) -> None:
-        """Writes a file in the format given by its suffix: ``.html``, ``.json``, ``.txt``.
+        """Writes a file in the format given by its suffix: ``.json`` or ``.txt``.
 
         Raises:
-            ValueError: If the suffix is none of these; nothing is written.
+            ValueError: If the suffix is neither; nothing is written.
         """
-        formats = {".html": self.to_html, ".json": self.to_json, ".txt": self.to_text}
-        save(path, "a trace", formats)
+        save(path, "a trace", {".json": self.to_json, ".txt": self.to_text})
 
     def __str__(self) -> str:
         return self.to_text()
 
-    def _repr_html_(self) -> str:
-        """Returns the page, for notebooks."""
-        return self.to_html()
-
 
 _HEAD = ("module", "operator", "pass", "dtype", "calls", "error", "tolerance", "inherited")
-"""The columns of both tables."""
 
 
 def _cells(row: RoundingRow) -> tuple[str, ...]:
-    """Returns one line of a table."""
+    """Returns one line of the table."""
     return (
         formatting.place(row.module, row.inside),
         row.op.removeprefix("aten."),
@@ -199,3 +300,450 @@ def _cells(row: RoundingRow) -> tuple[str, ...]:
         formatting.amount(row.calls),
         *(f"{value:.2g}" for value in (row.error, row.tolerance, row.inherited)),
     )
+
+
+# -- the detector ----------------------------------------------------------------------------------
+
+_FIRST_RESULT = (
+    "native_layer_norm",
+    "native_batch_norm",
+    "_native_batch_norm",
+    "_batch_norm_with_update",
+    "cudnn_batch_norm",
+    "native_group_norm",
+    *tracing.SAVES_INFINITIES,
+)
+"""How operators begin of which only the first result is judged.
+
+Of a forward, the others are for the backward. Of a norm's backward, they are the gradients of its
+weight and bias, which kernels on a CPU sum in the tensors' own dtype: off by up to a quarter in
+bf16, in every model and on no other device.
+"""
+
+_FEW = 64
+"""Results with fewer elements may be small by chance."""
+
+_FOREIGN = (*tracing.EXCHANGES, "fsdp", "inductor", "prim", "prims", "profiler")
+"""Namespaces whose operators have effects beyond their results."""
+
+_WORKSPACES = {"workspace", "reserve", "reserveSpace"}
+"""Names of arguments that a kernel has filled for its backward in a layout of its own."""
+
+_NO_DIGITS = "it cancels so far that fp32 holds hardly a digit of its result, either"
+_OVERFLOW = "it returned inf or NaN where fp32 does not; amp.debug.trace_overflow tells why"
+
+
+class _RoundingDetector(Detector):
+    """Computes the shadows of every operator's results, and logs their errors."""
+
+    def __init__(self, tracker: Any, log: _Log) -> None:
+        super().__init__(tracker)
+        self._log = log
+        self._shadows = _Shadows()
+
+    def leave_step(self, optimizer: Optimizer) -> None:
+        """Makes the new weights and the optimizer's state exact: an iteration has ended."""
+        own = [list(model.parameters()) for model in self.tracker.models]
+        state = [list(each.values()) for _, each in states_in(optimizer.state)]
+        for tensor in floating([own, params_of(optimizer), state]):
+            self._shadows.discard(tensor)
+
+    def before(self, call: Call) -> _ShadowCall | str | None:
+        """Returns the call on shadows of what it overwrites, which has to be read before."""
+        self._log.seen += 1
+        given = [call.args, call.kwargs]
+        with _apart():
+            if not call.traits.writes or self.in_step or not self._shadows.touch(given):
+                return None
+            return self._shadow_call(call)
+
+    def after(self, call: Call, before: _ShadowCall | str | None, result: Any) -> None:
+        """Computes the shadows of the results; those without count as exact from here on."""
+        if call.traits.view:
+            return
+        with _apart():
+            outputs = _outputs(call, result)
+            reason = self._follow(before, call, result) if outputs else None
+            if reason is not None:
+                for tensor in outputs:
+                    self._shadows.discard(tensor)
+                if reason:
+                    self._skip(call.name, reason)
+
+    def _skip(self, op: str, reason: str) -> None:
+        self._log.skipped.setdefault(Skipped(self.tracker.module[0], op, reason))
+
+    def _follow(self, before: _ShadowCall | str | None, call: Call, result: Any) -> str | None:
+        """Computes the shadows of a call's results.
+
+        Returns:
+            Why its results are without: ``""`` if they are exact, None if they have shadows.
+        """
+        if self.in_step or not self._shadows.touch([call.args, call.kwargs, result]):
+            return ""
+        reason = _without_verdict(call, result)
+        if reason is not None:
+            return reason
+        shadow_call = before or self._shadow_call(call)
+        if isinstance(shadow_call, str):
+            return shadow_call
+        self._log.operators += 1
+        try:
+            return self._compare(shadow_call, result)
+        except Exception as error:  # noqa: BLE001 - as in _shadow_call
+            return f"it does not run in fp32: {_first_line(error)}"
+
+    def _shadow_call(self, call: Call) -> _ShadowCall | str:
+        """Returns the call with its arguments in fp32, or why it has none."""
+        try:
+            return _ShadowCall(call, self._shadows)
+        except Exception as error:  # noqa: BLE001 - such as memory: the run goes on
+            return f"its arguments cannot be read in fp32: {_first_line(error)}"
+
+    def _compare(self, call: _ShadowCall, result: Any) -> str | None:
+        """Computes the shadows of a call's results and judges them; returns as ``_follow``."""
+        pairs = call.run(call.shadows, result)
+        if any(low.shape != high.shape for low, high in pairs):
+            return "its result has another shape in fp32"
+        made = any(tracing.kind_of(low) and not tracing.kind_of(high) for low, high in pairs)
+        if made and not any(map(tracing.kind_of, floating(call.own.arguments))):
+            self._skip(call.name, _OVERFLOW)
+        pairs = [(low, rules.within_range(low, high)) for low, high in pairs]
+        if call.name not in rules.MOVES:
+            first = call.name.removeprefix("aten.").startswith(_FIRST_RESULT)
+            if not self._judge(call, result, pairs[:1] if first else pairs):
+                return _NO_DIGITS
+        entry = call.inherited if call.name in rules.LINEAR else None
+        for low, high in pairs:
+            unit = max(call.unit, rules.roundoff(low.dtype))
+            self._shadows.write(low, high, unit=unit, entry=entry)
+        return None
+
+    def _judge(self, call: _ShadowCall, result: Any, pairs: list[Pair]) -> bool:
+        """Logs the errors of a call's results; returns whether fp32 has digits to compare with."""
+        tracker = self.tracker
+        judged: set[torch.dtype] = set()
+        for index, (low, high) in enumerate(pairs):
+            found = self._error(call, low, high, index)
+            if found is None:
+                return False
+            error, tolerance = found
+            kind: Kind = ""
+            if error > tolerance:
+                kind = self._kind(call, result, index, error)
+            elif (lost := self._lost_change(call, result)) > rules.LOST_CHANGE:
+                error, tolerance, kind = lost, rules.LOST_CHANGE, "rounding"
+            row = RoundingRow(
+                *tracker.module,
+                tracker.direction,
+                call.name,
+                dtypes.name(low.dtype),
+                error,
+                tolerance,
+                call.inherited,
+                kind,
+                tracker.location() if kind else "",
+                int(low.dtype not in judged),
+            )
+            self._log.add(row)
+            judged.add(low.dtype)
+        return True
+
+    def _error(
+        self, call: _ShadowCall, low: Tensor, high: Tensor, index: int
+    ) -> tuple[float, float] | None:
+        """Returns the relative error of one result, and its tolerance; None without digits."""
+        found = _distance(call, low.detach(), high)
+        unit = max(call.unit, rules.roundoff(low.dtype))
+        tolerance = rules.AMPLIFICATION * (call.inherited + unit)
+        if 2 * found.relative < tolerance:
+            return found.relative, tolerance
+        size = found.size
+        if self.tracker.direction == "backward" or low.numel() < _FEW:
+            least = rules.least_sizes(call.name, call.shadows)
+            size = max(size, least[index] if index < len(least) else 0.0)
+        if not size:
+            return 0.0, tolerance
+        if rules.has_no_digits(call.name, [each.size for each in call.inputs], size):
+            return None
+        tolerance += rules.sum_bound(call.name, call.own.args, low) + rules.underflow(low) / size
+        return found.difference / size, tolerance
+
+    def _lost_change(self, call: _ShadowCall, result: Any) -> float:
+        """Returns the error of a small change relative to it; see Note [Small changes]."""
+        if call.first is None or self.tracker.direction == "backward":
+            return 0.0
+        low, exact = call.own_pairs(result)[0]
+        return rules.distance(low.detach() - call.first, exact - call.first).relative
+
+    def _kind(self, call: _ShadowCall, result: Any, index: int, error: float) -> Kind:
+        """Returns what lost the digits; see :class:`RoundingRow`."""
+        low, exact = call.own_pairs(result)[index]
+        if 2 * _distance(call, low.detach(), exact).relative > error:
+            return "rounding"
+        largest = max(each.relative for each in call.inputs)
+        return "chain" if rules.AMPLIFICATION * largest > error else "cancellation"
+
+
+def _distance(call: _ShadowCall, values: Tensor, in_fp32: Tensor) -> rules.Distance:
+    if call.name in rules.SOFTMAXES:
+        is_log = "log" in call.name
+        return rules.distance_of_probabilities(values, in_fp32, call.own.args[1], is_log=is_log)
+    return rules.distance(values, in_fp32)
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Keeps what runs inside from all modes, the user's included; the grad mode is the call's."""
+    with without_functions(), suspend_modes():
+        yield
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).partition("\n")[0]
+
+
+def _outputs(call: Call, result: Any) -> list[Tensor]:
+    """Returns the tensors that a call wrote or created; not views of its arguments."""
+    given = filter(_can_shadow, floating([call.args, call.kwargs]))
+    known = {id(tensor.untyped_storage()) for tensor in given}
+    returned = filter(_can_shadow, floating(result))
+    return [*call.written, *(t for t in returned if id(t.untyped_storage()) not in known)]
+
+
+def _without_verdict(call: Call, result: Any) -> str | None:
+    """Returns why the results of a call count as exact; "" if they are, None if they do not."""
+    namespace, _, name = call.name.partition(".")
+    if namespace.startswith(_FOREIGN) or call.may_communicate:
+        return "its effects on other processes forbid running it twice"
+    if call.traits.uninitialized or call.name in rules.DECISIONS:
+        return ""
+    if any(not _can_shadow(tensor) for tensor in floating(result)):
+        return "its result is not a dense tensor"
+    schema = call.func._schema.arguments
+    given = dict(zip((each.name for each in schema), call.args, strict=False)) | call.kwargs
+    if any(getattr(given.get(each), "dtype", None) is torch.uint8 for each in _WORKSPACES):
+        return "its workspace is of the kernel in 16 bits"
+    if torch.Tag.nondeterministic_seeded in call.func.tags and name != "native_dropout":
+        dropout = [each for each in schema if each.name in ("dropout_p", "dropout")]
+        if dropout:
+            share = given.get(dropout[0].name, dropout[0].default_value)
+            return "its kernel draws random numbers" if share else None
+        return "its kernel draws random numbers" if "rrelu" in name else ""
+    return None
+
+
+# -- shadows ---------------------------------------------------------------------------------------
+
+_REAL = {
+    **{kind: kind for kind in (*dtypes.LOW_PRECISION, torch.float32, torch.float64)},
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+}
+"""The dtypes of values that have a shadow, and of the elements that they consist of."""
+
+_WIDENS = {"aten._softmax", "aten._log_softmax"}
+"""Operators whose third argument is whether they return fp32 for fp16."""
+
+
+@dataclass
+class _Shadow:
+    """The shadow of one storage.
+
+    Attributes:
+        values: One value for each element of the storage, 1-d, in fp32 (fp64 for fp64).
+        real: Dtype of the storage's elements.
+        unit: Unit roundoff of the coarsest dtype that the values passed through.
+        entry: The error with which the running chain began, see Note [Chains] in ``rules``; None
+            outside a chain.
+    """
+
+    values: Tensor
+    real: torch.dtype
+    unit: float
+    entry: float | None
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """Returns the shadow of a view of the storage, which shares memory with it."""
+        values = self.values
+        if tensor.is_complex():
+            values = torch.view_as_complex(values.view(-1, 2))
+        values = values.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+        values = values.conj() if tensor.is_conj() else values
+        return torch._neg_view(values) if tensor.is_neg() else values
+
+
+class _Shadows:
+    """The shadows of all live storages; a value without one is exact."""
+
+    def __init__(self) -> None:
+        self._by_storage: MutableMapping[UntypedStorage, _Shadow] = WeakIdKeyDictionary()
+
+    def of(self, tensor: Tensor) -> _Shadow | None:
+        """Returns the shadow of a tensor's storage; None if its values are exact."""
+        if not _can_shadow(tensor):
+            return None
+        shadow = self._by_storage.get(tensor.untyped_storage())
+        return shadow if shadow is not None and shadow.real is _REAL[tensor.dtype] else None
+
+    def values_of(self, tensor: Tensor) -> Tensor:
+        """Returns the shadow of a tensor; without one, its own values. May be a view."""
+        shadow = self.of(tensor)
+        return _own_values(tensor) if shadow is None else shadow.view(tensor)
+
+    def write(self, tensor: Tensor, values: Tensor, *, unit: float, entry: float | None) -> None:
+        """Makes ``values`` the shadow of a tensor that an operator has just written."""
+        shadow = self.of(tensor)
+        if shadow is None:
+            shadow = _Shadow(_whole(tensor), _REAL[tensor.dtype], unit, entry)
+            self._by_storage[tensor.untyped_storage()] = shadow
+        else:
+            shadow.unit = max(unit, shadow.unit)
+            entries = [each for each in (entry, shadow.entry) if each is not None]
+            covered = tensor.numel() == shadow.values.numel()
+            shadow.entry = entry if covered else max(entries, default=None)
+        shadow.view(tensor).copy_(values)
+
+    def discard(self, tensor: Tensor) -> None:
+        """Makes a tensor's own values exact, with those that share its storage."""
+        if _can_shadow(tensor):
+            self._by_storage.pop(tensor.untyped_storage(), None)
+
+    def touch(self, values: Any) -> bool:
+        """Returns whether any tensor in nested lists is in low precision or has a shadow."""
+        return any(
+            dtypes.is_low_precision(tensor) or self.of(tensor) is not None
+            for tensor in floating(values)
+        )
+
+
+def _can_shadow(tensor: Tensor) -> bool:
+    """Returns whether a tensor's values can have a shadow: strided, floating-point, in memory."""
+    has_memory = tensor.device.type != "meta" and with_memory(tensor) is tensor
+    return tensor.layout is torch.strided and tensor.dtype in _REAL and has_memory
+
+
+def _own_values(tensor: Tensor) -> Tensor:
+    """Returns a tensor's own values in the dtype of shadows; of other tensors, themselves."""
+    tensor = with_memory(tensor)
+    return _widened(tensor) if _can_shadow(tensor) else tensor
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    """Returns a tensor's own values in the dtype of shadows; fp32 and fp64 are not copied."""
+    tensor = tensor.detach()
+    return tensor.float() if tensor.is_floating_point() and tensor.itemsize < 4 else tensor
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Returns a copy of all values of a tensor's storage, in the dtype of shadows."""
+    stored = torch.empty(0, dtype=_REAL[tensor.dtype], device=tensor.device)
+    return _widened(stored.set_(tensor.untyped_storage())).clone()
+
+
+class _ShadowCall:
+    """One operator call; created before it runs, if it writes to its arguments.
+
+    Attributes:
+        name: The operator's name, such as ``"aten.add"``.
+        inputs: How far each floating-point input is from its shadow.
+        inherited: The largest relative error among the inputs. If the call continues a chain, among
+            the values that entered it.
+        unit: Unit roundoff of the coarsest dtype that the inputs passed through.
+        shadows: The call on the shadows of its arguments.
+        own: The call on its arguments in fp32.
+        first: The first result as it was, if the call changes a lasting value by a small share.
+    """
+
+    def __init__(self, call: Call, shadows: _Shadows) -> None:
+        if call.name in _WIDENS:
+            call = call._replace(args=(*call.args[:2], False))
+        self.name = call.name.replace("aten._foreach_", "aten.")  # which applies it to each
+        self._call = call
+        self._written = {id(tensor) for tensor in tree.tensors(call.overwritten)}
+        self._own_pairs: list[Pair] | None = None
+        self.own = self._in_fp32(_own_values)
+        self.shadows = self._in_fp32(shadows.values_of)
+        if call.name in rules.DECIDED_BY_SECOND:
+            first, _, *rest = self.shadows.args
+            self.shadows = self.shadows._replace(args=(first, self.own.args[1], *rest))
+        changed = rules.changed_a_little(self.name, self.own.args)
+        self.first: Tensor | None = None
+        if changed is not None and self._may_last(call.args[changed], shadows):
+            self.first = self.own.args[changed].clone()
+        read = [
+            (low, high, shadows.of(low))
+            for low, high in _pairs(call.arguments, self.shadows.arguments)
+            if call.traits.reads_written or id(low) not in self._written
+        ]
+        units = [rules.roundoff(low.dtype) for low, _, _ in read if dtypes.is_low_precision(low)]
+        self.unit = max([*units, *(shadow.unit for *_, shadow in read if shadow)], default=0.0)
+        self.inputs = [rules.distance(low.detach(), high) for low, high, _ in read]
+        self.inherited = self._inherited(read)
+
+    def _may_last(self, value: Tensor, shadows: _Shadows) -> bool:
+        """Returns whether a value may be a state, such as an average, and not an activation."""
+        if self.name not in rules.LINEAR:
+            return True
+        if value.requires_grad and torch.is_grad_enabled():
+            return False
+        shadow = shadows.of(value)
+        return shadow is None or (id(value) in self._written and shadow.entry is not None)
+
+    def _in_fp32(self, values_of: Callable[[Tensor], Tensor]) -> Call:
+        """Returns the call on these values in fp32, and on copies of those that it writes."""
+
+        def wide(tensor: Tensor) -> Tensor:
+            values = values_of(tensor)
+            return values.clone() if id(tensor) in self._written else values
+
+        return self._call.mapped(wide, dict.fromkeys(dtypes.LOW_PRECISION, torch.float32))
+
+    def _inherited(self, read: list[tuple[Tensor, Tensor, _Shadow | None]]) -> float:
+        """Returns the largest error among the inputs; in a sum, by their shares of the largest."""
+        errors, sizes = [], []
+        for (low, high, shadow), found in zip(read, self.inputs, strict=True):
+            entry = None
+            if self.name in rules.LINEAR and shadow and low.numel() == shadow.values.numel():
+                entry = shadow.entry
+            errors.append(found.relative if entry is None else entry)
+            # A broadcast operand counts as often as it is used.
+            sizes.append(found.size / math.sqrt(max(1, high.numel())))
+        if self.name in rules.SUMS_OF_OPERANDS:
+            largest = max(sizes, default=0.0)
+            errors = [e * s / largest for e, s in zip(errors, sizes, strict=True) if s]
+        return max(errors, default=0.0)
+
+    def run(self, in_fp32: Call, result: Any) -> list[Pair]:
+        """Runs ``shadows`` or ``own``, whose arguments it may overwrite.
+
+        Returns each tensor that the call returned in ``result`` or wrote, with its value in fp32.
+        """
+        if self.name == "aten.native_dropout":  # with the mask of the run
+            values, share = in_fp32.args[:2]
+            wide: Any = values * result[1] / (1.0 - share or 1.0), result[1]
+        else:
+            wide = in_fp32.run()
+        found: dict[int, Pair] = {}
+        for low, high in _pairs(self._call.arguments, in_fp32.arguments):
+            if id(low) in self._written:
+                found[id(low)] = low, high
+        for low, high in _pairs([result], [wide]):
+            found.setdefault(id(low), (low, high))
+        return list(found.values())
+
+    def own_pairs(self, result: Any) -> list[Pair]:
+        """Returns each result with its value for the inputs that the call got; runs once."""
+        if self._own_pairs is None:
+            self._own_pairs = self.run(self.own, result)
+        return self._own_pairs
+
+
+def _pairs(lows: Any, highs: Any) -> Iterator[Pair]:
+    """Yields the pairs of floating-point tensors in two nestings of the same structure."""
+    for low, high in zip(lows, highs, strict=True):
+        if isinstance(low, Tensor) and isinstance(high, Tensor):
+            if _can_shadow(low) and _can_shadow(high):
+                yield low, high
+        elif isinstance(low, list | tuple):
+            yield from _pairs(low, high)

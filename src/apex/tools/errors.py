@@ -1,10 +1,11 @@
-"""Errors in what the user gave: the command's own, and those of the user's code as one line."""
+"""Errors in what the user gave: the command's own, and those of the user's code."""
 
 from __future__ import annotations
 
 import inspect
+import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
 
@@ -22,18 +23,48 @@ class TargetError(InputError):
 def format_error(error: BaseException, *, otherwise: str = "") -> str:
     """Returns an error's type, the first line of its message and the user's line that raised it.
 
+    The line is that of the first error of a chain. What a later one adds, such as amp's remedy,
+    follows on lines of its own.
+
     Args:
         error: The error; of a ``TargetError`` only the message is returned.
         otherwise: Location to name if no user code is in the traceback; by default none.
     """
     if isinstance(error, TargetError):
         return str(error)
-    lines = str(error).strip().splitlines()
-    text = type(error).__name__ + (f": {lines[0]}" if lines else "")
-    frames = traceback.extract_tb(error.__traceback__)
+    first, *later = [*_chain(error)][::-1]
+    kind, lines = type(first).__name__, _lines(first)
+    text = f"{kind}: {lines[0]}" if lines else kind
+    frames = traceback.extract_tb(first.__traceback__)
     places = [frame for frame in frames if is_user_file(frame.filename)]
-    place = f"{places[-1].filename}:{places[-1].lineno}" if places else otherwise
-    return f"{text} ({place})" if place else text
+    place, source = otherwise, ""
+    if places:
+        place, source = f"{places[-1].filename}:{places[-1].lineno}", places[-1].line or ""
+    text += f" ({place})" if place else ""
+    added = dict.fromkeys(line for each in later for line in _lines(each) if line not in lines)
+    return "\n  ".join([text, *_too_large(lines[0] if lines else "", source), *added])
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yields an error and those that caused it, the first to be raised last."""
+    found: BaseException | None = error
+    while found is not None:
+        yield found
+        found = found.__cause__
+
+
+def _lines(error: BaseException) -> list[str]:
+    return [line.strip() for line in str(error).strip().splitlines()]
+
+
+def _too_large(message: str, source: str) -> Iterator[str]:
+    """Yields what to do about a constant beyond the range of a 16-bit type, such as a mask."""
+    match = re.search(r"cannot be converted to type (?:at::|c10::)?(\w+) without overflow", message)
+    if match:
+        name = {"Half": "fp16", "BFloat16": "bf16"}.get(match[1], match[1])
+        number = re.search(r"-\s*(?:\d[\d_.]*(?:e\+?\d+)?|(?:float\()?['\"]?inf)", source, re.I)
+        value = number[0] if number else "The value"
+        yield f"{value} does not fit {name}. Mask with torch.finfo(scores.dtype).min."
 
 
 def place_of(function: Callable[..., Any]) -> str:

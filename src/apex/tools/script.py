@@ -24,7 +24,7 @@ class Ending:
 
     Attributes:
         status: The exit status that Python would have returned.
-        error: The uncaught error in one line; ``""`` without one.
+        error: The uncaught error, with the line of the script and what to do; ``""`` without one.
         interrupted: Whether it was interrupted from the keyboard.
         stopped: Whether the exception given as ``stop`` ended it.
     """
@@ -111,12 +111,12 @@ def _run_source(path: str) -> None:
         sys.modules["__main__"] = before
 
 
-def _folder(path: str) -> str:
-    return path if os.path.isdir(path) else os.path.dirname(os.path.realpath(path))
-
-
 def _is_source(path: str) -> bool:
     return not (os.path.isdir(path) or path.endswith(".pyc") or zipfile.is_zipfile(path))
+
+
+def _folder(path: str) -> str:
+    return path if os.path.isdir(path) else os.path.dirname(os.path.realpath(path))
 
 
 def _why_no_file(path: str) -> str:

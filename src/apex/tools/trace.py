@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from apex.debug.overflow import hit_lines
-from apex.debug.place import Finding as Fault
+from apex.debug.place import Finding
 from apex.debug.rendering.formatting import counted
 from apex.debug.script_trace import ScriptTrace, Seen
 from apex.tools.script import Ending, Script
@@ -23,6 +24,11 @@ class Tracing:
     seen: Seen
     rank: int | None
 
+    @property
+    def found(self) -> bool:
+        """Whether the script made inf or NaN."""
+        return self.seen.first is not None
+
     def to_dict(self) -> dict[str, Any]:
         """Returns everything in JSON types."""
         seen, first = self.seen, self.seen.first
@@ -33,24 +39,28 @@ class Tracing:
         own = {"script": self.script, "ending": asdict(self.ending)}
         return own | asdict(seen) | faults | {"rank": self.rank}
 
+    def __str__(self) -> str:
+        """Returns the report; on several ranks, each line begins with the rank."""
+        return _marked("\n".join([*_verdict(self), *_remarks(self)]), self.rank)
+
 
 class FaultFound(BaseException):
     """Ends a traced script; no ``except Exception`` catches it, and each ``finally`` runs."""
 
 
-def trace(script: Script, *, notify: Callable[[Fault], None] | None = None) -> Tracing | None:
+def trace(script: Script, *, notify: Callable[[str], None] | None = None) -> Tracing | None:
     """Runs a script under a trace; returns what it found, or None in a forked copy of the process.
 
-    ``notify`` is called with the first fault once it is certain, and the script runs on; without
-    it, the script stops there.
+    ``notify`` is called with a line about the first fault once it is certain, and the script runs
+    on; without it, the script stops there.
     """
     process = os.getpid()
 
     def on_fault() -> None:
         if notify is None:
             raise FaultFound
-        if found.first is not None:
-            notify(found.first)
+        text = f"apex trace: {_brief(found.first)}; the report follows at the end."
+        notify(_marked(text, rank()))
 
     with ScriptTrace(on_fault=on_fault) as found:
         ending = script.run(stop=FaultFound)
@@ -67,24 +77,20 @@ def rank() -> int | None:
     return int(given[0])
 
 
-def tracing_text(tracing: Tracing) -> str:
-    """Returns the report; on several ranks, each line begins with the rank."""
-    return marked("\n".join([*_verdict(tracing), *_remarks(tracing)]))
+def rank_file(given: str) -> str:
+    """Returns a file's absolute path, as the script may change the folder; one for each rank."""
+    path, own = Path(given).absolute(), rank()
+    return str(path if own is None else path.with_suffix(f".rank{own}{path.suffix}"))
 
 
-def notice_text(fault: Fault) -> str:
-    """Returns one line about a fault of a script that runs on."""
-    return marked(f"apex trace: {_brief(fault)}; the report follows at the end.")
-
-
-def marked(text: str) -> str:
-    """Returns a text whose lines begin with the rank, if there are several."""
-    own = rank()
+def _marked(text: str, own: int | None) -> str:
     return text if own is None else "\n".join(f"[rank {own}] {t}" for t in text.split("\n"))
 
 
 def _verdict(tracing: Tracing) -> list[str]:
     seen, first = tracing.seen, tracing.seen.first
+    if first is None and tracing.ending.error:
+        return [f"apex trace: {tracing.script} failed before any inf or NaN reached its training."]
     if first is None:
         return [f"apex trace: {tracing.script} made no inf or NaN that reached its training."]
     lines = [
@@ -136,7 +142,7 @@ def _steps(count: int) -> str:
     return counted(count, "optimizer step")
 
 
-def _brief(fault: Fault | None) -> str:
+def _brief(fault: Finding | None) -> str:
     if fault is None:
         return ""
     where = f" at {fault.location}" if fault.location else ""

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from apex.debug.clock import clock_for
 
 from apex import amp
 from apex._core import finite
@@ -13,7 +14,6 @@ from apex._core.scale import ScaleRule
 from apex._engine.events import Iteration, ScaleUpdate
 from apex._engine.readback import Readback
 from apex._engine.scaler import DynamicScaler
-from apex.debug.clock import clock_for
 from tests.support.emulated_cuda import device
 from tests.training import test_loss_scale
 

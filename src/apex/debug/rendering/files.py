@@ -12,27 +12,6 @@ import torch
 from apex._core import dtypes
 
 
-def render(package: str, template: str, **values: object) -> str:
-    """Returns the page rendered from a Jinja template; in HTML, every value is escaped.
-
-    Args:
-        package: The package whose folder ``page`` holds the template.
-        template: File name of the template.
-        values: Names that the template uses; a missing one raises ``jinja2.UndefinedError``.
-    """
-    from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
-
-    environment = Environment(
-        loader=PackageLoader(package, "page"),
-        autoescape=select_autoescape(["html.jinja"]),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    return environment.get_template(template).render(values)
-
-
 def save(path: str | Path, what: str, formats: Mapping[str, Callable[[], str]]) -> None:
     """Writes a report (``what``, with its article) by the function of the path's suffix.
 

@@ -1,0 +1,452 @@
+"""The command ``apex``: parses arguments, calls ``apex.tools``, returns an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import io
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+from apex._core.project import VERSION
+
+OK, FAILED, BAD_INPUT, NOT_WRITTEN, NOT_FINITE, INTERRUPTED = 0, 1, 2, 3, 4, 130
+"""Exit codes; docs/reference/command_line.md tells what they mean."""
+
+SUBCOMMANDS = ("trace", "compare", "migrate", "doctor")
+
+_QUESTIONS = """\
+  NaN?           apex trace train.py
+  Which level?   apex compare experiment.py
+  Old script?    apex migrate train.py
+  Another apex?  apex doctor
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command and all its subcommands."""
+    parser = _Parser(prog="apex", description=_QUESTIONS, formatter_class=_Raw)
+    version = f"apex-amp {VERSION}, torch {metadata.version('torch')}"
+    parser.set_defaults(run=None)
+    parser.add_argument("--version", action="version", version=version)
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for add in (_add_trace, _add_compare, _add_migrate, _add_doctor):
+        add(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code.
+
+    Args:
+        argv: The arguments after the command's name; ``None`` for those of the process.
+    """
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.run is None:
+        parser.print_help(sys.stderr)
+        print(f"\napex: name a COMMAND: {', '.join(SUBCOMMANDS)}", file=sys.stderr)
+        return BAD_INPUT
+    from apex.tools.errors import InputError  # not for --help, which loads no tool
+
+    _prepare_streams()
+    try:
+        try:
+            code = int(args.run(args))
+        except (InputError, NotWrittenError) as error:
+            print(f"apex {args.command}: {error}", file=sys.stderr)
+            code = BAD_INPUT if isinstance(error, InputError) else NOT_WRITTEN
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # as in `apex compare x.py | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at exit
+        return NOT_WRITTEN
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+# -- apex trace ------------------------------------------------------------------------------------
+
+_TRACE = """\
+Runs a training script unchanged, with or without amp, and names the first operator, forward or
+backward, that made inf or NaN: its module, its line of code, the values that went in, the cause and
+remedies. The script stops there. Overflows by which a dynamic loss scale finds its value do not
+stop it, nor do masks of -inf that reach no gradient."""
+
+_TRACE_MORE = """\
+Options come before SCRIPT; whatever follows it is passed to the script. The exit code is 4 if inf
+or NaN was found, otherwise the script's own.
+
+examples:
+  apex trace train.py --epochs 1
+  apex trace --json trace.json -m project.train --config small.yaml
+  torchrun --nproc-per-node 2 -m apex trace train.py
+"""
+
+
+def _add_trace(subparsers: Any) -> None:
+    parser = _command(subparsers, "trace", _trace, "name the first operator that makes inf or NaN")
+    parser.description, parser.epilog = _TRACE, _TRACE_MORE
+    parser.usage = "apex trace [-h] [--keep-going] [--json FILE] [-m] SCRIPT [ARGUMENT ...]"
+    parser.add_argument(
+        "--keep-going", action="store_true", help="run the script to its end, and report then"
+    )
+    _add_json(parser)
+    parser.add_argument(
+        "-m", dest="is_module", action="store_true", help="SCRIPT is a module, as in python -m"
+    )
+    parser.add_argument("script", metavar="SCRIPT", help="the script, as given to python")
+    parser.add_argument(
+        "arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="the script's own arguments"
+    ).required = False  # Python 3.11 calls it missing beside SCRIPT
+
+
+def _trace(args: argparse.Namespace) -> int:
+    """Runs the script, prints the report, writes the JSON; returns the exit code."""
+    from apex.tools.script import Script
+    from apex.tools.trace import rank_file, trace
+
+    script = Script(args.script, args.arguments, args.is_module)
+    file = args.json if args.json in (None, "-") else rank_file(args.json)
+    check_json(file)
+    script.check()
+    out, err = sys.stdout, sys.stderr  # the script may replace these
+    stream = err if file == "-" else out
+    notify = functools.partial(_show, stream) if args.keep_going else None
+    tracing = trace(script, notify=notify)
+    if tracing is None:
+        return OK
+    for replaced in (sys.stdout, sys.stderr):
+        with contextlib.suppress(ValueError):  # closed by the script
+            replaced.flush()
+    sys.stdout, sys.stderr = out, err
+    if out.closed:  # by the script
+        sys.stdout = stream = err
+    with _until_written():
+        _show(stream, f"\n{tracing}")
+        if file == "-" and out.closed:
+            raise NotWrittenError("the JSON could not be written: the script closed its output")
+        write_json(file, tracing.to_dict())
+    if tracing.ending.interrupted:
+        return INTERRUPTED
+    return NOT_FINITE if tracing.found else tracing.ending.status
+
+
+@contextlib.contextmanager
+def _until_written() -> Iterator[None]:
+    """Ignores SIGTERM, which ``torchrun`` sends to every rank once one has ended with a fault."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+
+def _show(stream: TextIO, text: str) -> None:
+    stream.write(f"{text}\n")  # at once, as ranks share a terminal
+    stream.flush()
+
+
+# -- apex compare ----------------------------------------------------------------------------------
+
+_COMPARE = """\
+Trains TARGET at every level of amp and with torch.autocast, from the same weights on the same
+batches. Compares time per step (steps are interleaved), memory, losses and the distance from fp32.
+Prints a table and a recommendation, and writes a self-contained HTML report."""
+
+_COMPARE_MORE = """\
+target:
+  file.py            a file that defines model, optimizer, batches and loss, or a function setup()
+                     that returns them
+  file.py:function   a function of that file
+  module:function    a function of an importable module
+
+  model      a torch.nn.Module in fp32
+  optimizer  a torch.optim.Optimizer over its parameters
+  batches    an iterable, restarted when it ends; a batch is any nesting of tensors
+  loss       loss(model, batch) -> the 0-d loss tensor
+  evaluate   optional: evaluate(model) -> a metric of the trained model, such as accuracy
+
+  The target is built once; each level gets deep copies of its model and optimizer.
+
+levels:
+  O0 to O5, autocast-fp16, autocast-bf16, and bf16 (bf16 throughout, without fp32 masters). O0
+  always runs, as the baseline. A level whose dtype this machine emulates is skipped.
+
+columns:
+{legend}
+"""
+
+
+def _add_compare(subparsers: Any) -> None:
+    parser = _command(subparsers, "compare", _compare, "train at every level and recommend one")
+    parser.description, parser.format_epilog = _COMPARE, _compare_epilog
+    add = parser.add_argument
+    add("target", metavar="TARGET", help="what to train; see below")
+    add("--levels", metavar="NAMES", help="comma-separated, such as O0,O4,O5 (default: all)")
+    add("--steps", type=_count, default=100, metavar="N", help="training steps (default: 100)")
+    add(
+        *("--rounds",),
+        type=_count,
+        default=20,
+        metavar="N",
+        help="timed steps of each level, interleaved (default: 20)",
+    )
+    add(
+        "--emulated",
+        action="store_true",
+        help="also train levels whose dtype this machine emulates, for 10 steps",
+    )
+    add("--seed", type=_seed, default=0, metavar="N", help="default: 0")
+    _add_device(parser)
+    add(
+        "--output",
+        type=Path,
+        default=Path("report.html"),
+        metavar="FILE",
+        help="the report (default: report.html)",
+    )
+    _add_json(parser)
+    add("--wide", action="store_true", help="print all columns")
+
+
+def _compare_epilog() -> str:
+    from apex.tools.compare.table import legend
+
+    return _COMPARE_MORE.format(legend=legend())
+
+
+def _compare(args: argparse.Namespace) -> int:
+    """Compares, prints the table, writes the files; returns the exit code."""
+    from apex.tools.compare.report import report
+    from apex.tools.compare.results import parse_levels, to_json
+    from apex.tools.compare.run import Options, compare
+    from apex.tools.compare.table import comparison_text
+    from apex.tools.devices import parse_device
+    from apex.tools.errors import InputError
+
+    if args.json not in (None, "-") and Path(args.json).resolve() == args.output.resolve():
+        raise InputError(f"--output and --json name the same file, {args.json}")
+    options = Options(
+        levels=parse_levels(args.levels),
+        steps=args.steps,
+        rounds=args.rounds,
+        seed=args.seed,
+        device=parse_device(args.device),
+        emulated=args.emulated,
+    )
+    check_file(args.output)
+    check_json(args.json)
+    found = compare(args.target, options, lambda stage: print(f"[{stage}]", file=sys.stderr))
+    # Written before printing, because printing to a closed pipe raises.
+    write(args.output, report(found))
+    stream = sys.stderr if args.json == "-" else sys.stdout
+    if args.json != "-":
+        write_json(args.json, to_json(found))
+    print("\n" + comparison_text(found, wide=args.wide), file=stream)
+    print(f"report: {args.output}", file=stream)
+    if args.json == "-":
+        write_json("-", to_json(found))
+    return FAILED if found.failed else OK
+
+
+# -- apex migrate ----------------------------------------------------------------------------------
+
+_MIGRATE = """\
+Reads Python files and reports, for every use of apex, whether it works with this package:
+unchanged, with a note, or not at all, and then what to use instead. Nothing is executed."""
+
+
+def _add_migrate(subparsers: Any) -> None:
+    parser = _command(subparsers, "migrate", _migrate, "say which uses of apex in a script work")
+    parser.description = _MIGRATE
+    parser.epilog = (
+        "To move a script to torch.autocast and GradScaler by hand, see docs/migrating.md."
+    )
+    parser.add_argument(
+        "path",
+        metavar="PATH",
+        type=Path,
+        help="a file, or a folder: all *.py under it except in hidden folders, virtual "
+        "environments, site-packages and build",
+    )
+    _add_json(parser)
+
+
+def _migrate(args: argparse.Namespace) -> int:
+    """Reads the files, prints the report, writes the JSON; returns the exit code."""
+    from apex.tools.migrate import migration_of
+
+    check_json(args.json)
+    migration = migration_of(args.path)
+    if args.json != "-":
+        print(migration)
+    write_json(args.json, migration.to_dict())
+    return FAILED if migration.failed else OK
+
+
+# -- apex doctor -----------------------------------------------------------------------------------
+
+_DOCTOR = """\
+Reports versions, where apex and its modules come from, conflicting packages, the measured speed of
+fp32, fp16 and bf16, and which level to start with. Takes a few seconds."""
+
+
+def _add_doctor(subparsers: Any) -> None:
+    parser = _command(subparsers, "doctor", _doctor, "find conflicts and fast dtypes here")
+    parser.description = _DOCTOR
+    _add_device(parser)
+    _add_json(parser)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    """Examines, prints the report, writes the JSON; returns the exit code."""
+    from apex.tools.devices import parse_device
+    from apex.tools.doctor import examine
+
+    device = parse_device(args.device)
+    check_json(args.json)
+    health = examine(device)
+    if args.json != "-":
+        print(health)
+    write_json(args.json, health.to_dict())
+    return FAILED if health.conflicts else OK
+
+
+# -- arguments -------------------------------------------------------------------------------------
+
+_Raw = argparse.RawDescriptionHelpFormatter
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that names the value an option lacks, and may build its epilog on demand."""
+
+    format_epilog: Callable[[], str] | None = None
+
+    def error(self, message: str) -> NoReturn:
+        """Prints usage and message; exits with code 2."""
+        option, colon, fault = message.removeprefix("argument ").partition(": ")
+        if colon and fault == "expected one argument":
+            message = f"{option} needs a value"
+            message += ": a file, or - for standard output" if option == "--json" else ""
+        super().error(message)
+
+    def format_help(self) -> str:
+        """Returns the help text."""
+        if self.format_epilog is not None:
+            self.epilog = self.format_epilog()
+        return super().format_help()
+
+
+def _command(
+    subparsers: Any, name: str, run: Callable[[argparse.Namespace], int], text: str
+) -> _Parser:
+    parser: _Parser = subparsers.add_parser(name, help=text, formatter_class=_Raw)
+    parser.set_defaults(command=name, run=run)
+    return parser
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="also write the results as JSON; - writes them to standard output",
+    )
+
+
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device",
+        metavar="NAME",
+        help="such as cpu or cuda:1 (default: the accelerator if there is one)",
+    )
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"got {text!r}; it must be a whole number") from None
+
+
+def _count(text: str) -> int:
+    if (value := _whole(text)) < 1:
+        raise argparse.ArgumentTypeError(f"got {value}; it must be at least 1")
+    return value
+
+
+def _seed(text: str) -> int:
+    if not -(2**63) <= (value := _whole(text)) < 2**63:
+        raise argparse.ArgumentTypeError(f"got {text}; it must fit in 64 bits")
+    return value
+
+
+# -- output ----------------------------------------------------------------------------------------
+
+
+class NotWrittenError(Exception):
+    """A file that cannot be written; the command ends with this message."""
+
+
+def check_file(path: Path) -> None:
+    """Raises if a file cannot be written; changes nothing.
+
+    A device or a pipe is not opened, because opening a pipe waits for its reader.
+    """
+    try:
+        if path.is_dir():
+            raise IsADirectoryError("it is a folder")
+        if path.exists() and not path.is_file():
+            return
+        existed = path.exists()
+        with path.open("ab"):
+            pass
+        if not existed:
+            path.unlink()
+    except (OSError, ValueError) as error:  # ValueError: a null byte
+        raise NotWrittenError(f"{path} cannot be written: {_reason(error)}.") from error
+
+
+def check_json(file: str | None) -> None:
+    """Raises if the target of ``--json``, see :func:`write_json`, cannot be written."""
+    if file not in (None, "-"):
+        check_file(Path(str(file)))
+
+
+def write(path: Path, text: str) -> None:
+    """Writes a file, or raises."""
+    try:
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise NotWrittenError(f"{path} could not be written: {_reason(error)}") from error
+
+
+def write_json(file: str | None, data: dict[str, Any]) -> None:
+    """Writes data to a file, for ``"-"`` to standard output, for ``None`` nowhere; may raise."""
+    text = json.dumps(data, indent=2, allow_nan=False) + "\n"
+    if file == "-":
+        sys.stdout.write(text)
+    elif file is not None:
+        write(Path(file), text)
+
+
+def _reason(error: Exception) -> str:
+    return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
+def _prepare_streams() -> None:
+    """Makes standard output and error take any text, and none where the shell has closed them."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # as in `apex compare x.py 2>&-`
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+        elif isinstance(stream, io.TextIOWrapper):  # file names may not be text, a terminal ASCII
+            stream.reconfigure(errors="backslashreplace")

@@ -1,0 +1,258 @@
+"""How large an operator's error is by norm, and may be: bounds from dtype, shape and operator.
+
+Note [Tolerance]
+    An operator in low precision rounds its result once: relative to the result's norm, by at most
+    the dtype's unit roundoff u (eps / 2), plus what underflows, half the smallest subnormal for
+    each element. torch's kernels accumulate 16-bit sums in fp32, which adds u32 * sqrt(n) for n
+    terms (rounding errors are independent: Higham and Mary, SISC 2019). Kernels that accumulate in
+    the tensor itself (scatters, the gradient of an embedding) round n times: u * sqrt(n).
+
+    It also passes on the errors of its inputs. A well-conditioned operator multiplies them by a
+    small constant; ``AMPLIFICATION`` is the constant that counts as small, for its own rounding
+    too, because fused kernels round more than once. So::
+
+        tolerance = AMPLIFICATION * (inherited + u) + bound of the sum + underflow
+
+    The size of a result is its norm. A sum of n terms of both signs may be far smaller than its
+    terms by chance, or by construction: a bias before a batch norm and the bias of an attention's
+    keys have no gradient. That is no loss of digits, so in a backward pass and in small results a
+    sum's size is that of the sum of absolute values, as in Skeel's condition number.
+
+Note [Chains]
+    Each step of a running sum explains its error by that of the step before, so none would stand
+    out. A chain of linear elementwise operators (an accumulation, an EMA, a residual stream)
+    therefore counts as one operator: what a chain inherits is the largest error among the values
+    that enter it. ``Shadow.entry`` carries it from one operator of a chain to the next. In a sum,
+    an operand's error counts by the operand's share of the largest one.
+
+Note [Small changes]
+    ``average.mul_(0.999)`` in bf16 changes nothing: half of bf16's eps is 0.002. By norm that is an
+    error within one rounding, but an average that is updated so stands still, iteration for
+    iteration. So where a number close to 1 multiplies a value, or a ``lerp`` moves it, the error is
+    also measured relative to the change that fp32 makes, and is lost from ``LOST_CHANGE`` on. The
+    same holds for the running mean of a batch norm with a small momentum. It does not hold for an
+    activation, ``0.999 * layer(x)``, whose next value does not start from this one.
+
+Note [Decisions]
+    Where an operator decides (the sign in the gradient of a relu, the index of a maximum, a
+    dropout), the shadow takes the decision of the low-precision run. Otherwise the few elements
+    for which rounding changed it would dominate the error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from apex.debug import tracing
+from apex.debug.tracing import Call
+
+AMPLIFICATION = 4.0
+
+LOST_CHANGE = 0.5
+
+_SMALL = 2.0**-4
+"""Changes by a larger share are no small ones."""
+
+_MASK = -1000.0
+"""Values below this may be those of a mask."""
+
+_DECIDED = 0.9
+"""Probability from which a row of a softmax counts as decided."""
+
+
+def _operators(*names: str, in_place: bool = False) -> frozenset[str]:
+    """Returns operators by their names, with their in-place forms too if these exist."""
+    ends = ("", "_") if in_place else ("",)
+    return frozenset(f"aten.{name}{end}" for name in names for end in ends)
+
+
+MOVES = {"aten._to_copy"} | _operators(
+    *("copy", "copy_", "clone", "cat", "stack", "repeat", "roll", "flip", "where"),
+    *("constant_pad_nd", "embedding", "gather", "index", "index_select", "masked_select"),
+    *("masked_fill", "masked_fill_", "select_backward", "slice_backward"),
+)
+"""Operators that only move values, so that they can lose no more than a cast."""
+
+_DIFFERENCES = _operators("add", "sub", "rsub", in_place=True)
+
+LINEAR = MOVES | _DIFFERENCES | _operators("mul", "div", "neg", "lerp", "addcmul", in_place=True)
+"""Operators that continue a chain; see Note [Chains]."""
+
+SUMS_OF_OPERANDS = _DIFFERENCES | _operators("cat", "stack", "lerp", "lerp_")
+"""Operators to whose result each input contributes by its size."""
+
+DECIDED_BY_SECOND = _operators(
+    *("threshold_backward", "leaky_relu_backward", "hardtanh_backward", "hardswish_backward"),
+    *("hardsigmoid_backward", "hardshrink_backward", "softshrink_backward"),
+    "_prelu_kernel_backward",
+)
+"""Operators that decide on the sign of their second argument; see Note [Decisions]."""
+
+DECISIONS = _operators(
+    *("sign", "sgn", "round", "floor", "ceil", "trunc", "heaviside", "frac"), in_place=True
+) | {"aten._amp_update_scale_"}
+"""Operators whose result is a decision."""
+
+_SUMS = _operators(
+    *("sum", "mean", "mm", "bmm", "mv", "dot", "addmm", "addmv", "addbmm", "baddbmm", "linear"),
+    *("convolution", "convolution_backward", "embedding_dense_backward", "index_add"),
+)
+_IN_PLACE_SUMS = _operators("embedding_dense_backward") | _operators(
+    *("index_add", "scatter_add", "index_put", "_index_put_impl", "put", "scatter_reduce"),
+    in_place=True,
+)
+
+_NORM_BACKWARDS = {
+    "aten.native_layer_norm_backward": ("rstd", "weight"),
+    "aten.native_batch_norm_backward": ("save_invstd", "weight"),
+    "aten.native_group_norm_backward": ("rstd", "weight"),
+    "aten.cudnn_batch_norm_backward": ("save_var", "weight"),
+}
+SOFTMAXES = {"aten._softmax", "aten._log_softmax", "aten._safe_softmax"}
+
+
+class Distance(NamedTuple):
+    """The norms of a difference from a shadow, and of the shadow."""
+
+    difference: float
+    size: float
+
+    @property
+    def relative(self) -> float:
+        """The difference relative to the shadow."""
+        return self.difference / self.size if self.size else math.inf if self.difference else 0.0
+
+
+def distance(values: Tensor, shadow: Tensor) -> Distance:
+    """Returns the distance of a value from its shadow, masked elements left out.
+
+    Masked are elements that are infinite or NaN on either side and, where a mask was added, those
+    far below all others: their size would hide the error of the rest.
+    """
+    values, shadow = tracing.real(values), tracing.real(shadow)
+    if not values.numel():
+        return Distance(0.0, 0.0)
+    wide, shadow = values.double(), shadow.double()
+    known = torch.isfinite(wide) & torch.isfinite(shadow)
+    shadow = torch.where(known, shadow, 0.0)
+    difference = torch.where(known, wide, 0.0) - shadow
+    least = float(shadow.amin())  # sync: tracing is a diagnosis, here and below
+    if least < _MASK:
+        masked = shadow < least / 2
+        rest = torch.where(masked, 0.0, shadow)
+        if 50.0 * float(rest.abs().amax()) < -least and not bool(masked.all()):
+            shadow, difference = rest, torch.where(masked, 0.0, difference)
+    norms = torch.stack([torch.linalg.vector_norm(each) for each in (difference, shadow)])
+    return Distance(*norms.tolist())
+
+
+def distance_of_probabilities(
+    values: Tensor, shadow: Tensor, dim: int, *, is_log: bool
+) -> Distance:
+    """Returns the distance of a softmax from its shadow, over the rows that are not yet decided.
+
+    Rows in which one probability is almost 1 are exact whatever the logits' errors are, and would
+    hide those of the others.
+    """
+    values, shadow = values.double(), shadow.double()
+    if is_log:
+        values, shadow = values.exp(), shadow.exp()
+    open_rows = shadow.amax(dim, keepdim=True) < _DECIDED if shadow.dim() else shadow < _DECIDED
+    return distance(torch.where(open_rows, values, 0.0), torch.where(open_rows, shadow, 0.0))
+
+
+def changed_a_little(name: str, args: Sequence[Any]) -> int | None:
+    """Returns the place of the argument that an operator changes by a small share.
+
+    See Note [Small changes].
+    """
+    if name == "aten.native_batch_norm":
+        training, momentum = args[5], args[6]
+        return 3 if training and 0.0 < momentum < _SMALL else None  # its running mean
+    number = args[-1] if args else None
+    if not isinstance(number, float) or not isinstance(args[0], Tensor):
+        return None
+    if name.rstrip("_") in ("aten.mul", "aten.div"):
+        small = 0.0 < abs(number - 1.0) < _SMALL
+    else:
+        small = name.rstrip("_") == "aten.lerp" and 0.0 < number < _SMALL
+    return 0 if small else None
+
+
+def roundoff(dtype: torch.dtype) -> float:
+    """Returns the unit roundoff, half of eps."""
+    return torch.finfo(dtype).eps / 2
+
+
+def sum_bound(name: str, args: Sequence[Any], result: Tensor) -> float:
+    """Returns the part of the relative bound that grows with the number of terms of a sum."""
+    if name in _IN_PLACE_SUMS:
+        return roundoff(result.dtype) * math.sqrt(_repeats(args))
+    if name in _SUMS:
+        terms = max((t.numel() for t in args if isinstance(t, Tensor)), default=1)
+        return roundoff(torch.float32) * math.sqrt(terms)
+    return 0.0
+
+
+def underflow(result: Tensor) -> float:
+    """Returns the norm of the error if every element of a result underflows."""
+    info = torch.finfo(result.dtype)
+    return AMPLIFICATION * info.smallest_normal * info.eps / 2 * math.sqrt(result.numel())
+
+
+def has_no_digits(name: str, inputs: Sequence[float], result: float) -> bool:
+    """Returns whether a difference cancels so far that fp32 holds no digit of it, by norms."""
+    noise = 64 * torch.finfo(torch.float32).eps
+    return name in _DIFFERENCES and result < noise * max(inputs, default=0.0)
+
+
+def within_range(values: Tensor, shadow: Tensor) -> Tensor:
+    """Returns the shadow, with ``values`` themselves where they or their dtype overflow."""
+    out = ~values.isfinite() | (shadow.abs() > torch.finfo(values.dtype).max)
+    return torch.where(out, values, shadow)
+
+
+def least_sizes(name: str, in_fp32: Call) -> list[float]:
+    """Returns, for each result of a sum, its norm if all terms had one sign; of others, nothing."""
+    args = in_fp32.args
+    if name in _SUMS | _IN_PLACE_SUMS:
+        sums = in_fp32._replace(args=[*map(_absolute, args)]).run()
+        sums = [sums] if isinstance(sums, Tensor) else sums
+        return [0.0 if each is None else norm(each) for each in sums]
+    if name == "aten._softmax_backward_data":
+        return [norm(args[0] * args[1])]
+    if name == "aten._log_softmax_backward_data":
+        return [norm(args[0])]
+    if name in _NORM_BACKWARDS:
+        gain = 1.0
+        for argument, value in zip(in_fp32.func._schema.arguments, args, strict=False):
+            if argument.name in _NORM_BACKWARDS[name] and isinstance(value, Tensor):
+                gain *= norm(value) / math.sqrt(max(1, value.numel()))
+        grad = norm(args[0])
+        return [grad * gain, grad, grad]
+    return []
+
+
+def norm(values: Tensor) -> float:
+    """Returns the 2-norm, in double."""
+    return float(torch.linalg.vector_norm(values.double()))  # sync: tracing is a diagnosis
+
+
+def _absolute(value: Any) -> Any:
+    return value.abs() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _repeats(args: Sequence[Any]) -> int:
+    """Returns how often the most frequent index occurs in the index tensors of a call."""
+    most = 1
+    for value in args:
+        for index in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(index, Tensor) and index.dtype is torch.int64 and index.numel():
+                counts = torch.unique(index, return_counts=True)[1]
+                most = max(most, int(counts.max()))  # sync: tracing is a diagnosis
+    return most

@@ -1,0 +1,399 @@
+"""``suggest_fp32``: the fewest modules to keep in fp32.
+
+Note [The search]
+    A healthy model's gradients at a 16-bit level are off by some percent, which is what one
+    rounding of each value explains. So the limit is measured, not fixed: the rounding trace names
+    modules that lose more, one kind after another, until none does; what is then left of the error
+    is explained. Of these modules, those are suggested without which the error would be a tenth
+    larger. A module whose loss does not reach the gradients is not among them.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from apex._core import dtypes, tree
+from apex._core.policy import Policy
+from apex._core.scale import ScaleRule
+from apex._engine.autocast.region import CastRegion
+from apex._engine.model.state import state_of
+from apex._engine.session import Session
+from apex._torch import ranks
+from apex.amp import frontend, inputs
+from apex.amp.properties import level_defaults, to_policy
+from apex.amp.sessions import new_session
+from apex.debug.arguments import check_loss, check_loss_fn, checked_model, floating_outputs
+from apex.debug.preserve_state import casts_off, preserve_state
+from apex.debug.rendering import formatting
+from apex.debug.rendering.files import json_types
+from apex.debug.rounding import RoundingRow, RoundingTrace
+
+_EXPLAINED = 1.1
+"""Errors up to this multiple of what remains with all faulty modules in fp32 are explained."""
+
+_REPRODUCIBLE = 1e-3
+"""Largest error between two runs in fp32."""
+
+_NEGLIGIBLE = 1e-3
+"""Gradients below this share of the largest do not count."""
+
+_ROUNDS = 16
+"""Largest number of traces."""
+
+_SCALES = (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)
+"""Loss scales (multipliers) to try in fp16, until no gradient overflows."""
+
+_LEVELS = ("O1", "O2", "O3", "O4", "O5")
+
+
+def suggest_fp32(
+    model: nn.Module,
+    *inputs: Any,
+    loss_fn: Any = None,
+    opt_level: str = "O5",
+    **keywords: Any,
+) -> Suggestion:
+    """Returns the fewest modules to keep in fp32 so that 16 bits cost no more than one rounding.
+
+    Runs copies of a plain fp32 model at the level, forward and backward, and compares their
+    gradients with those in fp32. A module is suggested if :func:`trace_rounding` finds that it
+    loses digits there, and the gradients' error is larger by a tenth without it in fp32. A
+    healthy model gets an empty list, although its gradients at a 16-bit level are off by some
+    percent.
+
+    Changes nothing: the model, its gradients, buffers and hooks, the inputs and the random number
+    generators are as before, also after an error.
+
+    Cost: one rounding trace for each kind of module that loses digits and one more, a run for each
+    module found, and a copy of the model at a time.
+
+    Args:
+        model: A plain fp32 model, not prepared by ``amp.initialize``.
+        *inputs: Positional arguments of the model: one batch.
+        loss_fn: Computes the loss (a one-element floating-point tensor) from the model's output; by
+            default the mean of the squares of the floating-point outputs.
+        opt_level: ``"O1"`` to ``"O5"``.
+        **keywords: Keyword arguments of the model.
+
+    Returns:
+        A :class:`Suggestion`; its ``modules`` are names for ``fp32_modules=`` of
+        ``amp.initialize``; at O1 and O4, of the modules to run without casts, because these levels
+        hold the model in fp32.
+
+    Raises:
+        TypeError: If ``model`` is not a module or cannot be copied, or the loss is not a tensor.
+        ValueError: If the level is none of these, the model is prepared or not in fp32, the inputs
+            hold no tensor, the loss is not one floating-point number that requires gradients, or
+            two runs in fp32 give different gradients, or gradients that are not finite, or several
+            processes run.
+
+    Example:
+        >>> import torch
+        >>> from apex import amp
+        >>> class Shift(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         return (x + 1000) - 1000
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), Shift(), torch.nn.Linear(8, 1))
+        >>> found = amp.debug.suggest_fp32(model, torch.randn(16, 8))
+        >>> found.modules
+        ['1']
+        >>> found.error_after < 0.1 * found.error_before
+        True
+        >>> found.setting
+        "amp.initialize(model, optimizer, opt_level='O5', fp32_modules=['1'])"
+    """
+    check_loss_fn("suggest_fp32", loss_fn)
+    inner = _checked(model, (inputs, keywords), opt_level)
+    trials = _Trials(inner, (inputs, keywords), loss_fn, opt_level)
+    before = trials.run([], trace=True)
+    found, notes = _faulty(inner, trials)
+    limit = max(_EXPLAINED * trials.run(found), trials.noise)
+    errors = {name: trials.run(_without(found, name)) for name in found}
+    modules = list(found)
+    for name in sorted(found, key=lambda each: errors[each]):
+        fewer = _without(modules, name)
+        if trials.run(fewer) <= limit:
+            modules = fewer
+    return Suggestion(
+        modules=modules,
+        opt_level=opt_level,
+        error_before=before,
+        error_after=trials.run(modules),
+        sensitivities={name: errors[name] for name in modules},
+        notes=tuple(notes),
+    )
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """The modules to keep in fp32 at a level, and what that brings.
+
+    The error of a model's gradients is the root mean square, over its parameters, of the distance
+    of each gradient from fp32's, relative to it by norm. Gradients below a thousandth of the
+    largest do not count: those that vanish by construction have no digits in fp32, either.
+
+    Attributes:
+        modules: Names for ``fp32_modules``; at O1 and O4, of the modules to run without casts.
+        opt_level: The level.
+        error_before: Error of the gradients at this level; NaN if one overflows.
+        error_after: Error with ``modules`` in fp32.
+        sensitivities: For each of ``modules``, the error if only this one is left out.
+        notes: What no choice of modules repairs, and operators without a verdict.
+    """
+
+    modules: list[str]
+    opt_level: str
+    error_before: float
+    error_after: float
+    sensitivities: Mapping[str, float]
+    notes: tuple[str, ...]
+
+    @property
+    def setting(self) -> str:
+        """The line of code that applies it; ``""`` without modules."""
+        if not self.modules:
+            return ""
+        if self.opt_level in ("O1", "O4"):
+            return "with amp.disable_casts():  # around the forward of each, on .float() inputs"
+        return (
+            f"amp.initialize(model, optimizer, opt_level={self.opt_level!r}, "
+            f"fp32_modules={self.modules!r})"
+        )
+
+    def to_json(self) -> str:
+        """Returns all data as JSON; an error that overflowed is null."""
+        return json.dumps({**json_types(asdict(self)), "setting": self.setting}, indent=2)
+
+    @property
+    def verdict(self) -> str:
+        """The modules and the errors, in one sentence."""
+        if not math.isfinite(self.error_after):
+            return (
+                f"Could not tell which modules need fp32 at {self.opt_level}: the gradients "
+                "overflow, whatever loss scale and modules were tried. amp.debug.trace_overflow("
+                "model) names the operator; a bf16 level has the range of fp32."
+            )
+        before = formatting.percent(self.error_before)
+        if not self.modules:
+            return f"No module needs fp32 at {self.opt_level}: error of the gradients {before}."
+        return (
+            f"Keep in fp32 at {self.opt_level}: {', '.join(self.modules)}. Error of the gradients "
+            f"{before} -> {formatting.percent(self.error_after)}."
+        )
+
+    def __str__(self) -> str:
+        lines = [
+            f"  without {name}: {formatting.percent(error)}"
+            for name, error in self.sensitivities.items()
+        ]
+        setting = [f"  {self.setting}"] if self.setting else []
+        return "\n".join([self.verdict, *lines, *setting, *self.notes])
+
+
+def _faulty(model: nn.Module, trials: _Trials) -> tuple[list[str], list[str]]:
+    """Returns the modules that lose digits, and notes on what no module in fp32 repairs."""
+    names: list[str] = []
+    notes = list(trials.notes)
+    kinds = {name: type(module) for name, module in model.named_modules()}
+    unrepaired: set[str] = set()
+    for _ in range(_ROUNDS):
+        lost = [row for row in trials.lost if row.module not in unrepaired]
+        if not lost:
+            break
+        first = lost[0]
+        if not first.module or _is_within(first.module, names):
+            unrepaired.add(first.module)
+            notes.append(
+                f"{first.op} {first.finding.place} loses digits ({first.direction}, "
+                f"{first.location}), and no module in fp32 repairs it: compute it in fp32, on "
+                ".float() inputs."
+            )
+            continue
+        # Modules of one class have the same fault; one after another would take a trace for each.
+        names += dict.fromkeys(
+            row.module
+            for row in lost
+            if row.module
+            and kinds[row.module] is kinds[first.module]
+            and not _is_within(row.module, names)
+        )
+        trials.run(names, trace=True)
+    return [name for name in names if not _is_within(name, _without(names, name))], notes
+
+
+def _is_within(name: str, names: Sequence[str]) -> bool:
+    return any(not each or name == each or name.startswith(each + ".") for each in names)
+
+
+def _without(names: Sequence[str], name: str) -> list[str]:
+    return [each for each in names if each != name]
+
+
+def _checked(model: Any, arguments: object, opt_level: str) -> nn.Module:
+    inner = checked_model("suggest_fp32", model, arguments)
+    if opt_level not in _LEVELS:
+        raise ValueError(
+            f"suggest_fp32 got opt_level={opt_level!r}; it takes a level that computes in 16 bits: "
+            f"{', '.join(map(repr, _LEVELS))}."
+        )
+    if any(state_of(module) is not None for module in inner.modules()):
+        raise ValueError(
+            f"suggest_fp32 got {type(inner).__name__}, which amp has prepared; it takes the plain "
+            "fp32 model. Call it before amp.initialize."
+        )
+    for name, param in inner.named_parameters():
+        if dtypes.is_low_precision(param):
+            raise ValueError(
+                f"suggest_fp32 got a model whose parameter {name!r} is {param.dtype} on "
+                f"{param.device}; it takes a plain fp32 model. Call model.float() first."
+            )
+    if ranks.world_size() > 1:  # each would run the model, and what it exchanges, another number
+        raise ValueError(  # of times
+            f"suggest_fp32 was called in one of {ranks.world_size()} processes. Call it in a "
+            "single process, before torch.distributed.init_process_group: there, SyncBatchNorm is "
+            "a plain batch norm."
+        )
+    return inner
+
+
+class _Trials:
+    """Runs copies of a plain fp32 model at a level, with some modules in fp32.
+
+    Attributes:
+        noise: Error of the gradients between two runs in fp32.
+        lost, notes: As of the last run with a trace.
+    """
+
+    def __init__(self, model: nn.Module, arguments: Any, loss_fn: Any, opt_level: str) -> None:
+        """Runs the model twice in fp32; raises ValueError if the gradients tell nothing."""
+        self._model, self._arguments, self._loss_fn = model, arguments, loss_fn
+        self._policy: Policy = to_policy(level_defaults(opt_level))
+        self._known: dict[tuple[str, ...], float] = {}
+        self.lost: tuple[RoundingRow, ...] = ()
+        self.notes: list[str] = []
+        self._reference = self._in_fp32()
+        self.noise = self._error(self._in_fp32())
+        name = type(model).__name__
+        if not all(bool(grad.isfinite().all()) for grad in self._reference.values()):  # sync: tool
+            raise ValueError(
+                f"suggest_fp32 got {name}, whose gradients are not finite in fp32, too, which no "
+                "module in fp32 repairs. amp.debug.trace_overflow(model) names the operator."
+            )
+        if self.noise > _REPRODUCIBLE:
+            raise ValueError(
+                f"suggest_fp32 got {name}, whose gradients differ by {self.noise:.2g} of their "
+                "norm between two runs in fp32, which hides the errors of 16 bits. The model must "
+                "not draw random numbers outside torch, Python and numpy, or keep state outside "
+                "itself; eval() may help."
+            )
+
+    def run(self, fp32: Sequence[str], *, trace: bool = False) -> float:
+        """Returns the gradients' error with the modules ``fp32`` in fp32; once without a trace."""
+        key = tuple(fp32)
+        if trace or key not in self._known:
+            fp16 = self._policy.low_precision is torch.float16
+            for scale in _SCALES if fp16 else (1.0,):
+                self._known[key] = self._run(fp32, scale, trace=trace)
+                if math.isfinite(self._known[key]):
+                    break
+        return self._known[key]
+
+    def _run(self, fp32: Sequence[str], scale: float, *, trace: bool) -> float:
+        model = copy.deepcopy(self._model)
+        with self._prepared(model, fp32) as session:
+            found = RoundingTrace(model)
+            op_casts = self._policy.compute_dtype is not None
+            with found if trace else nullcontext(), preserve_state(model, self._arguments):
+                with nullcontext() if op_casts else casts_off():
+                    loss = session.region.run(self._loss, model)
+                grads = _gradients(model, loss, scale)
+        if trace:
+            self.lost = found.lost
+            self.notes = [f"{each.op} has no verdict: {each.reason}." for each in found.skipped]
+        return self._error(grads)
+
+    def _in_fp32(self) -> dict[str, Tensor]:
+        try:
+            model = copy.deepcopy(self._model)
+        except Exception as error:
+            raise TypeError(
+                f"suggest_fp32 got {type(self._model).__name__}, which cannot be copied "
+                f"({type(error).__name__}: {error}); it runs copies of the model. Pass a model "
+                "that copy.deepcopy accepts."
+            ) from error
+        with casts_off(), preserve_state(model, self._arguments):
+            return _gradients(model, self._loss(model), 1.0)
+
+    @torch.enable_grad()
+    def _loss(self, model: nn.Module) -> Tensor:
+        given, keywords = self._arguments
+        output = model(*given, **keywords)
+        if self._loss_fn is not None:
+            loss: Tensor = self._loss_fn(output)
+        else:
+            floating = floating_outputs("suggest_fp32", output)
+            loss = torch.stack([each.float().square().mean() for each in floating]).sum()
+        check_loss("suggest_fp32", loss)
+        return loss
+
+    def _error(self, grads: dict[str, Tensor]) -> float:
+        sizes = {name: float(grad.norm()) for name, grad in self._reference.items()}  # sync: a tool
+        least = _NEGLIGIBLE * max(sizes.values(), default=0.0)
+        errors = [
+            float((grads[name] - exact).norm()) / sizes[name]  # sync: as above
+            for name, exact in self._reference.items()
+            if name in grads and sizes[name] > least
+        ]
+        return math.sqrt(sum(error**2 for error in errors) / max(1, len(errors)))
+
+    @contextmanager
+    def _prepared(self, model: nn.Module, fp32: Sequence[str]) -> Iterator[Session]:
+        """Prepares a model in a session of its own, which no other model notices."""
+        op_casts = self._policy.compute_dtype is not None
+        plan = frontend._plan(self._policy, () if op_casts else tuple(fp32))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="fp16 is emulated")
+            inputs.check_models([model], plan, op_casts=op_casts)
+            session = new_session(self._policy, ScaleRule(), models=[model])
+        with ExitStack() as stack:
+            stack.callback(session.close)
+            session.prepare([model], [], plan)
+            if isinstance(session.region, CastRegion):
+                session.region.leave_ambient()
+                for name in fp32:
+                    _run_without_casts(model.get_submodule(name))
+            yield session
+
+
+def _gradients(model: nn.Module, loss: Tensor, scale: float) -> dict[str, Tensor]:
+    """Returns unscaled gradients in fp32."""
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    with casts_off(), torch.enable_grad():
+        grads: Sequence[Tensor | None] = torch.autograd.grad(
+            loss.float() * scale, list(params.values()), allow_unused=True
+        )
+    found = zip(params, grads, strict=True)
+    return {name: grad.to_dense().float() / scale for name, grad in found if grad is not None}
+
+
+def _run_without_casts(module: nn.Module) -> None:
+    """Makes a module compute in fp32, as under ``disable_casts`` on fp32 inputs."""
+    forward = module.forward
+
+    def in_fp32(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree.cast_arguments(args, kwargs, torch.float32)
+        with casts_off():
+            return forward(*args, **kwargs)
+
+    module.forward = in_fp32

@@ -1,0 +1,1 @@
+"""``apex compare``: trains one target at every level and judges the results."""

@@ -1,0 +1,300 @@
+"""The levels to compare, what was measured of each, and its form as JSON."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from apex._core import dtypes
+from apex.debug.rendering.files import json_types
+from apex.debug.rendering.formatting import short
+from apex.tools.compare.timing import Interval, Load, Timing, speed_of
+from apex.tools.errors import InputError
+
+
+@dataclass(frozen=True)
+class Level:
+    """One way of training.
+
+    Attributes:
+        name: As on the command line.
+        dtype: Dtype of matrix products and convolutions.
+        meaning: Short description.
+        autocast: Whether it trains with ``torch.autocast``, in fp16 with a ``GradScaler``, instead
+            of ``amp.initialize``.
+        options: Arguments of ``amp.initialize`` beside the name.
+        fp32_weights: Whether the model's weights stay fp32.
+        advised: Whether it may be recommended; the others are only compared with.
+    """
+
+    name: str
+    dtype: torch.dtype
+    meaning: str
+    autocast: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    fp32_weights: bool = True
+    advised: bool = True
+
+    @property
+    def short_dtype(self) -> str:
+        """The dtype's short name, such as ``"bf16"``."""
+        return short(dtypes.name(self.dtype))
+
+
+BASELINE = "O0"
+_PLAIN = {"opt_level": "O5", "master_weights": False, "keep_batchnorm_fp32": False}
+
+LEVELS: Mapping[str, Level] = {
+    level.name: level
+    for level in (
+        Level("O0", torch.float32, "fp32 throughout", advised=False),
+        Level("O1", torch.float16, "fp16 where it is safe, fp32 weights"),
+        Level("O2", torch.float16, "fp16 model, fp32 batch norm and masters", fp32_weights=False),
+        Level(
+            "O3", torch.float16, "fp16 all through, no masters", fp32_weights=False, advised=False
+        ),
+        Level("O4", torch.bfloat16, "bf16 where it is safe, fp32 weights"),
+        Level("O5", torch.bfloat16, "bf16 model, fp32 batch norm and masters", fp32_weights=False),
+        Level("autocast-fp16", torch.float16, "torch.autocast and GradScaler", autocast=True),
+        Level("autocast-bf16", torch.bfloat16, "torch.autocast", autocast=True),
+        Level(
+            "bf16",
+            torch.bfloat16,
+            "bf16 throughout, no masters",
+            options=_PLAIN,
+            fp32_weights=False,
+            advised=False,
+        ),
+    )
+}
+"""By name, in display order."""
+
+
+def parse_levels(names: str | None) -> tuple[Level, ...]:
+    """Returns the levels of a list such as ``"O0,O4"``, all for None; the baseline is among them.
+
+    Raises:
+        InputError: For an unknown name.
+    """
+    if names is None:
+        return tuple(LEVELS.values())
+    wanted = {name.strip() for name in names.split(",") if name.strip()}
+    unknown = sorted(wanted - LEVELS.keys())
+    if unknown or not wanted:
+        raise InputError(
+            f"no level {', '.join(map(repr, unknown)) or repr(names)}; choose from "
+            f"{', '.join(LEVELS)}, separated by commas"
+        )
+    return tuple(each for each in LEVELS.values() if each.name in wanted | {BASELINE})
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Bytes stored between steps, by use, and the number of the model's parameters."""
+
+    params: int
+    model: int
+    masters: int
+    optimizer: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes in total."""
+        return self.model + self.masters + self.optimizer
+
+    @property
+    def per_param(self) -> float:
+        """Bytes per parameter, in total."""
+        return self.bytes / max(self.params, 1)
+
+
+@dataclass(frozen=True)
+class Training:
+    """One level's training.
+
+    Attributes:
+        losses: One per step.
+        loss_scales: Before the first step, then after each.
+        stored: Bytes between steps.
+        frozen: Largest share of the weights whose nonzero update was lost to rounding, over a few
+            steps; ``None`` if it cannot be measured.
+        peak_bytes: Peak memory allocated on CUDA; ``None`` elsewhere.
+        distance: Norm of the difference of the final weights from fp32's after as many steps,
+            relative to fp32's norm.
+        evaluation: Result of the target's ``evaluate``.
+    """
+
+    losses: tuple[float, ...]
+    loss_scales: tuple[float, ...]
+    stored: Stored
+    frozen: float | None = None
+    peak_bytes: int | None = None
+    distance: float | None = None
+    evaluation: float | None = None
+
+    @property
+    def skipped(self) -> tuple[int, ...]:
+        """Steps, counted from 1, that overflowed, as a fall of the loss scale shows."""
+        pairs = itertools.pairwise(self.loss_scales)
+        return tuple(step for step, (old, new) in enumerate(pairs, start=1) if new < old)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One forward and backward pass compared with fp32, from the same weights on the same batch.
+
+    Attributes:
+        compute_dtype: The narrowest floating dtype of any module's output, such as "float16".
+        first: Name of the first module whose output differs from fp32 by more than the dtype's eps,
+            relative to its norm; ``None`` without one.
+        underflow: Share of the gradients that are zero here but not in fp32.
+        saved_bytes: Bytes that autograd saved for backward, not counting weights.
+    """
+
+    compute_dtype: str
+    first: str | None
+    underflow: float
+    saved_bytes: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """The results of one level; a part is ``None`` if it failed.
+
+    Attributes:
+        level: The level.
+        supported: Whether this machine computes in its dtype at all.
+        emulated: Whether it does so by emulation.
+        skipped: Whether the level was not trained for either reason.
+        training: Record of the training.
+        timing: Time per step.
+        probe: One pass compared with fp32.
+        errors: Messages of what failed.
+    """
+
+    level: Level
+    supported: bool = True
+    emulated: bool = False
+    skipped: bool = False
+    training: Training | None = None
+    timing: Timing | None = None
+    probe: Probe | None = None
+    errors: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The level's name."""
+        return self.level.name
+
+    @property
+    def memory(self) -> int:
+        """The peak bytes on CUDA; elsewhere those stored and saved for backward, 0 if unknown."""
+        if self.training is None:
+            return 0
+        if self.training.peak_bytes is not None:
+            return self.training.peak_bytes
+        return self.training.stored.bytes + self.probe.saved_bytes if self.probe else 0
+
+
+Word = Literal["use", "ties", "usable", "unclear", "no", "skipped", "baseline"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The verdict on one level.
+
+    Attributes:
+        level: The level.
+        word: "use" for the one to use, "ties" if it is equally fast, "usable" if it trains as well
+            as fp32 but brings less, "unclear" if the measurements do not tell, "no" if it is ruled
+            out, "skipped" if it was not trained, "baseline" for fp32.
+        why: The reason, with the measurement.
+    """
+
+    level: str
+    word: Word
+    why: str
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """The recommended level.
+
+    Attributes:
+        level: The level; "O0" to stay in fp32, ``None`` without a verdict.
+        text: The recommendation, the reason after a colon.
+        reasons: One sentence each, with measurements.
+        verdicts: One for each level, in display order.
+    """
+
+    level: str | None
+    text: str
+    reasons: tuple[str, ...] = ()
+    verdicts: tuple[Verdict, ...] = ()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Every level's result.
+
+    Attributes:
+        target: As named by the user.
+        machine: Description of the machine.
+        steps: Training steps of a level that is not emulated.
+        seed: Seed of all random numbers.
+        results: In display order, the fp32 baseline first.
+        notes: Remarks for the reader.
+        interleaved: Whether the levels took turns while they were timed.
+        load: Load of the machine while they were timed.
+        recommendation: Derived from the results.
+    """
+
+    target: str
+    machine: str
+    steps: int
+    seed: int
+    results: tuple[Result, ...]
+    notes: tuple[str, ...] = ()
+    interleaved: bool = True
+    load: Load = field(default=Load())
+    recommendation: Recommendation = field(default=Recommendation(None, ""))
+
+    @property
+    def baseline(self) -> Result:
+        """The fp32 run."""
+        return next(result for result in self.results if result.name == BASELINE)
+
+    @property
+    def failed(self) -> tuple[Result, ...]:
+        """The levels in which something failed."""
+        return tuple(result for result in self.results if result.errors)
+
+    def speed(self, result: Result, other: Result | None = None) -> Interval | None:
+        """Returns a speed relative to ``other``, by default fp32; ``None`` without enough times."""
+        ours, base = result.timing, (other or self.baseline).timing
+        if ours is None or base is None:
+            return None
+        return speed_of(ours, base, paired=self.interleaved and not result.emulated)
+
+
+def to_json(comparison: Comparison) -> dict[str, Any]:
+    """Returns ``comparison`` as plain data, with None for NaN and infinity, which JSON lacks."""
+    data = {name: value for name, value in asdict(comparison).items() if name != "results"}
+    levels = [_result_data(result, comparison) for result in comparison.results]
+    return {"format": "apex-compare/2", **json_types(data), "levels": json_types(levels)}
+
+
+def _result_data(result: Result, comparison: Comparison) -> dict[str, Any]:
+    level, speed = result.level, comparison.speed(result)
+    data = {name: value for name, value in asdict(result).items() if name != "level"}
+    data["speed"] = None if speed is None else asdict(speed)
+    if result.timing is not None:
+        data["timing"]["median"] = result.timing.median
+    if result.training is not None:
+        data["training"]["skipped"] = result.training.skipped
+        data["training"]["stored"]["bytes_per_param"] = result.training.stored.per_param
+    return {"level": level.name, "meaning": level.meaning, "dtype": level.dtype, **data}

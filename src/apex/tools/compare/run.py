@@ -1,0 +1,309 @@
+"""Trains, probes and times a target at every level; a failing one does not stop the rest."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from apex.debug.rendering.formatting import counted
+from apex.tools.compare import training
+from apex.tools.compare.results import BASELINE, Comparison, Level, Result
+from apex.tools.compare.target import Build, Experiment, open_target, seed_all
+from apex.tools.compare.timing import (
+    EMULATION_RATIO,
+    LEAST_ROUNDS,
+    Load,
+    LoadMeter,
+    slowdown,
+    time_interleaved,
+)
+from apex.tools.compare.training import INITIAL_SCALE, State, Trainer, prepare
+from apex.tools.compare.verdict import recommendation
+from apex.tools.errors import TargetError, format_error, place_of
+
+EMULATED_STEPS = 10
+"""Training steps of a level whose dtype the machine emulates."""
+
+LEAST_SPREAD = 1e-3
+"""Difference of two equal passes in fp32 that is no rounding: fp16's rounding step."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to compare, and how long.
+
+    Attributes:
+        levels: In display order, the baseline first.
+        steps: Training steps.
+        rounds: Timed steps of each level.
+        seed: Seed of all random numbers.
+        device: Device to train on.
+        emulated: Whether to train levels whose dtype the machine emulates, for a few steps.
+    """
+
+    levels: tuple[Level, ...]
+    steps: int
+    rounds: int
+    seed: int
+    device: torch.device
+    emulated: bool = False
+
+
+def compare(target: str, options: Options, stage: Callable[[str], object]) -> Comparison:
+    """Trains ``target`` at each level and returns the results; ``stage`` is told each activity.
+
+    A failure at one level is recorded in its result; the others continue.
+
+    Raises:
+        TargetError: If the target cannot be used at any level.
+    """
+    with open_target(target, seed=options.seed) as build, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fp16 is emulated")  # the result says so
+        run = _Run(build, options, stage)
+        run.train()
+        run.probe()
+        run.time()
+    run.note_slow_data()
+    found = Comparison(
+        target=target,
+        machine=machine(options.device),
+        steps=len(run.batches),
+        seed=options.seed,
+        results=tuple(run.results.values()),
+        notes=tuple(run.notes),
+        interleaved=run.interleaved,
+        load=run.load,
+    )
+    return replace(found, recommendation=recommendation(found))
+
+
+def machine(device: torch.device) -> str:
+    """Names the device and torch."""
+    name = device.type
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    elif device.type == "cpu":
+        name = f"CPU, {counted(torch.get_num_threads(), 'thread')}"
+    return f"{name}, torch {torch.__version__}"
+
+
+class _Run:
+    """One comparison in progress."""
+
+    def __init__(self, build: Build, options: Options, stage: Callable[[str], object]) -> None:
+        """Draws the batches and checks which dtypes the machine emulates."""
+        self.notes: list[str] = []
+        self.interleaved = True
+        self.load = Load()
+        self._options, self._build, self._stage = options, build, stage
+        first = build()
+        self._loss_place = place_of(first.loss)
+        self._draw_times: list[float] = []
+        self.batches = self._draw(first)
+        self._start = training.snapshot(first.model)
+        self._fp32_weights: Mapping[int, State] = {}
+        self.results = {level.name: self._untrained(level) for level in options.levels}
+
+    def _untrained(self, level: Level) -> Result:
+        ratio = slowdown(level.dtype, self._options.device)
+        emulated = ratio > EMULATION_RATIO
+        supported = ratio < float("inf")
+        skipped = not supported or (emulated and not self._options.emulated)
+        return Result(level, supported, emulated, skipped)
+
+    # -- the phases ----------------------------------------------------------------------
+
+    def train(self) -> None:
+        """Trains at each level, one after another."""
+        for name, result in list(self.results.items()):
+            if not result.skipped:
+                self._stage(f"train {name}" + " (emulated)" * result.emulated)
+                with self._recording_errors(name, "training"):
+                    self._train_one(name)
+
+    def _train_one(self, name: str) -> None:
+        result = self.results[name]
+        experiment, trainer = self._fresh(result, self._start)
+        record, weights = training.train(
+            trainer,
+            self.batches[: self._steps(result)],
+            device=self._options.device,
+            keep_at=[self._steps(other) for other in self.results.values()],
+        )
+        if name == BASELINE:
+            self._fp32_weights = weights
+            self._note_unmoved(experiment.model)
+        steps = len(record.losses)
+        apart = training.distance(weights[steps], self._fp32_weights[steps])
+        record = replace(record, distance=apart)
+        self._put(name, training=record)
+        with self._recording_errors(name, "evaluating"):
+            self._put(name, training=training.evaluated(record, trainer, experiment))
+
+    def probe(self) -> None:
+        """Runs one batch forward and backward at each level, from fp32's final weights."""
+        fp32: training.Observation | None = None
+        for name in self._trained():
+            self._stage(f"probe {name}")
+            with self._recording_errors(name, "probing"):
+                seen = self._observed(self.results[name])
+                if fp32 is None:
+                    fp32 = seen
+                    self._note_randomness(fp32)
+                self._put(name, probe=training.probe(self.results[name].level, seen, fp32))
+
+    def time(self) -> None:
+        """Times all trained levels interleaved, or one by one if memory is too small."""
+        self._stage("time all, interleaved")
+        with LoadMeter() as meter:
+            try:
+                self._time_together(self._trained())
+            except Exception as error:  # noqa: BLE001 - memory, or the user's code
+                text = format_error(error)
+                self.notes.append(f"Timed one after another, not interleaved: {text}.")
+                self.interleaved = False
+            # Outside the handler, so that the exception no longer holds the memory.
+            for name in () if self.interleaved else self._trained():
+                with self._recording_errors(name, "timing"):
+                    self._time_together([name])
+        self.load = meter.load
+
+    def _time_together(self, names: Sequence[str]) -> None:
+        batch = training.to_device(self.batches[0], self._options.device)
+
+        def step(trainer: Trainer) -> None:
+            trainer.backward(batch)
+            trainer.step()
+
+        times = time_interleaved(
+            {
+                name: functools.partial(
+                    step, self._fresh(self.results[name], self._start, settled=True)[1]
+                )
+                for name in names
+            },
+            {name: self._rounds(self.results[name]) for name in names},
+            self._options.device,
+        )
+        for name, timing in times.items():
+            self._put(name, timing=timing)
+
+    # -- notes -----------------------------------------------------------------------------
+
+    def _note_randomness(self, fp32: training.Observation) -> None:
+        """Adds a note if the same pass, from the same seed, gives another result."""
+        spread = training.spread(fp32, self._observed(self.results[BASELINE]))
+        if spread > LEAST_SPREAD:
+            self.notes.append(
+                "The target is random beyond torch's, numpy's and Python's seeds: two equal passes "
+                f"in fp32 differ by {spread:.2g} of their results, and so much of every distance "
+                "from fp32 is no rounding. Seed its other generators when it is built."
+            )
+
+    def _note_unmoved(self, model: nn.Module) -> None:
+        """Adds a note if training in fp32 left every parameter as it was."""
+        end = self._fp32_weights[len(self.batches)]
+        names = [name for name, _ in model.named_parameters() if name in end]
+        if all(torch.equal(end[name], self._start[name]) for name in names):
+            self.notes.append(
+                "Training in fp32 changed no parameter, so the losses compare nothing. Check that "
+                "the loss depends on the model and the learning rate is above 0."
+            )
+
+    def note_slow_data(self) -> None:
+        """Adds a note if a batch takes longer to draw than a step in fp32."""
+        timing, drawing = self.results[BASELINE].timing, 1e3 * median(self._draw_times)
+        if timing is not None and drawing > timing.median:
+            self.notes.append(
+                f"Drawing a batch took {drawing:.3g} ms, longer than a step in fp32 "
+                f"({timing.median:.3g} ms). The speeds do not include it: loading data limits this "
+                "training, and a faster level gains little until that is faster, too."
+            )
+
+    # -- helpers of the phases -----------------------------------------------------------------
+
+    def _observed(self, result: Result) -> training.Observation:
+        weights = self._fp32_weights[len(self.batches)]
+        _, trainer = self._fresh(result, weights, settled=True)
+        batch = training.to_device(self.batches[0], self._options.device)
+        return training.observe(trainer, batch, seed=self._options.seed)
+
+    def _fresh(
+        self, result: Result, state: State, *, settled: bool = False
+    ) -> tuple[Experiment, Trainer]:
+        """Returns an experiment with weights ``state``, prepared at the result's level.
+
+        With ``settled``, the loss scale starts where training ended.
+        """
+        gc.collect()  # memory of the previous level would count
+        experiment = self._build()
+        experiment.model.load_state_dict(state)
+        last = result.training if settled else None
+        scale = INITIAL_SCALE if last is None else last.loss_scales[-1]
+        trainer = prepare(result.level, experiment, self._options.device, loss_scale=scale)
+        seed_all(self._options.seed)
+        return experiment, trainer
+
+    def _draw(self, experiment: Experiment) -> list[Any]:
+        """Returns the batch of every step; adds a note if there are fewer."""
+        batches: list[Any] = []
+        endless, wanted = _cycle(experiment), self._options.steps
+        try:
+            while len(batches) < wanted:
+                start = time.perf_counter()
+                batches.append(next(endless))
+                self._draw_times.append(time.perf_counter() - start)
+        except StopIteration:
+            self.notes.append(f"The batches ran out after {len(batches)} of {wanted} steps.")
+        except Exception as error:
+            raise TargetError(f"Drawing the batches failed: {format_error(error)}") from error
+        if not batches:
+            raise TargetError("The target gives no batches.")
+        return batches
+
+    def _steps(self, result: Result) -> int:
+        return min(len(self.batches), EMULATED_STEPS if result.emulated else len(self.batches))
+
+    def _rounds(self, result: Result) -> int:
+        return min(self._options.rounds, LEAST_ROUNDS if result.emulated else self._options.rounds)
+
+    def _trained(self) -> list[str]:
+        return [name for name, result in self.results.items() if result.training is not None]
+
+    def _put(self, name: str, **found: Any) -> None:
+        self.results[name] = replace(self.results[name], **found)
+
+    @contextmanager
+    def _recording_errors(self, name: str, part: str) -> Iterator[None]:
+        """Records an error of the block in the level's result and suppresses it.
+
+        If fp32 cannot be trained, that is the target's fault, and there is nothing to compare with.
+        """
+        try:
+            yield
+        except Exception as error:
+            if (name, part) == (BASELINE, "training"):
+                text = format_error(error, otherwise=self._loss_place)
+                raise TargetError(f"Training in fp32 (O0) failed: {text}") from error
+            errors = (*self.results[name].errors, f"{part} failed: {format_error(error)}")
+            self._put(name, errors=errors)
+
+
+def _cycle(experiment: Experiment) -> Iterator[Any]:
+    """Yields the batches, starting over if they can be iterated again."""
+    given = True
+    while given:
+        given = False
+        for batch in experiment.batches:
+            given = True
+            yield batch

@@ -1,0 +1,161 @@
+"""A comparison as table cells, and as text for the terminal."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from typing import NamedTuple
+
+from apex._core import dtypes
+from apex.debug.rendering.formatting import aligned, place, short
+from apex.tools.compare.results import BASELINE, Comparison, Result
+from apex.tools.compare.training import end_loss
+from apex.tools.compare.verdict import megabytes
+
+NOTHING = "-"
+
+WIDTH = 100
+
+Row = dict[str, str]
+"""One level's cells, by the names of the columns."""
+
+
+class Column(NamedTuple):
+    """A column: its heading, what it shows, whether the compact table has it, and how it stands."""
+
+    heading: str
+    meaning: str
+    is_compact: bool = False
+    is_left: bool = False
+
+
+COLUMNS = {
+    "level": Column("level", "O0 to O5 of amp, and torch's own ways", True, True),
+    "compute": Column("compute", "narrowest dtype of any module's output", is_left=True),
+    "time": Column("ms / step", "median of steps that the levels take in turns", True),
+    "speed": Column("speed", "median over these rounds of fp32's time divided by its own", True),
+    "memory": Column("memory", "peak on CUDA; elsewhere bytes stored and saved for backward", True),
+    "stored": Column("bytes / param", "weights, masters and optimizer state between steps"),
+    "saved": Column("saved", "bytes that autograd saves for backward, not counting weights"),
+    "loss": Column("final loss", "mean over the last steps", True),
+    "evaluation": Column("evaluate", "what the target's evaluate returned"),
+    "distance": Column("from fp32", "distance of the final weights from fp32's, relative to them"),
+    "skipped": Column("skipped", "steps that overflowed"),
+    "frozen": Column("frozen", "largest share of weights whose update was lost to rounding"),
+    "underflow": Column("zero grads", "gradients that are zero here but not in fp32"),
+    "first": Column(
+        "first beyond eps", "first module that differs from fp32 by more than eps", is_left=True
+    ),
+    "verdict": Column("verdict", "use, ties, usable, unclear, no, skipped", True, True),
+}
+
+
+def legend() -> str:
+    """Returns a line for each column, for the help text."""
+    width = max(len(column.heading) for column in COLUMNS.values())
+    return "\n".join(f"  {c.heading:{width}}  {c.meaning}" for c in COLUMNS.values())
+
+
+def rows(comparison: Comparison) -> list[tuple[Result, Row]]:
+    """Returns every level, but for those that were skipped, with its cells."""
+    return [(r, _row(r, comparison)) for r in comparison.results if not r.skipped]
+
+
+def footnote(comparison: Comparison) -> str:
+    """Returns the meaning of the asterisk; empty if no level has one."""
+    results = comparison.results
+    steps = [len(r.training.losses) for r in results if r.emulated and r.training is not None]
+    if not steps:
+        return ""
+    return (
+        f"* emulated: this machine does not compute in it natively. Trained for only "
+        f"{max(steps)} steps; compare its loss with fp32 after the same number of steps."
+    )
+
+
+def comparison_text(comparison: Comparison, *, wide: bool = False) -> str:
+    """Returns the table, failures, notes and the recommendation."""
+    found = comparison.recommendation
+    errors = [f"{each.name}: {error}" for each in comparison.failed for error in each.errors]
+    parts = [
+        wrapped(f"{comparison.target}: {comparison.steps} steps on {comparison.machine}"),
+        text_table(comparison, wide=wide),
+        "\n".join(map(wrapped, errors)),
+        "\n".join(map(wrapped, comparison.notes)),
+        "\n".join(
+            [wrapped(found.text), *(wrapped(f"  - {each}", "    ") for each in found.reasons)]
+        ),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def text_table(comparison: Comparison, *, wide: bool = False) -> str:
+    """Returns the table of the main columns; with ``wide``, of every column that is not empty."""
+    cells = rows(comparison)
+    columns = {
+        name: column
+        for name, column in COLUMNS.items()
+        if column.is_compact or (wide and any(row[name] != NOTHING for _, row in cells))
+    }
+    lines = [[each.heading for each in columns.values()]]
+    lines += [[row[name] for name in columns] for _, row in cells]
+    table = aligned(lines, [each.is_left for each in columns.values()])
+    body = ["  ".join(line).rstrip() for line in table]
+    rule = "-" * max(map(len, body))
+    more = "" if wide else "--wide shows all columns; --help explains them."
+    below = map(wrapped, filter(None, (footnote(comparison), more)))
+    return "\n".join([body[0], rule, *body[1:], rule, *below])
+
+
+def wrapped(text: str, indent: str = "") -> str:
+    """Returns a paragraph in lines of at most ``WIDTH`` characters; ``indent`` is of the others."""
+    return textwrap.fill(
+        text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def _row(result: Result, comparison: Comparison) -> Row:
+    timing, speed, memory = result.timing, comparison.speed(result), result.memory
+    record, probe, is_baseline = result.training, result.probe, result.name == BASELINE
+    verdicts = {verdict.level: verdict.word for verdict in comparison.recommendation.verdicts}
+    row = {
+        **dict.fromkeys(COLUMNS, NOTHING),
+        "level": result.name + " *" * result.emulated,
+        "compute": "failed",
+        "time": NOTHING if timing is None else three_digits(timing.median),
+        "speed": NOTHING if speed is None else f"{speed.median:.2f}x",
+        "memory": megabytes(memory) if memory else NOTHING,
+        "verdict": verdicts.get(result.name, NOTHING),
+    }
+    if record is not None:
+        loss = end_loss(record.losses)
+        row |= {
+            "compute": short(probe.compute_dtype if probe else dtypes.name(result.level.dtype)),
+            "stored": f"{record.stored.per_param:.1f}",
+            "loss": f"{loss:.4g}" if math.isfinite(loss) else "diverged",
+            "evaluation": NOTHING if record.evaluation is None else f"{record.evaluation:.4g}",
+            "distance": NOTHING if record.distance is None else _percent(record.distance),
+            "skipped": f"{len(record.skipped)} of {len(record.losses)}",
+            "frozen": NOTHING if record.frozen is None else _percent(record.frozen),
+        }
+    if probe is not None:
+        row["saved"] = megabytes(probe.saved_bytes)
+    if probe is not None and not is_baseline:
+        row["underflow"] = _percent(probe.underflow)
+        row["first"] = "none" if probe.first is None else place(probe.first)
+    return row
+
+
+def three_digits(value: float) -> str:
+    """Returns three digits of a time, without an exponent."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _percent(share: float) -> str:
+    if not math.isfinite(share):
+        return "inf"
+    if share == 0:
+        return "0 %"
+    if share < 1e-4:
+        return "<0.01 %"
+    return f"{share * 100:.3g} %" if share < 0.1 else f"{share * 100:.0f} %"

@@ -1,0 +1,298 @@
+"""The user's model, optimizer, batches and loss: looked at, built once, and copied for each level.
+
+Note [Fresh objects]
+    Each level needs a model and an optimizer that no other level has touched. The target is built
+    once, and both are deep-copied together for each use. A model that cannot be copied is built
+    anew each time instead: the file is executed, or the function called, again.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import functools
+import importlib
+import importlib.util
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from apex.debug.arguments import missing_values
+from apex.integrations import scales
+from apex.tools.errors import TargetError, format_error, place_of
+
+FUNCTION = "setup"
+"""Default function in a file or module."""
+
+PARTS: Mapping[str, tuple[Any, str]] = {
+    "model": (nn.Module, "a torch.nn.Module"),
+    "optimizer": (Optimizer, "a torch.optim.Optimizer"),
+    "batches": (Iterable, "an iterable"),
+    "loss": (Callable, "a function loss(model, batch)"),
+}
+"""What a target provides, in the order of a tuple: names, types, and how errors call them."""
+
+_NAMES = "model, optimizer, batches and loss"
+_HELP = "apex compare --help defines targets."
+
+_MODULE = "apex_compare_target"
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What a target provides.
+
+    Attributes:
+        model: In fp32, not prepared by amp.
+        optimizer: Over the model's parameters.
+        batches: Batches of arbitrarily nested tensors.
+        loss: Returns the loss of the model on a batch; raises if it is not one number with a
+            gradient.
+        evaluate: Returns a metric of the trained model; ``None`` if there is none.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    batches: Iterable[Any]
+    loss: Callable[[nn.Module, Any], Tensor]
+    evaluate: Callable[[nn.Module], Any] | None = None
+
+
+Build = Callable[[], Experiment]
+"""Returns an experiment with a model and an optimizer of its own."""
+
+
+@contextmanager
+def open_target(target: str, *, seed: int = 0) -> Iterator[Build]:
+    """Yields a function that returns an experiment of ``target``; see Note [Fresh objects].
+
+    ``apex compare --help`` defines targets. Random numbers are seeded with ``seed`` before the
+    build. Inside the block, a file's folder is on ``sys.path``, as when Python runs the file, and
+    ``sys.argv`` holds no arguments: those of the command are not the target's.
+
+    Raises:
+        TargetError: If there is no such target, or it lacks a part. A file that does not define
+            the parts is not executed.
+    """
+    place, function = _split(target)
+    is_file = place.endswith(".py")
+    if is_file:
+        _look_at(Path(place), function)
+    path, argv = list(sys.path), sys.argv
+    try:
+        sys.argv = [place]
+        sys.path.insert(0, str(Path(place).resolve().parent) if is_file else "")
+
+        def make() -> Experiment:
+            seed_all(seed)
+            return _made(target, _executed(Path(place)) if is_file else _imported(place), function)
+
+        first = make()
+        try:
+            _copied(first)
+        except Exception as error:
+            if make().model is first.model:
+                raise TargetError(
+                    f"{target} returns the same model each time, and it cannot be deep-copied: "
+                    f"{format_error(error)}. Make TARGET a function that builds a new one at every "
+                    "call."
+                ) from error
+            yield make
+        else:
+            yield functools.partial(_copied, first)
+    finally:
+        sys.path[:], sys.argv = path, argv
+        sys.modules.pop(_MODULE, None)
+
+
+def seed_all(seed: int) -> None:
+    """Seeds torch, Python and, if it is loaded, NumPy: each level draws the same numbers."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+def _copied(first: Experiment) -> Experiment:
+    model, optimizer = copy.deepcopy((first.model, first.optimizer))
+    return replace(first, model=model, optimizer=optimizer)
+
+
+def _split(target: str) -> tuple[str, str]:
+    # The colon of a drive letter is not a separator.
+    place, colon, function = target.rpartition(":")
+    if colon and function.isidentifier() and len(place) > 1:
+        return place, function
+    return target, ""
+
+
+# -- the look at a file before it is executed ----------------------------------------------------
+
+
+def _look_at(path: Path, function: str) -> None:
+    """Raises unless a file defines a target and trains nothing itself; executes nothing."""
+    if not path.is_file():
+        raise TargetError(f"There is no file {path}.")
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError) as error:
+        why = f"{error.msg}, line {error.lineno}" if isinstance(error, SyntaxError) else error
+        raise TargetError(f"{path} cannot be read as Python: {why}.") from error
+    _refuse_initialize(path, tree)
+    top = [*_of_module_level(tree)]
+    names = set[str]().union(*map(_bound_by, top))
+    if function and function not in names and "*" not in names:
+        raise TargetError(f"{path} has no function {function}(). {_HELP}")
+    missing = [] if {function or FUNCTION, "*"} & names else [n for n in PARTS if n not in names]
+    if missing or _calls_backward(top):
+        kind = "a training script" if _calls_backward(ast.walk(tree)) else "no target"
+        lacks = f" It lacks {', '.join(missing)}." if missing else ""
+        raise TargetError(
+            f"{path} is {kind}; compare needs four names: {_NAMES}, or a function {FUNCTION}() "
+            f"that returns them.{lacks} Nothing was run. {_HELP}"
+        )
+
+
+def _calls_backward(nodes: Iterable[ast.AST]) -> bool:
+    return any(isinstance(node, ast.Attribute) and node.attr == "backward" for node in nodes)
+
+
+def _of_module_level(tree: ast.Module) -> Iterator[ast.AST]:
+    """Yields the nodes that executing a module runs, its functions and ``__main__`` block aside."""
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.If) and "__main__" in ast.unparse(node.test):
+            continue
+        waiting += ast.iter_child_nodes(node)
+
+
+def _bound_by(node: ast.AST) -> set[str]:
+    match node:
+        case ast.Name(id=name, ctx=ast.Store()):
+            return {name}
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return {name}
+        case ast.alias(name=name, asname=alias):
+            return {alias or name.partition(".")[0]}
+    return set()
+
+
+def _refuse_initialize(path: Path, tree: ast.Module) -> None:
+    """Raises if a file calls ``amp.initialize``, with the line."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(attr="initialize", value=owner)):
+                if ast.unparse(owner) in ("amp", "apex.amp"):
+                    raise TargetError(f"{path} {_INITIALIZE % f' ({path}:{node.lineno})'}")
+
+
+_INITIALIZE = (
+    "calls amp.initialize%s. apex compare does so itself, once per level: return the plain model "
+    "and optimizer in fp32."
+)
+
+
+# -- the build -----------------------------------------------------------------------------------
+
+
+def _executed(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(_MODULE, path)
+    if spec is None or spec.loader is None:
+        raise TargetError(f"{path} is not a Python file that can be executed.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[_MODULE] = module  # dataclasses and pickles look for it there
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # a script may call sys.exit
+        raise TargetError(f"Executing {path} failed: {format_error(error)}") from error
+    return module
+
+
+def _imported(name: str) -> ModuleType:
+    if not all(map(str.isidentifier, name.split("."))):
+        raise TargetError(f"{name} is neither a .py file nor the name of a module.")
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        raise TargetError(
+            f"Importing {name} failed: {format_error(error)}. A file name needs its suffix .py."
+        ) from error
+
+
+def _made(target: str, module: ModuleType, function: str) -> Experiment:
+    names = vars(module)
+    if not function and all(name in names for name in PARTS):
+        return _checked(target, names)
+    maker = names.get(function or FUNCTION)
+    if not callable(maker):
+        raise TargetError(f"{target} has no function {function or FUNCTION}(). {_HELP}")
+    try:
+        given = maker()
+    except Exception as error:
+        raise TargetError(
+            f"{target}: {function or FUNCTION}() raised {format_error(error)}"
+        ) from error
+    return _checked(target, given)
+
+
+def _checked(target: str, given: Any) -> Experiment:
+    if isinstance(given, tuple | list) and len(given) in (4, 5):
+        given = dict(zip((*PARTS, "evaluate"), given, strict=False))
+    if not isinstance(given, Mapping) or any(name not in given for name in PARTS):
+        raise TargetError(
+            f"{target} returned {type(given).__name__}; it must return {_NAMES} in this order, or "
+            "a dict with these names."
+        )
+    wrong = [
+        f"{name} is {type(given[name]).__name__}, not {what}"
+        for name, (kind, what) in PARTS.items()
+        if not isinstance(given[name], kind)
+    ]
+    if wrong:
+        raise TargetError(f"{target}: {'; '.join(wrong)}.")
+    model, optimizer, batches, loss = (given[name] for name in PARTS)
+    if missing := missing_values(model):
+        raise TargetError(f"{target}: the model's {missing}")
+    if scales.is_prepared(optimizer):
+        raise TargetError(f"{target} {_INITIALIZE % ''}")
+    return Experiment(model, optimizer, batches, _checked_loss(loss), given.get("evaluate"))
+
+
+def _checked_loss(loss: Callable[..., Any]) -> Callable[[nn.Module, Any], Tensor]:
+    """Returns ``loss`` with a ``TargetError`` for a result without a single number or gradient."""
+
+    @functools.wraps(loss, assigned=(), updated=())
+    def checked(model: nn.Module, batch: Any) -> Tensor:
+        found = loss(model, batch)
+        if not isinstance(found, Tensor):
+            fault = f"{type(found).__name__}; it must return the 0-d loss tensor"
+        elif found.numel() != 1:
+            fault = (
+                f"a tensor of shape {list(found.shape)}; it must return a 0-d tensor, such as the "
+                "mean() of this one"
+            )
+        elif not found.requires_grad:
+            fault = (
+                "a tensor without a gradient; compute it from the model's parameters, without "
+                "detach(), item() or torch.no_grad()"
+            )
+        else:
+            return found
+        place = place_of(loss)
+        raise TargetError(f"loss(model, batch) returned {fault}{place and f' ({place})'}.")
+
+    return checked

@@ -1,0 +1,225 @@
+"""Wall time of interleaved steps, their ratios with an interval, and how busy the machine is.
+
+The interval of a median is that of the sign test: whatever the distribution, the number of values
+below the true median is binomial with probability 1/2, so two order statistics enclose it.
+
+Source: Conover, Practical Nonparametric Statistics, 3rd edition, section 3.2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from apex.debug.rendering.formatting import counted
+
+CONFIDENCE = 0.95
+
+LEAST_ROUNDS = 6
+"""Fewest values for which an interval with this confidence exists."""
+
+EMULATION_RATIO = 4.0
+"""A dtype counts as emulated if its matrix product takes this many times as long as fp32's."""
+
+BUSY = 1.5
+"""Load per core above which the machine counts as busy; one program alone reaches 1."""
+
+MOST_WAITING = 0.1
+"""Share of the time that this process may wait for a core on a machine that is not busy."""
+
+_SHORT = 100.0
+"""Milliseconds of a step that is short. Steps of 12 ms of O4 took 1.035 to 1.06 of autocast's time
+with four other levels' between them, and 1.006 to 1.035 after one of their own (two cores).
+"""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds per training step, one sample per round, at least one."""
+
+    samples: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Median."""
+        return median(self.samples)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A median of measured values and the interval that holds the true one."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        """Returns it as a speed, such as ``"1.80x as fast as fp32 (0.90 to 2.60x)"``."""
+        return f"{self.median:.2f}x as fast as fp32 ({self.low:.2f} to {self.high:.2f}x)"
+
+
+@dataclass(frozen=True)
+class Load:
+    """How busy the machine was.
+
+    Attributes:
+        average: Processes that ran or waited, over the last minute; ``None`` if not reported.
+        cores: Cores that this process may use.
+        waiting: Share of the time that this process waited for a core; 0 if not reported.
+    """
+
+    average: float | None = None
+    cores: int = 1
+    waiting: float = 0.0
+
+    @property
+    def busy(self) -> bool:
+        """Whether other programs take time away from this one."""
+        return (self.average or 0.0) > BUSY * self.cores or self.waiting > MOST_WAITING
+
+    def __str__(self) -> str:
+        """Returns, for instance, ``"load 17 on 2 cores"``."""
+        if self.average is not None and not self.waiting > MOST_WAITING:
+            return f"load {self.average:.2g} on {counted(self.cores, 'core')}"
+        load = "" if self.average is None else f"load {self.average:.2g} on "
+        cores = counted(self.cores, "core")
+        return f"{load}{cores}; this process waited for a core {self.waiting:.0%} of the time"
+
+
+def speed_of(ours: Timing, base: Timing, *, paired: bool) -> Interval | None:
+    """Returns how many times as fast ``ours`` is; ``None`` below ``LEAST_ROUNDS`` samples.
+
+    Paired samples are divided round by round, so that a load on a whole round cancels. Others give
+    the ratio of the medians; the ends of its interval divide those of the two medians' intervals.
+    """
+    if min(len(ours.samples), len(base.samples)) < LEAST_ROUNDS:
+        return None
+    if paired:
+        return median_interval([b / o for b, o in zip(base.samples, ours.samples, strict=False)])
+    above, below = median_interval(base.samples), median_interval(ours.samples)
+    return Interval(above.median / below.median, above.low / below.high, above.high / below.low)
+
+
+def median_interval(values: Sequence[float]) -> Interval:
+    """Returns the median of at least ``LEAST_ROUNDS`` positive values and its interval."""
+    ordered = sorted(values)
+    tail, rank = 0.0, 0
+    while (tail := tail + math.comb(len(ordered), rank) / 2 ** len(ordered)) <= (
+        1 - CONFIDENCE
+    ) / 2:
+        rank += 1
+    return Interval(median(ordered), ordered[rank - 1], ordered[-rank])
+
+
+class LoadMeter:
+    """Measures the load inside a ``with`` block.
+
+    Attributes:
+        load: The load, once the block has ended.
+    """
+
+    def __enter__(self) -> LoadMeter:
+        self._start, self._waited = time.perf_counter(), _waited()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        seconds, before = time.perf_counter() - self._start, self._waited
+        waits = [end - before.get(thread, 0.0) for thread, end in _waited().items()]
+        average = None
+        with contextlib.suppress(AttributeError, OSError):  # Windows; a container may hide it
+            average = os.getloadavg()[0]
+        affinity = getattr(os, "sched_getaffinity", None)  # Linux only
+        cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+        self.load = Load(average, cores, max(waits, default=0.0) / seconds)
+
+
+def _waited() -> dict[str, float]:
+    """Returns the seconds that each thread of this process has waited for a core; Linux only."""
+    found = {}
+    for file in Path("/proc/self/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):  # a thread that has ended
+            found[file.parent.name] = int(file.read_text().split()[1]) / 1e9
+    return found
+
+
+def seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Returns the wall time of ``work()``, including all device work it starts."""
+    _wait(device)
+    start = time.perf_counter()
+    work()
+    _wait(device)
+    return time.perf_counter() - start
+
+
+def time_interleaved(
+    steps: Mapping[str, Callable[[], object]],
+    rounds: Mapping[str, int],
+    device: torch.device,
+) -> dict[str, Timing]:
+    """Returns the time of each step, after one warm-up; a round holds one step of each.
+
+    Before each short step another of the same level runs, as in training: the others' code is in
+    the caches.
+    """
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    latest = dict.fromkeys(steps, math.inf)
+    for turn in range(-1, max(rounds.values(), default=0)):
+        for name, step in steps.items():
+            if turn < rounds[name]:
+                if latest[name] < _SHORT:
+                    step()
+                latest[name] = seconds(step, device) * 1e3
+                if turn >= 0:  # the first one allocates the optimizer's state
+                    times[name].append(latest[name])
+    return {name: Timing(tuple(values)) for name, values in times.items() if values}
+
+
+@functools.cache
+def slowdown(dtype: torch.dtype, device: torch.device) -> float:
+    """Returns the time of the slower of two operators in ``dtype`` relative to fp32 on ``device``.
+
+    These are a matrix product and the gradients of a convolution; some CPUs have fp16 kernels for
+    the first only. Infinite if the device does not support one of them.
+    """
+    if dtype is torch.float32:
+        return 1.0
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on a busy machine, waiting for a second thread hides the difference
+    try:
+        return max(
+            measured(dtype, device) / measured(torch.float32, device)
+            for measured in (_product_seconds, _convolution_seconds)
+        )
+    except RuntimeError:
+        return math.inf
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _product_seconds(dtype: torch.dtype, device: torch.device) -> float:
+    matrix = torch.ones(256, 256, device=device).to(dtype)
+    return min(seconds(lambda: matrix @ matrix, device) for _ in range(10))
+
+
+def _convolution_seconds(dtype: torch.dtype, device: torch.device) -> float:
+    image = torch.ones(8, 16, 16, 16, device=device).to(dtype).requires_grad_()
+    weight = torch.ones(16, 16, 3, 3, device=device).to(dtype).requires_grad_()
+
+    def forward_and_backward() -> None:
+        torch.autograd.grad(torch.conv2d(image, weight).sum(), (image, weight))
+
+    return min(seconds(forward_and_backward, device) for _ in range(3))

@@ -1,0 +1,362 @@
+"""The recommended level, the verdict on every other, and the measurements behind them.
+
+Note [Verdict on speed]
+    The levels take turns, so that a round holds one step of each. A level's speed is the median
+    over rounds of fp32's time divided by its own, with the interval of :mod:`.timing`. It is faster
+    if the median is at least ``LEAST_GAIN`` and the interval lies above 1; not faster if the median
+    is less than ``LEAST_GAIN`` and the interval ends below ``MOST_MISSED``. Anything else is
+    unclear. Contention costs a fixed time per parallel region, which no pairing cancels, so a busy
+    machine gives no verdict at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from statistics import stdev
+
+import torch
+
+from apex.debug.rendering.formatting import counted
+from apex.tools.compare.results import (
+    BASELINE,
+    Comparison,
+    Recommendation,
+    Result,
+    Training,
+    Verdict,
+    Word,
+)
+from apex.tools.compare.timing import LEAST_ROUNDS, Interval
+from apex.tools.compare.training import end_loss, last
+
+LEAST_STEPS = 20
+"""Fewest steps that can judge training."""
+
+LEAST_GAIN = 1.05
+"""Least speed-up that justifies a change of numerics."""
+
+MOST_MISSED = 1.1
+"""Largest speed-up that a decision for fp32 may miss."""
+
+LEAST_BYTES_SAVED = 32e6
+"""Least saving of memory that justifies a change of numerics at the same speed."""
+
+LEAST_BYTES_MENTIONED = 1e6
+"""Savings below this do not count as less memory, whatever their share."""
+
+LEAST_MEMORY_GAIN = 0.9
+"""Largest share of fp32's memory that counts as less."""
+
+MOST_FROZEN = 0.05
+MOST_SKIPPED = 0.1
+LOSS_TOLERANCE = 0.05
+ENOUGH_ROUNDS, ENOUGH_STEPS = 20, 100
+
+_FP32_NOT_FINITE = (
+    "No recommendation: the final loss is not finite in fp32 either. Run `apex trace` on your "
+    "training script: it names the operator."
+)
+
+MEASURE = "what the others are measured against"
+
+
+class Outcome(Enum):
+    """What the times say of a level."""
+
+    FASTER = "faster"
+    NOT_FASTER = "not faster"
+    UNCLEAR = "unclear"
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """A level that was timed, its speed relative to fp32, and fp32's result."""
+
+    result: Result
+    speed: Interval
+    base: Result
+
+    @property
+    def name(self) -> str:
+        return self.result.name
+
+    @property
+    def outcome(self) -> Outcome:
+        """What its speed says; see Note [Verdict on speed]."""
+        if self.speed.median >= LEAST_GAIN:
+            return Outcome.FASTER if self.speed.low > 1 else Outcome.UNCLEAR
+        return Outcome.NOT_FASTER if self.speed.high < MOST_MISSED else Outcome.UNCLEAR
+
+    @property
+    def saved(self) -> int:
+        """The bytes that it saves if they are worth mentioning; otherwise 0."""
+        ours, fp32 = self.result.memory, self.base.memory
+        if not 0 < ours <= LEAST_MEMORY_GAIN * fp32:
+            return 0
+        return fp32 - ours if fp32 - ours >= LEAST_BYTES_MENTIONED else 0
+
+    @property
+    def gains(self) -> bool:
+        """Whether it is faster than fp32, or much smaller and no slower."""
+        no_slower = self.outcome is Outcome.NOT_FASTER and self.speed.median >= 1 / LEAST_GAIN
+        return self.outcome is Outcome.FASTER or (no_slower and self.saved >= LEAST_BYTES_SAVED)
+
+    @property
+    def facts(self) -> list[str]:
+        """Its speed and, such as ``"40 % less memory (1.2 GB)"``, what it saves if it does."""
+        facts = [str(self.speed)]
+        if self.saved:
+            share = self.saved / self.base.memory
+            facts.append(f"{share:.0%} less memory ({megabytes(self.saved)})")
+        return facts
+
+    @property
+    def preference(self) -> tuple[bool, bool]:
+        """A key that sorts the simplest of equally fast levels first."""
+        return not self.result.level.fp32_weights, self.result.level.dtype is torch.float16
+
+
+def recommendation(comparison: Comparison) -> Recommendation:
+    """Returns the fastest level that trains as well as fp32, or fp32, or no verdict."""
+    base = comparison.baseline
+    if base.training is None:
+        return Recommendation(None, "No recommendation: the fp32 baseline failed.", base.errors)
+    if not math.isfinite(base.training.losses[-1]):
+        return Recommendation(None, _FP32_NOT_FINITE, base.errors)
+    if len(comparison.results) == 1:
+        return Recommendation(None, "Nothing to compare: only fp32 was trained.")
+    if base.timing is None:
+        return Recommendation(None, "No verdict on speed: fp32 was not timed.", base.errors)
+    refusals = {result.name: refusal(result, comparison) for result in comparison.results}
+    timed = {
+        result.name: _Timed(result, speed, base)
+        for result in comparison.results
+        if (speed := comparison.speed(result)) is not None
+    }
+    judged = _judged(comparison, refusals, timed)
+    verdicts = [
+        Verdict(result.name, *_word(result, timed.get(result.name), judged, refused))
+        for result, refused in zip(comparison.results, refusals.values(), strict=True)
+    ]
+    reasons = _grouped(refusals)
+    if judged.best is not None:
+        reasons = [*_reasons(judged.best.result, base), *reasons]
+    return Recommendation(judged.level, judged.text, tuple(reasons), tuple(verdicts))
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """The recommended level and its text; without a gain, no best and no ties."""
+
+    level: str | None
+    text: str
+    best: _Timed | None = None
+    ties: tuple[_Timed, ...] = ()
+
+
+def _judged(
+    comparison: Comparison, refusals: Mapping[str, str], timed: Mapping[str, _Timed]
+) -> _Judged:
+    sound = [
+        each for each in timed.values() if each.result.level.advised and not refusals[each.name]
+    ]
+    usable = any(r.level.advised and not refusals[r.name] for r in comparison.results)
+    if usable and (text := _undecidable(comparison)):
+        return _Judged(None, text)
+    gaining = [each for each in sound if each.gains]
+    unclear = [each for each in sound if each.outcome is Outcome.UNCLEAR]
+    if gaining:
+        alike = _fastest_and_ties(gaining, comparison)
+        best = min(alike, key=lambda each: each.preference)
+        ties = tuple(each for each in alike if each is not best)
+        return _Judged(best.name, _use(best, ties), best, ties)
+    if unclear:
+        best = _fastest(unclear)
+        rounds = len(best.result.timing.samples) if best.result.timing else 0
+        return _Judged(
+            None,
+            f"No verdict on speed: the times vary too much ({comparison.load}). {best.name} looked "
+            f"{', '.join(best.facts)}. Run again with --rounds {4 * rounds}.",
+        )
+    return _Judged(BASELINE, _stay(sound))
+
+
+def _undecidable(comparison: Comparison) -> str:
+    """Returns why nothing measured can decide, and what to do; empty if it can."""
+    timing = comparison.baseline.timing
+    rounds = 0 if timing is None else len(timing.samples)
+    whys, again = [], []
+    if rounds < LEAST_ROUNDS:
+        few = f"{counted(rounds, 'timed step')} per level {'is' if rounds == 1 else 'are'} too few"
+        whys.append(f"No verdict on speed: {few}.")
+        again.append(f"with --rounds {ENOUGH_ROUNDS}")
+    if comparison.load.busy:
+        whys.append(f"No verdict on speed: this machine is busy ({comparison.load}).")
+        again.insert(0, "when it is idle")
+    if comparison.steps < LEAST_STEPS:
+        steps = counted(comparison.steps, "step")
+        whys.append(f"No verdict on training: {steps} cannot judge training.")
+        again.append(f"with --steps {ENOUGH_STEPS}")
+    return " ".join([*whys, f"Run again {' and '.join(again)}."]) if whys else ""
+
+
+def _fastest(candidates: Sequence[_Timed]) -> _Timed:
+    return max(candidates, key=lambda each: each.speed.median)
+
+
+def _fastest_and_ties(candidates: Sequence[_Timed], comparison: Comparison) -> list[_Timed]:
+    """Returns the fastest level and those that are as fast, within the spread."""
+    fastest = _fastest(candidates)
+    leads = [(each, comparison.speed(fastest.result, each.result)) for each in candidates]
+    return [
+        each for each, lead in leads if lead is None or lead.median < LEAST_GAIN or lead.low <= 1
+    ]
+
+
+def _use(best: _Timed, ties: Sequence[_Timed]) -> str:
+    facts = best.facts if best.outcome is Outcome.FASTER else best.facts[::-1]
+    gain = ", ".join([*facts, "and a final loss within the noise of fp32"])
+    text = f"Use {best.name} ({best.result.level.meaning}): {gain}."
+    if not ties:
+        return text
+    (stored, scaled), whys = best.preference, []
+    if not stored and any(each.preference[0] for each in ties):
+        whys.append("its weights stay fp32")
+    if not scaled and any(each.preference[1] for each in ties):
+        whys.append("bf16 needs no loss scale")
+    text += f" Equally fast within the spread: {', '.join(map(_prose, ties))}."
+    if whys:
+        text += f" {best.name} is named because {' and '.join(whys)}."
+    same = [each for each in ties if each.preference == best.preference]
+    return text + (f" A script that uses {_prose(same[0])} can keep it." if same else "")
+
+
+def _prose(candidate: _Timed) -> str:
+    level = candidate.result.level
+    if not level.autocast:
+        return level.name
+    return "torch.autocast" + " in fp16" * (level.dtype is torch.float16)
+
+
+def _stay(sound: Sequence[_Timed]) -> str:
+    """Returns the advice to stay in fp32, and why no level gains."""
+    if not sound:
+        return "Stay in fp32: no other level is usable on this machine."
+    best = _fastest(sound)
+    facts = ", ".join(best.facts)
+    return f"Stay in fp32: {best.name}, the fastest usable level, is {facts}."
+
+
+def _word(result: Result, timed: _Timed | None, judged: _Judged, refused: str) -> tuple[Word, str]:
+    """Returns the verdict on a level in one word, and the reason."""
+    if result.name == BASELINE:
+        stays = judged.level == BASELINE
+        return ("use", "no other level gains") if stays else ("baseline", MEASURE)
+    if refused:
+        return "skipped" if result.skipped else "no", refused
+    facts = "not timed" if timed is None else ", ".join(timed.facts)
+    if not result.level.advised:
+        return "no", f"{facts}; no fp32 masters, for comparison only"
+    if judged.level is None or timed is None:
+        return "unclear", facts
+    if result.name == judged.level:
+        return "use", facts
+    if timed in judged.ties:
+        return "ties", facts
+    if timed.outcome is Outcome.UNCLEAR:
+        return "unclear", f"{facts}; the times do not tell"
+    more = "no gain" if judged.best is None else f"{judged.level} gains more"
+    return "usable", f"{facts}; {more}"
+
+
+def _grouped(refusals: Mapping[str, str]) -> list[str]:
+    """Returns a line for each reason, with the names of the levels it applies to."""
+    names: dict[str, list[str]] = {}
+    for name, reason in refusals.items():
+        if reason:
+            names.setdefault(reason, []).append(name)
+    return [f"{', '.join(who)}: {reason.rstrip('.')}." for reason, who in names.items()]
+
+
+def _reasons(best: Result, base: Result) -> list[str]:
+    reasons = []
+    if best.timing is not None and base.timing is not None:
+        ours, fp32 = best.timing.median, base.timing.median
+        reasons.append(f"Time: {ours:.3g} ms a step, against {fp32:.3g} ms in fp32.")
+    if best.training is not None and base.training is not None:
+        losses = base.training.losses
+        reasons.append(
+            f"Final loss: {end_loss(best.training.losses):.4g}, against "
+            f"{end_loss(losses):.4g} in fp32 (standard deviation {noise(losses):.2g})."
+        )
+        reasons.append(
+            f"Stored: {best.training.stored.per_param:.1f} bytes per parameter, against "
+            f"{base.training.stored.per_param:.1f}."
+        )
+    if best.probe is not None and base.probe is not None:
+        reasons.append(
+            f"Saved for backward: {megabytes(best.probe.saved_bytes)}, against "
+            f"{megabytes(base.probe.saved_bytes)}."
+        )
+    return reasons
+
+
+def megabytes(count: int) -> str:
+    """Returns bytes as megabytes, or as kilobytes below 0.1 MB."""
+    value = count / 1e6
+    if value < 0.1:
+        return f"{count / 1e3:.1f} kB"
+    return f"{value:.0f} MB" if value >= 100 else f"{value:.1f} MB"
+
+
+# -- whether a level trains as well as fp32 --------------------------------------------------------
+
+
+def refusal(result: Result, comparison: Comparison) -> str:
+    """Returns why a level is ruled out; empty if it is not."""
+    base = comparison.baseline
+    if result.name == base.name:
+        return ""
+    own = [error for error in result.errors if error not in base.errors]  # shared: the target's
+    name = result.level.short_dtype
+    if not result.supported:
+        return f"{name} is not supported by this machine"
+    if result.skipped:
+        return f"{name} is emulated on this machine; --emulated trains it for a few steps"
+    record = result.training
+    if own or record is None or base.training is None:
+        return "; ".join(own or result.errors)
+    frozen = record.frozen or 0.0
+    lost = frozen - (base.training.frozen or 0.0)  # by the level
+    skipped, steps = len(record.skipped), len(record.losses)
+    speed = comparison.speed(result)
+    ratio = "" if speed is None else f": {speed.median:.2f}x the speed of fp32"
+    judges = not result.emulated and steps >= LEAST_STEPS
+    rules = (
+        (result.emulated, f"{name} is emulated on this machine{ratio}"),
+        (not math.isfinite(record.losses[-1]), "the final loss is not finite"),
+        (judges, _worse(record, base.training)),
+        (lost > MOST_FROZEN, f"rounding lost the updates of up to {frozen:.0%} of the weights"),
+        (skipped > 2 + MOST_SKIPPED * steps, f"{skipped} of {steps} steps were skipped"),
+    )
+    return "; ".join(reason for holds, reason in rules if holds and reason)
+
+
+def noise(losses: Sequence[float]) -> float:
+    """Returns the standard deviation of the last steps' losses; NaN if one is not finite."""
+    steps = last(losses)
+    if not all(map(math.isfinite, steps)):
+        return math.nan
+    return stdev(steps) if len(steps) > 1 else 0.0
+
+
+def _worse(record: Training, base: Training) -> str:
+    """Returns the final losses if a level's exceeds fp32's by more than fp32's own noise."""
+    losses = base.losses[: len(record.losses)]
+    ours, fp32 = end_loss(record.losses), end_loss(losses)
+    if not ours > fp32 + max(2 * noise(losses), LOSS_TOLERANCE * abs(fp32)):
+        return ""
+    return f"final loss {ours:.4g}, against {fp32:.4g} in fp32"

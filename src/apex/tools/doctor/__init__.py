@@ -1,1 +1,0 @@
-"""``apex doctor``: examines the machine and the installation."""

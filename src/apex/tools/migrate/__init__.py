@@ -1,1 +1,0 @@
-"""Every use of apex in old scripts, with a verdict on whether it works here."""

@@ -1,0 +1,208 @@
+"""The command ``apex``: its flags, its help, its exit codes."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+
+from apex.cli import (
+    BAD_INPUT,
+    FAILED,
+    INTERRUPTED,
+    NOT_WRITTEN,
+    OK,
+    SUBCOMMANDS,
+    build_parser,
+    check_file,
+    main,
+)
+from tests.tools.cases import FAILS_IN_BF16, TARGET, written
+
+pytestmark = pytest.mark.usefixtures("every_dtype_is_fast")
+
+FLAGS = {
+    "trace": ["-h", "--help", "--keep-going", "--json", "-m"],
+    "compare": [
+        *("-h", "--help", "--levels", "--steps", "--rounds", "--emulated", "--seed", "--device"),
+        *("--output", "--json", "--wide"),
+    ],
+    "migrate": ["-h", "--help", "--json"],
+    "doctor": ["-h", "--help", "--device", "--json"],
+}
+
+FEW = ["--steps", "2", "--rounds", "1"]
+
+
+def parsers():
+    (commands,) = [a for a in build_parser()._actions if getattr(a, "choices", None)]
+    return commands.choices
+
+
+@pytest.fixture
+def apex(tmp_path, capsys, monkeypatch):
+    """Runs the command in an empty folder; returns exit code, standard output and error."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as left:
+            code = left.code
+        return code, *capsys.readouterr()
+
+    return run
+
+
+# -- arguments and help ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", SUBCOMMANDS)
+def test_the_flags_are_these(command):
+    actions = parsers()[command]._actions
+    assert [flag for action in actions for flag in action.option_strings] == FLAGS[command]
+
+
+def test_the_version_is_that_of_the_package_and_of_torch(apex):
+    code, out, _ = apex("--version")
+    assert code == 0
+    assert out == f"apex-amp {version('apex-amp')}, torch {version('torch')}\n"
+
+
+def test_the_help_leads_from_a_question_to_a_command():
+    text = build_parser().format_help()
+    for question, command in (
+        ("NaN?", "apex trace train.py"),
+        ("Which level?", "apex compare"),
+        ("Old script?", "apex migrate"),
+    ):
+        assert re.search(rf"^ +{re.escape(question)} +{command}", text, re.MULTILINE)
+    assert all(re.search(rf"^ +{command} ", text, re.MULTILINE) for command in SUBCOMMANDS)
+    assert "exit code" not in text
+    assert len(text.splitlines()) < 25
+
+
+@pytest.mark.parametrize("command", SUBCOMMANDS)
+def test_the_help_fits_a_terminal(command):
+    assert max(map(len, parsers()[command].format_help().splitlines())) <= 100
+
+
+def test_the_help_of_compare_names_what_a_target_gives_and_what_the_columns_show():
+    text = parsers()["compare"].format_help()
+    for name in ("model", "optimizer", "batches", "loss", "evaluate", "setup()", "autocast-bf16"):
+        assert name in text
+    assert re.search(r"^  zero grads +gradients that are zero here", text, re.MULTILINE)
+
+
+# -- exit codes ------------------------------------------------------------------------------
+
+
+def test_a_comparison_prints_a_row_per_level_and_writes_the_files(apex, tmp_path):
+    target = written(tmp_path)
+    few = [*FEW, "--wide", "--json", "figures.json"]
+    code, out, err = apex("compare", target, "--levels", "O0,O4", *few)
+    assert code == OK
+    rows = [line.split() for line in out.splitlines()]
+    assert [row[:2] for row in rows if row[:1] in (["O0"], ["O4"])] == [
+        ["O0", "fp32"],
+        ["O4", "bf16"],
+    ]
+    assert out.endswith("report: report.html\n")
+    assert "</html>" in (tmp_path / "report.html").read_text()
+    assert len(json.loads((tmp_path / "figures.json").read_text())["levels"]) == 2
+    stages = ["train O0", "train O4", "probe O0", "probe O4", "time all, interleaved"]
+    assert err.splitlines() == [f"[{stage}]" for stage in stages]
+
+
+def test_json_on_standard_output_is_alone_there(apex, tmp_path):
+    target = written(tmp_path)
+    code, out, err = apex("compare", target, "--levels", "O0", *FEW, "--json", "-")
+    assert code == OK
+    assert json.loads(out)["target"] == target
+    assert "ms / step" in err
+
+
+def test_a_level_that_fails_is_exit_code_1_and_the_rest_is_there(apex, tmp_path):
+    code, out, _ = apex("compare", written(tmp_path, FAILS_IN_BF16), "--levels", "O4,O5", *FEW)
+    assert code == FAILED
+    assert "O4: training failed: RuntimeError: no kernel for bf16" in out
+    assert (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["compare"], "TARGET"),
+        (["compare", "x.py", "--steps", "0"], "got 0; it must be at least 1"),
+        (["compare", "x.py", "--levels", "O9"], "no level 'O9'; choose from O0, O1"),
+        (["compare", "x.py", "--device", "xpu:99"], "there is no device 'xpu:99'"),
+        (["compare", "no_such.py"], "There is no file no_such.py."),
+        (["compare", "x.py", "--steps", "abc"], "--steps: got 'abc'; it must be a whole number"),
+        (["compare", "x.py", "--seed", "9" * 20], "it must fit in 64 bits"),
+        (["compare", "x.py", "--device"], "--device needs a value"),
+        (["compare", "x.py", "--json", "report.html"], "--output and --json name the same file"),
+        (["doctor", "--json"], "--json needs a value: a file, or - for standard output"),
+        (["no-such-command"], "invalid choice"),
+        ([], "apex: name a COMMAND: trace, compare, migrate, doctor"),
+    ],
+)
+def test_bad_usage_is_exit_code_2_and_says_what_is_wrong(apex, arguments, message):
+    code, out, err = apex(*arguments)
+    assert (code, out) == (BAD_INPUT, "")
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("outputs", "reason"),
+    [
+        (["--output", "no/such/folder.html"], "no/such/folder.html cannot be written: No such"),
+        (["--output", "folder"], "folder cannot be written: it is a folder"),
+        (["--json", "no/figures.json"], "no/figures.json cannot be written: No such"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_found_before_the_training(
+    apex, tmp_path, outputs, reason
+):
+    (tmp_path / "folder").mkdir()
+    target = written(tmp_path, f"{TARGET}raise RuntimeError('executed')\n")
+    code, out, err = apex("compare", target, *outputs)
+    assert (code, out) == (NOT_WRITTEN, "")
+    assert err.startswith(f"apex compare: {reason}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "target.py"]
+
+
+def test_trying_a_file_neither_changes_nor_leaves_one(tmp_path):
+    (tmp_path / "old").write_text("kept")
+    check_file(tmp_path / "old")
+    check_file(tmp_path / "new")
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(tmp_path / "pipe")
+        check_file(tmp_path / "pipe")  # does not wait for a reader
+        (tmp_path / "pipe").unlink()
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("old", "kept")]
+
+
+def test_a_reader_that_is_gone_costs_no_report_and_is_exit_code_3(tmp_path):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "apex", "compare", written(tmp_path), "--levels", "O0", *FEW]
+    ended = subprocess.run(
+        command, stdout=write, stderr=subprocess.PIPE, text=True, cwd=tmp_path, check=False
+    )
+    os.close(write)
+    assert ended.returncode == NOT_WRITTEN
+    assert "Traceback" not in ended.stderr
+    assert "BrokenPipe" not in ended.stderr
+    assert (tmp_path / "report.html").exists()
+
+
+def test_an_interrupt_is_exit_code_130(apex, tmp_path):
+    target = written(
+        tmp_path, TARGET.replace("    return nn", "    raise KeyboardInterrupt\n    return nn")
+    )
+    code, _, err = apex("compare", target, *FEW)
+    assert code == INTERRUPTED
+    assert err.endswith("interrupted\n")

@@ -1,0 +1,172 @@
+"""What ``apex compare`` accepts as a target, and what it says of what it does not."""
+
+import re
+import sys
+
+import pytest
+import torch
+
+from apex.tools.compare.target import open_target
+from apex.tools.errors import TargetError
+from tests.tools.cases import TARGET, written
+
+BODY = TARGET.replace("\n", "\n    ")
+SETUP = f"def setup():{BODY}\n    return model, optimizer, batches, loss\n"
+
+
+def trains(experiment):
+    loss = experiment.loss(experiment.model, next(iter(experiment.batches)))
+    loss.backward()
+    experiment.optimizer.step()
+    return loss.dim() == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "function"),
+    [
+        (TARGET, ""),
+        (SETUP, ""),
+        (SETUP.replace("setup", "other"), ":other"),
+        (SETUP.replace("return model, optimizer, batches, loss", "return locals()"), ""),
+        ("from helper_of_target import *\n", ""),
+    ],
+    ids=["names", "setup", "function", "dict", "star"],
+)
+def test_each_level_gets_objects_of_its_own(tmp_path, text, function):
+    written(tmp_path, TARGET, "helper_of_target.py")
+    with open_target(written(tmp_path, text) + function) as build:
+        first, second, third = build(), build(), build()
+    sys.modules.pop("helper_of_target", None)
+    assert len({id(experiment.model) for experiment in (first, second, third)}) == 3
+    assert first.optimizer.param_groups[0]["params"][0] is first.model[0].weight
+    assert trains(first)
+    for one, other in zip(second.model.parameters(), third.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_target_that_parses_arguments_gets_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["apex", "compare", "target.py", "--steps", "3"])
+    parses = "import argparse, sys\nargparse.ArgumentParser().parse_args()\nmodel.argv = sys.argv\n"
+    target = written(tmp_path, TARGET + parses)
+    with open_target(target) as build:
+        assert build().model.argv == [target]
+    assert sys.argv[0] == "apex"
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Makes a module that can be imported; its name is good for one test."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def make(text):
+        (tmp_path / "target_module.py").write_text(text)
+        monkeypatch.delitem(sys.modules, "target_module", raising=False)
+        return "target_module"
+
+    yield make
+    sys.modules.pop("target_module", None)
+
+
+def test_a_module_and_its_functions_are_targets(module):
+    with open_target(module(TARGET)) as build:
+        assert build().model is not build().model
+    with open_target(module(SETUP) + ":setup") as build:
+        assert trains(build())
+
+
+LOCKED = "import threading\nmodel.lock = threading.Lock()\n"
+
+
+def test_a_model_that_cannot_be_copied_is_made_anew(tmp_path, module):
+    with open_target(written(tmp_path, TARGET + LOCKED)) as build:
+        assert trains(build())
+        assert build().model is not build().model
+    with (
+        pytest.raises(TargetError, match=r"cannot be deep-copied: TypeError.*builds a new one"),
+        open_target(module(TARGET + LOCKED)),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def setup():\n    raise OSError('no data')\n", r"setup\(\) raised OSError: no data"),
+        ("import no_such_module\nfrom x import *\n", "Executing .* failed: ModuleNotFoundError"),
+        ("def setup():\n    return 1, 2\n", "returned tuple; it must return model, optimizer"),
+        ("import torch\nsetup = torch.nn.ReLU()\n", r"setup\(\) raised TypeError"),
+        (TARGET + "model = 3\n", "model is int, not a torch.nn.Module"),
+        (TARGET + "loss = 3\nbatches = 4\n", "batches is int.*; loss is int"),
+        (TARGET + "model.to('meta')\n", r"the model's parameter '0.weight' has no values yet"),
+    ],
+    ids=["raises", "import", "two", "module", "model", "several", "meta"],
+)
+def test_a_target_that_gives_no_experiment_is_refused(tmp_path, text, message):
+    with pytest.raises(TargetError, match=message), open_target(written(tmp_path, text)):
+        pass
+
+
+SCRIPT = "raise RuntimeError('executed')\nfor batch in []:\n    loss = batch\n    loss.backward()\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (SCRIPT, "is a training script; compare needs four names.*lacks model, optimizer, batches"),
+        (SCRIPT + "model = optimizer = batches = 1\n", "is a training script.*Nothing was run"),
+        (
+            f"def main():\n    {SCRIPT.splitlines()[0]}\n    loss.backward()\n",
+            "is a training script",
+        ),
+        ("1 / 0\nmodel = 1\n", "is no target.*lacks optimizer, batches, loss. Nothing was run"),
+        ("if __name__ == '__main__':\n    def setup(): pass\n1 / 0\n", "is no target.*Nothing was"),
+        ("model = (\n", r"cannot be read as Python.*line 1"),
+    ],
+    ids=["script", "names", "functions", "names missing", "main", "syntax"],
+)
+def test_a_file_is_looked_at_before_anything_is_run(tmp_path, text, message):
+    with pytest.raises(TargetError, match=message), open_target(written(tmp_path, text)):
+        pass
+
+
+@pytest.mark.parametrize("imported", ["import apex.amp as amp", "from apex import amp"])
+def test_a_target_that_prepares_its_model_is_refused_with_the_line(tmp_path, imported):
+    call = "model, optimizer = amp.initialize(model, optimizer, opt_level='O5', verbosity=0)\n"
+    target = written(tmp_path, f"{imported}\n{TARGET}{call}")
+    line = TARGET.count("\n") + 2
+    message = (
+        rf"calls amp\.initialize \({re.escape(target)}:{line}\).*once per level: return the pl"
+    )
+    with pytest.raises(TargetError, match=message), open_target(target):
+        pass
+    hidden = f"from apex.amp import initialize\n{TARGET}{call.replace('amp.', '')}"
+    with (
+        pytest.raises(TargetError, match=r"calls amp\.initialize\."),
+        open_target(written(tmp_path, hidden)),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("no/such/file.py", "There is no file"),
+        ("./", r"\./ is neither a \.py file nor the name of a module"),
+        ("no_such_package:setup", "Importing no_such_package failed.*A file name needs its suffix"),
+        ("math:setup", r"no function setup\(\)\."),
+    ],
+)
+def test_a_target_that_is_not_there_is_refused(target, message):
+    with pytest.raises(TargetError, match=message), open_target(target):
+        pass
+
+
+def test_a_file_imports_its_neighbours_and_leaves_no_trace(tmp_path):
+    (tmp_path / "neighbour_of_target.py").write_text("WIDTH = 16\n")
+    text = "from neighbour_of_target import WIDTH\n" + TARGET.replace("16", "WIDTH")
+    path = list(sys.path)
+    with open_target(written(tmp_path, text)) as build:
+        assert trains(build())
+    assert sys.path == path
+    assert "apex_compare_target" not in sys.modules
+    sys.modules.pop("neighbour_of_target")

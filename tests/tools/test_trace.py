@@ -1,0 +1,763 @@
+"""``apex trace``: scripts run as under python; what first made inf or NaN is named."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import warnings
+
+import pytest
+import torch
+
+from apex import cli
+from apex.cli import main
+
+HEAD = """\
+import sys
+import torch
+from torch import nn
+torch.manual_seed(0)
+
+class Exp(nn.Module):
+    def forward(self, x):
+        return x.exp()
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 2), Exp()])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def train(net, xs, criterion=nn.MSELoss()):
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
+    for step, x in enumerate(xs):
+        optimizer.zero_grad()
+        loss = criterion(net(x), torch.ones(2, 2))
+        loss.backward()
+        optimizer.step()
+        print("step", step)
+
+
+"""
+EXP = 8
+"""Line of the operator that overflows."""
+
+GOOD = "train(Net(), [torch.ones(2, 2)] * 3)\n"
+BAD = "train(Net(), [torch.ones(2, 2), torch.full((2, 2), 1e6), torch.ones(2, 2)])\n"
+
+
+@pytest.fixture
+def trace(tmp_path, capsys, monkeypatch):
+    """Traces a script in an empty folder; returns exit code, standard output and error."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(body, *arguments, options=(), head=HEAD):
+        (tmp_path / "train.py").write_text(head + textwrap.dedent(body))
+        code = main(["trace", *options, "train.py", *arguments])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def report_of(output):
+    return output[output.index("\napex trace: ") + 1 :].splitlines()
+
+
+# -- what is found -------------------------------------------------------------------------------
+
+
+def test_the_report_names_operator_module_line_values_cause_and_remedy(trace, tmp_path):
+    code, out, _ = trace(BAD)
+    assert code == cli.NOT_FINITE
+    script = tmp_path / "train.py"
+    lines = report_of(out)
+    assert lines[0] == "apex trace: train.py made inf, after 1 optimizer step."
+    assert lines[1].startswith(
+        "First overflow: aten.exp in layers.1, forward, returned inf in float32 (largest finite"
+    )
+    assert lines[2:4] == [f"  at     {script}:{EXP}", "         return x.exp()"]
+    assert lines[4].startswith("  in     float32 [2, 2] ")
+    assert lines[5].startswith("  cause  range: ")
+    assert lines[6].startswith("  remedy ")
+    assert "logsumexp" in lines[6]
+    assert lines[8] == "  hit    the gradients of layers.0.bias, layers.0.weight"
+    assert lines[9].startswith("The script was stopped there; with --keep-going")
+    assert re.fullmatch(r"Traced \d+ operators and 1 optimizer step in \S+ s\.", lines[-1])
+    assert out.startswith("step 0\n\napex trace")  # the second step did not end
+
+
+def test_a_fault_in_the_backward_pass_is_found_at_the_line_of_its_forward(trace):
+    code, out, _ = trace("""
+        net = nn.Linear(2, 2, bias=False)
+        loss = net(torch.zeros(1, 2)).sqrt().sum()
+        loss.backward()
+        torch.optim.SGD(net.parameters(), lr=0.1).step()
+    """)
+    assert code == cli.NOT_FINITE
+    assert "aten.div outside the model, backward, returned inf" in out
+    assert "loss = net(torch.zeros(1, 2)).sqrt().sum()" in out
+    assert "add an epsilon inside the root" in out
+
+
+def test_a_clean_script_is_exit_code_0_and_runs_to_its_end(trace):
+    code, out, _ = trace(GOOD)
+    assert code == cli.OK
+    assert out.startswith("step 0\nstep 1\nstep 2\n")
+    assert report_of(out)[0] == "apex trace: train.py made no inf or NaN that reached its training."
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_values_that_have_grown_are_named_so(trace, steps):
+    code, out, _ = trace(
+        f"train(Net(), [torch.zeros(2, 2)] * {steps})\n"
+        + """
+net = nn.Linear(2, 2)
+(net(torch.full((2, 2), 1e30)) * 1e30).sum().backward()
+"""
+    )
+    assert code == cli.NOT_FINITE
+    assert "  cause  range: values have grown so large" in out
+
+
+def test_keep_going_tells_at_once_and_runs_to_the_end(trace):
+    code, out, _ = trace(BAD, options=["--keep-going"])
+    assert code == cli.NOT_FINITE
+    told, ended = out.index("the report follows at the end."), out.index("step 2\n")
+    assert told < ended < out.index("First overflow: aten.exp in layers.1")
+    assert "after 1 optimizer step." in out
+    assert "stopped" not in out
+
+
+def test_training_is_the_same_to_the_last_bit(trace):
+    body = """
+        torch.manual_seed(3)
+        net = nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+        train(net, [torch.randn(2, 2) for _ in range(4)])
+        torch.save(net.state_dict(), sys.argv[1])
+    """
+    trace(body, "traced.pt")
+    subprocess.run([sys.executable, "train.py", "plain.pt"], check=True, capture_output=True)
+    traced, plain = torch.load("traced.pt"), torch.load("plain.pt")
+    assert all(torch.equal(traced[name], plain[name]) for name in plain)
+
+
+def test_masks_of_minus_infinity_and_mended_rows_are_no_fault(trace):
+    code, out, _ = trace("""
+        class Masked(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear = nn.Linear(2, 2)
+                self.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
+
+            def forward(self, x):
+                scores = self.linear(x) + self.mask
+                mended = scores.masked_fill(torch.tensor([[True], [False]]), -torch.inf)
+                return scores.softmax(-1) + mended.softmax(-1).nan_to_num(0.0)
+
+        train(Masked(), [torch.ones(2, 2)] * 3)
+    """)
+    assert code == cli.OK, out
+
+
+def test_a_value_that_the_script_skips_is_told_as_harmless(trace):
+    code, out, _ = trace("""
+        net = nn.Linear(2, 2)
+        for factor in (1.0, 0.0, 1.0):
+            loss = (net(torch.ones(1, 2)).abs() * factor).log().mean()
+            if torch.isfinite(loss):
+                loss.backward()
+    """)
+    assert code == cli.OK
+    assert "Harmless: 1 non-finite result reached no gradient. The first: aten.log" in out
+
+
+def test_values_that_an_evaluation_at_the_end_masks_out_are_no_fault(trace):
+    code, out, _ = trace("""
+        class Log(nn.Module):
+            def forward(self, x):
+                return torch.where(x > 0, x.relu().log(), 0.0)
+
+        net = nn.Sequential(nn.Linear(2, 2), Log())
+        nn.init.constant_(net[0].weight, -1.0)
+        train(net, [torch.ones(2, 2)])
+        with torch.no_grad():
+            net(torch.ones(2, 2))
+        print((torch.zeros(2) / torch.tensor([0.0, 1.0])).nanmean())
+    """)
+    assert code == cli.OK, out
+    assert "made no inf or NaN that reached its training." in out
+
+
+def test_a_fault_is_not_called_harmless_for_the_finite_gradients_of_another_loss(trace):
+    code, out, _ = trace("""
+        bad, good = Net(), nn.Linear(2, 2)
+        later = bad(torch.full((2, 2), 1e6)).sum()
+        good(torch.ones(2, 2)).sum().backward()
+        later.backward()
+    """)
+    assert code == cli.NOT_FINITE
+    assert "aten.exp in " in out
+    assert "Harmless" not in out
+
+
+def test_a_value_that_fp16_lost_is_not_called_harmless_too(trace):
+    code, out, _ = trace("""
+        net = nn.Linear(2, 2).half()
+        x = torch.full((2, 2), 300.0, dtype=torch.float16)
+        (net(x).square() + x.square()).sigmoid().float().sum().backward()
+    """)
+    assert code == cli.NOT_FINITE
+    assert "cause  range: " in out
+    assert "Harmless" not in out
+
+
+def test_a_batch_norm_in_eval_mode_spoils_no_weights(trace):
+    code, out, _ = trace("""
+        norm = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
+        for value in (1.0, 0.0):
+            train(norm.train(), [torch.randn(2, 2)])
+            with torch.no_grad():
+                norm.eval()(torch.ones(2, 2) / torch.tensor([1.0, value])).nan_to_num(0.0)
+        train(norm.train(), [torch.randn(2, 2)])
+    """)
+    assert code == cli.OK, out
+    code, out, _ = trace("""
+        norm = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
+        with torch.no_grad():
+            norm(torch.ones(2, 2) / torch.tensor([1.0, 0.0])).nan_to_num(0.0)
+        train(norm, [torch.randn(2, 2)])
+    """)
+    assert code == cli.NOT_FINITE  # its running mean is NaN
+    assert "First overflow: aten.div outside the model" in out
+
+
+def test_an_average_of_the_weights_counts_once_it_is_called(trace):
+    code, out, _ = trace("""
+        import copy
+        net = nn.Linear(2, 2)
+        average = copy.deepcopy(net)
+        for count in range(3):
+            train(net, [torch.ones(2, 2)])
+            with torch.no_grad():
+                for mean, now in zip(average.parameters(), net.parameters()):
+                    mean.copy_(mean + (now - mean) / count)  # from 1 would be right
+        with torch.no_grad():
+            print(average(torch.ones(2, 2)))
+    """)
+    assert code == cli.NOT_FINITE
+    assert "First overflow: aten.div outside the model" in out
+    assert "cause  division by zero" in out
+    assert "Harmless" not in out
+
+
+def test_a_metric_that_was_harmless_before_is_so_after_the_last_step(trace):
+    code, out, _ = trace("""
+        def precision(found):
+            return found.sum() / found.numel()
+
+        for epoch in range(3):
+            train(nn.Linear(2, 2), [torch.ones(2, 2)])
+            print(precision(torch.zeros(0)))
+    """)
+    assert code == 0
+    assert "made no inf or NaN that reached its training" in out
+    assert "Harmless: 2 non-finite results reached no gradient." in out
+
+
+def test_a_loss_that_ends_the_script_is_reported(trace):
+    code, out, _ = trace("""
+        net = nn.Linear(2, 2)
+        loss = (net(torch.ones(1, 2)) * 0).log().mean()
+        if not torch.isfinite(loss):
+            sys.exit("loss is not finite")
+    """)
+    assert code == cli.NOT_FINITE
+    assert "aten.log outside the model" in out
+    assert "hit    no gradient, loss or weight before the script ended" in out
+
+
+def test_several_models_are_distinguished_and_losses_are_none(trace):
+    _, out, _ = trace("""
+        teacher, student = Net(), Net()
+        nn.init.constant_(student.layers[0].weight, 1e6)
+        with torch.no_grad():
+            target = teacher(torch.ones(2, 2))
+        nn.MSELoss()(student(torch.ones(2, 2)), target).backward()
+        torch.ones(1).sum()
+    """)
+    assert "aten.exp in Net[1]:layers.1, forward" in out
+
+
+def test_a_part_that_is_called_first_is_named_within_the_whole(trace):
+    _, out, _ = trace("""
+        net = Net()
+        net.layers[0](torch.ones(2, 2))
+        train(net, [torch.full((2, 2), 1e6), torch.ones(2, 2)])
+    """)
+    assert "aten.exp in layers.1, forward" in out
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when dynamo is imported
+@pytest.mark.parametrize("how", ["net = torch.compile(net, backend='eager')", "net.compile()"])
+def test_compiled_models_run_uncompiled_and_are_traced(trace, how):
+    code, out, err = trace(f"net = Net()\n{how}\n" + BAD.replace("Net()", "net"))
+    assert code == cli.NOT_FINITE
+    assert "aten.exp in layers.1, forward" in out
+    assert "Compiled parts ran uncompiled" in out
+    assert err == ""
+
+
+def test_threads_of_the_script_are_traced(trace):
+    code, out, _ = trace("""
+        import threading
+        worker = threading.Thread(target=train, args=(Net(), [torch.full((2, 2), 1e6)] * 2))
+        worker.start()
+        worker.join()
+    """)
+    assert code == cli.NOT_FINITE
+    assert "aten.exp in layers.1, forward" in out
+    assert "step 1" in out  # an exception in a thread would end that thread only
+
+
+# -- loss scales -----------------------------------------------------------------------------------
+
+SCALED = """
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale={scale})
+    for _ in range(6):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = net(torch.full((1, 2), {x})).float().sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
+
+APEX = """
+    from apex import amp
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    net, optimizer = amp.initialize(net, optimizer, opt_level="{level}", verbosity=0{options})
+    for _ in range(6):
+        optimizer.zero_grad()
+        loss = net(torch.ones(1, 2)).float().sum() * 3
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+"""
+
+
+def test_a_step_beside_a_grad_scaler_is_a_fault_of_the_step(trace):
+    body = SCALED.format(scale=2.0**20, x=1.0)
+    beside = body.replace("scaler.step(optimizer)", "optimizer.step()")
+    code, out, _ = trace(beside.replace("scaler.update()", ""))
+    assert code == cli.NOT_FINITE
+    assert "cause  range: " in out
+    assert "if scaled, call scaler.step(optimizer) and scaler.update(), not optimizer.step()" in out
+    assert "Healthy" not in out
+
+
+def test_a_fault_is_not_called_healthy_for_what_its_loss_scale_did_before(trace):
+    body = SCALED.format(scale=2.0**17, x=1.0).replace("(1, 2)", "(1, 2) if _ < 3 else (0, 2)")
+    code, out, _ = trace(body.replace(".sum()", ".mean()"))
+    assert code == cli.NOT_FINITE
+    assert "cause  division by zero: " in out
+    assert "Healthy" not in out
+
+
+def test_overflows_by_which_a_grad_scaler_finds_its_scale_are_healthy(trace):
+    code, out, _ = trace(SCALED.format(scale=2.0**18, x=1.0))
+    assert code == cli.OK, out
+    assert "Healthy: 3 of 6 backward passes overflowed." in out
+
+
+def test_an_overflow_in_the_forward_of_an_fp16_model_is_a_fault(trace):
+    code, out, _ = trace(SCALED.format(scale=1.0, x=1e5))
+    assert code == cli.NOT_FINITE
+    assert "aten._to_copy in the model, forward, returned inf in float16" in out
+    assert "torch.autocast(device_type, dtype=torch.bfloat16)" in out
+    assert "O4" not in out
+
+
+def test_a_scale_that_has_not_found_its_value_is_not_called_healthy(trace):
+    code, out, _ = trace(SCALED.format(scale=2.0**40, x=1.0))
+    assert code == cli.OK, out
+    assert "Not settled: 6 of 6 backward passes overflowed." in out
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_overflows_by_which_amp_finds_its_scale_are_healthy(trace, level):
+    code, out, _ = trace(APEX.format(level=level, options=""))
+    assert code == cli.OK, out
+    assert "Healthy: 2 of 6 backward passes overflowed." in out
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_at_a_static_scale_is_a_fault(trace, level):
+    code, out, _ = trace(APEX.format(level=level, options=", loss_scale=2.0**17"))
+    assert code == cli.NOT_FINITE
+    assert "cause  loss scale: " in out
+    assert "remedy 1. pass loss_scale='dynamic' instead of a static scale" in out
+    assert "Healthy" not in out
+
+
+@pytest.mark.parametrize("source", ["a worker process", "a file"])
+def test_data_of_another_process_or_a_file_is_data(trace, source):
+    code, out, _ = trace(
+        """
+        xs = torch.ones(6, 2, 2)
+        xs[4, 1, 1] = float(sys.argv[2])
+        torch.save(xs, "xs.pt")
+        xs = torch.load("xs.pt") if sys.argv[1] == "a file" else torch.utils.data.DataLoader(
+            xs.tolist(), batch_size=None, num_workers=1, collate_fn=torch.tensor,
+            multiprocessing_context="fork"
+        )
+        train(nn.Linear(2, 2), xs)
+        """,
+        source,
+        "nan",
+    )
+    assert code == cli.NOT_FINITE
+    assert "aten.addmm in the model, forward, returned nan in float32" in out
+    assert "cause  data: " in out
+    assert "after 4 optimizer steps" in out
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "xs[2][0, 1] = float('nan')",
+        "net.weight.data[0, 0] = torch.nan",
+        "xs[2] = xs[2] * torch.nan",
+    ],
+)
+def test_a_number_that_the_script_writes_itself_is_named_as_its_own(trace, line):
+    code, out, _ = trace(
+        f"""
+        net, xs = nn.Linear(2, 2), [torch.ones(2, 2) for _ in range(3)]
+        {line}
+        train(net, xs)
+        """
+    )
+    assert code == cli.NOT_FINITE
+    assert f"         {line}\n" in out
+    assert "cause  constant: the script itself gives inf or NaN here" in out
+    assert "remedy 1. correct the number" in out
+
+
+@pytest.mark.parametrize("assign", [True, False])
+def test_a_file_that_holds_nan_weights_is_no_data(trace, assign):
+    code, out, _ = trace(
+        f"""
+        net, state = nn.Linear(2, 2), nn.Linear(2, 2).state_dict()
+        state["weight"].numpy()[0, 0] = float("nan")  # unseen by torch, as in a file
+        net.load_state_dict(state, assign={assign})
+        train(net, [torch.ones(2, 2)] * 3)
+        """
+    )
+    assert code == cli.NOT_FINITE
+    assert "cause  weights: the model's weights or buffers were already non-finite: loaded" in out
+    assert "remedy 1. check the file that they come from" in out
+
+
+# -- the script runs as under python -----------------------------------------------------------
+
+SEES = """\
+import json, os, pickle, sys
+
+
+class Own:
+    pass
+
+
+if __name__ == "__main__":
+    names = {name: globals().get(name) for name in ("__name__", "__file__", "__package__")}
+    assert type(pickle.loads(pickle.dumps(Own()))) is Own
+    assert sys.modules["__main__"].Own is Own
+    with open(os.environ["SEEN"], "w") as file:
+        json.dump([names, sys.argv, os.path.abspath(sys.path[0])], file)
+"""
+
+
+@pytest.mark.parametrize("how", ["file", "link", "module", "package", "folder"])
+def test_a_script_sees_what_it_sees_under_python(tmp_path, monkeypatch, capsys, how):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    folder = tmp_path / "project" / "sub"
+    folder.mkdir(parents=True)
+    for name in ("train.py", "__main__.py", "__init__.py"):
+        (folder / name).write_text(SEES if name != "__init__.py" else "")
+    (tmp_path / "link.py").symlink_to(folder / "train.py")
+    given = {
+        "file": ["project/sub/train.py"],
+        "link": ["link.py"],
+        "module": ["-m", "project.sub.train"],
+        "package": ["-m", "project.sub"],
+        "folder": ["project/sub"],
+    }[how]
+    arguments = ["--lr", "0.1", "--json", "x", "--", "-m"]
+    seen = []
+    modules = set(sys.modules)
+    for name in ("python", "trace"):
+        monkeypatch.setenv("SEEN", str(tmp_path / name))
+        if name == "python":
+            subprocess.run([sys.executable, *given, *arguments], check=True)
+        else:
+            assert main(["trace", *given, *arguments]) == cli.OK
+        seen.append(json.loads((tmp_path / name).read_text()))
+    for name in set(sys.modules) - modules:
+        if name.startswith("project"):
+            del sys.modules[name]
+    assert seen[0] == seen[1]
+    capsys.readouterr()
+
+
+def global_hooks():
+    hooks = torch.nn.modules.module
+    return [len(each) for each in (hooks._global_forward_hooks, hooks._global_forward_pre_hooks)]
+
+
+def test_everything_is_put_back(trace):
+    def state():
+        streams = sys.stdout, sys.stderr
+        hooks = threading.getprofile(), list(warnings.filters), *global_hooks()
+        return sys.argv, list(sys.path), sys.modules["__main__"], streams, hooks
+
+    before = state()
+    trace("sys.argv.append('x')\nsys.path.append('y')\nsys.stdout = sys.stderr\n" + GOOD)
+    assert state() == before
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ("sys.exit(7)", 7),
+        ("sys.exit()", 0),
+        ("sys.exit('no data')", 1),
+        ("raise ValueError('no data')", 1),
+        ("raise SystemExit(2)", 2),
+        ("this is no Python", 1),
+    ],
+)
+def test_the_script_s_own_exit_code_passes_through(trace, body, status):
+    code, out, err = trace(body)
+    assert code == status
+    ended = "made no inf or NaN that reached its training."
+    if "Error" in out:
+        ended = "failed before any inf or NaN reached its training."
+    assert report_of(out)[0].endswith(ended)
+    if "data" in body:
+        assert err.endswith("no data\n")
+
+
+@pytest.mark.parametrize(("options", "status"), [((), 0), (("--json", "-"), cli.NOT_WRITTEN)])
+def test_a_script_may_close_its_output(tmp_path, options, status):
+    (tmp_path / "train.py").write_text("import sys\nsys.stdout.close()\n")
+    command = [sys.executable, "-m", "apex", "trace", *options, str(tmp_path / "train.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stderr
+    assert "made no inf or NaN" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_uncaught_error_is_shown_as_python_shows_it(trace, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # process groups leave one
+    body = "def load():\n    raise ValueError('no data')\n\n\nload()\n"
+    _, out, err = trace(body, head="")
+    plain = subprocess.run(
+        [sys.executable, str(tmp_path / "train.py")], capture_output=True, text=True, check=False
+    )
+    assert err.replace("^", "").split() == plain.stderr.replace("^", "").split()
+    assert f"The script failed: ValueError: no data ({tmp_path / 'train.py'}:2)" in out
+
+
+def test_no_handler_of_the_script_keeps_it_from_stopping(trace):
+    code, out, _ = trace("""
+        try:
+            train(Net(), [torch.full((2, 2), 1e6)] * 3)
+        except Exception:
+            print("caught")
+        finally:
+            print("cleaned up", float(torch.ones(2).sum()))
+    """)
+    assert code == cli.NOT_FINITE
+    assert "caught" not in out
+    assert "cleaned up 2.0" in out
+
+
+def test_a_forked_copy_reports_nothing(trace):
+    code, out, _ = trace(
+        "import os\nif os.fork():\n    os.wait()\n    print('parent')\nelse:\n    os._exit(0)\n"
+    )
+    assert code == cli.OK
+    assert out.count("apex trace: ") == 1
+
+
+# -- arguments, JSON, errors -----------------------------------------------------------------------
+
+
+def test_json_holds_the_fault_and_how_the_script_ended(trace):
+    trace(BAD, options=["--json", "trace.json"])
+    with open("trace.json") as file:
+        data = json.load(file, parse_constant=pytest.fail)
+    assert data["first"]["op"] == "aten.exp"
+    assert data["first"]["source"] == "return x.exp()"
+    assert data["first"]["pattern"] == "exp of a large number"
+    assert data["first"]["inputs"][0]["shape"] == [2, 2]
+    assert data["ending"] == {"status": 0, "error": "", "interrupted": False, "stopped": True}
+    assert (data["steps"], data["steps_before"], data["certain"]) == (1, 1, True)
+
+
+def test_json_is_written_where_the_command_was_given(trace, tmp_path):
+    trace(f"import os\nos.mkdir('run')\nos.chdir('run')\n{GOOD}", options=["--json", "trace.json"])
+    assert json.loads((tmp_path / "trace.json").read_text())["first"] is None
+
+
+def test_json_on_standard_output_follows_what_the_script_printed(trace):
+    _, out, err = trace("print('{')\n", options=["--json", "-"])
+    assert json.loads(out.removeprefix("{\n"))["operators"] == 0
+    assert "apex trace: train.py made no inf" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: SCRIPT\n"),
+        (["nothing.py"], "apex trace: there is no file nothing.py."),
+        (["folder"], "folder is a folder without a __main__.py. Name the script itself."),
+        (["-m", "no_such.module"], "the module no_such.module was not found: ModuleNotFoundError"),
+        (["-m", "nothing"], "apex trace: there is no module nothing."),
+        (["-m", "train.py"], "A file is named without -m."),
+        (["--keep", "x.py", "--json"], "there is no file x.py"),
+    ],
+)
+def test_what_cannot_be_run_is_exit_code_2(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    try:
+        code = main(["trace", *arguments])
+    except SystemExit as left:
+        code = left.code
+    assert code == cli.BAD_INPUT
+    assert message in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_found_before_the_script_runs(trace):
+    code, out, err = trace("print('executed')", options=["--json", "no/trace.json"])
+    assert (code, out) == (cli.NOT_WRITTEN, "")
+    assert "cannot be written" in err
+
+
+# -- processes ---------------------------------------------------------------------------------
+
+
+def test_an_interrupt_reports_what_was_seen(tmp_path):
+    body = "(nn.Linear(2, 2)(torch.zeros(1, 2)) * 0).log()\nprint('ready', flush=True)\n"
+    (tmp_path / "train.py").write_text(HEAD + body + "import time\ntime.sleep(30)\n")
+    # A shell's background jobs ignore SIGINT, and so do their children.
+    heeding = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    start = heeding + "import runpy; runpy.run_module('apex', run_name='__main__')"
+    command = [sys.executable, "-c", start, "trace", "train.py"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        out = process.stdout.read()
+    assert process.returncode == cli.INTERRUPTED
+    assert "First overflow: aten.log" in out
+    assert "The script was interrupted; this is what was seen until then." in out
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_workers_that_load_data_find_the_script_s_classes_and_are_not_traced(tmp_path, start):
+    (tmp_path / "train.py").write_text(
+        HEAD
+        + textwrap.dedent(f"""
+        class Data(torch.utils.data.Dataset):
+            def __len__(self):
+                return 4
+
+            def __getitem__(self, index):
+                return torch.ones(2).log().log().exp() + index * 0.1
+
+
+        if __name__ == "__main__":
+            options = dict(batch_size=2, num_workers=1, multiprocessing_context="{start}")
+            train(nn.Linear(2, 2), torch.utils.data.DataLoader(Data(), **options))
+        """)
+    )
+    command = [sys.executable, "-m", "apex", "trace", "train.py"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode == cli.OK, ended.stderr
+    assert ended.stdout.startswith("step 0\nstep 1\n")
+    assert ended.stdout.count("apex trace: ") == 1
+
+
+def test_a_report_is_finished_when_another_rank_has_ended(tmp_path, monkeypatch):
+    """torchrun sends SIGTERM to all ranks when the first has ended."""
+    (tmp_path / "train.py").write_text("")
+    written = cli.write_json
+
+    def terminated(*args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        written(*args)
+
+    monkeypatch.setattr(cli, "write_json", terminated)
+    before = signal.getsignal(signal.SIGTERM)
+    assert main(["trace", "--json", str(tmp_path / "out.json"), str(tmp_path / "train.py")]) == 0
+    assert (tmp_path / "out.json").exists()
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.distributed
+def test_each_rank_of_torchrun_reports_and_writes_for_itself(tmp_path):
+    (tmp_path / "train.py").write_text(
+        HEAD
+        + textwrap.dedent("""
+        torch.distributed.init_process_group("gloo")
+        rank = torch.distributed.get_rank()
+        net = nn.parallel.DistributedDataParallel(Net())
+        train(net, [torch.ones(2, 2), torch.full((2, 2), 1e6 if rank else 1.0)])
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+        """)
+    )
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*run, "-m", "apex", "trace", "--keep-going", "--json", "trace.json", "train.py"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=False, env=env
+    )
+    assert ended.returncode != 0
+    data = [json.loads((tmp_path / f"trace.rank{rank}.json").read_text()) for rank in (0, 1)]
+    assert [each["rank"] for each in data] == [0, 1]
+    assert (data[1]["first"]["op"], data[1]["first"]["module"]) == ("aten.exp", "layers.1")
+    # The reduced gradients come from the other rank.
+    assert data[0]["first"] is None or data[0]["first"]["op"] != "aten.exp"
+    assert "[rank 1] First overflow: aten.exp in layers.1, forward" in ended.stdout
+
+
+@pytest.mark.gpu
+def test_a_backward_pass_in_the_engine_s_own_threads_is_traced(trace):
+    code, out, _ = trace("""
+        net = nn.Linear(2, 2, bias=False).cuda()
+        for x in (torch.ones(1, 2), torch.zeros(1, 2)):
+            net.zero_grad()
+            net(x.cuda()).abs().sqrt().sum().backward()
+            torch.optim.SGD(net.parameters(), lr=0.0).step()
+    """)
+    assert code == cli.NOT_FINITE
+    assert "aten.div outside the model, backward, returned inf" in out
+    assert "train.py:" in out
+    assert "net(x.cuda()).abs().sqrt().sum().backward()" in out
+    assert "hit    the gradients of weight" in out

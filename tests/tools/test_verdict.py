@@ -1,0 +1,395 @@
+"""The recommendation: which level, and the figures that say so."""
+
+import math
+import random
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from apex.tools.compare import timing
+from apex.tools.compare.results import LEVELS, Stored, parse_levels
+from apex.tools.compare.timing import CONFIDENCE, Load, LoadMeter, Timing, median_interval, speed_of
+from apex.tools.compare.verdict import LEAST_GAIN, MOST_MISSED
+from tests.tools.cases import comparison_of, result_of
+
+IDLE = Load()
+SLOW_LOSSES = tuple(2.0 / step for step in range(1, 26))
+
+
+def advised(*results):
+    return comparison_of(result_of("O0"), *results).recommendation
+
+
+def words(recommendation):
+    return {verdict.level: verdict.word for verdict in recommendation.verdicts}
+
+
+def whys(recommendation):
+    return {verdict.level: verdict.why for verdict in recommendation.verdicts}
+
+
+def test_the_fastest_sound_level_is_advised():
+    found = advised(result_of("O4", milliseconds=6.0), result_of("O5", milliseconds=5.0))
+    assert found.level == "O5"
+    assert re.match(
+        r"Use O5 \(bf16 model, fp32 batch norm and masters\): 2\.0\dx as fast as fp32 \(1\.9\d to ",
+        found.text,
+    )
+    assert words(found) == {"O0": "baseline", "O4": "usable", "O5": "use"}
+
+
+def test_no_gain_means_stay_in_fp32_and_says_why():
+    found = advised(result_of("O4", milliseconds=9.9))
+    assert found.level == "O0"
+    assert re.match(
+        r"Stay in fp32: O4, the fastest usable level, is 1\.0\dx as fast as fp32 "
+        r"\(\d\.\d\d to 1\.0\dx\)\.$",
+        found.text,
+    )
+    assert words(found) == {"O0": "use", "O4": "usable"}
+
+
+# -- quiet, noisy, busy, tied ------------------------------------------------------------------
+
+
+def planted(ratio, *, noisy, seed=0, rounds=20):
+    """Returns fp32's times and those of a level ``ratio`` times as fast.
+
+    With noise a step may take any time longer, whatever the level.
+    """
+    draw = random.Random(seed)
+
+    def step(milliseconds):
+        return milliseconds * (draw.lognormvariate(0.5, 1.0) if noisy else draw.uniform(0.98, 1.02))
+
+    return [step(10.0) for _ in range(rounds)], [step(10.0 / ratio) for _ in range(rounds)]
+
+
+def judged(ratio, *, load=IDLE, **planting):
+    base, level = planted(ratio, **planting)
+    results = result_of("O0", samples=base), result_of("O4", samples=level)
+    return comparison_of(*results, load=load)
+
+
+@pytest.mark.parametrize(("ratio", "level"), [(2.0, "O4"), (1.1, "O4"), (1.0, "O0"), (0.7, "O0")])
+def test_a_quiet_machine_decides(ratio, level):
+    for seed in range(20):
+        assert judged(ratio, noisy=False, seed=seed).recommendation.level == level
+
+
+@pytest.mark.parametrize("ratio", [0.9, 1.0, 1.2, 2.0])
+def test_noise_never_denies_a_gain_beside_a_ratio_that_shows_one(ratio):
+    for seed in range(20):
+        found = judged(ratio, noisy=True, seed=seed)
+        speed = found.speed(found.results[1])
+        if found.recommendation.level == "O0":
+            assert speed.median < LEAST_GAIN
+            assert speed.high < MOST_MISSED
+        if found.recommendation.level == "O4":
+            assert speed.low > 1
+
+
+def test_noise_rarely_calls_a_level_faster_that_is_not():
+    found = [judged(1.0, noisy=True, seed=seed).recommendation.level for seed in range(400)]
+    assert found.count("O4") / len(found) < 0.05
+    assert found.count(None) / len(found) > 0.8
+
+
+@pytest.mark.parametrize(
+    ("load", "told"),
+    [
+        (Load(8.0, 2), "load 8 on 2 cores"),
+        (
+            Load(1.2, 2, waiting=0.31),
+            "load 1.2 on 2 cores; this process waited for a core 31% of the time",
+        ),
+        (Load(None, 4, waiting=0.5), "4 cores; this process waited for a core 50% of the time"),
+    ],
+)
+def test_a_busy_machine_gives_no_verdict_on_speed_whatever_it_measured(load, told):
+    found = judged(1.8, noisy=False, load=load).recommendation
+    assert found.text == (
+        f"No verdict on speed: this machine is busy ({told}). Run again when it is idle."
+    )
+    assert found.level is None
+    assert words(found) == {"O0": "baseline", "O4": "unclear"}
+
+
+@pytest.mark.parametrize("load", [Load(), Load(2.9, 2), Load(2.0, 2, waiting=0.05)])
+def test_a_machine_is_not_busy_by_this_program_alone(load):
+    assert judged(1.8, noisy=False, load=load).recommendation.level == "O4"
+
+
+def test_a_load_is_measured_while_the_levels_are_timed():
+    with LoadMeter() as meter:
+        sum(range(1000))
+    assert meter.load.cores >= 1
+    assert meter.load.waiting >= 0
+
+
+@pytest.mark.parametrize(("steps", "said"), [(5, "5 steps"), (1, "1 step")])
+def test_few_steps_cannot_judge_training(steps, said):
+    losses = (1.0,) * steps
+    fast = result_of("O4", milliseconds=5.0, losses=tuple(2 * loss for loss in losses))
+    found = comparison_of(result_of("O0", losses=losses), fast, steps=steps).recommendation
+    assert found.text == (
+        f"No verdict on training: {said} cannot judge training. Run again with --steps 100."
+    )
+    assert (found.level, words(found)["O4"]) == (None, "unclear")
+    assert "noise" not in found.text
+
+
+def test_times_that_vary_too_much_give_no_verdict():
+    found = judged(1.8, noisy=True, seed=1).recommendation
+    assert re.match(
+        r"No verdict on speed: the times vary too much .*O4 looked \d\.\d\dx as fast as fp32 \(0\.",
+        found.text,
+    )
+    assert found.text.endswith("Run again with --rounds 80.")
+    assert words(found) == {"O0": "baseline", "O4": "unclear"}
+
+
+def test_a_load_that_all_share_does_not_hide_a_gain():
+    loads = [random.Random(3).uniform(1, 9) for _ in range(20)]
+    found = advised_from([10 * load for load in loads], O4=[5 * load for load in loads])
+    assert found.text.startswith("Use O4 (bf16 where it is safe, fp32 weights): 2.00x as fast as")
+
+
+def test_too_few_rounds_give_no_verdict_and_say_how_many_are_enough():
+    found = advised_from([10.0] * 3, O4=[5.0] * 3)
+    assert found.text == (
+        "No verdict on speed: 3 timed steps per level are too few. Run again with --rounds 20."
+    )
+
+
+def test_levels_timed_one_after_another_are_not_paired():
+    base, level = result_of("O0"), result_of("O4", samples=[8.0, 12.0] * 10)
+    assert comparison_of(base, level, interleaved=False).recommendation.level is None
+
+
+def test_a_faster_level_is_named_though_another_is_unclear():
+    found = advised_from([10.0] * 20, O4=[6.0] * 20, O5=[2.0, 15.0] * 10)
+    assert found.level == "O4"
+    assert words(found)["O5"] == "unclear"
+
+
+def advised_from(base, **levels):
+    results = [result_of(name, samples=samples) for name, samples in levels.items()]
+    return comparison_of(result_of("O0", samples=base), *results).recommendation
+
+
+def tied(*names):
+    """Returns the recommendation where all these levels are twice as fast."""
+    return advised(*(result_of(name, milliseconds=5.0) for name in names))
+
+
+@pytest.mark.parametrize(
+    ("names", "level", "sentence"),
+    [
+        (
+            ("O4", "O5", "autocast-bf16"),
+            "O4",
+            "Equally fast within the spread: O5, torch.autocast. O4 is named because its weights "
+            "stay fp32. A script that uses torch.autocast can keep it.",
+        ),
+        (
+            ("O4", "O5"),
+            "O4",
+            "Equally fast within the spread: O5. O4 is named because its weights stay fp32.",
+        ),
+        (
+            ("O1", "O4"),
+            "O4",
+            "Equally fast within the spread: O1. O4 is named because bf16 needs no loss scale.",
+        ),
+        (
+            ("O2", "O4", "autocast-fp16"),
+            "O4",
+            "Equally fast within the spread: O2, torch.autocast in fp16. O4 is named because its "
+            "weights stay fp32 and bf16 needs no loss scale.",
+        ),
+        (
+            ("O4", "autocast-bf16"),
+            "O4",
+            "Equally fast within the spread: torch.autocast. A script that uses torch.autocast can "
+            "keep it.",
+        ),
+    ],
+)
+def test_ties_are_named_with_the_reason_for_the_choice(names, level, sentence):
+    found = tied(*names)
+    assert found.level == level
+    assert found.text.endswith(f"fp32. {sentence}")
+    assert words(found) == {"O0": "baseline", **dict.fromkeys(names, "ties"), level: "use"}
+
+
+def test_a_level_that_is_clearly_slower_does_not_tie():
+    found = advised(result_of("O4", milliseconds=6.0), result_of("O5", milliseconds=5.0))
+    assert "Equally fast" not in found.text
+    assert whys(found)["O4"].endswith("; O5 gains more")
+
+
+# -- memory and soundness --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "level"), [(10**9, "O4"), (10**6, "O0")])
+def test_much_less_memory_at_the_same_speed_is_a_gain(size, level):
+    found = comparison_of(
+        result_of("O0", saved=size),
+        result_of("O4", saved=size // 2),
+    ).recommendation
+    assert found.level == level
+    assert bool(re.search(r"50% less memory \(500 MB\), 1\.00x", found.text)) == (level == "O4")
+
+
+def test_kilobytes_are_no_gain_of_memory():
+    found = advised(result_of("O4", milliseconds=5.0, saved=1000))
+    assert found.level == "O4"
+    assert "memory" not in found.text
+
+
+def test_an_fp32_loss_that_is_not_finite_is_told_first():
+    found = comparison_of(result_of("O0", losses=(math.nan,) * 25), result_of("O5")).recommendation
+    assert found.level is None
+    assert found.text == (
+        "No recommendation: the final loss is not finite in fp32 either. Run `apex trace` on your "
+        "training script: it names the operator."
+    )
+
+
+def test_updates_that_fp32_loses_too_count_against_no_level():
+    base = result_of("O0", frozen=0.3)
+    found = comparison_of(base, result_of("O5", milliseconds=5.0, frozen=0.3)).recommendation
+    assert found.level == "O5"
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"losses": (1.0,) * 24 + (math.nan,)}, "the final loss is not finite."),
+        ({"losses": SLOW_LOSSES}, "final loss 0.08729, against 0.04364 in fp32."),
+        ({"frozen": 0.7}, "updates of up to 70% of the weights"),
+        ({"loss_scales": tuple(2.0**-i for i in range(26))}, "25 of 25 steps were skipped."),
+        ({"emulated": True, "samples": [400.0] * 6}, "bf16 is emulated on this machine: 0.0"),
+        ({"errors": ("training failed: RuntimeError: no",)}, "training failed: RuntimeError: no"),
+    ],
+    ids=["nan", "loss", "frozen", "skips", "emulated", "error"],
+)
+def test_a_level_that_is_fast_and_unsound_is_refused_with_the_reason(changes, why):
+    found = advised(result_of("O4", milliseconds=1.0, **changes))
+    assert found.level == "O0"
+    assert any(reason.startswith("O4: ") and why in reason for reason in found.reasons)
+
+
+def test_what_fails_in_fp32_too_speaks_against_no_level():
+    errors = ("evaluating failed: ValueError: no figure",)
+    base = result_of("O0", errors=errors)
+    fast = result_of("O4", milliseconds=5.0, errors=errors)
+    assert comparison_of(base, fast).recommendation.level == "O4"
+    worse = result_of("O4", milliseconds=5.0, errors=(*errors, "probing failed: OSError"))
+    found = comparison_of(base, worse).recommendation
+    assert (found.level, found.reasons) == ("O0", ("O4: probing failed: OSError.",))
+
+
+def test_levels_that_are_refused_alike_share_a_line():
+    slow = [result_of(n, emulated=True, samples=[400.0] * 20) for n in ("O1", "O2")]
+    found = comparison_of(result_of("O0", samples=[10.0] * 20), *slow).recommendation
+    assert found.reasons == ("O1, O2: fp16 is emulated on this machine: 0.03x the speed of fp32.",)
+
+
+def test_levels_that_are_there_to_compare_with_are_never_advised():
+    found = advised(result_of("O3", milliseconds=1.0), result_of("bf16", milliseconds=1.0))
+    assert found.level == "O0"
+
+
+def test_where_no_level_is_sound_the_text_says_so():
+    found = advised(result_of("O1", milliseconds=1.0, emulated=True))
+    assert found.text == "Stay in fp32: no other level is usable on this machine."
+
+
+def test_without_fp32_s_times_there_is_no_verdict():
+    errors = ("timing failed: MemoryError",)
+    untimed = replace(result_of("O0"), timing=None, errors=errors)
+    found = comparison_of(untimed, result_of("O4", milliseconds=1.0)).recommendation
+    assert (found.level, found.text) == (None, "No verdict on speed: fp32 was not timed.")
+    assert found.reasons == errors
+
+
+def test_fp32_alone_gets_no_advice():
+    assert advised().text == "Nothing to compare: only fp32 was trained."
+
+
+def test_the_reasons_give_time_loss_and_memory():
+    masters = Stored(params=100, model=200, masters=400, optimizer=800)
+    reasons = advised(result_of("O5", milliseconds=5.0, stored=masters)).reasons
+    assert [reason.partition(":")[0] for reason in reasons] == [
+        "Time",
+        "Final loss",
+        "Stored",
+        "Saved for backward",
+    ]
+    assert "14.0 bytes per parameter, against 12.0" in reasons[2]
+
+
+def test_levels_come_in_the_table_s_order_with_the_baseline():
+    assert [v.name for v in parse_levels("O5, O4")] == ["O0", "O4", "O5"]
+    assert [v.name for v in parse_levels(",".join(LEVELS))] == list(LEVELS)
+
+
+@pytest.mark.parametrize("names", ["O6", "O4,o5", ""])
+def test_an_unknown_level_is_refused_with_the_choices(names):
+    with pytest.raises(ValueError, match="choose from O0, O1"):
+        parse_levels(names)
+
+
+# -- the interval ----------------------------------------------------------------------------
+
+
+def test_the_interval_holds_the_true_median_as_often_as_it_says():
+    draw = random.Random(0)
+    found = [median_interval([draw.lognormvariate(0, 1) for _ in range(20)]) for _ in range(2000)]
+    share = sum(each.low <= 1 <= each.high for each in found) / len(found)
+    assert CONFIDENCE <= share < 0.98
+    six = median_interval([3.0, 1.0, 2.0, 6.0, 5.0, 4.0])
+    assert (six.median, six.low, six.high) == (3.5, 1.0, 6.0)
+
+
+def test_a_load_that_slows_whole_rounds_cancels_between_pairs():
+    loads = [random.Random(1).uniform(1, 10) for _ in range(20)]
+    base, ours = (Timing(tuple(cost * load for load in loads)) for cost in (3, 2))
+    found, apart = (speed_of(ours, base, paired=paired) for paired in (True, False))
+    assert found.median == found.low == found.high == 1.5
+    assert apart.low <= found.low <= found.high <= apart.high
+
+
+@pytest.mark.parametrize("rounds", [1, 5])
+def test_below_six_rounds_there_is_no_ratio(rounds):
+    few, many = Timing((400.0,) * rounds), Timing((10.0,) * 20)
+    assert speed_of(few, many, paired=False) is None
+    assert speed_of(few, many, paired=True) is None
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_levels_take_turns_after_one_step_each_that_is_not_counted(short, monkeypatch):
+    monkeypatch.setattr(timing, "_SHORT", math.inf if short else 0.0)
+    taken = []
+    steps = {name: (lambda name=name: taken.append(name)) for name in ("O0", "O1", "O4")}
+    rounds = {"O0": 3, "O1": 1, "O4": 3}
+    found = timing.time_interleaved(steps, rounds, torch.device("cpu"))
+    first, turns = ["O0", "O1", "O4"], ["O0", "O1", "O4", "O0", "O4", "O0", "O4"]
+    # A short step follows another of the same level.
+    assert taken == [*first, *(name for name in turns for _ in range(1 + short))]
+    assert {name: len(each.samples) for name, each in found.items()} == rounds
+
+
+def test_looking_for_emulation_leaves_the_number_of_threads():
+    timing.slowdown.cache_clear()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert timing.slowdown(torch.bfloat16, torch.device("cpu")) > 0.0
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
