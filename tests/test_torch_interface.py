@@ -107,7 +107,6 @@ FUSED = "only where has_fused finds its kernel; the foreach form is the plain on
 FUNCTION_MODES = "a mode's own block cannot be ended twice, which an interrupt asks for"
 TOOL = "a tool for diagnosis, outside of training"
 
-SAVING = "what state_dict runs for a module: entries are converted together if it is torch's own"
 HOOKS = "where a module keeps its hooks: asked so that none of ours is attached twice"
 
 KNOWN = {
@@ -142,7 +141,7 @@ KNOWN = {
         "torch.nn.utils.weight_norm itself calls it; old checkpoints depend on its formula",
     ),
     "torch.nn.modules.batchnorm._BatchNorm": (
-        "apex/_engine/model/plan.py apex/fp16_utils/fp16util.py "
+        "apex/_engine/model/plan.py apex/_engine/model/writes.py apex/fp16_utils/fp16util.py "
         "apex/parallel/convert_syncbn.py apex/parallel/optimized_sync_batchnorm.py "
         f"{DEBUG}",
         "the common class of batch norms, in torch since 0.2; scripts test for it by this name",
@@ -194,9 +193,7 @@ KNOWN = {
     "._spec": ("apex/_torch/dtensor.py", "a DTensor's layout, for another with the same one"),
     "._to_copy": (DEBUG, "a name of torch.ops.aten"),
     "._unsafe_view": (DEBUG, "a name of torch.ops.aten"),
-    "._save_to_state_dict": (MODULES, SAVING),
-    "._state_dict_hooks": (MODULES, SAVING),
-    "._state_dict_pre_hooks": (MODULES, SAVING),
+    "._state_dict_hooks": (MODULES, "whether a module has amp's hook already"),
     "._values": (
         "apex/_torch/sparse.py",
         "the values of a sparse gradient to write into: Tensor.values() wants it coalesced",
@@ -205,9 +202,8 @@ KNOWN = {
         "apex/_engine/tracked_pair.py apex/_engine/mistakes.py apex/_engine/model/state_dict.py "
         "apex/_engine/optimizer/deferred.py apex/_engine/optimizer/gradients.py "
         "apex/_engine/optimizer/mirror_gradients.py apex/_engine/optimizer/other_steps.py "
-        f"{MODULES}",
-        "autograd's count of in-place writes, in the docs of torch.autograd; of a module, the "
-        "version that state_dict writes into its metadata, in the docs of nn.Module",
+        "apex/_engine/model/writes.py",
+        "autograd's count of in-place writes, in the docs of torch.autograd",
     ),
 }
 

@@ -14,42 +14,7 @@ reciprocal of the loss scale. Learning rates and scales may be tensors of one el
 the device.
 """
 
-from amp_C.adam import (
-    multi_tensor_adam,
-    multi_tensor_adam_capturable,
-    multi_tensor_adam_capturable_master,
-)
-from amp_C.l2norm import (
-    multi_tensor_l2norm,
-    multi_tensor_l2norm_mp,
-    multi_tensor_l2norm_scale,
-    multi_tensor_unscale_l2norm,
-)
-from amp_C.lamb import (
-    multi_tensor_lamb,
-    multi_tensor_lamb_mp,
-    multi_tensor_lamb_stage1_cuda,
-    multi_tensor_lamb_stage2_cuda,
-)
-from amp_C.scaling import multi_tensor_axpby, multi_tensor_scale, update_scale_hysteresis
-from amp_C.updates import multi_tensor_adagrad, multi_tensor_novograd, multi_tensor_sgd
-
-__all__ = [
-    "multi_tensor_adagrad",
-    "multi_tensor_adam",
-    "multi_tensor_adam_capturable",
-    "multi_tensor_adam_capturable_master",
-    "multi_tensor_axpby",
-    "multi_tensor_l2norm",
-    "multi_tensor_l2norm_mp",
-    "multi_tensor_l2norm_scale",
-    "multi_tensor_lamb",
-    "multi_tensor_lamb_mp",
-    "multi_tensor_lamb_stage1_cuda",
-    "multi_tensor_lamb_stage2_cuda",
-    "multi_tensor_novograd",
-    "multi_tensor_scale",
-    "multi_tensor_sgd",
-    "multi_tensor_unscale_l2norm",
-    "update_scale_hysteresis",
-]
+from amp_C.lamb import *  # noqa: F403 - every name in its __all__ is of apex's module
+from amp_C.norms import *  # noqa: F403
+from amp_C.scaling import *  # noqa: F403
+from amp_C.steps import *  # noqa: F403

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from amp_C.adam import adam_rule
 from amp_C.lists import TensorLists, checked, store_copies
+from amp_C.steps import decay_mode
 from apex._core.foreach import lamb as rules
 from apex._core.foreach.adam import AdamRule, directions_
 from apex._core.foreach.gate import Gate, as_scalar, as_tensor
 from apex._core.foreach.working import store, working
+
+__all__ = [
+    "multi_tensor_lamb",
+    "multi_tensor_lamb_mp",
+    "multi_tensor_lamb_stage1_cuda",
+    "multi_tensor_lamb_stage2_cuda",
+]
 
 
 @torch.no_grad()
@@ -37,20 +46,10 @@ def multi_tensor_lamb(
     stay unchanged. They are clipped from ``global_grad_norm``, one element, to ``max_grad_norm``.
     With ``use_nvlamb``, tensors without weight decay get a trust ratio, too.
     """
-    grads, params, firsts, seconds = checked("multi_tensor_lamb", noop_flag, tensor_lists, 4)
-    options = (lr, beta1, beta2, epsilon, mode, bias_correction, weight_decay)
-    rule = adam_rule(noop_flag, *options, averaged=bool(grad_averaging))
-    rules.lamb_(
-        params,
-        grads,
-        firsts,
-        seconds,
-        rule=rule,
-        step=step,
-        divisor=_divisor(noop_flag, global_grad_norm, max_grad_norm),
-        adaptive=bool(use_nvlamb) or weight_decay != 0.0,
-        gate=Gate(),
-    )
+    lists = checked("multi_tensor_lamb", noop_flag, tensor_lists, 4)
+    options = (lr, beta1, beta2, epsilon, weight_decay, mode, bias_correction, grad_averaging)
+    divisor = _divisor(noop_flag, global_grad_norm, max_grad_norm)
+    _lamb(noop_flag, lists, options, step, divisor, use_nvlamb, Gate())
 
 
 @torch.no_grad()
@@ -82,27 +81,41 @@ def multi_tensor_lamb_mp(
     - ``global_grad_norm`` and ``max_grad_norm`` are norms of the scaled gradients.
     """
     del found_inf
-    lists = checked("multi_tensor_lamb_mp", noop_flag, tensor_lists, 4, 5)
-    grads, params, firsts, seconds = lists[:4]
-    if not params:
-        return
-    device = noop_flag.device
-    gate = Gate.of(noop_flag, device)
-    options = (lr, beta1, beta2, epsilon, mode, bias_correction, weight_decay)
-    rule = adam_rule(noop_flag, *options, averaged=bool(grad_averaging))
+    *lists, copies = [*checked("multi_tensor_lamb_mp", noop_flag, tensor_lists, 4, 5), []][:5]
+    options = (lr, beta1, beta2, epsilon, weight_decay, mode, bias_correction, grad_averaging)
+    divisor = _divisor(noop_flag, global_grad_norm, max_grad_norm)
+    divisor = divisor / as_scalar(inv_scale, noop_flag.device)
+    gate = Gate.of(noop_flag, noop_flag.device)
+    _lamb(noop_flag, lists, options, step, divisor, use_nvlamb, gate)
+    if copies:
+        store_copies(copies, lists[1], gate)
+
+
+def _lamb(
+    noop_flag: Tensor,
+    lists: list[list[Tensor]],
+    options: tuple[Any, ...],
+    step: int | Tensor,
+    divisor: Tensor,
+    use_nvlamb: bool | None,
+    gate: Gate,
+) -> None:
+    lr, beta1, beta2, epsilon, decay, mode, correction, averaging = options
+    rate, decoupled = as_scalar(lr, noop_flag.device), decay_mode(mode)
+    flags = bool(correction), bool(averaging)
+    rule = AdamRule(rate, beta1, beta2, epsilon, decay, decoupled, *flags)
+    grads, params, firsts, seconds = lists
     rules.lamb_(
         params,
         grads,
         firsts,
         seconds,
         rule=rule,
-        step=as_scalar(step, device),
-        divisor=_divisor(noop_flag, global_grad_norm, max_grad_norm) / as_scalar(inv_scale, device),
-        adaptive=bool(use_nvlamb) or weight_decay != 0.0,
+        step=as_scalar(step, noop_flag.device),
+        divisor=divisor,
+        adaptive=bool(use_nvlamb) or decay != 0.0,
         gate=gate,
     )
-    if len(lists) == 5:
-        store_copies(lists[4], params, gate)
 
 
 @torch.no_grad()
@@ -168,11 +181,11 @@ def multi_tensor_lamb_stage2_cuda(
     update_norms = _one_each(name, "per_tensor_update_norm", per_tensor_update_norm, params)
     if not params:
         return
-    rate = as_scalar(lr, noop_flag.device)
-    if use_nvlamb or weight_decay != 0.0:
-        rate = rules.trust_rates(param_norms, update_norms, rate)
     weights, directions = working(params, updates)
-    rules.apply_(weights, directions, rate)
+    if use_nvlamb or weight_decay != 0.0:
+        ratios = rules.trust_ratios(param_norms, update_norms)
+        directions = list(torch._foreach_mul(directions, list(ratios.unbind())))
+    Gate().descend_(weights, directions, as_scalar(lr, noop_flag.device))
     store(params, weights)
 
 

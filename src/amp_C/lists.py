@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +14,7 @@ from apex._core.foreach.working import store
 TensorLists = Sequence[Sequence[Tensor]]
 
 
-def checked(
-    name: str, noop_flag: Tensor, tensor_lists: TensorLists, *counts: int
-) -> list[list[Tensor]]:
+def checked(name: str, noop_flag: Tensor, lists: TensorLists, *counts: int) -> list[list[Tensor]]:
     """Returns the validated lists; raises before anything changes.
 
     Tensors of one position that differ in shape but not in number of elements become flat views.
@@ -23,29 +22,24 @@ def checked(
     Args:
         name: Name of the calling function, for error messages.
         noop_flag: Its flag.
-        tensor_lists: Its tensor lists.
+        lists: Its tensor lists.
         counts: How many lists it takes.
 
     Raises:
-        TypeError: If something is no tensor, or no dense floating one.
+        TypeError: If something is no dense floating-point tensor.
         ValueError: If lists, sizes or devices do not fit.
     """
-    _check_flag(name, noop_flag)
-    lists = [list(tensors) for tensors in tensor_lists]
-    if len(lists) not in counts:
-        accepted = " or ".join(str(count) for count in counts)
-        raise ValueError(f"{name} got {len(lists)} tensor lists; it takes {accepted}.")
     lengths = [len(tensors) for tensors in lists]
-    if len(set(lengths)) > 1:
+    if len(lists) not in counts or len({*lengths}) > 1:
+        accepted = " or ".join(str(count) for count in counts)
         raise ValueError(
-            f"{name} got tensor lists of {lengths} tensors; they must be equally long, "
+            f"{name} got lists of {lengths} tensors; it takes {accepted} lists of one length, with "
             "one position for each parameter."
         )
-    for tensors in lists:
-        for tensor in tensors:
-            _check_tensor(name, noop_flag, tensor)
+    for tensor in (noop_flag, *(tensor for tensors in lists for tensor in tensors)):
+        _check_tensor(name, noop_flag, tensor)
     positions = [_fitted(name, position) for position in zip(*lists, strict=True)]
-    return [list(column) for column in zip(*positions, strict=True)] if positions else lists
+    return [list(each) for each in zip(*positions, strict=True)] or [list(each) for each in lists]
 
 
 def store_copies(copies: list[Tensor], params: list[Tensor], gate: Gate) -> None:
@@ -60,33 +54,20 @@ def set_noop_(noop_flag: Tensor, found: Tensor) -> None:
     torch.maximum(noop_flag, found, out=noop_flag)
 
 
-def _check_flag(name: str, noop_flag: object) -> None:
-    if not isinstance(noop_flag, Tensor):
+def _check_tensor(name: str, noop_flag: Tensor, tensor: Any) -> None:
+    if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+        given = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
         raise TypeError(
-            f"{name} got a {type(noop_flag).__name__} as its overflow flag; it takes a tensor: "
-            "torch.zeros(1, dtype=torch.int32, device=...)."
+            f"{name} got {given}; it takes dense tensors. Omit parameters without a gradient from "
+            "every list. The overflow flag is torch.zeros(1, dtype=torch.int32, device=...)."
         )
-    if noop_flag.numel() != 1:
-        raise ValueError(
-            f"{name} got an overflow flag of {noop_flag.numel()} elements; it takes one: "
-            "torch.zeros(1, dtype=torch.int32, device=...)."
-        )
-
-
-def _check_tensor(name: str, noop_flag: Tensor, tensor: object) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(
-            f"{name} got a {type(tensor).__name__} in a tensor list. Omit parameters without a "
-            "gradient from every list."
-        )
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"{name} takes dense tensors; it got one of layout {tensor.layout}.")
-    if not tensor.is_floating_point():
+    if tensor is not noop_flag and not tensor.is_floating_point():
         raise TypeError(f"{name} takes floating-point tensors; it got one of {tensor.dtype}.")
-    if tensor.device != noop_flag.device:
+    if tensor.device != noop_flag.device or noop_flag.numel() != 1:
         raise ValueError(
-            f"{name} got a tensor on {tensor.device} and its overflow flag on "
-            f"{noop_flag.device}. Call it once per device, with a flag on that device."
+            f"{name} got a tensor on {tensor.device} and an overflow flag of {noop_flag.numel()} "
+            f"elements on {noop_flag.device}. Call it once per device, with a flag of one element "
+            "there."
         )
 
 
@@ -94,15 +75,11 @@ def _fitted(name: str, position: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     first = position[0]
     if all(tensor.shape == first.shape for tensor in position):
         return position
-    shapes = [tuple(tensor.shape) for tensor in position]
-    if any(tensor.numel() != first.numel() for tensor in position):
+    same_size = all(tensor.numel() == first.numel() for tensor in position)
+    if not same_size or not all(tensor.is_contiguous() for tensor in position):
         raise ValueError(
-            f"{name} got tensors of shapes {shapes} in one position; they must have the same "
-            "number of elements."
-        )
-    if not all(tensor.is_contiguous() for tensor in position):
-        raise ValueError(
-            f"{name} got tensors of shapes {shapes} in one position; tensors of different "
-            "shapes must be contiguous."
+            f"{name} got tensors of shapes {[tuple(tensor.shape) for tensor in position]} in one "
+            "position; they must have the same shape, or be contiguous with the same number of "
+            "elements."
         )
     return tuple(tensor.view(-1) for tensor in position)

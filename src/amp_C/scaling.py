@@ -13,6 +13,8 @@ from apex._core.foreach.working import math_dtype, store, working
 from apex._torch import foreach
 from apex._torch.copies import moved
 
+__all__ = ["multi_tensor_axpby", "multi_tensor_scale", "update_scale_hysteresis"]
+
 
 @torch.no_grad()
 def multi_tensor_scale(
@@ -106,7 +108,7 @@ def scale_(sources: list[Tensor], targets: list[Tensor], scale: Scalar) -> Tenso
         A 0-d fp32 flag: 1 if any source held inf or NaN.
     """
     device = sources[0].device
-    found_inf = torch.zeros((), device=device)
+    found_inf = torch.zeros((), dtype=torch.float32, device=device)
     # GradScaler's kernel, which multiplies in place and checks its input.
     factor = as_tensor(scale, device)
     values = [_product(s, t) for s, t in zip(sources, targets, strict=True)]

@@ -22,7 +22,7 @@ _KINDS = {
     "tracked_pair": "apex._engine.tracked_pair:rebuild_pair",
     "split": "apex._engine.tracked_pair:plain_masters",
     "stochastic": "apex._engine.tracked_pair:plain_masters",
-    "proxy": "apex._engine.model.proxy_class:rebuild_proxy",
+    "proxy": "apex._engine.model.module_class:refuse_proxy",
     "plan": "apex._engine.model.plan:ModelPlan",
 }
 """Location of each kind's class or function. Never remove a kind: existing files use it."""

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from apex._engine.model.state import cast_in_place
 from apex._engine.undo import all_or_nothing
 from apex._torch import dtensor
-from tests.sharded.cases import mesh
+from tests.support.sharding import mesh
 
 
 def placed(over, *placements, rows=4):

@@ -117,7 +117,7 @@ def test_failures_are_read_from_what_pytest_says_as_it_goes():
 
 def test_only_files_with_tests_for_a_gpu_are_collected():
     files = {path.relative_to(ROOT).as_posix() for path in gpu.gpu_tests()}
-    assert {"tests/optimizers/test_gpu.py", "tests/support/emulated_cuda/test_steps.py"} <= files
+    assert {"tests/names/test_optimizers.py", "tests/support/emulated_cuda/test_steps.py"} <= files
     assert "tests/_core/test_tree.py" not in files
 
 

@@ -131,20 +131,6 @@ def test_a_model_may_be_compiled_before_or_after_initialize(level, compile_model
         assert graphs.frame_count == 1
 
 
-class CallsItsBase(nn.Sequential):
-    def forward(self, x):
-        return super(type(self), self).forward(x)
-
-
-@pytest.mark.parametrize("level", ["O2", "O4"])
-def test_a_model_that_calls_the_base_of_its_class_compiles(level):
-    model, _ = prepared(level, model=CallsItsBase(nn.Linear(4, 2)))
-    run, graphs = compiled(model)
-    x = torch.randn(3, 4)
-    assert same(run(x), model(x))
-    assert graphs.frame_count == 1
-
-
 def summed_by(model):
     return lambda x: model(x).sum(1)
 

@@ -16,7 +16,6 @@ from apex.parallel import LARC
 from tests.support.steps import (
     LEVELS,
     LOW,
-    Final,
     Net,
     backward,
     loss_of,
@@ -140,21 +139,34 @@ def test_models_and_optimizers_may_be_paired_in_any_way():
     assert not any(map(torch.equal, before, params))
 
 
-@levels
+class Locked(list):
+    """A group's parameters, which amp cannot exchange for masters."""
+
+    def __setitem__(self, index, value):
+        raise TypeError("locked")
+
+
+@pytest.mark.parametrize("level", ["O2", "O4", "O5"])
 def test_an_error_in_the_midst_of_it_leaves_everything_as_it_was(level):
     model = Net()
     loss_of(model).backward()  # gradients are there already
-    optimizers = [sgd(model, momentum=0.9), Final(model.parameters(), lr=0.1)]
+    optimizers = [sgd(model.first, momentum=0.9), sgd(model.last)]
     optimizers[0].step()
+    if level == "O4":
+        amp.register_half_function(str, "upper")  # str takes no attributes
+    else:
+        group = optimizers[1].param_groups[0]
+        group["params"] = Locked(group["params"])
     before = copy.deepcopy([model.state_dict(), *(opt.state_dict() for opt in optimizers)])
     grads = [p.grad.clone() for p in model.parameters()]
-    with nothing_changes(model, *optimizers), pytest.raises(TypeError, match="Final is final"):
+    words = "immutable type" if level == "O4" else "locked"
+    with nothing_changes(model, *optimizers), pytest.raises(TypeError, match=words):
         amp.initialize(model, optimizers, opt_level=level, verbosity=0)
     after = [model.state_dict(), *(opt.state_dict() for opt in optimizers)]
     torch.testing.assert_close(after, before, rtol=0, atol=0)
     assert all(map(torch.equal, (p.grad for p in model.parameters()), grads))
-    model, optimizer = amp.initialize(model, optimizers[0], opt_level=level, verbosity=0)
-    train(model, optimizer)
+    optimizer = sgd(model)
+    train(*amp.initialize(model, optimizer, opt_level="O5", verbosity=0))
 
 
 # -- levels ----------------------------------------------------------------------------------

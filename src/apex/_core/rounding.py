@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from apex._torch import dtensor, parameters
-from apex._torch.overrides import without_overrides
-
-_TOGETHER = 2**16
-"""Elements that are compared together, which bounds the memory for it."""
-
-_AT_ONCE = 512
-"""Tensors that are made at once: with more, the garbage collector runs in between."""
-
-_DISPATCH: Any = Tensor.__torch_dispatch__
-
-_unbind_copy: Any = torch.unbind_copy  # torch annotates no result
 
 
 def exact_value(param: Tensor, candidates: Iterable[Tensor | None]) -> Tensor:
@@ -44,68 +31,6 @@ def exact_value(param: Tensor, candidates: Iterable[Tensor | None]) -> Tensor:
             else:
                 result = torch.where(rounded == value, exact, result)
     return dtensor.with_local(param, result.to(torch.float32))
-
-
-def exact_values(
-    params: Sequence[Tensor], known: Sequence[Tensor | None]
-) -> Iterator[tuple[int, Tensor]]:
-    """Yields the :func:`exact_value` of each tensor with its index, faster for many small ones.
-
-    Small tensors of one shape are compared together: a handful of operators for all, instead of six
-    for each. Every result has memory of its own.
-
-    Args:
-        params: Low-precision tensors, in a sequence from which those that were yielded may go.
-        known: For each of them its unrounded value, or ``None``.
-    """
-    alone: list[int] = []
-    alike: defaultdict[tuple[int | None, ...], list[int]] = defaultdict(list)
-    for index, (param, exact) in enumerate(zip(params, known, strict=True)):
-        if type(param) is Tensor:
-            alike[param.shape if exact is not None else (*param.shape, None)].append(index)
-        else:
-            alone.append(index)
-    for indices in alike.values():
-        count = min(max(_TOGETHER // max(params[indices[0]].numel(), 1), 1), _AT_ONCE)
-        for start in range(0, len(indices), count):
-            which = indices[start : start + count]
-            made = _of_one_shape([params[i] for i in which], [known[i] for i in which])
-            yield from zip(which, made, strict=False)
-            if not made:
-                alone += which
-    for index in alone:
-        yield index, exact_value(params[index], [known[index]])
-
-
-@torch.no_grad()
-def _of_one_shape(params: list[Tensor], known: list[Any]) -> Sequence[Tensor]:
-    """Returns the exact values of plain tensors of one shape, or nothing if they differ.
-
-    Either all of ``known`` are ``None``, or none.
-    """
-    if len(params) == 1 or params[0].is_sparse:
-        return ()
-    if params[0].dim() > 1 and not all(map(Tensor.is_contiguous, params)):
-        return ()
-    kinds: set[Any] = set(map(type, known))
-    is_known = type(None) not in kinds
-    if is_known and any(k.__torch_dispatch__ is not _DISPATCH for k in kinds):
-        return ()
-    try:
-        value = torch.stack(params)
-        with without_overrides():
-            joined = torch.stack(known) if is_known else value
-    except RuntimeError:  # of other shapes, or on several devices
-        return ()
-    if joined.shape != value.shape or value.dtype is not params[0].dtype:
-        return ()
-    exact = joined.to(device=value.device, dtype=torch.float32)
-    if is_known:
-        rounded = exact.to(value.dtype)
-        if not _same_here(rounded, value):
-            exact = torch.where(rounded == value, exact, value)
-    values: Sequence[Tensor] = _unbind_copy(exact)
-    return values
 
 
 def _exact_sparse(value: Tensor, candidates: Iterable[Tensor | None]) -> Tensor:

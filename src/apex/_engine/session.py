@@ -18,7 +18,6 @@ from apex._core import dtypes
 from apex._core.param_groups import is_trained
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
-from apex._engine import masters
 from apex._engine import model as conversion
 from apex._engine import restore as restoring
 from apex._engine.autocast.region import CastRegion, CastSpec, UncastRegion
@@ -37,7 +36,7 @@ from apex._engine.undo import Undo, all_or_nothing
 from apex._torch import fsdp
 from apex._torch.ddp import Communication
 from apex._torch.dynamo import before_each_run
-from apex._torch.modules import named_modules, named_tensors
+from apex._torch.modules import named_tensors
 
 Listener = Callable[["Session", ScaleUpdate], None]
 
@@ -127,7 +126,6 @@ class Session:
         with all_or_nothing(undo) as steps:
             for model in models:
                 conversion.hand_over(model, steps)
-            lost = [(model, conversion.find_lost(model, plan)) for model in models]
             for model in models:
                 self._convert(model, plan, steps, trains=bool(optimizers))
             for optimizer in optimizers:
@@ -140,12 +138,10 @@ class Session:
             self._prepared = frozenset(map(id, chain.from_iterable(tensors)))
             groups = (group for model in models for group in fsdp.param_groups(model))
             self._shards += map(weakref.ref, groups)
-            for model, found in lost:
-                conversion.name_lost(model, plan, found)
 
     def _convert(self, model: nn.Module, plan: ModelPlan, undo: Undo, *, trains: bool) -> None:
         module = conversion.module_behind(model)
-        before = conversion.floating_tensors(named_modules(module).items())
+        before = conversion.floating_tensors(module)
         undo.push(conversion.undo_convert, model)
         conversion.convert(model, plan, self.region, masters=self, owner=self, undo=undo)
         undo.push(self.masters.release, module)
@@ -163,6 +159,7 @@ class Session:
             before: Tensors of the model with their values before conversion.
             trains: Whether the model was passed with optimizers.
         """
+        conversion.log_lost(model, before)
         kept: list[tuple[Tensor, Tensor]] = []
         mastered: list[tuple[nn.Parameter, Tensor]] = []
         has_masters = trains and self.policy.master_weights
@@ -335,10 +332,6 @@ class Session:
     def master_of(self, param: Tensor) -> Tensor | None:
         return self.masters.master_of(param)
 
-    def masters_of(self, params: Iterable[Tensor]) -> list[Tensor | None]:
-        """Returns :meth:`master_of` of each parameter or buffer."""
-        return self.masters.masters_of(params)
-
     def set_exact(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:
         self.masters.set_exact(values)
 
@@ -348,10 +341,6 @@ class Session:
     def write_back(self) -> None:
         if self.policy.master_weights:
             self.masters.write_back()
-
-    def write_back_before_each_run(self) -> None:
-        if self.policy.master_weights:
-            before_each_run(masters.write_back_all)
 
     @contextmanager
     def cast_gradients(self) -> Iterator[None]:

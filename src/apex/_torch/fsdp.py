@@ -11,9 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
-from apex._torch.modules import named_modules
+from torch import nn
 
 _MODULE = "torch.distributed.fsdp"
 """Used only if a script has imported it, to keep ``import apex.amp`` fast."""
@@ -29,7 +27,7 @@ def sharded_modules(model: nn.Module) -> Iterator[nn.Module]:
     """Yields the modules that ``fully_shard`` was called on."""
     fsdp = sys.modules.get(_MODULE)
     if fsdp is not None:
-        yield from (m for m in named_modules(model).values() if isinstance(m, fsdp.FSDPModule))
+        yield from (m for m in model.modules() if isinstance(m, fsdp.FSDPModule))
 
 
 def reshard(model: nn.Module) -> None:
@@ -51,16 +49,6 @@ def param_groups(model: nn.Module) -> list[Any]:
         for group in [one] if one is not None else several or ():
             found[id(group)] = group
     return list(found.values())
-
-
-def sharded_params(group: Any) -> list[Tensor]:
-    """Returns the sharded parameters of a group."""
-    return [param.sharded_param for param in group.fsdp_params]
-
-
-def has_run(group: Any) -> bool:
-    """Returns whether a group has been gathered before, which fixes the dtype of its buffers."""
-    return any(getattr(param, "all_gather_outputs", None) for param in group.fsdp_params)
 
 
 def compute_dtype(group: Any) -> torch.dtype | None:

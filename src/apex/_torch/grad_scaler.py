@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import gc
-import inspect
 import weakref
-from collections.abc import Callable, Sequence
-from types import FunctionType
-from typing import Any, Protocol, cast
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -49,41 +46,6 @@ def _found() -> list[GradScaler]:
     # type(), because a proxy's __class__ may be a property with side effects.
     found = (each for each in gc.get_objects() if issubclass(type(each), GradScaler))
     return [scaler for scaler in found if scaler.is_enabled()]
-
-
-class StepOfInstances:
-    """A class's ``step``, whose ``grad_scaler`` an instance takes but does not show.
-
-    Where ``GradScaler.step`` finds it in the signature it passes itself by a deprecated protocol,
-    and warns. Else it sets ``grad_scale`` and ``found_inf``.
-    """
-
-    def __init__(self, step: Callable[..., Any]) -> None:
-        signature = inspect.signature(step)
-
-        @functools.wraps(step)
-        def of_instance(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            return step(optimizer, *args, **kwargs)
-
-        shown = [each for each in signature.parameters.values() if each.name != "grad_scaler"]
-        of_instance.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
-        self._of_class, self._of_instance = step, cast(FunctionType, of_instance)
-
-    def __get__(self, optimizer: Optimizer | None, owner: type[Optimizer]) -> Any:
-        if optimizer is None:
-            return self._of_class
-        return self._of_instance.__get__(optimizer, owner)
-
-    @classmethod
-    def install(cls, owner: type[Optimizer]) -> None:
-        """Puts one on a class whose ``step`` is ours; torch replaces it with the first instance.
-
-        A user's own ``step`` stays, for its signature may ask for the protocol.
-        """
-        step: Any = owner.step
-        ours = inspect.unwrap(step).__module__.split(".")[0] == "apex"
-        if ours and not isinstance(inspect.getattr_static(owner, "step"), cls):
-            owner.step = cls(step)  # type: ignore[method-assign, assignment]
 
 
 class ScalerListener(Protocol):

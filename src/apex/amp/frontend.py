@@ -73,6 +73,8 @@ def initialize(
     *,
     patch_torch_functions_type: torch.dtype | None = None,
     fp32_modules: Sequence[type[nn.Module] | str] | None = (),
+    fp32_inputs: Sequence[str] | None = (),
+    fp32_buffers: Sequence[str] | None = (),
     growth_interval: int = 2000,
     growth_factor: float = 2.0,
     backoff_factor: float = 0.5,
@@ -122,7 +124,12 @@ def initialize(
         max_loss_scale: Largest dynamic scale.
         patch_torch_functions_type: fp16 or bf16, for the op casts of O1 and O4.
         fp32_modules: Module types and name patterns (``"decoder.*.norm"``) that stay fp32 in a
-            converted model, in addition to batch norm (O2, O3, O5); ``None`` for none.
+            converted model, in addition to batch norm (O2, O3, O5); ``None`` for none. They get
+            the model's inputs after these were cast to 16 bits, unless ``fp32_inputs`` names them.
+        fp32_inputs: Names of arguments of ``forward`` that are not cast (O2, O3, O5), such as
+            ``"timestep"``.
+        fp32_buffers: Name patterns of buffers that stay fp32 in a converted model, in addition to
+            any named ``inv_freq``. Code that combines them with activations has to cast.
         growth_interval: Clean steps before a dynamic scale grows.
         growth_factor: Multiplier of a growing scale; above 1.
         backoff_factor: Multiplier after an overflow; between 0 and 1.
@@ -189,7 +196,12 @@ def initialize(
     }
     properties = resolve(defaults, overrides, hard_override=_amp_state.hard_override)
     policy = to_policy(properties)
-    plan = _plan(policy, inputs.fp32_rules(fp32_modules))
+    plan = _plan(
+        policy,
+        fp32_modules=inputs.rules("fp32_modules", fp32_modules),
+        fp32_inputs=inputs.rules("fp32_inputs", fp32_inputs),
+        fp32_buffers=inputs.rules("fp32_buffers", fp32_buffers),
+    )
     model_list = inputs.model_list(models)
     inputs.check_models(model_list, plan, op_casts=policy.compute_dtype is not None)
     optimizer_list = inputs.optimizer_list(optimizers)
@@ -345,7 +357,7 @@ def _is_enabled(enabled: object, opt_level: str) -> bool:
     return True
 
 
-def _plan(policy: Policy, fp32_modules: tuple[type[nn.Module] | str, ...]) -> ModelPlan:
+def _plan(policy: Policy, **names: Any) -> ModelPlan:
     dtype, as_it_comes = policy.param_dtype, _amp_state.allow_incoming_model_not_fp32
     if as_it_comes and dtype is torch.float32:
         dtype = None
@@ -354,7 +366,7 @@ def _plan(policy: Policy, fp32_modules: tuple[type[nn.Module] | str, ...]) -> Mo
         input_dtype=dtype,
         output_dtype=policy.output_dtype,
         keep_batchnorm_fp32=policy.batchnorm_fp32,
-        fp32_modules=fp32_modules,
         cast=_initialize.custom_cast(),
         widen_low=policy.compute_dtype is not None and not as_it_comes,
+        **names,
     )

@@ -45,8 +45,8 @@ def optimizer_list(optimizers: object) -> list[Optimizer]:
     return [unwrap(optimizer) for optimizer in several]
 
 
-def fp32_rules(given: object) -> tuple[Any, ...]:
-    """Returns ``fp32_modules`` as a tuple, empty for None; ``ModelPlan`` validates its items.
+def rules(name: str, given: object) -> tuple[Any, ...]:
+    """Returns a sequence of names or types as a tuple, empty for None; ``ModelPlan`` checks items.
 
     Raises:
         TypeError: If it is a string, a single type or not iterable.
@@ -56,10 +56,7 @@ def fp32_rules(given: object) -> tuple[Any, ...]:
     if isinstance(given, Iterable) and not isinstance(given, str | type):
         return tuple(given)
     shown = given.__name__ if isinstance(given, type) else repr(given)
-    raise TypeError(
-        f"fp32_modules is {shown}; it accepts a sequence of module types and name patterns. Pass "
-        f"fp32_modules=[{shown}]."
-    )
+    raise TypeError(f"{name} is {shown}; it accepts a sequence. Pass {name}=[{shown}].")
 
 
 def check_models(models: Sequence[nn.Module], plan: ModelPlan, *, op_casts: bool) -> None:
@@ -114,6 +111,14 @@ def _check_optimizer(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
         raise RuntimeError(
             f"amp.initialize got an optimizer ({name}) that it has already prepared. Pass each "
             "optimizer once, or call amp.restore(model, optimizer) first."
+        )
+    root: Any = type(optimizer)
+    while root.__base__.__dictoffset__:
+        root = root.__base__
+    if root is not Optimizer:  # Python gives no object a class of another layout
+        raise TypeError(
+            f"amp.initialize got an optimizer ({name}) whose class {root.__name__} has "
+            f"{root.__base__.__name__} as its first base. List torch.optim.Optimizer first."
         )
     params = params_of(optimizer)
     if not params:

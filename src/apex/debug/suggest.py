@@ -361,7 +361,7 @@ class _Trials:
     def _prepared(self, model: nn.Module, fp32: Sequence[str]) -> Iterator[Session]:
         """Prepares a model in a session of its own, which no other model notices."""
         op_casts = self._policy.compute_dtype is not None
-        plan = frontend._plan(self._policy, () if op_casts else tuple(fp32))
+        plan = frontend._plan(self._policy, fp32_modules=() if op_casts else tuple(fp32))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="fp16 is emulated")
             inputs.check_models([model], plan, op_casts=op_casts)

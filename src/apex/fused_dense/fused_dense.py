@@ -7,11 +7,14 @@ Weights are ``[out, in]``, biases ``[out]``, inputs ``[*, in]``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from apex._core import recomputed
 
 
 def fused_dense_function(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -36,37 +39,40 @@ _dense_no_bias = dense_no_bias_function
 _fused_dense_gelu_dense = fused_dense_gelu_dense_function
 
 
-class FusedDenseFunc(torch.autograd.Function):
-    """A linear layer as an autograd function; the modules use the function above."""
+class _Function(torch.autograd.Function):
+    """A function as an autograd function; the modules use the functions above."""
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        """Returns the gradients of the arguments."""
+        return tuple(recomputed.gradients(ctx.function, ctx.saved_tensors, grad_output))
+
+
+def _forward(ctx: Any, function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    ctx.save_for_backward(*args)
+    ctx.function = function
+    return function(*args)
+
+
+class FusedDenseFunc(_Function):
+    """A linear layer as an autograd function."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         """Returns :func:`fused_dense_function` of the arguments."""
-        ctx.save_for_backward(input, weight)
-        return fused_dense_function(input, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, ...]:
-        """Returns the gradients of input, weight and bias."""
-        return *_grads(grad_output, *ctx.saved_tensors), grad_output.flatten(0, -2).sum(0)
+        return _forward(ctx, fused_dense_function, input, weight, bias)
 
 
-class DenseNoBiasFunc(torch.autograd.Function):
+class DenseNoBiasFunc(_Function):
     """A linear layer without bias as an autograd function."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor) -> Tensor:
         """Returns :func:`dense_no_bias_function` of the arguments."""
-        ctx.save_for_backward(input, weight)
-        return dense_no_bias_function(input, weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, ...]:
-        """Returns the gradients of input and weight."""
-        return _grads(grad_output, *ctx.saved_tensors)
+        return _forward(ctx, dense_no_bias_function, input, weight)
 
 
-class FusedDenseGeluDenseFunc(torch.autograd.Function):
+class FusedDenseGeluDenseFunc(_Function):
     """Two linear layers with a GELU between them as an autograd function."""
 
     @staticmethod
@@ -74,23 +80,8 @@ class FusedDenseGeluDenseFunc(torch.autograd.Function):
         ctx: Any, input: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor
     ) -> Tensor:
         """Returns :func:`fused_dense_gelu_dense_function` of the arguments."""
-        hidden = F.linear(input, weight1, bias1)
-        ctx.save_for_backward(input, weight1, weight2, hidden)
-        return F.linear(F.gelu(hidden), weight2, bias2)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, ...]:
-        """Returns the gradients of input, weights and biases, in the order of the arguments."""
-        input, weight1, weight2, hidden = ctx.saved_tensors  # noqa: A001 - apex's name
-        into_gelu, of_weight2 = _grads(grad_output, F.gelu(hidden), weight2)
-        of_hidden = torch.ops.aten.gelu_backward(into_gelu, hidden)
-        of_input, of_weight1 = _grads(of_hidden, input, weight1)
-        of_bias1, of_bias2 = (grad.flatten(0, -2).sum(0) for grad in (of_hidden, grad_output))
-        return of_input, of_weight1, of_bias1, of_weight2, of_bias2
-
-
-def _grads(grad: Tensor, input: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    return grad @ weight, grad.flatten(0, -2).t() @ input.flatten(0, -2)
+        function = fused_dense_gelu_dense_function
+        return _forward(ctx, function, input, weight1, bias1, weight2, bias2)
 
 
 class FusedDense(nn.Linear):

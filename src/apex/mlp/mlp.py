@@ -2,59 +2,43 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from apex._core import arguments
+from apex._core import arguments, recomputed
 
 Activation = Literal["none", "relu", "sigmoid"]
 
 _CODES: dict[str, int] = {"none": 0, "relu": 1, "sigmoid": 2}
-_ACTIVATIONS: dict[int, Callable[[Tensor], Tensor] | None] = {
-    0: None,
+_ACTIVATIONS: dict[int, Callable[[Tensor], Tensor]] = {
+    0: nn.Identity(),
     1: torch.relu,
     2: torch.sigmoid,
 }
 
 
 class MlpFunction(torch.autograd.Function):
-    """`mlp_function` as an autograd function, which follows autocast, too."""
+    """`mlp_function` as an autograd function, whose methods other functions call."""
 
     @staticmethod
     def forward(ctx: Any, bias: int, activation: int, *args: Tensor) -> Tensor:
         """Returns the result of `mlp_function`."""
-        outputs = list(_outputs(bias, activation, args))
-        ctx.save_for_backward(*args, *outputs)
+        ctx.save_for_backward(*args)
         ctx.bias, ctx.activation = bias, activation
-        return outputs[-1]
+        return mlp_function(bias, activation, *args)
 
     @staticmethod
     def backward(ctx: Any, grad_o: Tensor) -> Any:
         """Returns None for ``bias`` and ``activation``, then the gradients of the tensors."""
-        layers = len(ctx.saved_tensors) // (3 if ctx.bias else 2)
-        args, outputs = ctx.saved_tensors[:-layers], ctx.saved_tensors[-layers:]
-        if torch.is_grad_enabled():  # second derivatives go through the layers' outputs, too
-            outputs = list(_outputs(ctx.bias, ctx.activation, args))
-        of_weights: list[Tensor] = []
-        of_biases: list[Tensor] = []
-        for layer in reversed(range(layers)):
-            output, below = outputs[layer], outputs[layer - 1] if layer else args[0]
-            if ctx.activation == _CODES["relu"]:
-                grad_o = grad_o.masked_fill(output <= 0, 0.0)
-            elif ctx.activation == _CODES["sigmoid"]:
-                grad_o = grad_o * output * (1 - output)
-            rows, inputs = (t.reshape(-1, t.shape[-1]) for t in (grad_o, below.to(grad_o.dtype)))
-            of_weights.insert(0, rows.t() @ inputs)
-            of_biases.insert(0, rows.sum(0))
-            grad_o = grad_o @ args[1 + layer].to(rows.dtype)
-        found = [grad_o, *of_weights, *(of_biases if ctx.bias else ())]
-        return None, None, *(f.to(arg.dtype) for f, arg in zip(found, args, strict=True))
+        forward = functools.partial(mlp_function, ctx.bias, ctx.activation)
+        return None, None, *recomputed.gradients(forward, ctx.saved_tensors, grad_o)
 
 
 def mlp_function(bias: int, activation: int, *args: Tensor) -> Tensor:
@@ -69,31 +53,18 @@ def mlp_function(bias: int, activation: int, *args: Tensor) -> Tensor:
         ValueError: If the tensors do not consist of one input and as many biases as weights, or if
             the activation is invalid.
     """
-    for output in _outputs(bias, activation, args):
-        last = output
-    return last
-
-
-def _outputs(bias: int, activation: int, args: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yields the output of every layer."""
-    if activation not in _ACTIVATIONS:
-        raise ValueError(
-            f"mlp_function got activation={activation!r}; it takes 0 (none), 1 (relu), 2 (sigmoid)."
-        )
     layers, left = divmod(len(args) - 1, 2 if bias else 1)
-    if layers < 1 or left:
+    if layers < 1 or left or activation not in _ACTIVATIONS:
         raise ValueError(
-            f"mlp_function got {len(args)} tensors with bias={bias}; it takes the input, all "
-            "weights, then (with bias=1) as many biases."
+            f"mlp_function got {len(args)} tensors with bias={bias} and activation={activation!r}; "
+            "it takes the input, all weights, then (with bias=1) as many biases, and activation 0 "
+            "(none), 1 (relu) or 2 (sigmoid)."
         )
-    act = _ACTIVATIONS[activation]
     hidden, weights = args[0], args[1 : 1 + layers]
     biases = args[1 + layers :] if bias else (None,) * layers
     for weight, bias_or_none in zip(weights, biases, strict=True):
-        hidden = F.linear(hidden, weight, bias_or_none)
-        if act is not None:
-            hidden = act(hidden)
-        yield hidden
+        hidden = _ACTIVATIONS[activation](F.linear(hidden, weight, bias_or_none))
+    return hidden
 
 
 class MLP(nn.Module):

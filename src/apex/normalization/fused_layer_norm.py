@@ -26,32 +26,14 @@ from apex._core.arguments import flag
 from apex._core.dtypes import CASTABLE, LOW_PRECISION
 from apex._torch.dispatcher import is_under_autocast
 
-__all__ = [
-    "FusedLayerNorm",
-    "FusedLayerNormAffineFunction",
-    "FusedLayerNormAffineMixedDtypesFunction",
-    "FusedLayerNormFunction",
-    "FusedRMSNorm",
-    "FusedRMSNormAffineFunction",
-    "FusedRMSNormAffineMixedDtypesFunction",
-    "FusedRMSNormFunction",
-    "MixedFusedLayerNorm",
-    "MixedFusedRMSNorm",
-    "fused_layer_norm",
-    "fused_layer_norm_affine",
-    "fused_rms_norm",
-    "fused_rms_norm_affine",
-    "manual_rms_norm",
-    "mixed_dtype_fused_layer_norm_affine",
-    "mixed_dtype_fused_rms_norm_affine",
-]
-
 __getattr__ = _unavailable.names_instead(
     __name__,
     {
         f"{name}_{part}": f"{name}, whose gradients torch computes"
-        for name in __all__
-        if name.startswith("fused_")
+        for name in (
+            *("fused_layer_norm", "fused_layer_norm_affine"),
+            *("fused_rms_norm", "fused_rms_norm_affine"),
+        )
         for part in ("fwd", "fwd_fake", "bwd", "bwd_fake")
     }
     | {
@@ -59,7 +41,6 @@ __getattr__ = _unavailable.names_instead(
         "supports_custom_op": "torch.library.custom_op, which every supported torch has",
     },
 )
-
 
 Shape = int | Sequence[int]
 """Sizes of the last dimensions; an integer means one dimension."""
@@ -248,24 +229,20 @@ class _FusedNorm(nn.Module):
         super().__init__()
         self.normalized_shape = _size(type(self).__name__, normalized_shape)
         self.eps = eps
-        self.elementwise_affine = flag("elementwise_affine", elementwise_affine)
+        elementwise_affine = flag("elementwise_affine", elementwise_affine)
+        self.elementwise_affine = elementwise_affine
         self.memory_efficient = flag("memory_efficient", memory_efficient)
         self.weight: nn.Parameter | None
         self.bias: nn.Parameter | None
-        self.register_parameter("weight", self._new_parameter())
-        if self._has_bias:
-            self.register_parameter("bias", self._new_parameter())
+        for name in ("weight", "bias") if self._has_bias else ("weight",):
+            param = nn.Parameter(torch.empty(self.normalized_shape)) if elementwise_affine else None
+            self.register_parameter(name, param)
         self.reset_parameters()
-
-    def _new_parameter(self) -> nn.Parameter | None:
-        return nn.Parameter(torch.empty(self.normalized_shape)) if self.elementwise_affine else None
 
     def reset_parameters(self) -> None:
         """Sets the weight to ones and the bias, where there is one, to zeros."""
-        if self.weight is not None:
-            nn.init.ones_(self.weight)
-        if self._has_bias and self.bias is not None:
-            nn.init.zeros_(self.bias)
+        for name, param in self.named_parameters():
+            nn.init.constant_(param, float(name == "weight"))
 
     def _out_dtype(self, input: Tensor) -> torch.dtype:
         """Returns the result's dtype without autocast."""
@@ -350,8 +327,18 @@ class _Mixed(_FusedNorm):
         memory_efficient: bool = False,
         **kwargs: Any,
     ) -> None:
-        other = "FusedRMSNorm" if isinstance(self, FusedRMSNorm) else "FusedLayerNorm"
-        _check_affine(f"Mixed{other}", other, **kwargs)
+        affine = flag("elementwise_affine", kwargs.pop("elementwise_affine", True))
+        if kwargs:
+            raise TypeError(
+                f"{type(self).__name__} got the keywords {sorted(kwargs)}; it takes "
+                "normalized_shape, eps, memory_efficient and elementwise_affine. Remove them."
+            )
+        if not affine:
+            raise RuntimeError(
+                f"{type(self).__name__} got elementwise_affine=False; its result has the weight's "
+                "dtype, so it needs a weight. Use FusedLayerNorm or FusedRMSNorm with "
+                "elementwise_affine=False."
+            )
         super().__init__(normalized_shape, eps, True, memory_efficient)
 
     def _out_dtype(self, input: Tensor) -> torch.dtype:
@@ -478,18 +465,3 @@ def _size(module: str, shape: Shape) -> torch.Size:
             f"{module} got an empty normalized_shape; pass at least the input's last dimension."
         )
     return torch.Size(shape)
-
-
-def _check_affine(
-    module: str, other: str, *, elementwise_affine: bool = True, **unknown: object
-) -> None:
-    if unknown:
-        raise TypeError(
-            f"{module} got the keyword {next(iter(unknown))!r}; it takes normalized_shape, eps, "
-            "memory_efficient and elementwise_affine. Remove it."
-        )
-    if not flag("elementwise_affine", elementwise_affine):
-        raise RuntimeError(
-            f"{module} got elementwise_affine=False; its result has the weight's dtype, so it "
-            f"needs a weight. Use {other}(..., elementwise_affine=False)."
-        )

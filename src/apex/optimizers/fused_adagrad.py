@@ -1,4 +1,4 @@
-"""Adagrad with torch's fused kernel."""
+"""Adagrad with foreach kernels."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch.optim.optimizer import ParamsT
 
 import amp_C
 from apex._core.arguments import flag, in_range
-from apex._core.foreach.adagrad import AdagradRule, adagrad_
+from apex._core.foreach.adagrad import adagrad_
 from apex._core.foreach.gate import Gate, Scalar
-from apex.optimizers.fused_optimizer import IN_KERNELS, Batch, FusedOptimizer
+from apex.optimizers.fused_optimizer import Batch, FusedOptimizer
 
 
 class FusedAdagrad(FusedOptimizer):
@@ -22,7 +22,6 @@ class FusedAdagrad(FusedOptimizer):
     """
 
     shaped_state: ClassVar[tuple[str, ...]] = ("sum",)
-    gradient_methods: ClassVar[tuple[str, ...]] = IN_KERNELS
     settings: ClassVar[tuple[str, ...]] = ("adagrad_w_mode",)
 
     multi_tensor_adagrad = staticmethod(amp_C.multi_tensor_adagrad)
@@ -58,10 +57,13 @@ class FusedAdagrad(FusedOptimizer):
 
     def update(self, batch: Batch, step: Scalar, gate: Gate) -> None:
         """Takes one step for a batch of parameters."""
-        rule = AdagradRule(
+        adagrad_(
+            batch.params,
+            batch.grads,
+            self.buffers(batch.params, "sum"),
             lr=batch.option("lr"),
             eps=batch.group["eps"],
             weight_decay=batch.group["weight_decay"],
             decoupled=bool(self.adagrad_w_mode),
+            gate=gate,
         )
-        adagrad_(batch.params, batch.grads, self.buffers(batch, "sum"), rule=rule, gate=gate)

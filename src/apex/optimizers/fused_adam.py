@@ -127,14 +127,14 @@ class FusedAdam(FusedOptimizer):
         self.set_grad_none = flag("set_grad_none", set_grad_none)
         self.master_weights = flag("master_weights", master_weights)
 
-    def step(  # type: ignore[override]  # apex's order
+    def step(
         self,
         closure: Callable[[], Any] | None = None,
         grads: Any = None,
         output_params: Any = None,
         scale: Any = None,
         grad_norms: Any = None,
-        grad_scaler: Any = None,
+        **scaling: Any,
     ) -> Any:
         """Takes one step.
 
@@ -144,31 +144,19 @@ class FusedAdam(FusedOptimizer):
             output_params: Not supported.
             scale: Not supported.
             grad_norms: Not supported.
-            grad_scaler: The ``torch.amp.GradScaler`` that scaled the gradients, for a call without
-                ``GradScaler.step``.
+            **scaling: ``grad_scaler``, the ``torch.amp.GradScaler`` that scaled the gradients, for
+                a call without ``GradScaler.step``.
 
         Raises:
             RuntimeError: If an unsupported argument is given.
         """
-        retired = {
-            "grads": grads,
-            "output_params": output_params,
-            "scale": scale,
-            "grad_norms": grad_norms,
-        }
-        given = [name for name, value in retired.items() if value is not None]
-        if given:
+        if any(each is not None for each in (grads, output_params, scale, grad_norms)):
             raise RuntimeError(
-                f"FusedAdam.step no longer takes {', '.join(given)}. Create it like "
-                "torch.optim.AdamW, let amp.scale_loss unscale the gradients, and call step() "
-                "without arguments; apex.contrib.optimizers.FusedAdam still accepts them."
+                "FusedAdam.step no longer takes grads, output_params, scale and grad_norms. Create "
+                "it like torch.optim.AdamW, let amp.scale_loss unscale the gradients, and call "
+                "step() without arguments; apex.contrib.optimizers.FusedAdam still accepts them."
             )
-        return super().step(closure, grad_scaler)
-
-    @property
-    def kernel_unscales(self) -> bool:
-        """Whether ``update`` divides gradients by the gate's scale: not if clipping comes first."""
-        return not any(map(_max_norm, self.param_groups))
+        return super().step(closure, **scaling)
 
     def prepare(self, batches: list[Batch]) -> None:
         """Clips the gradients of each group that has a greatest norm."""
@@ -180,7 +168,7 @@ class FusedAdam(FusedOptimizer):
     def update(self, batch: Batch, step: Scalar, gate: Gate) -> None:
         """Takes one step for a batch of parameters."""
         targets = self.masters(batch, LOW_PRECISION if self.master_weights else ())
-        averages = self.buffers(batch, "exp_avg"), self.buffers(batch, "exp_avg_sq")
+        averages = self.buffers(batch.params, "exp_avg"), self.buffers(batch.params, "exp_avg_sq")
         adam_(targets, batch.grads, *averages, rule=self.rule(batch, step), step=step, gate=gate)
         store(batch.params, targets)
 

@@ -99,11 +99,11 @@ class FusedLAMB(FusedOptimizer):
 
     def update(self, batch: Batch, step: Scalar, gate: Gate) -> None:
         """Takes one step for a batch of parameters."""
-        divisor = torch.ones((), device=batch.device)
+        divisor = torch.ones((), dtype=torch.float32, device=batch.device)
         if self._divisor is not None:
             divisor = moved(self._divisor, batch.device)
         targets = self.masters(batch, (self.reduced_precision_dtype,))
-        averages = self.buffers(batch, "exp_avg"), self.buffers(batch, "exp_avg_sq")
+        averages = self.buffers(batch.params, "exp_avg"), self.buffers(batch.params, "exp_avg_sq")
         lamb_(
             targets,
             batch.grads,

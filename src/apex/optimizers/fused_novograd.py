@@ -114,23 +114,20 @@ class FusedNovoGrad(FusedOptimizer):
             norm_type=group["norm_type"],
         )
         norms = self._blend(batch, rule, gate)
-        averages = self.buffers(batch, "exp_avg")
+        averages = self.buffers(batch.params, "exp_avg")
         novograd_(batch.params, batch.grads, averages, norms, rule=rule, step=step, gate=gate)
 
     def _blend(self, batch: Batch, rule: NovoGradRule, gate: Gate) -> Tensor:
         """Updates the running norms with this step's gradient norms and returns them, ``[N]``."""
-        states = [self._norm(param, batch.group["init_zero"]) for param in batch.params]
+        start = 0.0 if batch.group["init_zero"] else _NOT_STARTED
+        for param in batch.params:
+            if NORM not in self.state[param]:
+                new = torch.full((), start, dtype=torch.float32, device=param.device)
+                self.state[param][NORM] = new
+        states = [self.state[param][NORM] for param in batch.params]
         running = stacked(states, batch.device)
         fresh = norms_of(batch.grads, rule.norm_type, batch.device)
         started = torch.where(running == _NOT_STARTED, fresh, running)
         (chosen,) = gate.select([running], [blended(started, fresh, rule)])
         torch._foreach_copy_(states, list(chosen.unbind()))
         return chosen
-
-    def _norm(self, param: Tensor, init_zero: bool) -> Tensor:
-        state = self.state[param]
-        if NORM not in state:
-            start = 0.0 if init_zero else _NOT_STARTED
-            state[NORM] = torch.full((), start, device=param.device)
-        norm: Tensor = state[NORM]
-        return norm

@@ -19,10 +19,9 @@ from apex._core.foreach.adam import AdamRule
 from apex._core.foreach.gate import Gate, Scalar, as_scalar
 from apex._core.foreach.norms import l2_norms, stacked, total
 from apex._core.foreach.working import math_dtype, store, working
-from apex._core.mixins import mixin_of
 from apex._core.param_groups import params_of, states_in
 from apex._torch.copies import moved
-from apex._torch.grad_scaler import StepOfInstances, signals
+from apex._torch.grad_scaler import signals
 
 MASTER = "master_param"
 """The state key of an fp32 master that the optimizer keeps of a 16-bit parameter."""
@@ -50,6 +49,13 @@ class Batch:
     def option(self, name: str) -> Any:
         """Returns a hyperparameter of the group; a tensor comes as 0-d on the batch's device."""
         return as_scalar(self.group[name], self.device)
+
+    def unscale_(self, scale: Tensor, gate: Gate) -> None:
+        """Divides the gradients in place; the batch then holds them before rounding."""
+        (wide,) = working(self.grads)
+        gate.unscale_(wide, scale)
+        store(self.grads, wide)
+        self.grads = wide
 
     def adam_rule(self, *, decoupled: int, eps_inside_sqrt: bool = False) -> AdamRule:
         """Returns the group's hyperparameters of Adam or LAMB."""
@@ -108,18 +114,9 @@ class FusedOptimizer(Optimizer):
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         arguments.parameters(type(self).__name__, params)
         super().__init__(params, defaults)
-        self._hide_grad_scaler()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a parameter group.
-
-        Raises:
-            TypeError: If an option is a string, as argparse may yield it.
-        """
-        if isinstance(param_group, dict):
-            for name, value in {**self.defaults, **param_group}.items():
-                if name in self.defaults and isinstance(value, str):
-                    raise TypeError(f"{name} is {value!r}; it must be a number or a bool.")
+        """Adds a parameter group."""
         super().add_param_group(param_group)
         if self.capturable:
             put_on_device(self.param_groups[-1])
@@ -131,13 +128,8 @@ class FusedOptimizer(Optimizer):
         Args:
             batch: Parameters and gradients.
             step: Count of this step, from 1.
-            gate: Whether to skip the step; with a scale only if ``kernel_unscales``.
+            gate: Whether to skip the step.
         """
-
-    @property
-    def kernel_unscales(self) -> bool:
-        """Whether ``update`` divides gradients by the gate's scale; else ``step`` does so first."""
-        return bool(self.gradient_methods)
 
     def prepare(self, batches: list[Batch]) -> None:
         """Called with all unscaled gradients before the first update."""
@@ -159,13 +151,14 @@ class FusedOptimizer(Optimizer):
             param.grad = None
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, **scaling: Any) -> Any:
         """Takes one step.
 
         Args:
             closure: Recomputes the loss; called once, before the step.
-            grad_scaler: The ``torch.amp.GradScaler`` that scaled the gradients, for a call without
-                ``GradScaler.step``.
+            **scaling: ``grad_scaler``, the ``torch.amp.GradScaler`` that scaled the gradients, for
+                a call without ``GradScaler.step``. (A step that names it would get it from there,
+                with a warning.)
 
         Returns:
             What the closure returned.
@@ -174,22 +167,21 @@ class FusedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        grad_scale, found_inf = self._signals(grad_scaler)
+        grad_scale, found_inf = self._signals(**scaling)
         batches = [batch for group in self.param_groups for batch in self._batches(group)]
-        gates = [Gate.of(found_inf, batch.device, grad_scale) for batch in batches]
-        if not self.kernel_unscales:
-            gates = [_unscaled(*each) for each in zip(batches, gates, strict=True)]
+        gates = [Gate.of(found_inf, batch.device) for batch in batches]
+        if grad_scale is not None:
+            for batch, gate in zip(batches, gates, strict=True):
+                batch.unscale_(grad_scale, gate)
         self.prepare(batches)
         steps: dict[int, Scalar] = {}
         for batch, gate in zip(batches, gates, strict=True):
             if id(batch.group) not in steps:
                 steps[id(batch.group)] = self._advance(batch, found_inf)
-            step = steps[id(batch.group)]
-            count = as_scalar(step, batch.device)
-            self.update(batch, count, gate)
+            self.update(batch, as_scalar(steps[id(batch.group)], batch.device), gate)
         return loss
 
-    def _signals(self, grad_scaler: Any) -> tuple[Tensor | None, Tensor | None]:
+    def _signals(self, grad_scaler: Any = None) -> tuple[Tensor | None, Tensor | None]:
         """Returns the divisor of the gradients, and the flag that skips the step."""
         if grad_scaler is None:
             return getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
@@ -217,15 +209,10 @@ class FusedOptimizer(Optimizer):
         return param.grad
 
     def _refuse(self, param: Tensor) -> None:
-        name = type(self).__name__
-        if not param.is_floating_point():
-            raise RuntimeError(
-                f"{name} got a parameter of {param.dtype}; it steps real floating-point "
-                "ones (fp16, bf16, fp32, fp64). Use an optimizer of torch.optim for the others."
-            )
         raise RuntimeError(
-            f"{name} does not support sparse gradients. Use torch.optim.SparseAdam for the "
-            "parameters that have them, or sparse=False in their embedding."
+            f"{type(self).__name__} got a parameter of {param.dtype} or a sparse gradient. It does "
+            "not support sparse gradients, and steps fp16, bf16, fp32 and fp64 parameters. Use "
+            "another optimizer for it, such as torch.optim.SparseAdam, or sparse=False."
         )
 
     def _advance(self, batch: Batch, found_inf: Tensor | None) -> Scalar:
@@ -241,23 +228,15 @@ class FusedOptimizer(Optimizer):
         if not isinstance(step, Tensor):
             step = torch.full((), int(step), dtype=torch.int32, device=batch.device)
         group["step"] = step = moved(step, batch.device)
-        if found_inf is None:
-            step.add_(1)
-        else:
-            taken = moved(found_inf, batch.device).reshape(step.shape) == 0
-            step.add_(taken.to(step.dtype))
-        return step
+        flag = torch.zeros_like(step) if found_inf is None else moved(found_inf, batch.device)
+        return step.add_((flag.reshape(step.shape) == 0).to(step.dtype))
 
-    def buffers(self, batch: Batch, name: str) -> list[Tensor]:
+    def buffers(self, params: Sequence[Tensor], name: str) -> list[Tensor]:
         """Returns a state tensor of every parameter, initially zeros."""
-        return [self._buffer(param, name) for param in batch.params]
-
-    def _buffer(self, param: Tensor, name: str) -> Tensor:
-        state = self.state[param]
-        if name not in state:
-            state[name] = torch.zeros_like(param, dtype=self.state_dtype(param))
-        buffer: Tensor = state[name]
-        return buffer
+        for param in params:
+            if name not in self.state[param]:
+                self.state[param][name] = torch.zeros_like(param, dtype=self.state_dtype(param))
+        return [self.state[param][name] for param in params]
 
     def state_dtype(self, param: Tensor) -> torch.dtype:
         """Returns the dtype of a parameter's state: fp32, fp64 for fp64 parameters."""
@@ -269,14 +248,10 @@ class FusedOptimizer(Optimizer):
         Masters are made at the first step: before that the model's values may still change (by a
         loaded checkpoint, by a broadcast).
         """
-        return [self._master(param) if param.dtype in dtypes else param for param in batch.params]
-
-    def _master(self, param: Tensor) -> Tensor:
-        state = self.state[param]
-        if MASTER not in state:
-            state[MASTER] = param.detach().clone().float()
-        master: Tensor = state[MASTER]
-        return master
+        for param in batch.params:
+            if param.dtype in dtypes and MASTER not in self.state[param]:
+                self.state[param][MASTER] = param.detach().to(torch.float32, copy=True)
+        return [self.state[p][MASTER] if p.dtype in dtypes else p for p in batch.params]
 
     # -- copies and checkpoints --------------------------------------------------------------
 
@@ -301,7 +276,6 @@ class FusedOptimizer(Optimizer):
             for name, value in self.defaults.items():
                 if name != "differentiable":  # torch's, not of a new optimizer's groups
                     group.setdefault(name, value)
-        self._hide_grad_scaler()
 
     def _check_state(self, state: dict[str, Any]) -> None:
         name, remedy = type(self).__name__, "Load the one that was saved with this model."
@@ -314,20 +288,15 @@ class FusedOptimizer(Optimizer):
                     f"{missing.pop()}. {remedy}"
                 )
         for param, own in states_in(state["state"]):
-            shapes = dict.fromkeys((*self.shaped_state, MASTER), param.shape)
-            for key, shape in {**shapes, **dict.fromkeys(self.scalar_state, torch.Size())}.items():
-                tensor = own.get(key)
-                if isinstance(tensor, Tensor) and tensor.shape != shape:
+            for key, tensor in own.items():
+                wanted = torch.Size() if key in self.scalar_state else param.shape
+                known = key in (*self.scalar_state, *self.shaped_state, MASTER)
+                if known and isinstance(tensor, Tensor) and tensor.shape != wanted:
                     raise ValueError(
                         f"{name} got the state of another model or optimizer: {key} has the shape "
                         f"{tuple(tensor.shape)} for a parameter of shape {tuple(param.shape)}, "
-                        f"where {name} keeps {tuple(shape)}. {remedy}"
+                        f"where {name} keeps {tuple(wanted)}. {remedy}"
                     )
-
-    def _hide_grad_scaler(self) -> None:
-        # amp's generated class has amp's step, and may stand behind the own class.
-        if mixin_of(type(self)) is None:
-            StepOfInstances.install(type(self))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns torch's, with step counts as numbers, whether or not a flag decided about steps.
@@ -386,14 +355,3 @@ def check_adam_options(
     in_range("betas[1]", betas[1], below=1.0)
     in_range("eps", eps)
     in_range("weight_decay", decay)
-
-
-def _unscaled(batch: Batch, gate: Gate) -> Gate:
-    """Divides the gradients, which the batch then holds before rounding; returns the flag alone."""
-    if gate.grad_scale is None:
-        return gate
-    (wide,) = working(batch.grads)
-    gate.unscale_(wide)
-    store(batch.grads, wide)
-    batch.grads = wide
-    return Gate(gate.skip)

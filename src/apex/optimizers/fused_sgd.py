@@ -94,7 +94,7 @@ class FusedSGD(FusedOptimizer):
         """Returns each parameter's momentum, and whether all have just been made, as zeros."""
         params = list(params)
         new = all(BUFFER not in self.state[param] for param in params)
-        return [self._buffer(param, BUFFER) for param in params], new
+        return self.buffers(params, BUFFER), new
 
     def update(self, batch: Batch, step: Scalar, gate: Gate) -> None:
         """Takes one step for a batch of parameters."""
@@ -107,17 +107,14 @@ class FusedSGD(FusedOptimizer):
             nesterov=group["nesterov"],
             decay_after_momentum=self.wd_after_momentum,
         )
-        if not rule.momentum:
-            sgd_(batch.params, batch.grads, (), rule=rule, first_run=False, gate=gate)
-            return
-        new = [BUFFER not in self.state[param] for param in batch.params]
+        # A start from zeros is that of a first run, unless it is dampened.
+        dampened = bool(rule.momentum and rule.dampening)
+        new = [dampened and BUFFER not in self.state[param] for param in batch.params]
         # sync: dampening depends on whether a buffer has started; only until all have.
-        if any(new) and rule.dampening and gate.skip is not None and bool(gate.skip):
+        if any(new) and gate.skip is not None and bool(gate.skip):
             return
-        lists = batch.params, batch.grads, self.buffers(batch, BUFFER)
-        for first_run in (True, False):
-            # A gated start leaves the buffer at 0, from which the usual rule gives the same result.
-            # Only dampening makes a difference, and then no start is gated.
-            chosen = [is_new is first_run for is_new in new]
-            parts = (list(compress(tensors, chosen)) for tensors in lists)
-            sgd_(*parts, rule=rule, first_run=first_run, gate=gate)
+        momenta = self.buffers(batch.params, BUFFER) if rule.momentum else []
+        for first_run in {*new}:
+            chosen = [each is first_run for each in new]
+            lists = (list(compress(each, chosen)) for each in (batch.params, batch.grads, momenta))
+            sgd_(*lists, rule=rule, first_run=first_run, gate=gate)

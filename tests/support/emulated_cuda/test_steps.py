@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from apex import amp
-from tests.optimizers import cases as optimizers
+from tests.support import optimizers
 from tests.support.emulated_cuda import device
 from tests.training import cases
 

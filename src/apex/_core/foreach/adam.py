@@ -76,7 +76,7 @@ def adam_(
 ) -> None:
     """Takes one Adam step in place; tensors of one device, any mix of floating dtypes.
 
-    Divides ``grads`` in place if the gate has a scale. Counts steps from 1.
+    Counts steps from 1.
     """
     if not params:
         return
@@ -84,13 +84,11 @@ def adam_(
     if foreach.has_fused("fused_adam_", params[0].device) and not rule.eps_inside_sqrt:
         _fused(lists, rule, step, gate)
     else:
-        foreach_adam_(*lists, rule=rule, step=step, gate=gate)
-    for targets, values in zip(
-        (params, exp_avgs, exp_avg_sqs), (lists[0], *lists[2:]), strict=True
-    ):
-        store(targets, values)
-    if gate.grad_scale is not None:
-        store(grads, lists[1])
+        updates = directions_(*lists, rule=rule, step=step, gate=gate)
+        gate.descend_(lists[0], updates, rule.lr)
+    store(params, lists[0])
+    store(exp_avgs, lists[2])
+    store(exp_avg_sqs, lists[3])
 
 
 def _fused(lists: Sequence[list[Tensor]], rule: AdamRule, step: Scalar, gate: Gate) -> None:
@@ -115,26 +113,9 @@ def _fused(lists: Sequence[list[Tensor]], rule: AdamRule, step: Scalar, gate: Ga
             eps=rule.eps,
             amsgrad=False,
             maximize=False,
-            grad_scale=gate.grad_scale,
+            grad_scale=None,
             found_inf=gate.skip,
         )
-
-
-def foreach_adam_(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    *,
-    rule: AdamRule,
-    step: Scalar,
-    gate: Gate,
-) -> None:
-    """The same step on foreach kernels, where there is no fused one."""
-    gate.unscale_(grads)
-    updates = directions_(params, grads, exp_avgs, exp_avg_sqs, rule=rule, step=step, gate=gate)
-    torch._foreach_mul_(updates, gate.coefficient(rule.lr, 0.0))
-    torch._foreach_sub_(params, updates)
 
 
 def directions_(

@@ -1,4 +1,4 @@
-"""What a loss scaler asks of a step: a flag that turns it off, and a divisor; no host sync.
+"""What a loss scaler asks of a step: a flag that turns it off; no host sync.
 
 Note [Gate]
 Where the flag is set, the gradient of every rule becomes 0 (not multiplied by 0: inf * 0 is NaN)
@@ -25,34 +25,20 @@ Scalar = float | Tensor
 
 @dataclass(frozen=True)
 class Gate:
-    """Whether to skip the step, and by what to divide its gradients first.
+    """Whether to skip the step.
 
     Attributes:
         skip: 0-d fp32, 1 to skip the step and 0 to take it; ``None`` to take it in any case.
-        grad_scale: 0-d fp32; a step divides its gradients by it in place, a skipped one leaves them
-            as they are. ``None`` for gradients that are not scaled.
     """
 
     skip: Tensor | None = None
-    grad_scale: Tensor | None = None
 
     @classmethod
-    def of(
-        cls, flag: Tensor | None, device: torch.device, grad_scale: Tensor | None = None
-    ) -> Gate:
-        """Returns the gate of one-element tensors of any device; a flag other than 0 means skip."""
-        if grad_scale is not None:
-            grad_scale = as_tensor(grad_scale, device)
+    def of(cls, flag: Tensor | None, device: torch.device) -> Gate:
+        """Returns the gate of a one-element tensor of any device; other than 0 means skip."""
         if flag is None:
-            return cls(None, grad_scale)
-        flag = moved(flag, device).reshape(())
-        return cls((flag != 0).to(torch.float32), grad_scale)
-
-    def unscale_(self, grads: list[Tensor]) -> None:
-        """Divides gradients by ``grad_scale`` in place, unless the step is skipped."""
-        if self.grad_scale is not None and grads:
-            divisor = as_tensor(self.coefficient(self.grad_scale, 1.0), self.grad_scale.device)
-            torch.ops.aten._foreach_div_.Tensor(dtensor.locals_of(grads), dtensor.local(divisor))
+            return cls()
+        return cls((moved(flag, device).reshape(()) != 0).to(torch.float32))
 
     def coefficient(self, value: Scalar, neutral: float) -> Scalar:
         """Returns ``value``, or ``neutral`` if the step is skipped."""
@@ -74,6 +60,21 @@ class Gate:
             return list(new)
         skipped = self.skip != 0
         return [torch.where(skipped, o, n) for o, n in zip(old, new, strict=True)]
+
+    def descend_(self, params: list[Tensor], updates: Sequence[Tensor], lr: Scalar) -> None:
+        """Subtracts ``lr`` times the updates from the parameters, unless the step is skipped."""
+        rate = self.coefficient(lr, 0.0)
+        if isinstance(rate, Tensor):
+            torch._foreach_sub_(params, torch._foreach_mul(list(updates), rate))
+        else:
+            torch._foreach_add_(params, list(updates), alpha=-rate)  # allocates nothing
+
+    def unscale_(self, grads: list[Tensor], scale: Tensor) -> None:
+        """Divides gradients by a one-element tensor in place, unless the step is skipped."""
+        if grads:
+            device = grads[0].device
+            divisor = as_tensor(self.coefficient(as_tensor(scale, device), 1.0), device)
+            torch.ops.aten._foreach_div_.Tensor(dtensor.locals_of(grads), dtensor.local(divisor))
 
 
 def bias_correction(beta: float, step: Scalar) -> Scalar:
@@ -113,6 +114,4 @@ def as_tensor(value: Scalar, device: torch.device) -> Tensor:
 
 def as_scalar(value: Scalar, device: torch.device) -> Scalar:
     """Returns a host number unchanged, a one-element tensor as 0-d on ``device``."""
-    if not isinstance(value, Tensor):
-        return value
-    return moved(value, device).reshape(())
+    return moved(value, device).reshape(()) if isinstance(value, Tensor) else value

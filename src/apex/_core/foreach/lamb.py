@@ -44,27 +44,17 @@ def lamb_(
     weights, gradients, firsts, seconds = working(params, grads, exp_avgs, exp_avg_sqs)
     clipped = list(torch._foreach_div(gradients, divisor))
     updates = directions_(weights, clipped, firsts, seconds, rule=rule, step=step, gate=gate)
-    rate = gate.coefficient(rule.lr, 0.0)
     if adaptive:
         device = params[0].device
         norms = stacked(l2_norms(weights), device), stacked(l2_norms(updates), device)
-        apply_(weights, updates, trust_rates(*norms, rate))
-    else:
-        apply_(weights, updates, rate)
-    for targets, values in ((params, weights), (exp_avgs, firsts), (exp_avg_sqs, seconds)):
-        store(targets, values)
+        torch._foreach_mul_(updates, list(trust_ratios(*norms).unbind()))
+    gate.descend_(weights, updates, rule.lr)
+    store(params, weights)
+    store(exp_avgs, firsts)
+    store(exp_avg_sqs, seconds)
 
 
-def trust_rates(param_norms: Tensor, update_norms: Tensor, lr: Scalar) -> Tensor:
-    """Returns ``lr * |param| / |update|`` per tensor, ``lr`` where a norm is 0: ``[N]``."""
+def trust_ratios(param_norms: Tensor, update_norms: Tensor) -> Tensor:
+    """Returns ``|param| / |update|`` per tensor, 1 where a norm is 0: ``[N]``."""
     both = (param_norms != 0) & (update_norms != 0)
-    return torch.where(both, lr * (param_norms / update_norms), lr)
-
-
-def apply_(params: list[Tensor], updates: list[Tensor], rates: Scalar) -> None:
-    """Subtracts ``rates * updates`` in place; ``rates`` is a number, or ``[N]``, one per tensor."""
-    if isinstance(rates, Tensor) and rates.dim() == 1:
-        scaled = torch._foreach_mul(updates, list(rates.unbind()))
-    else:
-        scaled = torch._foreach_mul(updates, rates)
-    torch._foreach_sub_(params, scaled)
+    return torch.where(both, param_norms / update_norms, 1.0)

@@ -58,7 +58,7 @@ def max_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
 def stacked(norms: Sequence[Tensor], device: torch.device) -> Tensor:
     """Returns 0-d norms as one tensor of shape ``[N]`` on ``device``: fp64 if one is, or fp32."""
     if not norms:
-        return torch.zeros(0, device=device)
+        return torch.zeros(0, dtype=torch.float32, device=device)
     wide = any(norm.dtype is torch.float64 for norm in norms)
     return torch.stack([moved(n, device, torch.float64 if wide else torch.float32) for n in norms])
 

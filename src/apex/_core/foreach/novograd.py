@@ -86,8 +86,7 @@ def novograd_(
     if not rule.inside_moment:
         torch._foreach_div_(updates, denominators)
         updates = _decayed(updates, weights, rule)
-    torch._foreach_mul_(updates, gate.coefficient(rule.lr, 0.0))
-    torch._foreach_sub_(weights, updates)
+    gate.descend_(weights, updates, rule.lr)
     store(params, weights)
     store(exp_avgs, averages)
 

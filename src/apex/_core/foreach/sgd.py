@@ -3,15 +3,13 @@
 Note [16-bit momentum]
 Momentum that is stored in 16 bits is rounded first, and the parameter steps by what is stored, as
 in torch. The fused kernels step by the unrounded value and end elsewhere: after seven steps from
-[0, 1) at a rate of 0.25, 3e-3 from torch's fp16 parameters (apex's own test allows 1e-3). They take
-the first step, where the momentum is the gradient.
+[0, 1) at a rate of 0.25, 3e-3 from torch's fp16 parameters (apex's own test allows 1e-3).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import compress
 
 import torch
 from torch import Tensor
@@ -54,32 +52,22 @@ def sgd_(
 ) -> None:
     """Takes one step in place; tensors of one device, any mix of floating dtypes.
 
-    Divides ``grads`` in place if the gate has a scale. Momentum ``buffers`` are empty without
-    momentum; the first run sets them to the undamped gradients.
+    Momentum ``buffers`` are empty without momentum; the first run sets them to the undamped
+    gradients.
     """
     if not params:
         return
-    later = rule.momentum and not first_run
-    rounds = [is_low_precision(buffer) for buffer in buffers] if later else []
-    if any(rounds) and not all(rounds):
-        for chosen in (rounds, [not each for each in rounds]):
-            parts = (list(compress(tensors, chosen)) for tensors in (params, grads, buffers))
-            sgd_(*parts, rule=rule, first_run=first_run, gate=gate)
-        return
-    lists = working(params, grads, *((buffers,) if rule.momentum else ()))
-    fused = foreach.has_fused("fused_sgd_", params[0].device) and not any(rounds)
-    if fused and not (rule.decay_after_momentum and rule.weight_decay):
+    buffers = buffers if rule.momentum else ()
+    lists = working(params, grads, *((buffers,) if buffers else ()))
+    fused = foreach.has_fused("fused_sgd_", params[0].device)
+    late_decay = rule.decay_after_momentum and rule.weight_decay
+    if fused and not late_decay and not any(map(is_low_precision, buffers)):
         _fused(lists, rule, first_run, gate)
-        if rule.momentum:
-            store(buffers, lists[2])
     else:
-        momenta = lists[2] if rule.momentum else []
-        foreach_sgd_(
-            lists[0], lists[1], momenta, rule=rule, first_run=first_run, gate=gate, stored=buffers
-        )
+        _foreach(*lists, rule=rule, first_run=first_run, gate=gate, stored=buffers)
     store(params, lists[0])
-    if gate.grad_scale is not None:
-        store(grads, lists[1])
+    if buffers:
+        store(buffers, lists[2])
 
 
 def _fused(lists: Sequence[list[Tensor]], rule: SGDRule, first_run: bool, gate: Gate) -> None:
@@ -95,44 +83,37 @@ def _fused(lists: Sequence[list[Tensor]], rule: SGDRule, first_run: bool, gate: 
             nesterov=rule.nesterov,
             maximize=False,
             is_first_step=first_run,
-            grad_scale=gate.grad_scale,
+            grad_scale=None,
             found_inf=gate.skip,
         )
 
 
-def foreach_sgd_(
+def _foreach(
     params: list[Tensor],
     grads: list[Tensor],
-    buffers: list[Tensor],
+    buffers: Sequence[Tensor] = (),
     *,
     rule: SGDRule,
     first_run: bool,
     gate: Gate,
-    stored: Sequence[Tensor] = (),
+    stored: Sequence[Tensor],
 ) -> None:
     """The same step on foreach kernels; ``stored`` are the buffers in the dtype they are kept."""
-    gate.unscale_(grads)
     updates = grads
     if rule.weight_decay and not rule.decay_after_momentum:
         updates = list(torch._foreach_add(updates, params, alpha=rule.weight_decay))
     updates = gate.gradients(updates)
-    if rule.momentum:
+    if buffers:
+        buffers = list(buffers)
         if first_run:
             torch._foreach_copy_(buffers, gate.select(buffers, updates))
         else:
             torch._foreach_mul_(buffers, gate.coefficient(rule.momentum, 1.0))
             torch._foreach_add_(buffers, updates, alpha=1.0 - rule.dampening)
-        if stored:
-            store(stored, buffers)
-            store(buffers, stored)
-        ahead = rule.nesterov
-        updates = (
-            list(torch._foreach_add(updates, buffers, alpha=rule.momentum)) if ahead else buffers
-        )
+        store(stored, buffers)
+        store(buffers, stored)
+        ahead = torch._foreach_add(updates, buffers, alpha=rule.momentum) if rule.nesterov else ()
+        updates = list(ahead or buffers)
     if rule.weight_decay and rule.decay_after_momentum:
         updates = list(torch._foreach_add(updates, params, alpha=rule.weight_decay))
-    rate = gate.coefficient(rule.lr, 0.0)
-    if isinstance(rate, Tensor):
-        torch._foreach_sub_(params, torch._foreach_mul(updates, rate))
-    else:
-        torch._foreach_add_(params, updates, alpha=-rate)  # allocates nothing
+    gate.descend_(params, updates, rule.lr)

@@ -10,8 +10,7 @@ from apex._engine.model.convert import (
     set_region,
     undo_convert,
 )
-from apex._engine.model.dtype_errors import mixes_dtypes
-from apex._engine.model.lost_values import find_lost, name_lost
+from apex._engine.model.messages import log_lost, mixes_dtypes
 from apex._engine.model.module_class import begin_call, end_call
 from apex._engine.model.plan import ModelPlan
 from apex._engine.model.state import assign, is_converted, module_behind, state_of
@@ -25,13 +24,12 @@ __all__ = [
     "convert",
     "convert_late",
     "end_call",
-    "find_lost",
     "floating_tensors",
     "hand_over",
     "is_converted",
+    "log_lost",
     "mixes_dtypes",
     "module_behind",
-    "name_lost",
     "restore",
     "set_region",
     "state_of",

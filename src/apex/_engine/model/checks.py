@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, jit, nn
@@ -11,7 +13,7 @@ from torch.nn import Parameter
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from apex._engine.model import proxy_class, sharding
+from apex._engine.model import sharding
 from apex._engine.model.plan import (
     ModelPlan,
     Rule,
@@ -22,7 +24,7 @@ from apex._engine.model.plan import (
 )
 from apex._engine.model.state import module_behind, state_of
 from apex._torch import dtensor, fsdp
-from apex._torch.modules import named_modules, named_tensors, own_tensors
+from apex._torch.modules import named_tensors, own_tensors
 
 
 def check(
@@ -40,8 +42,8 @@ def check(
         plan: The conversion.
         op_casts: Whether operators cast their inputs, which excludes float64 weights.
         allow_float64: Whether to accept such weights nevertheless.
-        others: Further models of the same call; an entry of ``plan.fp32_modules`` needs to match in
-            one of them only.
+        others: Further models of the same call; a name or type in ``plan`` needs to match in one of
+            them only.
 
     Raises:
         TypeError: If ``model`` is not a ``torch.nn.Module``.
@@ -49,7 +51,7 @@ def check(
             casts its weights to 16 bits; if it is wrapped for parallel training, scripted, not
             materialized, in float64 where operators cast, or sharded in a way that conflicts with
             the plan's dtypes.
-        ValueError: If ``plan.fp32_modules`` does not fit the model.
+        ValueError: If ``plan`` names what no model has.
     """
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
@@ -71,24 +73,19 @@ def check(
     if any(tensor.is_inference() for tensor in tensors.values()):
         _check_no_inference_tensors(model, plan)
     _check_fp32_modules(model, plan, others)
-    is_sharded = any(True for _ in fsdp.sharded_modules(model))
-    if is_sharded or dtensor.any_dtensor(tensors.values()):
-        remedy = (
-            "drop entries of fp32_modules" if plan.fp32_modules else "keep_batchnorm_fp32=False"
-        )
-        sharding.check(model, planned_dtypes(model, plan), remedy, op_casts=op_casts)
+    _check_names(plan, (model, *others))
+    if dtensor.any_dtensor(tensors.values()):
+        sharding.check(planned_dtypes(model, plan))
 
 
 def check_restorable(model: nn.Module) -> None:
     """Raises RuntimeError if a converted model's parameters cannot be cast back to fp32."""
     state = state_of(model)
-    if state is not None and state.plan.casts_down:
-        if torch.is_inference_mode_enabled():
-            raise RuntimeError(
-                "amp.restore was called under torch.inference_mode(), where parameters cannot be "
-                "converted for later training. Call it outside of the block, or in torch.no_grad()."
-            )
-        sharding.check_restorable(model)
+    if state is not None and state.plan.casts_down and torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "amp.restore was called under torch.inference_mode(), where parameters cannot be "
+            "converted for later training. Call it outside of the block, or in torch.no_grad()."
+        )
 
 
 def _check_kind(model: object, plan: ModelPlan) -> None:
@@ -116,8 +113,7 @@ def _check_kind(model: object, plan: ModelPlan) -> None:
             f"amp.initialize got a model wrapped in {kind}; it takes the model itself. Call "
             f"amp.initialize first, then wrap the model that it returns in {kind}."
         )
-    parts = named_modules(model)
-    if any(map(fsdp.is_fsdp1, parts.values())):
+    if any(map(fsdp.is_fsdp1, model.modules())):
         raise RuntimeError(
             f"amp.initialize got a model ({kind}) with FullyShardedDataParallel in it, which "
             "flattens parameters, so that amp cannot tell them apart. Use fully_shard from "
@@ -128,19 +124,23 @@ def _check_kind(model: object, plan: ModelPlan) -> None:
             f"amp.initialize got a model wrapped in DeepSpeed's {kind}, which does its own mixed "
             "precision. Enable fp16 or bf16 in its config instead, or drop DeepSpeed."
         )
-    _check_not_scripted(module, parts if plan.casts_down else {})
-    if module is not model:
-        proxy_class.check(model)
+    _check_not_scripted(module, plan)
+    if module is not model and plan.casts_down:
+        raise TypeError(
+            f"amp.initialize got a model of type {kind}, a proxy that stands for a "
+            "torch.nn.Module. A level that casts the model to 16 bits cannot cast what the proxy "
+            "itself computes. Pass the module inside it, or use opt_level O1 or O4."
+        )
 
 
-def _check_not_scripted(model: nn.Module, parts: Mapping[str, nn.Module]) -> None:
+def _check_not_scripted(model: nn.Module, plan: ModelPlan) -> None:
     if isinstance(model, jit.ScriptModule):
         raise RuntimeError(
             f"amp.initialize got a scripted model ({type(model).__name__}), whose compiled forward "
             "cannot cast. Pass the plain module; torch.compile and torch.jit.trace take the model "
             "amp returns."
         )
-    for name, module in parts.items():
+    for name, module in model.named_modules() if plan.casts_down else ():
         if isinstance(module, jit.ScriptModule):
             raise RuntimeError(
                 f"amp.initialize got a model whose {name} is scripted or traced, so that its "
@@ -172,7 +172,7 @@ def _check_precision(name: str, tensor: Tensor) -> None:
 
 
 def _check_no_inference_tensors(model: nn.Module, plan: ModelPlan) -> None:
-    for name, tensor, dtype, _ in planned_dtypes(model, plan):
+    for name, tensor, dtype in planned_dtypes(model, plan):
         if tensor.is_inference() and tensor.dtype is not dtype:
             raise RuntimeError(
                 f"amp.initialize got a model whose {name} was created under "
@@ -185,19 +185,18 @@ def _check_fp32_modules(model: nn.Module, plan: ModelPlan, others: Sequence[nn.M
     models = (model, *others) if plan.fp32_modules else ()
     modules = [pair for each in models for pair in named_submodules(each)]
     for rule in plan.fp32_modules:
-        if any(matches(rule, name, module) for name, module in modules):
-            continue
-        shown = repr(rule) if isinstance(rule, str) else rule.__name__
-        close = _close_matches(rule, modules)
-        hint = f"Did you mean {', '.join(close)}?" if close else "No name or type is similar."
-        raise ValueError(
-            f"fp32_modules holds {shown}, which matches no submodule of {type(model).__name__}. "
-            f"{hint} Names are those of model.named_modules()."
-        )
+        if not any(matches(rule, name, module) for name, module in modules):
+            shown = repr(rule) if isinstance(rule, str) else rule.__name__
+            hint = _hint(rule, modules)
+            raise ValueError(
+                f"fp32_modules holds {shown}, which matches no submodule of "
+                f"{type(model).__name__}. {hint} Names are those of model.named_modules()."
+            )
     kept = fp32_modules(model, plan)
-    parts = named_modules(model).items() if kept else ()
     names: dict[int, str] = {}
-    for name, module in sorted(parts, key=lambda part: part[1] not in kept):  # those kept first
+    # Those kept come first.
+    parts = sorted(model.named_modules(), key=lambda part: part[1] not in kept) if kept else ()
+    for name, module in parts:
         for key, tensor in own_tensors(module, name):
             if module in kept:
                 names[id(tensor)] = key
@@ -209,9 +208,34 @@ def _check_fp32_modules(model: nn.Module, plan: ModelPlan, others: Sequence[nn.M
                 )
 
 
-def _close_matches(rule: Rule, modules: Sequence[tuple[str, nn.Module]]) -> list[str]:
-    """Returns the submodule names or types most similar to ``rule``."""
+def _hint(rule: Rule, modules: Sequence[tuple[str, nn.Module]]) -> str:
+    """Returns a sentence with the submodule names or types most similar to ``rule``."""
     if isinstance(rule, str):
-        return difflib.get_close_matches(rule, [name for name, _ in modules], cutoff=0.5)
-    kinds = sorted({type(module).__name__ for _, module in modules})
-    return difflib.get_close_matches(rule.__name__, kinds, cutoff=0.5)
+        return _similar(rule, [name for name, _ in modules])
+    return _similar(rule.__name__, {type(module).__name__ for _, module in modules})
+
+
+def _similar(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, sorted(names), cutoff=0.5)
+    return f"Did you mean {', '.join(close)}?" if close else "No name or type is similar."
+
+
+def _check_names(plan: ModelPlan, models: Sequence[nn.Module]) -> None:
+    """Raises ValueError if ``plan`` names an argument or buffer that no model has."""
+    buffers = {name for model in models for name, _ in model.named_buffers()}
+    for rule in plan.fp32_buffers:
+        if not any(fnmatchcase(name, rule) for name in buffers):
+            raise ValueError(
+                f"fp32_buffers holds {rule!r}, which matches no buffer. {_similar(rule, buffers)} "
+                "Names are those of model.named_buffers()."
+            )
+    if plan.fp32_inputs:
+        params = [p for m in models for p in inspect.signature(m.forward).parameters.values()]
+        names = {p.name for p in params if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+        unknown = set(plan.fp32_inputs) - names
+        if unknown and not any(p.kind is p.VAR_KEYWORD for p in params):
+            name = min(unknown)
+            raise ValueError(
+                f"fp32_inputs holds {name!r}, which is no argument of the model's forward. "
+                f"{_similar(name, names)} It takes: {', '.join(sorted(names))}."
+            )

@@ -8,19 +8,12 @@ from torch import Tensor, nn
 
 from apex._core import dtypes
 from apex._core.rounding import exact_value
-from apex._engine.model import kept_buffers, proxy_class
-from apex._engine.model.lost_values import find_lost, name_lost
-from apex._engine.model.module_class import (
-    ConvertedModule,
-    converted_class,
-    plain_class,
-    swap_class,
-)
-from apex._engine.model.plan import MasterSource, ModelPlan, Parts, Region
+from apex._engine.model import sharding
+from apex._engine.model.module_class import convert_class, plain_class, swap_class
+from apex._engine.model.plan import MasterSource, ModelPlan, Region
 from apex._engine.model.state import (
     STATE,
     ModelState,
-    flatten_rnns,
     module_behind,
     set_in_place,
     stash_forward,
@@ -28,7 +21,6 @@ from apex._engine.model.state import (
 )
 from apex._engine.model.state_dict import MasterLink
 from apex._engine.undo import Undo, all_or_nothing
-from apex._torch.modules import own_tensors
 
 
 def convert(
@@ -45,20 +37,18 @@ def convert(
     ``check`` first: this function validates nothing.
 
     Args:
-        model: A plain model, or a proxy of one.
+        model: A plain model, or a proxy of one, whose module is converted.
         plan: The conversion.
         region: Runs the model's own forward.
         masters: Source of exact values for ``state_dict`` and ``restore``; receives loaded ones.
         owner: Kept alive by the model, but not copied with it.
         undo: Receives the inverse of the tensors' casts.
     """
-    state = ModelState(plan, region, MasterLink(masters), owner)
+    state = ModelState(sharding.inputs_left(model, plan), region, MasterLink(masters), owner)
     module = module_behind(model)
     module.__dict__[STATE] = state  # first, because undo_convert() needs it
     try:
-        swap_class(module, converted_class(type(module)))
-        if module is not model:
-            proxy_class.cover(model)
+        convert_class(module)
         stash_forward(module, state)
         state.apply(module, undo)
     except BaseException:
@@ -67,26 +57,23 @@ def convert(
 
 
 def convert_late(model: nn.Module, params: Set[int]) -> list[tuple[Tensor, Tensor]]:
-    """Casts modules added to a converted model, such as a new head; all or nothing.
+    """Casts what was added to a converted model, such as a new head; all or nothing.
 
     Does nothing unless the model holds one of the parameters, given by their ids. Returns the
     tensors whose dtype changed, with their values before.
     """
     state = state_of(model)
-    parts = [] if state is None else state.late_parts(model, params)
-    if state is None or not parts:
+    if state is None or params.isdisjoint(map(id, model.parameters())):
         return []
-    lost = find_lost(model, state.plan, parts)
-    before = floating_tensors(parts)
-    state.apply(model, parts=parts)
-    name_lost(model, state.plan, lost)
+    before = floating_tensors(model)
+    state.apply(model)
     return [(now, value) for now, value in before if value.dtype is not now.dtype]
 
 
-def floating_tensors(parts: Parts) -> list[tuple[Tensor, Tensor]]:
-    """Returns the floating tensors of some modules, each once, with their present values."""
-    found = {id(tensor): tensor for _, module in parts for _, tensor in own_tensors(module)}
-    return [(t, t.detach()) for t in found.values() if dtypes.is_castable(t)]
+def floating_tensors(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Returns the floating tensors of a model, each once, with their present values."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return [(tensor, tensor.detach()) for tensor in tensors if dtypes.is_castable(tensor)]
 
 
 def set_region(model: nn.Module, region: Region) -> None:
@@ -116,7 +103,6 @@ def restore(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> No
             "a model returned by amp.initialize, once."
         )
     module = module_behind(model)
-    old_class = plain_class(type(module))
     state.link.write_back()
     with all_or_nothing() as undo:
         source, others = state.link.source, masters or {}
@@ -125,9 +111,10 @@ def restore(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> No
                 own = None if source is None else source.master_of(tensor)
                 exact = exact_value(tensor, [own, others.get(id(tensor))])
                 set_in_place(tensor, exact, undo)
-        swap_class(module, old_class)
-    _forget(model, state)
-    flatten_rnns(model.modules())
+    undo_convert(model)
+    for part in module.modules():
+        if isinstance(part, nn.RNNBase):
+            part.flatten_parameters()
 
 
 def undo_convert(model: nn.Module) -> None:
@@ -139,9 +126,13 @@ def undo_convert(model: nn.Module) -> None:
     if state is None:
         return
     module = module_behind(model)
-    if issubclass(type(module), ConvertedModule):
-        swap_class(module, plain_class(type(module)))
-    _forget(model, state)
+    plain = plain_class(type(module))
+    if plain is not type(module):
+        swap_class(module, plain)
+    state.remove_hooks()
+    if state.inner_forward is not None:
+        module.__dict__.setdefault("forward", state.inner_forward)
+    del module.__dict__[STATE]
 
 
 def hand_over(model: nn.Module, undo: Undo) -> None:
@@ -153,15 +144,3 @@ def hand_over(model: nn.Module, undo: Undo) -> None:
     if state is not None:
         undo_convert(model)
         undo.push(convert, model, state.given, state.region, state.link.source, state.owner)
-
-
-def _forget(model: nn.Module, state: ModelState) -> None:
-    state.remove_hooks()
-    for buffer in model.buffers():
-        kept_buffers.unmark(buffer)
-    module = module_behind(model)
-    if module is not model:
-        proxy_class.uncover(model)
-    if state.inner_forward is not None:
-        module.__dict__.setdefault("forward", state.inner_forward)
-    del module.__dict__[STATE]

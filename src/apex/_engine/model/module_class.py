@@ -12,30 +12,21 @@ from __future__ import annotations
 import copy
 import copyreg
 import functools
-import threading
-import types
-import weakref
-from collections.abc import Callable
-from typing import Any, NoReturn, cast
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from apex._core import dtypes, tree
-from apex._core.mixins import known_with_mixin, mixin_of, with_mixin
-from apex._core.reduced import copied_by
-from apex._engine.model import dtype_errors, kept_buffers
+from apex._core import tree
+from apex._core.mixins import MIXIN, known_with_mixin, mixin_of, new_class
+from apex._engine.model import messages
 from apex._engine.model.state import STATE, ModelState, module_behind, stash_forward, state_of
 from apex._pickle import rebuild
 from apex._torch.dynamo import untraced
-from apex._torch.modules import saves_plainly
-
-PROXY = "_apex_plain_proxy"
-"""Attribute of a prepared proxy's class that holds the plain class; see Note [Proxies]."""
-
-FORWARD = "_apex_forward"
-"""Attribute of a prepared proxy that holds a ``forward`` that was set on the object."""
 
 _RECONSTRUCTOR: Any = object().__reduce_ex__(1)[0]
 """The function that pickle's protocol 1 creates objects with."""
@@ -43,35 +34,24 @@ _RECONSTRUCTOR: Any = object().__reduce_ex__(1)[0]
 _is_compiling = torch.compiler.is_compiling
 
 
-class ConvertedModule(nn.Module):
-    """The mixin that every generated class puts before the model's own class."""
-
-    _apex_state: ModelState | None = None
+class Converted(nn.Module):
+    """Precedes the model's class in a generated class's bases."""
 
     def __init_subclass__(cls) -> None:
         """Keeps generated classes out of registries that a base fills in ``__init_subclass__``."""
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Implements ``to``, ``cuda``, ``float`` and the like.
 
-        A 16-bit model that is cast to another dtype first gets its exact fp32 values, computes in
-        that dtype from then on, and logs a warning. Modules that the plan keeps in fp32, such as
-        batch norm, are never cast to 16 bits. A model at O0 casts its inputs to its new dtype.
-        """
-        state = self._apex_state
-        if state is None or not state.given.casts_down:
-            applied = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-            if state is not None:
-                state.follow_dtype(self)
-            return applied
-        try:
-            return super()._apply(_keeping(fn, state), recurse)  # type: ignore[no-untyped-call]
-        except _AnotherDtype as asked:
-            state.compute_in(self, asked.dtype)
-        return super()._apply(_keeping(fn, state), recurse)  # type: ignore[no-untyped-call]
+class _Overrides:
+    """The attributes of every generated class; they call the model's own by :func:`_own_class`."""
 
-    def __prepare_scriptable__(self) -> NoReturn:
-        """Refuses ``torch.jit.script``, which would fail over the class's own attributes."""
+    def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        apply, state = (
+            functools.partial(_own_class(self)._apply, self, recurse=recurse),
+            state_of(self),
+        )
+        return apply(fn) if state is None else state.cast_model(self, apply, fn)
+
+    def __prepare_scriptable__(self: Any) -> NoReturn:
         raise RuntimeError(
             f"torch.jit.script got the model {type(self).__name__}, which amp has prepared and "
             "which casts in Python. Use torch.compile, torch.jit.trace or torch.export, or script "
@@ -79,151 +59,121 @@ class ConvertedModule(nn.Module):
         )
 
     @untraced
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
         """Clears the gradients of the parameters and of their masters."""
-        super().zero_grad(set_to_none)
-        source = None if self._apex_state is None else self._apex_state.link.source
-        if source is not None:
-            source.clear_grads(self.parameters(), set_to_none=set_to_none)
+        _own_class(self).zero_grad(self, set_to_none)
+        state = state_of(self)
+        if state is not None and state.link.source is not None:
+            state.link.source.clear_grads(self.parameters(), set_to_none=set_to_none)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles a model that casts no parameters as a plain model.
-
-        Any other model is pickled under its own class, which a fresh process can import.
-        """
-        state = self._apex_state
-        if not is_generated(type(self)):
-            return super().__reduce_ex__(protocol)
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        """Pickles a model that casts no parameters as a plain model, any other by its kind."""
+        base, state = _own_class(self), state_of(self)
         if state is not None:
             state.link.write_back()
-        if state is not None and state.plan.casts_down:
-            return self._reduced(state, protocol)
-        # Protocol 2 requires the object's present class; protocol 1 trusts ``__class__``.
-        reduced: Any = super().__reduce_ex__(1 if self.__class__ is type(self) else 2)
-        return reduced_as_plain(type(self), reduced, None if state is None else state.inner_forward)
-
-    def _reduced(self, state: ModelState, protocol: Any) -> Any:
-        reduced: Any = super().__reduce_ex__(max(protocol, 2))
-        if isinstance(reduced, str):
+        reduced = base.__reduce_ex__(self, 2)
+        if isinstance(reduced, str) or not is_generated(type(self)):
             return reduced
-        func, args, inner = of_plain_class(type(self), reduced)
-        return rebuild, ("model", func, *args), (state, inner), *reduced[3:]
+        func, args, inner, *rest = (*reduced, None)[: max(len(reduced), 3)]
+        func = base if func is type(self) else func
+        args = tuple(base if arg is type(self) else _unconverted(arg) for arg in args)
+        inner = _unconverted(inner)
+        if state is not None and state.plan.casts_down:
+            return rebuild, ("model", func, *args), (state, inner), *rest
+        if func is copyreg.__newobj__:  # type: ignore[attr-defined]
+            # pickle accepts this one only if the object's ``__class__`` is its first argument.
+            func, args = _RECONSTRUCTOR, (args[0], object, None)
+        if state is not None and state.inner_forward and isinstance(inner, dict):
+            inner = {"forward": state.inner_forward, **inner}
+        return func, args, inner, *rest
 
-    def __copy__(self) -> Any:
-        """Returns a converted model that shares parameters, owner and masters."""
-        if self._apex_state is not None:
-            self._apex_state.link.write_back()
-        own = getattr(super(), "__copy__", None)
-        return self._copied({}, copy.copy) if own is None else own()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Returns a converted model with its own parameters; optimizers copy the masters."""
-        if self._apex_state is not None:
-            self._apex_state.link.write_back()
-        own = getattr(super(), "__deepcopy__", None)
-        if own is not None:
-            new = own(memo)
-        elif is_generated(type(self)):
-            new = self._copied(memo, functools.partial(copy.deepcopy, memo=memo))
-        else:  # a class added on top, such as a parametrization's, which does not pickle
-            new = memo[id(self)] = type(self).__new__(type(self))
-            new.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        _note_copy(self, new)
-        return new
-
-    def _copied(self, memo: dict[int, Any], copied: Callable[[Any], Any]) -> Any:
-        state = self._apex_state
-        if state is None or not is_generated(type(self)):
-            reduced: Any = super().__reduce_ex__(4)
-        else:
-            reduced = self._reduced(state, 4)
-        return copied_by(copied, self, reduced, memo)
-
-    def __setstate__(self, saved: Any) -> None:
+    def __setstate__(self: Any, saved: Any) -> None:
         if not (isinstance(saved, tuple) and saved and isinstance(saved[0], ModelState)):
-            super().__setstate__(saved)  # type: ignore[no-untyped-call]
+            _own_class(self).__setstate__(self, saved)
             return
         state, inner = saved
         if inner is not None:
-            super().__setstate__(inner)  # type: ignore[no-untyped-call]
-        intact = self.__dict__.get(STATE) is state
-        self.__dict__[STATE] = state
-        stash_forward(self, state)
-        if getattr(state.inner_forward, "__func__", None) is type(self).forward:
-            state.inner_forward = None  # the model's own, which pickle looks up by its name
-        if not intact:  # the model's own class rebuilt it from part of its state
-            state.apply(self)
-        state.model = weakref.ref(self)
-        kept_buffers.mark_plain(state.kept(self))  # plain in files
+            _own_class(self).__setstate__(self, inner)
+        _continue(self, state)
+
+    def __copy__(self: Any) -> Any:
+        """Returns a converted model that shares parameters, owner and masters."""
+        return _copied(self, None)
+
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+        """Returns a converted model with its own parameters; optimizers copy the masters."""
+        new, state = _copied(self, memo), state_of(self)
+        made = state_of(new)
+        if made is not None and state is not None and state.link.source is not None:
+            state.link.source.note_copy(self, module_behind(new))
+            state.writes.note_copy(new)
+        return new
 
 
-def _note_copy(model: nn.Module, copied: nn.Module) -> None:
-    """Tells the session of a model's copy."""
-    state = state_of(copied)
-    if state is not None and state.link.source is not None:
-        state.link.source.note_copy(model, module_behind(copied))
+def _copied(module: Any, memo: dict[int, Any] | None) -> Any:
+    """Returns a deep copy, or without ``memo`` a shallow one."""
+    base, state = _own_class(module), state_of(module)
+    kind: Any = type(module)
+    deep: Any = _same if memo is None else functools.partial(copy.deepcopy, memo=memo)
+    if state is not None:
+        state.link.write_back()
+    own = getattr(base, "__copy__" if memo is None else "__deepcopy__", None)
+    is_graph = issubclass(base, GraphModule)  # its methods change the class of their object
+    if own is not None:
+        with _in_class(module, base) if is_graph else nullcontext():
+            new = own(module, *([] if memo is None else [memo]))
+        if is_graph:
+            convert_class(new)
+    elif not is_generated(kind):  # a class added on top, such as a parametrization's
+        new = kind.__new__(kind)
+        if memo is not None:
+            memo[id(module)] = new
+        new.__dict__.update(deep(module.__dict__))
+    else:
+        func, args, inner = (*base.__reduce_ex__(module, 4), None)[:3]
+        new = func(*deep(args))
+        if memo is not None:
+            memo[id(module)] = new
+        if inner is not None:
+            new.__setstate__(deep(inner))
+    if state is not None and STATE not in new.__dict__ and (own is None or is_graph):
+        _continue(new, deep(state))
+    return new
 
 
-class _AnotherDtype(Exception):  # noqa: N818 - a signal, not an error
-    """Signals that a tensor of the plan's dtype would be cast to ``dtype``."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__(dtype)
-        self.dtype = dtype
+def _same(value: Any) -> Any:
+    return value
 
 
-def _keeping(fn: Callable[[Tensor], Tensor], state: ModelState) -> Callable[[Tensor], Tensor]:
-    """Returns ``fn`` limited to the plan's dtypes; raises if it would change the plan's dtype."""
-    own = state.plan.param_dtype
-
-    def keeping(tensor: Tensor) -> Tensor:
-        moved = fn(tensor)
-        if moved.dtype is tensor.dtype:
-            return moved
-        if tensor.dtype is own:
-            raise _AnotherDtype(moved.dtype)
-        return tensor.to(moved.device) if moved.dtype in dtypes.LOW_PRECISION else moved
-
-    return keeping
+def _continue(model: nn.Module, state: ModelState) -> None:
+    """Gives a copy its state, and converts what its own class rebuilt."""
+    model.__dict__[STATE] = state
+    stash_forward(model, state)
+    if getattr(state.inner_forward, "__func__", None) is type(model).forward:
+        state.inner_forward = None  # the model's own, which pickle looks up by its name
+    state.apply(model)
 
 
 def rebuild_model(func: Callable[..., nn.Module], *args: Any) -> nn.Module:
     """Rebuilds a pickled converted model; its state is set afterwards."""
     model = func(*args)
-    swap_class(model, converted_class(type(model)))
+    convert_class(model)
     return model
 
 
-def reduced_as_plain(own: type, reduced: Any, forward: Callable[..., Any] | None) -> Any:
-    """Returns what a plain class's ``__reduce_ex__`` gave for an object, without its conversion.
-
-    ``own`` is its generated class, ``forward`` the one that was set on the object, if any.
-    """
-    if isinstance(reduced, str):
-        return reduced
-    func, args, inner = of_plain_class(own, reduced)
-    if func is copyreg.__newobj__:  # type: ignore[attr-defined]
-        # pickle accepts this one only if the object's ``__class__`` is its first argument.
-        func, args = _RECONSTRUCTOR, (args[0], object, None)
-    inner = _unconverted(inner)
-    if forward is not None and isinstance(inner, dict):
-        inner = {"forward": forward, **inner}
-    return func, args, inner, *reduced[3:]
-
-
-def of_plain_class(own: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the function, arguments and state of a reduced model, naming its plain class."""
-    func, args, *rest = reduced
-    base = plain_class(own)
-    args = tuple(base if arg is own else _unconverted(arg) for arg in args)
-    return base if func is own else func, args, rest[0] if rest else None
+def refuse_proxy(*_: object) -> NoReturn:
+    """Raises for a file of an earlier release that holds a proxy of a 16-bit model."""
+    raise ValueError(
+        "The file holds a prepared proxy of a 16-bit model, which this release does not load. Load "
+        "it with apex 0.1, and save its state_dict."
+    )
 
 
 def _unconverted(value: Any) -> Any:
     """Returns a copy of an object's attributes without the conversion; other values as they are."""
-    if not isinstance(value, dict) or value.keys().isdisjoint((STATE, FORWARD)):
+    if not isinstance(value, dict) or STATE not in value:
         return value
-    return {name: kept for name, kept in value.items() if name not in (STATE, FORWARD)}
+    return {name: kept for name, kept in value.items() if name != STATE}
 
 
 def swap_class(model: object, new: type) -> None:
@@ -235,53 +185,31 @@ def swap_class(model: object, new: type) -> None:
     vars(object)["__class__"].__set__(model, new)
 
 
-def converted_class(base: type[nn.Module]) -> type[nn.Module]:
-    """Returns the class of converted models of class ``base``, always the same one.
-
-    ``base`` is that class where ``type(model)(...)`` made the object, as a slice of a Sequential.
-    """
-    if mixin_of(base) is ConvertedModule:
-        return base
-    known = known_with_mixin(ConvertedModule, base)
-    if known is None:
-        names = {"forward": _casting_forward(base), "state_dict": _fp32_state_dict(base)}
-        if issubclass(base, GraphModule):
-            names |= {name: _of_graph(base, name) for name in _ON_CLASS}
-        known = with_mixin(ConvertedModule, base, names, despite_metaclass=True)
-    made: type[nn.Module] = known
-    return made
+@contextmanager
+def _in_class(model: object, kind: type) -> Iterator[None]:
+    before = type(model)
+    swap_class(model, kind)
+    try:
+        yield
+    finally:
+        swap_class(model, before)
 
 
-_ON_CLASS = "recompile", "__copy__", "__deepcopy__"
-"""Methods of a ``torch.fx.GraphModule`` that use its class as one of this object alone."""
-
-
-def _of_graph(base: Any, name: str) -> Callable[..., Any]:
-    """Returns the method of a converted ``GraphModule``: its class is ``base`` while torch's runs.
-
-    Copies, which torch makes of the graph and what it names, are converted again.
-    """
-    method = getattr(base, name)
-
-    @functools.wraps(method)
-    def run(self: ConvertedModule, *memo: Any) -> Any:
-        kind, state = type(self), self._apex_state
-        if state is None or not is_generated(kind):
-            return method(self, *memo)
-        state.link.write_back()
-        swap_class(self, base)
-        try:
-            result = method(self, *memo)
-        finally:
-            swap_class(self, kind)
-        if isinstance(result, nn.Module):
-            swap_class(result, converted_class(type(result)))
-            own = result.__dict__[STATE] = copy.deepcopy(state, *memo) if memo else state
-            cast(ConvertedModule, result).__setstate__((own, None))
-            _note_copy(self, result)
-        return result
-
-    return run
+def convert_class(model: nn.Module) -> None:
+    """Gives a plain model its generated class, always the same one for a class."""
+    base = type(model)
+    if is_generated(base):
+        return
+    made = known_with_mixin(Converted, base)
+    if made is None:
+        # Python lets an object change to a class whose instances are laid out alike. With a base
+        # without ``__dict__`` (abc.ABC, Generic) first, that is a class with the only base.
+        root: Any = base
+        while root.__base__ is not None and root.__base__.__dictoffset__:
+            root = root.__base__
+        bases = (Converted, base) if root is nn.Module else (base,)
+        made = new_class(base, bases, {MIXIN: Converted, **_namespace(base)})
+    swap_class(model, made)
 
 
 def plain_class(kind: type) -> type:
@@ -290,66 +218,98 @@ def plain_class(kind: type) -> type:
     A class generated on top of it (by ``fully_shard`` or a parametrization of the model itself) is
     rebuilt over the plain class.
     """
-    if is_generated(kind):
-        return kind.__bases__[-1]
-    bases = tuple(plain_class(b) if issubclass(b, ConvertedModule) else b for b in kind.__bases__)
+    if is_generated(kind) or _found_base(kind) is None:
+        return kind.__bases__[-1] if is_generated(kind) else kind
+    bases = tuple(map(plain_class, kind.__bases__))
     names = {k: v for k, v in vars(kind).items() if k not in ("__dict__", "__weakref__")}
-    return types.new_class(kind.__name__, bases, {}, lambda namespace: namespace.update(names))
+    made: type = new_class(kind, bases, names)
+    return made
 
 
 def is_generated(kind: type) -> bool:
-    """Returns whether ``converted_class`` or ``proxy_class`` made ``kind``."""
-    return mixin_of(kind) is ConvertedModule or PROXY in vars(kind)
+    """Returns whether ``convert_class`` made ``kind``."""
+    return mixin_of(kind) is Converted
+
+
+def _found_base(kind: type) -> Any:
+    return next((each.__bases__[-1] for each in kind.__mro__ if is_generated(each)), None)
+
+
+def _own_class(module: nn.Module) -> Any:
+    """Returns the model's own class."""
+    return _found_base(type(module))
+
+
+def _namespace(base: Any) -> dict[str, Any]:
+    """Returns the attributes of the generated class of ``base``."""
+    own = vars(_Overrides).items()
+    names: dict[str, Any] = {name: each for name, each in own if inspect.isfunction(each)}
+    names |= {name: _explained(method) for name, method in _methods(base).items()}
+    names["forward"] = _casting_forward(base)
+    if issubclass(base, GraphModule):
+        names["recompile"] = _recompile
+    return names
+
+
+def _recompile(module: Any) -> Any:
+    """Compiles a graph anew; torch sets the ``forward`` of the object's class."""
+    with _in_class(module, base := _own_class(module)):
+        return base.recompile(module)
+
+
+def _methods(base: Any) -> dict[str, Any]:
+    """Returns the public methods of the model's own classes, such as ``encode``."""
+    kinds = [kind for kind in base.__mro__ if issubclass(kind, nn.Module)]
+    own = [kind for kind in reversed(kinds) if kind.__module__.partition(".")[0] != "torch"]
+    found = {name: each for kind in own for name, each in vars(kind).items() if name[0] != "_"}
+    return {
+        name: each
+        for name, each in found.items()
+        if inspect.isfunction(each) and not hasattr(nn.Module, name)
+    }
+
+
+def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a method whose dtype errors tell the remedy, as those of ``forward`` do."""
+
+    @functools.wraps(method)
+    def explained(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        run = getattr(_own_class(self), method.__name__, method)  # scripts replace methods
+        if _is_compiling() or (state := state_of(self)) is None:
+            return run(self, *args, **kwargs)
+        return _explaining(self, state, run, self, *args, **kwargs)
+
+    return explained
 
 
 def _casting_forward(base: type[nn.Module]) -> Callable[..., Any]:
     @functools.wraps(base.forward)  # keeps the signature, which libraries read
-    def forward(self: ConvertedModule, /, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         state: ModelState | None = getattr(self, STATE, None)
         if state is None:  # restored, or made by type(model)(...)
             return base.forward(self, *args, **kwargs)
         replaced = state.inner_forward
         run, bound = (base.forward, (self,)) if replaced is None else (replaced, ())
-        if state.in_proxy and threading.get_ident() in state.in_proxy:
-            return run(*bound, *args, **kwargs)
-        return cast_call(self, state, run, bound, args, kwargs)
+        if _is_compiling():
+            args, kwargs = begin_call(state, args, kwargs, traced=True)
+            return end_call(state, state.region.run(run, *bound, *args, **kwargs))
+        return end_call(state, _run(self, state, run, bound, args, kwargs))
 
     return forward
 
 
-def _fp32_state_dict(base: Any) -> Callable[..., Any]:
-    @functools.wraps(base.state_dict)
-    def state_dict(self: ConvertedModule, *args: Any, **kwargs: Any) -> Any:
-        state: ModelState | None = getattr(self, STATE, None)
-        found = None
-        if state is not None and state.hooked is None:  # else the hooks do so
-            state.link.write_back()
-        if state is not None and not args and saves_plainly(base):
-            found = state.link.state_dict(self, **kwargs)
-        return base.state_dict(self, *args, **kwargs) if found is None else found
-
-    return state_dict
-
-
-def cast_call(
-    model: nn.Module,
+def begin_call(
     state: ModelState,
-    forward: Callable[..., Any],
-    bound: tuple[Any, ...],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> Any:
-    """Calls ``forward(*bound, *args, **kwargs)``, casting ``args``, ``kwargs`` and the output."""
-    traced = _is_compiling()
-    args, kwargs = begin_call(state, args, kwargs, traced=traced)
-    run = _run_traced if traced else _run
-    return end_call(state, run(model, state, forward, *bound, *args, **kwargs))
-
-
-def begin_call(
-    state: ModelState, args: tuple[Any, ...], kwargs: dict[str, Any], *, traced: bool
+    *,
+    traced: bool,
+    made: list[Tensor] | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Begins a forward pass: returns its arguments, cast by the plan."""
+    """Begins a forward pass: returns its arguments, cast by the plan.
+
+    ``made`` receives the tensors that casts make.
+    """
     if traced:
         state.begin_traced_forward()
     else:
@@ -357,38 +317,49 @@ def begin_call(
     plan = state.plan
     if plan.input_dtype is None:
         return args, kwargs
-    if plan.cast is None:
-        return tree.cast_arguments(args, kwargs, plan.input_dtype)
-    return plan.cast(args, plan.input_dtype), plan.cast(kwargs, plan.input_dtype)
+    if plan.cast is not None:
+        return plan.cast(args, plan.input_dtype), plan.cast(kwargs, plan.input_dtype)
+    cast = tree.Cast(plan.input_dtype, made)
+    convert = cast.convert if plan.casts_down else None  # in fp32, objects stay as they are
+    uncast = state.uncast if plan.fp32_inputs else ()
+    return tree.map_arguments(cast, args, kwargs, convert, uncast)
 
 
 def end_call(state: ModelState, output: Any) -> Any:
     """Returns the output of a forward pass, cast by the plan."""
     plan = state.plan
-    if plan.output_dtype is not None:
-        output = (plan.cast or tree.cast_tensors)(output, plan.output_dtype)
-    return kept_buffers.plain(output) if state.keeps else output
-
-
-def _run_traced(
-    model: nn.Module, state: ModelState, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
-) -> Any:
-    kept = state.kept(model) if state.keeps else []
-    if not kept:  # dynamo cannot resume after a graph break inside a block
-        return state.region.run(forward, *args, **kwargs)
-    with kept_buffers.Yielding(kept):
-        return state.region.run(forward, *args, **kwargs)
+    if plan.output_dtype is None:
+        return output
+    return (plan.cast or tree.cast_tensors)(output, plan.output_dtype)
 
 
 def _run(
-    model: nn.Module, state: ModelState, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+    model: nn.Module,
+    state: ModelState,
+    forward: Callable[..., Any],
+    bound: tuple[Any, ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
-    marked = kept_buffers.mark_plain(state.kept(model)) if state.keeps else ()
+    """Calls ``forward`` in eager mode, with cast arguments; notes what it writes in vain."""
+    made: list[Tensor] = []
+    args, kwargs = begin_call(state, args, kwargs, traced=False, made=made)
+    writes, region = state.writes, state.region.run_eagerly
+    watched = writes.watches and state.plan.casts_down
+    before = writes.begin(model, state.link.has_master) if watched else {}
+    output = _explaining(model, state, region, forward, *bound, *args, **kwargs)
+    if watched:
+        writes.end(model, before)
+    if made:
+        writes.check_arguments(model, state.names, (args, kwargs), made)
+    return output
+
+
+def _explaining(
+    model: nn.Module, state: ModelState, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
     try:
-        return state.region.run_eagerly(forward, *args, **kwargs)
+        return fn(*args, **kwargs)
     except RuntimeError as error:
-        dtype_errors.explain(model, state.plan, error)
+        messages.explain(model, state.plan, error)
         raise
-    finally:
-        for buffer in marked:
-            kept_buffers.unmark(buffer)

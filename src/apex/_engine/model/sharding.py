@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,13 +12,18 @@ from torch.optim import SGD, Adagrad, Optimizer
 
 from apex._core import dtypes
 from apex._core.param_groups import params_of
-from apex._engine.model.plan import Planned
+from apex._engine.model.plan import ModelPlan
 from apex._torch import dtensor, fsdp
 
 ORDER = (
     "    fully_shard(model)\n"
     "    optimizer = Optimizer(model.parameters())\n"
     "    model, optimizer = amp.initialize(model, optimizer)"
+)
+
+POLICY = (
+    "    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.{dtype}))\n"
+    "    model, optimizer = amp.initialize(model, optimizer, opt_level='O0'{scale})"
 )
 
 
@@ -41,40 +47,39 @@ def check_order(models: Iterable[nn.Module], params: Sequence[Tensor]) -> None:
         )
 
 
-def check(
-    model: nn.Module,
-    planned: Iterable[Planned],
-    remedy: str,
-    *,
-    op_casts: bool = False,
-) -> None:
-    """Raises if the parameters of a sharded model cannot take their dtypes; changes nothing.
+def check(planned: Iterable[tuple[Any, ...]]) -> None:
+    """Raises if DTensors would be cast, or stay in 16 bits; changes nothing.
 
     Args:
-        model: A model whose parameters are to be cast.
-        planned: What the plan does to each parameter and buffer.
-        remedy: The option to change so that parameters kept in fp32 are cast, too.
-        op_casts: Whether operators cast, so that ``fully_shard`` may compute in any dtype.
+        planned: Name, tensor and dtype of each parameter and buffer under the plan.
 
     Raises:
-        RuntimeError: With the reason.
+        RuntimeError: With the way to train a sharded model in 16 bits.
     """
-    target = {}
-    changed: set[int] = set()
-    for name, tensor, dtype, _ in planned:
-        if dtypes.is_castable(tensor):
-            target[id(tensor)] = (name, dtype)
-            if tensor.dtype is not dtype and dtensor.is_dtensor(tensor):
-                _check_hooks(name, tensor)
-                changed.add(id(tensor))
-    for group in fsdp.param_groups(model):
-        params = fsdp.sharded_params(group)
-        if not changed.isdisjoint(map(id, params)):
-            _check_not_run(model, group)
-        trained = [target[id(p)] for p in params if p.requires_grad and id(p) in target]
-        _check_one_dtype(trained, remedy)
-        if not op_casts:
-            _check_policy(group, trained)
+    for name, tensor, dtype, *_ in planned:
+        if not dtensor.is_dtensor(tensor) or not dtypes.is_castable(tensor):
+            continue
+        if dtype in dtypes.LOW_PRECISION:
+            low = dtypes.name(dtype)
+            scale = ", loss_scale='dynamic'" if dtype is torch.float16 else ""
+            raise RuntimeError(
+                f"amp.initialize got a model whose {name} is a DTensor (fully_shard, tensor "
+                f"parallel), which O2, O3 and O5 do not cast to {low}. fully_shard casts by itself "
+                "and keeps fp32 shards, which the optimizer steps as masters:\n"
+                + POLICY.format(dtype=low, scale=scale)
+            )
+        if tensor.dtype is not dtype:
+            raise RuntimeError(
+                f"amp.initialize got a model whose {name} is a DTensor in "
+                f"{dtypes.name(tensor.dtype)}; this level trains {dtypes.name(dtype)}. Call "
+                "model.float() before fully_shard."
+            )
+
+
+def inputs_left(model: nn.Module, plan: ModelPlan) -> ModelPlan:
+    """Returns the plan, without casts of inputs where ``fully_shard`` computes in 16 bits."""
+    low = any(fsdp.compute_dtype(group) for group in fsdp.param_groups(model))
+    return replace(plan, input_dtype=None) if low else plan
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
@@ -98,59 +103,3 @@ def check_optimizer(optimizer: Optimizer) -> None:
             "but its update rule needs whole tensors. Use FusedAdam or FusedLAMB from "
             "apex.optimizers, or an optimizer from torch.optim."
         )
-
-
-def check_restorable(model: nn.Module) -> None:
-    """Raises if ``fully_shard`` can no longer change dtypes, as ``amp.restore`` needs.
-
-    Raises:
-        RuntimeError: If the model has run.
-    """
-    for group in fsdp.param_groups(model):
-        if fsdp.has_run(group):
-            raise RuntimeError(
-                f"amp.restore got the model {type(model).__name__}, whose 16-bit parameters "
-                "fully_shard has already gathered, which fixes the dtype of its buffers. Load "
-                "model.state_dict(), which is in fp32, into a new model."
-            )
-
-
-def _check_hooks(name: str, param: Tensor) -> None:
-    # A DTensor's dtype is changed by torch.utils.swap_tensors, which drops hooks.
-    if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
-        raise RuntimeError(
-            f"amp.initialize got a model whose parameter {name} is a DTensor with gradient hooks, "
-            "which a change of its dtype would lose. Register them after amp.initialize, or use "
-            "opt_level 'O1' or 'O4', which leave fp32 parameters as they are."
-        )
-
-
-def _check_not_run(model: nn.Module, group: Any) -> None:
-    if fsdp.has_run(group):
-        raise RuntimeError(
-            f"amp.initialize got the model {type(model).__name__}, which has already run under "
-            "fully_shard, and that fixes the dtype of its buffers. Call amp.initialize before the "
-            "first forward pass, or use opt_level 'O1' or 'O4', which do not cast fp32 parameters."
-        )
-
-
-def _check_one_dtype(trained: Sequence[tuple[str, torch.dtype]], remedy: str) -> None:
-    by_dtype = {dtype: name for name, dtype in trained}
-    if len(by_dtype) > 1:
-        listed = " and ".join(f"{name} ({dtypes.name(d)})" for d, name in by_dtype.items())
-        raise RuntimeError(
-            f"amp.initialize got a model in which fully_shard gathers {listed} together; a group "
-            "takes one dtype. Call fully_shard on the modules that stay in fp32 separately, "
-            f"before their parents, or let them be cast: {remedy}."
-        )
-
-
-def _check_policy(group: Any, trained: Sequence[tuple[str, torch.dtype]]) -> None:
-    wanted = fsdp.compute_dtype(group)
-    for name, dtype in trained:
-        if wanted not in (None, dtype):
-            raise RuntimeError(
-                f"This level keeps {name} in {dtypes.name(dtype)}, but fully_shard was set to "
-                f"compute in {dtypes.name(wanted)} (MixedPrecisionPolicy.param_dtype). Leave "
-                "param_dtype out (reduce_dtype may stay), or use opt_level 'O1' or 'O4'."
-            )

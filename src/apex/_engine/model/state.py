@@ -3,40 +3,29 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from apex._core import dtypes, rounding, tree
+from apex._core import dtypes, tree
 from apex._engine.autocast.region import UncastRegion
-from apex._engine.model import kept_buffers
-from apex._engine.model.kept_buffers import KeptBuffer
-from apex._engine.model.plan import (
-    ModelPlan,
-    Parts,
-    Region,
-    planned_dtypes,
-    topmost_fp32_modules,
-)
+from apex._engine.model.plan import ModelPlan, Region, planned_dtypes, topmost_fp32_modules
 from apex._engine.model.state_dict import Fp32Hooks, MasterLink
+from apex._engine.model.writes import Writes
 from apex._engine.undo import Undo, all_or_nothing
 from apex._pickle import empty, rebuild
-from apex._torch import dtensor
 from apex._torch.ddp import active_wrapper
 from apex._torch.dynamo import at_tracing
-from apex._torch.modules import children, has_buffers, named_modules, own_tensors, state_dict_hooks
+from apex._torch.modules import state_dict_hooks
 
 STATE = "_apex_state"
-
-_NOT_SAVED = ("owner", "region", "in_proxy", "model", "known")
 
 _log = logging.getLogger("apex")
 
@@ -52,14 +41,11 @@ class ModelState:
         owner: Kept alive by the model; not copied with it.
         inner_forward: A ``forward`` that was set on the object, called in place of the class's.
         handles: Hooks to remove at the end.
-        hooked: The low-precision dtype that the attached hooks are for.
-        in_proxy: Ids of the threads inside the ``forward`` of a proxy of the model, which casts in
-            its place; see Note [Proxies].
-        keeps: Names of the buffers that yield; see Note [Kept buffers].
+        hooked: The dtype that the attached hooks are for.
         given: The plan of the conversion; differs from ``plan`` after the model was cast to another
             dtype.
-        model: The model, for code that runs while its forward is traced.
-        known: The modules that the plan was applied to.
+        names: Names of the positional arguments of ``forward``.
+        writes: Finds what the model writes in 16 bits.
     """
 
     plan: ModelPlan
@@ -69,18 +55,18 @@ class ModelState:
     inner_forward: Callable[..., Any] | None = None
     handles: list[RemovableHandle] = field(default_factory=list)
     hooked: torch.dtype | None = None
-    in_proxy: set[int] = field(default_factory=set)
-    keeps: tuple[str, ...] = ()
     given: ModelPlan = field(init=False)
-    model: weakref.ref[nn.Module] | None = None
-    known: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    names: tuple[str, ...] = ()
+    writes: Writes = field(default_factory=Writes)
 
     def __post_init__(self) -> None:
         self.given = self.plan
 
-    def kept(self, model: nn.Module) -> list[Tensor]:
-        """Returns the buffers of ``model`` that yield; see Note [Kept buffers]."""
-        return kept_buffers.of(model, self.keeps) if self.plan.casts_down else []
+    @property
+    def uncast(self) -> set[int | str]:
+        """Positions and names of the arguments of ``forward`` that are not cast."""
+        found: set[int | str] = set(self.plan.fp32_inputs)
+        return found.union(at for at, name in enumerate(self.names) if name in found)
 
     def begin_forward(self, *, traced: bool = False) -> None:
         """Rounds written masters into the model, and records the active DDP wrapper."""
@@ -95,125 +81,103 @@ class ModelState:
 
     @at_tracing
     def begin_traced_forward(self) -> None:
-        """Does while dynamo traces what compiled code cannot: :meth:`begin_forward`."""
+        """Records, while dynamo traces a forward pass, what compiled code cannot."""
         self.begin_forward(traced=True)
-        if self.link.source is not None:
-            self.link.source.write_back_before_each_run()
-        model = None if self.model is None else self.model()
-        for buffer in () if model is None else self.kept(model):
-            kept_buffers.unmark(buffer)
 
-    def apply(self, model: nn.Module, undo: Undo | None = None, parts: Parts | None = None) -> None:
+    def apply(self, model: nn.Module, undo: Undo | None = None) -> None:
         """Casts parameters and buffers and attaches the hooks; on failure, reverts the casts.
 
-        May be called again, for ``parts`` added to ``model`` or after its own class rebuilt it from
-        part of its state. ``undo`` receives the inverse of the casts.
+        May be called again: casts what was added to the model. ``undo`` receives the inverse of the
+        casts.
         """
-        self.model = weakref.ref(model)
-        parts = named_modules(model).items() if parts is None else parts
+        self.names = positional_names(self.inner_forward or model.forward)
         with all_or_nothing() as casts:
             if undo is not None:
                 undo.push(casts.undo)
-            for each in planned_dtypes(model, self.plan, parts):
+            for each in planned_dtypes(model, self.plan):
                 cast_in_place(each.tensor, each.dtype, casts)
-                if each.yields:
-                    self.keeps = tuple(dict.fromkeys((*self.keeps, each.name)))
-                    kept_buffers.mark(each.tensor, casts)
-        low = self.plan.param_dtype if self.plan.casts_down else None
-        if low is not self.hooked:
+        if self.plan.param_dtype is not self.hooked:
             self.remove_hooks()
-            self.hooked = low
-        if low is not None:
-            self._attach_hooks(model, low, parts)
-        self.known.update(module for _, module in parts)
-        flatten_rnns(module for _, module in parts)
+            self.hooked = self.plan.param_dtype
+        if self.given.casts_down:
+            self._attach_hooks(model)
+        for module in model.modules():
+            if isinstance(module, nn.RNNBase):
+                module.flatten_parameters()  # makes the weights contiguous again, for cuDNN
 
-    def _attach_hooks(self, model: nn.Module, low: torch.dtype, parts: Parts) -> None:
-        """Attaches the hooks to every module of ``parts`` that lacks them, and to its parents."""
+    def _attach_hooks(self, model: nn.Module) -> None:
+        """Attaches the hooks to every module that lacks them."""
+        low = self.hooked or torch.float32
         for module in topmost_fp32_modules(model, self.plan):
             if not _has(module._forward_pre_hooks, InputCast):
                 cast = module.register_forward_pre_hook(InputCast(), with_kwargs=True)
                 self.handles.append(cast)
                 self.handles.append(module.register_forward_hook(OutputCast(low)))
-        inside: dict[nn.Module, bool] = {}
-        hooked = [name for name, module in parts if _holds_low(module, inside)]
-        modules = dict(parts)
-        for name in dict.fromkeys(chain.from_iterable(map(_path, hooked))):
-            module = modules[name] if name in modules else model.get_submodule(name)
+        for module in model.modules():
             if not _has(state_dict_hooks(module), Fp32Hooks):
                 Fp32Hooks(self.link).attach(module, self.handles)
 
-    def compute_in(self, model: nn.Module, dtype: torch.dtype) -> None:
-        """Casts the exact fp32 values to ``dtype``, and makes the model compute in it.
+    def cast_model(
+        self, model: nn.Module, apply: Callable[..., Any], fn: Callable[[Tensor], Tensor]
+    ) -> Any:
+        """Implements ``to``, ``half``, ``float`` and the like by ``apply``, torch's own method.
+
+        A 16-bit model that is cast to another dtype first gets its exact fp32 values, and computes
+        in that dtype from then on. Modules that the plan keeps in fp32, such as batch norm, are
+        never cast to 16 bits. A model at O0 casts its inputs to its new dtype.
+        """
+        low, before = self.given.param_dtype, self._compute_dtype(model)
+        if self.given.casts_down and low is not None:
+            asked = fn(torch.empty(0, dtype=self.plan.param_dtype)).dtype
+            if asked is not self.plan.param_dtype:
+                self._compute_in(model, asked)
+                self._warn(model, asked, before, f"model.to({low}) switches back.")
+            return apply(lambda tensor: _unless_lower(tensor, fn(tensor)))
+        applied, now = apply(fn), self._compute_dtype(model)
+        if now is before or now is None:
+            return applied
+        if self.plan.input_dtype is before:
+            self.plan = replace(self.plan, input_dtype=now)
+        remedy = f"model.to({before}) switches back."
+        if now in dtypes.LOW_PRECISION:
+            remedy = (
+                f"The optimizer now steps {dtypes.name(now)} weights without fp32 masters. For "
+                "those, call amp.restore and then amp.initialize at opt_level O2 or O5."
+            )
+        self._warn(model, now, before, remedy)
+        return applied
+
+    def _compute_dtype(self, model: nn.Module) -> torch.dtype | None:
+        if self.given.casts_down:
+            return self.plan.param_dtype
+        return next((p.dtype for p in model.parameters() if dtypes.is_castable(p)), None)
+
+    def _warn(
+        self, model: nn.Module, now: torch.dtype, before: torch.dtype | None, remedy: str
+    ) -> None:
+        _log.warning(
+            "%s.to(%s) after amp.initialize: the model's weights are now %s, and no longer %s, as "
+            "amp.initialize set up. %s",
+            *(type(model).__name__, now, now, before, remedy),
+        )
+
+    def _compute_in(self, model: nn.Module, dtype: torch.dtype) -> None:
+        """Gives a 16-bit model its exact values, and makes it compute in ``dtype``.
 
         All or nothing. Masters, optimizers and loss scales stay.
         """
-        source, before = self.link.source, self.plan
-        if source is not None:
-            source.write_back()
+        self.link.write_back()
+        source = self.link.source
         casting = nullcontext() if source is None else source.cast_gradients()
         with casting, all_or_nothing() as undo:
-            undo.push(setattr, self, "plan", before)
+            undo.push(setattr, self, "plan", self.plan)
             self.plan = self.given
             if dtype is not self.given.param_dtype:
-                kept = self.given.fp32_modules if dtype in dtypes.LOW_PRECISION else ()
-                self.plan = replace(
-                    self.given, param_dtype=dtype, input_dtype=dtype, fp32_modules=kept
-                )
+                self.plan = self.given.computing_in(dtype)
             for tensor in [*model.parameters(), *model.buffers()]:
                 if dtypes.is_low_precision(tensor):
-                    exact = None if source is None else source.master_of(tensor)
-                    set_in_place(tensor, rounding.exact_value(tensor, [exact]), undo)
+                    set_in_place(tensor, self.link.exact(tensor, tensor.detach()), undo)
             self.apply(model)
-        self._warn_of_dtype(model, dtype, before.param_dtype)
-
-    def follow_dtype(self, model: nn.Module) -> None:
-        """Casts inputs to the dtype of the model's parameters, where the plan made these fp32."""
-        before = self.plan.input_dtype
-        found = {param.dtype for param in model.parameters() if dtypes.is_castable(param)}
-        if self.plan.param_dtype is None or before is None or len(found) != 1 or before in found:
-            return
-        dtype = found.pop()
-        self.plan = replace(self.plan, input_dtype=dtype)
-        self._warn_of_dtype(model, dtype, before)
-
-    def _warn_of_dtype(
-        self, model: nn.Module, dtype: torch.dtype, before: torch.dtype | None
-    ) -> None:
-        _log.warning(
-            "%s.to(%s): the model now computes in %s, and no longer in %s, as amp.initialize set "
-            "up. model.to(%s) switches back.",
-            *(type(model).__name__, dtype, dtype, before, self.given.param_dtype),
-        )
-
-    def late_parts(self, model: nn.Module, wanted: Set[int]) -> Parts:
-        """Returns the modules added to ``model`` since the plan was applied that hold parameters.
-
-        Searches level by level until every parameter of these ids is found, so that a new head
-        costs the same in a model of any size. Modules on the way that have buffers, or one of the
-        parameters, are among the result, which is empty if the model has none of them.
-        """
-        parts: list[tuple[str, nn.Module]] = []
-        left, seen, level = set(wanted), {model}, [("", model)]
-        while level:
-            around: list[tuple[str, nn.Module]] = []
-            for name, module in level:
-                if module in self.known:
-                    around.append((name, module))
-                else:
-                    parts += named_modules(module, name).items()
-                    left.difference_update(map(id, module.parameters()))
-            for name, module in around:
-                found = left and left.intersection(id(own) for _, own in own_tensors(module))
-                if found or has_buffers(module):
-                    parts.append((name, module))
-                left -= found
-            level = []
-            for name, module in around if left else ():
-                inside = [each for each in children(module, name) if each[1] not in seen]
-                seen.update(inner for _, inner in inside)
-                level += inside
-        return parts if len(left) < len(wanted) else []
 
     def remove_hooks(self) -> None:
         """Removes every hook that ``apply`` attached."""
@@ -222,9 +186,8 @@ class ModelState:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelState:
         new = memo[id(self)] = object.__new__(type(self))
-        own = {**self.__dict__, "owner": None, "model": None, "known": None}
-        new.__dict__.update(copy.deepcopy(own, memo))
-        new.in_proxy, new.known = set(), weakref.WeakSet()
+        own = {**self.__dict__, "owner": None, "writes": None}
+        new.__dict__.update(copy.deepcopy(own, memo), writes=Writes())
         return new
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -234,31 +197,28 @@ class ModelState:
         """
         if not self.plan.casts_down:
             return type(None), ()
-        return empty, ("model_state",), {**self.__dict__, **dict.fromkeys(_NOT_SAVED)}
+        saved = ("plan", "given", "link", "inner_forward", "handles", "hooked")
+        return empty, ("model_state",), {name: getattr(self, name) for name in saved}
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
-        self.__dict__.update({"given": saved["plan"], **saved}, region=UncastRegion())
-        self.in_proxy, self.known = set(), weakref.WeakSet()
+        self.__init__(saved["plan"], UncastRegion(), saved["link"])  # type: ignore[misc]
+        for name in ("given", "inner_forward", "handles", "hooked"):
+            setattr(self, name, saved.get(name, getattr(self, name)))
 
 
-def _holds_low(module: nn.Module, known: dict[nn.Module, bool]) -> bool:
-    """Returns whether a module or one inside holds a tensor that its ``state_dict`` converts."""
-    if module not in known:
-        known[module] = False  # ends a cycle of modules
-        inside = [_holds_low(inner, known) for _, inner in children(module)]
-        known[module] = any(inside) or any(
-            dtypes.is_low_precision(tensor) or isinstance(tensor, KeptBuffer)
-            for _, tensor in own_tensors(module)
-        )
-    return known[module]
+def positional_names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """Returns the names of the arguments that ``forward`` takes by position."""
+    try:
+        params = inspect.signature(forward).parameters.values()
+    except (TypeError, ValueError):  # written in C
+        return ()
+    return tuple(p.name for p in params if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
 
 
-def _path(name: str) -> Iterator[str]:
-    """Yields a qualified name, and those of the modules around it."""
-    yield name
-    while name:
-        name = name.rpartition(".")[0]
-        yield name
+def _unless_lower(tensor: Tensor, moved: Tensor) -> Tensor:
+    """Returns ``moved``, in the dtype of ``tensor`` if its own is a lower one."""
+    is_lower = moved.dtype is not tensor.dtype and moved.dtype in dtypes.LOW_PRECISION
+    return tensor.to(moved.device) if is_lower else moved
 
 
 def _has(hooks: Mapping[int, object], kind: type) -> bool:
@@ -278,7 +238,8 @@ def stash_forward(model: nn.Module, state: ModelState) -> None:
 def module_behind(model: nn.Module) -> nn.Module:
     """Returns the module that a proxy stands for, and any other object itself.
 
-    See Note [Proxies].
+    A proxy is an object whose ``__class__`` says that it is a module, such as a model of
+    classy_vision; it finds its attributes in the module.
     """
     if issubclass(type(model), nn.Module):
         return model
@@ -298,13 +259,6 @@ def state_of(model: nn.Module) -> ModelState | None:
 def is_converted(model: nn.Module) -> bool:
     """Returns whether ``model`` is converted."""
     return state_of(model) is not None
-
-
-def flatten_rnns(modules: Iterable[nn.Module]) -> None:
-    """Makes the weights of recurrent layers contiguous again, as cuDNN requires."""
-    for module in modules:
-        if isinstance(module, nn.RNNBase):
-            module.flatten_parameters()
 
 
 # -- fp32 modules inside a low-precision model ---------------------------------------------------
@@ -361,19 +315,6 @@ def assign(tensor: Tensor, data: Tensor, grad: Tensor | None) -> None:
     """Gives ``tensor`` the storage and dtype of ``data`` and the gradient ``grad``."""
     if tensor.is_leaf:
         tensor.grad = None  # torch rejects a gradient whose dtype differs from its tensor's
-    if not dtensor.is_dtensor(tensor):
-        tensor.data = data
-    elif tensor.dtype is not data.dtype:
-        _swap(tensor, data)
+    tensor.data = data
     if grad is not None:
         tensor.grad = grad
-
-
-def _swap(tensor: Tensor, data: Tensor) -> None:
-    """Sets a DTensor's data and dtype; assigning ``data`` does not change its local tensor."""
-    other = data.detach().requires_grad_(tensor.requires_grad)
-    if isinstance(tensor, nn.Parameter):
-        other = nn.Parameter(other, requires_grad=tensor.requires_grad)
-    attributes = dict(tensor.__dict__)
-    torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
-    tensor.__dict__.update(attributes)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from apex.normalization.fused_layer_norm import (
+    FusedLayerNorm,
     FusedLayerNormAffineFunction,
     fused_layer_norm_affine,
 )
@@ -24,20 +24,12 @@ class FastLayerNormFN:
         memory_efficient: bool = False,
     ) -> Tensor:
         """Returns the normalized ``x``, ``[*, hidden]``, in its dtype; ``ctx`` is ignored."""
-        normed: Tensor = FusedLayerNormAffineFunction.apply(x, gamma, beta, gamma.shape, epsilon)
-        return normed
+        return FusedLayerNormAffineFunction.apply(x, gamma, beta, gamma.shape, epsilon)
 
     @classmethod
-    def apply(
-        cls,
-        x: Tensor,
-        gamma: Tensor,
-        beta: Tensor,
-        epsilon: float,
-        memory_efficient: bool = False,
-    ) -> Tensor:
-        """Returns the normalized ``x``, ``[*, hidden]``, in its dtype."""
-        return cls.forward(None, x, gamma, beta, epsilon, memory_efficient)
+    def apply(cls, *args: Tensor | float) -> Tensor:
+        """Returns the normalized input; the arguments are those of ``forward`` without ``ctx``."""
+        return cls.forward(None, *args)  # type: ignore[arg-type]
 
 
 def _fast_layer_norm(
@@ -47,7 +39,7 @@ def _fast_layer_norm(
     return fused_layer_norm_affine(x, weight, bias, weight.shape, epsilon, memory_efficient)
 
 
-class FastLayerNorm(nn.Module):
+class FastLayerNorm(FusedLayerNorm):
     """Layer norm over the last dimension; the result has the input's or autocast's dtype.
 
     Args:
@@ -57,22 +49,5 @@ class FastLayerNorm(nn.Module):
     """
 
     def __init__(self, hidden_size: int, eps: float = 1e-5, memory_efficient: bool = False) -> None:
-        super().__init__()
+        super().__init__(hidden_size, eps, memory_efficient=memory_efficient)
         self.epsilon = eps
-        self.memory_efficient = memory_efficient
-        self.weight = nn.Parameter(torch.empty(hidden_size))
-        self.bias = nn.Parameter(torch.empty(hidden_size))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Sets the weight to ones and the bias to zeros."""
-        nn.init.ones_(self.weight)
-        nn.init.zeros_(self.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns the normalized input, ``[*, hidden_size]``."""
-        return _fast_layer_norm(x, self.weight, self.bias, self.epsilon, self.memory_efficient)
-
-    def extra_repr(self) -> str:
-        """Returns hidden size and eps."""
-        return f"{self.weight.numel()}, eps={self.epsilon}"

@@ -54,6 +54,7 @@ class FusedAdam(ExplicitOptimizer, optimizers.FusedAdam):
             RuntimeError: For ``amsgrad``.
             ValueError: For a value out of range.
         """
+        own = {"max_grad_norm": max_grad_norm, "eps_inside_sqrt": eps_inside_sqrt}
         super().__init__(
             params,
             lr,
@@ -62,10 +63,8 @@ class FusedAdam(ExplicitOptimizer, optimizers.FusedAdam):
             eps,
             weight_decay=weight_decay,
             amsgrad=amsgrad,
-            max_grad_norm=max_grad_norm,
-            eps_inside_sqrt=eps_inside_sqrt,
-            use_mt=use_mt,
             amp_scale_adjustment=amp_scale_adjustment,
+            **own,  # type: ignore[arg-type]
         )
 
     def rule(self, batch: Batch, step: Scalar) -> AdamRule:

@@ -1,0 +1,215 @@
+"""Sharded models (FSDP2) train under amp as under plain FSDP2; what is refused names the way."""
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from apex import amp
+from tests.support.features import shards_on_cpu
+
+pytestmark = [pytest.mark.distributed, shards_on_cpu]
+
+POLICIES = {
+    "fp32": {},
+    "bf16": {"param_dtype": torch.bfloat16},
+    "bf16, summed in fp32": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
+    "fp16": {"param_dtype": torch.float16},
+}
+STEPS = 4
+
+
+def sharded(policy, seed=0):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(**POLICIES[policy])}
+    for layer in (model[0], model[3]):
+        fully_shard(layer, **options)
+    # A batch norm computes in fp32, as under O2 and O5.
+    fully_shard(model[2], mesh=mesh, mp_policy=MixedPrecisionPolicy(output_dtype=torch.float32))
+    fully_shard(model, **options)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def batch(rank, step):
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(3, 4, generator=generator), torch.randn(3, 2, generator=generator)
+
+
+def loss_of(model, x, y):
+    return nn.functional.mse_loss(model(x).float(), y)
+
+
+def whole(model):
+    return [param.detach().full_tensor().clone() for param in model.parameters()]
+
+
+def plain(rank, policy, dtype=None):
+    """FSDP2's own loop, with torch.autocast where there is a dtype."""
+    model, optimizer = sharded(policy)
+    for step in range(STEPS):
+        x, y = batch(rank, step)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+            loss = loss_of(model, x, y)
+        loss.backward()
+        optimizer.step()
+    return whole(model)
+
+
+def prepared(level, policy, **options):
+    return amp.initialize(*sharded(policy), opt_level=level, verbosity=0, **options)
+
+
+def train(model, optimizer, rank, steps, overflow_at=None):
+    for step in steps:
+        x, y = batch(rank, step)
+        optimizer.zero_grad()
+        loss = loss_of(model, x, y)
+        if step == overflow_at and rank == 1:
+            loss = loss * torch.inf
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    return whole(model)
+
+
+def trained(rank, level, policy, overflow_at=None, **options):
+    model, optimizer = prepared(level, policy, **options)
+    weights = train(model, optimizer, rank, range(STEPS), overflow_at)
+    return weights, dict(amp.state_dict()["loss_scaler0"])
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16, summed in fp32"])
+def test_o0_computes_as_plain_fsdp2_with_the_same_policy(on_two_ranks, policy):
+    expected = on_two_ranks(plain, policy)
+    for (weights, _), alone in zip(on_two_ranks(trained, "O0", policy), expected, strict=True):
+        assert all(map(torch.equal, weights, alone))
+
+
+def test_o4_computes_as_fsdp2_under_autocast(on_two_ranks):
+    expected = on_two_ranks(plain, "fp32", torch.bfloat16)
+    for (weights, _), alone in zip(on_two_ranks(trained, "O4", "fp32"), expected, strict=True):
+        for ours, theirs in zip(weights, alone, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=8e-3)
+
+
+@pytest.mark.parametrize(("level", "policy"), [("O0", "fp16"), ("O1", "fp32")])
+def test_a_dynamic_scale_trains_within_fp16_of_fp32(on_two_ranks, level, policy):
+    options = {"loss_scale": "dynamic", "max_loss_scale": 2.0**8}
+    expected = on_two_ranks(plain, "fp32")
+    results = on_two_ranks(scaled, level, policy, options)
+    for (weights, scale), alone in zip(results, expected, strict=True):
+        assert scale == {"loss_scale": 2.0**8, "unskipped": STEPS}
+        for ours, theirs in zip(weights, alone, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=8e-3)
+
+
+def scaled(rank, level, policy, options, overflow_at=None):
+    return trained(rank, level, policy, overflow_at, **options)
+
+
+@pytest.mark.parametrize(("level", "policy"), [("O0", "fp16"), ("O1", "fp32")])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(on_two_ranks, level, policy):
+    options = {"loss_scale": "dynamic", "max_loss_scale": 2.0**8}
+    last = STEPS - 1
+    skipped = on_two_ranks(scaled, level, policy, options, last)
+    stopped = on_two_ranks(without_the_last_step, level, policy, options)
+    for (weights, scale), before in zip(skipped, stopped, strict=True):
+        assert scale == {"loss_scale": 2.0**7, "unskipped": 0}
+        assert all(map(torch.equal, weights, before))
+
+
+def without_the_last_step(rank, level, policy, options):
+    return train(*prepared(level, policy, **options), rank, range(STEPS - 1))
+
+
+CASES = [("O0", "bf16"), ("O0", "fp16"), ("O1", "fp32"), ("O4", "fp32")]
+
+
+@pytest.mark.parametrize(("level", "policy"), CASES)
+def test_a_resumed_run_equals_an_uninterrupted_one(on_two_ranks, level, policy):
+    for whole_run, resumed in on_two_ranks(interrupted, level, policy):
+        assert all(map(torch.equal, whole_run, resumed))
+
+
+def interrupted(rank, level, policy):
+    options = {"loss_scale": "dynamic", "max_loss_scale": 2.0**8, "growth_interval": 3}
+    model, optimizer = prepared(level, policy, **options)
+    train(model, optimizer, rank, range(2))
+    files = (*get_state_dict(model, optimizer), amp.state_dict())
+    copies = [{k: clone(v) for k, v in file.items()} for file in files]
+    expected = train(model, optimizer, rank, range(2, STEPS))
+    del model, optimizer
+    model, optimizer = amp.initialize(
+        *sharded(policy, seed=1), opt_level=level, verbosity=0, **options
+    )
+    set_state_dict(model, optimizer, model_state_dict=copies[0], optim_state_dict=copies[1])
+    amp.load_state_dict(copies[2])
+    return expected, train(model, optimizer, rank, range(2, STEPS))
+
+
+def clone(value):
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: clone(item) for key, item in value.items()}
+    return [*map(clone, value)] if isinstance(value, list) else value
+
+
+def refusals(rank):
+    found = {}
+    for level in ("O2", "O3", "O5"):
+        model, optimizer = sharded("fp32")
+        before = whole(model)
+        with pytest.raises(RuntimeError) as raised:
+            amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        assert all(map(torch.equal, before, whole(model)))
+        found[level] = str(raised.value)
+    mesh = init_device_mesh("cpu", (2,))
+    split = parallelize_module(nn.Sequential(nn.Linear(4, 2)), mesh, {"0": ColwiseParallel()})
+    with pytest.raises(RuntimeError) as raised:
+        amp.initialize(split, opt_level="O5", verbosity=0)
+    found["tensor parallel"] = str(raised.value)
+    model = nn.Sequential(nn.Linear(4, 2))
+    model, optimizer = amp.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", verbosity=0
+    )
+    fully_shard(model, mesh=mesh)
+    with (
+        pytest.raises(RuntimeError) as raised,
+        amp.scale_loss(model(torch.ones(1, 4)).sum(), optimizer),
+    ):
+        pass
+    found["sharded after"] = str(raised.value)
+    return found
+
+
+def test_levels_that_cast_dtensors_are_refused_with_the_way(on_two_ranks):
+    for found in on_two_ranks(refusals):
+        for level, dtype in (("O2", "float16"), ("O3", "float16"), ("O5", "bfloat16")):
+            assert "is a DTensor" in found[level]
+            assert f"MixedPrecisionPolicy(param_dtype=torch.{dtype})" in found[level]
+            assert "opt_level='O0'" in found[level]
+        assert "loss_scale='dynamic'" in found["O2"]
+        assert "is a DTensor" in found["tensor parallel"]
+        assert "fully_shard was called after amp.initialize" in found["sharded after"]
+
+
+def test_restore_gives_a_plain_sharded_model(on_two_ranks):
+    assert on_two_ranks(restored) == [True, True]
+
+
+def restored(rank):
+    model, optimizer = prepared("O0", "bf16")
+    train(model, optimizer, rank, range(2))
+    amp.restore(model, optimizer)
+    x, y = batch(rank, 2)
+    optimizer.zero_grad()
+    loss_of(model, x, y).backward()
+    optimizer.step()
+    return type(model).__name__.startswith("FSDP") and len(whole(model)) == 6

@@ -1,0 +1,286 @@
+"""What ``amp.initialize`` makes of a model, and ``amp.restore`` of a prepared one."""
+
+import copy
+import gc
+import inspect
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn.utils import parametrizations, parametrize
+
+from apex.amp import restore
+from tests.model.nets import LOW, Echo, Net, converted, dtypes_of, x
+
+
+def test_parameters_and_buffers_are_cast_but_batch_norm_and_integers():
+    dtypes = dtypes_of(converted(Net()))
+    assert {name for name, dtype in dtypes.items() if dtype is LOW} == {
+        "first.weight",
+        "first.bias",
+        "last.weight",
+        "last.bias",
+        "shift",
+    }
+    assert dtypes["norm.weight"] is dtypes["norm.running_var"] is torch.float32
+    assert dtypes["count"] is dtypes["norm.num_batches_tracked"] is torch.int64
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d, nn.SyncBatchNorm])
+def test_statistics_of_batch_norm_without_parameters_stay_fp32(layer):
+    model = converted(nn.Sequential(layer(3, affine=False)))
+    assert model[0].running_mean.dtype is torch.float32
+
+
+def test_parametrized_batch_norm_is_kept_with_all_below():
+    model = nn.Sequential(nn.BatchNorm1d(3))
+    parametrize.register_parametrization(model[0], "weight", nn.Softplus())
+    converted(model)
+    assert all(p.dtype is torch.float32 for p in model.parameters())
+
+
+def test_batch_norm_output_follows_its_low_precision_input():
+    model = converted(Net())
+    seen = []
+    model.norm.register_forward_hook(lambda m, args, out: seen.append((args[0].dtype, out.dtype)))
+    model(x())
+    assert seen == [(LOW, LOW)]
+
+
+@pytest.mark.parametrize(("level", "expected"), [("O0", torch.float32), ("O5", LOW)])
+def test_doubles_are_cast_too(level, expected):
+    model = converted(nn.Linear(2, 2).double(), level)
+    assert model.weight.dtype is expected
+
+
+def test_gradients_are_cast_with_their_parameters():
+    model = nn.Linear(2, 1)
+    model(torch.ones(1, 2)).sum().backward()
+    converted(model)
+    assert model.weight.grad.dtype is LOW
+    model(torch.ones(1, 2)).sum().backward()
+    restore(model)
+    assert model.weight.grad.dtype is torch.float32
+    assert torch.equal(model.weight.grad, torch.full((1, 2), 2.0))
+
+
+def test_result_is_that_of_explicit_casts():
+    model = Net().eval()
+    reference = Net().eval()
+    reference.load_state_dict(model.state_dict())
+    reference.to(LOW)
+    reference.norm.float()
+    expected = reference(x().to(LOW)).float()
+    assert torch.equal(converted(model)(x()), expected)
+
+
+def test_inputs_are_cast_by_position_and_name_in_any_nesting():
+    model = converted(Echo())
+    ids = torch.arange(2)
+    model([{"a": x().double()}], ids, mask=(x(),), note="n")
+    (nested, seen_ids), kwargs = model.seen
+    assert nested[0]["a"].dtype is LOW
+    assert seen_ids is ids
+    assert kwargs["mask"][0].dtype is LOW
+    assert kwargs["note"] == "n"
+
+
+def test_outputs_are_cast_in_any_nesting():
+    model = converted(Echo())
+    assert model({"loss": [x()]})["loss"][0].dtype is torch.float32
+
+
+def test_gradients_reach_inputs_and_parameters():
+    model = converted(Net())
+    given = x().requires_grad_()
+    model(given).sum().backward()
+    assert given.grad.dtype is torch.float32
+    assert model.first.weight.grad.dtype is LOW
+
+
+def test_the_class_looks_like_the_original():
+    model = Net()
+    plain = repr(model)
+    converted(model)
+    assert isinstance(model, Net)
+    assert repr(model) == plain
+    assert type(model).__name__ == Net.__name__
+    assert type(model).__qualname__ == Net.__qualname__
+    assert type(model).__module__ == Net.__module__
+    assert model.forward.__doc__ == Net.forward.__doc__
+    assert str(inspect.signature(model.forward)) == "(x, *, scale=None)"
+
+
+def test_models_of_one_class_share_the_generated_class():
+    assert type(converted(Net())) is type(converted(Net(), "O4"))
+
+
+def test_generated_class_goes_with_its_models():
+    class Local(nn.Linear):
+        pass
+
+    converted(Local(1, 1))
+    gc.collect()
+    assert Local.__subclasses__() == []
+
+
+def test_class_registries_do_not_see_the_generated_class():
+    registered = []
+
+    class Registered(nn.Module):
+        def __init_subclass__(cls, *, name):
+            registered.append(name)
+
+    converted(Registered())
+    assert registered == []
+
+
+def test_containers_still_iterate_and_index():
+    model = converted(nn.Sequential(nn.Linear(3, 3), nn.ModuleList([nn.ReLU()])))
+    assert [type(m).__name__ for m in model] == ["Linear", "ModuleList"]
+    assert len(model) == 2
+    assert isinstance(model[1][0], nn.ReLU)
+
+
+def test_hooks_of_the_user_fire_once_and_see_what_the_caller_sees():
+    model = Net()
+    seen = []
+    model.register_forward_pre_hook(lambda m, args: seen.append(args[0].dtype))
+    model.register_forward_hook(lambda m, args, out: seen.append(out.dtype))
+    converted(model)(x())
+    assert seen == [torch.float32, torch.float32]
+
+
+def test_functional_call_uses_the_given_parameters():
+    model = converted(nn.Linear(3, 2))
+    zeros = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    assert torch.equal(functional_call(model, zeros, (x(),)), torch.zeros(4, 2))
+
+
+def test_forward_set_on_the_object_runs_inside_and_comes_back():
+    model = nn.Linear(3, 2)
+    original = model.forward
+    own = lambda given: original(given) * 0 + given.dtype.itemsize  # noqa: E731
+    model.forward = own
+    converted(model)
+    assert torch.equal(model(x()), torch.full((4, 2), 2.0))
+    assert torch.equal(model.forward(x()), torch.full((4, 2), 2.0))
+    restore(model)
+    assert model.forward is own
+
+
+def test_forward_set_on_the_object_later_wins_and_stays():
+    model = converted(nn.Linear(3, 2))
+    inner = model.forward
+    model.forward = lambda given: inner(given) + 1
+    assert model(x()).dtype is torch.float32
+    restore(model)
+    assert model(x()).dtype is torch.float32
+
+
+@pytest.mark.parametrize("wrap", [parametrizations.weight_norm, parametrizations.spectral_norm])
+def test_parametrized_layers_compute_in_low_precision(wrap):
+    model = converted(nn.Sequential(wrap(nn.Linear(3, 2))))
+    assert model[0].weight.dtype is LOW
+    assert model(x()).dtype is torch.float32
+
+
+def test_a_parametrized_model_is_converted_and_restored():
+    model = parametrizations.weight_norm(nn.Linear(3, 2))
+    kind = type(model)
+    assert converted(model)(x()).dtype is torch.float32
+    restore(model)
+    assert type(model) is kind
+    assert model.weight.dtype is torch.float32
+
+
+def test_a_class_put_on_top_later_outlives_restore():
+    model = converted(nn.Linear(3, 2))
+    parametrizations.weight_norm(model)
+    restore(model)
+    assert type(model).__bases__ == (nn.Linear,)
+    assert parametrize.is_parametrized(model)
+    assert model(x()).dtype is torch.float32
+
+
+def test_lstm_keeps_its_flat_weights():
+    model = converted(nn.LSTM(3, 2))
+    assert all(a is b for a, b in zip(model._flat_weights, model.parameters(), strict=True))
+    output, (hidden, _) = model(x().unsqueeze(1))
+    assert output.dtype is hidden.dtype is torch.float32
+
+
+def test_another_object_of_the_models_type_is_plain():
+    model = type(converted(nn.Linear(3, 2)))(3, 2)
+    assert model(x()).dtype is torch.float32
+    assert model.state_dict()["weight"].dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", ["O4", "O5"])
+def test_a_slice_of_a_model_is_stored_as_a_plain_one_and_converted(level):
+    part = converted(nn.Sequential(nn.Linear(3, 2), nn.ReLU()), level)[1:]
+    assert type(pickle.loads(pickle.dumps(part))) is nn.Sequential
+    converted(part, level)
+    restore(part)
+    assert type(part) is nn.Sequential
+
+
+class Guarded(nn.Linear):
+    """Lets nobody set an attribute once it is built."""
+
+    def __setattr__(self, name, value):
+        if self.__dict__.get("done"):
+            raise AttributeError(name)
+        super().__setattr__(name, value)
+
+
+def test_a_model_that_guards_its_attributes_is_converted_copied_and_restored():
+    model = Guarded(3, 2)
+    model.done = True
+    converted(model)
+    assert copy.deepcopy(model)(x()).dtype is torch.float32
+    restore(model)
+    assert type(model) is Guarded
+
+
+def test_restore_gives_the_plain_object_back():
+    model = Net()
+    keys = set(model.__dict__)
+    restore(converted(model))
+    assert type(model) is Net
+    assert set(model.__dict__) == keys
+    assert set(dtypes_of(model).values()) == {torch.float32, torch.int64}
+    assert not model._load_state_dict_post_hooks
+    assert model(x()).dtype is torch.float32
+
+
+def test_restored_models_convert_again():
+    model = Net()
+    restore(converted(model))
+    assert converted(model)(x()).dtype is torch.float32
+
+
+class Stubborn(torch.Tensor):
+    """Refuses to be cast."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.to:
+            raise ArithmeticError("stubborn")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_failing_cast_leaves_the_model_as_it_was():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    model[1].weight = nn.Parameter(torch.ones(1, 3).as_subclass(Stubborn))
+    model[0](x()).sum().backward()
+    value, grad = model[0].weight.data.clone(), model[0].weight.grad
+    with pytest.raises(ArithmeticError, match="stubborn"):
+        converted(model)
+    assert type(model) is nn.Sequential
+    assert torch.equal(model[0].weight, value)
+    assert model[0].weight.dtype is torch.float32
+    assert model[0].weight.grad is grad
+    assert model.__dict__.keys() == nn.Sequential().__dict__.keys()

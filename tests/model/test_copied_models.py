@@ -1,0 +1,213 @@
+"""Deep copies, pickles and compiled or traced forms of prepared models."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from apex.amp import restore
+from tests.model.nets import LOW, Echo, Net, Tied, converted, dtypes_of, x
+from tests.training.cases import saved_and_loaded
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle 5": lambda m: pickle.loads(pickle.dumps(m, 5)),
+    "torch.save": saved_and_loaded,
+}
+every_copy = pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES.keys())
+
+
+class CustomState(Net):
+    """Saves only what it was made from, as user classes may."""
+
+    def __getstate__(self):
+        return {"weights": nn.Module.state_dict(self)}
+
+    def __setstate__(self, state):
+        Net.__init__(self)
+        self.load_state_dict(state["weights"])
+
+
+class CustomReduce(nn.Linear):
+    def __reduce__(self):
+        return type(self), (self.in_features, self.out_features)
+
+
+class Options(dict):
+    """What a model is made from; pickle calls it by its class."""
+
+
+class ReduceByOptions(nn.Linear):
+    def __init__(self, options):
+        super().__init__(*options["features"])
+        self.options = options
+
+    def __reduce__(self):
+        return type(self), (self.options,)
+
+
+class OwnDeepCopy(nn.Linear):
+    def __deepcopy__(self, memo):
+        twin = type(self)(self.in_features, self.out_features)
+        twin.load_state_dict(self.state_dict())
+        return twin
+
+
+@every_copy
+def test_a_copy_casts_like_the_original(duplicate):
+    model = converted(Net()).eval()
+    twin = duplicate(model)
+    assert type(twin) is type(model)
+    assert dtypes_of(twin) == dtypes_of(model)
+    assert torch.equal(twin(x()), model(x()))
+
+
+@every_copy
+def test_a_copy_computes_with_its_own_weights(duplicate):
+    model = converted(Net()).eval()
+    before = model(x())
+    twin = duplicate(model)
+    with torch.no_grad():
+        for param in twin.parameters():
+            param.zero_()
+    assert torch.equal(model(x()), before)
+    assert torch.equal(twin(x()), twin.shift.float().expand(4, 2))
+
+
+@every_copy
+def test_a_copy_is_restored_by_itself(duplicate):
+    model = converted(Net(), fp32_modules=("last",))
+    twin = duplicate(model)
+    restore(twin)
+    assert type(twin) is Net
+    assert not twin.last._forward_hooks
+    assert not twin.last._forward_pre_hooks
+    assert len(model.last._forward_hooks) == 1
+    assert twin(x()).dtype is model(x()).dtype is torch.float32
+
+
+@every_copy
+def test_a_copy_has_fp32_state_dict(duplicate):
+    assert duplicate(converted(Net())).state_dict()["last.weight"].dtype is torch.float32
+
+
+@every_copy
+def test_tied_weights_stay_tied_in_a_copy(duplicate):
+    twin = duplicate(converted(Tied()))
+    assert twin.head.weight is twin.embed.weight
+
+
+@every_copy
+def test_own_getstate_and_setstate_are_honoured(duplicate):
+    model = converted(CustomState(), "O4").eval()
+    twin = duplicate(model).eval()
+    assert torch.equal(twin(x()), model(x()))
+
+
+@every_copy
+def test_parameters_that_own_setstate_made_anew_are_cast_again(duplicate):
+    twin = duplicate(converted(CustomState()))
+    assert twin.first.weight.dtype is LOW
+    assert twin(x()).dtype is torch.float32
+
+
+@every_copy
+def test_own_reduce_is_honoured(duplicate):
+    twin = duplicate(converted(CustomReduce(3, 2)))
+    assert isinstance(twin, CustomReduce)
+    assert twin(x()).shape == (4, 2)
+    assert twin.weight.dtype is LOW
+
+
+@every_copy
+def test_what_a_model_is_made_from_keeps_its_class(duplicate):
+    model = ReduceByOptions(Options(features=(3, 2)))
+    assert type(duplicate(converted(model)).options) is Options
+
+
+def test_own_deepcopy_is_honoured():
+    model = converted(OwnDeepCopy(3, 2))
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin.weight, model.weight.float())
+
+
+def test_an_object_of_the_generated_class_that_is_not_converted_copies():
+    model = type(converted(nn.Linear(3, 2)))(3, 2)
+    for duplicate in (copy.copy, copy.deepcopy):
+        twin = duplicate(model)
+        assert torch.equal(twin.weight, model.weight)
+
+
+def test_a_model_that_refers_to_itself_copies_with_its_reference():
+    model = nn.Linear(3, 2)
+    model.__dict__["me"] = model
+    for twin in (copy.deepcopy(converted(model)), pickle.loads(pickle.dumps(model))):
+        assert twin.me is twin
+    plain = nn.Linear(3, 2)
+    plain.__dict__["me"] = plain
+    twin = pickle.loads(pickle.dumps(converted(plain, "O4")))
+    assert twin.me is twin
+    assert type(twin) is nn.Linear
+
+
+def test_a_parametrized_model_that_is_converted_copies():
+    before = converted(parametrizations.weight_norm(nn.Linear(3, 2)))
+    after = parametrizations.weight_norm(converted(nn.Linear(3, 2)))
+    for model in (before, after):
+        twin = copy.deepcopy(model)
+        assert torch.equal(twin(x()), model(x()))
+        assert twin.parametrizations.weight.original0 is not model.parametrizations.weight.original0
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])
+def test_a_copy_is_gone_with_its_last_reference(duplicate):
+    model = converted(Net())
+    gc.collect()
+    gc.disable()
+    try:
+        twin = weakref.ref(duplicate(model))
+        assert twin() is None
+    finally:
+        gc.enable()
+
+
+def test_a_copied_forward_of_the_object_is_bound_to_the_copy():
+    model = Echo()
+    model.weight = nn.Parameter(torch.ones(1))
+    model.forward = model.forward  # a bound method on the object
+    converted(model)
+    twin = copy.deepcopy(model)
+    twin(x())
+    assert twin.seen is not None
+    assert model.seen is None
+
+
+def test_a_compiled_model_is_converted():
+    torch._dynamo.reset()
+    model = torch.compile(Net(), backend="eager")
+    converted(model)
+    assert model(x()).dtype is torch.float32
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for param in twin.parameters():
+            param.zero_()
+    assert torch.equal(twin(x()), twin.shift.float().expand(4, 2))
+    restore(model)
+    assert model(x()).dtype is torch.float32
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_converted_model_is_traced():
+    model = converted(Net()).eval()
+    traced = torch.jit.trace(model, x())
+    assert torch.equal(traced(x()), model(x()))
+
+
+def test_a_converted_model_is_exported():
+    model = converted(Net()).eval()
+    assert torch.equal(torch.export.export(model, (x(),)).module()(x()), model(x()))

@@ -1,0 +1,120 @@
+"""DataParallel: the wrapper itself, and its replicas in threads."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from apex import amp
+from tests.model.cases import EPS, LEVELS, prepared
+from tests.support.reference.loops import Loop
+from tests.training import cases
+
+every_level = pytest.mark.parametrize("level", LEVELS)
+
+
+def replicate(model):
+    """Copies a model as torch.nn.parallel.replicate does, which itself needs GPUs."""
+    copies = {module: module._replicate_for_data_parallel() for module in model.modules()}
+    for module, replica in copies.items():
+        for key, child in module._modules.items():
+            replica._modules[key] = copies[child]
+        for key, param in module._parameters.items():
+            setattr(replica, key, param.view_as(param))
+        for key, buffer in module._buffers.items():
+            replica._buffers[key] = buffer.clone()
+    return copies[model]
+
+
+class DataParallelOnCPU(nn.Module):
+    """Runs two replicas in two threads, each on half of the batch."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        replicas = [replicate(self.module) for _ in range(2)]
+        halves = x.chunk(2)
+        outputs = [None, None]
+
+        def work(rank):
+            outputs[rank] = replicas[rank](halves[rank])
+
+        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return torch.cat(outputs)
+
+
+@every_level
+def test_without_gpus_the_wrapper_trains_as_its_model(level):
+    model, optimizer = cases.prepared(level)
+    wrapped = nn.DataParallel(model)
+    loop = Loop(level, cases.net().parameters(), cases.sgd)
+    for x, y in cases.batches(3):
+        assert torch.equal(cases.train_step(wrapped, optimizer, x, y), loop.train_step(x, y))
+    assert cases.same(cases.masters(optimizer), loop.stepped)
+
+
+@every_level
+def test_replicas_in_threads_give_what_the_model_gives(level):
+    model, _ = prepared(level)
+    x = torch.cat([cases.batch(1)[0], cases.batch(2)[0]])
+    output = DataParallelOnCPU(model)(x)
+    assert output.dtype is model(x).dtype
+    assert torch.equal(output, torch.cat([model(half) for half in x.chunk(2)]))
+
+
+@every_level
+def test_replicas_in_threads_train_the_original(level):
+    model, optimizer = prepared(level)
+    expected = copy.deepcopy((model, optimizer))
+    wrapped = DataParallelOnCPU(model)
+    for x, y in cases.batches(3):
+        cases.train_step(wrapped, optimizer, x, y)
+        cases.train_step(*expected, x, y)
+    before = cases.net().parameters()
+    for start, after, reference in zip(
+        before, cases.masters(optimizer), cases.masters(expected[1]), strict=True
+    ):
+        # The halves' gradients are rounded each by itself before they are added.
+        moved = (reference - start).abs().max()
+        assert moved > 0
+        assert (after - reference).abs().max() <= 4 * EPS[level] * moved + 1e-6
+
+
+@every_level
+def test_a_replicas_state_dict_is_that_of_a_plain_replica(level):
+    expected = replicate(cases.net()).state_dict()
+    model, _ = prepared(level)
+    assert list(replicate(model).state_dict()) == list(expected)
+    assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
+
+
+@every_level
+def test_a_replica_outlives_restore_of_its_model(level):
+    model, optimizer = prepared(level)
+    replica = replicate(model)
+    x = cases.batch()[0]
+    expected = model(x)
+    amp.restore(model, optimizer)
+    assert replica(x).dtype is expected.dtype
+
+
+@pytest.mark.gpu(devices=2)
+@every_level
+def test_on_gpus_the_wrapper_trains_as_its_model(level):
+    model = cases.net().cuda()
+    model, optimizer = prepared(level, model)
+    expected = copy.deepcopy((model, optimizer))
+    wrapped = nn.DataParallel(model)
+    for x, y in cases.batches(3):
+        cases.train_step(wrapped, optimizer, x.cuda(), y.cuda())
+        cases.train_step(*expected, x.cuda(), y.cuda())
+    for after, reference in zip(cases.masters(optimizer), cases.masters(expected[1]), strict=True):
+        torch.testing.assert_close(after, reference, rtol=0.0, atol=8 * EPS[level] + 1e-6)

@@ -1,0 +1,150 @@
+"""Modules that stay in fp32 inside a 16-bit model."""
+
+import pytest
+import torch
+from torch import nn
+
+from apex.amp import restore
+from tests.model.nets import LOW, Tied, converted, dtypes_of, x
+
+
+def kept(model, *rules, level="O5"):
+    return converted(model, level, fp32_modules=rules)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(3)
+        self.inner = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+        self.seen = []
+
+    def forward(self, given, *, extra=None):
+        self.seen.append((given.dtype, None if extra is None else extra["e"].dtype))
+        return self.inner(self.norm(given))
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = Block()
+        self.two = Block()
+
+    def forward(self, given):
+        middle = self.one(given)
+        return middle, self.two(middle, extra={"e": middle})
+
+
+def fp32_names(model):
+    return {name for name, dtype in dtypes_of(model).items() if dtype is torch.float32}
+
+
+def test_a_type_keeps_all_its_modules():
+    model = kept(Two(), nn.LayerNorm)
+    assert len(fp32_names(model)) == 8
+    assert all(".norm." in name or ".inner.1." in name for name in fp32_names(model))
+
+
+def test_a_pattern_keeps_the_modules_it_names_and_all_below():
+    model = kept(Two(), "two*")
+    assert fp32_names(model) == {f"two.{name}" for name, _ in Block().named_parameters()}
+
+
+def test_inputs_go_up_and_outputs_back_down():
+    model = kept(Two(), "two")
+    outputs = []
+    model.two.register_forward_hook(lambda m, args, out: outputs.append(out.dtype))
+    model(x())
+    assert model.one.seen == [(LOW, None)]
+    assert model.two.seen == [(torch.float32, torch.float32)]
+    assert outputs == [LOW]
+
+
+def test_only_the_topmost_matching_module_casts():
+    model = kept(Two(), "two", nn.LayerNorm)
+    assert len(model.two._forward_hooks) == 1
+    assert not model.two.norm._forward_hooks
+    assert len(model.one.norm._forward_hooks) == 1
+
+
+def test_a_module_of_several_names_casts_once():
+    shared = nn.LayerNorm(3)
+    model = kept(nn.Sequential(shared, nn.Linear(3, 3), shared), nn.LayerNorm)
+    assert len(shared._forward_hooks) == 1
+    assert model(x()).dtype is torch.float32
+
+
+def test_any_name_of_a_shared_module_matches():
+    shared = nn.LayerNorm(3)
+    model = kept(nn.Sequential(shared, nn.Linear(3, 3), shared), "2")
+    assert model[0].weight.dtype is torch.float32
+
+
+def test_batch_norm_rule_and_fp32_modules_add_up():
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.LayerNorm(3), nn.Linear(3, 3))
+    kept(model, nn.LayerNorm)
+    assert model[0].weight.dtype is model[1].weight.dtype is torch.float32
+    assert not model[0]._forward_hooks
+    assert model(x()).dtype is torch.float32
+
+
+def test_gradients_flow_through():
+    model = kept(Two(), "two")
+    model(x())[1].square().sum().backward()
+    assert model.two.norm.weight.grad.dtype is torch.float32
+    assert model.one.norm.weight.grad.dtype is LOW
+
+
+def test_restore_removes_the_hooks():
+    model = kept(Two(), "two")
+    restore(model)
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+        assert not module._forward_pre_hooks_with_kwargs
+
+
+def test_a_pattern_that_matches_nothing_is_refused_with_close_names():
+    with pytest.raises(ValueError, match=r"'two\.nrom', which matches no submodule.*two\.norm"):
+        kept(Two(), "two.nrom")
+
+
+def test_a_type_that_matches_nothing_is_refused():
+    with pytest.raises(ValueError, match=r"InstanceNorm1d, which matches no submodule.*LayerNorm"):
+        kept(Two(), nn.InstanceNorm1d)
+
+
+def test_the_model_itself_is_no_match():
+    with pytest.raises(ValueError, match="Two, which matches no submodule"):
+        kept(Two(), Two)
+
+
+def test_a_match_in_another_model_of_the_call_is_enough():
+    one, other = kept([nn.Linear(1, 1), Two()], "two")
+    assert one.weight.dtype is LOW
+    assert other.two.norm.weight.dtype is torch.float32
+
+
+def test_a_tensor_shared_with_a_cast_module_is_refused():
+    with pytest.raises(ValueError, match=r"head\.weight stays in fp32.*embed\.weight"):
+        kept(Tied(), "head")
+
+
+def test_a_tensor_shared_by_fp32_modules_is_kept():
+    model = Tied()
+    kept(model, "head", "embed")
+    assert model.head.weight is model.embed.weight
+    assert model.head.weight.dtype is torch.float32
+    assert model(torch.tensor([1])).dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_at_levels_that_cast_no_weights_they_are_refused(level):
+    with pytest.raises(ValueError, match="O2, O3 or O5"):
+        kept(Two(), "two", level=level)
+
+
+@pytest.mark.parametrize("rule", [3, int, nn.Linear(1, 1)])
+def test_other_rules_are_refused(rule):
+    with pytest.raises(TypeError, match=r"module types.*and name patterns"):
+        kept(Two(), rule)

@@ -1,0 +1,509 @@
+"""What a prepared model is given or told later: heads, buffers, devices, dtypes, compilation."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from apex import amp
+from tests.model.cases import (
+    CASTS_DOWN,
+    EPS,
+    LEVELS,
+    close,
+    dtype_of,
+    prepared,
+    train,
+    train_plain,
+)
+from tests.training import cases
+
+every_level = pytest.mark.parametrize("level", LEVELS)
+casting_levels = pytest.mark.parametrize("level", CASTS_DOWN)
+
+
+def new_head(seed=7):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Linear(8, 2)
+
+
+def replace_head(model, optimizer):
+    """Fine-tuning as scripts do it: another last layer, stepped by a group of its own."""
+    model[2] = new_head()
+    optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.05})
+
+
+@every_level
+def test_a_head_put_on_later_trains_with_its_group(level):
+    plain = cases.net()
+    reference = cases.sgd(plain.parameters())
+    train_plain(plain, reference, 1)
+    replace_head(plain, reference)
+    train_plain(plain, reference, seed=2)
+    model, optimizer = prepared(level)
+    train(model, optimizer, 1)
+    replace_head(model, optimizer)
+    assert model[2].weight.dtype is dtype_of(level)
+    train(model, optimizer, seed=2)
+    assert close(amp.master_params(optimizer), amp.master_params(reference), eps=4 * EPS[level])
+
+
+@pytest.mark.parametrize("level", cases.WITH_MASTERS)
+def test_masters_of_a_late_head_start_from_its_exact_values(level):
+    model, optimizer = prepared(level)
+    replace_head(model, optimizer)
+    exact = list(new_head().parameters())
+    assert cases.same(list(optimizer.param_groups[1]["params"]), exact)
+    assert cases.same([model.state_dict()[f"2.{k}"] for k in ("weight", "bias")], exact)
+
+
+@every_level
+def test_restore_gives_a_late_head_back_in_fp32(level):
+    model, optimizer = prepared(level)
+    replace_head(model, optimizer)
+    amp.restore(model, optimizer)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert optimizer.param_groups[1]["params"][0] is model[2].weight
+
+
+@casting_levels
+def test_a_late_batch_norm_and_late_buffers_are_as_the_level_says(level):
+    model, optimizer = prepared(level)
+    model.append(nn.BatchNorm1d(2))
+    model.register_buffer("late", torch.ones(2))
+    optimizer.add_param_group({"params": list(model[3].parameters())})
+    kept = dtype_of(level) if level == "O3" else torch.float32
+    assert model[3].weight.dtype is model[3].running_mean.dtype is kept
+    assert model.late.dtype is dtype_of(level)
+    train(model, optimizer)
+
+
+@casting_levels
+def test_a_late_part_deep_inside_is_found_with_all_that_came_with_it(level):
+    model = nn.ModuleDict({"body": nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.ModuleList())})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    late = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model["body"][1].insert(0, late)
+    exact = late[1].weight.detach().clone()
+    optimizer.add_param_group({"params": late[0].parameters()})
+    assert {param.dtype for param in late.parameters()} == {dtype_of(level)}
+    saved = {key: value.dtype for key, value in model.state_dict().items()}
+    assert set(saved.values()) == {torch.float32}
+    if level != "O3":
+        assert torch.equal(model.state_dict()["body.1.0.1.weight"], exact)
+
+
+@casting_levels
+def test_a_parameter_replaced_in_a_known_module_is_cast_with_its_group(level):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model[1].weight = nn.Parameter(torch.randn(2, 4))
+    optimizer.add_param_group({"params": [model[1].weight]})
+    assert model[1].weight.dtype is dtype_of(level)
+    train(model, optimizer)
+
+
+@casting_levels
+def test_a_late_module_of_an_fp32_type_computes_in_fp32(level):
+    model, optimizer = prepared(
+        level, nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 2)), fp32_modules=[nn.LayerNorm]
+    )
+    model.append(nn.LayerNorm(2))
+    optimizer.add_param_group({"params": list(model[2].parameters())})
+    seen = []
+    model[2].register_forward_hook(lambda m, args, out: seen.append(out.dtype))
+    train(model, optimizer, 1)
+    assert model[2].weight.dtype is torch.float32
+    assert len(seen) == 1
+
+
+@casting_levels
+@pytest.mark.parametrize("change", ["head", "buffer"])
+def test_what_is_late_and_uncast_is_named_with_the_remedy(level, change):
+    class Shifted(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x + self.shift if hasattr(self, "shift") else x)
+
+    model = Shifted(nn.Linear(4, 2))
+    amp.initialize(model, opt_level=level, verbosity=0)
+    if change == "head":
+        model[0] = nn.Linear(4, 2)
+    else:
+        model.register_buffer("shift", torch.ones(4))
+    name = "0.weight" if change == "head" else "shift"
+    with pytest.raises(RuntimeError, match=rf"{name} \(float32\)(.|\n)*add_param_group"):
+        model(cases.batch()[0])
+    model.get_submodule("0").to(dtype_of(level))
+    if change == "buffer":
+        model.shift = model.shift.to(dtype_of(level))
+    assert model(cases.batch()[0]).dtype is torch.float32
+
+
+@casting_levels
+def test_values_of_another_dtype_that_a_script_assigns_are_named_with_the_remedy(level):
+    model = nn.Sequential(nn.Linear(4, 2))
+    average = model[0].weight.detach().clone()
+    amp.initialize(model, opt_level=level, verbosity=0)
+    own = model[0].weight.data
+    model[0].weight.data = average
+    with pytest.raises(RuntimeError, match=r"(?s)0.weight \(float32\).*value.to\(param.dtype"):
+        model(cases.batch()[0])
+    model[0].weight.data = own
+    model[0].weight.data = average.to(model[0].weight.dtype)
+    assert model(cases.batch()[0]).dtype is torch.float32
+
+
+class Time(nn.Module):
+    """A diffusion model's embedding of its step, which is an integer."""
+
+    def forward(self, step):
+        angles = step[:, None] * torch.tensor([1.0, 0.1])
+        return torch.cat((angles.sin(), angles.cos()), dim=-1)
+
+
+@casting_levels
+def test_a_tensor_that_the_forward_makes_is_named_with_the_remedies(level):
+    def embedding():
+        return nn.Sequential(Time(), nn.Linear(4, 2))
+
+    model, _ = prepared(level, embedding())
+    with pytest.raises(
+        RuntimeError, match=r"same dtype(.|\n)*the forward makes(.|\n)*fp32_modules"
+    ):
+        model(torch.arange(3))
+    model, _ = prepared(level, embedding(), fp32_modules=["1"])
+    assert model(torch.arange(3)).dtype is torch.float32
+
+
+class Spectrum(nn.Module):
+    """Operators of torch that have no 16-bit kernel say so each in its own way."""
+
+    def __init__(self, of):
+        super().__init__()
+        self.linear, self.of = nn.Linear(4, 4), of
+
+    def forward(self, x):
+        return self.of(self.linear(x))
+
+
+@casting_levels
+@pytest.mark.parametrize(
+    "of",
+    [
+        torch.fft.fft,
+        torch.linalg.det,
+        torch.linalg.pinv,
+        torch.linalg.matrix_rank,
+        torch.linalg.vander,
+        lambda x: torch.quantile(x, 0.5),
+        lambda x: torch.stft(x, 4, window=torch.ones(4, dtype=x.dtype), return_complex=True),
+    ],
+    ids=["fft", "det", "pinv", "rank", "vander", "quantile", "stft"],
+)
+def test_an_operator_without_a_16_bit_kernel_is_told_with_the_remedy(level, of):
+    model, _ = prepared(level, Spectrum(of))
+    with pytest.raises(RuntimeError, match=r"has no 16-bit kernel(.|\n)*fp32_modules"):
+        model(torch.ones(4, 4))
+
+
+@casting_levels
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64])
+def test_an_input_that_no_level_casts_gets_torch_s_own_error(level, dtype):
+    model, _ = prepared(level)
+    with pytest.raises(RuntimeError, match=r"but got \w+ and B?\w+$"):
+        model(cases.batch()[0].to(dtype))
+
+
+@casting_levels
+@pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_state_that_a_forward_makes_in_fp32_is_told_with_the_remedy(level, cell):
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell = cell(4, 4)
+
+        def forward(self, x):
+            state = torch.zeros(1, 4)
+            return self.cell(x, (state, state) if cell is nn.LSTM else state)[0]
+
+    model, _ = prepared(level, Recurrent())
+    with pytest.raises(RuntimeError, match=r"the forward makes itself(.|\n)*fp32_modules"):
+        model(cases.batch()[0])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_mask_that_fp16_cannot_hold_is_named_with_the_one_that_it_can(level):
+    class Masked(nn.Linear):
+        least = -1e9
+
+        def forward(self, x):
+            scores = super().forward(x)
+            return scores.masked_fill(scores > 0, self.least or torch.finfo(scores.dtype).min)
+
+    model = amp.initialize(Masked(4, 2), opt_level=level, verbosity=0)
+    with pytest.raises(RuntimeError, match=r"without overflow(.|\n)*torch.finfo") as raised:
+        model(cases.batch()[0])
+    assert "Levels O1" not in str(raised.value)
+    Masked.least = None
+    assert model(cases.batch()[0]).isfinite().all()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_a_mask_that_fp32_cannot_hold_gets_torch_s_own_error(level):
+    class Masked(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).float().masked_fill(x[:, :2] > 0, -1e39)
+
+    model = amp.initialize(Masked(4, 2), opt_level=level, verbosity=0)
+    with pytest.raises(RuntimeError, match=r"without overflow$"):
+        model(cases.batch()[0])
+
+
+@casting_levels
+def test_errors_of_the_users_own_pass_as_they_are(level):
+    class Failing(nn.Linear):
+        def forward(self, x):
+            raise error
+
+    model = amp.initialize(Failing(4, 2), opt_level=level, verbosity=0)
+    for error in (RuntimeError("no such type"), ValueError("type"), torch.OutOfMemoryError("type")):
+        with pytest.raises(type(error)) as raised:
+            model(cases.batch()[0])
+        assert raised.value is error
+
+
+@every_level
+def test_a_head_of_its_own_session_trains_in_a_prepared_model(level):
+    plain = cases.net()
+    plain[2] = new_head()
+    reference = cases.sgd(plain[2].parameters())
+    train_plain(plain, reference)
+    model = amp.initialize(cases.net(), opt_level=level, verbosity=0)
+    model[2] = new_head()
+    _, optimizer = prepared(level, model[2])
+    train(model, optimizer)
+    assert close(amp.master_params(optimizer), reference.param_groups[0]["params"], eps=EPS[level])
+
+
+FLOATS = [
+    lambda model: model.float(),
+    lambda model: model.type(torch.float32),
+    lambda model: model.to("cpu", torch.float32),
+]
+
+
+def exact_values(model, optimizer):
+    """The masters' values, or the parameters' own in fp32, by name."""
+    stash = optimizer._amp_stash
+    known = dict(zip(map(id, stash.all_fp16_params), stash.all_fp32_from_fp16_params, strict=True))
+    return {
+        name: known.get(id(param), param).detach().float().clone()
+        for name, param in model.named_parameters()
+    }
+
+
+@casting_levels
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+@pytest.mark.parametrize("to_fp32", FLOATS)
+def test_float_gives_the_masters_exact_values_and_computes_in_fp32(level, to_fp32, caplog):
+    model, optimizer = prepared(level)
+    train(model, optimizer)
+    exact = exact_values(model, optimizer)
+    assert to_fp32(model) is model
+    assert "weights are now torch.float32" in caplog.text
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert cases.same(list(model.parameters()), list(exact.values()))
+    assert cases.same(list(model.state_dict().values()), list(exact.values()))
+    plain = cases.net()
+    plain.load_state_dict(exact)
+    x = cases.batch()[0]
+    assert torch.equal(model(x), plain(x))
+    assert torch.equal(torch.jit.trace(model, x)(x), plain(x))
+
+
+@casting_levels
+def test_after_float_training_goes_on_and_half_goes_back(level):
+    model, optimizer = prepared(level)
+    train(model, optimizer)
+    model.float()
+    before = cases.values(model.parameters())
+    train(model, optimizer)
+    assert not cases.same(before, cases.values(model.parameters()))
+    assert cases.same(list(model.parameters()), list(exact_values(model, optimizer).values()))
+    exact = exact_values(model, optimizer)
+    model.to(dtype_of(level))
+    assert model[0].weight.dtype is dtype_of(level)
+    assert cases.same(list(exact_values(model, optimizer).values()), list(exact.values())) or (
+        level == "O3"
+    )
+    train(model, optimizer)
+
+
+@pytest.mark.parametrize("level", cases.WITH_MASTERS)
+def test_after_float_state_dicts_and_files_have_what_was_written_to_masters(level):
+    model, optimizer = cases.prepared(level)
+    model.float()
+    first = next(amp.master_params(optimizer))
+    with torch.no_grad():
+        first.mul_(0.7)
+    assert cases.same(model.state_dict()["0.weight"], first.detach())
+    with torch.no_grad():
+        first.mul_(0.7)
+    assert cases.same(pickle.loads(pickle.dumps(model))[0].weight.detach(), first.detach())
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_float_between_backward_and_step_changes_no_step(level):
+    model, optimizer = prepared(level)
+    expected = prepared(level)
+    for each, change in ((model, True), (expected[0], False)):
+        own = optimizer if change else expected[1]
+        x, y = cases.batch()
+        with amp.scale_loss((each(x).float() - y).square().mean(), own) as scaled:
+            scaled.backward()
+        if change:
+            each.float()
+        own.step()
+    assert cases.same(cases.masters(optimizer), cases.masters(expected[1]))
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("scale", [1.0, 128.0])
+@pytest.mark.parametrize("first", [True, False])
+def test_gradients_written_before_or_after_float_reach_the_masters(level, scale, first):
+    model, optimizer = prepared(level, loss_scale=scale)
+    x, y = cases.batch()
+    cases.backward(model, optimizer, x, y)
+    halves = [grad / 2 for grad in cases.grads(amp.master_params(optimizer))]
+    for change in ("write", "cast") if first else ("cast", "write"):
+        if change == "cast":
+            model.float()
+        for param in model.parameters() if change == "write" else ():
+            param.grad.mul_(0.5)
+    assert cases.same(cases.grads(amp.master_params(optimizer)), halves)
+    assert cases.same(cases.grads(model.parameters()), halves)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_half_is_what_the_model_is_already_and_batch_norm_stays(level):
+    model, _ = prepared(level, nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)))
+    before = model[1].weight.detach().clone()
+    model.to(dtype_of(level))
+    assert (model[0].weight.dtype, model[1].weight.dtype) == (dtype_of(level), torch.float32)
+    assert torch.equal(model[1].weight, before)
+    assert model(cases.batch()[0]).dtype is torch.float32
+
+
+@casting_levels
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_any_floating_dtype_can_be_asked_for(level, dtype):
+    model, optimizer = prepared(level)
+    model.to(dtype)
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    assert model(cases.batch()[0]).dtype is torch.float32
+    train(model, optimizer, 1)
+
+
+@casting_levels
+def test_a_deep_copy_becomes_fp32_by_float_or_restore(level):
+    model, optimizer = prepared(level)
+    train(model, optimizer, 1)
+    x = cases.batch()[0]
+    for plain in (copy.deepcopy(model).float(), amp.restore(copy.deepcopy(model))):
+        assert {p.dtype for p in plain.parameters()} == {torch.float32}
+        assert close([plain(x)], [model(x)], eps=4 * EPS[level])
+    assert {p.dtype for p in model.parameters()} == {dtype_of(level)}
+
+
+@casting_levels
+def test_restore_after_float_is_plain(level):
+    model, optimizer = prepared(level)
+    train(model, optimizer, 1)
+    exact = exact_values(model, optimizer)
+    amp.restore(model.float(), optimizer)
+    assert type(model) is nn.Sequential
+    assert cases.same(list(model.parameters()), list(exact.values()))
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_a_copy_of_a_model_with_fp32_parameters_goes_to_half_and_back(level):
+    model, _ = prepared(level)
+    twin = copy.deepcopy(model).half()
+    assert {p.dtype for p in twin.parameters()} == {torch.float16}
+    x = cases.batch()[0]
+    assert close([twin.float()(x)], [model(x)], eps=torch.finfo(torch.float16).eps + EPS[level])
+
+
+@pytest.mark.parametrize(
+    ("level", "part", "dtype"),
+    [
+        ("O0", "2", torch.float16),
+        ("O0", "2", torch.float64),
+        ("O1", "", torch.float64),
+        ("O4", "", torch.float64),
+        ("O4", "2", torch.float64),
+    ],
+)
+def test_an_error_names_parameters_that_were_cast_later(level, part, dtype):
+    model, _ = prepared(level)
+    model.get_submodule(part).to(dtype)
+    with pytest.raises(
+        RuntimeError, match=f"{dtype}"[6:] + r"\).*cast, added or assigned after amp\.init"
+    ):
+        model(cases.batch()[0])
+    model.float()
+    model(cases.batch()[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_model_at_o0_computes_in_the_dtype_that_it_is_given_later(dtype, caplog):
+    model, optimizer = prepared("O0")
+    x = cases.batch()[0]
+    before = model(x)
+    twin = copy.deepcopy(model).to(dtype)
+    for given in (x, x.to(dtype)):
+        assert close([twin(given)], [before], eps=8 * torch.finfo(dtype).eps)
+    assert f"weights are now {dtype}" in caplog.text
+    assert cases.same([twin.to(torch.float32)(x).dtype, model(x)], [torch.float32, before])
+    train(model.to(dtype), optimizer)
+
+
+@pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "trained"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.to("cpu"),
+        lambda model: model.to(memory_format=torch.channels_last),
+        lambda model: model.share_memory(),
+        lambda model: model.apply(lambda module: None),
+        lambda model: model.requires_grad_(False).requires_grad_(True),
+        lambda model: model.register_module("extra", nn.Identity()),
+        lambda model: model.train(False).train(True),
+    ],
+    ids=["to", "memory_format", "share_memory", "apply", "requires_grad_", "module", "train"],
+)
+@every_level
+def test_changes_that_keep_the_values_change_no_step(level, change, fresh):
+    pairs = [prepared(level) for _ in range(2)]
+    for model, optimizer in pairs:
+        train(model, optimizer, 0 if fresh else 2)
+    change(pairs[0][0])
+    for model, optimizer in pairs:
+        train(model, optimizer, seed=2)
+    assert cases.same(*(cases.masters(optimizer) for _, optimizer in pairs))
+
+
+@every_level
+def test_a_model_compiled_in_place_after_initialize_trains_equally(level):
+    model, optimizer = prepared(level)
+    model.compile(backend="eager")
+    expected = prepared(level)
+    train(model, optimizer)
+    train(*expected)
+    assert close(cases.masters(optimizer), cases.masters(expected[1]), eps=EPS[level])
+    torch._dynamo.reset()

@@ -1,0 +1,290 @@
+"""Parametrized and pruned weights, and what else of ``torch.nn.utils`` rewrites parameters."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
+
+from apex import amp
+from tests.model.cases import (
+    CASTS_DOWN,
+    EPS,
+    LEVELS,
+    close,
+    dtype_of,
+    prepared,
+    train,
+    train_plain,
+)
+from tests.training import cases
+
+every_level = pytest.mark.parametrize("level", LEVELS)
+casting_levels = pytest.mark.parametrize("level", CASTS_DOWN)
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+
+IN_FP32 = {"fp32_modules": [parametrize.ParametrizationList]}
+
+
+class Squashed(nn.Module):
+    """A parametrization as users write their own."""
+
+    def forward(self, weight):
+        return weight.tanh()
+
+    def right_inverse(self, weight):
+        return weight.atanh()
+
+
+def squash(layer):
+    return parametrize.register_parametrization(layer, "weight", Squashed())
+
+
+WRAPS = {
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+    "own": squash,
+    "old weight_norm": nn.utils.weight_norm,
+    "old spectral_norm": nn.utils.spectral_norm,
+    "pruned": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+}
+every_wrap = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+
+
+def wrapped(wrap):
+    model = cases.net()
+    torch.manual_seed(3)
+    wrap(model[0])
+    return model
+
+
+def weight_of(model):
+    """The weight that the first layer multiplies with, as its next forward pass takes it."""
+    model.eval()
+    model(cases.batch()[0])
+    return model[0].weight.detach().float()
+
+
+def reference(make, count=3):
+    model = make()
+    optimizer = cases.sgd(model.parameters())
+    train_plain(model, optimizer, count)
+    return model, optimizer
+
+
+@every_wrap
+@every_level
+def test_a_layer_wrapped_before_initialize_trains_as_in_fp32(level, wrap):
+    plain, plain_optimizer = reference(lambda: wrapped(wrap))
+    expected = weight_of(plain)
+    model, optimizer = prepared(level, wrapped(wrap))
+    train(model, optimizer)
+    # Several 16-bit operations make the weight, and its gradient passes them again.
+    eps = 4 * EPS[level]
+    assert close(amp.master_params(optimizer), amp.master_params(plain_optimizer), eps=eps)
+    assert close([weight_of(model)], [expected], eps=eps)
+
+
+@every_wrap
+@every_level
+def test_a_wrapped_layer_saves_and_loads_its_exact_state(level, wrap):
+    model, optimizer = prepared(level, wrapped(wrap))
+    train(model, optimizer)
+    other, other_optimizer = prepared(level, wrapped(wrap))
+    other.load_state_dict(model.state_dict())
+    for pair in ((model, optimizer), (other, other_optimizer)):
+        train(*pair, count=2, seed=2)
+    assert cases.same(cases.masters(optimizer), cases.masters(other_optimizer))
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [parametrizations.weight_norm, parametrizations.spectral_norm, parametrizations.orthogonal],
+)
+@casting_levels
+def test_parametrizations_may_compute_in_fp32_in_a_16_bit_model(level, wrap):
+    plain, _ = reference(lambda: wrapped(wrap))
+    expected = weight_of(plain)
+    model, optimizer = prepared(level, wrapped(wrap), **IN_FP32)
+    train(model, optimizer)
+    below = model[0].parametrizations.weight
+    assert {t.dtype for t in (*below.parameters(), *below.buffers())} == {torch.float32}
+    assert model[0].weight.dtype is model[2].weight.dtype is dtype_of(level)
+    assert close([weight_of(model)], [expected], eps=4 * EPS[level])
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_orthogonal_trains_where_parameters_are_fp32(level):
+    def make():
+        return wrapped(parametrizations.orthogonal)
+
+    plain, _ = reference(make)
+    expected = weight_of(plain)
+    model, optimizer = prepared(level, make())
+    train(model, optimizer)
+    assert close([weight_of(model)], [expected], eps=4 * EPS[level])
+
+
+@casting_levels
+def test_orthogonal_in_16_bits_says_how_to_keep_it_in_fp32(level):
+    model, _ = prepared(level, wrapped(parametrizations.orthogonal))
+    with pytest.raises(RuntimeError, match=r"(.|\n)*fp32_modules(.|\n)*ParametrizationList"):
+        model(cases.batch()[0])
+
+
+@every_level
+def test_the_power_iteration_finds_the_norm_in_16_bits(level):
+    torch.manual_seed(0)
+    layer = parametrizations.spectral_norm(nn.Linear(16, 16))
+    model = amp.initialize(nn.Sequential(layer), opt_level=level, verbosity=0)
+    for _ in range(60):
+        model(torch.zeros(1, 16))
+    norm = torch.linalg.matrix_norm(layer.weight.detach().float(), 2)
+    assert abs(norm - 1) <= 2 * EPS[level] + 1e-3  # the iteration's own distance from its limit
+
+
+@every_level
+def test_spectral_norm_put_on_after_initialize_trains_the_same_parameter(level):
+    plain = cases.net()
+    plain_optimizer = cases.sgd(plain.parameters())
+    torch.manual_seed(3)
+    parametrizations.spectral_norm(plain[0])
+    train_plain(plain, plain_optimizer)
+    model, optimizer = prepared(level)
+    torch.manual_seed(3)
+    parametrizations.spectral_norm(model[0])
+    train(model, optimizer)
+    assert close(
+        amp.master_params(optimizer), amp.master_params(plain_optimizer), eps=4 * EPS[level]
+    )
+
+
+@every_level
+def test_weight_norm_put_on_after_initialize_trains_by_a_group_of_its_own(level):
+    def put_on(model, optimizer):
+        parametrizations.weight_norm(model[0])
+        optimizer.add_param_group({"params": list(model[0].parametrizations.parameters())})
+
+    plain = cases.net()
+    plain_optimizer = cases.sgd(plain.parameters())
+    put_on(plain, plain_optimizer)
+    train_plain(plain, plain_optimizer)
+    expected = weight_of(plain)
+    model, optimizer = prepared(level)
+    put_on(model, optimizer)
+    train(model, optimizer)
+    assert close([weight_of(model)], [expected], eps=4 * EPS[level])
+
+
+def take_off(model):
+    if parametrize.is_parametrized(model[0]):
+        parametrize.remove_parametrizations(model[0], "weight")
+    else:
+        prune.remove(model[0], "weight")
+
+
+@pytest.mark.parametrize("wrap", [parametrizations.spectral_norm, squash, WRAPS["pruned"]])
+@every_level
+def test_between_restore_and_initialize_it_is_taken_off_for_good(level, wrap):
+    plain, plain_optimizer = reference(lambda: wrapped(wrap))
+    plain.eval()
+    take_off(plain)
+    train_plain(plain, plain_optimizer, seed=2)
+    model, optimizer = prepared(level, wrapped(wrap))
+    train(model, optimizer)
+    amp.restore(model, optimizer)
+    model.eval()
+    take_off(model)
+    amp.initialize(
+        model, optimizer, opt_level=level, verbosity=0, loss_scale=128.0 if EPS[level] else None
+    )
+    train(model, optimizer, seed=2)
+    expected = dict(plain.named_parameters())
+    got = dict(zip(dict(model.named_parameters()), amp.master_params(optimizer), strict=True))
+    names = ["0.bias", "2.weight", "2.bias"]
+    assert close([got[n] for n in names], [expected[n] for n in names], eps=8 * EPS[level])
+
+
+@every_level
+def test_a_model_for_inference_may_drop_it_at_any_time(level):
+    model = wrapped(parametrizations.spectral_norm)
+    model = amp.initialize(model, opt_level=level, verbosity=0).eval()
+    x = cases.batch()[0]
+    expected = model(x)
+    take_off(model)
+    assert torch.equal(model(x), expected)
+
+
+@every_level
+def test_of_a_parametrized_root_it_is_taken_off_after_restore(level):
+    model = parametrizations.weight_norm(nn.Linear(4, 2))
+    model, optimizer = prepared(level, model)
+    with pytest.raises(AttributeError):  # torch looks for the class that it made, on top
+        parametrize.remove_parametrizations(model, "weight")
+    amp.restore(model, optimizer)
+    x = cases.batch()[0]
+    expected = model(x)
+    parametrize.remove_parametrizations(model, "weight")
+    assert type(model) is nn.Linear
+    torch.testing.assert_close(model(x), expected)
+
+
+@every_level
+def test_cached_weights_are_computed_once_in_the_levels_dtype(level):
+    model, _ = prepared(level, wrapped(parametrizations.weight_norm))
+    x = cases.batch()[0]
+    expected = model(x)
+    with parametrize.cached():
+        weight = model[0].weight
+        assert torch.equal(model(x), expected)
+        assert model[0].weight is weight
+    assert weight.dtype is dtype_of(level)
+
+
+@every_level
+def test_pruned_weights_stay_zero_in_training(level):
+    model, optimizer = prepared(level, wrapped(WRAPS["pruned"]))
+    mask = model[0].weight_mask.bool().clone()
+    train(model, optimizer)
+    weight = weight_of(model)
+    assert int((weight == 0).sum()) == 16
+    assert bool((weight[~mask] == 0).all())
+
+
+@every_level
+def test_a_layer_pruned_after_initialize_trains_on_pruned(level):
+    model, optimizer = prepared(level)
+    train(model, optimizer, 1)
+    prune.l1_unstructured(model[0], "weight", 0.5)
+    train(model, optimizer)
+    assert int((weight_of(model) == 0).sum()) == 16
+    assert model[0].weight_mask.dtype is dtype_of(level)
+
+
+@every_level
+def test_gradients_are_clipped_by_value_on_what_is_stepped(level):
+    model, optimizer = prepared(level)
+    before = cases.masters(optimizer)
+    cases.backward(model, optimizer, *cases.batch())
+    nn.utils.clip_grad_value_(amp.master_params(optimizer), 0.01)
+    expected = [
+        start.add(param.grad, alpha=-0.1)
+        for start, param in zip(before, amp.master_params(optimizer), strict=True)
+    ]
+    assert max(p.grad.abs().max() for p in amp.master_params(optimizer)) <= 0.0101
+    optimizer.step()
+    assert cases.same(expected, cases.masters(optimizer))
+
+
+@every_level
+def test_masters_go_through_a_vector_and_back(level):
+    model, optimizer = prepared(level)
+    train(model, optimizer, 1)
+    params = list(amp.master_params(optimizer))
+    doubled = 2 * nn.utils.parameters_to_vector(params).detach()
+    nn.utils.vector_to_parameters(doubled.clone(), params)  # which they share from then on
+    optimizer._master_params_to_model_params()
+    assert torch.equal(
+        nn.utils.parameters_to_vector(model.parameters()), doubled.to(dtype_of(level))
+    )
+    train(model, optimizer, 1)
+    assert not torch.equal(nn.utils.parameters_to_vector(params), doubled)

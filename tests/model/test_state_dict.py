@@ -1,0 +1,230 @@
+"""The fp32 ``state_dict`` of 16-bit modules, and lossless loading."""
+
+import copy
+import pickle
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+from apex.amp import restore
+from tests.model.nets import LOW, Net, Tied, converted, exact_of, with_masters
+
+
+def random_state(model):
+    """An fp32 state dict whose values no low-precision type holds exactly."""
+    torch.manual_seed(1)
+    return {
+        name: torch.rand_like(t) if t.is_floating_point() else t
+        for name, t in Net().state_dict().items()
+    }
+
+
+def test_low_precision_entries_are_fp32_and_others_stay():
+    model = converted(Net())
+    state = model.state_dict()
+    assert list(state) == list(Net().state_dict())
+    assert {t.dtype for t in state.values()} == {torch.float32, torch.int64}
+    assert torch.equal(state["shift"], torch.full((2,), 1 / 3))
+    assert state["norm.weight"].data_ptr() == model.norm.weight.data_ptr()
+    assert state._metadata == Net().state_dict()._metadata
+
+
+def test_entries_are_the_masters_exact_values():
+    model, masters = with_masters(Net())
+    entry = model.state_dict()["last.weight"]
+    exact = exact_of(model, masters, "last.weight")
+    assert torch.equal(entry, exact)
+    assert not torch.equal(entry, model.last.weight.float())
+
+
+def test_elements_that_the_user_changed_come_from_the_parameter():
+    model, masters = with_masters(Net())
+    with torch.no_grad():
+        model.last.weight[0, 0] = 7.0
+    entry = model.state_dict()["last.weight"]
+    exact = exact_of(model, masters, "last.weight")
+    assert entry[0, 0] == 7.0
+    assert torch.equal(entry[1], exact[1])
+
+
+def test_nan_parameters_are_told_as_nan():
+    model, _ = with_masters(Net())
+    with torch.no_grad():
+        model.last.bias.fill_(float("nan"))
+    assert model.state_dict()["last.bias"].isnan().all()
+
+
+def test_entries_share_no_memory_with_masters():
+    model, masters = with_masters(Net())
+    model.state_dict()["last.weight"].zero_()
+    assert exact_of(model, masters, "last.weight").count_nonzero() > 0
+
+
+def test_keep_vars_leaves_entries():
+    model = converted(Net())
+    assert model.state_dict(keep_vars=True)["last.weight"] is model.last.weight
+
+
+def test_destination_and_prefix_work_as_in_torch():
+    model = converted(Net())
+    other = torch.ones(1, dtype=LOW)
+    destination = OrderedDict(other=other)
+    destination["m.kept"] = other
+    result = model.state_dict(destination=destination, prefix="m.")
+    assert result is destination
+    assert destination["other"] is destination["m.kept"] is other
+    assert destination["m.last.weight"].dtype is torch.float32
+
+
+def test_a_plain_parents_own_entries_stay():
+    inner, masters = with_masters(Net())
+    parent = nn.ModuleDict({"inner": inner, "other": nn.Linear(1, 1).to(LOW)})
+    state = parent.state_dict()
+    assert torch.equal(state["inner.last.weight"], exact_of(inner, masters, "last.weight"))
+    assert state["other.weight"].dtype is LOW
+
+
+def test_tied_entries_share_memory_as_in_torch():
+    model, _ = with_masters(Tied())
+    state = model.state_dict()
+    assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
+
+
+def test_own_state_dict_of_the_model_is_honoured():
+    class Own(nn.Linear):
+        def state_dict(self, *args, **kwargs):
+            return {"w": super().state_dict(*args, **kwargs)["weight"], "n": 3}
+
+    state = converted(Own(2, 2)).state_dict()
+    assert state["w"].dtype is torch.float32
+    assert state["n"] == 3
+
+
+def test_loading_sets_parameters_rounded_and_masters_exactly():
+    model, masters = with_masters(Net())
+    state = random_state(model)
+    model.load_state_dict(state)
+    assert torch.equal(model.first.weight, state["first.weight"].to(LOW))
+    assert torch.equal(exact_of(model, masters, "first.weight"), state["first.weight"])
+    assert torch.equal(model.norm.weight, state["norm.weight"])
+
+
+def test_loading_tied_parameters_sets_the_one_master():
+    model, masters = with_masters(Tied())
+    value = torch.rand(5, 3)
+    model.load_state_dict({"embed.weight": torch.zeros(5, 3), "head.weight": value})
+    assert torch.equal(exact_of(model, masters, "embed.weight"), value)
+
+
+def test_entries_that_a_child_renames_reach_the_masters_rounded():
+    model, masters = with_masters(Net())
+    state = random_state(model)
+    state["last.old"] = state.pop("last.weight")
+
+    def rename(module, entries, prefix, *rest):
+        entries[prefix + "weight"] = entries.pop(prefix + "old")
+
+    model.last.register_load_state_dict_pre_hook(rename)
+    model.load_state_dict(state, strict=False)
+    assert torch.equal(exact_of(model, masters, "last.weight"), model.last.weight.float())
+    assert torch.equal(model.last.weight, state["last.old"].to(LOW))
+
+
+def test_masters_of_parameters_that_were_not_loaded_stay():
+    model, masters = with_masters(Net())
+    before = exact_of(model, masters, "last.weight").clone()
+    model.load_state_dict({"first.bias": torch.zeros(4)}, strict=False)
+    assert torch.equal(exact_of(model, masters, "last.weight"), before)
+
+
+def test_an_entry_of_shape_one_reaches_a_scalar_master():
+    model = nn.Module()
+    model.w = nn.Parameter(torch.tensor(0.5))
+    model, masters = with_masters(model)
+    model.load_state_dict({"w": torch.tensor([1 / 3])})
+    assert torch.equal(exact_of(model, masters, "w"), torch.tensor(1 / 3))
+
+
+def test_any_submodule_gives_and_takes_exact_values():
+    model, masters = with_masters(nn.Sequential(nn.Sequential(Net()), nn.ReLU()))
+    exact = exact_of(model, masters, "0.0.last.weight")
+    assert torch.equal(model[0].state_dict()["0.last.weight"], exact)
+    assert torch.equal(model[0][0].last.state_dict(prefix="p.")["p.weight"], exact)
+    for part, name in ((model[0], "0.last.weight"), (model[0][0].last, "weight")):
+        state = {k: torch.rand(v.shape) for k, v in part.state_dict().items() if k == name}
+        part.load_state_dict(state, strict=False)
+        assert torch.equal(exact, state[name])
+        assert torch.equal(model[0][0].last.weight, state[name].to(LOW))
+
+
+def test_a_submodule_loads_a_file_of_another_size_as_far_as_it_fits():
+    model, masters = with_masters(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)))
+    before = exact_of(model, masters, "0.weight").clone()
+    bias = torch.rand(2)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model[0].load_state_dict({"weight": torch.rand(5, 5), "bias": bias})
+    assert torch.equal(exact_of(model, masters, "0.bias"), bias)
+    assert torch.equal(exact_of(model, masters, "0.weight"), before)
+
+
+def test_a_module_s_own_hooks_that_rename_entries_rename_fp32_ones():
+    def rename(module, entries, prefix, metadata):
+        entries[prefix + "old"] = entries.pop(prefix + "weight")
+
+    def rename_back(module, entries, prefix, *rest):
+        entries[prefix + "weight"] = entries.pop(prefix + "old")
+
+    model = Net()
+    model.last.register_state_dict_post_hook(rename)
+    model.last.register_load_state_dict_pre_hook(rename_back)
+    model, masters = with_masters(model)
+    state = model.state_dict()
+    assert torch.equal(state["last.old"], exact_of(model, masters, "last.weight"))
+    state["last.old"] = torch.rand(2, 4)
+    model.load_state_dict(state)
+    assert torch.equal(exact_of(model, masters, "last.weight"), state["last.old"])
+
+
+@pytest.mark.parametrize("part", ["", "last"])
+def test_assign_is_refused_by_every_module_with_16_bit_entries(part):
+    model, _ = with_masters(nn.Sequential(OrderedDict(norm=nn.BatchNorm1d(2), last=Net())))
+    module = model.get_submodule(part)
+    before = dict(model.named_parameters())
+    with pytest.raises(RuntimeError, match="assign=True"):
+        module.load_state_dict(module.state_dict(), assign=True)
+    assert all(before[name] is param for name, param in model.named_parameters())
+
+
+def hooks_of(model):
+    return [
+        hook
+        for module in model.modules()
+        for name, hooks in vars(module).items()
+        if name.endswith("_hooks") and isinstance(hooks, dict)
+        for hook in hooks.values()
+    ]
+
+
+def test_restore_removes_every_hook():
+    model = nn.Sequential(Net(), nn.ReLU())
+    converted(model)
+    assert hooks_of(model)
+    restore(model)
+    assert hooks_of(model) == []
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copied_submodule_has_an_fp32_state_dict(duplicate):
+    model, _ = with_masters(nn.Sequential(Net()))
+    state = duplicate(model[0]).state_dict()
+    assert state["last.weight"].dtype is torch.float32
+    assert torch.equal(state["last.weight"], model[0].last.weight.float())
+
+
+def test_assign_works_where_parameters_are_not_cast():
+    model = converted(Net(), "O4")
+    state = random_state(model)
+    model.load_state_dict(state, assign=True)
+    assert model.first.weight.data_ptr() == state["first.weight"].data_ptr()

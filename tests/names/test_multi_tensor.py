@@ -1,0 +1,455 @@
+"""amp_C's functions over lists of tensors, apex_C, and the applier."""
+
+import inspect
+import math
+
+import pytest
+import torch
+
+import amp_C
+import apex_C
+from apex.multi_tensor_apply import MultiTensorApply, multi_tensor_applier, multi_tensor_apply
+from tests.support import optimizers as cases
+
+FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+DTYPES = [FP16, BF16, FP32]
+SHAPES = [(3, 4), (5,), (1,), (0,)]
+INF, NAN = float("inf"), float("nan")
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+EXACT = {"rtol": 0, "atol": 0}
+
+ADAM = (0.1, 0.8, 0.9, 1e-6, 3, 1, 1, 0.1)
+LAMB = (0.1, 0.8, 0.9, 1e-6, 3, 1, 0.1, 1, 1, torch.full((1,), 5.0), 1.0, False)
+# Number of lists, arguments, and their names behind chunk_size, noop_flag and tensor_lists.
+FUNCTIONS = {
+    "multi_tensor_scale": (2, (1 / 3,), "scale"),
+    "multi_tensor_axpby": (3, (1 / 3, 0.7, -1), "a b arg_to_check"),
+    "multi_tensor_l2norm": (1, (True,), "per_tensor"),
+    "multi_tensor_l2norm_mp": (1, (True,), "per_tensor"),
+    "multi_tensor_l2norm_scale": (2, (1 / 3, True), "scale per_tensor"),
+    "multi_tensor_unscale_l2norm": (1, (1 / 3, True), "inv_scale per_tensor"),
+    "multi_tensor_adam": (
+        4, ADAM, "lr beta1 beta2 epsilon step mode bias_correction weight_decay"),
+    "multi_tensor_adam_capturable": (4, (*ADAM, 1 / 3),
+        "lr beta1 beta2 epsilon step mode bias_correction weight_decay inv_scale"),
+    "multi_tensor_adam_capturable_master": (5, (*ADAM, 1 / 3),
+        "lr beta1 beta2 epsilon step mode bias_correction weight_decay inv_scale"),
+    "multi_tensor_adagrad": (3, (0.1, 1e-6, 0, 0.1), "lr epsilon mode weight_decay"),
+    "multi_tensor_novograd": (3, (torch.ones(3), 0.1, 0.8, 0.9, 1e-6, 3, 1, 0.1, 1, 1, 2),
+        "grad_norms lr beta1 beta2 epsilon step bias_correction weight_decay grad_averaging mode "
+        "norm_type"),
+    "multi_tensor_lamb": (4, LAMB,
+        "lr beta1 beta2 epsilon step bias_correction weight_decay grad_averaging mode "
+        "global_grad_norm max_grad_norm use_nvlamb"),
+    "multi_tensor_lamb_mp": (4, (*LAMB, torch.zeros(1), 1 / 3),
+        "lr beta1 beta2 epsilon step bias_correction weight_decay grad_averaging mode "
+        "global_grad_norm max_grad_norm use_nvlamb found_inf inv_scale"),
+    "multi_tensor_lamb_stage1_cuda": (
+        5, (torch.full((3,), 0.1), 2, 0.8, 0.9, 1e-6, torch.full((1,), 5.0), 1.0),
+        "per_tensor_decay step beta1 beta2 epsilon global_grad_norm max_global_grad_norm"),
+    "multi_tensor_lamb_stage2_cuda": (
+        2, (torch.full((3,), 2.0), torch.full((3,), 3.0), 0.1, 0.1, False),
+        "per_tensor_param_norm per_tensor_update_norm lr weight_decay use_nvlamb"),
+    "multi_tensor_sgd": (3, (0.1, 0.0, 0.0, 0.1, False, False, False, 1 / 3),
+        "wd momentum dampening lr nesterov first_run wd_after_momentum scale"),
+}  # fmt: skip
+
+
+def flag(value=0):
+    return torch.tensor([value], dtype=torch.int32)
+
+
+def tensors(dtype, seed=0, shapes=SHAPES):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def like(values, dtype=None):
+    return [torch.full_like(v, 7.0, dtype=dtype) for v in values]
+
+
+def clones(values):
+    return [v.clone() for v in values]
+
+
+def called(name, lists, args):
+    """Returns what the function wrote into its lists, and what it returned."""
+    args = [each.clone() if isinstance(each, torch.Tensor) else each for each in args]
+    returned = getattr(amp_C, name)(65536, flag(), lists, *args)
+    return [t for group in lists for t in group], list(returned or ())
+
+
+# -- all functions -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=["fp16", "bf16"])
+def test_functions_round_what_they_give_in_fp32(dtype):
+    shapes = [(40, 50), (300,), ()]
+    for name, (count, args, _) in FUNCTIONS.items():
+        low = [[t.abs() for t in tensors(dtype, seed, shapes)] for seed in range(count)]
+        if name.endswith("_master"):
+            low[4] = [t.float() for t in low[4]]
+        wide = [[t.to(FP32, copy=True) for t in group] for group in low]
+        written, returned = called(name, low, args)
+        expected, wanted = called(name, wide, args)
+        for one, other in zip(written, expected, strict=True):
+            assert torch.equal(one, other.to(one.dtype)), name
+        cases.assert_same(returned, wanted, rtol=1e-6, atol=0)
+
+
+def test_arguments_are_apexs_and_lists_are_checked_before_anything_changes():
+    assert {n for n in dir(amp_C) if n.startswith("multi_tensor")} == FUNCTIONS.keys()
+    for name, (count, args, names) in FUNCTIONS.items():
+        function, overflow = getattr(amp_C, name), flag()
+        found = list(inspect.signature(function).parameters)
+        assert found == ["chunk_size", "noop_flag", "tensor_lists", *names.split()]
+        with pytest.raises(ValueError, match="lists of one length"):
+            function(65536, flag(), [tensors(FP32)] * (count + 2), *args)
+        empty = [each[:0] if name != "multi_tensor_lamb" and isinstance(each, torch.Tensor)
+                 and each.numel() == 3 else each for each in args]  # fmt: skip
+        result = function(65536, overflow, [[] for _ in range(count)], *empty)
+        assert overflow.item() == 0
+        assert result is None or (result[0].tolist(), result[1].tolist()) == ([0.0], [])
+
+
+@pytest.mark.parametrize(
+    ("lists", "error", "message"),
+    [
+        ([[torch.ones(2)], []], ValueError, "lists of one length"),
+        ([[torch.ones(2)], [torch.ones(3)]], ValueError, "same number of elements"),
+        ([[torch.ones(2, 3)], [torch.ones(2, 3).t()]], ValueError, "be contiguous"),
+        ([[torch.ones(2)], [None]], TypeError, "NoneType"),
+        ([[torch.ones(2)], [torch.ones(2, dtype=torch.int64)]], TypeError, "int64"),
+        ([[torch.ones(2)], [torch.ones(2).to_sparse()]], TypeError, "dense"),
+        ([[torch.ones(2)], [torch.ones(2, device="meta")]], ValueError, "meta"),
+    ],
+)
+def test_lists_that_do_not_fit_are_refused(lists, error, message):
+    overflow, before = flag(), clones(lists[0])
+    with pytest.raises(error, match=message):
+        amp_C.multi_tensor_scale(65536, overflow, lists, 2.0)
+    cases.assert_same(lists[0], before, **EXACT)
+    assert overflow.item() == 0
+
+
+def test_bad_arguments_are_refused():
+    lists = [tensors(FP32) for _ in range(5)]
+    with pytest.raises(TypeError, match="overflow flag"):
+        amp_C.multi_tensor_scale(65536, 0, lists[:2], 2.0)
+    with pytest.raises(ValueError, match="overflow flag of 2"):
+        amp_C.multi_tensor_scale(65536, torch.zeros(2, dtype=torch.int32), lists[:2], 2.0)
+    with pytest.raises(ValueError, match="mode is 2"):
+        amp_C.multi_tensor_adam(65536, flag(), lists[:4], 0.1, 0.9, 0.9, 1e-8, 1, 2, 1, 0.0)
+    with pytest.raises(ValueError, match="arg_to_check=2"):
+        amp_C.multi_tensor_axpby(65536, flag(), lists[:3], 1.0, 1.0, 2)
+    args = (torch.zeros(1), 0.1, 0.9, 0.9, 1e-8, 1, 1, 0.0, 1, 1, 2)
+    with pytest.raises(ValueError, match="1 running norms for 4 gradients"):
+        amp_C.multi_tensor_novograd(65536, flag(), lists[:3], *args)
+
+
+# -- scaling, sums and norms ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target_dtype", DTYPES)
+def test_scale_is_computed_in_fp32_rounded_once_and_checked(target_dtype):
+    for source_dtype in DTYPES:
+        sources = tensors(source_dtype)
+        targets, overflow, factor = like(sources, target_dtype), flag(), torch.tensor(1 / 3)
+        with cases.HostReads() as reads:
+            amp_C.multi_tensor_scale(65536, overflow, [sources, targets], factor)
+        assert (reads.count, overflow.item()) == (0, 0)
+        cases.assert_same(targets, [(s.float() * factor).to(target_dtype) for s in sources])
+        for value in (INF, NAN):
+            sources[1][3] = value
+            amp_C.multi_tensor_scale(65536, overflow, [sources, targets], 1.0)
+            assert overflow.item() == 1
+            torch.testing.assert_close(targets[1][3].float(), torch.tensor(value), equal_nan=True)
+    target = torch.zeros(1, dtype=FP16)
+    overflow = flag()
+    amp_C.multi_tensor_scale(65536, overflow, [[torch.tensor([60000.0])], [target]], 10.0)
+    assert (overflow.item(), target.item()) == (0, INF)  # the sources alone count
+
+
+def test_scale_takes_any_mix_and_writes_views_in_place_and_transposed():
+    sources = tensors(FP16) + tensors(FP32) + tensors(BF16)
+    targets = like(tensors(FP32)) + like(tensors(FP16)) + like(tensors(BF16))
+    amp_C.multi_tensor_scale(65536, flag(), [sources, targets], 0.5)
+    pairs = zip(sources, targets, strict=True)
+    cases.assert_same(targets, [(s.float() * 0.5).to(t.dtype) for s, t in pairs], **EXACT)
+    expected = [s * 4.0 for s in sources]
+    amp_C.multi_tensor_scale(65536, flag(), [sources, sources], 4.0)
+    cases.assert_same(sources, expected, **EXACT)
+    source, target, flat = torch.randn(3, 4), torch.zeros(4, 3).t(), torch.zeros(12)
+    amp_C.multi_tensor_scale(65536, flag(1), [[source, source], [target, flat]], 2.0)
+    assert torch.equal(target, source * 2.0)
+    assert torch.equal(flat, (source * 2.0).flatten())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_axpby_is_computed_in_fp32_and_rounded_once(dtype):
+    xs, ys, targets = tensors(dtype), tensors(BF16, seed=1), like(tensors(FP32), dtype)
+    amp_C.multi_tensor_axpby(65536, flag(), [xs, ys, targets], 0.75, torch.tensor([-0.5]), -1)
+    pairs = zip(xs, ys, strict=True)
+    expected = [(0.75 * x.float() - 0.5 * y.float()).to(dtype) for x, y in pairs]
+    cases.assert_same(targets, expected, **EXACT)
+    for arg, bad, raised in [(0, 0, 1), (0, 1, 0), (1, 0, 0), (1, 1, 1), (-1, 0, 1), (-1, 1, 1)]:
+        lists, overflow = [tensors(dtype), tensors(FP32, seed=1)], flag()
+        lists[bad][0][1, 1] = NAN
+        amp_C.multi_tensor_axpby(65536, overflow, [*lists, lists[1]], 1.0, 1.0, arg)
+        assert overflow.item() == raised
+
+
+def plain_norms(values, factor=1.0):
+    each = torch.stack([(v.double() * factor).square().sum().sqrt() for v in values]).float()
+    return each.double().square().sum().sqrt().float().reshape(1), each
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, FP64])
+def test_norms_are_those_of_the_plain_loop(dtype):
+    values = [*tensors(dtype), *tensors(FP32)]
+    before = clones(values)
+    expected = plain_norms(values)
+    found = multi_tensor_applier(amp_C.multi_tensor_l2norm, flag(), [values], True)
+    cases.assert_same(found, expected, rtol=1e-5, atol=0)
+    assert amp_C.multi_tensor_l2norm(65536, flag(), [values], None)[1].shape == (0,)
+    targets = like(values, BF16)
+    found = amp_C.multi_tensor_l2norm_scale(65536, flag(), [values, targets], 0.5, True)
+    cases.assert_same(found, expected, rtol=1e-5, atol=0)
+    cases.assert_same(targets, [(v * 0.5).to(BF16) for v in values])
+    inverse = torch.tensor([1 / 128])
+    found = amp_C.multi_tensor_unscale_l2norm(65536, flag(), [values], inverse, True)
+    cases.assert_same(found, plain_norms(values, 1 / 128), rtol=1e-5, atol=0)
+    cases.assert_same(values, before, **EXACT)
+
+
+def test_norms_neither_overflow_in_fp16_nor_lose_digits_and_report_what_is_not_finite():
+    overflow = flag()
+    norm, _ = amp_C.multi_tensor_l2norm(65536, overflow, [[torch.full((4,), 4e4, dtype=FP16)]])
+    assert math.isclose(norm.item(), 8e4, rel_tol=1e-3)
+    inverse = torch.tensor([1e-10])
+    norm, _ = amp_C.multi_tensor_unscale_l2norm(65536, overflow, [[torch.tensor([1e25])]], inverse)
+    assert math.isclose(norm.item(), 1e15, rel_tol=1e-5)
+    assert overflow.item() == 0
+    # torch's own on a CPU adds squares one by one, and is 1e-4 off here.
+    many = torch.rand(2**22 + 3, generator=torch.Generator().manual_seed(0))
+    norm, _ = amp_C.multi_tensor_l2norm(65536, overflow, [[many]])
+    assert norm.item() == pytest.approx(many.double().norm().item(), rel=5e-6)
+    many[0] = INF
+    norm, _ = amp_C.multi_tensor_l2norm(65536, overflow, [[many]])
+    assert (overflow.item(), norm.isfinite().item()) == (1, False)
+
+
+@pytest.mark.parametrize("hysteresis", [1, 2, 3])
+def test_hysteresis_is_its_plain_loop(hysteresis):
+    wanted, count, left, interval = 2.0**16, 0, hysteresis, 3
+    scale, steps, tracker = torch.tensor([wanted]), flag(), flag(hysteresis)
+    for overflow in [0, 0, 1, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 1, 0, 1, 1]:
+        left, count = (left - 1, 0) if overflow else (hysteresis, count + 1)
+        if overflow and left <= 0:
+            wanted /= 2
+        elif count == interval:
+            wanted, count = wanted * 2, 0
+        found, args = torch.tensor([float(overflow)]), (2.0, 0.5, interval, hysteresis)
+        with cases.HostReads() as reads:
+            returned = amp_C.update_scale_hysteresis(scale, steps, tracker, found, *args)
+        assert reads.count == 0
+        assert returned is scale
+        assert (scale.item(), steps.item(), tracker.item()) == (wanted, count, left)
+    scale = torch.tensor(2.0**127)
+    amp_C.update_scale_hysteresis(scale, flag()[0], flag(1)[0], torch.zeros(1), 2.0, 0.5, 1, 1)
+    assert scale.item() == 2.0**127  # the largest
+
+
+# -- steps ---------------------------------------------------------------------------------------
+
+
+def stepped(kind, count, options, states):
+    """A plain loop after ``count`` steps, and the lists that amp_C gets for the last."""
+    params = [p.detach() for p in cases.parameters()]
+    reference = kind(params, **options)
+    for index in range(count - 1):
+        reference.step(cases.gradients(params, index))
+    lists = [cases.gradients(params, count - 1), clones(reference.params)]
+    for name in states:
+        pairs = zip(reference.state, params, strict=True)
+        lists.append([s.get(name, torch.zeros_like(p)).clone() for s, p in pairs])
+    reference.step(lists[0])
+    return lists, [reference.params, *([s[name] for s in reference.state] for name in states)]
+
+
+def assert_stepped(lists, expected):
+    for found, wanted in zip(lists[1 : 1 + len(expected)], expected, strict=True):
+        cases.assert_same(found, wanted, **CLOSE)
+
+
+def adam_case(count=3, **options):
+    rule = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1, "w_mode": True}
+    rule |= {"bias_correction": True, **options}
+    kind = cases.LAMB if "averaging" in options else cases.Adam
+    return stepped(kind, count, rule, ("m", "v"))
+
+
+def lamb_case(**options):
+    shared = {"averaging": True, "max_grad_norm": 1.0, "use_nvlamb": False}
+    return adam_case(**{**shared, **options})
+
+
+def global_norm(grads):
+    return amp_C.multi_tensor_l2norm(65536, flag(), [grads])[0]
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+@pytest.mark.parametrize("bias_correction", [0, 1])
+def test_adam_is_its_plain_loop_whatever_the_flag_says(mode, bias_correction):
+    for count in (1, 3):
+        lists, expected = adam_case(count, w_mode=mode == 1, bias_correction=bias_correction)
+        args = (0.1, 0.8, 0.9, 1e-6, count, mode, bias_correction, 0.1)
+        multi_tensor_applier(amp_C.multi_tensor_adam, flag(1), lists, *args)
+        assert_stepped(lists, expected)
+
+
+def adam_capturable(noop, lists, scale=64.0):
+    args = (torch.tensor(0.1), 0.8, 0.9, 1e-6, torch.tensor([3], dtype=torch.int32), 1, 1, 0.1)
+    amp_C.multi_tensor_adam_capturable(65536, noop, lists, *args, torch.tensor([1 / scale]))
+
+
+def lamb_mp(noop, lists, scale=64.0):
+    count = torch.tensor([3], dtype=torch.int32)
+    args = (torch.tensor(0.1), 0.8, 0.9, 1e-6, count, 1, 0.1, 1, 1, global_norm(lists[0]))
+    rest = (torch.tensor([scale]), False, torch.zeros(1), torch.tensor([1 / scale]))
+    amp_C.multi_tensor_lamb_mp(65536, noop, lists, *args, *rest)
+
+
+def sgd(noop, lists, scale=64.0, wd=0.1, momentum=0.9, first_run=False, **options):
+    rule = {"dampening": 0.0, "lr": 0.1, "nesterov": False, "wd_after_momentum": False, **options}
+    dampening, lr, nesterov, after = rule.values()
+    args = (wd, momentum, dampening, lr, nesterov, first_run, after, 1 / scale)
+    amp_C.multi_tensor_sgd(65536, noop, lists, *args)
+
+
+def sgd_case(count=3, **options):
+    rule = {"weight_decay": 0.1, "momentum": 0.9, "dampening": 0.0, "lr": 0.1, "nesterov": False}
+    rule |= {"wd_after_momentum": False, **options}
+    return stepped(cases.SGD, count, rule, ("buffer",) if rule["momentum"] else ())
+
+
+DEVICE_STEPS = {"adam": (adam_case, adam_capturable), "lamb": (lamb_case, lamb_mp),
+                "sgd": (sgd_case, sgd)}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DEVICE_STEPS)
+def test_steps_by_device_scalars_take_scaled_gradients_and_write_16_bit_copies(name):
+    make, call = DEVICE_STEPS[name]
+    lists, expected = make()
+    lists[0] = [g * 64.0 for g in lists[0]]
+    copies = [torch.zeros_like(p, dtype=BF16) for p in lists[1]]
+    given = [lists[0], copies, *lists[2:], lists[1]] if name == "adam" else [*lists, copies]
+    with cases.HostReads() as reads:
+        call(flag(), given)
+    assert reads.count == 0
+    assert_stepped(lists, expected)
+    cases.assert_same(copies, [p.bfloat16() for p in lists[1]], **EXACT)
+    if name == "adam":  # which leaves unscaled gradients
+        cases.assert_same(lists[0], cases.gradients(lists[0], 2), **EXACT)
+
+
+@pytest.mark.parametrize("name", DEVICE_STEPS)
+def test_steps_that_read_the_flag_leave_all_as_it_is(name):
+    make, call = DEVICE_STEPS[name]
+    lists, _ = make()
+    lists[0][0].view(-1)[0] = NAN
+    lists.append([torch.full_like(p, 3.0, dtype=BF16) for p in lists[1]])
+    if name == "adam":
+        lists = [lists[0], lists[4], *lists[2:4], lists[1]]
+    before = [clones(group) for group in lists]
+    call(flag(1), lists)
+    for found, kept in zip(lists, before, strict=True):
+        cases.assert_same(found, kept, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("first_run", [True, False])
+def test_sgd_is_its_plain_loop(first_run):
+    for options in (
+        {}, {"nesterov": True}, {"dampening": 0.5}, {"wd_after_momentum": True}, {"momentum": 0.0}
+    ):  # fmt: skip
+        lists, expected = sgd_case(1 if first_run else 3, **options)
+        lists += [[]] * (3 - len(lists))
+        lists[2] = lists[2] or [torch.zeros_like(p) for p in lists[1]]
+        sgd(flag(), lists, 1.0, first_run=first_run, **options)
+        assert_stepped(lists, expected)
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+def test_adagrad_and_novograd_are_their_plain_loops(mode):
+    rule = {"lr": 0.1, "eps": 1e-6, "weight_decay": 0.1}
+    lists, expected = stepped(cases.Adagrad, 2, {**rule, "w_mode": mode == 1}, ("sum",))
+    amp_C.multi_tensor_adagrad(65536, flag(), lists, 0.1, 1e-6, mode, 0.1)
+    assert_stepped(lists, expected)
+    for norm_type in (0, 2):
+        own = {"averaging": True, "inside": mode == 0, "norm_type": norm_type, "init_zero": True}
+        rule |= {"betas": (0.8, 0.9), "bias_correction": True}
+        lists, expected = stepped(cases.NovoGrad, 2, {**rule, **own}, ("m", "norm"))
+        # A norm that has not started is a tensor of zeros here.
+        norms = torch.stack([norm.reshape(-1)[0] for norm in lists.pop()])
+        args = (norms, 0.1, 0.8, 0.9, 1e-6, 2, 1, 0.1, 1, mode, norm_type)
+        amp_C.multi_tensor_novograd(65536, flag(), lists, *args)
+        assert_stepped(lists, expected[:2])
+        torch.testing.assert_close(norms, torch.stack(expected[2]), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("nvlamb", [False, True])
+def test_lamb_is_its_plain_loop_in_one_call_and_in_two_stages(weight_decay, nvlamb):
+    lists, expected = lamb_case(weight_decay=weight_decay, use_nvlamb=nvlamb)
+    norm = global_norm(lists[0])
+    args = (0.1, 0.8, 0.9, 1e-6, 3, 1, weight_decay, 1, 1, norm, 1.0, nvlamb)
+    multi_tensor_applier(amp_C.multi_tensor_lamb, flag(1), lists, *args)
+    assert_stepped(lists, expected)
+    lists, expected = lamb_case(weight_decay=weight_decay, use_nvlamb=nvlamb)
+    updates = [torch.zeros_like(p) for p in lists[1]]
+    decay = torch.full((len(updates),), weight_decay)
+    args = (decay, 2, 0.8, 0.9, 1e-6, norm.item(), 1.0)
+    amp_C.multi_tensor_lamb_stage1_cuda(65536, flag(), [*lists, updates], *args)
+    norms = [amp_C.multi_tensor_l2norm(65536, flag(), [x], True)[1] for x in (lists[1], updates)]
+    args = (*norms, 0.1, weight_decay, nvlamb)
+    amp_C.multi_tensor_lamb_stage2_cuda(65536, flag(), [lists[1], updates], *args)
+    assert_stepped(lists, expected)
+
+
+def test_a_norm_of_0_adapts_no_rate():
+    for norms in ((0.0, 1.0), (1.0, 0.0)):
+        param, each = torch.tensor([3.0]), (torch.tensor([norm]) for norm in norms)
+        lists = [[param], [torch.tensor([1.0])]]
+        amp_C.multi_tensor_lamb_stage2_cuda(65536, flag(), lists, *each, 0.1)
+        torch.testing.assert_close(param, torch.tensor([2.9]))
+
+
+# -- apex_C and the applier ----------------------------------------------------------------------
+
+
+def test_the_applier_is_available_and_passes_its_chunk_size():
+    assert multi_tensor_applier.available
+    assert multi_tensor_applier.chunk_size == 65536
+    multi_tensor_applier.check_avail()
+    buffer, lists = torch.zeros(1), [[torch.ones(1)]]
+    called_with = MultiTensorApply(7)(lambda *args: args, buffer, lists, 1.0, True)
+    assert called_with == (7, buffer, lists, 1.0, True)
+    assert multi_tensor_apply.MultiTensorApply is MultiTensorApply
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_unflatten_undoes_flatten_by_views(dtype):
+    parts = [torch.randn(2, 3).to(dtype), torch.randn(()).to(dtype), torch.zeros(0, 2).to(dtype)]
+    flat = apex_C.flatten(parts)
+    assert (flat.shape, flat.dtype) == ((7,), dtype)
+    views = apex_C.unflatten(flat, parts)
+    cases.assert_same(views, parts, **EXACT)
+    views[0].fill_(1.0)
+    assert flat[:6].tolist() == [1.0] * 6
+    assert not torch.equal(parts[0], views[0])
+    assert apex_C.flatten([torch.arange(6).view(2, 3).t()]).tolist() == [0, 3, 1, 4, 2, 5]
+    for wrong in ([], [parts[0], torch.zeros(1, dtype=FP64)], [parts[0], parts[0].to("meta")]):
+        with pytest.raises(ValueError, match=r"at least one|one dtype and device"):
+            apex_C.flatten(wrong)
+    with pytest.raises(ValueError, match="1-d tensor with the same number"):
+        apex_C.unflatten(torch.zeros(8), parts)

@@ -1,0 +1,304 @@
+"""Every rule of apex.optimizers and contrib.optimizers against torch's and plain loops."""
+
+import pytest
+import torch
+
+from apex import optimizers
+from apex.contrib import optimizers as contrib
+from tests.support import optimizers as cases
+
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+# Sums in another order, over four steps.
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+SHAPES = [(40, 50), (300,), ()]
+
+TORCHS = [
+    (optimizers.FusedAdam, torch.optim.AdamW, {}, {"weight_decay": 0.0}),
+    (optimizers.FusedAdam, torch.optim.AdamW, {"weight_decay": 0.1}, {}),
+    (optimizers.FusedAdam, torch.optim.Adam, {"weight_decay": 0.1}, {"adam_w_mode": False}),
+    (optimizers.FusedSGD, torch.optim.SGD, {}, {}),
+    (optimizers.FusedSGD, torch.optim.SGD, {"weight_decay": 0.1}, {}),
+    (optimizers.FusedSGD, torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5}, {}),
+    (optimizers.FusedSGD, torch.optim.SGD,
+     {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True}, {}),
+    (optimizers.FusedAdagrad, torch.optim.Adagrad, {"weight_decay": 0.1}, {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "torchs", "shared", "own"), TORCHS)
+def test_rules_are_torchs(kind, torchs, shared, own):
+    params, twins = cases.parameters(), cases.parameters()
+    if kind is optimizers.FusedAdam and not shared:
+        shared, own = own, {}
+    cases.run(kind(params, lr=0.05, **shared, **own), params, 4)
+    cases.run(torchs(twins, lr=0.05, foreach=False, **shared), twins, 4)
+    cases.assert_same(params, twins, **CLOSE)
+
+
+class SGD(cases.SGD):
+    """Momentum of fp16 parameters is fp16, and applied as stored."""
+
+    low = False
+
+    def stored(self, momentum):
+        return momentum.half().float() if self.low else momentum.clone()
+
+
+class LowSGD(SGD):
+    low = True
+
+
+def adam(dtype, p, lr=0.05, w_mode=True, weight_decay=0.1, bias=True, **options):
+    shared = {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": weight_decay}
+    shared["bias_correction"] = bias
+    optimizer = optimizers.FusedAdam(p, lr=lr, adam_w_mode=w_mode, **shared, **options)
+    return optimizer, cases.Adam, {"lr": lr, "w_mode": w_mode, **shared}
+
+
+def sgd(dtype, p, kind=optimizers.FusedSGD, **options):
+    rule = {
+        "lr": 0.05, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False,
+        "wd_after_momentum": False, **options,
+    }  # fmt: skip
+    return kind(p, **rule), LowSGD if dtype is FP16 else SGD, rule
+
+
+def lamb(dtype, p, kind=optimizers.FusedLAMB, weight_decay=0.1, w_mode=True, **options):
+    shared = {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": weight_decay}
+    shared |= {"max_grad_norm": 1.0, "use_nvlamb": False, "bias_correction": True, **options}
+    averaging = shared.pop("averaging", True)
+    optimizer = kind(p, lr=0.05, adam_w_mode=w_mode, grad_averaging=averaging, **shared)
+    return optimizer, cases.LAMB, {"lr": 0.05, "w_mode": w_mode, "averaging": averaging, **shared}
+
+
+def novograd(dtype, p, inside=False, norm_type=2, averaging=True, **options):
+    shared = {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1, "bias_correction": True}
+    shared |= {"norm_type": norm_type, "init_zero": False, **options}
+    own = {"reg_inside_moment": inside, "grad_averaging": averaging}
+    optimizer = optimizers.FusedNovoGrad(p, lr=0.05, **own, **shared)
+    return optimizer, cases.NovoGrad, {
+        "lr": 0.05, "inside": inside, "averaging": averaging, **shared
+    }  # fmt: skip
+
+
+def adagrad(dtype, p, w_mode=False):
+    shared = {"lr": 0.05, "eps": 1e-6, "weight_decay": 0.1}
+    optimizer = optimizers.FusedAdagrad(p, adagrad_w_mode=w_mode, **shared)
+    return optimizer, cases.Adagrad, {"w_mode": w_mode, **shared}
+
+
+def legacy_adam(dtype, p, inside=False, bias=True):
+    shared = {"betas": (0.8, 0.95), "eps": 1e-4, "weight_decay": 0.1, "bias_correction": bias}
+    optimizer = contrib.FusedAdam(p, lr=0.05, eps_inside_sqrt=inside, **shared)
+    return optimizer, cases.LegacyAdam, {"lr": 0.05, "inside": inside, **shared}
+
+
+RULES = {
+    "adam": (adam, [{}, {"w_mode": False}, {"weight_decay": 0.0}, {"capturable": True},
+                    {"bias": False}]),
+    "sgd": (sgd, [{"momentum": 0.0}, {"momentum": 0.0, "weight_decay": 0.1}, {},
+                  {"weight_decay": 0.1}, {"dampening": 0.5}, {"nesterov": True},
+                  {"weight_decay": 0.1, "wd_after_momentum": True, "dampening": 0.5},
+                  {"nesterov": True, "weight_decay": 0.1},
+                  {"nesterov": True, "weight_decay": 0.1, "wd_after_momentum": True},
+                  {"kind": contrib.FusedSGD}]),
+    "lamb": (lamb, [{}, {"weight_decay": 0.0}, {"weight_decay": 0.0, "use_nvlamb": True},
+                    {"w_mode": False}, {"averaging": False, "max_grad_norm": 1e9},
+                    {"kind": optimizers.FusedMixedPrecisionLamb}, {"bias_correction": False}]),
+    "novograd": (novograd, [{}, {"inside": True}, {"norm_type": 0}, {"init_zero": True},
+                            {"averaging": False, "bias_correction": False},
+                            {"inside": True, "norm_type": 0, "init_zero": True}]),
+    "adagrad": (adagrad, [{}, {"w_mode": True}]),
+    "legacy adam": (legacy_adam, [{}, {"inside": True}, {"bias": False}]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_fp32_parameters_follow_the_plain_rule(name):
+    make, variants = RULES[name]
+    for options in variants:
+        params = cases.parameters()
+        optimizer, rule, own = make(FP32, params, **options)
+        reference = rule(params, **own)
+        for step in range(4):
+            cases.give(params, cases.gradients(params, step))
+            optimizer.step()
+            reference.step(cases.gradients(params, step))
+        cases.assert_same(params, reference.params, **CLOSE)
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("name", RULES)
+def test_16_bit_parameters_follow_the_plain_rule_rounded_once_per_step(name, dtype):
+    make, variants = RULES[name]
+    for options in variants:
+        params = cases.parameters(dtype, SHAPES)
+        optimizer, rule, own = make(dtype, params, **options)
+        reference = rule([p.float() for p in params], **own)
+        for step in range(4):
+            grads = cases.gradients(params, step)
+            cases.give(params, grads)
+            optimizer.step()
+            reference.step([g.float() for g in grads])
+            rounded = [p.to(dtype).float() for p in reference.params]
+            # Equal but for the ties that the order of fp32 operations decides: one in a thousand.
+            for one, other in zip(params, rounded, strict=True):
+                eps = torch.finfo(dtype).eps
+                torch.testing.assert_close(one.float(), other, rtol=eps, atol=1e-6)
+            differs = sum((a.float() != b).sum() for a, b in zip(params, rounded, strict=True))
+            assert int(differs) <= 3, options
+            # From one start again, so that a tie does not grow.
+            reference.params = [p.detach().float() for p in params]
+
+
+@pytest.mark.parametrize("flag", [None, 0.0, 1.0])
+def test_devices_without_fused_kernels_take_the_same_steps(flag, monkeypatch):
+    found = {}
+    for fused in (True, False):
+        if not fused:
+            monkeypatch.setattr("apex._torch.foreach.has_fused", lambda *_: False)
+        for name in ("FusedAdam", "FusedAdam-plain", "FusedSGD", "FusedSGD-dampened"):
+            params = cases.parameters()
+            optimizer = cases.MAKERS[name](params)
+            cases.run(optimizer, params, 1)
+            optimizer.found_inf = None if flag is None else torch.tensor(flag)
+            cases.run(optimizer, params, 2, first=1)
+            cases.assert_same(params, found.setdefault(name, params), **CLOSE)
+
+
+def test_sgd_on_fp16_is_torchs_as_apex_tests_it():
+    """At most 1e-3 apart in seven steps; the rate and momentum of apex's test are powers of two."""
+    generator = torch.Generator().manual_seed(9876)
+    start = torch.rand(278011, generator=generator).half()
+    ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    optimizer = optimizers.FusedSGD([ours], lr=0.25, momentum=0.125)
+    reference = torch.optim.SGD([theirs], lr=0.25, momentum=0.125)
+    for _ in range(7):
+        theirs.grad = torch.rand(278011, generator=generator).half()
+        ours.grad = theirs.grad
+        reference.step()
+        optimizer.step()
+        assert (ours - theirs).abs().max().item() <= 1e-3
+
+
+def test_lamb_clips_by_the_norm_over_all_groups_unless_the_greatest_is_0():
+    together, apart = cases.parameters(), cases.parameters()
+    cases.run(optimizers.FusedLAMB(together), together, 3)
+    groups = [{"params": apart[:2]}, {"params": apart[2:]}]
+    cases.run(optimizers.FusedLAMB(groups), apart, 3)
+    cases.assert_same(apart, together, **CLOSE)
+    ours, theirs = cases.parameters(), cases.parameters()
+    cases.run(optimizers.FusedLAMB(ours, max_grad_norm=0.0), ours, 3)
+    cases.run(optimizers.FusedLAMB(theirs, max_grad_norm=1e9), theirs, 3)
+    cases.assert_same(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["FusedLAMB", "FusedNovoGrad"])
+def test_a_step_in_parts_has_the_same_bits(name, monkeypatch):
+    params, twins = cases.parameters(), cases.parameters()
+    cases.run(cases.MAKERS[name](params), params, 3)
+    monkeypatch.setattr("apex.optimizers.fused_optimizer._LARGE", 1)
+    cases.run(cases.MAKERS[name](twins), twins, 3)
+    cases.assert_same(params, twins, rtol=0, atol=0)
+
+
+# -- apex's first FusedAdam ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_arguments_of_the_first_fused_adam_give_its_bits(inside):
+    """As scripts of 2019 call it, before ``bias_correction`` left the rate."""
+    old = {"bias_correction": False, "max_grad_norm": 0.5, "eps_inside_sqrt": inside}
+    ours, theirs = cases.parameters(), cases.parameters()
+    cases.run(optimizers.FusedAdam(ours, lr=0.05, weight_decay=0.1, **old), ours, 3)
+    cases.run(contrib.FusedAdam(theirs, lr=0.05, weight_decay=0.1, **old), theirs, 3)
+    cases.assert_same(ours, theirs, rtol=0, atol=0)
+
+
+def test_adam_clips_each_group_by_the_norm_of_unscaled_gradients():
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+    ours, theirs = cases.parameters(), cases.parameters()
+    groups = [{"params": ours[:2], "max_grad_norm": 0.5}, {"params": ours[2:]}]
+    clips, steps = optimizers.FusedAdam(groups), optimizers.FusedAdam(theirs)
+    for step in range(3):
+        grads = cases.gradients(ours, step)
+        scaler.scale(torch.ones(()))
+        cases.give(ours, [128.0 * grad for grad in grads])
+        scaler.step(clips)
+        scaler.update()
+        cases.give(theirs, grads)
+        torch.nn.utils.clip_grad_norm_(theirs[:2], 0.5)
+        steps.step()
+    cases.assert_same(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [contrib.FusedAdam, contrib.FusedSGD])
+@pytest.mark.parametrize("nested", [False, True])
+def test_contrib_steps_take_gradients_scale_and_outputs(kind, nested):
+    masters, twins = cases.parameters(), cases.parameters()
+    cases.give(masters, cases.gradients(masters, 5))
+    own = [p.grad for p in masters]
+    grads = [(g * 4.0).bfloat16() for g in cases.gradients(masters, 0)]
+    outputs = [torch.zeros_like(p, dtype=BF16) for p in masters]
+    given = ([grads], [outputs]) if nested else (iter(grads), outputs)
+    kind(masters, lr=0.05).step(grads=given[0], output_params=given[1], scale=4.0)
+    cases.give(twins, [g.float() for g in grads])
+    kind(twins, lr=0.05).step(scale=4.0)
+    cases.assert_same(masters, twins, rtol=0, atol=0)
+    cases.assert_same(outputs, [m.bfloat16() for m in masters], rtol=0, atol=0)
+    assert all(p.grad is grad for p, grad in zip(masters, own, strict=True))
+    with pytest.raises(ValueError, match=r"grads of \[2\] tensors per group"):
+        kind(masters, lr=0.05).step(grads=cases.gradients(masters, 0)[:2])
+
+
+def test_contrib_adam_clips_by_norms_that_are_given():
+    ours, theirs = cases.parameters(), cases.parameters()
+    grads = cases.gradients(ours, 0)
+    contrib.FusedAdam(ours, max_grad_norm=2.0).step(
+        grads=[g * 8.0 for g in grads], scale=8.0, grad_norms=[torch.tensor(8.0 * 20.0)]
+    )
+    contrib.FusedAdam(theirs).step(grads=[g / 10.0 for g in grads])
+    cases.assert_same(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+# -- optimizers that keep fp32 masters themselves ------------------------------------------------
+
+MASTERS = [
+    (optimizers.FusedAdam, {"capturable": True, "master_weights": True}, {"capturable": True}),
+    (optimizers.FusedMixedPrecisionLamb, {"reduced_precision_dtype": BF16}, {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "plain"), MASTERS)
+def test_masters_move_as_fp32_parameters_do_and_survive_a_checkpoint(kind, options, plain):
+    params = cases.parameters(BF16)
+    wide = [torch.nn.Parameter(p.detach().float()) for p in params]
+    optimizer, reference = kind(params, lr=1e-4, **options), kind(wide, lr=1e-4, **plain)
+    for step in range(4):
+        if step == 2:
+            saved, optimizer = optimizer.state_dict(), kind(params, lr=1e-4, **options)
+            optimizer.load_state_dict(saved)
+        cases.give(params, cases.gradients(params, step))
+        cases.give(wide, [p.grad.float() for p in params])
+        optimizer.step()
+        reference.step()
+    masters = [optimizer.state[p]["master_param"] for p in params]
+    cases.assert_same(masters, wide, rtol=0, atol=0)
+    cases.assert_same(params, [p.to(BF16) for p in wide], rtol=0, atol=0)
+    (group,) = optimizer.param_groups
+    assert isinstance(group["lr"], torch.Tensor)
+    assert group["step"].dtype is torch.int32
+    full = cases.parameters()
+    optimizer = kind(full, **options)
+    cases.run(optimizer, full, 1)
+    assert not any("master_param" in state for state in optimizer.state.values())
+
+
+def test_mixed_precision_lamb_counts_on_from_its_step():
+    params, twins = cases.parameters(), cases.parameters()
+    optimizer = optimizers.FusedMixedPrecisionLamb(params, step=5)
+    reference = optimizers.FusedLAMB(twins)
+    reference.param_groups[0]["step"] = 5
+    cases.run(optimizer, params, 2)
+    cases.run(reference, twins, 2)
+    cases.assert_same(params, twins, **CLOSE)

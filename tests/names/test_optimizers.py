@@ -1,0 +1,497 @@
+"""What scripts, GradScaler and amp do with an optimizer of apex."""
+
+import copy
+import importlib
+import inspect
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from apex import amp, optimizers
+from apex.contrib import optimizers as contrib
+from apex.multi_tensor_apply import multi_tensor_applier
+from tests.support import optimizers as cases
+
+every = pytest.mark.parametrize("name", cases.MAKERS)
+EXACT = {"rtol": 0, "atol": 0}
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def step(optimizer, params, grads, found_inf):
+    cases.give(params, grads)
+    optimizer.found_inf = torch.tensor(float(found_inf))
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.found_inf
+
+
+def overflowed(params):
+    grads = cases.gradients(params, 50)
+    grads[0].view(-1)[0] = float("inf")
+    grads[1].view(-1)[1] = float("nan")
+    return grads
+
+
+def assert_nothing_changed(before, after):
+    cases.assert_same(before[0], after[0], **EXACT)
+    assert before[1].keys() == after[1].keys()
+    cases.assert_same(before[1].values(), after[1].values(), **EXACT)
+    assert before[2] == after[2]
+
+
+# -- skipped steps -------------------------------------------------------------------------------
+
+
+@every
+def test_a_set_flag_leaves_all_as_it_is_and_nobody_waits_for_it(name):
+    for eps in (None, 0.0):
+        params = cases.parameters()
+        optimizer = cases.MAKERS[name](params)
+        for group in optimizer.param_groups:
+            if eps is not None and "eps" in group:
+                group["eps"] = eps
+        cases.run(optimizer, params, 1)
+        step(optimizer, params, cases.gradients(params, 1), 0)
+        before = cases.snapshot(optimizer)
+        with cases.HostReads() as reads:
+            step(optimizer, params, overflowed(params), 2)
+        assert reads.count == 0
+        assert_nothing_changed(before, cases.snapshot(optimizer))
+
+
+@every
+def test_a_skipped_first_step_counts_as_none(name):
+    for dtype in (torch.float32, torch.bfloat16):
+        params, twins = cases.parameters(dtype), cases.parameters(dtype)
+        optimizer, reference = cases.MAKERS[name](params), cases.MAKERS[name](twins)
+        step(optimizer, params, overflowed(params), 1)
+        cases.assert_same(params, twins, **EXACT)
+        for index in range(3):
+            step(optimizer, params, cases.gradients(params, index), 0)
+            step(reference, twins, cases.gradients(twins, index), 0)
+        cases.assert_same(params, twins, **EXACT)
+
+
+@every
+def test_a_flag_that_is_down_changes_nothing_nor_the_types_of_the_state(name):
+    """A distributed checkpoint loads numbers into numbers only, and tensors into tensors."""
+    params, twins = cases.parameters(), cases.parameters()
+    optimizer, reference = cases.MAKERS[name](params), cases.MAKERS[name](twins)
+    for index in range(3):
+        step(optimizer, params, cases.gradients(params, index), 0)
+    cases.run(reference, twins, 3)
+    # Coefficients are fp32 tensors in the one and doubles in the other.
+    cases.assert_same(params, twins, **CLOSE)
+    groups, own = (each.state_dict()["param_groups"] for each in (optimizer, reference))
+    assert [{key: type(value) for key, value in group.items()} for group in groups] == [
+        {key: type(value) for key, value in group.items()} for group in own
+    ]
+
+
+def test_without_a_flag_inf_passes_through():
+    params = cases.parameters()
+    optimizer = cases.MAKERS["FusedAdam"](params)
+    cases.give(params, overflowed(params))
+    optimizer.step()
+    assert torch.isnan(params[0]).any()
+
+
+# -- torch's GradScaler --------------------------------------------------------------------------
+
+
+def scaled(params, scaler, factor=1.0):
+    """Leaves scaled gradients of a quadratic loss."""
+    for param in params:
+        param.grad = None
+    scaler.scale(sum(((p.float() - 1.0) ** 2).sum() for p in params) * factor).backward()
+
+
+@every
+@pytest.mark.parametrize("how", ["step", "unscale_", "argument"])
+def test_grad_scaler_steps_by_unscaled_gradients(name, how):
+    params, twins = cases.parameters(), cases.parameters()
+    optimizer, reference = cases.MAKERS[name](params), cases.MAKERS[name](twins)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    scaled(params, scaler)
+    if how == "unscale_":
+        scaler.unscale_(optimizer)
+    if how == "argument":
+        optimizer.step(grad_scaler=scaler)
+    else:
+        scaler.step(optimizer)
+        scaler.update()
+    scaled(twins, torch.amp.GradScaler("cpu", enabled=False))
+    reference.step()
+    cases.assert_same(params, twins, **CLOSE)
+
+
+@every
+def test_grad_scaler_reads_nothing_and_gradients_end_as_those_of_torchs_fused_adam(name):
+    params, twins = cases.parameters(), cases.parameters()
+    optimizer, torchs = cases.MAKERS[name](params), torch.optim.Adam(twins, fused=True)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=64.0) for _ in range(2)]
+    for index, factor in enumerate((1.0, 1.0, float("inf"))):
+        scaled(params, scalers[0], factor)
+        twins[0].data, twins[1].data = params[0].data.clone(), params[1].data.clone()
+        scaled(twins, scalers[1], factor)
+        where, before = [p.grad.data_ptr() for p in params], cases.snapshot(optimizer)
+        with cases.HostReads() as reads:
+            scalers[0].step(optimizer)
+            scalers[0].update()
+        assert not reads.count or index == 0  # dampening asks once, for the start of the momentum
+        scalers[1].step(torchs)
+        scalers[1].update()
+        pairs = zip(params[:2], twins[:2], strict=True)
+        assert all(torch.equal(p.grad, twin.grad) or index == 2 for p, twin in pairs)
+        assert [p.grad.data_ptr() for p in params] == where
+    assert_nothing_changed(before, cases.snapshot(optimizer))
+    assert scalers[0].get_scale() == 32.0
+
+
+@every
+def test_grad_scaler_under_a_scheduler_and_with_a_copy_warns_of_nothing(name):
+    optimizer = cases.MAKERS[name](cases.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for each in (optimizer, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        own = [p for group in each.param_groups for p in group["params"]]
+        before = [p.detach().clone() for p in own]
+        scaled(own, scaler)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            scaler.step(each)
+        assert not any(torch.equal(a, b) for a, b in zip(before, own, strict=True))
+
+
+# -- checkpoints and copies ----------------------------------------------------------------------
+
+
+@every
+def test_save_load_continue_is_the_uninterrupted_run(name):
+    for dtype, flag in ((torch.float32, None), (torch.bfloat16, torch.zeros(()))):
+        params = cases.parameters(dtype)
+        optimizer = cases.MAKERS[name](params)
+        optimizer.found_inf = flag
+        cases.run(optimizer, params, 2)
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        file.seek(0)
+        resumed = [torch.nn.Parameter(p.detach().clone()) for p in params]
+        other = cases.MAKERS[name](resumed)
+        keys = [{*group} for group in optimizer.param_groups]
+        other.load_state_dict(torch.load(file, weights_only=True))
+        assert [{*group} for group in other.param_groups] == keys
+        other.found_inf = flag
+        cases.run(optimizer, params, 3, first=2)
+        cases.run(other, resumed, 3, first=2)
+        cases.assert_same(params, resumed, **EXACT)
+
+
+@pytest.mark.parametrize(
+    ("name", "torch_s"),
+    [
+        ("FusedAdam", lambda p: torch.optim.AdamW(p, lr=0.05, weight_decay=0.1)),
+        ("FusedSGD", lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.1)),
+    ],
+)
+def test_the_state_of_torch_s_own_class_loads_and_continues_it(name, torch_s):
+    params = cases.parameters()
+    optimizer = torch_s(params)
+    cases.run(optimizer, params, 2)
+    resumed = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    other = cases.MAKERS[name](resumed)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    cases.run(optimizer, params, 3, first=2)
+    cases.run(other, resumed, 3, first=2)
+    cases.assert_same(params, resumed, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("name", "saved", "shapes", "message"),
+    [
+        # torch's fused kernels would write outside the memory of what is too small.
+        ("FusedAdam", "FusedAdam", [(3, 2)], r"model or .*shape \(3, 2\) for .*shape \(3, 4\)"),
+        ("FusedSGD", "FusedSGD", [(3, 2)], r"model or .*shape \(3, 2\) for .*shape \(3, 4\)"),
+        ("FusedAdam", "FusedNovoGrad", [(3, 4)], r"model or optimizer: exp_avg_sq has the shape"),
+        ("FusedNovoGrad", "FusedAdam", [(3, 4)], r"model or optimizer: .*FusedNovoGrad keeps \(\)"),
+        ("FusedAdam", "FusedSGD", [(3, 4)], r"optimizer: its parameter groups have no betas"),
+        ("FusedSGD", "FusedAdam", [(3, 4)], r"optimizer: its parameter groups have no momentum"),
+    ],
+)
+def test_the_state_of_another_model_or_optimizer_is_refused(name, saved, shapes, message):
+    params = cases.parameters(shapes=shapes)
+    other = cases.MAKERS[saved](params)
+    cases.run(other, params, 1)
+    optimizer = cases.MAKERS[name](cases.parameters(shapes=[(3, 4)]))
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=rf"{name} got the state of another {message}"):
+        optimizer.load_state_dict(other.state_dict())
+    assert optimizer.state_dict() == before
+
+
+@every
+def test_a_copy_continues_alike(name):
+    for how in (copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))):
+        params = cases.parameters()
+        optimizer = cases.MAKERS[name](params)
+        cases.run(optimizer, params, 2)
+        other = how(optimizer)
+        copied = [p for group in other.param_groups for p in group["params"]]
+        cases.run(other, copied, 2, first=2)
+        cases.run(optimizer, params, 2, first=2)
+        cases.assert_same(params, copied, **EXACT)
+        for setting in ("set_grad_none", *optimizer.settings):
+            assert getattr(other, setting) == getattr(optimizer, setting)
+
+
+# -- the interface of torch's optimizers ---------------------------------------------------------
+
+
+@every
+def test_closure_scheduler_groups_and_rates(name):
+    params = cases.parameters()
+    optimizer = cases.MAKERS[name]([{"params": params[:2]}, {"params": params[2:3], "lr": 0.0}])
+    before = [p.detach().clone() for p in params]
+    cases.give(params, cases.gradients(params, 0))
+    assert optimizer.step(lambda: 7.0) == 7.0
+    moved = [not torch.equal(a, b) for a, b in zip(before, params, strict=True)]
+    assert moved == [True, True, False, False]
+    optimizer.add_param_group({"params": params[3:]})
+    cases.run(optimizer, params, 1)
+    assert not torch.equal(before[3], params[3])
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.0)
+    cases.run(optimizer, params, 1)
+    scheduler.step()
+    before = [p.detach().clone() for p in params]
+    cases.run(optimizer, params, 1)
+    cases.assert_same(params, before, **EXACT)
+
+
+@every
+def test_the_learning_rate_may_be_a_tensor(name):
+    params, twins = cases.parameters(), cases.parameters()
+    optimizer, reference = cases.MAKERS[name](params), cases.MAKERS[name](twins)
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.05)
+    cases.run(optimizer, params, 2)
+    cases.run(reference, twins, 2)
+    cases.assert_same(params, twins, **CLOSE)
+
+
+@every
+def test_what_no_rule_steps_is_refused_before_anything_changes(name):
+    params = cases.parameters(shapes=[(3,), (4, 2)])
+    optimizer = cases.MAKERS[name](params)
+    before = cases.snapshot(optimizer)
+    grads = cases.gradients(params, 0)
+    params[0].grad, params[1].grad = grads[0], grads[1].to_sparse()
+    with pytest.raises(RuntimeError, match="not support sparse gradients"):
+        optimizer.step()
+    assert_nothing_changed(before, cases.snapshot(optimizer))
+    param = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    param.grad = torch.ones_like(param)
+    with pytest.raises(RuntimeError, match="complex64"):
+        cases.MAKERS[name]([param]).step()
+
+
+@pytest.mark.parametrize("set_grad_none", [True, False])
+def test_zero_grad_drops_gradients_only_if_set_so(set_grad_none):
+    params = cases.parameters()
+    optimizer = optimizers.FusedAdam(params, set_grad_none=set_grad_none)
+    cases.give(params, cases.gradients(params, 0))
+    optimizer.zero_grad()
+    assert all((p.grad is None) is set_grad_none for p in params)
+
+
+def test_get_momentums_makes_what_is_missing_and_gives_what_is_there():
+    params = cases.parameters()
+    optimizer = optimizers.FusedSGD(params, lr=0.1, momentum=0.9)
+    momenta, new = optimizer.get_momentums(params)
+    assert new
+    assert not any(m.any() for m in momenta)
+    cases.run(optimizer, params, 1)
+    again, new = optimizer.get_momentums(iter(params))
+    assert not new
+    assert all(a is optimizer.state[p]["momentum_buffer"] for a, p in zip(again, params))  # noqa: B905
+    low = [cases.parameters(d, [(3,)])[0] for d in (torch.float16, torch.bfloat16)]
+    momenta, _ = optimizers.FusedSGD(low, lr=0.1, momentum=0.9).get_momentums(low)
+    assert [m.dtype for m in momenta] == [torch.float16, torch.float32]
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "name", "options"),
+    [
+        (RuntimeError, "does not support the AMSGrad", "FusedAdam", {"amsgrad": True}),
+        (ValueError, "amp_scale_adjustment is 2", "FusedAdam", {"amp_scale_adjustment": 2.0}),
+        (RuntimeError, "capturable=True", "FusedAdam", {"master_weights": True}),
+        (ValueError, "lr is -1.0; it must be", "FusedAdam", {"lr": -1.0}),
+        (TypeError, "lr is '0.1'; it must be a number", "FusedLAMB", {"lr": "0.1"}),
+        (TypeError, "betas is 0.9; it must be two numbers", "FusedNovoGrad", {"betas": 0.9}),
+        (ValueError, "momentum is -1", "FusedSGD", {"lr": 0.1, "momentum": -1.0}),
+        (ValueError, "nesterov=True got", "FusedSGD", {"lr": 0.1, "nesterov": True}),
+        (ValueError, "lr", "FusedSGD", {}),
+        (TypeError, "adam_w_mode is 'no'; it must", "FusedLAMB", {"adam_w_mode": "no"}),
+        (RuntimeError, "norm_type=1", "FusedNovoGrad", {"norm_type": 1}),
+        (TypeError, "reduced_precision_dtype is 16", "FusedMixedPrecisionLamb",
+         {"reduced_precision_dtype": 16}),
+    ],
+)  # fmt: skip
+def test_bad_options_are_refused(error, message, name, options):
+    with pytest.raises(error, match=message):
+        getattr(optimizers, name)(cases.parameters(), **options)
+
+
+def test_bad_calls_are_refused():
+    with pytest.raises(TypeError, match=r"FusedAdam got the model Linear.*Pass model\.parameters"):
+        optimizers.FusedAdam(torch.nn.Linear(1, 1))
+    with pytest.raises(RuntimeError, match=r"no longer takes grads.*contrib\.optimizers"):
+        optimizers.FusedAdam(cases.parameters()).step(scale=2.0)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'momentum'"):
+        optimizers.FusedAdam(cases.parameters()).step(momentum=2.0)
+
+
+class OwnStep(optimizers.FusedAdam):
+    """Steps by the functions that apex's class holds, as fairseq's subclass does."""
+
+    def step(self, closure=None):
+        (group,) = self.param_groups
+        group["step"] = group.get("step", 0) + 1
+        grads = [p.grad for p in group["params"]]
+        averages = [
+            [self.state[p].setdefault(name, torch.zeros_like(p)) for p in group["params"]]
+            for name in ("exp_avg", "exp_avg_sq")
+        ]
+        multi_tensor_applier(
+            self.multi_tensor_adam, self._dummy_overflow_buf, [grads, group["params"], *averages],
+            group["lr"], *group["betas"], group["eps"], group["step"], self.adam_w_mode,
+            int(group["bias_correction"]), group["weight_decay"],
+        )  # fmt: skip
+
+
+def test_a_subclass_may_step_by_the_functions_of_its_class():
+    params, twins = cases.parameters(), cases.parameters()
+    cases.run(OwnStep(params, weight_decay=0.1), params, 3)
+    cases.run(optimizers.FusedAdam(twins, weight_decay=0.1), twins, 3)
+    cases.assert_same(params, twins, **EXACT)
+    held = "FusedSGD sgd, FusedAdagrad adagrad, FusedLAMB l2norm, FusedLAMB lamb, "
+    held += "FusedMixedPrecisionLamb lamb, FusedNovoGrad novograd, FusedAdam adam_capturable_master"
+    for name, function in map(str.split, held.split(", ")):
+        assert callable(getattr(getattr(optimizers, name), f"multi_tensor_{function}"))
+
+
+SIGNATURES = {
+    "fused_adam.FusedAdam": "lr bias_correction betas eps adam_w_mode weight_decay amsgrad "
+    "set_grad_none capturable master_weights max_grad_norm eps_inside_sqrt use_mt "
+    "amp_scale_adjustment",
+    "fused_lamb.FusedLAMB": "lr bias_correction betas eps weight_decay amsgrad adam_w_mode "
+    "grad_averaging set_grad_none max_grad_norm use_nvlamb",
+    "fused_sgd.FusedSGD": "lr momentum dampening weight_decay nesterov wd_after_momentum "
+    "materialize_master_grads set_grad_none",
+    "fused_novograd.FusedNovoGrad": "lr bias_correction betas eps weight_decay amsgrad "
+    "reg_inside_moment grad_averaging norm_type init_zero set_grad_none",
+    "fused_adagrad.FusedAdagrad": "lr eps weight_decay set_grad_none adagrad_w_mode",
+    "fused_mixed_precision_lamb.FusedMixedPrecisionLamb": "lr step bias_correction betas eps "
+    "weight_decay amsgrad adam_w_mode grad_averaging max_grad_norm use_nvlamb "
+    "reduced_precision_dtype",
+}
+
+
+@pytest.mark.parametrize("path", SIGNATURES)
+def test_arguments_are_apexs_in_their_order(path):
+    module, _, name = path.partition(".")
+    found = getattr(importlib.import_module(f"apex.optimizers.{module}"), name)
+    assert getattr(optimizers, name) is found
+    assert " ".join(list(inspect.signature(found).parameters)[1:]) == SIGNATURES[path]
+
+
+def test_arguments_of_contribs_adam_are_apexs_in_their_order():
+    found = list(inspect.signature(contrib.FusedAdam).parameters)[1:]
+    wanted = "lr bias_correction betas eps eps_inside_sqrt weight_decay max_grad_norm amsgrad "
+    assert " ".join(found) == wanted + "use_mt amp_scale_adjustment"
+
+
+# -- at amp's levels -----------------------------------------------------------------------------
+
+
+class Training:
+    def __init__(self, name, level, **options):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+        self.inputs, self.targets = torch.randn(8, 4), torch.randn(8, 2)
+        optimizer = cases.MAKERS[name](list(self.model.parameters()))
+        for group in optimizer.param_groups:
+            group["lr"] = 0.002  # NovoGrad that starts from a norm of 0 takes large steps
+        self.model, self.optimizer = amp.initialize(
+            self.model, optimizer, opt_level=level, verbosity=0, **options
+        )
+
+    def step(self, factor=1.0):
+        loss = nn.functional.mse_loss(self.model(self.inputs).float(), self.targets)
+        self.optimizer.zero_grad()
+        with amp.scale_loss(loss * factor, self.optimizer) as scaled_loss:
+            scaled_loss.backward()
+        self.optimizer.step()
+        return loss.item()
+
+
+@every
+def test_losses_fall_and_a_loaded_state_continues(name):
+    for level in ("O1", "O2", "O5"):
+        training = Training(name, level, loss_scale=128.0)
+        losses = [training.step() for _ in range(4)]
+        assert losses[-1] < losses[0]
+        other = Training(name, level, loss_scale=128.0)
+        other.model.load_state_dict(copy.deepcopy(training.model.state_dict()))
+        other.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
+        assert [other.step() for _ in range(2)] == [training.step() for _ in range(2)]
+
+
+@every
+def test_an_overflow_skips_the_step_and_halves_the_scale_without_a_wait(name):
+    training = Training(name, "O5", loss_scale="dynamic")
+    training.step()
+    before = cases.snapshot(training.optimizer)
+    scale = amp.state_dict()["loss_scaler0"]["loss_scale"]
+    loss = nn.functional.mse_loss(training.model(training.inputs).float(), training.targets)
+    with cases.HostReads() as reads:
+        with amp.scale_loss(loss * float("inf"), training.optimizer) as scaled_loss:
+            scaled_loss.backward()
+        training.optimizer.step()
+    assert reads.count == 0
+    after = cases.snapshot(training.optimizer)
+    assert_nothing_changed(before, after)
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == scale / 2
+
+
+# -- on a GPU ------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@every
+def test_steps_are_those_of_the_cpu_and_wait_for_nothing(name):
+    for dtype in (torch.float32, torch.bfloat16):
+        params = cases.parameters(dtype)
+        twins = [torch.nn.Parameter(p.detach().cuda()) for p in params]
+        optimizer, reference = cases.MAKERS[name](twins), cases.MAKERS[name](params)
+        flags = [torch.tensor(float(value), device="cuda") for value in (0, 0, 1)]
+        for index, found_inf in enumerate(flags):
+            grads = cases.gradients(params, index)
+            cases.give(twins, [g.cuda() for g in grads])
+            if index == 2:
+                twins[0].grad.fill_(float("nan"))
+            elif index < 2:
+                step(reference, params, grads, 0)
+            optimizer.found_inf = found_inf
+            before = torch.cuda.get_sync_debug_mode()
+            # Dampening asks once, at its start.
+            torch.cuda.set_sync_debug_mode("error" if index else "default")
+            try:
+                optimizer.step()
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+        tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype is torch.float32 else {}
+        cases.assert_same([t.cpu() for t in twins], params, **tolerance)

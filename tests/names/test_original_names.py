@@ -1,0 +1,65 @@
+"""Every name that apex's own modules define is at its path, or its error says what to use.
+
+``support/reference/apex_names.json`` lists them: facts read from NVIDIA/apex at e13873d
+(reparameterization
+at the last commit that has it), with parameters in order. Left out are names with a leading
+underscore and ``parallel.multiproc``, whose import started processes.
+"""
+
+import importlib
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+
+from apex import _unavailable
+
+NAMES = json.loads((Path(__file__).parents[1] / "support/reference/apex_names.json").read_text())
+
+
+@pytest.fixture(autouse=True)
+def installed():
+    """``import apex`` does this."""
+    _unavailable.install()
+
+
+def fault(entry):
+    """Returns what is wrong with a name, or an empty string."""
+    path = f"{entry['module']}.{entry['name']}"
+    try:
+        owner, found = None, importlib.import_module(entry["module"])
+        for part in entry["name"].split("."):
+            owner, found = found, getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        text = str(error)
+        helps = entry["module"] in text and ("use " in text or "Use " in text)
+        return "" if helps else f"{path} is missing: {text}"
+    if "parameters" not in entry:
+        return ""
+    given = parameters(owner, found, entry)
+    # Our steps take grad_scaler by keyword: GradScaler passes itself to a step that names it, and
+    # warns.
+    wanted = [name for name in entry["parameters"] if name != "grad_scaler"]
+    return "" if given[: len(wanted)] == wanted else f"{path} takes {given}, not {wanted}"
+
+
+def parameters(owner, found, entry):
+    """Returns the parameters' names in the data's form, without ``self``."""
+    named = []
+    for each in inspect.signature(found).parameters.values():
+        if each.kind is each.KEYWORD_ONLY and not any(n.startswith("*") for n in named):
+            named.append("*")
+        stars = {each.VAR_POSITIONAL: "*", each.VAR_KEYWORD: "**"}.get(each.kind, "")
+        named.append(stars + each.name)
+    bound = entry["kind"] == "method" and not isinstance(
+        inspect.getattr_static(owner, entry["name"].rpartition(".")[2]), staticmethod | classmethod
+    )
+    return named[1:] if bound else named
+
+
+def test_every_name_of_the_original_is_at_its_path_or_says_what_to_use():
+    assert len(NAMES) > 300
+    paths = {f"{entry['module']}.{entry['name']}": entry for entry in NAMES}
+    faults = {path: text for path, entry in paths.items() if (text := fault(entry))}
+    assert list(faults.values()) == []
