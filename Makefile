@@ -10,10 +10,12 @@ NOX := $(RUN) -m nox --stop-on-first-error
 BENCH_JSON ?= benchmarks.json
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types docs clients bench gpu
+.PHONY: help dev demo quick test stress mutants lint types docs clients bench gpu
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+dev: $(VENV)/.dev ## Install torch, the package (editable) and all tools into .venv
 
 demo: $(VENV)/.demo ## Train on handwritten digits at every level; print the table, write report.html
 	$(RUN) -m apex compare examples/digits/experiment.py --steps 138
@@ -21,6 +23,16 @@ demo: $(VENV)/.demo ## Train on handwritten digits at every level; print the tab
 test: $(VENV)/.dev ## The whole check: lint, types, docs, then every test on the installed wheel
 	@$(NOX) -s lint types docs wheel
 	@$(NOX) -s tests
+
+quick: $(VENV)/.dev ## Lint, and the tests of parity and casts; under a minute
+	@$(RUN) -m ruff check .
+	@OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 tests/parity tests/casts -m "not gpu and not distributed"
+
+stress: $(VENV)/.dev ## Longer sweeps of the same tests, other libraries, other releases of torch
+	@$(NOX) -s stress clients programs matrix
+
+mutants: $(VENV)/.dev ## Plant faults in a copy of the sources; each must fail the test that names it
+	@OMP_NUM_THREADS=1 $(RUN) -m tests.mutants
 
 lint: $(VENV)/.dev ## Formatting, ruff rules, import directions
 	@$(NOX) -s lint

@@ -63,9 +63,19 @@ def tests(session):
     # CI reads the last line of the output as pytest's closing line: nox says nothing after it.
     logging.getLogger("nox").setLevel(logging.CRITICAL)
     session.run(
-        "python", "-m", "pytest", "-n", "2",
+        "python", "-m", "pytest", "-n", "2", "--dist", "loadgroup",
         *(session.posargs or ["tests", "README.md", "docs", "--pyargs", "apex"]),
         env={"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+@shared
+def stress(session):
+    """The same tests with STRESS=1, which widens their lists."""
+    session.run(
+        sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadgroup",
+        *(session.posargs or ["tests"]),
+        env={"OMP_NUM_THREADS": "1", "STRESS": "1"},
     )  # fmt: skip
 
 
@@ -128,7 +138,7 @@ def matrix(session, torch):
     wheel_path = build_wheel(session)
     try:
         session.install("-qq", "--no-cache-dir", f"torch=={torch}", f"{wheel_path}[test]")
-        folders = "_core _engine _torch amp optimizers training checkpoint wrappers compiled"
+        folders = "parity casts loop model checkpoint names compiled"
         session.run(
             "python", "-m", "pytest", "-n", "2", "-q", "-p", "no:cacheprovider",
             *(session.posargs or [f"tests/{name}" for name in (*folders.split(), "distributed")]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import inspect
 import io
 import json
 import os
@@ -13,9 +14,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, TextIO
 
 from apex._core.project import VERSION
+from apex.tools.compare.columns import legend
 
 OK, FAILED, BAD_INPUT, NOT_WRITTEN, NOT_FINITE, INTERRUPTED = 0, 1, 2, 3, 4, 130
 """Exit codes; docs/reference/command_line.md tells what they mean."""
@@ -32,7 +34,7 @@ _QUESTIONS = """\
 
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command and all its subcommands."""
-    parser = _Parser(prog="apex", description=_QUESTIONS, formatter_class=_Raw)
+    parser = argparse.ArgumentParser(prog="apex", description=_QUESTIONS, formatter_class=_Raw)
     version = f"apex-amp {VERSION}, torch {metadata.version('torch')}"
     parser.set_defaults(run=None)
     parser.add_argument("--version", action="version", version=version)
@@ -75,12 +77,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 # -- apex trace ------------------------------------------------------------------------------------
 
-_TRACE = """\
-Runs a training script unchanged, with or without amp, and names the first operator, forward or
-backward, that made inf or NaN: its module, its line of code, the values that went in, the cause and
-remedies. The script stops there. Overflows by which a dynamic loss scale finds its value do not
-stop it, nor do masks of -inf that reach no gradient."""
-
 _TRACE_MORE = """\
 Options come before SCRIPT; whatever follows it is passed to the script. The exit code is 4 if inf
 or NaN was found, otherwise the script's own.
@@ -94,7 +90,7 @@ examples:
 
 def _add_trace(subparsers: Any) -> None:
     parser = _command(subparsers, "trace", _trace, "name the first operator that makes inf or NaN")
-    parser.description, parser.epilog = _TRACE, _TRACE_MORE
+    parser.epilog = _TRACE_MORE
     parser.usage = "apex trace [-h] [--keep-going] [--json FILE] [-m] SCRIPT [ARGUMENT ...]"
     parser.add_argument(
         "--keep-going", action="store_true", help="run the script to its end, and report then"
@@ -110,7 +106,13 @@ def _add_trace(subparsers: Any) -> None:
 
 
 def _trace(args: argparse.Namespace) -> int:
-    """Runs the script, prints the report, writes the JSON; returns the exit code."""
+    """Runs a training script and names the first operator that made inf or NaN.
+
+    It may be forward or backward, with or without amp. The report has its module, its line of
+    code, the values that went in, the cause and remedies. The script stops there. Overflows by
+    which a dynamic loss scale finds its value do not stop it, nor do masks of -inf that reach no
+    gradient.
+    """
     from apex.tools.script import Script
     from apex.tools.trace import rank_file, trace
 
@@ -157,11 +159,6 @@ def _show(stream: TextIO, text: str) -> None:
 
 # -- apex compare ----------------------------------------------------------------------------------
 
-_COMPARE = """\
-Trains TARGET at every level of amp and with torch.autocast, from the same weights on the same
-batches. Compares time per step (steps are interleaved), memory, losses and the distance from fp32.
-Prints a table and a recommendation, and writes a self-contained HTML report."""
-
 _COMPARE_MORE = """\
 target:
   file.py            a file that defines model, optimizer, batches and loss, or a function setup()
@@ -182,20 +179,19 @@ levels:
   always runs, as the baseline. A level whose dtype this machine emulates is skipped.
 
 columns:
-{legend}
 """
 
 
 def _add_compare(subparsers: Any) -> None:
     parser = _command(subparsers, "compare", _compare, "train at every level and recommend one")
-    parser.description, parser.format_epilog = _COMPARE, _compare_epilog
+    parser.epilog = _COMPARE_MORE + legend()
     add = parser.add_argument
     add("target", metavar="TARGET", help="what to train; see below")
     add("--levels", metavar="NAMES", help="comma-separated, such as O0,O4,O5 (default: all)")
-    add("--steps", type=_count, default=100, metavar="N", help="training steps (default: 100)")
+    add("--steps", type=count, default=100, metavar="N", help="training steps (default: 100)")
     add(
         *("--rounds",),
-        type=_count,
+        type=count,
         default=20,
         metavar="N",
         help="timed steps of each level, interleaved (default: 20)",
@@ -205,7 +201,7 @@ def _add_compare(subparsers: Any) -> None:
         action="store_true",
         help="also train levels whose dtype this machine emulates, for 10 steps",
     )
-    add("--seed", type=_seed, default=0, metavar="N", help="default: 0")
+    add("--seed", type=int, default=0, metavar="N", help="default: 0")
     _add_device(parser)
     add(
         "--output",
@@ -218,14 +214,13 @@ def _add_compare(subparsers: Any) -> None:
     add("--wide", action="store_true", help="print all columns")
 
 
-def _compare_epilog() -> str:
-    from apex.tools.compare.table import legend
-
-    return _COMPARE_MORE.format(legend=legend())
-
-
 def _compare(args: argparse.Namespace) -> int:
-    """Compares, prints the table, writes the files; returns the exit code."""
+    """Trains TARGET at every level of amp and with torch.autocast.
+
+    All start from the same weights and see the same batches. Compares time per step (steps are
+    interleaved), memory, losses and the distance from fp32. Prints a table and a recommendation,
+    and writes a self-contained HTML report.
+    """
     from apex.tools.compare.report import report
     from apex.tools.compare.results import parse_levels, to_json
     from apex.tools.compare.run import Options, compare
@@ -260,14 +255,9 @@ def _compare(args: argparse.Namespace) -> int:
 
 # -- apex migrate ----------------------------------------------------------------------------------
 
-_MIGRATE = """\
-Reads Python files and reports, for every use of apex, whether it works with this package:
-unchanged, with a note, or not at all, and then what to use instead. Nothing is executed."""
-
 
 def _add_migrate(subparsers: Any) -> None:
     parser = _command(subparsers, "migrate", _migrate, "say which uses of apex in a script work")
-    parser.description = _MIGRATE
     parser.epilog = (
         "To move a script to torch.autocast and GradScaler by hand, see docs/migrating.md."
     )
@@ -282,7 +272,11 @@ def _add_migrate(subparsers: Any) -> None:
 
 
 def _migrate(args: argparse.Namespace) -> int:
-    """Reads the files, prints the report, writes the JSON; returns the exit code."""
+    """Reads Python files and reports whether each use of apex works with this package.
+
+    It works unchanged, with a note, or not at all; then the report says what to use instead.
+    Nothing is executed.
+    """
     from apex.tools.migrate import migration_of
 
     check_json(args.json)
@@ -295,20 +289,20 @@ def _migrate(args: argparse.Namespace) -> int:
 
 # -- apex doctor -----------------------------------------------------------------------------------
 
-_DOCTOR = """\
-Reports versions, where apex and its modules come from, conflicting packages, the measured speed of
-fp32, fp16 and bf16, and which level to start with. Takes a few seconds."""
-
 
 def _add_doctor(subparsers: Any) -> None:
-    parser = _command(subparsers, "doctor", _doctor, "find conflicts and fast dtypes here")
-    parser.description = _DOCTOR
+    parser = _command(
+        subparsers, "doctor", _doctor, "say whose apex is whose, and which dtypes are fast here"
+    )
     _add_device(parser)
     _add_json(parser)
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    """Examines, prints the report, writes the JSON; returns the exit code."""
+    """Reports whose apex is whose, and which dtypes are fast here.
+
+    Says which level to start with. Takes a few seconds.
+    """
     from apex.tools.devices import parse_device
     from apex.tools.doctor import examine
 
@@ -318,7 +312,7 @@ def _doctor(args: argparse.Namespace) -> int:
     if args.json != "-":
         print(health)
     write_json(args.json, health.to_dict())
-    return FAILED if health.conflicts else OK
+    return OK
 
 
 # -- arguments -------------------------------------------------------------------------------------
@@ -326,30 +320,11 @@ def _doctor(args: argparse.Namespace) -> int:
 _Raw = argparse.RawDescriptionHelpFormatter
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser that names the value an option lacks, and may build its epilog on demand."""
-
-    format_epilog: Callable[[], str] | None = None
-
-    def error(self, message: str) -> NoReturn:
-        """Prints usage and message; exits with code 2."""
-        option, colon, fault = message.removeprefix("argument ").partition(": ")
-        if colon and fault == "expected one argument":
-            message = f"{option} needs a value"
-            message += ": a file, or - for standard output" if option == "--json" else ""
-        super().error(message)
-
-    def format_help(self) -> str:
-        """Returns the help text."""
-        if self.format_epilog is not None:
-            self.epilog = self.format_epilog()
-        return super().format_help()
-
-
 def _command(
     subparsers: Any, name: str, run: Callable[[argparse.Namespace], int], text: str
-) -> _Parser:
-    parser: _Parser = subparsers.add_parser(name, help=text, formatter_class=_Raw)
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = subparsers.add_parser(name, help=text, formatter_class=_Raw)
+    parser.description = inspect.cleandoc(run.__doc__ or "")
     parser.set_defaults(command=name, run=run)
     return parser
 
@@ -370,22 +345,10 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _whole(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"got {text!r}; it must be a whole number") from None
-
-
-def _count(text: str) -> int:
-    if (value := _whole(text)) < 1:
+def count(text: str) -> int:
+    """Parses an integer of at least 1."""
+    if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"got {value}; it must be at least 1")
-    return value
-
-
-def _seed(text: str) -> int:
-    if not -(2**63) <= (value := _whole(text)) < 2**63:
-        raise argparse.ArgumentTypeError(f"got {text}; it must fit in 64 bits")
     return value
 
 

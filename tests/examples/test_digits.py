@@ -78,4 +78,4 @@ def test_the_digits_are_a_target_that_learns_and_is_evaluated():
         assert not result.errors
         assert result.training.losses[-1] < result.training.losses[0] / 2
         assert 0.5 < result.training.evaluation <= 1
-    assert found["O4"].probe.compute_dtype == "bfloat16"
+    assert found["O4"].training.compute_dtype == torch.bfloat16

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from apex.tools.compare.results import LEVELS, Comparison, Probe, Result, Stored, parse_levels
+from apex.tools.compare.results import LEVELS, Comparison, Result, Stored, parse_levels
 from apex.tools.compare.results import Training as Record
 from apex.tools.compare.run import Options, compare
 from apex.tools.compare.timing import Timing
@@ -69,17 +69,16 @@ def result_of(
             "loss_scales": (1.0,) * 26,
             "stored": Stored(params=100, model=400, masters=0, optimizer=800),
             "frozen": 0.0,
+            "saved_bytes": saved,
             "distance": 0.01,
             **changes,
         }
     )
-    dtype = str(LEVELS[name].dtype).removeprefix("torch.")
     return Result(
         LEVELS[name],
         emulated=emulated,
         training=record,
         timing=Timing(tuple(samples) or samples_of(name, milliseconds, spread)),
-        probe=Probe(dtype, first="0", underflow=0.0, saved_bytes=saved),
         errors=errors,
     )
 

@@ -94,7 +94,7 @@ def test_the_help_of_compare_names_what_a_target_gives_and_what_the_columns_show
     text = parsers()["compare"].format_help()
     for name in ("model", "optimizer", "batches", "loss", "evaluate", "setup()", "autocast-bf16"):
         assert name in text
-    assert re.search(r"^  zero grads +gradients that are zero here", text, re.MULTILINE)
+    assert re.search(r"^  frozen +largest share of weights", text, re.MULTILINE)
 
 
 # -- exit codes ------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def test_a_comparison_prints_a_row_per_level_and_writes_the_files(apex, tmp_path
     assert out.endswith("report: report.html\n")
     assert "</html>" in (tmp_path / "report.html").read_text()
     assert len(json.loads((tmp_path / "figures.json").read_text())["levels"]) == 2
-    stages = ["train O0", "train O4", "probe O0", "probe O4", "time all, interleaved"]
+    stages = ["train O0", "train O4", "time all, interleaved"]
     assert err.splitlines() == [f"[{stage}]" for stage in stages]
 
 
@@ -140,11 +140,9 @@ def test_a_level_that_fails_is_exit_code_1_and_the_rest_is_there(apex, tmp_path)
         (["compare", "x.py", "--levels", "O9"], "no level 'O9'; choose from O0, O1"),
         (["compare", "x.py", "--device", "xpu:99"], "there is no device 'xpu:99'"),
         (["compare", "no_such.py"], "There is no file no_such.py."),
-        (["compare", "x.py", "--steps", "abc"], "--steps: got 'abc'; it must be a whole number"),
-        (["compare", "x.py", "--seed", "9" * 20], "it must fit in 64 bits"),
-        (["compare", "x.py", "--device"], "--device needs a value"),
+        (["compare", "x.py", "--steps", "abc"], "--steps: invalid count value: 'abc'"),
+        (["compare", "x.py", "--device"], "--device: expected one argument"),
         (["compare", "x.py", "--json", "report.html"], "--output and --json name the same file"),
-        (["doctor", "--json"], "--json needs a value: a file, or - for standard output"),
         (["no-such-command"], "invalid choice"),
         ([], "apex: name a COMMAND: trace, compare, migrate, doctor"),
     ],

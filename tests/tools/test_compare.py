@@ -66,19 +66,24 @@ def test_autocast_trains_as_a_plain_autocast_loop_does(every):
     assert by_name(every)["autocast-bf16"].training.losses == losses
 
 
-def test_every_level_is_trained_probed_and_timed(every):
+def test_every_level_is_trained_and_timed(every):
     assert [result.name for result in every.results] == list(LEVELS)
     for result in every.results:
         assert not result.errors
-        assert None not in (result.training, result.probe, result.timing)
+        assert None not in (result.training, result.timing)
 
 
 @pytest.mark.parametrize(
     ("level", "dtype"),
-    [("O0", "float32"), ("O1", "float16"), ("O4", "bfloat16"), ("O5", "bfloat16")],
+    [
+        ("O0", torch.float32),
+        ("O1", torch.float16),
+        ("O4", torch.bfloat16),
+        ("O5", torch.bfloat16),
+    ],
 )
 def test_the_compute_dtype_is_the_one_seen(every, level, dtype):
-    assert by_name(every)[level].probe.compute_dtype == dtype
+    assert by_name(every)[level].training.compute_dtype == dtype
 
 
 @pytest.mark.parametrize(
@@ -89,7 +94,7 @@ def test_bytes_per_param_are_those_of_the_level(every, level, expected):
     steps = 16 / (8 * 16 + 16 + 16 * 4 + 4)
     found = by_name(every)[level]
     assert found.training.stored.per_param == pytest.approx(expected + steps)
-    assert found.memory == found.training.stored.bytes + found.probe.saved_bytes
+    assert found.memory == found.training.stored.bytes + found.training.saved_bytes
 
 
 def test_fp32_is_no_distance_from_itself_and_bf16_is(every):
@@ -154,7 +159,7 @@ def test_json_holds_every_level_and_no_nan(every):
     assert [level["level"] for level in data["levels"]] == list(LEVELS)
     assert data["recommendation"]["level"] is None  # seven steps and two rounds
     assert [each["level"] for each in data["recommendation"]["verdicts"]] == list(LEVELS)
-    assert data["levels"][0]["training"]["stored"]["bytes_per_param"] > 12
+    assert data["levels"][0]["training"]["stored"]["model"] == 4 * (8 * 16 + 16 + 16 * 4 + 4)
 
 
 def test_the_target_of_the_how_to_trains(tmp_path):
@@ -173,30 +178,6 @@ def test_batches_that_run_out_end_the_training_and_are_noted(tmp_path):
     assert not found.failed
 
 
-RANDOM = """
-import random
-
-
-def loss(model, batch, dice=random.SystemRandom()):
-    return model(batch[0] * dice.random()).float().square().mean()
-"""
-
-SLOW = """
-import time
-
-
-class Slow(torch.utils.data.Dataset):
-    def __len__(self):
-        return 12
-
-    def __getitem__(self, index):
-        time.sleep(0.05)
-        return torch.randn(8), index % 4
-
-
-batches = torch.utils.data.DataLoader(Slow(), batch_size=3)
-"""
-
 UNMOVED = """
 def loss(model, batch):
     return model(batch[0]).float().square().mean().detach().requires_grad_()
@@ -207,8 +188,6 @@ def loss(model, batch):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (RANDOM, "The target is random beyond torch's, numpy's and Python's seeds"),
-        (SLOW, "Drawing a batch took "),
         (UNMOVED, "Training in fp32 changed no parameter"),
     ],
 )
@@ -219,10 +198,9 @@ def test_what_makes_the_comparison_say_less_is_noted(tmp_path, every, change, sa
     assert not found.failed
 
 
-def test_a_target_that_diverges_is_not_called_random_and_is_sent_to_trace(tmp_path):
+def test_a_target_that_diverges_is_sent_to_trace(tmp_path):
     found = compared(written(tmp_path, TARGET.replace("lr=1e-2", "lr=torch.inf")))
     assert not math.isfinite(by_name(found)["O0"].training.losses[-1])
-    assert not any("random" in note for note in found.notes)
     assert "Run `apex trace` on your training script" in found.recommendation.text
 
 

@@ -8,9 +8,10 @@ from html.parser import HTMLParser
 
 import pytest
 
+from apex.tools.compare.columns import COLUMNS, legend
 from apex.tools.compare.report import charts, report, round_ticks, smooth
 from apex.tools.compare.results import LEVELS
-from apex.tools.compare.table import COLUMNS, comparison_text, legend, text_table
+from apex.tools.compare.table import comparison_text, text_table
 from tests.tools.cases import comparison_of, result_of
 
 EVERY = [result_of(name) for name in LEVELS]
@@ -135,7 +136,7 @@ def test_the_legend_explains_every_column():
 
 
 def test_emulated_levels_are_starred_with_a_footnote_and_skipped_ones_have_no_row():
-    skipped = replace(result_of("O1"), training=None, timing=None, probe=None, skipped=True)
+    skipped = replace(result_of("O1"), training=None, timing=None, skipped=True)
     text = text_table(comparison_of(result_of(), skipped, result_of("O2", emulated=True)))
     assert "O2 *" in text
     assert "* emulated: this machine" in text

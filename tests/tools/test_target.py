@@ -1,6 +1,5 @@
 """What ``apex compare`` accepts as a target, and what it says of what it does not."""
 
-import re
 import sys
 
 import pytest
@@ -53,37 +52,13 @@ def test_a_target_that_parses_arguments_gets_none(tmp_path, monkeypatch):
     assert sys.argv[0] == "apex"
 
 
-@pytest.fixture
-def module(tmp_path, monkeypatch):
-    """Makes a module that can be imported; its name is good for one test."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-
-    def make(text):
-        (tmp_path / "target_module.py").write_text(text)
-        monkeypatch.delitem(sys.modules, "target_module", raising=False)
-        return "target_module"
-
-    yield make
-    sys.modules.pop("target_module", None)
-
-
-def test_a_module_and_its_functions_are_targets(module):
-    with open_target(module(TARGET)) as build:
-        assert build().model is not build().model
-    with open_target(module(SETUP) + ":setup") as build:
-        assert trains(build())
-
-
 LOCKED = "import threading\nmodel.lock = threading.Lock()\n"
 
 
-def test_a_model_that_cannot_be_copied_is_made_anew(tmp_path, module):
-    with open_target(written(tmp_path, TARGET + LOCKED)) as build:
-        assert trains(build())
-        assert build().model is not build().model
+def test_a_model_that_cannot_be_copied_is_refused(tmp_path):
     with (
-        pytest.raises(TargetError, match=r"cannot be deep-copied: TypeError.*builds a new one"),
-        open_target(module(TARGET + LOCKED)),
+        pytest.raises(TargetError, match=r"cannot be deep-copied, as each level needs: TypeError"),
+        open_target(written(tmp_path, TARGET + LOCKED)),
     ):
         pass
 
@@ -97,9 +72,8 @@ def test_a_model_that_cannot_be_copied_is_made_anew(tmp_path, module):
         ("import torch\nsetup = torch.nn.ReLU()\n", r"setup\(\) raised TypeError"),
         (TARGET + "model = 3\n", "model is int, not a torch.nn.Module"),
         (TARGET + "loss = 3\nbatches = 4\n", "batches is int.*; loss is int"),
-        (TARGET + "model.to('meta')\n", r"the model's parameter '0.weight' has no values yet"),
     ],
-    ids=["raises", "import", "two", "module", "model", "several", "meta"],
+    ids=["raises", "import", "two", "module", "model", "several"],
 )
 def test_a_target_that_gives_no_experiment_is_refused(tmp_path, text, message):
     with pytest.raises(TargetError, match=message), open_target(written(tmp_path, text)):
@@ -129,21 +103,15 @@ def test_a_file_is_looked_at_before_anything_is_run(tmp_path, text, message):
         pass
 
 
-@pytest.mark.parametrize("imported", ["import apex.amp as amp", "from apex import amp"])
-def test_a_target_that_prepares_its_model_is_refused_with_the_line(tmp_path, imported):
+def test_a_target_that_prepares_its_model_is_refused(tmp_path):
     call = "model, optimizer = amp.initialize(model, optimizer, opt_level='O5', verbosity=0)\n"
-    target = written(tmp_path, f"{imported}\n{TARGET}{call}")
-    line = TARGET.count("\n") + 2
-    message = (
-        rf"calls amp\.initialize \({re.escape(target)}:{line}\).*once per level: return the pl"
-    )
-    with pytest.raises(TargetError, match=message), open_target(target):
-        pass
+    message = r"calls amp\.initialize\. .*once per level: return the plain model"
+    for imported, text in (("from apex import amp", call), ("import apex", f"apex.{call}")):
+        target = written(tmp_path, f"1 / 0\n{imported}\n{TARGET}{text}")
+        with pytest.raises(TargetError, match=f"{message}.*Nothing was run"), open_target(target):
+            pass
     hidden = f"from apex.amp import initialize\n{TARGET}{call.replace('amp.', '')}"
-    with (
-        pytest.raises(TargetError, match=r"calls amp\.initialize\."),
-        open_target(written(tmp_path, hidden)),
-    ):
+    with pytest.raises(TargetError, match=message), open_target(written(tmp_path, hidden)):
         pass
 
 
@@ -151,9 +119,8 @@ def test_a_target_that_prepares_its_model_is_refused_with_the_line(tmp_path, imp
     ("target", "message"),
     [
         ("no/such/file.py", "There is no file"),
-        ("./", r"\./ is neither a \.py file nor the name of a module"),
-        ("no_such_package:setup", "Importing no_such_package failed.*A file name needs its suffix"),
-        ("math:setup", r"no function setup\(\)\."),
+        ("./", r"There is no file \."),
+        ("no_such_package:setup", "There is no file no_such_package:setup"),
     ],
 )
 def test_a_target_that_is_not_there_is_refused(target, message):

@@ -1,13 +1,11 @@
-"""``apex doctor``: where apex comes from, conflicting packages, fast dtypes, and advice."""
+"""``apex doctor``: whose apex is whose, fast dtypes, and advice."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-import os
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -28,6 +26,12 @@ from apex.tools.compare.timing import Load, LoadMeter, seconds
 
 MODULES = ("amp_C", "apex_C", "fused_adam_cuda", "fused_layer_norm_cuda")
 """Our top-level modules that in NVIDIA's apex are compiled extensions."""
+
+PARTS = ("amp", "parallel", "fp16_utils", "RNN", "reparameterization", "debug")
+"""Our subpackages that NVIDIA's apex lacks."""
+
+OURS = Path(__file__).parents[1]
+"""The folder of our ``apex``."""
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ROUNDS = 5
@@ -50,7 +54,6 @@ class Health:
     Attributes:
         versions: Versions of apex-amp, torch, Python and the system, by name.
         origins: The folder or file that each of our modules comes from.
-        conflicts: Conflicting installations, one sentence each.
         devices: Description of each device.
         speeds: Operations per second by device, operator and dtype; 0 if it is not supported.
         load: Load of the machine while they were measured.
@@ -60,7 +63,6 @@ class Health:
 
     versions: dict[str, str]
     origins: dict[str, str]
-    conflicts: list[str]
     devices: dict[str, str]
     speeds: dict[str, dict[str, dict[str, float]]]
     load: Load
@@ -73,11 +75,9 @@ class Health:
 
     def __str__(self) -> str:
         """Returns the text that ``apex doctor`` prints."""
-        conflicts = [f"Conflict: {conflict}." for conflict in self.conflicts]
         parts = [
             [", ".join(f"{name} {version}" for name, version in self.versions.items())],
             [whose(self.origins)],
-            conflicts or ["No conflicting apex."],
             [*_speed_lines(self)],
             [f"{self.advice} `apex compare` measures the gain on your model."],
         ]
@@ -102,7 +102,6 @@ def examine(device: torch.device) -> Health:
             "system": platform.platform(),
         },
         origins=origins(),
-        conflicts=conflicts(),
         devices={name: _described(torch.device(name)) for name in names},
         speeds=speeds,
         load=meter.load,
@@ -125,32 +124,22 @@ def origins() -> dict[str, str]:
 
 def whose(found: dict[str, str]) -> str:
     """Returns one line on whose apex is whose."""
-    return f"apex from {found['apex']}; amp_C from {found['amp_C']}"
+    kernels = [name for name in MODULES if OURS.parent not in Path(found[name]).parents]
+    theirs = "".join(f", {name} from {found[name]}" for name in kernels)
+    if Path(found["apex"]) == OURS:
+        return f"apex is apex-amp's, all of it, from {OURS}{theirs}"
+    parts = [name for name in PARTS if not (Path(found["apex"]) / name).exists()]
+    return (
+        f"apex is another distribution's, {_version()}from {found['apex']}{theirs}; "
+        f"apex-amp adds {', '.join(parts)}"
+    )
 
 
-def conflicts() -> list[str]:
-    """Returns a sentence for each installation that conflicts with this one, or may do so."""
-    ours = Path(apex.__file__).parent.resolve()
-    found = []
-    for distribution in metadata.distributions(name="apex"):
-        files = distribution.files
-        if files is None or any(file.parts and file.parts[0] == "apex" for file in files):
-            found.append(
-                f"the distribution `apex` {distribution.version} contains modules; "
-                f"uninstall it: {sys.executable} -m pip uninstall apex"
-            )
-    folders = sorted({(Path(entry) / "apex").resolve() for entry in sys.path} - {ours})
-    found += [
-        f"another package apex in {folder} is shadowed by this one; remove it"
-        for folder in folders
-        if (folder / "__init__.py").is_file()
-    ]
-    for name, origin in origins().items():
-        if origin == "nowhere":
-            found.append(f"the module {name} is missing; reinstall apex-amp")
-        elif ours.parent not in Path(origin).resolve().parents:
-            found.append(f"the module {name} comes from {origin}; uninstall that apex")
-    return found
+def _version() -> str:
+    try:
+        return f"version {metadata.version('apex')}, "
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 # -- speeds ----------------------------------------------------------------------------------------
@@ -228,9 +217,6 @@ def _conv(device: torch.device, dtype: torch.dtype) -> tuple[Callable[[], Tensor
 WORK = {"matmul": _matmul, "conv": _conv}
 """Makes each operator, with the floating-point operations of a call."""
 
-_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
-"""Environment variables that keep oneDNN's kernels from instructions that the CPU has."""
-
 
 def _described(device: torch.device) -> str:
     if device.type == "cuda":
@@ -242,8 +228,7 @@ def _described(device: torch.device) -> str:
     extensions = [n for n in ("avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16") if has.get(n)]
     name = has.get("cpu_name") or platform.processor() or platform.machine()
     threads = counted(torch.get_num_threads(), "thread")
-    limits = [f"limited by {each}={os.environ[each]}" for each in _LIMITS if os.environ.get(each)]
-    return ", ".join([name, threads, *(extensions or ["no 16-bit units"]), *limits])
+    return ", ".join([name, threads, *(extensions or ["no 16-bit units"])])
 
 
 def _speed_lines(health: Health) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import configparser
 import importlib
 import inspect
 import io
@@ -15,6 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
+from importlib import resources
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -22,7 +24,6 @@ from typing import Any, Literal
 from apex._unavailable import INSTEAD
 from apex.debug.rendering.formatting import counted
 from apex.tools.errors import InputError
-from apex.tools.migrate_notes import NOTED_KEYWORDS, NOTES, OPTIMIZER_ATTRIBUTES, REFUSED_KEYWORDS
 
 ROOTS = ("apex", "amp_C", "apex_C", "fused_adam_cuda", "fused_layer_norm_cuda")
 """The top-level modules of this distribution."""
@@ -32,6 +33,13 @@ OPTIMIZER = "optimizer."
 
 SKIPPED = frozenset({"site-packages", "dist-packages", "build", "__pycache__"})
 """Folders skipped as copies or third-party code; hidden folders are skipped too."""
+
+_DATA = configparser.ConfigParser(delimiters=("=",), interpolation=None)
+_DATA.optionxform = str  # type: ignore[assignment, method-assign] # names keep their case
+_DATA.read_string(resources.files("apex.tools").joinpath("migrate.ini").read_text("utf-8"))
+NOTES, ATTRIBUTES = dict(_DATA["notes"]), dict(_DATA["optimizer"])
+IDLE = {name: words.split() for name, words in _DATA["idle"].items()}
+"""Notes on names and on attributes of optimizers; arguments without effect."""
 
 NOT_IMPORTED = ("apex.integrations",)
 """Packages whose modules import another library; their names are assumed to exist."""
@@ -50,13 +58,11 @@ class Name:
         name: The name.
         line: From 1.
         keywords: Keyword arguments of the call.
-        quoted: Whether it is a string, as in configs and for ``import_module``.
     """
 
     name: str
     line: int
     keywords: tuple[str, ...] = ()
-    quoted: bool = False
 
 
 @dataclass(frozen=True)
@@ -152,8 +158,7 @@ def migration_of(path: Path) -> Migration:
     found: list[Use] = []
     for file in files:
         try:
-            # Any string may look like a full name; only those that apex has, or had, count.
-            own = [name for name in names(_read(file)) if not name.quoted or is_known(name.name)]
+            own = names(_read(file))
             found += [Use(str(file), each.line, each.name, *verdict_of(each)) for each in own]
         except InputError as error:  # noqa: PERF203 - one bad file must not end the search
             if file == path:
@@ -220,7 +225,7 @@ def names(text: str) -> list[Name]:
     Raises:
         SyntaxError: If it is not valid in the running version of Python.
     """
-    if not any(word in text for word in (*ROOTS, *OPTIMIZER_ATTRIBUTES)):  # not worth parsing
+    if not any(word in text for word in (*ROOTS, *ATTRIBUTES)):  # not worth parsing
         return []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # invalid escapes are the script's concern
@@ -238,7 +243,6 @@ class _Visitor(ast.NodeVisitor):
 
     def __init__(self, module: symtable.SymbolTable) -> None:
         self._tables = [module]  # of the scopes around the visited node
-        self._entered: set[int] = set()
         self._imports: dict[tuple[int, str], set[str]] = defaultdict(set)
         self._direct: list[Name] = []
         self._reads: list[tuple[int, str, list[str], Name]] = []
@@ -254,7 +258,7 @@ class _Visitor(ast.NodeVisitor):
             if imported is not None and full not in ROOTS:  # `apex is None` adds nothing
                 yield Name(full, use.line, use.keywords)
             for attribute in () if imported is not None else attributes:
-                if attribute in OPTIMIZER_ATTRIBUTES:
+                if attribute in ATTRIBUTES:
                     yield Name(OPTIMIZER + attribute, use.line)
 
     def _owner(self, name: str) -> int:
@@ -310,53 +314,23 @@ class _Visitor(ast.NodeVisitor):
             use = Name("", node.lineno, self._calls.get(node, ()))
             self._reads.append((self._owner(node.id), node.id, [], use))
 
-    def visit_Constant(self, node: ast.Constant) -> None:
-        value = node.value
-        if isinstance(value, str) and "." in value and _is_of_apex(value) and _is_dotted(value):
-            self._direct.append(Name(value, node.lineno, quoted=True))
-
-    def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
-        for part in node.values:  # a constant part is not a full name
-            if not isinstance(part, ast.Constant):
-                self.visit(part)
-
     def _visit_scope(self, node: Any) -> None:
         """Visits the body in its own scope, and the rest (defaults, bases) in the one around."""
-        body = [*ast.iter_child_nodes(node)] if isinstance(node, _COMPREHENSIONS) else node.body
-        body = body if isinstance(body, list) else [body]
         for child in ast.iter_child_nodes(node):
-            if child not in body:
+            if child not in node.body:
                 self.visit(child)
-        name = getattr(node, "name", _SCOPES.get(type(node), ""))
-        for table in self._tables[-1].get_children():
-            fits = (table.get_name(), table.get_lineno()) == (name, node.lineno)
-            if fits and table.get_id() not in self._entered:
-                break
-        else:  # comprehensions are part of the scope around in some releases
-            table = self._tables[-1]
-        self._entered.add(table.get_id())
-        self._tables.append(table)
-        for child in body:
+        around = self._tables[-1]
+        own = [
+            table
+            for table in around.get_children()
+            if (table.get_name(), table.get_lineno()) == (node.name, node.lineno)
+        ]
+        self._tables.append(own[-1] if own else around)
+        for child in node.body:
             self.visit(child)
         self._tables.pop()
 
     visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = _visit_scope  # noqa: N815
-    visit_Lambda = visit_ListComp = visit_SetComp = visit_DictComp = _visit_scope  # noqa: N815
-    visit_GeneratorExp = _visit_scope  # noqa: N815
-
-
-def _is_dotted(text: str) -> bool:
-    return all(map(str.isidentifier, text.split(".")))
-
-
-_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-_SCOPES: dict[type, str] = {
-    ast.Lambda: "lambda",
-    ast.ListComp: "listcomp",
-    ast.SetComp: "setcomp",
-    ast.DictComp: "dictcomp",
-    ast.GeneratorExp: "genexpr",
-}
 
 
 # -- verdicts --------------------------------------------------------------------------------------
@@ -367,17 +341,18 @@ def verdict_of(use: Name) -> tuple[Kind, str]:
     kind, text = verdict_of_name(use.name)
     if kind == "not supported" or use.name.startswith(OPTIMIZER):
         return kind, text
-    if refused := [*_refusals(use.name, use.keywords)]:
-        return "not supported", " ".join(refused)
-    name = _noted_name(use.name)
-    return _noted(text, *(NOTED_KEYWORDS.get((name, each), "") for each in use.keywords))
+    taken = _parameters(resolve(use.name)) if use.keywords else None
+    if taken is not None and (unknown := [each for each in use.keywords if each not in taken]):
+        return "not supported", f"{use.name} takes no argument {', '.join(unknown)}: remove it."
+    idle = [each for each in use.keywords if each in IDLE.get(_noted_name(use.name), ())]
+    return _noted(text, *(f"{each} has no effect: remove it." for each in idle))
 
 
 @cache
 def verdict_of_name(name: str) -> tuple[Kind, str]:
     """Returns the verdict on a full name, such as ``apex.optimizers.FusedAdam``."""
     if name.startswith(OPTIMIZER):
-        return _noted(OPTIMIZER_ATTRIBUTES[name.removeprefix(OPTIMIZER)])
+        return _noted(ATTRIBUTES[name.removeprefix(OPTIMIZER)])
     if (instead := _instead(name)) is not None:
         return "not supported", f"Use {instead}."
     try:
@@ -385,11 +360,6 @@ def verdict_of_name(name: str) -> tuple[Kind, str]:
     except LookupError as error:
         return "not supported", str(error.args[0])
     return _noted(NOTES.get(_noted_name(name), ""))
-
-
-def is_known(name: str) -> bool:
-    """Returns whether apex has or had this name."""
-    return verdict_of_name(name)[0] != "not supported" or _instead(name) is not None
 
 
 def resolve(name: str) -> Any:
@@ -444,18 +414,7 @@ def _noted_name(name: str) -> str:
 
 @cache
 def _names_of_objects() -> dict[int, str]:
-    keys = {name for name, _ in (*REFUSED_KEYWORDS, *NOTED_KEYWORDS)} | set(NOTES)
-    return {id(resolve(name)): name for name in sorted(keys)}
-
-
-def _refusals(full_name: str, keywords: tuple[str, ...]) -> Iterator[str]:
-    name = _noted_name(full_name)
-    taken = _parameters(resolve(full_name)) if keywords else None
-    for keyword in keywords:
-        if (name, keyword) in REFUSED_KEYWORDS:
-            yield REFUSED_KEYWORDS[name, keyword]
-        elif taken is not None and keyword not in taken:
-            yield f"{full_name} takes no argument {keyword}: remove it."
+    return {id(resolve(name)): name for name in sorted({*NOTES, *IDLE})}
 
 
 def _parameters(function: Any) -> frozenset[str] | None:

@@ -321,8 +321,7 @@ def begin_call(
         return plan.cast(args, plan.input_dtype), plan.cast(kwargs, plan.input_dtype)
     cast = tree.Cast(plan.input_dtype, made)
     convert = cast.convert if plan.casts_down else None  # in fp32, objects stay as they are
-    uncast = state.uncast if plan.fp32_inputs else ()
-    return tree.map_arguments(cast, args, kwargs, convert, uncast)
+    return tree.map_arguments(cast, args, kwargs, convert, state.uncast)
 
 
 def end_call(state: ModelState, output: Any) -> Any:

@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from apex.tools.compare.columns import COLUMNS
 from apex.tools.compare.results import BASELINE, Comparison, Result
-from apex.tools.compare.table import COLUMNS, NOTHING, Row, footnote, rows
+from apex.tools.compare.table import NOTHING, Row, footnote, rows
 
 GAIN_COLUMNS = ("level", "time", "speed", "memory", "stored", "saved", "verdict")
 TRAINING_COLUMNS = (
     *("level", "compute", "loss", "evaluation", "distance"),
-    *("skipped", "frozen", "underflow", "first"),
+    *("skipped", "frozen"),
 )
 
 _DECAY = 0.8
@@ -87,8 +88,7 @@ def _bars(results: Sequence[Result]) -> dict[tuple[str, str], float]:
             values["memory"][result.name] = result.memory
         if result.training is not None:
             values["stored"][result.name] = result.training.stored.per_param
-        if result.probe is not None:
-            values["saved"][result.name] = result.probe.saved_bytes
+            values["saved"][result.name] = result.training.saved_bytes
     return {
         (name, column): 100 * value / (max(found.values()) or 1)
         for column, found in values.items()

@@ -122,6 +122,8 @@ class Training:
         stored: Bytes between steps.
         frozen: Largest share of the weights whose nonzero update was lost to rounding, over a few
             steps; ``None`` if it cannot be measured.
+        saved_bytes: Bytes that autograd saved for the first backward pass, not counting weights.
+        compute_dtype: The narrowest floating dtype of any module's output in the first pass.
         peak_bytes: Peak memory allocated on CUDA; ``None`` elsewhere.
         distance: Norm of the difference of the final weights from fp32's after as many steps,
             relative to fp32's norm.
@@ -132,6 +134,8 @@ class Training:
     loss_scales: tuple[float, ...]
     stored: Stored
     frozen: float | None = None
+    saved_bytes: int = 0
+    compute_dtype: torch.dtype | None = None
     peak_bytes: int | None = None
     distance: float | None = None
     evaluation: float | None = None
@@ -141,24 +145,6 @@ class Training:
         """Steps, counted from 1, that overflowed, as a fall of the loss scale shows."""
         pairs = itertools.pairwise(self.loss_scales)
         return tuple(step for step, (old, new) in enumerate(pairs, start=1) if new < old)
-
-
-@dataclass(frozen=True)
-class Probe:
-    """One forward and backward pass compared with fp32, from the same weights on the same batch.
-
-    Attributes:
-        compute_dtype: The narrowest floating dtype of any module's output, such as "float16".
-        first: Name of the first module whose output differs from fp32 by more than the dtype's eps,
-            relative to its norm; ``None`` without one.
-        underflow: Share of the gradients that are zero here but not in fp32.
-        saved_bytes: Bytes that autograd saved for backward, not counting weights.
-    """
-
-    compute_dtype: str
-    first: str | None
-    underflow: float
-    saved_bytes: int
 
 
 @dataclass(frozen=True)
@@ -172,7 +158,6 @@ class Result:
         skipped: Whether the level was not trained for either reason.
         training: Record of the training.
         timing: Time per step.
-        probe: One pass compared with fp32.
         errors: Messages of what failed.
     """
 
@@ -182,7 +167,6 @@ class Result:
     skipped: bool = False
     training: Training | None = None
     timing: Timing | None = None
-    probe: Probe | None = None
     errors: tuple[str, ...] = ()
 
     @property
@@ -195,9 +179,7 @@ class Result:
         """The peak bytes on CUDA; elsewhere those stored and saved for backward, 0 if unknown."""
         if self.training is None:
             return 0
-        if self.training.peak_bytes is not None:
-            return self.training.peak_bytes
-        return self.training.stored.bytes + self.probe.saved_bytes if self.probe else 0
+        return self.training.peak_bytes or self.training.stored.bytes + self.training.saved_bytes
 
 
 Word = Literal["use", "ties", "usable", "unclear", "no", "skipped", "baseline"]
@@ -292,9 +274,4 @@ def _result_data(result: Result, comparison: Comparison) -> dict[str, Any]:
     level, speed = result.level, comparison.speed(result)
     data = {name: value for name, value in asdict(result).items() if name != "level"}
     data["speed"] = None if speed is None else asdict(speed)
-    if result.timing is not None:
-        data["timing"]["median"] = result.timing.median
-    if result.training is not None:
-        data["training"]["skipped"] = result.training.skipped
-        data["training"]["stored"]["bytes_per_param"] = result.training.stored.per_param
     return {"level": level.name, "meaning": level.meaning, "dtype": level.dtype, **data}

@@ -1,15 +1,13 @@
-"""Trains, probes and times a target at every level; a failing one does not stop the rest."""
+"""Trains and times a target at every level; a failing one does not stop the rest."""
 
 from __future__ import annotations
 
 import functools
 import gc
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import Any
 
 import torch
@@ -33,9 +31,6 @@ from apex.tools.errors import TargetError, format_error, place_of
 
 EMULATED_STEPS = 10
 """Training steps of a level whose dtype the machine emulates."""
-
-LEAST_SPREAD = 1e-3
-"""Difference of two equal passes in fp32 that is no rounding: fp16's rounding step."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +66,7 @@ def compare(target: str, options: Options, stage: Callable[[str], object]) -> Co
         warnings.filterwarnings("ignore", message="fp16 is emulated")  # the result says so
         run = _Run(build, options, stage)
         run.train()
-        run.probe()
         run.time()
-    run.note_slow_data()
     found = Comparison(
         target=target,
         machine=machine(options.device),
@@ -108,7 +101,6 @@ class _Run:
         self._options, self._build, self._stage = options, build, stage
         first = build()
         self._loss_place = place_of(first.loss)
-        self._draw_times: list[float] = []
         self.batches = self._draw(first)
         self._start = training.snapshot(first.model)
         self._fp32_weights: Mapping[int, State] = {}
@@ -150,18 +142,6 @@ class _Run:
         with self._recording_errors(name, "evaluating"):
             self._put(name, training=training.evaluated(record, trainer, experiment))
 
-    def probe(self) -> None:
-        """Runs one batch forward and backward at each level, from fp32's final weights."""
-        fp32: training.Observation | None = None
-        for name in self._trained():
-            self._stage(f"probe {name}")
-            with self._recording_errors(name, "probing"):
-                seen = self._observed(self.results[name])
-                if fp32 is None:
-                    fp32 = seen
-                    self._note_randomness(fp32)
-                self._put(name, probe=training.probe(self.results[name].level, seen, fp32))
-
     def time(self) -> None:
         """Times all trained levels interleaved, or one by one if memory is too small."""
         self._stage("time all, interleaved")
@@ -200,16 +180,6 @@ class _Run:
 
     # -- notes -----------------------------------------------------------------------------
 
-    def _note_randomness(self, fp32: training.Observation) -> None:
-        """Adds a note if the same pass, from the same seed, gives another result."""
-        spread = training.spread(fp32, self._observed(self.results[BASELINE]))
-        if spread > LEAST_SPREAD:
-            self.notes.append(
-                "The target is random beyond torch's, numpy's and Python's seeds: two equal passes "
-                f"in fp32 differ by {spread:.2g} of their results, and so much of every distance "
-                "from fp32 is no rounding. Seed its other generators when it is built."
-            )
-
     def _note_unmoved(self, model: nn.Module) -> None:
         """Adds a note if training in fp32 left every parameter as it was."""
         end = self._fp32_weights[len(self.batches)]
@@ -220,23 +190,7 @@ class _Run:
                 "the loss depends on the model and the learning rate is above 0."
             )
 
-    def note_slow_data(self) -> None:
-        """Adds a note if a batch takes longer to draw than a step in fp32."""
-        timing, drawing = self.results[BASELINE].timing, 1e3 * median(self._draw_times)
-        if timing is not None and drawing > timing.median:
-            self.notes.append(
-                f"Drawing a batch took {drawing:.3g} ms, longer than a step in fp32 "
-                f"({timing.median:.3g} ms). The speeds do not include it: loading data limits this "
-                "training, and a faster level gains little until that is faster, too."
-            )
-
     # -- helpers of the phases -----------------------------------------------------------------
-
-    def _observed(self, result: Result) -> training.Observation:
-        weights = self._fp32_weights[len(self.batches)]
-        _, trainer = self._fresh(result, weights, settled=True)
-        batch = training.to_device(self.batches[0], self._options.device)
-        return training.observe(trainer, batch, seed=self._options.seed)
 
     def _fresh(
         self, result: Result, state: State, *, settled: bool = False
@@ -260,9 +214,7 @@ class _Run:
         endless, wanted = _cycle(experiment), self._options.steps
         try:
             while len(batches) < wanted:
-                start = time.perf_counter()
                 batches.append(next(endless))
-                self._draw_times.append(time.perf_counter() - start)
         except StopIteration:
             self.notes.append(f"The batches ran out after {len(batches)} of {wanted} steps.")
         except Exception as error:

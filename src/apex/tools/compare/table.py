@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import textwrap
-from typing import NamedTuple
 
 from apex._core import dtypes
-from apex.debug.rendering.formatting import aligned, place, short
-from apex.tools.compare.results import BASELINE, Comparison, Result
+from apex.debug.rendering.formatting import aligned, short
+from apex.tools.compare.columns import COLUMNS
+from apex.tools.compare.results import Comparison, Result
 from apex.tools.compare.training import end_loss
 from apex.tools.compare.verdict import megabytes
 
@@ -18,42 +18,6 @@ WIDTH = 100
 
 Row = dict[str, str]
 """One level's cells, by the names of the columns."""
-
-
-class Column(NamedTuple):
-    """A column: its heading, what it shows, whether the compact table has it, and how it stands."""
-
-    heading: str
-    meaning: str
-    is_compact: bool = False
-    is_left: bool = False
-
-
-COLUMNS = {
-    "level": Column("level", "O0 to O5 of amp, and torch's own ways", True, True),
-    "compute": Column("compute", "narrowest dtype of any module's output", is_left=True),
-    "time": Column("ms / step", "median of steps that the levels take in turns", True),
-    "speed": Column("speed", "median over these rounds of fp32's time divided by its own", True),
-    "memory": Column("memory", "peak on CUDA; elsewhere bytes stored and saved for backward", True),
-    "stored": Column("bytes / param", "weights, masters and optimizer state between steps"),
-    "saved": Column("saved", "bytes that autograd saves for backward, not counting weights"),
-    "loss": Column("final loss", "mean over the last steps", True),
-    "evaluation": Column("evaluate", "what the target's evaluate returned"),
-    "distance": Column("from fp32", "distance of the final weights from fp32's, relative to them"),
-    "skipped": Column("skipped", "steps that overflowed"),
-    "frozen": Column("frozen", "largest share of weights whose update was lost to rounding"),
-    "underflow": Column("zero grads", "gradients that are zero here but not in fp32"),
-    "first": Column(
-        "first beyond eps", "first module that differs from fp32 by more than eps", is_left=True
-    ),
-    "verdict": Column("verdict", "use, ties, usable, unclear, no, skipped", True, True),
-}
-
-
-def legend() -> str:
-    """Returns a line for each column, for the help text."""
-    width = max(len(column.heading) for column in COLUMNS.values())
-    return "\n".join(f"  {c.heading:{width}}  {c.meaning}" for c in COLUMNS.values())
 
 
 def rows(comparison: Comparison) -> list[tuple[Result, Row]]:
@@ -116,7 +80,7 @@ def wrapped(text: str, indent: str = "") -> str:
 
 def _row(result: Result, comparison: Comparison) -> Row:
     timing, speed, memory = result.timing, comparison.speed(result), result.memory
-    record, probe, is_baseline = result.training, result.probe, result.name == BASELINE
+    record = result.training
     verdicts = {verdict.level: verdict.word for verdict in comparison.recommendation.verdicts}
     row = {
         **dict.fromkeys(COLUMNS, NOTHING),
@@ -130,7 +94,8 @@ def _row(result: Result, comparison: Comparison) -> Row:
     if record is not None:
         loss = end_loss(record.losses)
         row |= {
-            "compute": short(probe.compute_dtype if probe else dtypes.name(result.level.dtype)),
+            "compute": short(dtypes.name(record.compute_dtype or result.level.dtype)),
+            "saved": megabytes(record.saved_bytes),
             "stored": f"{record.stored.per_param:.1f}",
             "loss": f"{loss:.4g}" if math.isfinite(loss) else "diverged",
             "evaluation": NOTHING if record.evaluation is None else f"{record.evaluation:.4g}",
@@ -138,11 +103,6 @@ def _row(result: Result, comparison: Comparison) -> Row:
             "skipped": f"{len(record.skipped)} of {len(record.losses)}",
             "frozen": NOTHING if record.frozen is None else _percent(record.frozen),
         }
-    if probe is not None:
-        row["saved"] = megabytes(probe.saved_bytes)
-    if probe is not None and not is_baseline:
-        row["underflow"] = _percent(probe.underflow)
-        row["first"] = "none" if probe.first is None else place(probe.first)
     return row
 
 

@@ -2,8 +2,7 @@
 
 Note [Fresh objects]
     Each level needs a model and an optimizer that no other level has touched. The target is built
-    once, and both are deep-copied together for each use. A model that cannot be copied is built
-    anew each time instead: the file is executed, or the function called, again.
+    once, and both are deep-copied together for each use.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import ast
 import copy
 import functools
-import importlib
 import importlib.util
 import random
 import sys
@@ -26,7 +24,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from apex.debug.arguments import missing_values
 from apex.integrations import scales
 from apex.tools.errors import TargetError, format_error, place_of
 
@@ -83,57 +80,40 @@ def open_target(target: str, *, seed: int = 0) -> Iterator[Build]:
         TargetError: If there is no such target, or it lacks a part. A file that does not define
             the parts is not executed.
     """
-    place, function = _split(target)
-    is_file = place.endswith(".py")
-    if is_file:
-        _look_at(Path(place), function)
-    path, argv = list(sys.path), sys.argv
+    name, _, function = target.partition(".py:")
+    path = Path(f"{name}.py" if function else target)
+    _look_at(path, function)
+    before, argv = list(sys.path), sys.argv
     try:
-        sys.argv = [place]
-        sys.path.insert(0, str(Path(place).resolve().parent) if is_file else "")
-
-        def make() -> Experiment:
-            seed_all(seed)
-            return _made(target, _executed(Path(place)) if is_file else _imported(place), function)
-
-        first = make()
-        try:
-            _copied(first)
-        except Exception as error:
-            if make().model is first.model:
-                raise TargetError(
-                    f"{target} returns the same model each time, and it cannot be deep-copied: "
-                    f"{format_error(error)}. Make TARGET a function that builds a new one at every "
-                    "call."
-                ) from error
-            yield make
-        else:
-            yield functools.partial(_copied, first)
+        sys.argv = [str(path)]
+        sys.path.insert(0, str(path.resolve().parent))
+        seed_all(seed)
+        first = _made(str(path), _executed(path), function)
+        _copied(first)  # to fail now rather than after the first level
+        yield functools.partial(_copied, first)
     finally:
-        sys.path[:], sys.argv = path, argv
+        sys.path[:], sys.argv = before, argv
         sys.modules.pop(_MODULE, None)
 
 
 def seed_all(seed: int) -> None:
     """Seeds torch, Python and, if it is loaded, NumPy: each level draws the same numbers."""
+    seed %= 2**32
     torch.manual_seed(seed)
     random.seed(seed)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        numpy.random.seed(seed % 2**32)
+        numpy.random.seed(seed)
 
 
 def _copied(first: Experiment) -> Experiment:
-    model, optimizer = copy.deepcopy((first.model, first.optimizer))
+    try:
+        model, optimizer = copy.deepcopy((first.model, first.optimizer))
+    except Exception as error:
+        raise TargetError(
+            f"The model cannot be deep-copied, as each level needs: {format_error(error)}"
+        ) from error
     return replace(first, model=model, optimizer=optimizer)
-
-
-def _split(target: str) -> tuple[str, str]:
-    # The colon of a drive letter is not a separator.
-    place, colon, function = target.rpartition(":")
-    if colon and function.isidentifier() and len(place) > 1:
-        return place, function
-    return target, ""
 
 
 # -- the look at a file before it is executed ----------------------------------------------------
@@ -148,7 +128,8 @@ def _look_at(path: Path, function: str) -> None:
     except (OSError, SyntaxError, ValueError) as error:
         why = f"{error.msg}, line {error.lineno}" if isinstance(error, SyntaxError) else error
         raise TargetError(f"{path} cannot be read as Python: {why}.") from error
-    _refuse_initialize(path, tree)
+    if "amp.initialize(" in ast.unparse(tree):
+        raise TargetError(f"{path} {_INITIALIZE} Nothing was run.")
     top = [*_of_module_level(tree)]
     names = set[str]().union(*map(_bound_by, top))
     if function and function not in names and "*" not in names:
@@ -191,18 +172,9 @@ def _bound_by(node: ast.AST) -> set[str]:
     return set()
 
 
-def _refuse_initialize(path: Path, tree: ast.Module) -> None:
-    """Raises if a file calls ``amp.initialize``, with the line."""
-    for node in ast.walk(tree):
-        match node:
-            case ast.Call(func=ast.Attribute(attr="initialize", value=owner)):
-                if ast.unparse(owner) in ("amp", "apex.amp"):
-                    raise TargetError(f"{path} {_INITIALIZE % f' ({path}:{node.lineno})'}")
-
-
 _INITIALIZE = (
-    "calls amp.initialize%s. apex compare does so itself, once per level: return the plain model "
-    "and optimizer in fp32."
+    "calls amp.initialize. apex compare does so itself, once per level: return the plain model and "
+    "optimizer in fp32."
 )
 
 
@@ -220,17 +192,6 @@ def _executed(path: Path) -> ModuleType:
     except (Exception, SystemExit) as error:  # a script may call sys.exit
         raise TargetError(f"Executing {path} failed: {format_error(error)}") from error
     return module
-
-
-def _imported(name: str) -> ModuleType:
-    if not all(map(str.isidentifier, name.split("."))):
-        raise TargetError(f"{name} is neither a .py file nor the name of a module.")
-    try:
-        return importlib.import_module(name)
-    except (Exception, SystemExit) as error:
-        raise TargetError(
-            f"Importing {name} failed: {format_error(error)}. A file name needs its suffix .py."
-        ) from error
 
 
 def _made(target: str, module: ModuleType, function: str) -> Experiment:
@@ -265,10 +226,8 @@ def _checked(target: str, given: Any) -> Experiment:
     if wrong:
         raise TargetError(f"{target}: {'; '.join(wrong)}.")
     model, optimizer, batches, loss = (given[name] for name in PARTS)
-    if missing := missing_values(model):
-        raise TargetError(f"{target}: the model's {missing}")
     if scales.is_prepared(optimizer):
-        raise TargetError(f"{target} {_INITIALIZE % ''}")
+        raise TargetError(f"{target} {_INITIALIZE}")
     return Experiment(model, optimizer, batches, _checked_loss(loss), given.get("evaluate"))
 
 

@@ -1,32 +1,30 @@
-"""One level's whole training, recorded step by step, and one pass of it compared with fp32."""
+"""One level's whole training, recorded step by step."""
 
 from __future__ import annotations
 
 import logging
 import math
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex import amp
-from apex._core import dtypes, tree
+from apex._core import tree
 from apex._core.arguments import kind
-from apex._core.param_groups import params_of
 from apex._engine.autocast.region import CastRegion
 from apex._engine.optimizer.optimizer_class import binding_of
 from apex.debug import frozen_updates
 from apex.debug.storages import Storages
 from apex.integrations import scales
-from apex.tools.compare.results import Level, Probe, Stored, Training
-from apex.tools.compare.target import Experiment, seed_all
+from apex.tools.compare.results import Level, Stored, Training
+from apex.tools.compare.target import Experiment
 from apex.tools.errors import TargetError
 
 INITIAL_SCALE = 2.0**16
@@ -37,34 +35,7 @@ FROZEN_SAMPLES = 8
 LAST_STEPS = 10
 """Number of steps that the final loss is averaged over."""
 
-_DROPOUT = (
-    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
-    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
-)
-
 State = Mapping[str, Tensor]
-
-
-class Trainer(Protocol):
-    """Trains a model that is prepared for one level."""
-
-    model: nn.Module
-    optimizer: Optimizer
-
-    def backward(self, batch: Any) -> Tensor:
-        """Returns the loss (0-d, detached) and leaves gradients on the stepped parameters."""
-
-    def unscale(self) -> None:
-        """Unscales these gradients if they are scaled; call at most once per step."""
-
-    def step(self) -> None:
-        """Steps unless a gradient overflowed, then clears the gradients."""
-
-    def loss_scale(self) -> float:
-        """Returns the current loss scale (multiplier). Waits for the device."""
-
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Returns ``function(*args)`` under the level's casts."""
 
 
 def prepare(
@@ -75,16 +46,19 @@ def prepare(
     A dynamic scale starts at ``loss_scale``.
     """
     experiment.model.to(device)
-    maker = _AutocastTrainer if level.autocast else _AmpTrainer
-    return maker(level, experiment, device, loss_scale)
+    if level.autocast:
+        return _AutocastTrainer(level, experiment, device, loss_scale)
+    return _AmpTrainer(level, experiment, loss_scale)
 
 
 class _AmpTrainer:
-    """Trains with ``amp.initialize`` and ``amp.scale_loss``."""
+    """Trains with ``amp.initialize`` and ``amp.scale_loss``.
 
-    def __init__(
-        self, level: Level, experiment: Experiment, device: torch.device, loss_scale: float
-    ) -> None:
+    ``backward`` returns the loss (0-d, detached), ``run`` a function's result under the level's
+    casts; ``step`` steps unless a gradient overflowed, and clears the gradients.
+    """
+
+    def __init__(self, level: Level, experiment: Experiment, loss_scale: float) -> None:
         self._loss = experiment.loss
         options = {"opt_level": level.name, **level.options}
         with _quiet():
@@ -167,6 +141,10 @@ class _AutocastTrainer:
             return function(*args)
 
 
+Trainer = _AmpTrainer | _AutocastTrainer
+"""Trains a model that is prepared for one level."""
+
+
 # -- training --------------------------------------------------------------------------------------
 
 
@@ -197,8 +175,10 @@ def train(
     weights: dict[int, State] = {}
     count = min(FROZEN_SAMPLES, len(batches))
     sampled = {round(len(batches) * at / count) for at in range(1, count + 1)}
+    saved, seen = Storages(trainer.model.parameters()), set[torch.dtype]()
     for step, batch in enumerate(batches, start=1):
-        loss = trainer.backward(to_device(batch, device))
+        with _counted(trainer.model, saved, seen) if step == 1 else nullcontext():
+            loss = trainer.backward(to_device(batch, device))
         losses.append(float(loss))  # sync: every loss is shown
         if step in sampled:
             frozen += _count_frozen(trainer)
@@ -212,6 +192,8 @@ def train(
         loss_scales=tuple(loss_scales),
         stored=stored(trainer.model, trainer.optimizer),
         frozen=max(frozen, default=None),
+        saved_bytes=saved.total,
+        compute_dtype=min(seen, key=lambda dtype: (dtype.itemsize, str(dtype)), default=None),
         peak_bytes=torch.cuda.max_memory_allocated(device) if on_cuda else None,
     )
     return record, weights
@@ -297,117 +279,19 @@ def _count_frozen(trainer: Trainer) -> list[float]:
     return [updates.frozen / updates.wanted] if updates is not None and updates.wanted else []
 
 
-# -- one pass compared with fp32 -------------------------------------------------------------------
+@contextmanager
+def _counted(model: nn.Module, storages: Storages, dtypes: set[torch.dtype]) -> Iterator[None]:
+    """Adds what autograd saves inside to ``storages``, and the outputs' dtypes to ``dtypes``."""
 
+    def note(_: nn.Module, __: object, output: Any) -> None:
+        dtypes.update(t.dtype for t in tree.tensors(output) if t.is_floating_point())
 
-@dataclass(frozen=True)
-class Observation:
-    """One pass: outputs of leaf modules and of the model, gradients, and bytes saved for backward.
-
-    Attributes:
-        outputs: In fp32 on the CPU, by module name and call number, in forward order.
-        dtypes: Floating dtypes of the outputs.
-        grads: Gradients of the stepped parameters, likewise; ``None`` if missing.
-        saved_bytes: Bytes that autograd saved for backward.
-    """
-
-    outputs: dict[tuple[str, int], Tensor]
-    dtypes: frozenset[torch.dtype]
-    grads: list[Tensor | None]
-    saved_bytes: int
-
-
-def observe(trainer: Trainer, batch: Any, *, seed: int) -> Observation:
-    """Runs one forward and backward pass of ``trainer`` without a step.
-
-    Dropout is disabled, because masks would differ between dtypes.
-    """
-    for module in trainer.model.modules():
-        if isinstance(module, _DROPOUT):
-            module.eval()
-    outputs: dict[tuple[str, int], Tensor] = {}
-    kinds: set[torch.dtype] = set()
-    calls: Counter[str] = Counter()
-
-    def keep(name: str, output: Any) -> None:
-        found = next((t for t in tree.tensors(output) if t.is_floating_point()), None)
-        if found is None:
-            return
-        if name:  # the model's output may have been cast for the caller
-            kinds.add(found.dtype)
-        outputs[name, calls[name]] = _kept(found)
-        calls[name] += 1
-
-    handles = [
-        module.register_forward_hook(lambda _, __, output, name=name: keep(name, output))
-        for name, module in trainer.model.named_modules()
-        if not name or next(module.children(), None) is None
-    ]
-    seed_all(seed)
-    saved = Storages(trainer.model.parameters())
+    # The output of the model itself may have been cast for the caller.
+    inner = [m for m in model.modules() if m is not model and not [*m.children()]] or [model]
+    handles = [module.register_forward_hook(note) for module in inner]
     try:
-        with saved.of_saved_tensors():
-            trainer.backward(batch)
+        with storages.of_saved_tensors():
+            yield
     finally:
         for handle in handles:
             handle.remove()
-    trainer.unscale()
-    grads = [
-        None if param.grad is None else _kept(param.grad.to_dense())
-        for param in params_of(trainer.optimizer)
-    ]
-    return Observation(outputs, frozenset(kinds), grads, saved.total)
-
-
-def probe(level: Level, seen: Observation, fp32: Observation) -> Probe:
-    """Returns how ``seen`` differs from the same pass in fp32."""
-    eps = torch.finfo(level.dtype).eps
-    beyond = (key[0] for key, a, b in _same_outputs(seen, fp32) if _relative(a, b) > eps)
-    lowest = min(seen.dtypes, key=lambda dtype: (dtype.itemsize, str(dtype)), default=level.dtype)
-    return Probe(
-        compute_dtype=dtypes.name(lowest),
-        first=next(beyond, None),
-        underflow=_underflow(seen.grads, fp32.grads),
-        saved_bytes=seen.saved_bytes,
-    )
-
-
-def spread(first: Observation, second: Observation) -> float:
-    """Returns the largest relative difference of outputs and gradients of two equal passes."""
-    pairs = [(b, a) for _, a, b in _same_outputs(first, second)]
-    grads = zip(second.grads, first.grads, strict=True)
-    pairs += [(a, b) for a, b in grads if a is not None and b is not None]
-    return max((_relative(a, b) for a, b in pairs if a.shape == b.shape), default=0.0)
-
-
-def _same_outputs(
-    seen: Observation, fp32: Observation
-) -> Iterator[tuple[tuple[str, int], Tensor, Tensor]]:
-    for key, output in seen.outputs.items():
-        other = fp32.outputs.get(key)
-        if other is not None and other.shape == output.shape:
-            yield key, output, other
-
-
-def _kept(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", torch.float32, copy=True)
-
-
-def _relative(output: Tensor, fp32: Tensor) -> float:
-    """Returns the distance relative to fp32; an equal inf, or NaN, in both is no distance."""
-    output, fp32 = output.double(), fp32.double()
-    alike = (output == fp32) | (output.isnan() & fp32.isnan())
-    size = float(fp32[fp32.isfinite()].norm())  # sync: on the CPU already
-    difference = float(torch.where(alike, 0.0, output - fp32).norm())  # sync: on the CPU already
-    if not math.isfinite(difference):
-        return math.inf
-    return difference / size if size else difference
-
-
-def _underflow(grads: list[Tensor | None], fp32: list[Tensor | None]) -> float:
-    there = zero = 0
-    for low, full in zip(grads, fp32, strict=True):
-        if low is not None and full is not None:
-            there += int(full.count_nonzero())  # sync: on the CPU already
-            zero += int(((full != 0) & (low == 0)).count_nonzero())  # sync: on the CPU already
-    return zero / there if there else 0.0

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from statistics import stdev
 
 import torch
@@ -63,14 +62,6 @@ _FP32_NOT_FINITE = (
 MEASURE = "what the others are measured against"
 
 
-class Outcome(Enum):
-    """What the times say of a level."""
-
-    FASTER = "faster"
-    NOT_FASTER = "not faster"
-    UNCLEAR = "unclear"
-
-
 @dataclass(frozen=True)
 class _Timed:
     """A level that was timed, its speed relative to fp32, and fp32's result."""
@@ -84,11 +75,11 @@ class _Timed:
         return self.result.name
 
     @property
-    def outcome(self) -> Outcome:
-        """What its speed says; see Note [Verdict on speed]."""
+    def is_faster(self) -> bool | None:
+        """Whether it is faster, None if that is unclear; see Note [Verdict on speed]."""
         if self.speed.median >= LEAST_GAIN:
-            return Outcome.FASTER if self.speed.low > 1 else Outcome.UNCLEAR
-        return Outcome.NOT_FASTER if self.speed.high < MOST_MISSED else Outcome.UNCLEAR
+            return True if self.speed.low > 1 else None
+        return False if self.speed.high < MOST_MISSED else None
 
     @property
     def saved(self) -> int:
@@ -101,8 +92,8 @@ class _Timed:
     @property
     def gains(self) -> bool:
         """Whether it is faster than fp32, or much smaller and no slower."""
-        no_slower = self.outcome is Outcome.NOT_FASTER and self.speed.median >= 1 / LEAST_GAIN
-        return self.outcome is Outcome.FASTER or (no_slower and self.saved >= LEAST_BYTES_SAVED)
+        no_slower = self.is_faster is False and self.speed.median >= 1 / LEAST_GAIN
+        return bool(self.is_faster) or (no_slower and self.saved >= LEAST_BYTES_SAVED)
 
     @property
     def facts(self) -> list[str]:
@@ -167,7 +158,7 @@ def _judged(
     if usable and (text := _undecidable(comparison)):
         return _Judged(None, text)
     gaining = [each for each in sound if each.gains]
-    unclear = [each for each in sound if each.outcome is Outcome.UNCLEAR]
+    unclear = [each for each in sound if each.is_faster is None]
     if gaining:
         alike = _fastest_and_ties(gaining, comparison)
         best = min(alike, key=lambda each: each.preference)
@@ -217,19 +208,12 @@ def _fastest_and_ties(candidates: Sequence[_Timed], comparison: Comparison) -> l
 
 
 def _use(best: _Timed, ties: Sequence[_Timed]) -> str:
-    facts = best.facts if best.outcome is Outcome.FASTER else best.facts[::-1]
+    facts = best.facts if best.is_faster else best.facts[::-1]
     gain = ", ".join([*facts, "and a final loss within the noise of fp32"])
     text = f"Use {best.name} ({best.result.level.meaning}): {gain}."
     if not ties:
         return text
-    (stored, scaled), whys = best.preference, []
-    if not stored and any(each.preference[0] for each in ties):
-        whys.append("its weights stay fp32")
-    if not scaled and any(each.preference[1] for each in ties):
-        whys.append("bf16 needs no loss scale")
     text += f" Equally fast within the spread: {', '.join(map(_prose, ties))}."
-    if whys:
-        text += f" {best.name} is named because {' and '.join(whys)}."
     same = [each for each in ties if each.preference == best.preference]
     return text + (f" A script that uses {_prose(same[0])} can keep it." if same else "")
 
@@ -266,7 +250,7 @@ def _word(result: Result, timed: _Timed | None, judged: _Judged, refused: str) -
         return "use", facts
     if timed in judged.ties:
         return "ties", facts
-    if timed.outcome is Outcome.UNCLEAR:
+    if timed.is_faster is None:
         return "unclear", f"{facts}; the times do not tell"
     more = "no gain" if judged.best is None else f"{judged.level} gains more"
     return "usable", f"{facts}; {more}"
@@ -282,26 +266,17 @@ def _grouped(refusals: Mapping[str, str]) -> list[str]:
 
 
 def _reasons(best: Result, base: Result) -> list[str]:
-    reasons = []
-    if best.timing is not None and base.timing is not None:
-        ours, fp32 = best.timing.median, base.timing.median
-        reasons.append(f"Time: {ours:.3g} ms a step, against {fp32:.3g} ms in fp32.")
-    if best.training is not None and base.training is not None:
-        losses = base.training.losses
-        reasons.append(
-            f"Final loss: {end_loss(best.training.losses):.4g}, against "
-            f"{end_loss(losses):.4g} in fp32 (standard deviation {noise(losses):.2g})."
-        )
-        reasons.append(
-            f"Stored: {best.training.stored.per_param:.1f} bytes per parameter, against "
-            f"{base.training.stored.per_param:.1f}."
-        )
-    if best.probe is not None and base.probe is not None:
-        reasons.append(
-            f"Saved for backward: {megabytes(best.probe.saved_bytes)}, against "
-            f"{megabytes(base.probe.saved_bytes)}."
-        )
-    return reasons
+    if not (best.timing and base.timing and best.training and base.training):
+        return []
+    ours, fp32 = best.training, base.training
+    return [
+        f"Time: {best.timing.median:.3g} ms a step, against {base.timing.median:.3g} ms in fp32.",
+        f"Final loss: {end_loss(ours.losses):.4g}, against {end_loss(fp32.losses):.4g} in fp32 "
+        f"(standard deviation {noise(fp32.losses):.2g}).",
+        f"Stored: {ours.stored.per_param:.1f} bytes per parameter, against "
+        f"{fp32.stored.per_param:.1f}. Saved for backward: {megabytes(ours.saved_bytes)}, against "
+        f"{megabytes(fp32.saved_bytes)}.",
+    ]
 
 
 def megabytes(count: int) -> str:
