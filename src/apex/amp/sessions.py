@@ -34,6 +34,7 @@ def new_session(
     types, dtype, spec = device_types(models), policy.compute_dtype, None
     if dtype is not None:
         spec = CastSpec(dtype, types, lists.op_table(dtype), allow_banned)
+        _amp_state.functions.listed = lists.python_functions()
     _warn_if_emulated(policy.low_precision, types)
     return Session(
         policy,

@@ -15,16 +15,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from apex._core.op_table import (
-    COVERED_INSIDE,
     DEVICE_LIMITS,
     NATIVE_DIFFERENCES,
     CastSpec,
     OpTable,
 )
+from apex._engine.autocast.kernels import native_category
 from apex._engine.autocast.region import CastRegion
 from apex._torch import dispatcher
 from tests.casts.op_calls import convert
-from tests.casts.op_rows import arguments, floating, rows
+from tests.casts.op_rows import arguments, called, floating, placed, rows
 
 FP32 = torch.float32
 LOW = [torch.bfloat16, torch.float16]
@@ -35,8 +35,7 @@ ON_OTHERS = [(row, device) for device in ("xpu", "mps") for row in rows()]
 KEPT = {
     (row, device)
     for row, device in ON_OTHERS
-    if (dispatcher.has_autocast(row, device) or row in COVERED_INSIDE)
-    and row not in {*NATIVE_DIFFERENCES[device], *DEVICE_LIMITS.get(device, {})}
+    if native_category(row, device) is not None and row not in NATIVE_DIFFERENCES[device]
 }
 # Their fake tensors ask for a kernel of the device's. torch has one source for CUDA's and XPU's.
 ONLY_ON_A_DEVICE = {("scaled_dot_product_attention", device) for device in ("xpu", "mps")}
@@ -73,7 +72,7 @@ def wanted(row, dtypes, low, device="cpu"):
     category = DEVICE_LIMITS.get(device, {}).get(row, CATEGORY[row])
     if category in ("low_precision", "recurrent"):
         return low
-    if category == "low_precision_inplace":
+    if category == "destination":
         return dtypes[0]
     if category == "promote":
         return functools.reduce(torch.promote_types, dtypes)
@@ -82,16 +81,6 @@ def wanted(row, dtypes, low, device="cpu"):
     if category == "banned" and torch.float16 in dtypes:
         return None
     return FP32
-
-
-def called(row, args, kwargs):
-    """Calls the operator, or in place on a copy of its first argument."""
-    if CATEGORY[row].endswith("_inplace"):
-        args = (args[0].clone(), *args[1:])
-        result = dispatcher.overload(row)(*args, **kwargs)
-        assert result is args[0]
-        return result
-    return dispatcher.overload(row)(*args, **kwargs)
 
 
 def check(row, device):
@@ -106,12 +95,6 @@ def check(row, device):
             got = region(low, device).run(called, row, given, kwargs)
             expected = called(row, placed(row, convert(given, dtype), device), kwargs)
             assert_same(got, expected, dtype)
-
-
-def placed(row, args, device):
-    """Returns the arguments on a device, but the lengths of packed sequences on the host."""
-    there = tree_map_only(Tensor, lambda tensor: tensor.to(device), args)
-    return (there[0], args[1].cpu(), *there[2:]) if row.endswith(".data") else there
 
 
 def assert_same(got, expected, dtype):
@@ -130,7 +113,7 @@ def test_a_row_is_its_operator_on_explicitly_cast_arguments(row):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("row", rows())
+@pytest.mark.parametrize("row", rows("cuda"))
 @IGNORES
 def test_a_row_on_cuda_is_its_operator_on_explicitly_cast_arguments(row):
     check(row, "cuda")
