@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from apex import amp
 from apex.debug.watch import arm
-from tests.amp.cases import Net, backward, loss_of, one_weight, overflow, prepared, sgd
 from tests.support.host_reads import HostReads
+from tests.support.steps import Net, backward, loss_of, one_weight, overflow, prepared, sgd
 from tests.training import cases
 
 
