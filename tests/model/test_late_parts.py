@@ -372,21 +372,6 @@ def test_float_between_backward_and_step_changes_no_step(level):
     assert cases.same(cases.masters(optimizer), cases.masters(expected[1]))
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
-@pytest.mark.parametrize("scale", [1.0, 128.0])
-@pytest.mark.parametrize("first", [True, False])
-def test_gradients_written_before_or_after_float_reach_the_masters(level, scale, first):
-    model, optimizer = prepared(level, loss_scale=scale)
-    x, y = cases.batch()
-    cases.backward(model, optimizer, x, y)
-    halves = [grad / 2 for grad in cases.grads(amp.master_params(optimizer))]
-    for change in ("write", "cast") if first else ("cast", "write"):
-        if change == "cast":
-            model.float()
-        for param in model.parameters() if change == "write" else ():
-            param.grad.mul_(0.5)
-    assert cases.same(cases.grads(amp.master_params(optimizer)), halves)
-    assert cases.same(cases.grads(model.parameters()), halves)
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])

@@ -233,7 +233,7 @@ class BackwardPass:
             if own is not None:
                 scaler.found_inf.fill_(float(bool(own())))
             left = {id(each) for each in self._bindings} - {id(each) for each in bindings}
-            for binding in self._flagged:
+            for binding in self._flagged if moves else ():  # else the later pass flags for both
                 if id(binding) not in left:
                     binding.note_overflow(scaler.found_inf)
         if moves:
