@@ -372,8 +372,6 @@ def test_float_between_backward_and_step_changes_no_step(level):
     assert cases.same(cases.masters(optimizer), cases.masters(expected[1]))
 
 
-
-
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_half_is_what_the_model_is_already_and_batch_norm_stays(level):
     model, _ = prepared(level, nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)))
