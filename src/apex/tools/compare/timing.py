@@ -88,11 +88,11 @@ class Load:
 
     def __str__(self) -> str:
         """Returns, for instance, ``"load 17 on 2 cores"``."""
-        if self.average is not None and not self.waiting > MOST_WAITING:
-            return f"load {self.average:.2g} on {counted(self.cores, 'core')}"
         load = "" if self.average is None else f"load {self.average:.2g} on "
-        cores = counted(self.cores, "core")
-        return f"{load}{cores}; this process waited for a core {self.waiting:.0%} of the time"
+        text = load + counted(self.cores, "core")
+        if self.waiting > MOST_WAITING:
+            text += f"; this process waited for a core {self.waiting:.0%} of the time"
+        return text
 
 
 def speed_of(ours: Timing, base: Timing, *, paired: bool) -> Interval | None:
