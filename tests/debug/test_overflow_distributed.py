@@ -12,11 +12,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from apex import amp
+from apex.debug.check import why_skipped
 from apex.debug.overflow import trace_overflow
-from apex.debug.skips import why_skipped
 from apex.parallel import SyncBatchNorm
-from tests.amp.cases import backward
 from tests.support.features import shards_on_cpu
+from tests.support.steps import backward
 
 pytestmark = pytest.mark.distributed
 

@@ -1,13 +1,12 @@
 """What the doctor finds, and what it makes of it."""
 
 import json
-import sys
 import time
 
 import pytest
 import torch
 
-from apex.cli import BAD_INPUT, FAILED, OK, main
+from apex.cli import BAD_INPUT, OK, main
 from apex.tools import doctor
 from apex.tools.compare import timing
 from apex.tools.compare.timing import Load
@@ -17,8 +16,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def quick(monkeypatch):
-    """A quiet machine with one apex."""
-    monkeypatch.setattr(doctor, "conflicts", list)
+    """A quiet machine."""
     monkeypatch.setattr(Load, "busy", False)
 
 
@@ -73,33 +71,34 @@ def test_a_dtype_that_fails_is_not_supported(monkeypatch):
     assert found["bfloat16"]["matmul"] > 0.0
 
 
-def test_the_text_says_where_apex_and_amp_c_come_from(quick, capsys):
+def test_the_text_says_whose_apex_is_whose(quick, capsys):
     assert main(["doctor", "--device", "cpu"]) == OK
     out = capsys.readouterr().out
-    assert f"apex from {doctor.origins()['apex']}; amp_C from {doctor.origins()['amp_C']}" in out
-    assert "No conflicting apex." in out
+    assert doctor.whose(doctor.origins()) in out
     assert "matmul" in out
     assert "Start with O" in out
-    assert "huge" not in out
+
+
+def test_alone_apex_is_all_ours():
+    assert doctor.whose(doctor.origins()) == f"apex is apex-amp's, all of it, from {doctor.OURS}"
+
+
+def test_beside_another_apex_the_line_names_both(tmp_path):
+    for name in ("optimizers", "debug"):
+        (tmp_path / "apex" / name).mkdir(parents=True)
+    kernel = str(tmp_path / "amp_C.so")
+    found = {**doctor.origins(), "apex": str(tmp_path / "apex"), "amp_C": kernel}
+    line = doctor.whose(found)
+    assert line.startswith("apex is another distribution's, ")
+    assert f"from {tmp_path / 'apex'}, amp_C from {kernel}; " in line
+    assert line.endswith("apex-amp adds amp, parallel, fp16_utils, RNN, reparameterization")
 
 
 def test_the_json_is_alone_on_standard_output(quick, capsys):
     assert main(["doctor", "--json", "-"]) == OK
     data = json.loads(capsys.readouterr().out)
-    assert data["conflicts"] == []
+    assert data["origins"] == doctor.origins()
     assert data["opt_level"] in ("O0", "O1", "O4")
-
-
-def test_another_apex_is_a_conflict(quick, tmp_path, monkeypatch, capsys):
-    monkeypatch.undo()
-    (tmp_path / "amp_C.py").touch()
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    monkeypatch.delitem(sys.modules, "amp_C", raising=False)
-    assert doctor.conflicts()[-1] == (
-        f"the module amp_C comes from {tmp_path / 'amp_C.py'}; uninstall that apex"
-    )
-    assert main(["doctor"]) == FAILED
-    assert f"Conflict: the module amp_C comes from {tmp_path}" in capsys.readouterr().out
 
 
 def test_a_device_that_is_not_there_is_bad_input(capsys):

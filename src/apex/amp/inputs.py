@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -57,16 +57,6 @@ def rules(name: str, given: object) -> tuple[Any, ...]:
         return tuple(given)
     shown = given.__name__ if isinstance(given, type) else repr(given)
     raise TypeError(f"{name} is {shown}; it accepts a sequence. Pass {name}=[{shown}].")
-
-
-def models_and_optimizers(*given: object) -> Iterator[nn.Module | Optimizer]:
-    """Yields the models and optimizers among the arguments, unwrapping optimizers."""
-    for each in given:
-        for item in each if isinstance(each, list | tuple) else [each]:
-            if isinstance(item, nn.Module):
-                yield conversion.module_behind(item)
-            elif isinstance(inner := getattr(item, "optim", item), Optimizer):
-                yield inner
 
 
 def check_models(models: Sequence[nn.Module], plan: ModelPlan, *, op_casts: bool) -> None:

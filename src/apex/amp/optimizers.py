@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -40,10 +40,15 @@ def unwrap(optimizer: Any) -> Optimizer:
 
 
 def _inside(optimizer: Any) -> Optimizer | None:
-    if isinstance(optimizer, Optimizer):
-        return optimizer
-    inner = (getattr(optimizer, name, None) for name in ("optim", "_optimizer"))
-    return next((each for each in inner if isinstance(each, Optimizer)), None)
+    """Returns the prepared optimizer behind wrappers, or the first that is an optimizer at all."""
+    itself = isinstance(optimizer, Optimizer)
+    if itself and binding_of(optimizer) is not None:
+        return cast(Optimizer, optimizer)
+    held = (getattr(optimizer, name, None) for name in ("optim", "_optimizer", "optimizer"))
+    inner = next((_inside(each) for each in held if isinstance(each, Optimizer)), None)
+    # accelerate's wrapper is an optimizer, too: the one inside counts if amp has prepared it.
+    prepared = inner is not None and binding_of(inner) is not None
+    return cast(Optimizer, optimizer) if itself and not prepared else inner
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:

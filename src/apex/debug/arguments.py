@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from apex._core import arguments, tree
 from apex.amp.optimizers import unwrap
-from apex.debug.module_tracker import unwrapped
+from apex.debug.place import unwrapped
 
 
 def inner(optimizer: Any) -> Optimizer:

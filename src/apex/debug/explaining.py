@@ -848,8 +848,9 @@ def _by_autocast(op: str, computed_in: str, function: str, device: str, dtype: t
 
 
 _LISTS: dict[Category, str] = {
-    **dict.fromkeys(("low_precision", "low_precision_inplace", "recurrent"), "low precision list"),
-    **dict.fromkeys(("fp32", "fp32_inplace", "to_cpu"), "fp32 list"),
+    **dict.fromkeys(("low_precision", "recurrent"), "low precision list"),
+    "destination": "dtype of what is written",
+    **dict.fromkeys(("fp32", "fp32_inplace"), "fp32 list"),
     "banned": "banned list, run in fp32",
     "promote": "promote list",
 }

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from apex._core import tree
-from apex._engine.autocast.blocks import no_casts
-from apex._engine.autocast.thread_casts import DEVICE_TYPES
+from apex._engine.autocast.region import casts_off as casts_off
 from apex._torch.devices import accelerator
 
 
@@ -39,11 +38,6 @@ def preserve_state(model: nn.Module, arguments: object) -> Iterator[None]:
         stack.callback(_restore_values, buffers)
         stack.enter_context(eager())
         yield
-
-
-def casts_off() -> AbstractContextManager[Any]:
-    """Returns a context without casts of amp's regions or any ``torch.autocast``."""
-    return no_casts([device for device in DEVICE_TYPES if torch.is_autocast_enabled(device)])
 
 
 def _restore_values(saved: list[tuple[Tensor, Tensor]]) -> None:

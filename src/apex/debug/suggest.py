@@ -31,6 +31,7 @@ from apex._engine.session import Session
 from apex._torch import ranks
 from apex.amp import frontend, inputs
 from apex.amp.properties import level_defaults, to_policy
+from apex.amp.sessions import new_session
 from apex.debug.arguments import check_loss, check_loss_fn, checked_model, floating_outputs
 from apex.debug.preserve_state import casts_off, preserve_state
 from apex.debug.rendering import formatting
@@ -364,9 +365,7 @@ class _Trials:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="fp16 is emulated")
             inputs.check_models([model], plan, op_casts=op_casts)
-            session = frontend._session(
-                self._policy, ScaleRule(), [model], num_losses=1, keep_fp32=False
-            )
+            session = new_session(self._policy, ScaleRule(), models=[model])
         with ExitStack() as stack:
             stack.callback(session.close)
             session.prepare([model], [], plan)

@@ -17,7 +17,7 @@ from apex.amp.optimizers import unwrap
 def is_prepared(optimizer: Any) -> bool:
     """Returns whether ``amp.initialize`` has received this optimizer, enabled or not."""
     own = unwrap(optimizer)
-    return binding_of(own) is not None or own in _amp_state.disabled
+    return binding_of(own) is not None or not _amp_state.enabled
 
 
 def state_dict(optimizer: Any) -> dict[str, dict[str, Any]]:

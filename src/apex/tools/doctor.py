@@ -1,11 +1,10 @@
-"""``apex doctor``: where apex comes from, conflicting packages, fast dtypes, and advice."""
+"""``apex doctor``: whose apex is whose, fast dtypes, and advice."""
 
 from __future__ import annotations
 
 import importlib.util
 import platform
 import statistics
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -23,6 +22,12 @@ from apex.tools.devices import describe
 MODULES = ("amp_C", "apex_C", "fused_adam_cuda", "fused_layer_norm_cuda")
 """Our top-level modules that in NVIDIA's apex are compiled extensions."""
 
+PARTS = ("amp", "parallel", "fp16_utils", "RNN", "reparameterization", "debug")
+"""Our subpackages that NVIDIA's apex lacks."""
+
+OURS = Path(__file__).parents[1]
+"""The folder of our ``apex``."""
+
 LEAST_GAIN = 1.2
 """Least speed-up over fp32 in single operators that still pays off in a whole model."""
 
@@ -37,7 +42,6 @@ class Health:
     Attributes:
         versions: Versions of apex-amp, torch, Python and the system, by name.
         origins: The folder or file that each of our modules comes from.
-        conflicts: Conflicting installations, one sentence each.
         devices: Description of each device.
         speeds: Speed relative to fp32 by device, dtype and operator; 0 if it is not supported.
         load: Load of the machine while they were measured.
@@ -47,7 +51,6 @@ class Health:
 
     versions: dict[str, str]
     origins: dict[str, str]
-    conflicts: list[str]
     devices: dict[str, str]
     speeds: dict[str, dict[str, dict[str, float]]]
     load: Load
@@ -60,11 +63,9 @@ class Health:
 
     def __str__(self) -> str:
         """Returns the text that ``apex doctor`` prints."""
-        conflicts = [f"Conflict: {conflict}." for conflict in self.conflicts]
         parts = [
             [", ".join(f"{name} {version}" for name, version in self.versions.items())],
             [whose(self.origins)],
-            conflicts or ["No conflicting apex."],
             [*_speed_lines(self)],
             [f"{self.advice} `apex compare` measures the gain on your model."],
         ]
@@ -89,7 +90,6 @@ def examine(device: torch.device) -> Health:
             "system": platform.platform(),
         },
         origins=origins(),
-        conflicts=conflicts(),
         devices={name: describe(torch.device(name)) for name in names},
         speeds=speeds,
         load=meter.load,
@@ -112,26 +112,22 @@ def origins() -> dict[str, str]:
 
 def whose(found: dict[str, str]) -> str:
     """Returns one line on whose apex is whose."""
-    return f"apex from {found['apex']}; amp_C from {found['amp_C']}"
+    kernels = [name for name in MODULES if OURS.parent not in Path(found[name]).parents]
+    theirs = "".join(f", {name} from {found[name]}" for name in kernels)
+    if Path(found["apex"]) == OURS:
+        return f"apex is apex-amp's, all of it, from {OURS}{theirs}"
+    parts = [name for name in PARTS if not (Path(found["apex"]) / name).exists()]
+    return (
+        f"apex is another distribution's, {_version()}from {found['apex']}{theirs}; "
+        f"apex-amp adds {', '.join(parts)}"
+    )
 
 
-def conflicts() -> list[str]:
-    """Returns a sentence for each installation that conflicts with this one, or may do so."""
-    ours = Path(apex.__file__).parent.resolve()
-    found = []
-    for distribution in metadata.distributions(name="apex"):
-        files = distribution.files
-        if files is None or any(file.parts and file.parts[0] == "apex" for file in files):
-            found.append(
-                f"the distribution `apex` {distribution.version} contains modules; "
-                f"uninstall it: {sys.executable} -m pip uninstall apex"
-            )
-    for name, origin in origins().items():
-        if origin == "nowhere":
-            found.append(f"the module {name} is missing; reinstall apex-amp")
-        elif ours.parent not in Path(origin).resolve().parents:
-            found.append(f"the module {name} comes from {origin}; uninstall that apex")
-    return found
+def _version() -> str:
+    try:
+        return f"version {metadata.version('apex')}, "
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 # -- speeds ----------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
 
-from apex.debug.frames import is_user_file
+from apex.debug.place import is_user_file
 
 
 class InputError(ValueError):

@@ -274,9 +274,10 @@ def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def explained(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        run = getattr(_own_class(self), method.__name__, method)  # scripts replace methods
         if _is_compiling() or (state := state_of(self)) is None:
-            return method(self, *args, **kwargs)
-        return _explaining(self, state, method, self, *args, **kwargs)
+            return run(self, *args, **kwargs)
+        return _explaining(self, state, run, self, *args, **kwargs)
 
     return explained
 
@@ -320,8 +321,7 @@ def begin_call(
         return plan.cast(args, plan.input_dtype), plan.cast(kwargs, plan.input_dtype)
     cast = tree.Cast(plan.input_dtype, made)
     convert = cast.convert if plan.casts_down else None  # in fp32, objects stay as they are
-    uncast = state.uncast if plan.fp32_inputs else ()
-    return tree.map_arguments(cast, args, kwargs, convert, uncast)
+    return tree.map_arguments(cast, args, kwargs, convert, state.uncast)
 
 
 def end_call(state: ModelState, output: Any) -> Any:

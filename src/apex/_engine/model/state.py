@@ -45,6 +45,7 @@ class ModelState:
         given: The plan of the conversion; differs from ``plan`` after the model was cast to another
             dtype.
         names: Names of the positional arguments of ``forward``.
+        uncast: Positions and names of its arguments that are not cast.
         writes: Finds what the model writes in 16 bits.
     """
 
@@ -57,16 +58,11 @@ class ModelState:
     hooked: torch.dtype | None = None
     given: ModelPlan = field(init=False)
     names: tuple[str, ...] = ()
+    uncast: tuple[int | str, ...] = ()
     writes: Writes = field(default_factory=Writes)
 
     def __post_init__(self) -> None:
         self.given = self.plan
-
-    @property
-    def uncast(self) -> set[int | str]:
-        """Positions and names of the arguments of ``forward`` that are not cast."""
-        found: set[int | str] = set(self.plan.fp32_inputs)
-        return found.union(at for at, name in enumerate(self.names) if name in found)
 
     def begin_forward(self, *, traced: bool = False) -> None:
         """Rounds written masters into the model, and records the active DDP wrapper."""
@@ -91,6 +87,8 @@ class ModelState:
         casts.
         """
         self.names = positional_names(self.inner_forward or model.forward)
+        named = self.plan.fp32_inputs
+        self.uncast = (*named, *(at for at, name in enumerate(self.names) if name in named))
         with all_or_nothing() as casts:
             if undo is not None:
                 undo.push(casts.undo)

@@ -1,0 +1,427 @@
+"""Inputs and outputs of a model: containers, objects with a ``to``, arguments that are not cast."""
+
+import copy
+import dataclasses
+import types
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+from apex import amp
+from tests.model.nets import LOW, Echo, converted
+
+Point = namedtuple("Point", "x y")
+
+
+class Words(list):
+    pass
+
+
+class Scaled(namedtuple("Scaled", "x y")):
+    def __new__(cls, x):
+        return super().__new__(cls, x, 2)
+
+
+@dataclass
+class Batch:
+    image: Any
+    label: Any = None
+
+
+@dataclass(frozen=True)
+class FrozenBatch:
+    image: Any
+
+
+@dataclass(slots=True)
+class SlotBatch:
+    image: Any
+
+
+@dataclass
+class Output(OrderedDict):
+    """Keeps items and attributes in step, as model outputs of large libraries do."""
+
+    loss: Any = None
+    logits: Any = None
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) is not None:
+                self[field.name] = getattr(self, field.name)
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        object.__setattr__(self, key, value)
+
+
+class Attributes(dict):
+    """Answers to every attribute name, ``to`` included."""
+
+    def __getattr__(self, name):
+        return self.get(name, "nothing")
+
+
+CONTAINERS = {
+    "list": lambda t: [t, 1],
+    "tuple": lambda t: (t, "a"),
+    "dict": lambda t: {"x": t, 3: None},
+    "namedtuple": lambda t: Point(t, 2),
+    "namedtuple with its own constructor": Scaled,
+    "list subclass": lambda t: Words([t, "w"]),
+    "OrderedDict": lambda t: OrderedDict(b=t, a=1),
+    "defaultdict": lambda t: defaultdict(list, x=t),
+    "UserDict": lambda t: UserDict(x=t),
+    "dict of attributes": lambda t: Attributes(x=t),
+    "dataclass": lambda t: Batch(t, label=3),
+    "frozen dataclass": FrozenBatch,
+    "dataclass with slots": SlotBatch,
+    "dict and dataclass": lambda t: Output(logits=t),
+    "return type of torch": lambda t: torch.return_types.max((t, torch.tensor([0]))),
+    "nested": lambda t: [{"a": (Point(t, [t]),)}, Batch(image=[t])],
+}
+containers = pytest.mark.parametrize("make", CONTAINERS.values(), ids=CONTAINERS)
+
+
+def floats(value):
+    """The floating tensors in a container, in any of these forms."""
+    if isinstance(value, torch.Tensor):
+        return [value] if value.is_floating_point() else []
+    if dataclasses.is_dataclass(value):
+        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    elif isinstance(value, dict | UserDict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return []
+    return [tensor for item in value for tensor in floats(item)]
+
+
+@containers
+def test_tensors_in_containers_are_cast_in_a_container_of_the_same_type(make):
+    given = make(torch.ones(2))
+    model = converted(Echo())
+    output = model(given)
+    (seen,), _ = model.seen
+    assert type(seen) is type(output) is type(given)
+    assert {tensor.dtype for tensor in floats(seen)} == {LOW}
+    assert {tensor.dtype for tensor in floats(given)} == {torch.float32}
+    assert {tensor.dtype for tensor in floats(output)} == {torch.float32}
+
+
+@containers
+def test_a_container_in_which_nothing_is_cast_is_passed_itself(make):
+    model = converted(Echo())
+    given = make(torch.arange(2))
+    model(given)
+    assert model.seen[0][0] is given
+
+
+@pytest.mark.parametrize(
+    "value", [None, 3, 2.5, "a", torch.arange(2), torch.ones(1, dtype=torch.complex64), nn.ReLU()]
+)
+def test_what_holds_no_floating_tensor_stays(value):
+    model = converted(Echo())
+    model([value], name=value)
+    assert model.seen[0][0][0] is model.seen[1]["name"] is value
+
+
+def test_one_object_stays_one_and_a_list_in_itself_ends():
+    model = converted(Echo())
+    tensor, batch = torch.ones(2), [torch.ones(2)]
+    model(tensor, batch, batch, same=tensor)
+    (first, one, other), kwargs = model.seen
+    assert first is kwargs["same"]
+    assert one is other
+    batch.append(batch)
+    model(batch)
+    assert model.seen[0][0][0].dtype is LOW
+
+
+def test_a_read_only_mapping_becomes_a_dict():
+    model = converted(Echo())
+    model(types.MappingProxyType({"x": torch.ones(2)}))
+    assert type(model.seen[0][0]) is dict
+    assert model.seen[0][0]["x"].dtype is LOW
+
+
+# -- objects with a ``to`` ------------------------------------------------------------------------
+
+
+class Tokens:
+    """Ids and features; ``to`` passes on whatever it is given, as most do."""
+
+    def __init__(self, ids, x):
+        self.ids, self.x = ids, x
+
+    def to(self, *args, **kwargs):
+        return Tokens(self.ids.to(*args, **kwargs), self.x.to(*args, **kwargs))
+
+
+class InPlace(Tokens):
+    def to(self, target):
+        self.ids, self.x = self.ids.to(target), self.x.to(target)
+
+
+class Typed(Tokens):
+    def to(self, dtype):
+        return Typed(self.ids.type(dtype), self.x.type(dtype))
+
+
+class Encoding(UserDict):
+    """A tokenizer's batch, which changes itself."""
+
+    @property
+    def ids(self):
+        return self["ids"]
+
+    @property
+    def x(self):
+        return self["x"]
+
+    def to(self, target):
+        self.data = {key: value.to(target) for key, value in self.data.items()}
+        return self
+
+
+@dataclass
+class Record:
+    ids: torch.Tensor
+    x: torch.Tensor
+
+    def to(self, target):
+        return dataclasses.replace(self, ids=self.ids.to(target), x=self.x.to(target))
+
+
+class Graphs(Tokens):
+    """Moves between devices alone, as batches of graphs do."""
+
+    def to(self, device):
+        return Graphs(self.ids.to(device=device), self.x.to(device=device))
+
+
+class Named(Tokens):
+    def to(self, device):
+        if device not in ("cpu", "cuda"):
+            raise ValueError(f"unknown device {device}")
+        return self
+
+
+IDS = torch.tensor([257, 4097])
+CASTABLE = [Tokens, InPlace, Typed, lambda ids, x: Encoding(ids=ids, x=x), Record]
+
+
+class Table(nn.Module):
+    """Looks rows up by the ids of an object."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Embedding(5000, 1)
+        self.seen = None
+
+    def forward(self, batch):
+        self.seen = batch
+        return self.rows(batch.ids).sum()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("make", CASTABLE)
+def test_integers_in_an_object_with_a_to_train_their_own_rows(make, level):
+    batch = make(IDS, torch.ones(2))
+    model = converted(Table(), level)
+    model(batch).backward()
+    assert model.rows.weight.grad.float().nonzero()[:, 0].tolist() == [257, 4097]
+    assert batch.x.dtype is torch.float32
+    assert batch.ids is IDS
+    low = {"O1": torch.float32, "O2": torch.float16, "O5": torch.bfloat16}
+    assert model.seen.x.dtype is low[level]
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+@pytest.mark.parametrize("make", [*CASTABLE, Graphs])
+def test_at_levels_that_cast_no_weights_objects_stay(make, level):
+    batch = make(IDS, torch.ones(2, dtype=torch.float64))
+    model = converted(Echo(), level)
+    model(batch)
+    assert model.seen[0][0] is batch
+    assert batch.x.dtype is torch.float64
+
+
+@pytest.mark.parametrize("make", [Graphs, Named])
+def test_an_object_whose_to_takes_no_dtype_stays(make):
+    batch = make(IDS, torch.ones(2))
+    model = converted(Echo())
+    model([batch])
+    assert model.seen[0][0][0] is batch
+    assert batch.x.dtype is torch.float32
+
+
+def test_packed_sequences_are_cast_or_stay_by_their_data():
+    model = converted(Echo())
+    floating = pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+    ids = pack_sequence([torch.tensor([257, 4097]), torch.tensor([1])])
+    model(floating, ids)
+    cast, same = model.seen[0]
+    assert type(cast) is PackedSequence
+    assert cast.data.dtype is LOW
+    assert cast.batch_sizes.dtype is torch.int64
+    assert same is ids
+
+
+def test_out_of_memory_in_a_to_is_raised():
+    class Large(Tokens):
+        def to(self, target):
+            raise torch.OutOfMemoryError("no room")
+
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        converted(Echo())(Large(IDS, torch.ones(2)))
+
+
+# -- arguments that are not cast ------------------------------------------------------------------
+
+
+class Timed(nn.Module):
+    """Computes an embedding of its time in fp32, in a part of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(1, 1)
+        self.body = nn.Linear(2, 2)
+        with torch.no_grad():
+            self.embed.weight.fill_(1.0)
+            self.embed.bias.zero_()
+        self.seen = None
+
+    def forward(self, x, timestep, *, scale=None):
+        self.seen = x.dtype, timestep
+        return self.body(x).sum() * 0 + self.embed(timestep[:, None])
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_named_input_arrives_exactly(level, by_name):
+    model = converted(
+        Timed(), level, fp32_modules=["embed"], fp32_inputs=("timestep",), cast_model_outputs=None
+    )
+    times = torch.tensor([998.39, 937.5, 750.3])
+    embedded = []
+    model.embed.register_forward_hook(lambda module, args, output: embedded.append(args[0]))
+    for each in (model, copy.deepcopy(model)):
+        if by_name:
+            each(torch.ones(1, 2), timestep=times)
+        else:
+            each(torch.ones(1, 2), times)
+        dtype, seen = each.seen
+        assert dtype is {"O5": LOW}.get(level, torch.float16)
+        assert seen is times
+    assert torch.equal(embedded[0][:, 0], times)
+
+
+def test_without_it_the_input_is_rounded_at_the_door():
+    model = converted(Timed(), fp32_modules=["embed"])
+    model(torch.ones(1, 2), torch.tensor([998.39]))
+    assert model.seen[1].item() == 1000.0
+
+
+def test_whole_containers_and_further_keywords_may_be_named():
+    model = converted(Echo(), fp32_inputs=["codes"])
+    codes = {"a": [torch.tensor([257.0])]}
+    model(torch.ones(1), codes=codes)
+    assert model.seen[1]["codes"] is codes
+    assert model.seen[0][0].dtype is LOW
+
+
+@pytest.mark.parametrize(
+    ("names", "level", "error", "words"),
+    [
+        (["time_step"], "O5", ValueError, r"'time_step'.*mean timestep.*scale, timestep, x"),
+        ("timestep", "O5", TypeError, r"fp32_inputs=\['timestep'\]"),
+        ([3], "O5", TypeError, "names of arguments"),
+        (["timestep"], "O1", ValueError, "O2, O3 or O5"),
+        (["timestep"], "O0", ValueError, "O2, O3 or O5"),
+    ],
+)
+def test_wrong_names_are_refused_before_anything_changes(names, level, error, words):
+    model = Timed()
+    with pytest.raises(error, match=words):
+        amp.initialize(model, opt_level=level, fp32_inputs=names, verbosity=0)
+    assert type(model) is Timed
+    assert model.body.weight.dtype is torch.float32
+
+
+# -- arguments that are written -------------------------------------------------------------------
+
+
+class Caching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x, cache=None):
+        y = self.linear(x)
+        if cache is not None:
+            target = cache["keys"][0] if isinstance(cache, dict) else cache
+            target.copy_(y.detach())
+        return y
+
+
+CACHES = {
+    "tensor": lambda t: t,
+    "nested": lambda t: {"keys": [t]},
+}
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("make", CACHES.values(), ids=CACHES)
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_an_argument_that_is_written_in_vain_is_named_once(caplog, level, make, by_name):
+    model = converted(Caching(), level)
+    cache = torch.zeros(1, 2)
+    for _ in range(2):
+        if by_name:
+            model(torch.ones(1, 2), cache=make(cache))
+        else:
+            model(torch.ones(1, 2), make(cache))
+    assert cache.count_nonzero() == 0
+    (record,) = caplog.records
+    assert "writes into its argument cache" in record.getMessage()
+    assert "fp32_inputs=['cache']" in record.getMessage()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_where_nothing_was_cast_nothing_is_said(caplog, level):
+    model = converted(Caching(), level)
+    cache = torch.zeros(1, 2)
+    model(torch.ones(1, 2), cache)
+    assert cache.count_nonzero() > 0
+    assert not caplog.records
+
+
+def test_a_cache_that_is_named_or_has_the_model_s_dtype_is_written(caplog):
+    cache = torch.zeros(1, 2, dtype=LOW)
+    converted(Caching())(torch.ones(1, 2), cache)
+    assert cache.count_nonzero() > 0
+    cache = torch.zeros(1, 2)
+    converted(Caching(), fp32_inputs=["cache"])(torch.ones(1, 2), cache)
+    assert cache.count_nonzero() > 0
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("level", ["O1", "O5"])
+def test_such_inputs_compile_as_one_graph(level):
+    class Sum(nn.Module):
+        def forward(self, point, batch, tokens, named, exact):
+            return point.x + batch.image + tokens.x + named["a"][0] + exact
+
+    torch._dynamo.reset()
+    options = {"fp32_inputs": ["exact"]} if level == "O5" else {}
+    model = converted(Sum(), level, **options)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    x = torch.full((2,), 1 / 3)
+    for batch in (Batch(x), FrozenBatch(x)):
+        inputs = Point(x, 1), batch, Tokens(torch.arange(2), x), {"a": [x]}, x
+        assert torch.equal(compiled(*inputs), model(*inputs))

@@ -1,0 +1,334 @@
+"""What a prepared model says of itself: buffers and weights that 16 bits lose, and mixed dtypes."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from apex import amp
+from tests.model.nets import LOW, converted
+
+LOW_LEVELS = pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+
+
+def messages(caplog):
+    return [record.getMessage() for record in caplog.records if record.name == "apex"]
+
+
+def trained(model, steps=4, level="O5", after=lambda model: None, lr=0.1, **options):
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with amp.scale_loss(model(torch.ones(2, 4)).float().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        after(model)
+    return model, optimizer
+
+
+# -- buffers that are rounded ---------------------------------------------------------------------
+
+
+class Positions(nn.Module):
+    def __init__(self, table, persistent=True):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("table", table, persistent=persistent)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@LOW_LEVELS
+def test_buffers_that_lose_distinct_values_are_named_with_the_line(caplog, level, persistent):
+    model = nn.Sequential(Positions(torch.arange(4096.0), persistent))
+    converted(model, level)
+    (text,) = messages(caplog)
+    assert "0.table" in text
+    assert "fp32_modules=['0']" in text
+    caplog.clear()
+    converted(nn.Sequential(Positions(torch.arange(4096.0))), level, fp32_modules=["0"])
+    assert not messages(caplog)
+
+
+@pytest.mark.parametrize("table", [torch.arange(256.0), torch.ones(9000), torch.arange(4096)])
+def test_buffers_that_lose_none_are_not_named(caplog, table):
+    converted(nn.Sequential(Positions(table)))
+    assert not messages(caplog)
+
+
+def test_a_buffer_of_the_model_itself_is_named_with_what_keeps_it(caplog):
+    converted(Positions(torch.arange(4096.0)))
+    assert "fp32_buffers=['table']" in messages(caplog)[0]
+    caplog.clear()
+    model = converted(Positions(torch.arange(4096.0)), fp32_buffers=["table"])
+    assert model.table.dtype is torch.float32
+    assert not messages(caplog)
+
+
+def test_many_modules_are_written_as_a_pattern(caplog):
+    converted(nn.Sequential(*[Positions(torch.arange(4096.0)) for _ in range(6)]))
+    assert "fp32_modules=['*']" in messages(caplog)[0]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@LOW_LEVELS
+def test_frequencies_of_rotary_embeddings_stay_in_fp32(level, persistent):
+    model = nn.Module()
+    model.rotary = nn.Module()
+    model.rotary.register_buffer("inv_freq", torch.full((4,), 1 / 3), persistent=persistent)
+    converted(model, level)
+    assert torch.equal(model.rotary.inv_freq, torch.full((4,), 1 / 3))
+    assert copy.deepcopy(model).rotary.inv_freq.dtype is torch.float32
+    amp.restore(model)
+    assert torch.equal(model.rotary.inv_freq, torch.full((4,), 1 / 3))
+
+
+def test_other_names_can_be_added_and_unknown_ones_are_refused():
+    model = nn.Sequential(Positions(torch.ones(2)), Positions(torch.ones(2)))
+    converted(model, fp32_buffers=["1.tab*"])
+    assert (model[0].table.dtype, model[1].table.dtype) == (LOW, torch.float32)
+    model = nn.Sequential(Positions(torch.ones(2)))
+    with pytest.raises(ValueError, match=r"'0.tabel', which matches no buffer. Did you mean 0.tab"):
+        converted(model, fp32_buffers=["0.tabel"])
+    with pytest.raises(ValueError, match="O2, O3 or O5"):
+        converted(model, "O1", fp32_buffers=["0.table"])
+    assert type(model) is nn.Sequential
+
+
+# -- what a model writes in 16 bits ---------------------------------------------------------------
+
+
+class Codebook(nn.Module):
+    """Keeps moving averages and a count, as vector quantization does."""
+
+    def __init__(self, how="in place"):
+        super().__init__()
+        self.how = how
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("average", torch.ones(4))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            self.count += 1
+            new = x.detach().mean(0).to(self.average.dtype)
+            if self.how == "in place":
+                self.average.lerp_(new, 0.01)
+            elif self.how == "assigned":
+                self.average = self.average * 0.99 + new * 0.01
+            else:
+                self.average.data = self.average * 0.99 + new * 0.01
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("how", ["in place", "assigned", "data"])
+@LOW_LEVELS
+def test_buffers_that_the_forward_writes_are_named_once_with_the_line(caplog, level, how):
+    trained(nn.Sequential(Codebook(how)), level=level, loss_scale=1.0)
+    (text,) = messages(caplog)
+    assert "0.average, 0.count" in text
+    assert "fp32_modules=['0']" in text
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_in_fp32_nothing_is_said(caplog, level):
+    trained(nn.Sequential(Codebook()), level=level, loss_scale=1.0)
+    assert not messages(caplog)
+
+
+def test_the_line_keeps_them_exact(caplog):
+    model, _ = trained(nn.Sequential(Codebook(), nn.BatchNorm1d(4)), 300, fp32_modules=["0"])
+    assert model[0].count == 300
+    assert not messages(caplog)
+
+
+def test_evaluation_and_tables_that_are_filled_once_are_not_meant(caplog):
+    model = converted(nn.Sequential(Codebook())).eval()
+    for _ in range(4):
+        model(torch.ones(2, 4))
+    model = converted(Positions(torch.ones(4)))
+    model.table.zero_()
+    for _ in range(4):
+        model(torch.ones(2, 4))
+    assert not messages(caplog)
+
+
+class Momentum(nn.Module):
+    """A student, and a teacher that follows it by a moving average."""
+
+    def __init__(self, how="in place", inside=True):
+        super().__init__()
+        self.how, self.inside = how, inside
+        self.student = nn.Linear(4, 4)
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+    @torch.no_grad()
+    def follow(self, *_):
+        pairs = zip(self.teacher.parameters(), self.student.parameters(), strict=True)
+        for old, new in pairs:
+            if self.how == "in place":
+                old.mul_(0.999).add_(new, alpha=0.001)
+            elif self.how == "foreach":
+                torch._foreach_lerp_([old], [new.detach()], 0.001)
+            else:
+                old.data = old.data * 0.999 + new.data * 0.001
+
+    def forward(self, x):
+        if self.inside:
+            self.follow()
+        return self.student(x) - self.teacher(x).detach()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("how", ["in place", "foreach", "data"])
+@LOW_LEVELS
+def test_a_momentum_teacher_is_named_once_with_the_line(caplog, level, how, inside):
+    after = (lambda model: None) if inside else Momentum.follow
+    trained(Momentum(how, inside), level=level, after=after, loss_scale=1.0, steps=6)
+    (text,) = messages(caplog)
+    assert "teacher.weight" in text
+    assert "fp32_modules=['teacher']" in text
+
+
+def test_frozen_weights_that_are_loaded_or_stay_are_not_named(caplog):
+    model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4))
+    model, _ = trained(model)
+    model[0].load_state_dict(nn.Linear(4, 4).state_dict())
+    for _ in range(3):
+        model(torch.ones(2, 4))
+    assert not messages(caplog)
+
+
+# -- averages and casts of the model itself -------------------------------------------------------
+
+
+def blended(model, average):
+    with torch.no_grad():
+        for old, new in zip(average.parameters(), model.parameters(), strict=True):
+            old.mul_(0.999).add_(new, alpha=0.001)
+
+
+def entries_blended(model, average):
+    values = model.state_dict()
+    for name, value in average.state_dict().items():
+        value.mul_(0.999).add_(values[name], alpha=0.001)
+
+
+@pytest.mark.parametrize("update", [blended, entries_blended])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_an_average_made_by_deepcopy_is_told_once(caplog, level, update):
+    averages = []
+
+    def after(model):
+        if not averages:
+            averages.append(copy.deepcopy(model))
+        update(model, averages[0])
+
+    trained(nn.Sequential(nn.Linear(4, 4)), 6, level, after, loss_scale=1.0)
+    (text,) = messages(caplog)
+    assert "deep copy" in text
+    assert "amp.restore(copy.deepcopy(model))" in text
+
+
+def test_an_averaged_model_over_a_16_bit_one_is_told_once(caplog):
+    averages = []
+
+    def after(model):
+        averages.append(averages[0] if averages else AveragedModel(model))
+        averages[0].update_parameters(model)
+
+    trained(nn.Sequential(nn.Linear(4, 4)), 6, after=after)
+    assert len(messages(caplog)) == 1
+
+
+def test_copies_that_are_trained_loaded_or_kept_are_not_named(caplog):
+    model, optimizer = trained(nn.Sequential(nn.Linear(4, 4)))
+    twin, own = copy.deepcopy((model, optimizer))
+    kept = copy.deepcopy(model)
+    for _ in range(6):
+        for each, stepped in ((model, optimizer), (twin, own)):
+            stepped.zero_grad()
+            with amp.scale_loss(each(torch.ones(2, 4)).float().mean(), stepped) as scaled_loss:
+                scaled_loss.backward()
+            stepped.step()
+    kept.load_state_dict(model.state_dict())
+    model(torch.ones(2, 4))
+    assert not messages(caplog)
+
+
+HALVES = {
+    "half": (lambda model: model.half(), torch.float16),
+    "bfloat16": (lambda model: model.bfloat16(), torch.bfloat16),
+    "to": (lambda model: model.to("cpu", torch.float16), torch.float16),
+}
+
+
+@pytest.mark.parametrize("name", HALVES)
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_16_bit_weights_after_initialize_are_told_once(caplog, level, name):
+    cast, dtype = HALVES[name]
+    model, optimizer = trained(nn.Linear(4, 4), level=level, loss_scale=1.0)
+    cast(cast(model))
+    model(torch.ones(2, 4))
+    (text,) = messages(caplog)
+    assert f"weights are now {dtype}" in text
+    assert "without fp32 masters" in text
+    assert "O2 or O5" in text
+    del optimizer
+
+
+# -- mixed dtypes ---------------------------------------------------------------------------------
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.features(x)
+
+    def features(self, x):
+        """Docs of the method."""
+        return self.linear(x)
+
+    def encode(self, x, *, twice=False):
+        return self.features(self.features(x) if twice else x)
+
+    def fails(self):
+        raise RuntimeError("BFloat16 and Half are words")
+
+    def weight_dtype(self):
+        return self.linear.weight.dtype
+
+
+@LOW_LEVELS
+@pytest.mark.parametrize("method", ["encode", "features"])
+def test_other_methods_get_the_note_that_forward_gets(level, method):
+    model = converted(Encoder(), level)
+    with pytest.raises(RuntimeError, match=r"another method gets, is not. Cast it") as raised:
+        getattr(model, method)(torch.ones(2, 4))
+    assert str(raised.value).count("amp prepared") == 1
+    assert getattr(model, method)(torch.ones(2, 4, dtype=model.weight_dtype())).shape == (2, 4)
+    assert model(torch.ones(2, 4)).dtype is torch.float32
+    assert model.features.__doc__ == "Docs of the method."
+    amp.restore(model)
+    assert getattr(model, method)(torch.ones(2, 4)).dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_with_op_casts_other_methods_cast(level):
+    model = converted(Encoder(), level)
+    assert model.encode(torch.ones(2, 4), twice=True).shape == (2, 4)
+
+
+def test_a_method_compiles_inside_the_forward():
+    torch._dynamo.reset()
+    model = converted(Encoder())
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(torch.ones(2, 4)), model(torch.ones(2, 4)))
