@@ -328,8 +328,10 @@ def put_on_device(group: dict[str, Any]) -> None:
     if not group["params"]:
         return
     device = group["params"][0].device
-    group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(device, copy=True)
-    step = torch.as_tensor(group.get("step", 0), dtype=torch.int32)
+    group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device="cpu").to(
+        device, copy=True
+    )
+    step = torch.as_tensor(group.get("step", 0), dtype=torch.int32, device="cpu")
     group["step"] = step.to(device, copy=True)
 
 
