@@ -21,7 +21,7 @@ import apex
 from apex._core import dtypes
 from apex._core.project import VERSION
 from apex._torch.devices import cpu_features
-from apex.debug.rendering.formatting import counted
+from apex.debug.common import counted
 from apex.tools.compare.timing import Load, LoadMeter, seconds
 
 MODULES = ("amp_C", "apex_C", "fused_adam_cuda", "fused_layer_norm_cuda")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from apex.debug.rendering.formatting import counted
+from apex.debug.common import counted
 from apex.tools.compare import training
 from apex.tools.compare.results import BASELINE, Comparison, Level, Result
 from apex.tools.compare.target import Build, Experiment, open_target, seed_all
