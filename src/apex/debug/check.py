@@ -23,7 +23,7 @@ from apex._torch import copies, dtensor
 from apex._torch.grad_scaler import holds_unscaled
 from apex.amp.nonfinite import NonfiniteGradient, nonfinite_gradients
 from apex.debug import tracing
-from apex.debug.arguments import check_scaler, inner
+from apex.debug.common import check_scaler, inner
 from apex.debug.watch import loop_of
 
 _COUNT = "state step"

@@ -32,10 +32,16 @@ from apex._torch import ranks
 from apex.amp import frontend, inputs
 from apex.amp.properties import level_defaults, to_policy
 from apex.amp.sessions import new_session
-from apex.debug.arguments import check_loss, check_loss_fn, checked_model, floating_outputs
-from apex.debug.preserve_state import casts_off, preserve_state
-from apex.debug.rendering import formatting
-from apex.debug.rendering.files import json_types
+from apex.debug import common
+from apex.debug.common import (
+    casts_off,
+    check_loss,
+    check_loss_fn,
+    checked_model,
+    floating_outputs,
+    json_types,
+    preserve_state,
+)
 from apex.debug.rounding import RoundingRow, RoundingTrace
 
 _EXPLAINED = 1.1
@@ -184,17 +190,17 @@ class Suggestion:
                 "overflow, whatever loss scale and modules were tried. amp.debug.trace_overflow("
                 "model) names the operator; a bf16 level has the range of fp32."
             )
-        before = formatting.percent(self.error_before)
+        before = common.percent(self.error_before)
         if not self.modules:
             return f"No module needs fp32 at {self.opt_level}: error of the gradients {before}."
         return (
             f"Keep in fp32 at {self.opt_level}: {', '.join(self.modules)}. Error of the gradients "
-            f"{before} -> {formatting.percent(self.error_after)}."
+            f"{before} -> {common.percent(self.error_after)}."
         )
 
     def __str__(self) -> str:
         lines = [
-            f"  without {name}: {formatting.percent(error)}"
+            f"  without {name}: {common.percent(error)}"
             for name, error in self.sensitivities.items()
         ]
         setting = [f"  {self.setting}"] if self.setting else []

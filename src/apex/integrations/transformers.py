@@ -15,8 +15,8 @@ from apex._core.arguments import integer
 from apex._core.foreach import norms
 from apex._torch import dtensor, ranks
 from apex._torch.dynamo import untraced
+from apex.debug.common import preserve_state
 from apex.debug.overflow import OverflowTrace, trace_overflow
-from apex.debug.preserve_state import preserve_state
 
 try:
     from transformers import TrainerCallback

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from apex._torch.devices import accelerator, cpu_features
-from apex.debug.rendering.formatting import counted
+from apex.debug.common import counted
 from apex.tools.errors import InputError
 
 

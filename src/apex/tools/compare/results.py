@@ -10,8 +10,7 @@ from typing import Any, Literal
 import torch
 
 from apex._core import dtypes
-from apex.debug.rendering.files import json_types
-from apex.debug.rendering.formatting import short
+from apex.debug.common import json_types, short
 from apex.tools.compare.timing import Interval, Load, Timing, speed_of
 from apex.tools.errors import InputError
 

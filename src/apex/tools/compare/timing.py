@@ -20,7 +20,7 @@ from statistics import median
 
 import torch
 
-from apex.debug.rendering.formatting import counted
+from apex.debug.common import counted
 
 CONFIDENCE = 0.95
 

@@ -18,7 +18,7 @@ from statistics import stdev
 
 import torch
 
-from apex.debug.rendering.formatting import counted
+from apex.debug.common import counted
 from apex.tools.compare.results import (
     BASELINE,
     Comparison,
