@@ -72,6 +72,8 @@ class ApexOptimWrapper(MMEngineApexOptimWrapper):
     optimizer: Any
     # Scales of a checkpoint that was loaded before the scalers existed.
     _loaded_scales: Mapping[str, Any] | None = None
+    # Whether `amp.initialize` has received the optimizer, enabled or not.
+    _was_given = False
     # Whether a later iteration synchronizes this iteration's gradients. It sends `.grad`, so the
     # gradients must stay there, with the same scale as its own.
     _stays_local = False
@@ -119,7 +121,7 @@ class ApexOptimWrapper(MMEngineApexOptimWrapper):
         OptimWrapper.load_state_dict(self, state)
         if loaded is None:
             return
-        if scales.is_prepared(self.optimizer):
+        if self._was_given or scales.is_prepared(self.optimizer):
             scales.load_state_dict(self.optimizer, loaded)
         else:
             self._loaded_scales = loaded
@@ -139,7 +141,7 @@ class ApexOptimWrapper(MMEngineApexOptimWrapper):
         """
         self._stays_local = not self.should_sync() and "no_sync" in dir(model)
         with OptimWrapper.optim_context(self, model):
-            if not scales.is_prepared(self.optimizer):
+            if not (self._was_given or scales.is_prepared(self.optimizer)):
                 dtypes = [param.dtype for param in model.parameters()]
                 self._initialize(model)
                 if dtypes != [param.dtype for param in model.parameters()]:
@@ -157,6 +159,7 @@ class ApexOptimWrapper(MMEngineApexOptimWrapper):
             )
         options = {name: getattr(self, name) for name in _OPTIONS}
         _, self.optimizer = amp.initialize(model, self.optimizer, **options)
+        self._was_given = True
         if self._loaded_scales is not None:
             scales.load_state_dict(self.optimizer, self._loaded_scales)
             self._loaded_scales = None
