@@ -6,8 +6,8 @@ import torch
 import apex.amp as amp
 from apex.amp.nonfinite import NonfiniteGradient
 from apex.debug.check import why_skipped
-from tests.amp.cases import LEVELS, Net, backward, loss_of, overflow, prepared, sgd
-from tests.amp.test_report import LINE
+from tests.names.test_report import LINE
+from tests.support.steps import LEVELS, Net, backward, loss_of, overflow, prepared, sgd
 
 
 def break_two(model, optimizer):

@@ -57,7 +57,8 @@ def begin(spec: CastSpec) -> int:
         for device in spec.device_types:
             ops = [op for op in _needed(spec.table, device) if (device, op) not in _registered]
             built = {op: _build(op, device) for op in ops}
-            dispatcher.register(built, AUTOCAST_KEYS[device])
+            if built:
+                dispatcher.register(built, AUTOCAST_KEYS[device])
             _registered.update((device, op) for op in ops)
     number = next(_numbers)
     _digests[number] = digest(spec)
